@@ -23,7 +23,7 @@ from listed_skips import ListedSkips, read_list
 from run_processes import VARIABLES
 
 from gossipdp.launcher.local import launch, start_fork_server
-from gossipdp.links.tls import TlsFiles, make_tls_files
+from gossipdp.links.tls import TlsFiles, make_tls_files, tls_files
 
 TESTS = Path(__file__).parent
 LONG = {name for name, _ in read_list((TESTS / "long.txt").read_text())}
@@ -147,14 +147,12 @@ class Authority:
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"worker {number}")])
         certificate = self._sign(name, key, first_day, last_day)
         pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-        return TlsFiles(
-            self._write(f"cert-{number}.pem", certificate.public_bytes(pem)),
-            self._write(
-                f"key-{number}.pem",
-                key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain),
-            ),
-            self.ca,
-        )
+        (self._directory / str(number)).mkdir()
+        self._write(f"{number}/cert.pem", certificate.public_bytes(pem))
+        private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+        self._write(f"{number}/key.pem", private)
+        self._write(f"{number}/ca.pem", self.ca.read_bytes())
+        return tls_files(self._directory / str(number))
 
     def _sign(
         self,

@@ -26,7 +26,7 @@ def train(budget_samples: int, tls: str | None) -> tuple[float, float]:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    network = Network(tls_cert=f"{tls}/cert.pem", tls_key=f"{tls}/key.pem") if tls else Network()
+    network = Network(tls=tls or None)
     model = GossipDataParallel(
         net, optimizer, graph="ring", budget_samples=budget_samples, network=network
     )

@@ -1,11 +1,12 @@
 """Messages go through ``logging.getLogger("gossipdp")``; nothing in the library prints.
 
-An application that configures :mod:`logging` gets them like any other library's. Where nobody
-configured anything, Python shows warnings and errors on standard error and hides the rest: so no
+An application that configures :mod:`logging` gets them like those of any library. Without a
+configuration Python shows warnings and errors on standard error and hides the rest. So no
 NullHandler is attached, which would hide the warnings too. The command line's ``--log-level`` and
 the variable GOSSIPDP_LOG choose another level and attach a handler of our own.
 
-What strangers can cause is bounded: :class:`OnceLog`, and :func:`printable` for their text.
+Strangers on the network cannot flood the log: :class:`OnceLog` warns once of each, and
+:func:`printable` bounds their text.
 """
 
 import logging
@@ -58,7 +59,7 @@ def configure(level: str | None = None) -> None:
 
 
 def printable(text: str, most: int = 200) -> str:
-    r"""``text`` from another process, safe for a terminal: no control characters, ``most`` long.
+    r"""Return at most ``most`` letters of a foreign text, without control characters.
 
     Example:
         >>> printable("rank 3\x1b[2J")
@@ -69,14 +70,14 @@ def printable(text: str, most: int = 200) -> str:
 
 @final
 class OnceLog:
-    """Warns once of each ``(kind, who)``, so that no one can flood the log or the memory."""
+    """A log that warns once of each ``(kind, who)``, so that it and the memory stay bounded."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._seen: set[tuple[str, str]] = set()
 
     def warn_once(self, kind: str, who: str, message: str, *values: object) -> None:
-        """Log ``message % values`` unless this kind was logged of ``who`` before."""
+        """Log ``message % values`` unless this kind was logged for ``who`` before."""
         if (kind, who) in self._seen or len(self._seen) >= MAX_WARNINGS:
             return
         self._seen.add((kind, who))

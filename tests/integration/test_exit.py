@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 SCRIPT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from gossipdp.launcher.team import Report, send_report
+from gossipdp.launcher.reports import Report, send_report
 
 directory, ending = Path(sys.argv[1]), sys.argv[2]
 if ending == "stubborn":

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.processes
 # Light: begins without a model.
 SCRIPT = """
 import os, sys, time
-from gossipdp.launcher.team import Report, send_report
+from gossipdp.launcher.reports import Report, send_report
 
 rank = int(os.environ["RANK"])
 addresses = {other: ("127.0.0.1", 1000 + other) for other in range(3)}
 assert send_report(Report(begins=True, addresses=addresses))
 restarts, join = (os.environ.get("GOSSIPDP_" + name, "0") for name in ("RESTARTS", "JOIN"))
-print("life", restarts, join, os.getpid())
+print("life", rank, restarts, join, os.getpid(), flush=True)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
 """
@@ -38,9 +38,9 @@ class Lines:
     def next_life(self) -> tuple[int, int, str, int]:
         """(rank, restarts, join addresses, process id) of the next life that begins."""
         line = self.source.readline()
-        label, word, restarts, join, pid = line.split()
+        word, rank, restarts, join, pid = line.split()
         assert word == "life", line
-        return int(label[1:-1]), int(restarts), join, int(pid)
+        return int(rank), int(restarts), join, int(pid)
 
 
 def test_a_killed_worker_is_started_again_and_told_where_the_others_are(

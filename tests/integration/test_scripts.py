@@ -33,7 +33,7 @@ def test_the_complete_example_under_our_launcher(tmp_path: Path):
     options = ["--epochs", "3", "--output", str(tmp_path)]
     done = run([*RUN, str(EXAMPLES / "complete.py"), *options])
     assert done.returncode == 0, done.stdout + done.stderr
-    ends = re.findall(r"^\[\d\] worker (\d): (\d+ samples, accuracy [\d.]+)$", done.stdout, re.M)
+    ends = re.findall(r"^worker (\d): (\d+ samples, accuracy [\d.]+)$", done.stdout, re.M)
     assert sorted(rank for rank, _ in ends) == ["0", "1"], done.stdout
     assert len({end for _, end in ends}) == 1, ends
     assert (tmp_path / "best.pt").exists()

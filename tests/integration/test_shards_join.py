@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sharded_runs import Seen, loader, make_net, shard, step, values
 
 from gossipdp import GossipDataParallel, Network
-from gossipdp.launcher.networks import networks_at
+from gossipdp.launcher.joining import ask_join_infos
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.arrival import Arrival
 
@@ -34,7 +34,7 @@ def joining_variables(directory: Path) -> dict[str, str]:
     while not all(path.exists() for path in paths):
         time.sleep(0.01)
     addresses = [tuple(json.loads(path.read_text())) for path in reversed(paths)]
-    network = networks_at(addresses, NUM_SHARDS)[int(os.environ["RANK"])]
+    network = ask_join_infos(addresses, NUM_SHARDS)[int(os.environ["RANK"])]
     no_rank = {"GOSSIPDP_REPLICA": "", "GOSSIPDP_REPLICAS": "0", "GOSSIPDP_STORE": ""}
     return network.join_variables() | no_rank
 

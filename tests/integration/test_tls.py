@@ -1,6 +1,5 @@
-"""TLS in whole runs: ``gossipdp run --tls-...`` and the arguments of ``GossipDataParallel``."""
+"""TLS in whole runs: ``gossipdp run --tls`` and the arguments of ``GossipDataParallel``."""
 
-import dataclasses
 import logging
 import os
 import subprocess
@@ -18,7 +17,7 @@ from gossipdp import GossipDataParallel, Network
 from gossipdp.cli.main import main
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import read_addresses
-from gossipdp.launcher.networks import ask_run_id
+from gossipdp.launcher.joining import ask_run_id
 from gossipdp.links import tls
 from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
 
@@ -43,16 +42,11 @@ print(f"links {len(links) > 0} secured {secured} workers {result.world_size} tot
 """
 
 
-def options(files: TlsFiles) -> list[str]:
-    words = ["--tls-cert", f"{files.cert}", "--tls-key", f"{files.key}"]
-    return words if files.ca == files.cert else [*words, "--tls-ca", f"{files.ca}"]
-
-
 @pytest.mark.processes
 def test_a_run_over_tls(run_tls: TlsFiles, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    words = ["run", "-n", "2", *options(run_tls), str(script)]
+    words = ["run", "-n", "2", "--tls", f"{run_tls.cert.parent}", str(script)]
     done = subprocess.run(
         [sys.executable, "-m", "gossipdp.cli.main", *words],
         capture_output=True,
@@ -61,7 +55,7 @@ def test_a_run_over_tls(run_tls: TlsFiles, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    ends = {line.partition("] ")[2] for line in done.stdout.splitlines()}
+    ends = set(done.stdout.splitlines())
     assert len(ends) == 1, ends  # the same bits on all
     assert next(iter(ends)).startswith("links True secured True workers 2 total ")
 
@@ -76,8 +70,7 @@ def train_while_keys_are_renewed(files: TlsFiles) -> tuple[list[bool], int, int,
     logging.getLogger("gossipdp").addHandler(handler)
     net = torch.nn.Linear(50, 20)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    paths = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
-    network = Network(start_timeout_s=60, shared_memory="off", **paths)
+    network = Network(start_timeout_s=60, shared_memory="off", tls=files.cert.parent)
     model = GossipDataParallel(net, optimizer, graph="complete", network=network)
 
     def ended() -> list[str]:
@@ -124,15 +117,15 @@ def test_one_clear_error_before_any_worker_starts(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('started')")
-    good, other = authority.issue(), authority.issue()
+    other_key, expired = authority.issue(), authority.issue(-9, -1)
+    other_key.key.write_bytes(expired.key.read_bytes())
     bad = [
-        ("--tls-cert", [*options(good)[:2]], "give tls_key (--tls-key, GOSSIPDP_TLS_KEY)"),
-        ("missing", options(dataclasses.replace(good, ca=tmp_path / "none")), "cannot read tls_ca"),
-        ("another key", options(dataclasses.replace(good, key=other.key)), "the key is not that"),
-        ("expired", options(authority.issue(-9, -1)), "has expired"),
+        (tmp_path, "cannot read"),
+        (other_key.cert.parent, "the key is not that"),
+        (expired.cert.parent, "has expired"),
     ]
-    for _, words, message in bad:
-        assert main(["run", "-n", "2", *words, str(script)]) == 2
+    for directory, message in bad:
+        assert main(["run", "-n", "2", "--tls", str(directory), str(script)]) == 2
         shown = capsys.readouterr()
         assert message in shown.err
         assert len(shown.err.strip().splitlines()) == 1
@@ -147,13 +140,9 @@ def wrap(**arguments: Any) -> GossipDataParallel:
 def test_the_arguments_are_checked_when_a_module_is_wrapped(
     authority: Any, run_tls: TlsFiles
 ) -> None:
-    files = authority.issue()
-    with pytest.raises(ValueError, match=r"give tls_key \(--tls-key, GOSSIPDP_TLS_KEY\)"):
-        Network(tls_cert=files.cert, tls_ca=files.ca)
-    expired = authority.issue(-9, -1)
     with pytest.raises(ValueError, match="has expired"):
-        wrap(network=Network(tls_cert=expired.cert, tls_key=str(expired.key), tls_ca=expired.ca))
-    wrap(network=Network(tls_cert=run_tls.cert, tls_key=str(run_tls.key))).close()
+        wrap(network=Network(tls=authority.issue(-9, -1).cert.parent))
+    wrap(network=Network(tls=str(run_tls.cert.parent))).close()
 
 
 def test_all_reduce_is_not_passed_off_as_protected(
@@ -161,22 +150,17 @@ def test_all_reduce_is_not_passed_off_as_protected(
 ) -> None:
     files = authority.issue()
     with pytest.raises(ValueError, match="would send everything in the clear"):
-        wrap(
-            method="allreduce",
-            network=Network(tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca),
-        )
-    for name in ("cert", "key", "ca"):
-        monkeypatch.setenv(f"GOSSIPDP_TLS_{name.upper()}", str(getattr(files, name)))
+        wrap(method="allreduce", network=Network(tls=files.cert.parent))
+    monkeypatch.setenv("GOSSIPDP_TLS", str(files.cert.parent))
     with pytest.raises(ValueError, match="would send everything in the clear"):
         wrap(method="allreduce")
 
 
-def refuse_plain(cert: str, key: str) -> str:
+def refuse_plain(directory: str) -> str:
     """Worker 1 has TLS, worker 0 has none."""
-    rank = int(os.environ["RANK"])
-    arguments = {"tls_cert": cert, "tls_key": key} if rank else {}
+    tls = directory if os.environ["RANK"] == "1" else None
     try:
-        wrap(network=Network(start_timeout_s=60, **arguments)).close()
+        wrap(network=Network(start_timeout_s=60, tls=tls)).close()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "wrapped"
@@ -184,7 +168,7 @@ def refuse_plain(cert: str, key: str) -> str:
 
 @pytest.mark.processes
 def test_a_worker_without_tls_among_others(workers: Callable[..., Any], run_tls: TlsFiles) -> None:
-    found = workers(refuse_plain, 2, args=(str(run_tls.cert), str(run_tls.key)))
+    found = workers(refuse_plain, 2, args=(str(run_tls.cert.parent),))
     assert any("RefusedError" in text and "TLS is used here" in text for text in found), found
 
 
@@ -206,8 +190,8 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
         os.environ["GOSSIPDP_RUN_ID"] = ask_run_id(known, Tls(files))
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    paths = {"tls_cert": files.cert, "tls_key": files.key}
-    model = GossipDataParallel(net, optimizer, network=Network(start_timeout_s=60, **paths))
+    network = Network(start_timeout_s=60, tls=files.cert.parent)
+    model = GossipDataParallel(net, optimizer, network=network)
     transport = model._engine._loop.transport
     if model.rank == 0:
         address.with_suffix(".new").write_text(f"127.0.0.1:{transport.identity.port}")

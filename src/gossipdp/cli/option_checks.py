@@ -1,4 +1,4 @@
-"""What options of several commands have in common: numbers, and files read or written."""
+"""Checks that options of several commands share: numbers, and files read or written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OUTPUTS = ("json", "figure")
 
 
 def check_number(option: str, value: float, *, is_positive: bool = False) -> float:
-    """``value``; raises ValueError unless it is finite and positive, or 0 where it may be."""
+    """Return ``value``; raise ValueError unless it is finite and positive, or 0 if allowed."""
     if not math.isfinite(value) or value < 0 or (is_positive and value == 0):
         kind = "a positive number" if is_positive else "a number of at least 0"
         raise ValueError(f"{option} is {value:g}; it must be {kind}")
@@ -20,7 +20,7 @@ def check_number(option: str, value: float, *, is_positive: bool = False) -> flo
 
 
 def read_text(option: str, path: Path, holds: str) -> str:
-    """The text of the file that ``option`` names; raises ValueError where it holds none."""
+    """Read the file that ``option`` names; raise ValueError if it holds no text."""
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:
@@ -31,7 +31,7 @@ def read_text(option: str, path: Path, holds: str) -> str:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Raise ValueError where the file that ``option`` names cannot be written; makes nothing."""
+    """Raise ValueError if the file that ``option`` names cannot be written; make nothing."""
     if path is None:
         return
     directory = path.absolute().parent
@@ -42,7 +42,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 def check_outputs(arguments: object) -> None:
-    """:func:`check_output` of every file that a command's options name, before its work begins."""
+    """Check every output file that a command's options name, before its work begins."""
     if dataclasses.is_dataclass(arguments):
         for field in dataclasses.fields(arguments):
             value = getattr(arguments, field.name)

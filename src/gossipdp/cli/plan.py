@@ -1,4 +1,4 @@
-"""``gossipdp plan``: what a graph promises, printed before anything is run."""
+"""``gossipdp plan``: the constants of a graph, printed before a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Learning rate, as a multiple of all-reduce's best with the same batch a worker:
   1/2 to 1    SGD with momentum 0.9, comm rate 1
 Measured on grids of factors of two (docs/quality.md). AdamW's is larger
 at comm rate 1, as it divides by the noise of one worker's gradient."""
-"""docs/choosing.md says it in words, with the figures."""
+"""The rule of docs/choosing.md, which has the figures."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PlanArguments:
     """Print the constants of a graph and whether A2CiD2 helps on it. Nothing is trained."""
 
     workers: int | None = None
-    """Number of workers; may be left out where --edge-list says it."""
+    """Number of workers; may be left out with --edge-list."""
 
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
@@ -57,7 +57,7 @@ class PlanArguments:
 
 
 def run(arguments: PlanArguments) -> int:
-    """Print the tables and write the JSON file; raises ValueError or OSError for bad input."""
+    """Print the tables and write the JSON file; raise ValueError or OSError for bad input."""
     if "numpy" not in sys.modules:
         # Many small matrices: on a busy machine the threads of a BLAS cost up to 20 times the work.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -105,7 +105,7 @@ def _table(plan: Plan) -> Table:
     table = Table(title=Text(plan.graph), title_justify="left")
     table.add_column("quantity", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("what it is")
+    table.add_column("meaning")
     rows: list[tuple[str, float, str]] = [
         ("edges", plan.num_edges, "pairs of workers that may exchange"),
         ("comm rate", plan.comm_rate, "exchanges per worker per gradient step, at most"),
@@ -135,7 +135,7 @@ def _table(plan: Plan) -> Table:
 
 def _verdict(plan: Plan) -> str:
     if plan.num_workers == 1:
-        return "A2CiD2 helps here: no. One worker has nobody to exchange with."
+        return "A2CiD2 helps here: no. One worker has no neighbour."
     if plan.a2cid2_helps:
         return (
             f"A2CiD2 helps here: yes. Theory lets consensus be reached {plan.expected_speedup:.3g} "

@@ -1,7 +1,7 @@
 """``gossipdp run -n 4 train.py ARGS``: a script on several workers.
 
-Without ``-n``, under torchrun, srun or in an indexed Job, it starts the one worker whose rank that
-launcher has told: ``torchrun --nproc-per-node 4 -m gossipdp run train.py``.
+Without ``-n``, under torchrun, srun or in an indexed Job, it starts the one worker of the rank that
+this launcher assigned: ``torchrun --nproc-per-node 4 -m gossipdp run train.py``.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,9 +18,10 @@ import tyro
 from gossipdp.cli.option_checks import read_text
 
 if TYPE_CHECKING:
-    from gossipdp.launcher.team import Team
+    from gossipdp.launcher.launch_plan import LaunchPlan
+    from gossipdp.links.tls import TlsFiles
 
-# Variables of another launcher that started us: they would tell a worker things that are not so.
+# Variables of another launcher that started us: they would mislead a worker.
 NOT_INHERITED = (
     "RANK",
     "LOCAL_RANK",
@@ -48,19 +50,20 @@ class RunArguments:
     """
 
     workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = None
-    """How many workers to start here; with --join one by default. Leave it out if torchrun, srun or
-    an indexed Job of Kubernetes started this process: it then starts the worker of its rank."""
+    """How many workers to start here; with --join one by default.
+    Leave it out if torchrun, srun or an indexed Job of Kubernetes started this process.
+    It then starts the worker of its rank."""
 
     nproc_per_replica: int = 1
-    """How many of these processes hold one replica of the model, each a shard of it (FSDP2's
-    fully_shard). -n is a multiple of it. A replica lives and ends with all of its processes."""
+    """How many processes hold one replica of the model, each a shard of it (fully_shard).
+    -n is a multiple of it. A replica lives and ends with all of its processes."""
 
     max_restarts: int = 0
     """How many times, in all, this call starts a worker again that has died."""
 
     host: str | None = None
-    """Address of this machine on which workers meet and listen. The default is 127.0.0.1; with
-    --rendezvous or --join it is the address of the interface that leads there."""
+    """Address of this machine on which workers meet and listen.
+    By default 127.0.0.1; with --rendezvous or --join that of the interface that leads there."""
 
     port: int = 0
     """Port on which workers meet; with 0 any free port."""
@@ -75,32 +78,24 @@ class RunArguments:
     """HOST:PORT on host 0, where the workers of all hosts meet; instead of --port."""
 
     join: str | None = None
-    """HOST:PORT of a worker of a running job, or of several, with commas between them. The workers
-    started here join that job. With --nproc-per-replica: of a process of each shard."""
+    """HOST:PORT of a worker of a running job, or of several, with commas between them.
+    The workers started here join that job.
+    With --nproc-per-replica, give a process of each shard."""
 
     secret_file: Path | None = None
-    """File with the workers' common secret, of at least 16 bytes; by default the variable
-    GOSSIPDP_SECRET. Workers on one host need none; on several hosts they need this or --tls."""
+    """File with the workers' common secret, of at least 16 bytes; by default GOSSIPDP_SECRET.
+    Workers on one host need none; on several hosts they need this or --tls."""
 
     tls: Path | None = None
-    """Directory that gossipdp tls-init made, the same on every host. All links then use TLS, and no
-    secret is needed."""
-
-    tls_cert: Path | None = None
-    """PEM file with the workers' certificate, instead of --tls."""
-
-    tls_key: Path | None = None
-    """PEM file with the key of --tls-cert."""
-
-    tls_ca: Path | None = None
-    """PEM file with the authority that signed the certificates, if there is one."""
+    """Directory that gossipdp tls-init made, the same on every host.
+    All links then use TLS, and no secret is needed."""
 
     log_dir: Path | None = None
     """Directory where each worker writes its log, for gossipdp report."""
 
     status_port: int | None = None
-    """Worker r shows its status for gossipdp top and Prometheus on this port + r. With 0 each takes
-    any free port."""
+    """Worker r shows its status for gossipdp top and Prometheus on this port + r.
+    With 0 each takes any free port."""
 
     status_host: str | None = None
     """Address on which workers show their status; by default 127.0.0.1."""
@@ -137,7 +132,7 @@ def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(arguments: RunArguments) -> int:
-    """Start the workers, wait for all, say at the end who failed and why; the exit code.
+    """Start the workers, wait for all, name each failure, and return the exit status.
 
     Returns:
         0 if all succeeded, the last time each was started; 1 if any failed; 128 + the signal
@@ -145,7 +140,7 @@ def run(arguments: RunArguments) -> int:
     """
     from gossipdp.launcher.environment import check_platform
     from gossipdp.launcher.local import ScriptWorker
-    from gossipdp.launcher.replica import Replicas
+    from gossipdp.launcher.replica import start_worker
     from gossipdp.launcher.supervisor import (
         Failure,
         Supervisor,
@@ -155,19 +150,19 @@ def run(arguments: RunArguments) -> int:
     )
 
     check_platform()
-    # What can be wrong is told before a port is taken.
+    # Options are checked before a port is taken.
     num_workers = _num_workers(arguments)
-    script, tls = _script(arguments), _tls_variables(arguments)
+    script, tls = _script(arguments), _tls_files(arguments)
     secret = read_secret(arguments.secret_file)
-    given = {**os.environ, **_common_variables(arguments, num_workers), **tls}
-    team = _team(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
-    others_may_join = team.first_rank == 0 and bool(secret or tls)
+    given = {**os.environ, **_common_variables(arguments, num_workers)}
+    plan = _plan(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
+    others_may_join = plan.first_rank == 0 and bool(secret or tls)
     num_restarts = 0
     some_go_on = False
 
-    def start_process(own: Mapping[str, str], label: str) -> WorkerProcess:
+    def start_process(own: Mapping[str, str]) -> WorkerProcess:
         inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
-        return ScriptWorker([sys.executable, "-u", *script], {**inherited, **own}, label)
+        return ScriptWorker([sys.executable, *script], {**inherited, **own})
 
     def tell(failure: Failure, others_go_on: bool) -> None:
         nonlocal num_restarts, some_go_on
@@ -181,27 +176,27 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal others_may_join
-        if others_may_join and all(network.addresses for network in team.networks):
+        if others_may_join and all(network.addresses for network in plan.join_infos):
             others_may_join = False
-            known = [network.addresses for network in team.networks]
+            known = [network.addresses for network in plan.join_infos]
             _tell(_join_line(arguments, [each[min(each)] for each in known]))
 
-    start = Replicas(team.networks, start_process).start
-    supervisor = Supervisor(team, start, max_restarts=arguments.max_restarts, on_failure=tell)
-    if not team.told:
+    start = partial(start_worker, plan.join_infos, start_process)
+    supervisor = Supervisor(plan, start, max_restarts=arguments.max_restarts, on_failure=tell)
+    if not plan.launcher_variables:
         noun = "worker" if num_workers == 1 else "workers"
         _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
     code = 1
     try:
         ended_by = supervisor.run(look)
         code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
-        if supervisor.failures:
-            _tell(f"what failed:\n{describe(supervisor.failures)}")
+        if supervisor.failures and some_go_on:  # the lines on them may be hours back
+            _tell(f"at the end: {describe(supervisor.failures)}")
     finally:  # however it ends: under torchrun others may wait for this one's end
-        wait = team.under_torchrun and code == 1 and some_go_on
+        wait = plan.under_torchrun and code == 1 and some_go_on
         if wait:
             _tell("staying until the other workers have ended: torchrun would end them with this")
-        if lost := team.leave(team.networks[0].addresses, wait=wait):
+        if lost := plan.leave(plan.join_infos[0].addresses, wait=wait):
             ranks = ", ".join(map(str, lost))
             _tell(f"not waiting for the end of workers {ranks}: nothing is heard of them")
     for stream in (sys.stdout, sys.stderr):
@@ -214,21 +209,21 @@ def run(arguments: RunArguments) -> int:
 
 
 def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) -> str:
-    """How to add a worker to the run, by the address of one; a replica by one of each shard."""
+    """Return the line that says how to add a worker, or a replica, to the run."""
     from gossipdp.launcher.environment import show_address
 
     shown = ",".join(show_address(*each) for each in addresses)
     noun = "worker" if len(addresses) == 1 else "replica"
     words = [f"to add a {noun}: gossipdp run --join {shown}"]
     words += [f"--nproc-per-replica {len(addresses)}"] if len(addresses) > 1 else []
-    for option in ("secret_file", "tls", "tls_cert", "tls_key", "tls_ca", "log_dir"):
+    for option in ("secret_file", "tls", "log_dir"):
         value = getattr(arguments, option)
         words += [] if value is None else [f"--{option.replace('_', '-')} {value}"]
     return " ".join([*words, "SCRIPT"])
 
 
 def _num_workers(arguments: RunArguments) -> int:
-    from gossipdp.launcher.environment import with_launcher
+    from gossipdp.launcher.schedulers import with_torchrun_names
 
     number, num_shards = arguments.workers, arguments.nproc_per_replica
     if num_shards < 1:
@@ -241,7 +236,7 @@ def _num_workers(arguments: RunArguments) -> int:
             "device mesh and give the other: GossipDataParallel(..., mesh=mesh['replicate'])"
         )
     if number is None:
-        if "RANK" not in with_launcher(os.environ):
+        if "RANK" not in with_torchrun_names(os.environ):
             raise ValueError("-n (--workers) is missing; say how many workers to start")
         return 1
     if number < 1:
@@ -255,7 +250,7 @@ def _num_workers(arguments: RunArguments) -> int:
 
 
 def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, str]:
-    """What is the same for all workers here: their share of the cores, and where they listen."""
+    """Return variables of all workers here: their share of the cores, and addresses."""
     from gossipdp.launcher.environment import Environment
     from gossipdp.launcher.local import num_threads
 
@@ -267,6 +262,8 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
     variables = {"OMP_NUM_THREADS": str(num_threads(num_local))}
     if arguments.host is not None and (arguments.workers is None or arguments.rendezvous):
         variables["GOSSIPDP_HOST"] = arguments.host
+    if arguments.tls is not None:
+        variables["GOSSIPDP_TLS"] = str(arguments.tls.absolute())
     if arguments.log_dir is not None:
         variables["GOSSIPDP_LOG_DIR"] = str(arguments.log_dir.absolute())
     port = arguments.status_port
@@ -279,14 +276,14 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
     return variables
 
 
-def _team(
-    arguments: RunArguments, num_local: int, tls: Mapping[str, str], secret: str | None
-) -> "Team":
-    """Whom the workers meet: one another here, those on other hosts, or a run that goes on."""
-    from gossipdp.launcher.environment import read_addresses, tls_from
-    from gossipdp.launcher.networks import networks_at
+def _plan(
+    arguments: RunArguments, num_local: int, tls: "TlsFiles | None", secret: str | None
+) -> "LaunchPlan":
+    """Build the launch plan: a run on this host or on several, or workers that join one."""
+    from gossipdp.launcher.environment import read_addresses
+    from gossipdp.launcher.joining import ask_join_infos
+    from gossipdp.launcher.launch_plan import LaunchPlan
     from gossipdp.launcher.rendezvous import is_loopback
-    from gossipdp.launcher.team import Team
     from gossipdp.links.tls import Tls
 
     num_shards = arguments.nproc_per_replica
@@ -298,26 +295,25 @@ def _team(
                 "of the run know the others"
             )
         addresses = read_addresses("--join", arguments.join)
-        files = tls_from(tls)
-        if secret is None and files is None:
+        if secret is None and tls is None:
             raise ValueError(
                 "--join needs the run's secret: give --secret-file (or GOSSIPDP_SECRET), as the "
                 "run was given it, or --tls"
             )
-        networks = networks_at(addresses, num_shards, Tls(files) if files else None)
-        return Team(num_local, secret=secret, networks=networks)
+        networks = ask_join_infos(addresses, num_shards, Tls(tls) if tls else None)
+        return LaunchPlan(num_local, secret=secret, join_infos=networks)
     if arguments.workers is None:
         if several or arguments.node_rank or arguments.port:
             raise ValueError(
                 "--nnodes, --node-rank, --rendezvous and --port need -n; without it the launcher "
                 "of this process says the rank and where the workers meet"
             )
-        return Team.launched(os.environ, secret)
+        return LaunchPlan.launched(os.environ, secret)
     if not several:
         if arguments.node_rank:
             raise ValueError("--node-rank without --nnodes; say how many hosts there are")
         host, port = arguments.host or "127.0.0.1", arguments.port
-        return Team.on_one_host(num_local, host, port, secret, num_shards=num_shards)
+        return LaunchPlan.on_one_host(num_local, host, port, secret, num_shards=num_shards)
     addresses = read_addresses("--rendezvous", arguments.rendezvous or "")
     if len(addresses) != 1 or arguments.port:
         raise ValueError(
@@ -325,14 +321,14 @@ def _team(
             "host 0 and a free port there; --port is for one host"
         )
     ((host, port),) = addresses
-    if secret is None and not tls and not is_loopback(host):
+    if secret is None and tls is None and not is_loopback(host):
         raise ValueError(
-            f"several hosts need a secret: whoever reaches {host}:{port} could take part in the "
-            "run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "
+            f"several hosts need a secret: everyone who reaches {host}:{port} could take part in "
+            "the run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "
             "600 FILE), or --tls with what gossipdp tls-init makes"
         )
     nnodes, node_rank = arguments.nnodes, arguments.node_rank
-    return Team.on_several_hosts(
+    return LaunchPlan.on_several_hosts(
         num_local, nnodes, node_rank, (host, port), secret, num_shards=num_shards
     )
 
@@ -349,7 +345,7 @@ def _script(arguments: RunArguments) -> tuple[str, ...]:
 
 
 def read_secret(path: Path | None) -> str | None:
-    """What ``--secret-file`` holds; without one GOSSIPDP_SECRET, None where that is not set.
+    """Read ``--secret-file``, without one GOSSIPDP_SECRET; return None if neither is given.
 
     Raises:
         ValueError: the file cannot be read, is open to everybody, or holds too little.
@@ -368,22 +364,16 @@ def read_secret(path: Path | None) -> str | None:
     return secret
 
 
-def _tls_variables(arguments: RunArguments) -> dict[str, str]:
-    """What tells the workers their TLS files, which are checked once here."""
-    from gossipdp.launcher.environment import tls_from, tls_variables
+def _tls_files(arguments: RunArguments) -> "TlsFiles | None":
+    """Return the files of ``--tls``, or of GOSSIPDP_TLS, which are checked once here."""
     from gossipdp.links.tls import Tls, tls_files
 
-    cert, key = arguments.tls_cert, arguments.tls_key
-    if arguments.tls is not None:
-        if cert is not None or key is not None or arguments.tls_ca is not None:
-            raise ValueError("--tls names the certificate and its key: give it or the others")
-        cert, key = arguments.tls / "cert.pem", arguments.tls / "key.pem"
-    given = tls_files(cert, key, arguments.tls_ca)
-    files = given or tls_from(os.environ)
-    if files is None:
-        return {}
+    directory = arguments.tls or os.environ.get("GOSSIPDP_TLS")
+    if not directory:
+        return None
+    files = tls_files(directory)
     Tls(files)
-    return tls_variables(files)
+    return files
 
 
 def _tell(text: str) -> None:

@@ -21,7 +21,7 @@ class TlsInitArguments:
 
 
 def run(arguments: TlsInitArguments) -> int:
-    """Run ``gossipdp tls-init``; returns the exit code."""
+    """Run ``gossipdp tls-init`` and return the exit status."""
     from gossipdp.links.tls import make_tls_files
 
     files = make_tls_files(arguments.directory)

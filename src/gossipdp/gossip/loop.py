@@ -20,7 +20,7 @@ from gossipdp.gossip.exchange import CompletedExchange, Exchange
 from gossipdp.gossip.published import Publisher
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
-from gossipdp.launcher.team import Report, send_report
+from gossipdp.launcher.reports import Report, send_report
 from gossipdp.links.frames import STATE_TYPES, SUM_TYPES, ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport

@@ -4,7 +4,7 @@
     accelerate        gossip_data_parallel for a loop under an Accelerator
     lightning         GossipStrategy for the Trainer of Lightning
 
-Here is what they share: ``single_process`` hides the launcher from a framework while it is set up.
+They share ``single_process``, which hides the launcher from a framework while it is set up.
 Importing this package imports no framework; each module needs its own (``pip install
 'gossipdp[transformers]'`` or ``'gossipdp[lightning]'``).
 """
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gossipdp.launcher.environment import Environment, hidden
+from gossipdp.launcher.environment import Environment, without_launcher_variables
 
 __all__ = ["Worker", "single_process"]
 
@@ -25,13 +25,13 @@ NUM_SEEDS = 2**32
 
 @dataclass(frozen=True)
 class Worker:
-    """Who this process is, before there is a model to ask.
+    """The place of this process in its run, before there is a model to ask.
 
     Attributes:
         rank: 0 to ``world_size`` - 1; -1 for one that joins and has yet to be given a rank.
         world_size: workers in the run; 0 for one that joins.
-        seed: for this worker's data order and random numbers, in 0..2^32 - 1; that of each
-            worker of a run is another one.
+        seed: for this worker's data order and random numbers, in 0..2^32 - 1; different on each
+            worker of a run.
     """
 
     rank: int
@@ -40,17 +40,16 @@ class Worker:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is worker 0, which logs and saves."""
+        """Return whether it is worker 0, which logs and saves."""
         return self.rank == 0
 
 
 @contextmanager
 def single_process(seed: int = 0) -> Iterator[Worker]:
-    """Within it the environment names no other workers; gossipdp knows them still.
+    """Hide the launcher's variables from frameworks; gossipdp still knows them.
 
     Accelerate, transformers and Lightning start ``torch.distributed`` when they find RANK and
-    WORLD_SIZE. Set them up within this, and each worker is one process to them. What is set up
-    stays so afterwards.
+    WORLD_SIZE. Set them up within this, and each worker is one process to them, then and later.
 
     Args:
         seed: of the run; the same on all workers.
@@ -64,12 +63,12 @@ def single_process(seed: int = 0) -> Iterator[Worker]:
         (0, 1, True)
     """
     environment = Environment.read()
-    with hidden():
+    with without_launcher_variables():
         yield Worker(environment.rank, environment.world_size, _seed(environment, seed))
 
 
 def _seed(environment: Environment, seed: int) -> int:
-    """Another one for each worker and each of its lives: ranks up to four million."""
+    """Return a different seed for each worker and each of its lives: ranks up to four million."""
     if environment.needs_rank:
         return secrets.randbelow(NUM_SEEDS)
     lives = environment.num_restarts + environment.restart_count

@@ -1,4 +1,4 @@
-"""A loop of one's own under Hugging Face Accelerate."""
+"""Your own loop under Hugging Face Accelerate."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,14 +57,14 @@ def gossip_data_parallel(
         raise ValueError(
             f"this Accelerator is distributed itself ({accelerator.distributed_type.value}, "
             f"{accelerator.num_processes} processes): make it within `with single_process():`, "
-            "and without DeepSpeed, FSDP or Megatron, which gossipdp does not go with"
+            "and without DeepSpeed, FSDP or Megatron, which do not work with gossipdp"
         )
     several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     return GossipDataParallel(module, [torch_optimizer(each) for each in several], **options)
 
 
 def torch_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that steps: Accelerate's is a shell around it, whose own hooks never run."""
+    """Return the optimizer that steps: the hooks of Accelerate's shell around it never run."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

@@ -60,12 +60,12 @@ class GossipStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is worker 0, which logs and saves."""
+        """Return whether this is worker 0, which logs and saves."""
         return self.global_rank == 0
 
     @property
     def gossip(self) -> GossipDataParallel:
-        """The wrapper, for its ``stats()``, ``averaged()`` and so on.
+        """Return the wrapper, for its ``stats()``, ``averaged()`` and so on.
 
         Raises:
             RuntimeError: training has not begun.
@@ -75,11 +75,11 @@ class GossipStrategy(SingleDeviceStrategy):
         return self._gossip
 
     def progress(self) -> float:
-        """Progress of the whole run for a scheduler; 0 before training begins."""
+        """Return the progress of the whole run for a scheduler; 0 before training begins."""
         return 0.0 if self._gossip is None else self._gossip.progress()
 
     def setup_environment(self) -> None:
-        """See who handles SIGTERM before Lightning does."""
+        """Note the handler of SIGTERM before Lightning sets its own."""
         self._users_sigterm = signal.getsignal(signal.SIGTERM)
         super().setup_environment()
 
@@ -97,7 +97,7 @@ class GossipStrategy(SingleDeviceStrategy):
         self.global_rank = rank_zero_only.rank = self._gossip.rank
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``training_step``, whose batch is counted and whose loss is logged."""
+        """Call the module's ``training_step``, count its batch and log its loss."""
         self.gossip.count_batch((args, kwargs))
         result = super().training_step(*args, **kwargs)
         loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -116,7 +116,7 @@ class GossipStrategy(SingleDeviceStrategy):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step the optimizer; end training where the budget is used up."""
+        """Step the optimizer; end training if the budget is used up."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._stop_if_finished()
         return result
@@ -132,7 +132,7 @@ class GossipStrategy(SingleDeviceStrategy):
         super().on_train_end()
 
     def teardown(self) -> None:
-        """Stop taking part, whatever has ended the training."""
+        """Stop taking part, however the training ended."""
         if self._gossip is not None:
             self._gossip.close()
         super().teardown()

@@ -1,4 +1,4 @@
-"""``launch`` on a Ray cluster: every worker is an actor, and Ray starts those again that die."""
+"""``launch`` on a Ray cluster: every worker is an actor, and Ray restarts actors that die."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gossipdp.errors import RendezvousError, WorkerFailedError
-from gossipdp.launcher.team import ReportChannel, Team, report_variables
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.reports import ReportChannel, report_variables
 
 
 def launch(
@@ -20,7 +21,7 @@ def launch(
     max_restarts: int = 0,
     actor_options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``world_size`` Ray actors; their results by rank.
+    """Call ``function(*args)`` on ``world_size`` Ray actors; return their results by rank.
 
     Ray must have been started (``ray.init()``). The store is kept by one more actor, without a
     core of its own.
@@ -30,8 +31,8 @@ def launch(
         world_size: how many actors.
         args: what each call is given.
         max_restarts: how often Ray starts each worker again whose process died after all had begun
-            to train. It calls the function anew and joins those that go on. An exception is no
-            death: that worker has failed.
+            to train. It calls the function again and joins those that go on. An exception is
+            not a death: that worker has failed.
         actor_options: for Ray's ``options()`` of each worker, such as ``{"num_gpus": 1}``; without
             ``num_cpus`` it is one core a worker.
 
@@ -80,7 +81,7 @@ def launch(
 
 
 def _import_ray() -> Any:
-    # When it is used, and not with this module: the meeting knows nothing of it.
+    # Imported when it is used, since the meeting itself works without Ray.
     try:
         import ray
         import ray.util
@@ -92,7 +93,7 @@ def _import_ray() -> Any:
 
 
 def _has_begun(meeting: Any) -> bool:
-    """Whether all train; once the meeting is lost with its node, those who wait for it fail."""
+    """Return whether all train. If the meeting is lost with its node, assume so: waiters fail."""
     ray = _import_ray()
     try:
         return bool(ray.get(meeting.has_begun.remote()))
@@ -101,10 +102,9 @@ def _has_begun(meeting: Any) -> bool:
 
 
 class Meeting:
-    """Where workers meet, and where those that Ray starts again find the others.
+    """A meeting place: the store of one run, and the latest addresses for restarted workers.
 
-    Hosts the store of one run, and remembers the latest addresses. Knows nothing of Ray, which
-    keeps it as an actor of its own.
+    It does not know Ray, which keeps it as an actor of its own.
 
     Args:
         num_workers: of the run.
@@ -115,19 +115,19 @@ class Meeting:
     """
 
     def __init__(self, num_workers: int, host: str) -> None:
-        self._team = Team.on_one_host(num_workers, host)
-        self._team.open()
+        self._plan = LaunchPlan.on_one_host(num_workers, host)
+        self._plan.open()
         self._num_starts = [0] * num_workers
 
     def variables(self, rank: int) -> dict[str, str]:
-        """What the worker must know that starts now; from its second start on, to join the others.
+        """Return the variables of a worker that starts; from its second start on, to join.
 
         Raises:
             RendezvousError: it starts again, but the run had not begun.
         """
         num_restarts = self._num_starts[rank]
         self._num_starts[rank] += 1
-        own = self._team.variables(rank)
+        own = self._plan.worker_variables(rank)
         # Ray gives each worker devices of its own, and says nothing of others on its host.
         own |= {"LOCAL_RANK": "0"}
         del own["LOCAL_WORLD_SIZE"], own["GROUP_RANK"]
@@ -137,24 +137,24 @@ class Meeting:
             raise RendezvousError(
                 f"worker {rank} died before all workers had begun to train; look at its output"
             )
-        return own | self._team.networks[0].join_variables(rank, num_restarts)
+        return own | self._plan.join_infos[0].join_variables(rank, num_restarts)
 
     def has_begun(self) -> bool:
-        """Whether all workers have met and train."""
-        assert self._team.hosted is not None
-        return self._team.hosted.have_all_begun()
+        """Return whether all workers have met and train."""
+        assert self._plan.hosted is not None
+        return self._plan.hosted.have_all_begun()
 
     def note_addresses(self, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """Where a worker says that the live ones are."""
-        self._team.networks[0].addresses = dict(addresses)
+        """Note the addresses of the live workers, as one of them reports."""
+        self._plan.join_infos[0].addresses = dict(addresses)
 
     def close(self) -> None:
         """End the store."""
-        self._team.close()
+        self._plan.close()
 
 
 class _HostedMeeting(Meeting):
-    """The actor that keeps it, on the address of the node where it runs."""
+    """The actor that keeps a meeting, on the address of the node where it runs."""
 
     def __init__(self, num_workers: int) -> None:
         super().__init__(num_workers, _import_ray().util.get_node_ip_address())
@@ -176,7 +176,7 @@ class _Worker:
 
 
 def _pass_on(channel: ReportChannel, meeting: Any) -> None:
-    """Tell the meeting where the workers are, as long as this process lives."""
+    """Pass the reported addresses on to the meeting, as long as this process lives."""
     while True:
         select.select([channel.receiver], [], [])
         for report in channel.take():

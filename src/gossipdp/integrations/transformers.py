@@ -59,7 +59,7 @@ class GossipCallback(TrainerCallback):
 
     @property
     def model(self) -> GossipDataParallel:
-        """The wrapper, for its ``stats()``, ``averaged()`` and so on.
+        """Return the wrapper, for its ``stats()``, ``averaged()`` and so on.
 
         Raises:
             RuntimeError: training has not begun.
@@ -69,7 +69,7 @@ class GossipCallback(TrainerCallback):
         return self._model
 
     def progress(self) -> float:
-        """Progress of the whole run for a scheduler; 0 before training begins."""
+        """Return the progress of the whole run for a scheduler; 0 before training begins."""
         return 0.0 if self._model is None else self._model.progress()
 
     def on_train_begin(
@@ -102,7 +102,7 @@ class GossipCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """End training where the budget is used up."""
+        """End training if the budget is used up."""
         if self.model.finished:
             control.should_training_stop = True
 
@@ -126,7 +126,7 @@ class GossipCallback(TrainerCallback):
         self._leave()
 
     def _leave(self) -> None:
-        """Stop taking part and counting; the wrapper still tells its ``stats()``."""
+        """Stop taking part and counting; the wrapper still has its ``stats()``."""
         if self._model is not None:
             self._counting.remove()
             self._model.close()

@@ -1,9 +1,10 @@
-"""Starting workers, and how each learns who it is and where the others are.
+"""Starting workers, and how each learns its rank and the addresses of the others.
 
-environment  the variables that a launcher, Slurm or Kubernetes sets
+environment  the variables that tell a worker who it is; schedulers: those of Slurm and Kubernetes
 store        the TCPStore where workers meet; rendezvous: how they do
-networks     which network a worker is in, and how it asks to join one
-team         what one supervisor tells its workers, and what they report
+joining      how a worker asks to join a run that goes on
+reports      what a worker reports to the launcher that started it
+launch_plan  the workers of one supervisor, and the run they belong to
 supervisor   watches the workers of this machine, and starts them again
 replica      workers of several processes, one for each shard of the model
 local        the workers themselves: ``launch()`` for functions, and scripts

@@ -1,19 +1,14 @@
-"""The environment variables through which a launcher tells a worker who it is.
+"""The environment variables that tell a worker who it is.
 
-The names are torchrun's, so that a script runs unchanged under torchrun, under our launcher, and
-under a shell that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Ours begin with GOSSIPDP_.
-
-Those of Slurm and Kubernetes are translated to torchrun's. Slurm's srun sets SLURM_* for each task
-of a step; the shell of an sbatch script has no SLURM_STEP_NUM_TASKS, so that what runs there
-without srun stays one worker. An indexed Job of Kubernetes sets JOB_COMPLETION_INDEX; how many pods
-there are its manifest must say (WORLD_SIZE).
-
-Sources: srun(1), "Output environment variables"; kubernetes.io, "Jobs", completion mode Indexed.
+The names are torchrun's, so a script runs unchanged under torchrun, under our launcher, and under a
+shell that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Ours begin with GOSSIPDP_. Those of
+Slurm and Kubernetes are translated (:mod:`.schedulers`).
 
 Accelerate, the Trainer of transformers and Lightning read RANK, WORLD_SIZE and their like when
 they are set up, start ``torch.distributed``, average gradients and give each worker a share of the
-data. Under gossipdp each worker is a training of its own to them: :func:`hidden` takes what they
-must not see out of the environment, and :meth:`Environment.read` finds it still.
+data. Under gossipdp each worker is one training of one process to them.
+:func:`without_launcher_variables` takes these variables out of the environment, and
+:meth:`Environment.read` still finds them.
 """
 
 import dataclasses
@@ -21,31 +16,28 @@ import ipaddress
 import itertools
 import logging
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from gossipdp.errors import RendezvousError
+from gossipdp.launcher.schedulers import with_torchrun_names
 from gossipdp.links.tls import TlsFiles, tls_files
 
 logger = logging.getLogger("gossipdp")
 
-TLS_VARIABLES = ("GOSSIPDP_TLS_CERT", "GOSSIPDP_TLS_KEY", "GOSSIPDP_TLS_CA")
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# The rank, and the number of workers, of one that joins a run and has yet to ask for them.
+# Rank and world size of a worker that joins a run, until it has asked for them.
 UNKNOWN_RANK, UNKNOWN_WORLD_SIZE = -1, 0
 MIN_SECRET_BYTES = 16
-# More are not worth a long variable: any one of them will do.
+# Any one of them will do.
 MAX_JOIN_ADDRESSES = 32
-# Below the ports that Linux gives to whoever asks for any (32768 and up).
-FIRST_SLURM_PORT, NUM_SLURM_PORTS, PORTS_A_JOB = 20000, 10000, 16
-# What `hidden` hides: torchrun's and ours; those of Slurm's srun, of PMI, Open MPI and MVAPICH,
-# which the frameworks take for a launcher's as well.
-PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
-NAMES = {
+# Variables of torchrun, Slurm's srun, PMI, Open MPI and MVAPICH, by which the frameworks find out
+# that a launcher started them.
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+LAUNCHER_NAMES = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
@@ -53,11 +45,11 @@ NAMES = {
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
 }
 
-_hidden: dict[str, str] = {}
+_taken_out: dict[str, str] = {}
 
 
 def check_platform(platform: str = sys.platform) -> None:
-    """Say at once that training does not run on Windows.
+    """Refuse to train on Windows.
 
     Raises:
         OSError: the platform is Windows.
@@ -71,20 +63,20 @@ def check_platform(platform: str = sys.platform) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """Who this worker is and where the others are to be met.
+    """The place of this worker in its run, and the place where workers meet.
 
     ``agent_store`` says that the launcher hosts the store, so that every worker is a client of
     it; else rank 0 hosts it. ``unique_run_id`` says that ``run_id`` belongs to one run only.
-    ``local_world_size`` is None where nobody told.
+    ``local_world_size`` is None if it is unknown.
 
-    Where a replica of the model takes several processes, each holds one shard of it, ``shard`` of
-    ``num_shards``. The processes of one shard make a network of their own, and in it ``rank`` is
-    the number of the replica and ``world_size`` the number of replicas.
+    If a replica of the model takes several processes, each holds one shard of it, ``shard`` of
+    ``num_shards``. The processes of one shard make a network of their own. In it ``rank`` is the
+    number of the replica, and ``world_size`` the number of replicas.
 
-    ``join`` holds (host, port) of workers of a run that goes on without this one: it meets nobody
-    at the store but asks any of these who is there. A worker that died and is back
-    (``num_restarts`` > 0) has its old rank; one beyond the first ones has ``UNKNOWN_RANK`` and
-    ``UNKNOWN_WORLD_SIZE`` and asks for a rank too.
+    ``join`` holds (host, port) of workers of a run that goes on without this one. This worker then
+    uses no store, and asks any of these workers for the others. A worker that died and is back
+    (``num_restarts`` > 0) has its old rank. A new worker has ``UNKNOWN_RANK`` and
+    ``UNKNOWN_WORLD_SIZE``, and asks for a rank too.
     """
 
     rank: int = 0
@@ -139,41 +131,40 @@ class Environment:
 
     @property
     def is_joining(self) -> bool:
-        """Whether this worker joins a run that goes on, instead of meeting the others."""
+        """Return whether this worker joins a run that goes on, instead of meeting the others."""
         return bool(self.join)
 
     @property
     def needs_rank(self) -> bool:
-        """Whether this worker has yet to ask a live one for its rank."""
+        """Return whether this worker has yet to ask a live one for its rank."""
         return self.rank == UNKNOWN_RANK
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> "Environment":
-        """The environment that ``variables`` describe; one worker alone without RANK, WORLD_SIZE.
+        """Read the environment from variables, by default from those of this process.
 
-        Where Slurm or Kubernetes started this process, its variables stand for these.
-
-        By default those of this process, those that are hidden from other libraries included.
+        :func:`without_launcher_variables` hides none of these. Without RANK and WORLD_SIZE, also
+        of Slurm or Kubernetes, it is one worker alone.
 
         Raises:
-            ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, or of the
-                GOSSIPDP_TLS_ three, or a number is none, or GOSSIPDP_JOIN holds no addresses.
+            ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, a value is
+                not a number, or GOSSIPDP_JOIN holds no addresses.
 
         Example:
             >>> Environment.read({}).world_size
             1
         """
         if variables is None:
-            variables = visible_and_hidden()
+            variables = all_variables()
         shard, num_shards = 0, 1
         if variables.get("GOSSIPDP_REPLICAS"):
             shard, num_shards = _number(variables, "RANK", 0), _number(variables, "WORLD_SIZE", 1)
-            variables = {**variables, **_of_network(variables)}
+            variables = {**variables, **_shard_variables(variables)}
         secret = variables.get("GOSSIPDP_SECRET")
         status_port = variables.get("GOSSIPDP_STATUS_PORT")
         join = read_addresses("GOSSIPDP_JOIN", variables.get("GOSSIPDP_JOIN") or "")
         is_ranked = not join or bool(variables.get("RANK"))
-        given = with_launcher(variables) if is_ranked else dict(variables)
+        given = with_torchrun_names(variables) if is_ranked else dict(variables)
         if not join and not given.get("RANK") and not given.get("WORLD_SIZE"):
             given = {"GOSSIPDP_PORT": given.get("GOSSIPDP_PORT", "")}  # one worker alone
         missing = [name for name in REQUIRED if not given.get(name)]
@@ -206,28 +197,28 @@ class Environment:
             port=first_port + local_rank if first_port else 0,
             status_host=variables.get("GOSSIPDP_STATUS_HOST") or None,
             status_port=_number(variables, "GOSSIPDP_STATUS_PORT", 0) if status_port else None,
-            tls=tls_from(variables),
+            tls=tls_files(tls) if (tls := variables.get("GOSSIPDP_TLS")) else None,
             join=join,
             num_restarts=_number(variables, "GOSSIPDP_RESTARTS", 0),
         )
 
     @property
     def hosts_store(self) -> bool:
-        """Whether this worker hosts the store, since no launcher does."""
+        """Return whether this worker hosts the store, since no launcher does."""
         return self.rank == 0 and not self.agent_store and self.store_host is not None
 
     @property
     def key_prefix(self) -> str:
-        """What all our keys in the store begin with, so that others may share the store."""
+        """Return the prefix of all our keys, so that others may share the store."""
         return key_prefix(self.run_id, self.restart_count)
 
     def choose_host(self) -> str:
-        """The numeric address on which this worker listens.
+        """Return the numeric address on which this worker listens.
 
-        GOSSIPDP_HOST if set, else the address of the interface that routes to MASTER_ADDR, or to
-        the first of GOSSIPDP_JOIN where there is no store: loopback when that is on loopback,
-        since then every worker is on this machine. Never all addresses at once, unless
-        GOSSIPDP_HOST says so.
+        It is GOSSIPDP_HOST if set, else the address of the interface that routes to MASTER_ADDR,
+        or without a store to the first of GOSSIPDP_JOIN. If that is on loopback, so is the result,
+        since then every worker is on this machine. It stands for all addresses only if
+        GOSSIPDP_HOST does.
 
         Raises:
             RendezvousError: the name does not resolve, or no interface leads there.
@@ -237,9 +228,9 @@ class Environment:
         return self._routed_host()
 
     def announced_host(self, bound: str) -> str:
-        """The address that a worker listening on ``bound`` tells the others.
+        """Return the address that a worker listening on ``bound`` announces to the others.
 
-        It is ``bound`` itself; where that stands for all addresses, the one that routes to
+        It is ``bound`` itself. If ``bound`` stands for all addresses, it is the one that routes to
         MASTER_ADDR.
 
         Raises:
@@ -265,7 +256,7 @@ class Environment:
 
 
 def routed_address(host: str) -> str:
-    """The numeric address of this machine that leads to a host; OSError: none does."""
+    """Return the numeric address of this machine that leads to a host; OSError: none does."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing; picks the route
@@ -273,7 +264,7 @@ def routed_address(host: str) -> str:
 
 
 def _look_up(name: str, host: str, *, route: bool = False) -> str:
-    """The numeric address of a host, or with ``route`` the one of ours that leads there."""
+    """Return the numeric address of a host, or with ``route`` the one of ours that leads there."""
     try:
         if route:
             return routed_address(host)
@@ -285,12 +276,12 @@ def _look_up(name: str, host: str, *, route: bool = False) -> str:
 
 
 def key_prefix(run_id: str | None, restart_count: int) -> str:
-    """See :attr:`Environment.key_prefix`; workers that were told no run id say "default"."""
+    """Return :attr:`Environment.key_prefix`; without a run id it says "default"."""
     return f"gossipdp/{run_id or 'default'}/{restart_count}/"
 
 
 def check_secret(secret: bytes, name: str = "the secret") -> bytes:
-    """``secret``; raises ValueError where it is so short that it could be guessed.
+    """Return ``secret``; raise ValueError if it is so short that it could be guessed.
 
     Example:
         >>> check_secret(b"0123456789abcdef")
@@ -304,19 +295,8 @@ def check_secret(secret: bytes, name: str = "the secret") -> bytes:
     return secret
 
 
-def tls_from(variables: Mapping[str, str]) -> TlsFiles | None:
-    """The TLS files that ``variables`` name; raises ValueError where they name only some."""
-    return tls_files(*(variables.get(name) for name in TLS_VARIABLES))
-
-
-def tls_variables(files: TlsFiles) -> dict[str, str]:
-    """The variables that :func:`tls_from` reads."""
-    paths = files.cert, files.key, files.ca
-    return {name: str(path.absolute()) for name, path in zip(TLS_VARIABLES, paths, strict=True)}
-
-
 def read_addresses(name: str, text: str) -> tuple[tuple[str, int], ...]:
-    """The (host, port) pairs that ``text``, the value of ``name``, lists.
+    """Return the (host, port) pairs that ``text``, the value of ``name``, lists.
 
     Example:
         >>> read_addresses("GOSSIPDP_JOIN", "10.0.0.1:4000, [::1]:4001")
@@ -342,18 +322,18 @@ def read_addresses(name: str, text: str) -> tuple[tuple[str, int], ...]:
 
 
 def show_address(host: str, port: int) -> str:
-    """The text that :func:`read_addresses` reads."""
+    """Return the text that :func:`read_addresses` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def identity_variables(run_id: str | None, secret: str | None) -> dict[str, str]:
-    """The variables by which a worker belongs to a run; those not known are left out."""
+    """Return the variables by which a worker belongs to a run, without those not known."""
     given = {"GOSSIPDP_RUN_ID": run_id, "GOSSIPDP_SECRET": secret}
     return {name: value for name, value in given.items() if value}
 
 
 def join_variables(addresses: Iterable[tuple[str, int]], num_restarts: int) -> dict[str, str]:
-    """The variables by which a worker joins a run that goes on, besides those of its identity."""
+    """Return the variables by which a worker joins a run, besides those of its identity."""
     shown = [show_address(*address) for address in itertools.islice(addresses, MAX_JOIN_ADDRESSES)]
     return {"GOSSIPDP_JOIN": ",".join(shown), "GOSSIPDP_RESTARTS": str(num_restarts)}
 
@@ -361,13 +341,14 @@ def join_variables(addresses: Iterable[tuple[str, int]], num_restarts: int) -> d
 def replica_variables(
     own: Mapping[str, str], shard: int, num_shards: int, store: tuple[str, int]
 ) -> dict[str, str]:
-    """The variables of one process of a replica, where ``own`` are those of the replica.
+    """Return the variables of one process of a replica.
 
     To ``torch.distributed`` the replica is a world of its own, which meets at ``store``: RANK is
-    the shard. What ``own`` says of the replica among the others goes by other names.
+    the shard. The place of the replica among the others goes by other names.
 
     Args:
-        own: as for a worker of one process; LOCAL_RANK is the replica's number on this host.
+        own: those of the replica, as for a worker of one process; LOCAL_RANK is the replica's
+            number on this host.
         shard, num_shards: of this process.
         store: (host, port) of a store that the launcher hosts for this replica alone.
     """
@@ -388,8 +369,8 @@ def replica_variables(
     }
 
 
-def _of_network(given: Mapping[str, str]) -> dict[str, str]:
-    """The variables of :func:`replica_variables`, as seen in the network of one shard."""
+def _shard_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Turn the variables of :func:`replica_variables` into those of the network of one shard."""
     stores = read_addresses("GOSSIPDP_STORE", given.get("GOSSIPDP_STORE") or "")
     host, port = stores[0] if stores else ("", "")
     return {
@@ -411,112 +392,22 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
         raise ValueError(f"{name} is {text!r}; it must be a whole number") from None
 
 
-# What Slurm and Kubernetes say, and what other libraries are not to see.
-
-
-def with_launcher(variables: Mapping[str, str]) -> dict[str, str]:
-    """``variables`` with torchrun's names, where Slurm or Kubernetes started this process.
-
-    What is set already is not replaced, and with RANK set nothing is added: whoever set it is
-    nearer to this process.
-
-    Raises:
-        ValueError: a variable of Slurm's has a form that is not known.
-
-    Example:
-        >>> with_launcher({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"})["RANK"]
-        '2'
-    """
-    given = {name: value for name, value in variables.items() if value}
-    if "RANK" in given:
-        return given
-    if "SLURM_PROCID" in given and "SLURM_STEP_NUM_TASKS" in given:
-        return _slurm_variables(given) | given
-    if "JOB_COMPLETION_INDEX" in given and "WORLD_SIZE" in given:
-        rank = given["JOB_COMPLETION_INDEX"]
-        return {"RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | given
-    return given
-
-
-def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """RANK and the like of one task of a Slurm step.
-
-    The workers meet at the step's first node, on a port that follows from the job and the step:
-    20000 + (16 · job + step) mod 10000.
-    """
-    numbers = {
-        name: given.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
-    }
-    for name, text in numbers.items():
-        if not text.isdecimal():
-            raise ValueError(f"{name} is {text!r}; it must be a whole number")
-    job, step, node = map(int, numbers.values())
-    tasks = tasks_per_node(given.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    if node >= len(tasks):
-        raise ValueError(
-            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE has {len(tasks)} nodes; set "
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
-        )
-    on_one_node = given.get("SLURM_STEP_NUM_NODES") == "1"
-    hosts = "127.0.0.1" if on_one_node else given.get("SLURM_STEP_NODELIST", "127.0.0.1")
-    return {
-        "RANK": given["SLURM_PROCID"],
-        "WORLD_SIZE": given["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": given.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": str(tasks[node]),
-        "MASTER_ADDR": first_host(hosts),
-        "MASTER_PORT": str(FIRST_SLURM_PORT + (PORTS_A_JOB * job + step) % NUM_SLURM_PORTS),
-    }
-
-
-def first_host(hosts: str) -> str:
-    """The first host of a list in Slurm's short form.
-
-    Example:
-        >>> first_host("gpu[003-007,12],cpu1"), first_host("rack[0-1]node[4,6]"), first_host("vm")
-        ('gpu003', 'rack0node4', 'vm')
-    """
-    match = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", hosts)
-    if match is None:
-        raise ValueError(f"no host in the Slurm host list {hosts!r}; set MASTER_ADDR yourself")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks of each node, from Slurm's short form.
-
-    Example:
-        >>> tasks_per_node("4(x2),3")
-        [4, 4, 3]
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise ValueError(
-                f"SLURM_STEP_TASKS_PER_NODE is {text!r}, which is not of the form 4(x2),3; set "
-                "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
-            )
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def visible_and_hidden() -> Mapping[str, str]:
-    """The environment with what is hidden from others."""
-    return {**os.environ, **_hidden}
+def all_variables() -> Mapping[str, str]:
+    """Return the environment with the variables that others do not see."""
+    return {**os.environ, **_taken_out}
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
-    """Within it ``os.environ`` names no other workers; at its end everything is back.
+def without_launcher_variables() -> Iterator[None]:
+    """Take the variables that name other workers out of ``os.environ``, and put them back.
 
-    It is the process's environment: threads see it too, and processes that are started meanwhile
-    inherit it. Within another one it does nothing.
+    This is the process's environment: threads see it too, and processes that are started meanwhile
+    inherit it. A second one within the first does nothing.
 
     Example:
         >>> os.environ["SLURM_PROCID"] = "3"
-        >>> with hidden():
-        ...     "SLURM_PROCID" in os.environ, visible_and_hidden()["SLURM_PROCID"]
+        >>> with without_launcher_variables():
+        ...     "SLURM_PROCID" in os.environ, all_variables()["SLURM_PROCID"]
         (False, '3')
         >>> os.environ.pop("SLURM_PROCID")
         '3'
@@ -524,14 +415,14 @@ def hidden() -> Iterator[None]:
     taken = {
         name: value
         for name, value in os.environ.items()
-        if name in NAMES or name.startswith(PREFIXES)
+        if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)
     }
     for name in taken:
         del os.environ[name]
-    _hidden.update(taken)
+    _taken_out.update(taken)
     try:
         yield
     finally:
         for name, value in taken.items():
             os.environ[name] = value
-            del _hidden[name]
+            del _taken_out[name]

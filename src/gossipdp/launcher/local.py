@@ -2,8 +2,8 @@
 
 ``launch`` is for notebooks, demo, tests and benchmarks. Its workers are forked from a server that
 has imported ``torch`` once: a second launch in the same process starts 16 workers in about half a
-second, where fresh interpreters need half a minute. A script is a program in an interpreter of its
-own (:class:`ScriptWorker`), for ``gossipdp run``.
+second, and fresh interpreters would need half a minute. A script of ``gossipdp run`` is a program
+in an interpreter of its own (:class:`ScriptWorker`).
 """
 
 import atexit
@@ -12,7 +12,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import re
 import signal
 import socket
 import subprocess
@@ -20,16 +19,18 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import IO, Any, BinaryIO, final
+from typing import Any, final
 
 from gossipdp import logs
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import check_platform
-from gossipdp.launcher.replica import ReplicaProcess, Replicas
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.replica import ReplicaProcess, start_worker
+from gossipdp.launcher.reports import report_variables
 from gossipdp.launcher.supervisor import (
     Ending,
     Failure,
@@ -38,7 +39,6 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
-from gossipdp.launcher.team import Team, report_variables
 
 # What the fork server imports once. By name, as nothing here may import what lies above. Nothing
 # in them computes on import: a thread pool that computing starts does not survive the fork.
@@ -56,11 +56,6 @@ PRELOADED = [
 ]
 RESULT, ERROR = b"R", b"E"
 PR_SET_PDEATHSIG = 1
-# One read, and the longest line that is passed on whole.
-MAX_LINE_BYTES = 1 << 16
-# The most that a pipe holds on Linux, unless root made it larger.
-PIPE_BYTES = 1 << 20
-TAIL_LINES = 60
 
 
 def launch(
@@ -76,7 +71,7 @@ def launch(
     on_failure: Callable[[Failure], None] | None = None,
     nproc_per_replica: int = 1,
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``world_size`` new local processes; their results by rank.
+    """Call ``function(*args)`` in ``world_size`` new local processes; return results by rank.
 
     Each worker has torchrun's environment variables, so both ``GossipDataParallel`` and
     ``torch.distributed.init_process_group`` work in it. The function may be defined in a notebook;
@@ -90,11 +85,11 @@ def launch(
         timeout_s: seconds after which all workers are ended; None for no limit.
         pin: give each worker its own share of the cores.
         on_poll: called about every 0.1 s from the calling thread; what it raises ends the run.
-        max_restarts: how often workers that died after all had begun to train are started again,
-            all workers together. They call the function anew and join those that go on.
+        max_restarts: how often, in all, workers that died after all had begun to train are started
+            again. They call the function again and join those that go on.
         on_failure: called for each failure, with how soon its worker is started again.
         nproc_per_replica: how many of the processes hold one replica of the model, each a shard of
-            it: a world of their own to ``torch.distributed``, and one worker to the others.
+            it. To ``torch.distributed`` these are a world of their own, to the others one worker.
 
     Raises:
         WorkerFailedError: a worker raised, ended early or was killed, and was not started again;
@@ -125,17 +120,17 @@ def launch(
         ) from error
     start_fork_server()
 
-    def start_process(own: Mapping[str, str], _: str) -> ForkedWorker:
+    def start_process(own: Mapping[str, str]) -> ForkedWorker:
         number = int(own["LOCAL_RANK"])
         variables = {**os.environ, **own, **(environment or {})}
         cores = _cores(number, world_size) if pin else None
         return ForkedWorker(number, payload, variables, cores, num_threads(world_size))
 
     num_replicas = world_size // nproc_per_replica
-    team = Team.on_one_host(num_replicas, num_shards=nproc_per_replica)
+    plan = LaunchPlan.on_one_host(num_replicas, num_shards=nproc_per_replica)
     supervisor = Supervisor(
-        team,
-        Replicas(team.networks, start_process).start,
+        plan,
+        partial(start_worker, plan.join_infos, start_process),
         max_restarts=max_restarts,
         on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
     )
@@ -180,7 +175,7 @@ def start_fork_server(also: Sequence[str] = ()) -> None:
 
 
 def available_cores() -> list[int]:
-    """The cores this process may run on."""
+    """Return the cores that this process may run on."""
     try:
         return sorted(os.sched_getaffinity(0))
     except AttributeError:  # macOS
@@ -188,13 +183,13 @@ def available_cores() -> list[int]:
 
 
 def num_threads(num_workers: int) -> int:
-    """How many threads each of so many workers on this machine computes with."""
+    """Return the number of threads that each of so many workers here computes with."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     return int(chosen) if chosen.isdigit() else max(1, len(available_cores()) // num_workers)
 
 
 def _cores(rank: int, num_workers: int) -> set[int]:
-    """Worker ``rank``'s share: a block of its own; one core, shared, where there are too few."""
+    """Return a worker's share: a block of its own, or one shared core if there are too few."""
     cores = available_cores()
     share = len(cores) // num_workers
     if share == 0:
@@ -203,7 +198,7 @@ def _cores(rank: int, num_workers: int) -> set[int]:
 
 
 def pickled(value: Any) -> bytes:
-    """By value what is defined in a notebook or in __main__, which a worker cannot import."""
+    """Pickle by value code of a notebook or of __main__, which a worker cannot import."""
     import cloudpickle
 
     pickled: bytes = cloudpickle.dumps(value)
@@ -268,12 +263,12 @@ class ForkedWorker(WorkerProcess):
         return Ending()
 
     def close(self) -> None:
-        """Let go of it; a second call does nothing."""
+        """Let go of the process; a second call does nothing."""
         if not self._reader.closed:
             super().close()
             self._reader.close()
             self._process.join(0)
-            if self._process.exitcode is not None:  # else the kernel does not let go of it
+            if self._process.exitcode is not None:  # else it hangs in the kernel
                 self._process.close()
 
 
@@ -286,7 +281,7 @@ def work(
     writer: Connection,
     reports: socket.socket,
 ) -> None:
-    """A worker's life: in the new process."""
+    """Live a worker's life, in the new process."""
     os.setpgid(0, 0)  # Ctrl+C reaches the caller alone, who passes it on once
     _end_with_parent()
     os.environ.clear()
@@ -347,152 +342,40 @@ def _end_with_parent() -> None:
 
 @final
 class ScriptWorker(WorkerProcess):
-    """A worker started as a program; each line of its output is passed on after "[rank] ".
+    """A worker started as a program, which writes to the standard streams of this process.
 
-    When this process dies, however it does, the kernel sends the worker SIGTERM (Linux). It also
-    closes our ends of the pipes, up to milliseconds before: a worker that prints in between, or
-    until its last checkpoint, would get BrokenPipeError and lose that checkpoint. So the worker
-    holds reading ends of its own, and what nobody reads any more stays in the pipe.
-
-    ``variables`` are its whole environment, ``label`` is what stands before each line, and
-    ``output`` and ``errors`` take the lines; by default our own streams.
+    When this process dies, however it does, the kernel sends the worker SIGTERM (Linux).
+    ``variables`` are the worker's whole environment.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        label: str,
-        output: BinaryIO | None = None,
-        errors: BinaryIO | None = None,
-    ) -> None:
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         super().__init__()
-        sender = self.reports.sender
-        # What is ours stays open if all goes well, what is the worker's never does.
-        with ExitStack() as ours, ExitStack() as theirs:
-            ours.callback(self.reports.close)
-            theirs.callback(sender.close)
-            relays, starts = [], []
-            for target in (output or sys.stdout.buffer, errors or sys.stderr.buffer):
-                end, start = os.pipe()
-                theirs.callback(os.close, start)
-                pipe = ours.enter_context(os.fdopen(end, "rb", 0))
-                relays.append(Relay(pipe, target, label))
-                starts.append(start)
-            held = [relay.pipe.fileno() for relay in relays] if sys.platform == "linux" else []
+        with ExitStack() as on_failure, self.reports.sender as sender:
+            on_failure.callback(self.reports.close)
             self._process = subprocess.Popen(
                 command,
                 env={**variables, **report_variables(sender)},
                 stdin=subprocess.DEVNULL,
-                stdout=starts[0],
-                stderr=starts[1],
                 process_group=0,  # Ctrl+C reaches the supervisor alone, which passes it on once
-                pass_fds=[sender.fileno(), *held],
+                pass_fds=[sender.fileno()],
                 preexec_fn=_end_with(os.getpid()),  # noqa: PLW1509 (see there)
             )
-            ours.pop_all()
+            on_failure.pop_all()
         self.pid = self._process.pid
-        self._relays = relays
 
     def waits_for(self) -> list[object]:
-        return [relay.pipe for relay in self._relays if relay.is_open] + [self.reports.receiver]
-
-    def show_label(self, label: str) -> None:
-        for relay in self._relays:
-            relay.label = label
+        return [self.reports.receiver]
 
     def poll(self) -> Ending | None:
         code = self._process.poll()
-        for relay in self._relays:
-            if code is None:
-                relay.take_in()
-            else:
-                relay.drain()
-        if code is None:
-            return None
-        return Ending(exit_reason(code), error_tail(self._relays[1].tail) if code else "")
-
-    def close(self) -> None:
-        """Let go of it; something that the worker started may still hold its output."""
-        super().close()
-        for relay in self._relays:
-            relay.pipe.close()
-
-
-@final
-class Relay:
-    """Passes on one stream of one worker, line by line, and remembers its end.
-
-    Of a line rewritten by carriage returns, as progress bars do, the last state is passed on. If
-    our own stream takes no more (a full disk, a reader that left), lines are lost, and the run
-    goes on.
-    """
-
-    def __init__(self, pipe: IO[bytes], target: BinaryIO, label: str) -> None:
-        os.set_blocking(pipe.fileno(), False)
-        self.pipe, self.label = pipe, label
-        self.is_open = True
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._target = target
-        self._partial = b""
-
-    def take_in(self) -> int:
-        """Pass on what one read brings; how many bytes that is. Never blocks.
-
-        One read only: a worker that prints without pause refills its pipe as fast as it is
-        emptied, and the others would wait for ever.
-        """
-        if not self.is_open:
-            return 0
-        try:
-            data = os.read(self.pipe.fileno(), MAX_LINE_BYTES)
-        except BlockingIOError:
-            return 0
-        self.is_open = bool(data)
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > MAX_LINE_BYTES or (self._partial and not self.is_open):
-            lines, self._partial = [*lines, self._partial], b""
-        self._write(lines)
-        return len(data)
-
-    def drain(self) -> None:
-        """Pass on all that a worker wrote which has ended; what it started may be writing still."""
-        left_bytes = PIPE_BYTES
-        while left_bytes > 0 and (num_bytes := self.take_in()):
-            left_bytes -= num_bytes
-        if self._partial:
-            self._write([self._partial])
-            self._partial = b""
-
-    def _write(self, lines: Sequence[bytes]) -> None:
-        if not lines:
-            return
-        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        self.tail.extend(line.decode(errors="replace") for line in shown)
-        with suppress(OSError):
-            prefix = f"[{self.label}] ".encode()
-            self._target.write(b"".join(prefix + line + b"\n" for line in shown))
-            self._target.flush()
-
-
-def error_tail(lines: Sequence[str]) -> str:
-    r"""The last traceback in ``lines``, or the last 20 lines.
-
-    Example:
-        >>> error_tail(["step 1", "Traceback (most recent call last):", "ValueError: no"])
-        'Traceback (most recent call last):\nValueError: no'
-    """
-    # torch.distributed writes "[rank2]: " before each line: identical errors would differ.
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in lines]
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
-    return "\n".join(lines[starts[-1] if starts else -20 :])
+        return None if code is None else Ending(exit_reason(code))
 
 
 def _end_with(parent_pid: int) -> Callable[[], None] | None:
-    """What a new child does before its program starts: ask for SIGTERM at the parent's death.
+    """Return a ``preexec_fn`` that asks the kernel for SIGTERM at the parent's death.
 
-    For ``preexec_fn``. It imports nothing and takes no lock of Python's, so it is safe also where
-    another thread runs in the parent; the kernel forgets the request at the child's own forks.
+    It imports nothing and takes no lock of Python's, so it is safe while another thread runs in the
+    parent. The kernel forgets the request at the child's own forks.
     """
     if sys.platform != "linux":
         return None

@@ -1,13 +1,13 @@
-"""How the workers of a run find one another, once, at the start.
+"""The meeting of the workers of a run, once, at the start.
 
-Through the store go addresses, settings and, where nobody gave one, the secret; never
-parameters. All keys begin with the run id and the restart count, so that the user's own
-``init_process_group`` may share the store. Afterwards the store is needed no more.
+Addresses, settings and, if none was given, the secret go through the store; parameters never do.
+All keys begin with the run id and the restart count, so that the user's own
+``init_process_group`` may share the store. After the meeting the store is not needed.
 
     Environment.read → Rendezvous.open → bind links on choose_host() → meet → mark_ready
 
-Who reads the store trusts nothing in it: values are bounded, addresses must be numeric, and text
-loses its control characters before anybody sees it.
+Readers trust nothing in the store: values are bounded, addresses must be numeric, and text loses
+its control characters before it is shown.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,8 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import Environment, check_secret
-from gossipdp.launcher.networks import shard_run_id
+from gossipdp.launcher.joining import shard_run_id
+from gossipdp.launcher.reports import Report, send_report
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
     CLOSE_AFTER_S,
@@ -36,12 +37,8 @@ from gossipdp.launcher.store import (
     connect,
     have_begun,
     proof_of,
-    put_notice,
-    read_notice,
-    read_unproved,
     ready_key,
 )
-from gossipdp.launcher.team import Report, send_report
 from gossipdp.logs import printable
 
 if TYPE_CHECKING:
@@ -56,18 +53,15 @@ _numbers = itertools.count()
 # What is read from the store: a model of 100,000 tensors has about 8 MiB of names and shapes.
 MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
 
-# From the beginning of a wait to the line that says for whom.
+# From the beginning of a wait to the line that names the absent workers.
 SAY_AFTER_S = 30.0
-# For workers who have all arrived, and so meet in a moment, where somebody says without proof that
-# the run has ended: one that was refused for its secret can prove nothing.
-UNPROVED_WAIT_S = 10.0
 
 # Name and shape of everything that is exchanged, in order.
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What all workers of a run must have alike.
+    """The settings that all workers of a run must have alike.
 
     ``tensors`` are the names and shapes of what is exchanged, in order; never the device, so that
     a CPU and a CUDA worker can train together. The others are short texts that an error can show.
@@ -82,12 +76,12 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> str:
-        """The fingerprint of ``tensors``, in parts, so that a refusal can say which differs."""
+        """Return the fingerprint of ``tensors``, in parts, so that a refusal can name one."""
         names, shapes = [name for name, _ in self.tensors], [shape for _, shape in self.tensors]
         return f"tensors={len(names)} names_and_types={_digest(names)} shapes={_digest(shapes)}"
 
     def difference(self, reference: "Settings") -> str | None:
-        """In what this worker differs from worker 0, in words; None where they agree."""
+        """Return the difference between this worker and worker 0 in words; None if they agree."""
         for name in ("start", "method", "graph", "comm_rate", "wire_format"):
             here, there = getattr(self, name), getattr(reference, name)
             if here != there:
@@ -112,10 +106,10 @@ def _digest(values: list[str] | list[tuple[int, ...]]) -> str:
 
 
 class _Reference(msgspec.Struct, frozen=True):
-    """What worker 0 publishes; its settings' tensors lie apart.
+    """The value that worker 0 publishes; the tensors of its settings have a key of their own.
 
-    ``terms`` are compared word by word. One of ``secret``, made for this run, and ``proof`` that
-    worker 0 was given one; or neither, where TLS is used.
+    ``terms`` are compared word by word. It holds ``secret``, if one was made for this run, or
+    ``proof`` that worker 0 was given one; with TLS neither.
     """
 
     run_id: str
@@ -131,8 +125,8 @@ class _Reference(msgspec.Struct, frozen=True):
             raise ValueError("the run id is too long or holds control characters")
 
 
-class _Arrival(msgspec.Struct, frozen=True):
-    """Where a worker listens, as it publishes."""
+class _ListenAddress(msgspec.Struct, frozen=True):
+    """The address on which a worker listens, as it publishes."""
 
     host: str
     port: int
@@ -145,7 +139,7 @@ class _Arrival(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class RendezvousResult:
     """The outcome of a rendezvous: (host, port) by rank, the run's id and secret."""
 
     addresses: Mapping[int, tuple[str, int]]
@@ -156,13 +150,13 @@ class Meeting:
 class Rendezvous:
     """One worker's part in one meeting.
 
-    Keep it until the run ends: where rank 0 hosts the store, dropping it ends the store.
+    Keep it until the run ends: if rank 0 hosts the store, dropping it ends the store.
 
     Args:
         environment: who this worker is.
-        store: where all meet; None for a worker alone.
+        store: the store where all meet; None for a worker alone.
         timeout_s: the longest wait for another worker, in seconds.
-        number: which meeting of this process it is, from 0.
+        number: counts the meetings of this process, from 0.
     """
 
     def __init__(
@@ -204,12 +198,12 @@ class Rendezvous:
 
     @property
     def joins(self) -> bool:
-        """Whether this worker comes into a run that goes on: it asks others, and does not meet."""
+        """Return whether this worker joins a run that goes on: it then asks, and meets no one."""
         return self._environment.is_joining and self._number == 0
 
     def meet(
         self, address: tuple[str, int], settings: Settings, secret: bytes | None = None
-    ) -> Meeting:
+    ) -> RendezvousResult:
         """Publish this worker's address, compare settings with worker 0's, wait for all.
 
         Args:
@@ -230,10 +224,10 @@ class Rendezvous:
         try:
             if self._store is None:
                 reference = self._reference(settings, secret)
-                arrivals = {0: _Arrival(*address)}
+                arrivals = {0: _ListenAddress(*address)}
             else:
                 reference = self._agree(self._store, settings, secret)
-                arrivals = self._gather(self._store, _Arrival(*address), secret)
+                arrivals = self._gather(self._store, _ListenAddress(*address))
         except (RefusedError, RendezvousError):
             raise
         except msgspec.MsgspecError as error:
@@ -244,20 +238,21 @@ class Rendezvous:
         except RuntimeError as error:  # TCPStore's errors, all of them
             raise RendezvousError(
                 f"worker {environment.rank} lost {where} while the workers met "
-                f"({str(error).splitlines()[0]}); whoever hosts it has ended"
+                f"({str(error).splitlines()[0]}); the process that hosts it has ended"
             ) from error
         addresses = {rank: (arrival.host, arrival.port) for rank, arrival in arrivals.items()}
         made = (reference.secret or "").encode()
-        meeting = Meeting(addresses, reference.run_id, secret or made)
+        meeting = RendezvousResult(addresses, reference.run_id, secret or made)
         if self._number == 0:  # a worker that comes back joins the run of the first model
-            told = meeting.secret.decode() or None
-            send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=told))
+            known = meeting.secret.decode() or None
+            send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))
         return meeting
 
     def mark_ready(self, rank: int | None = None) -> None:
-        """Tell the launcher that this worker begins; when all have, one's failure ends no other.
+        """Report to the launcher that this worker begins.
 
-        ``rank`` is the one that a joining worker was given.
+        Once all have begun, the failure of one ends no other. ``rank`` is the one that a joining
+        worker was given.
 
         A method that cannot go on without every worker (``allreduce``) does not call it.
         """
@@ -276,14 +271,14 @@ class Rendezvous:
             self._closer.start()
 
     def close(self) -> None:
-        """Drop the store; where rank 0 hosts it, end it."""
+        """Drop the store; if rank 0 hosts it, end it."""
         self._closing.set()
         if self._closer is not None:
             self._closer.join(1.0)
         self._store = None
 
     def _close_store_soon(self) -> None:
-        """End the store that this worker hosts: nobody needs it once all train."""
+        """End the store that this worker hosts, which is not needed once all train."""
         store, environment = self._store, self._environment
         with suppress(RuntimeError):  # it is gone already
             while store is not None and not self._closing.wait(CHECK_EVERY_S):
@@ -304,12 +299,11 @@ class Rendezvous:
             store.set(f"{self._prefix}tensors", msgspec.json.encode(settings.tensors).decode())
             self._publish(store, "reference", reference)
             return reference
-        self._wait(store, ["reference"], secret)
+        self._wait(store, ["reference"])
         found: _Reference = self._take(store, "reference", _Reference)
         refused = self._difference(store, settings, secret, found)
         if refused is not None:
             refused = printable(refused, 1000)
-            put_notice(store, self._prefix, f"worker {rank} was refused: {refused}", secret)
             raise RefusedError(f"worker {rank} cannot join: {refused}; start all workers alike")
         return found
 
@@ -328,8 +322,8 @@ class Rendezvous:
             host = environment.store_host
             if self._store is not None and host is not None and not is_loopback(host):
                 logger.warning(
-                    "no secret is given, so whoever reaches the store at %s:%d can read the one "
-                    "that worker 0 made, and take part in this run: set GOSSIPDP_SECRET to the "
+                    "no secret is given, so everyone who reaches the store at %s:%d can read the "
+                    "one that worker 0 made, and take part in this run: set GOSSIPDP_SECRET to the "
                     "same long random text on all workers, or use TLS (gossipdp tls-init)",
                     host,
                     environment.store_port,
@@ -344,7 +338,7 @@ class Rendezvous:
         )
 
     def _token(self) -> str:
-        """What tells this run from others of its id; with shards the same in all networks of it."""
+        """Return a token of this run, for its id; all shards of a run have the same."""
         token, environment = secrets.token_hex(4), self._environment
         if self._store is None or environment.num_shards == 1:
             return token
@@ -374,39 +368,23 @@ class Rendezvous:
             tensors = self._take(store, "tensors", Tensors, MAX_TENSORS_BYTES)
         return settings.difference(msgspec.structs.replace(reference.settings, tensors=tensors))
 
-    def _gather(
-        self, store: "Store", arrival: _Arrival, secret: bytes | None
-    ) -> dict[int, _Arrival]:
+    def _gather(self, store: "Store", arrival: _ListenAddress) -> dict[int, _ListenAddress]:
         self._publish(store, f"worker/{self._environment.rank}", arrival)
         keys = [f"worker/{rank}" for rank in range(self._environment.world_size)]
-        self._wait(store, keys, secret)
-        return {rank: self._take(store, key, _Arrival) for rank, key in enumerate(keys)}
+        self._wait(store, keys)
+        return {rank: self._take(store, key, _ListenAddress) for rank, key in enumerate(keys)}
 
-    def _wait(self, store: "Store", keys: list[str], secret: bytes | None) -> None:
-        """Poll until all keys are set; RendezvousError where somebody says that the run has ended.
+    def _wait(self, store: "Store", keys: list[str]) -> None:
+        """Poll until all keys are set, or raise RendezvousError.
 
-        A word without proof of the secret ends nothing: it shortens the wait once nobody is absent,
-        and is told if the wait is in vain.
-
-        Polled in Python, because the store's own wait cannot be interrupted by Ctrl+C.
+        It polls in Python, because Ctrl+C cannot interrupt the store's own wait.
         """
         began = self._clock()
         pause_s, has_said = 0.01, False
-        limit_s, unproved = self._timeout_s, dict[str, str]()
-        arrivals = [self._arrival(rank) for rank in range(self._environment.world_size)]
         while not store.check([self._prefix + key for key in keys]):
-            for prefix in (self._prefix, self._environment.key_prefix):  # a worker's, a launcher's
-                told = read_notice(store, prefix, secret)
-                if told is not None:
-                    raise RendezvousError(f"the run ended before it began: {told}")
-                word = read_unproved(store, prefix)
-                if word is not None:
-                    unproved[prefix] = word
             waited_s = self._clock() - began
-            if unproved and limit_s == self._timeout_s and store.check(arrivals):
-                limit_s = min(limit_s, int(waited_s) + UNPROVED_WAIT_S)
-            if waited_s >= limit_s:
-                raise RendezvousError(self._absence(store, limit_s) + _hearsay(unproved.values()))
+            if waited_s >= self._timeout_s:
+                raise RendezvousError(self._absence(store))
             if waited_s >= SAY_AFTER_S and not has_said:
                 has_said = True
                 present, absent = self._present(store)
@@ -417,7 +395,7 @@ class Rendezvous:
             pause_s = min(0.1, pause_s * 1.5)
 
     def _present(self, store: "Store") -> tuple[list[int], list[int]]:
-        """The ranks of those who have arrived, and of those who have not."""
+        """Return the ranks that have arrived, and those that have not."""
         ranks = range(self._environment.world_size)
         present = [rank for rank in ranks if store.check([self._arrival(rank)])]
         return present, [rank for rank in ranks if rank not in present]
@@ -425,16 +403,16 @@ class Rendezvous:
     def _arrival(self, rank: int) -> str:
         return f"{self._prefix}arrivals/{rank}"
 
-    def _absence(self, store: "Store", waited_s: float) -> str:
+    def _absence(self, store: "Store") -> str:
         present, absent = self._present(store)
         if not absent:
             return (
-                f"all workers arrived but did not finish meeting within {waited_s:g} s; "
-                "one of them is stuck or has ended: look at their output"
+                f"all workers arrived but did not finish meeting within {self._timeout_s:g} s; "
+                "one of them was refused, is stuck or has ended: look at the output of all hosts"
             )
         noun = "worker" if len(absent) == 1 else "workers"
         return (
-            f"{noun} {_listed(absent)} did not arrive within {waited_s:g} s; present: "
+            f"{noun} {_listed(absent)} did not arrive within {self._timeout_s:g} s; present: "
             f"{_listed(present)}; check that every worker was started, that it runs the same "
             "script, and its output; a slow start needs a longer start_timeout_s"
         )
@@ -452,7 +430,7 @@ class Rendezvous:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address leads to this machine alone.
+    """Return whether a host's name or address leads to this machine alone.
 
     Example:
         >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("10.0.0.1")
@@ -463,11 +441,6 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(each)).is_loopback for each in found)
-
-
-def _hearsay(words: Iterable[str]) -> str:
-    said = "; somebody, a stranger maybe, said without proof of the secret: "
-    return "".join(said + word for word in words)
 
 
 def _listed(ranks: list[int]) -> str:

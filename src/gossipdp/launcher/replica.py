@@ -1,9 +1,9 @@
-"""Replicas of several processes, each to its supervisor one worker: they live and end together.
+"""Replicas of several processes, each one worker to its supervisor: they live and end together.
 
-The processes of a replica meet at a store of their own, made anew with each life of the replica: no
-process group survives the death of a member. Those that hold the same shard in different replicas
-meet as the workers of a run do, so each process reports the addresses of its own shard's network,
-and a replica that is started again joins one network for each of its processes.
+The processes of a replica meet at a store of their own. Each life of the replica makes a new one,
+because no process group survives the death of a member. Processes of one shard in different
+replicas meet as the workers of a run do. So each process reports the addresses of its own shard's
+network, and a replica that is started again joins one network for each of its processes.
 
 A new replica that joins a run (``gossipdp run --join``) does the same, with an address of each
 network that its user gives. Its rank must be the same in all networks: the first process asks for
@@ -19,65 +19,59 @@ from typing import final
 import msgspec
 
 from gossipdp.launcher.environment import UNKNOWN_RANK, replica_variables
-from gossipdp.launcher.networks import Network
+from gossipdp.launcher.joining import JoinInfo
+from gossipdp.launcher.reports import Report
 from gossipdp.launcher.store import HostedStore
-from gossipdp.launcher.supervisor import Ending, WorkerProcess, shown_rank
-from gossipdp.launcher.team import Report
+from gossipdp.launcher.supervisor import Ending, WorkerProcess
 
 
-class Replicas:
-    """Starts workers: processes, or replicas of one process for each of several ``networks``.
+def start_worker(
+    join_infos: Sequence[JoinInfo],
+    start_process: Callable[[Mapping[str, str]], WorkerProcess],
+    own: Mapping[str, str],
+) -> WorkerProcess:
+    """Start a worker: a process, or a replica of one process for each of several shards.
 
     Args:
-        networks: of the run, by shard.
-        start_process: starts one, with these variables and a label for its output.
+        join_infos: of the run, by shard.
+        start_process: starts one process with these variables.
+        own: variables of the worker, as for a worker of one process.
     """
-
-    def __init__(
-        self,
-        networks: Sequence[Network],
-        start_process: Callable[[Mapping[str, str], str], WorkerProcess],
-    ) -> None:
-        self._networks, self._start_process = networks, start_process
-
-    def start(self, local_rank: int, own: Mapping[str, str]) -> WorkerProcess:
-        """Start the worker whose variables, as for one of a single process, are ``own``."""
-        label = own.get("RANK") or shown_rank(-1 - local_rank)
-        if len(self._networks) == 1:
-            return self._start_process(own, label)
-        store = HostedStore()
-        num_shards, processes = len(self._networks), list[WorkerProcess]()
-        with ExitStack() as started:
-            started.callback(store.close)
-            for shard, network in enumerate(self._networks):
-                variables = replica_variables(own, shard, num_shards, (store.host, store.port))
-                if own.get("GOSSIPDP_JOIN"):
-                    rank, num_restarts = own.get("RANK", UNKNOWN_RANK), own["GOSSIPDP_RESTARTS"]
-                    variables |= network.join_variables(int(rank), int(num_restarts))
-                process = self._start_process(variables, f"{label}.{shard}")
-                started.callback(process.close)
-                started.callback(process.kill_group)
-                processes.append(process)
-            store.open_in_background("", num_shards)  # the processes import torch meanwhile
-            started.pop_all()
-        return ReplicaProcess(processes, self._networks, store)
+    if len(join_infos) == 1:
+        return start_process(own)
+    store = HostedStore()
+    num_shards, processes = len(join_infos), list[WorkerProcess]()
+    with ExitStack() as started:
+        started.callback(store.close)
+        for shard, join_info in enumerate(join_infos):
+            variables = replica_variables(own, shard, num_shards, (store.host, store.port))
+            if own.get("GOSSIPDP_JOIN"):
+                rank, num_restarts = own.get("RANK", UNKNOWN_RANK), own["GOSSIPDP_RESTARTS"]
+                variables |= join_info.join_variables(int(rank), int(num_restarts))
+            process = start_process(variables)
+            started.callback(process.close)
+            started.callback(process.kill_group)
+            processes.append(process)
+        store.open_in_background("", num_shards)  # the processes import torch meanwhile
+        started.pop_all()
+    return ReplicaProcess(processes, join_infos, store)
 
 
 @final
 class ReplicaProcess(WorkerProcess):
     """The processes of one replica; when one of them fails, the others are killed.
 
-    They could not go on: FSDP's collectives wait for all of them. Once a signal was passed on, all
-    of them end by themselves, and the first that has is no reason to kill another that may still be
-    writing its checkpoint: the supervisor's patience ends that. ``processes`` are by shard.
+    They could not go on: FSDP's collectives wait for all of them. After a signal was passed on, all
+    end by themselves. The end of the first is then no reason to kill another, which may still be
+    writing its checkpoint; the supervisor's patience ends that. ``processes`` are by shard.
     """
 
     def __init__(
-        self, processes: Sequence[WorkerProcess], networks: Sequence[Network], store: HostedStore
+        self, processes: Sequence[WorkerProcess], join_infos: Sequence[JoinInfo], store: HostedStore
     ) -> None:
         self.pid = processes[0].pid
         self._running = dict(enumerate(processes))
-        self.processes, self._networks, self._store = processes, networks, store
+        self.processes, self._join_infos, self._store = processes, join_infos, store
         self._failure: Ending | None = None
         self._is_ending = False
         self._begun: set[int] = set()
@@ -86,16 +80,16 @@ class ReplicaProcess(WorkerProcess):
         return [thing for each in self._running.values() for thing in each.waits_for()]
 
     def take_reports(self) -> list[Report]:
-        """What the first process says of its network; that it begins, once all of them do."""
+        """Return the reports of the first process, and that it begins once all of them do."""
         passed_on = []
         for shard, process in enumerate(self.processes):
             for report in process.take_reports():
                 if report.begins:
                     self._begun.add(shard)
-                if shard == 0:  # of its network the supervisor takes note
+                if shard == 0:  # the supervisor takes note of its network
                     passed_on.append(msgspec.structs.replace(report, begins=None))
                 else:
-                    self._networks[shard].take(report)
+                    self._join_infos[shard].take(report)
         if len(self._begun) == len(self.processes):
             self._begun.clear()
             passed_on.append(Report(begins=True))
@@ -113,10 +107,6 @@ class ReplicaProcess(WorkerProcess):
                 if not self._is_ending:
                     self._kill_others()
         return None if self._running else self._failure or Ending()
-
-    def show_label(self, label: str) -> None:
-        for shard, process in enumerate(self.processes):
-            process.show_label(f"{label}.{shard}")
 
     def _kill_others(self) -> None:
         for process in self._running.values():

@@ -1,8 +1,8 @@
 """The TCPStore in which workers meet: hosted by a launcher, or a connection to it.
 
-Whoever reaches a store can read and write it; so it holds no secret unless nobody gave one, what
-is read from it is bounded and cleaned, and where others than this machine reach it, it is closed
-soon after all workers have begun. ``torch`` is imported only when a store is opened.
+Everyone who reaches a store can read and write it. So it holds no secret if one was given, values
+from it are bounded and cleaned, and a store that other machines reach is closed soon after all
+workers have begun. ``torch`` is imported only when a store is opened.
 """
 
 import errno
@@ -17,11 +17,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import Environment
-from gossipdp.logs import printable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -36,16 +33,16 @@ CHECK_EVERY_S = 0.5
 CONNECT_S = 5.0
 # The end of a run does not wait longer for a thread that may be importing torch.
 LEAVE_S = 0.2
-MAX_TEXT, MAX_RUN_ID = 500, 200
+MAX_RUN_ID = 200
 
 
 def ready_key(prefix: str, rank: int) -> str:
-    """The key that says that worker ``rank`` has met the others and begins to train."""
+    """Return the key which says that worker ``rank`` has met the others and begins to train."""
     return f"{prefix}ready/{rank}"
 
 
 def have_begun(store: "Store", prefix: str, world_size: int) -> bool:
-    """Whether all workers of the run have met and train."""
+    """Return whether all workers of the run have met and train."""
     return store.check([ready_key(prefix, rank) for rank in range(world_size)])
 
 
@@ -95,7 +92,7 @@ class HostedStore:
         self._thread.start()
 
     def have_all_begun(self) -> bool:
-        """Whether all workers of the run have met and train."""
+        """Return whether all workers of the run have met and train."""
         with self._lock:
             if self._store is not None and not self._all_begun:
                 self._all_begun = have_begun(self._store, *self._expected)
@@ -145,11 +142,11 @@ class HostedStore:
 
 
 def connect(environment: Environment, timeout_s: float) -> "Store":
-    """The store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where no launcher does.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it if no launcher does.
 
     The connection is this worker's own: the user's ``init_process_group`` makes another to the
-    same server, before or after. Where rank 0 hosts it, a process group that is destroyed just
-    before takes the server with it, and workers that had reached it fail to meet.
+    same server, before or after. If rank 0 hosts it, a process group that is destroyed just before
+    takes the server with it, and workers that had reached it fail to meet.
 
     Raises:
         RendezvousError: nothing answered within ``timeout_s``, or the port is in use.
@@ -195,8 +192,8 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
 
 
 def reach(address: tuple[str, int]) -> "Store":
-    """A connection to a store that is there; OSError or RuntimeError if it is not."""
-    # The import takes seconds, and TCPStore tries long, and traces, where the store has gone since.
+    """Connect to a store that is there; OSError or RuntimeError if it is not."""
+    # The import takes seconds. If the store has gone since, TCPStore would try long, with traces.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     socket.create_connection(address, CONNECT_S).close()
@@ -204,60 +201,6 @@ def reach(address: tuple[str, int]) -> "Store":
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-class Notice(msgspec.Struct, frozen=True):
-    """Why the run ended before it began; ``proof`` shows that a member says so."""
-
-    text: str
-    proof: str
-
-
-def notice_key(prefix: str, secret: bytes | None = None) -> str:
-    """The key of the notice that the run ended before it began: anybody's, or the members' own.
-
-    Who does not know the secret cannot tell its key, and so hides no notice of those who do.
-    """
-    key = f"{prefix}failed"
-    return f"{key}/{proof_of(secret, f'key of {prefix}')}" if secret else key
-
-
 def proof_of(secret: bytes, text: str) -> str:
-    """Shows that whoever wrote ``text`` knows the secret."""
+    """Return the proof that the author of ``text`` knows the secret."""
     return hmac.new(secret, f"gossipdp rendezvous {text}".encode(), hashlib.sha256).hexdigest()
-
-
-def put_notice(store: "Store", prefix: str, text: str, secret: bytes | None) -> None:
-    """Tell workers who wait at the store that the run has ended; it is there on return."""
-    text = printable(text, MAX_TEXT)
-    proof = proof_of(secret, prefix + text) if secret else ""
-    notice = msgspec.json.encode(Notice(text, proof)).decode()
-    if secret:
-        store.set(notice_key(prefix, secret), notice)
-    store.set(notice_key(prefix), notice)  # for those who have another secret, or none
-    store.check([notice_key(prefix)])  # set() returns before the server has read it, this does not
-
-
-def read_notice(store: "Store", prefix: str, secret: bytes | None) -> str | None:
-    """Why the run has ended; None where nobody says so, or not one who knows the secret."""
-    notice = _notice(store, notice_key(prefix, secret))
-    if notice is None:
-        return None
-    if secret is not None and not hmac.compare_digest(
-        proof_of(secret, prefix + notice.text).encode(), notice.proof.encode()
-    ):
-        return None
-    return printable(notice.text, MAX_TEXT)
-
-
-def read_unproved(store: "Store", prefix: str) -> str | None:
-    """Why anybody, a stranger maybe, says that the run has ended; None where nobody does."""
-    notice = _notice(store, notice_key(prefix))
-    return None if notice is None else printable(notice.text, MAX_TEXT)
-
-
-def _notice(store: "Store", key: str) -> Notice | None:
-    if not store.check([key]):
-        return None
-    try:
-        return msgspec.json.decode(store.get(key), type=Notice)
-    except msgspec.MsgspecError:
-        return None

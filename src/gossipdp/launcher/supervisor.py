@@ -1,13 +1,12 @@
 """``Supervisor``: the worker processes of one run on this machine, watched one by one.
 
-torchrun ends all workers when one dies; here the others go on, and the dead one may be started
-again. How a worker is started is the caller's: a script (:mod:`.scripts`) or a function
-(:mod:`.local`). Everything happens in the calling thread, in :meth:`Supervisor.step`.
+torchrun ends all workers when one dies. Here the others go on, and the dead one may be started
+again. The caller says how to start a worker (:mod:`.local`). Everything happens in the calling
+thread, in :meth:`Supervisor.step`.
 """
 
 import abc
 import dataclasses
-import logging
 import multiprocessing.connection
 import os
 import signal
@@ -16,28 +15,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from gossipdp.launcher.team import NOTICE_S, Report, ReportChannel, Team
-
-logger = logging.getLogger("gossipdp")
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.reports import Report, ReportChannel
 
 # The longest time that one step waits for something to happen.
 POLL_S = 0.1
-# From the first failure of a run that has not begun to the end of the others: long enough for
-# the workers that failed for the same reason to say so.
+# From the first failure of a run that has not begun to the end of the others. Workers that fail
+# for the same reason have the time to say so.
 GRACE_S = 0.25
 # From the signal that ends a worker to SIGKILL, and from there to giving it up: a process that
 # hangs in the kernel cannot be killed.
 PATIENCE_S, UNKILLABLE_S = 1.5, 10.0
-# How long a run that was interrupted before it began waits until other hosts know of it.
-INTERRUPTED_S = 10.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
-# A worker that lived this long did not die of what killed it before.
-LONG_LIFE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a worker's process ended; ``reason`` is empty where it ended well.
+    """The end of a worker's process; ``reason`` is empty if it ended well.
 
     ``reason`` completes "worker 3 ..." and "workers 3, 4 ..." alike.
     """
@@ -50,8 +44,8 @@ class Ending:
 class Failure:
     """A worker that ended with an error of its own, not one that was ended.
 
-    ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet.
-    ``restart_in_s`` is how soon it is started again, None for never.
+    ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet. It is
+    started again in ``restart_in_s`` seconds; None: never.
     """
 
     rank: int
@@ -69,17 +63,14 @@ class WorkerProcess(abc.ABC):
 
     @abc.abstractmethod
     def waits_for(self) -> Sequence[object]:
-        """Descriptors and the like, one of which is readable when something happened."""
+        """Return descriptors and the like, one of which is readable when something happened."""
 
     @abc.abstractmethod
     def poll(self) -> Ending | None:
-        """Take in what has arrived, and say how it ended; None while it runs. Never blocks."""
-
-    def show_label(self, label: str) -> None:  # noqa: B027 (only some show it)
-        """Name it by this from now on: the rank that it was given."""
+        """Take in what has arrived, and return how it ended; None while it runs. Never block."""
 
     def take_reports(self) -> list[Report]:
-        """What it has reported since the last call. Never blocks."""
+        """Return its reports since the last call. Never block."""
         return self.reports.take()
 
     def close(self) -> None:
@@ -99,7 +90,7 @@ class WorkerProcess(abc.ABC):
 
 
 def exit_reason(code: int) -> str:
-    """An exit code in words, none for 0; a negative one is minus the signal that killed it.
+    """Return an exit code in words, none for 0; a negative code is minus the signal.
 
     Example:
         >>> exit_reason(-9)
@@ -112,7 +103,7 @@ def exit_reason(code: int) -> str:
 
 
 def shown_rank(rank: int) -> str:
-    """A rank for people; negative ones stand for workers that have none yet.
+    """Return a rank for people; a negative one stands for a worker that has none yet.
 
     Example:
         >>> shown_rank(3), shown_rank(-1), shown_rank(-2)
@@ -122,7 +113,7 @@ def shown_rank(rank: int) -> str:
 
 
 def describe(failures: Sequence[Failure]) -> str:
-    """All failures, in the order in which they happened; identical ones once, with their ranks."""
+    """Describe all failures in their order; identical ones once, with their ranks."""
     ranks: dict[Ending, list[int]] = {}
     for failure in failures:
         ranks.setdefault(failure.ending, []).append(failure.rank)
@@ -136,30 +127,27 @@ def describe(failures: Sequence[Failure]) -> str:
 
 @dataclasses.dataclass
 class _Lives:
-    """What is known of one worker over all its lives; ``due`` while it waits for the next one."""
+    """One worker over all its lives; ``due`` is when the next one starts."""
 
     rank: int
-    started_at: float = 0.0
     has_begun: bool = False
     num_restarts: int = 0
-    num_short: int = 0
     due: float | None = None
     failure: Failure | None = None
 
 
 class Supervisor:
-    """Starts the workers of ``team`` on this machine and decides what each one's end means.
+    """The workers of a plan on this machine, and the consequences of each one's end.
 
-    A failure before all of them train ends the others, who would wait for it in vain; after that
+    A failure before all of them train ends the others, who would wait for it in vain. After that
     the others go on. A worker that is ended by us is no failure. While restarts are left, a worker
-    that fails after that is started again, and joins the others by the addresses that they report;
-    the k-th restart in a row after a short life comes min(0.1·2^(k−1), 10) seconds after its death.
-    When none of them is left to join, all start anew together, as under torchrun; but not once a
-    worker has ended well, since then the run is over.
+    that fails while all train is started again, and joins the others by the addresses that they
+    report; its k-th restart comes min(0.1·2^(k−1), 10) seconds after its death. When no worker is
+    left to join, the run is over.
 
     Args:
-        team: the run they belong to.
-        start: starts the worker of a local rank with these variables.
+        plan: the run they belong to.
+        start: starts a worker with these variables.
         max_restarts: how many restarts, of all workers together.
         on_failure: called once for each failure, with whether the others go on.
         clock: seconds, monotonic.
@@ -167,41 +155,41 @@ class Supervisor:
     Attributes:
         running: the workers that run, by local rank.
         workers: the last life of each.
-        failures: of those who were not started again after it.
-        begun: whether all workers here train, as far as anyone had to ask.
+        failures: of the workers that were not started again.
+        begun: whether all workers here train, as last seen.
     """
 
     def __init__(
         self,
-        team: Team,
-        start: Callable[[int, Mapping[str, str]], WorkerProcess],
+        plan: LaunchPlan,
+        start: Callable[[Mapping[str, str]], WorkerProcess],
         *,
         max_restarts: int = 0,
         on_failure: Callable[[Failure, bool], None] = lambda failure, others_go_on: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._team, self._start_worker, self._clock = team, start, clock
+        self._plan, self._start_worker, self._clock = plan, start, clock
         self._num_restarts_left, self._on_failure = max_restarts, on_failure
         self.running: dict[int, WorkerProcess] = {}
         self.workers: dict[int, WorkerProcess] = {}
         self.failures: list[Failure] = []
         self.begun = False
-        self._network = team.networks[0]  # each worker's own, or that of its first process
-        first = team.first_rank
+        self._join_info = plan.join_infos[0]  # of single processes, or of each replica's first
+        first = plan.first_rank
         self._lives = [
             _Lives(-1 - local_rank if first is None else first + local_rank)
-            for local_rank in range(team.num_local)
+            for local_rank in range(plan.num_local)
         ]
         self._end_at: float | None = None
         self._kill_at: float | None = None
 
     @property
     def ending(self) -> bool:
-        """Whether the workers have been told to end."""
+        """Return whether the workers are being ended."""
         return self._kill_at is not None
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> int | None:
-        """Start all workers, and return when all have ended; ``on_step`` is called all the while.
+        """Start all workers, call ``on_step`` all the while, and return when all have ended.
 
         SIGINT and SIGTERM are passed on to the workers; a second one kills them. If ``on_step``
         raises, the workers are ended and the error is raised.
@@ -212,9 +200,9 @@ class Supervisor:
         with signals_noted() as caught:
             heeded = 0
             try:
-                for local_rank in range(self._team.num_local):
-                    self._start(local_rank, self._team.variables(local_rank))
-                self._team.open()  # the workers import torch meanwhile
+                for local_rank in range(self._plan.num_local):
+                    self._start(local_rank, self._plan.worker_variables(local_rank))
+                self._plan.open()  # the workers import torch meanwhile
                 while self.step():
                     for number in caught[heeded:]:
                         heeded += 1
@@ -228,30 +216,14 @@ class Supervisor:
                         self.kill()
                 for worker in self.workers.values():
                     worker.close()
-                # Who interrupts us also knows of the other hosts.
-                most_s = INTERRUPTED_S if caught else NOTICE_S
-                self._wait_until_told(most_s, lambda: len(caught) > heeded)
-                self._team.close()
+                self._plan.close()
         return caught[0] if caught else None
-
-    def _wait_until_told(self, most_s: float, is_interrupted: Callable[[], bool]) -> None:
-        """Until the other hosts know that the run has ended before it began."""
-        deadline = time.monotonic() + most_s
-        if not self._team.others_told(1.0):
-            logger.warning(
-                "the run has ended before it began: waiting until the other hosts know, at most "
-                "%.0f s; Ctrl+C ends the wait",
-                most_s,
-            )
-        while not self._team.others_told(0.1) and time.monotonic() < deadline:
-            if is_interrupted():
-                return
 
     def step(self, timeout_s: float = POLL_S) -> bool:
         """Wait for something to happen, at most so long, and act on it.
 
         Returns:
-            Whether anyone runs or is to run.
+            Whether a worker runs or is to run.
         """
         dues = [lives.due for lives in self._lives if lives.due is not None]
         if dues:
@@ -260,8 +232,8 @@ class Supervisor:
         try:
             multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
         except OSError:
-            # poll(2) takes no more descriptors than the process may have, and somebody may have
-            # lowered that number. The wait only makes us quick: all are looked at in any case.
+            # poll(2) takes no more descriptors than the process may have, and that limit may have
+            # been lowered. The wait only makes us quick: all are looked at in any case.
             time.sleep(min(timeout_s, POLL_S))
         self._take_reports()
         now = self._clock()
@@ -282,11 +254,8 @@ class Supervisor:
     def end(self, number: int) -> None:
         """Send all workers a signal, and SIGKILL if they outlive it by PATIENCE_S.
 
-        Called again, SIGKILL follows at once. Nobody is started again after it.
+        A second call sends SIGKILL at once. No worker is started again after it.
         """
-        # Under another launcher that one ends the others.
-        if not self._team.told and not self._have_all_begun():
-            self._team.tell_failed("it was interrupted there")
         if self.ending:
             self.kill()
             return
@@ -304,20 +273,18 @@ class Supervisor:
             worker.send(signal.SIGKILL)  # it may not yet have made its group
 
     def _start(self, local_rank: int, variables: Mapping[str, str]) -> None:
-        self._lives[local_rank].started_at = self._clock()
-        worker = self._start_worker(local_rank, variables)
+        worker = self._start_worker(variables)
         self.workers[local_rank] = self.running[local_rank] = worker
 
     def _take_reports(self) -> None:
-        """Note what the workers say: who trains, where all are, which rank a joiner was given."""
+        """Note the workers' reports: who trains, where all are, and the rank of a joiner."""
         for local_rank, worker in self.workers.items():
             lives = self._lives[local_rank]
             for report in worker.take_reports():
                 lives.has_begun |= bool(report.begins)
                 if report.rank is not None:
                     lives.rank = report.rank
-                    worker.show_label(str(report.rank))
-                self._network.take(report)
+                self._join_info.take(report)
 
     def _have_all_begun(self) -> bool:
         self._take_reports()
@@ -332,16 +299,13 @@ class Supervisor:
             self._fail(local_rank, ending, now)
 
     def _fail(self, local_rank: int, ending: Ending, now: float) -> None:
-        """A life of this worker failed, or could not begin."""
+        """Handle a life of this worker that failed, or could not begin."""
         lives = self._lives[local_rank]
         failure = Failure(lives.rank, ending)
         if self._have_all_begun() and self._num_restarts_left > 0:
             self._num_restarts_left -= 1
-            if now - lives.started_at >= LONG_LIFE_S:
-                lives.num_short = 0
             # 2**7 · 0.1 exceeds the cap; a larger power would only overflow one day.
-            delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(lives.num_short, 7))
-            lives.num_short += 1
+            delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(lives.num_restarts, 7))
             lives.num_restarts += 1
             lives.due, lives.failure = now + delay_s, failure
             failure = dataclasses.replace(failure, restart_in_s=delay_s)
@@ -350,42 +314,26 @@ class Supervisor:
         self._on_failure(failure, self.begun)
         if not self.begun and self._end_at is None:
             self._end_at = now + GRACE_S
-            self._team.tell_failed(f"worker {shown_rank(lives.rank)} {ending.reason}")
 
     def _restart(self, now: float) -> None:
-        """Start those who are due, or all anew, or see that it is of no use any more."""
-        waiting = [each for each, lives in enumerate(self._lives) if lives.due is not None]
-        due = [each for each in waiting if (self._lives[each].due or 0.0) <= now]
-        anew = not self.running and not self._team.others_elsewhere
-        if anew and len(waiting) < self._team.num_local:  # one has ended, well or for good
+        """Start the workers that are due; give them up if there is no worker to join."""
+        if not self.running and not self._plan.others_elsewhere:
             self._give_up_waiting()
             return
-        if anew and due:
-            due = waiting
-            self.begun = False
-            for network in self._team.networks:
-                network.addresses.clear()
-            for lives in self._lives:
-                lives.has_begun = False
-            self._team.begin_anew()
-        for local_rank in due:
-            self._lives[local_rank].due = self._lives[local_rank].failure = None
+        for local_rank, lives in enumerate(self._lives):
+            if lives.due is None or lives.due > now:
+                continue
+            lives.due = lives.failure = None
             self.workers[local_rank].close()
+            own = self._plan.worker_variables(local_rank)
+            if lives.rank >= 0:
+                own["RANK"] = str(lives.rank)
+            own |= self._join_info.join_variables(lives.rank, lives.num_restarts)
             try:
-                self._start(local_rank, self._next_life(local_rank, anew=anew))
+                self._start(local_rank, own)
             except Exception as error:  # no process or descriptor left: the others are healthy
                 reason = f"could not be started ({type(error).__name__}: {error})"
                 self._fail(local_rank, Ending(reason), now)
-
-    def _next_life(self, local_rank: int, *, anew: bool) -> dict[str, str]:
-        """The variables of a worker that is started again."""
-        lives = self._lives[local_rank]
-        own = self._team.variables(local_rank)
-        if anew:
-            return {**own, "GOSSIPDP_RESTARTS": str(lives.num_restarts)}
-        if lives.rank >= 0:
-            own["RANK"] = str(lives.rank)
-        return own | self._network.join_variables(lives.rank, lives.num_restarts)
 
     def _give_up_waiting(self) -> None:
         for lives in self._lives:
@@ -396,7 +344,7 @@ class Supervisor:
 
 @contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are noted instead of acted on; handlers of the user's own stay."""
+    """Note SIGINT and SIGTERM instead of acting on them; handlers of the user's own stay."""
     caught: list[int] = []
     previous = {}
     if threading.current_thread() is threading.main_thread():

@@ -137,7 +137,7 @@ _SENTENCES = {
     "secret": "the secrets differ; give all workers of a run the same GOSSIPDP_SECRET, "
     "or start them with one launcher",
     "tls": "TLS is {ours} at the other worker and {theirs} here; give all workers the same "
-    "tls_cert and tls_key, or none",
+    "TLS directory, or none",
     "gossipdp_version": "the other worker runs gossipdp {ours}, and this one {theirs}; install the "
     "same version for all workers of a run",
     "rank": "the worker at that address has rank {ours}, not {theirs}",

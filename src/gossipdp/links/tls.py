@@ -51,26 +51,14 @@ class TlsFiles:
     ca: Path
 
 
-def tls_files(
-    cert: str | os.PathLike[str] | None,
-    key: str | os.PathLike[str] | None,
-    ca: str | os.PathLike[str] | None = None,
-) -> TlsFiles | None:
-    """Return the files, or None if none is named. Without ``ca`` the certificate is the authority.
+def tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
+    """Return the files of a directory: ``cert.pem``, ``key.pem``, and ``ca.pem`` if it is there.
 
-    Raises:
-        ValueError: only some are named.
+    Without ``ca.pem`` the certificate is its own authority.
     """
-    if cert and key:
-        return TlsFiles(Path(cert), Path(key), Path(ca or cert))
-    if not (cert or key or ca):
-        return None
-    missing = [name for name, path in (("cert", cert), ("key", key)) if not path]
-    named = " and ".join(f"tls_{it} (--tls-{it}, GOSSIPDP_TLS_{it.upper()})" for it in missing)
-    raise ValueError(
-        f"TLS needs a certificate and its key, or none: give {named}; "
-        "`gossipdp tls-init DIR` makes both"
-    )
+    folder = Path(directory)
+    cert, ca = folder / "cert.pem", folder / "ca.pem"
+    return TlsFiles(cert, folder / "key.pem", ca if ca.exists() else cert)
 
 
 def make_tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
@@ -150,15 +138,18 @@ class Tls:
     """
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
-        for name, path in (("cert", files.cert), ("key", files.key), ("ca", files.ca)):
+        for path in (files.cert, files.key, files.ca):
             try:
                 path.read_text("ascii")
             except UnicodeDecodeError:
-                text = f"tls_{name} {path} is no PEM file; convert it with openssl"
+                text = f"{path} is no PEM file; convert it with openssl"
                 raise ValueError(text) from None
             except OSError as error:
-                raise ValueError(f"cannot read tls_{name} {path}: {error.strerror}") from None
-        check_private("tls_key", files.key)
+                raise ValueError(
+                    f"cannot read {path}: {error.strerror}; gossipdp tls-init DIR makes a "
+                    "certificate and its key"
+                ) from None
+        check_private("the key", files.key)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
         # No tickets: every link shows its certificate, and no unasked-for message follows.
         self._server.num_tickets = 0
@@ -279,7 +270,7 @@ def explain(error: OSError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         message = error.verify_message
         if error.verify_code in _UNKNOWN_AUTHORITY:
-            message = f"it is not this run's, nor signed by this worker's tls_ca ({message})"
+            message = f"it is not this run's, nor signed by this worker's authority ({message})"
         return f"certificate refused: {message}"
     reason = getattr(error, "reason", None) or error.strerror or str(error)
     if reason == "WRONG_VERSION_NUMBER":
@@ -306,11 +297,11 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     try:
         context.load_verify_locations(files.ca)
     except ssl.SSLError:
-        raise ValueError(f"tls_ca {files.ca} holds no certificate in PEM form") from None
+        raise ValueError(f"{files.ca} holds no certificate in PEM form") from None
 
     def refuse_to_ask() -> str:
         raise ValueError(
-            f"tls_key {files.key} is encrypted, and workers cannot ask for its passphrase; "
+            f"{files.key} is encrypted, and workers cannot ask for its passphrase; "
             "give a key without one, readable by you alone"
         )
 
@@ -320,5 +311,5 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
         fault = f"one of them is not usable PEM ({explain(error)})"
         if error.reason == "KEY_VALUES_MISMATCH":
             fault = "the key is not that of the certificate"
-        raise ValueError(f"tls_cert {files.cert}, tls_key {files.key}: {fault}") from None
+        raise ValueError(f"{files.cert} and {files.key}: {fault}") from None
     return context

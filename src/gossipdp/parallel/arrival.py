@@ -74,7 +74,7 @@ class Arrival:
         page: StatusPage | None,
     ) -> None:
         network, environment = options.network, replica.environment
-        files = tls_files(network.tls_cert, network.tls_key, network.tls_ca) or environment.tls
+        files = environment.tls if network.tls is None else tls_files(network.tls)
         self._tls = Tls(files) if files is not None else None
         self._environment = replace(environment, tls=files)
         self._replica = replica

@@ -24,7 +24,7 @@ USUAL_COMM_RATE = 8.0
 """A higher one gets a warning."""
 NO_TLS = (
     "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
-    "send everything in the clear. Give no tls_cert, tls_key, tls_ca"
+    "send everything in the clear. Give no tls directory"
 )
 
 
@@ -40,11 +40,8 @@ class Network:
         start_timeout_s: how many seconds to wait for the other workers at the start.
         max_bytes_per_s: what each link of this worker sends at most, to leave others room on a
             shared network; None: no cap. Linux only. With a cap, nothing goes by shared memory.
-        tls_cert: PEM file with the run's certificate, for TLS on every link (``gossipdp tls-init``
-            makes it and its key). By default the files that ``gossipdp run`` was given.
-        tls_key: PEM file with its key. Whoever holds the key can take part in the run.
-        tls_ca: PEM file of the authority that signed all workers' certificates; by default the
-            certificate is its own.
+        tls: the directory that ``gossipdp tls-init`` made, for TLS on every link; by default the
+            one that ``gossipdp run`` was given. Everyone who has its key can take part in the run.
         shared_memory: ``auto``: neighbours on one host read each other's parameters in place where
             the system allows it; ``off``: everything goes through sockets.
 
@@ -58,20 +55,16 @@ class Network:
     timeout_s: float = 5.0
     start_timeout_s: float = 120.0
     max_bytes_per_s: float | None = None
-    tls_cert: PathLike | None = None
-    tls_key: PathLike | None = None
-    tls_ca: PathLike | None = None
+    tls: PathLike | None = None
     shared_memory: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
         from gossipdp.links.sockets import check_pacing
-        from gossipdp.links.tls import tls_files
 
         _check(self)
         if self.max_bytes_per_s is not None:
             check_pacing(self.max_bytes_per_s)
-        tls_files(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 @dataclass(frozen=True)
@@ -183,7 +176,7 @@ class Options:
                     )
         if self.method != "allreduce":
             return
-        if self.network.tls_cert is not None:
+        if self.network.tls is not None:
             raise ValueError(NO_TLS)
         if self.network.max_bytes_per_s is not None:
             raise ValueError(

@@ -7,7 +7,7 @@ import pytest
 
 from gossipdp.cli.main import main
 from gossipdp.cli.run import NOT_INHERITED, RunArguments, _common_variables, _join_line, run
-from gossipdp.launcher import local, networks
+from gossipdp.launcher import joining, local
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -32,7 +32,7 @@ def test_nobody_to_join_is_one_line(
     def ask(address: tuple[str, int], *others: object) -> str:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(networks, "_ask", ask)
+    monkeypatch.setattr(joining, "_ask", ask)
     secret = str(Path(script).parent / "secret")
     words = ["--join", "10.0.0.1:1,[::1]:2", "--secret-file", secret]
     assert main(["run", *words, script]) == 2
@@ -44,13 +44,12 @@ def test_nobody_to_join_is_one_line(
 
 
 def test_the_line_on_joining_names_all_that_a_joiner_needs() -> None:
-    tls = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem"), "tls_ca": Path("ca.pem")}
     arguments = RunArguments(
-        workers=2, secret_file=Path("secret"), log_dir=Path("runs/mine"), **tls
+        workers=2, secret_file=Path("secret"), tls=Path("tls"), log_dir=Path("runs/mine")
     )
     assert _join_line(arguments, [("10.0.0.1", 4)]) == (
-        "to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file secret "
-        "--tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem --log-dir runs/mine SCRIPT"
+        "to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file secret --tls tls "
+        "--log-dir runs/mine SCRIPT"
     )
     assert _join_line(RunArguments(workers=4), [("10.0.0.1", 4), ("::1", 5)]) == (
         "to add a replica: gossipdp run --join 10.0.0.1:4,[::1]:5 --nproc-per-replica 2 SCRIPT"
@@ -76,7 +75,7 @@ def test_a_replica_needs_a_process_of_each_shard_to_join(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(networks, "_ask", lambda address, *_: run_ids[address[1] - 1])
+    monkeypatch.setattr(joining, "_ask", lambda address, *_: run_ids[address[1] - 1])
     shown = ",".join(f"10.0.0.1:{port}" for port in range(1, len(run_ids) + 1))
     secret = str(Path(script).parent / "secret")
     words = ["--join", shown, "--nproc-per-replica", str(num_shards), "--secret-file", secret]
@@ -117,7 +116,7 @@ def test_a_worker_inherits_nothing_that_another_launcher_has_told(
     class StartedError(Exception):
         pass
 
-    def start(command: list[str], variables: Mapping[str, str], label: str) -> None:
+    def start(command: list[str], variables: Mapping[str, str]) -> None:
         sevens = {name for name, value in variables.items() if value == "7"}
         assert sevens == {"MY_OWN"}
         assert variables["RANK"] == "0"

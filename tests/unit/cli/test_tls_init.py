@@ -12,9 +12,7 @@ def test_the_command_makes_a_pair_that_opens_links(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tls-init", str(tmp_path / "tls")]) == 0
-    files = tls_files(tmp_path / "tls" / "cert.pem", tmp_path / "tls" / "key.pem")
-    assert files is not None
-    Tls(files)
+    Tls(tls_files(tmp_path / "tls"))
     shown = capsys.readouterr().out
     assert f"gossipdp run -n 4 --tls {tmp_path / 'tls'} train.py" in shown
     assert main(["tls-init", str(tmp_path / "tls")]) == 2

@@ -9,12 +9,10 @@ from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import (
     Environment,
     check_platform,
-    first_host,
-    hidden,
-    tasks_per_node,
-    with_launcher,
+    without_launcher_variables,
 )
-from gossipdp.launcher.team import Team
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.schedulers import first_host, tasks_per_node, with_torchrun_names
 
 SECRET = "a secret of this test"
 TORCHRUN = {
@@ -49,8 +47,8 @@ def test_torchruns_variables_are_read() -> None:
 
 
 def test_the_launchers_variables_are_read_back() -> None:
-    team = Team(3, 3, 0, store=("127.0.0.1", 5), run_id="abc", secret=SECRET)
-    assert Environment.read(team.variables(1)) == Environment(
+    plan = LaunchPlan(3, 3, 0, store=("127.0.0.1", 5), run_id="abc", secret=SECRET)
+    assert Environment.read(plan.worker_variables(1)) == Environment(
         rank=1,
         world_size=3,
         local_rank=1,
@@ -235,9 +233,9 @@ def test_what_is_not_slurms_form_is_an_error() -> None:
     with pytest.raises(ValueError, match="not of the form"):
         tasks_per_node("4x2")
     with pytest.raises(ValueError, match="SLURM_NODEID is 7"):
-        with_launcher(SLURM | {"SLURM_NODEID": "7"})
+        with_torchrun_names(SLURM | {"SLURM_NODEID": "7"})
     with pytest.raises(ValueError, match="SLURM_JOB_ID is 'x'"):
-        with_launcher(SLURM | {"SLURM_JOB_ID": "x"})
+        with_torchrun_names(SLURM | {"SLURM_JOB_ID": "x"})
 
 
 LAUNCHED = {
@@ -269,10 +267,10 @@ def environment():
 def test_hidden_variables_are_read_by_us_alone_and_come_back() -> None:
     before = Environment.read()
     assert (before.rank, before.world_size, before.run_id) == (1, 4, "one")
-    with hidden():
+    with without_launcher_variables():
         assert now() == KEPT
         assert Environment.read() == before
-        with hidden():
+        with without_launcher_variables():
             assert Environment.read() == before
         assert now() == KEPT
     assert now() == LAUNCHED | KEPT
@@ -280,13 +278,13 @@ def test_hidden_variables_are_read_by_us_alone_and_come_back() -> None:
 
 
 def test_they_come_back_after_an_error() -> None:
-    with pytest.raises(KeyError), hidden():
+    with pytest.raises(KeyError), without_launcher_variables():
         raise KeyError
     assert now() == LAUNCHED | KEPT
 
 
 def test_what_is_set_within_is_not_kept_for_another() -> None:
-    with hidden():
+    with without_launcher_variables():
         os.environ["WORLD_SIZE"] = "1"
     assert os.environ["WORLD_SIZE"] == "4"
     del os.environ["RANK"], os.environ["WORLD_SIZE"]

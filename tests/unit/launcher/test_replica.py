@@ -6,10 +6,11 @@ from typing import cast
 import pytest
 
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.networks import Network
-from gossipdp.launcher.replica import ReplicaProcess, Replicas
+from gossipdp.launcher.joining import JoinInfo
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.replica import ReplicaProcess, start_worker
+from gossipdp.launcher.reports import Report, report_variables, send_report
 from gossipdp.launcher.supervisor import Ending, WorkerProcess
-from gossipdp.launcher.team import Report, Team, report_variables, send_report
 
 NUM_SHARDS = 2
 
@@ -17,15 +18,12 @@ NUM_SHARDS = 2
 class Scripted(WorkerProcess):
     """A process that ends when the test says, or is killed."""
 
-    def __init__(self, variables: Mapping[str, str], label: str) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__()
-        self.pid, self.variables, self.label = 1, variables, label
+        self.pid, self.variables = 1, variables
         self.how: Ending | None = None
         self.signals: list[int] = []
         self.is_killed = False
-
-    def show_label(self, label: str) -> None:
-        self.label = label
 
     def waits_for(self) -> list[object]:
         return [self]
@@ -43,29 +41,36 @@ class Scripted(WorkerProcess):
         assert send_report(report, report_variables(self.reports.sender))
 
 
+def label(variables: Mapping[str, str]) -> str:
+    """Return "replica.shard"; a replica without a rank has "+" and its number on this host."""
+    number = int(variables["LOCAL_RANK"]) // NUM_SHARDS
+    return f"{variables['GOSSIPDP_REPLICA'] or f'+{number}'}.{variables['RANK']}"
+
+
 class Made:
     """Two replicas of two processes."""
 
     def __init__(self) -> None:
-        self.team = Team(
+        self.plan = LaunchPlan(
             2,
             2,
             0,
             store=("127.0.0.1", 9),
             run_id="run",
             secret="s" * 16,
-            networks=[Network() for _ in range(NUM_SHARDS)],
+            join_infos=[JoinInfo() for _ in range(NUM_SHARDS)],
         )
         self.processes: dict[str, Scripted] = {}
         self.all: list[ReplicaProcess] = []
 
-    def _start_process(self, variables: Mapping[str, str], label: str) -> Scripted:
-        self.processes[label] = Scripted(variables, label)
-        return self.processes[label]
+    def _start_process(self, variables: Mapping[str, str]) -> Scripted:
+        process = Scripted(variables)
+        self.processes[label(variables)] = process
+        return process
 
     def start(self, rank: int, **more: str) -> ReplicaProcess:
-        replicas = Replicas(self.team.networks, self._start_process)
-        worker = replicas.start(rank, self.team.variables(rank) | more)
+        own = self.plan.worker_variables(rank) | more
+        worker = start_worker(self.plan.join_infos, self._start_process, own)
         self.all.append(cast(ReplicaProcess, worker))
         return self.all[-1]
 
@@ -158,7 +163,7 @@ def test_who_comes_back_joins_the_network_of_its_own_shard(made: Made) -> None:
         told = Report(addresses=addresses, run_id=f"run-shard-{shard}", secret=f"{shard}" * 16)
         made.processes[f"1.{shard}"].report(told)
     for report in first.take_reports():
-        made.team.networks[0].take(report)  # as their supervisor does
+        made.plan.join_infos[0].take(report)  # as their supervisor does
     made.start(1, GOSSIPDP_JOIN="10.0.0.9:9", GOSSIPDP_RESTARTS="1")
     for shard in range(NUM_SHARDS):
         environment = Environment.read(made.processes[f"1.{shard}"].variables)
@@ -169,11 +174,11 @@ def test_who_comes_back_joins_the_network_of_its_own_shard(made: Made) -> None:
 
 
 def test_a_new_replica_joins_the_networks_that_its_user_names(made: Made) -> None:
-    made.team = Team(
+    made.plan = LaunchPlan(
         2,
         secret="s" * 16,
-        networks=[
-            Network(f"run-shard-{shard}-of-2", join=(("10.0.0.1", 100 + shard),))
+        join_infos=[
+            JoinInfo(f"run-shard-{shard}-of-2", join=(("10.0.0.1", 100 + shard),))
             for shard in range(NUM_SHARDS)
         ],
     )
@@ -196,8 +201,6 @@ def test_a_new_replica_joins_the_networks_that_its_user_names(made: Made) -> Non
         assert process.variables["RANK"] == str(shard)
         process.report(Report(begins=True, rank=5))
     assert [report.rank for report in replica.take_reports()] == [5, None]
-    replica.show_label("5")
-    assert [process.label for process in made.processes.values()] == ["5.0", "5.1"]
     # It dies, and comes back under that rank.
     made.start(1, RANK="5", GOSSIPDP_JOIN="10.0.0.9:9", GOSSIPDP_RESTARTS="1")
     again = Environment.read(made.processes["5.1"].variables)
@@ -205,10 +208,10 @@ def test_a_new_replica_joins_the_networks_that_its_user_names(made: Made) -> Non
 
 
 def test_a_replica_of_one_process_is_that_process() -> None:
-    team = Team(1, 1, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16)
-    process = Replicas(team.networks, Scripted).start(0, team.variables(0))
+    plan = LaunchPlan(1, 1, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16)
+    process = start_worker(plan.join_infos, Scripted, plan.worker_variables(0))
     assert isinstance(process, Scripted)
-    assert (process.label, process.variables) == ("0", team.variables(0))
+    assert process.variables == plan.worker_variables(0)
     process.close()
 
 
@@ -217,12 +220,11 @@ def test_where_one_process_cannot_be_started_none_is_left(
 ) -> None:
     start = made._start_process
 
-    def fails(variables: Mapping[str, str], label: str) -> Scripted:
-        if label == "0.1":
+    def fails(variables: Mapping[str, str]) -> Scripted:
+        if label(variables) == "0.1":
             raise OSError("no process left")
-        return start(variables, label)
+        return start(variables)
 
-    replicas = Replicas(made.team.networks, fails)
     with pytest.raises(OSError, match="no process left"):
-        replicas.start(0, made.team.variables(0))
+        start_worker(made.plan.join_infos, fails, made.plan.worker_variables(0))
     assert made.processes["0.0"].is_killed

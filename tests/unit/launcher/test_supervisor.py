@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.networks import Network
+from gossipdp.launcher.joining import JoinInfo
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.reports import Report, report_variables, send_report
 from gossipdp.launcher.supervisor import (
     GRACE_S,
-    LONG_LIFE_S,
     MAX_DELAY_S,
     PATIENCE_S,
     UNKILLABLE_S,
@@ -22,7 +23,6 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
-from gossipdp.launcher.team import Report, Team, report_variables, send_report
 
 
 class Scripted(WorkerProcess):
@@ -52,7 +52,7 @@ class Setting:
         *,
         begun: bool = False,
         max_restarts: int = 0,
-        team: Team | None = None,
+        plan: LaunchPlan | None = None,
     ) -> None:
         self.now = 0.0
         self.sent: list[tuple[int, int]] = []
@@ -61,9 +61,11 @@ class Setting:
         self.num_start_failures = 0
         monkeypatch.setattr("os.kill", lambda pid, number: self.sent.append((pid, number)))
         monkeypatch.setattr("os.killpg", lambda pid, number: self.sent.append((-pid, number)))
-        self.team = team or Team(3, 3, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16)
+        self.plan = plan or LaunchPlan(
+            3, 3, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16
+        )
         self.supervisor = Supervisor(
-            self.team,
+            self.plan,
             self.start,
             max_restarts=max_restarts,
             on_failure=lambda failure, go_on: self.told.append((failure.rank, go_on)),
@@ -72,12 +74,13 @@ class Setting:
         self.workers: dict[int, Scripted] = {}
         self.made: list[Scripted] = []
         for local_rank in range(3):
-            self.supervisor._start(local_rank, self.team.variables(local_rank))
+            self.supervisor._start(local_rank, self.plan.worker_variables(local_rank))
         self.restarted.clear()
         if begun:
             self.begin()
 
-    def start(self, local_rank: int, variables: Mapping[str, str]) -> Scripted:
+    def start(self, variables: Mapping[str, str]) -> Scripted:
+        local_rank = int(variables["LOCAL_RANK"])
         self.restarted.append((local_rank, self.now))
         if self.num_start_failures:
             self.num_start_failures -= 1
@@ -215,46 +218,20 @@ def test_without_a_restart_left_it_is_a_failure(make: Make) -> None:
     assert setting.supervisor.running.keys() == {0, 2}
 
 
-def test_when_none_is_left_all_meet_anew(make: Make) -> None:
+@pytest.mark.parametrize("others", [Ending(), CRASH])
+def test_the_dead_do_not_come_back_to_a_run_that_is_over(make: Make, others: Ending) -> None:
     setting = make(begun=True, max_restarts=6)
     setting.workers[0].how = CRASH
-    setting.step(10)
-    for worker in setting.workers.values():
-        worker.how = CRASH
-    setting.step(10.05)
-    setting.step(10.1)
-    assert setting.restarted == [(0, 10.1), (1, 10.1), (2, 10.1)]
-    for worker in setting.workers.values():
-        environment = Environment.read(worker.variables)
-        assert (environment.is_joining, environment.restart_count) == (False, 1)
-        assert environment.num_restarts == 1
-    # ... and until they have, a failure ends the others once more.
-    setting.workers[0].how = CRASH
-    setting.step(11)
-    setting.step(12)
-    assert setting.signalled(signal.SIGTERM) == {2, 3}
-
-
-def test_the_dead_do_not_come_back_to_a_run_that_is_over(make: Make) -> None:
-    setting = make(begun=True, max_restarts=6)
-    setting.workers[0].how = CRASH
-    setting.workers[1].how = setting.workers[2].how = Ending()
+    setting.workers[1].how = setting.workers[2].how = others
     assert not setting.step(10)
     assert setting.restarted == []
-    assert [failure.restart_in_s for failure in setting.supervisor.failures] == [None]
-
-
-def test_too_few_to_meet_anew_end_the_run(make: Make) -> None:
-    setting = make(begun=True, max_restarts=2)
-    for worker in setting.workers.values():
-        worker.how = CRASH
-    assert not setting.step(10)
-    assert {failure.rank for failure in setting.supervisor.failures} == {0, 1, 2}
+    failed = [failure.rank for failure in setting.supervisor.failures]
+    assert failed == ([0] if others == Ending() else [0, 1, 2])
 
 
 def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None:
-    team = Team(3, 6, 3, store=("127.0.0.1", 9), secret="s" * 16)
-    setting = make(max_restarts=6, team=team)
+    plan = LaunchPlan(3, 6, 3, store=("127.0.0.1", 9), secret="s" * 16)
+    setting = make(max_restarts=6, plan=plan)
     addresses = {rank: ("127.0.0.1", 1000 + rank) for rank in range(6)}
     for worker in setting.workers.values():
         worker.report(Report(begins=True, addresses=addresses, run_id="theirs"))
@@ -268,8 +245,8 @@ def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None
 
 
 def test_a_joiner_keeps_the_rank_that_it_was_given(make: Make) -> None:
-    team = Team(3, secret="s" * 16, networks=[Network("run", join=(("10.0.0.1", 4),))])
-    setting = make(max_restarts=6, team=team)
+    plan = LaunchPlan(3, secret="s" * 16, join_infos=[JoinInfo("run", join=(("10.0.0.1", 4),))])
+    setting = make(max_restarts=6, plan=plan)
     assert Environment.read(setting.workers[0].variables).needs_rank
     for rank, worker in setting.workers.items():
         worker.report(Report(begins=True, rank=7 + rank))
@@ -354,9 +331,6 @@ def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make: Make)
     )
     assert delay(1) == pytest.approx(0.1, abs=0.06)
     assert Environment.read(setting.workers[0].variables).num_restarts == 10
-    setting.step(setting.now + LONG_LIFE_S)
-    assert delay(0) == pytest.approx(0.1, abs=0.06)  # after a long life
-    assert delay(0) == pytest.approx(0.2, abs=0.06)
 
 
 def test_the_budget_is_common_to_all_workers(make: Make) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from links import Relay
 
-from gossipdp.launcher.environment import Environment, tls_variables
+from gossipdp.launcher.environment import Environment
 from gossipdp.links import tls as tls_module
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.tls import Tls, TlsFiles, TlsStream, check_private, make_tls_files, tls_files
@@ -18,25 +18,11 @@ from gossipdp.links.tls import Tls, TlsFiles, TlsStream, check_private, make_tls
 # The files.
 
 
-@pytest.mark.parametrize(
-    ("given", "missing"),
-    [
-        ({"cert": "c"}, "give tls_key (--tls-key, GOSSIPDP_TLS_KEY)"),
-        ({"cert": "c", "ca": "a"}, "give tls_key (--tls-key, GOSSIPDP_TLS_KEY)"),
-        ({"key": "k", "ca": "a"}, "give tls_cert (--tls-cert, GOSSIPDP_TLS_CERT)"),
-        ({"ca": "a"}, "give tls_cert (--tls-cert, GOSSIPDP_TLS_CERT) and tls_key (--tls-key, "),
-    ],
-)
-def test_a_certificate_and_its_key_or_none(given: dict[str, str], missing: str) -> None:
-    with pytest.raises(ValueError, match="or none") as raised:
-        tls_files(**{"cert": None, "key": None, "ca": None, **given})
-    assert missing in str(raised.value)
-    assert tls_files(None, "", None) is None
-
-
-def test_a_certificate_is_its_own_authority_unless_there_is_another() -> None:
-    assert tls_files("c", "k") == TlsFiles(Path("c"), Path("k"), Path("c"))
-    assert tls_files("c", "k", "a") == TlsFiles(Path("c"), Path("k"), Path("a"))
+def test_a_certificate_is_its_own_authority_unless_there_is_another(tmp_path: Path) -> None:
+    cert, key, ca = (tmp_path / f"{name}.pem" for name in ("cert", "key", "ca"))
+    assert tls_files(tmp_path) == TlsFiles(cert, key, cert)
+    ca.touch()
+    assert tls_files(str(tmp_path)) == TlsFiles(cert, key, ca)
 
 
 def test_the_pair_of_a_run_is_made_once_and_only_its_owner_reads_the_key(
@@ -80,13 +66,13 @@ def test_a_key_that_others_may_read_is_warned_of(
     files = make_tls_files(tmp_path)
     files.key.chmod(0o644)
     Tls(files)
-    assert "others than you may read tls_key" in caplog.text
+    assert "others than you may read the key" in caplog.text
     assert "mode 644" in caplog.text
 
 
 def test_launchers_hand_them_on_by_variables(authority: Any) -> None:
     files = authority.issue()
-    assert Environment.read(tls_variables(files)).tls == files
+    assert Environment.read({"GOSSIPDP_TLS": str(files.cert.parent)}).tls == files
     assert Environment.read({}).tls is None
 
 
@@ -96,12 +82,12 @@ def test_a_file_that_is_missing_or_no_pem_is_named(
 ) -> None:
     files = authority.issue()
     missing = tmp_path / "missing.pem"
-    with pytest.raises(ValueError, match=f"cannot read tls_{name} .*missing.pem: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read .*missing\.pem: No such file"):
         Tls(dataclasses.replace(files, **{name: missing}))
     for number, content in enumerate((b"\x30\x82\xff", b"", b"not a certificate")):
         path = tmp_path / f"other-{number}.pem"
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"tls_{name} .*other-{number}\.pem"):
+        with pytest.raises(ValueError, match=rf"other-{number}\.pem"):
             Tls(dataclasses.replace(files, **{name: path}))
 
 
@@ -201,7 +187,7 @@ def test_a_plain_worker_and_one_with_tls_say_so_once(
             dialler.handler.events.clear()
             assert peer == acceptor.rank
             assert refusal.field == "tls"
-            assert "give all workers the same tls_cert and tls_key, or none" in str(refusal)
+            assert "give all workers the same TLS directory, or none" in str(refusal)
         assert acceptor.handler.events == []
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == 2

@@ -1,4 +1,4 @@
-"""What supervisors know of a run, tell their workers, and tell one another."""
+"""Launch plans, the store that they host, and the reports of workers."""
 
 import dataclasses
 import os
@@ -17,31 +17,31 @@ from torch.distributed import TCPStore
 from waiting import LONGEST_S, wait_until
 
 from gossipdp.errors import RendezvousError
+from gossipdp.launcher import launch_plan as plans
 from gossipdp.launcher import store as stores
-from gossipdp.launcher import team as teams
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.store import HostedStore, connect, notice_key, ready_key
-from gossipdp.launcher.team import (
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.reports import (
     MAX_ADDRESSES,
     REPORT_VARIABLE,
     Report,
     ReportChannel,
-    Team,
     report_variables,
     send_report,
 )
+from gossipdp.launcher.store import HostedStore, connect, ready_key
 
 SECRET = "a secret of this test"
 
 
 @contextmanager
-def opened(team: Team) -> Iterator[Any]:
-    """A connection to the team's store."""
-    team.open()
+def opened(plan: LaunchPlan) -> Iterator[Any]:
+    """Open the plan's store and yield a connection to it."""
+    plan.open()
     try:
-        yield connect(Environment.read(team.variables(0)), 30)
+        yield connect(Environment.read(plan.worker_variables(0)), 30)
     finally:
-        team.close()
+        plan.close()
 
 
 # Of the second of two workers that torchrun started on one host.
@@ -59,56 +59,38 @@ TORCHRUN = {
 
 
 def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
-    team = Team.on_one_host(3)
-    workers = [Environment.read(team.variables(rank)) for rank in range(3)]
-    team.close()
+    plan = LaunchPlan.on_one_host(3)
+    workers = [Environment.read(plan.worker_variables(rank)) for rank in range(3)]
+    plan.close()
     assert [worker.rank for worker in workers] == [0, 1, 2]
     assert {(worker.world_size, worker.local_world_size) for worker in workers} == {(3, 3)}
-    assert {worker.run_id for worker in workers} == {team.run_id}
-    assert {worker.secret for worker in workers} == {str(team.secret).encode()}
-    assert {worker.key_prefix for worker in workers} == {team.key_prefix}
-    assert not team.others_elsewhere
-    assert str(team.secret) not in repr(team)
+    assert {worker.run_id for worker in workers} == {plan.run_id}
+    assert {worker.secret for worker in workers} == {str(plan.secret).encode()}
+    assert {worker.key_prefix for worker in workers} == {plan.key_prefix}
+    assert not plan.others_elsewhere
+    assert str(plan.secret) not in repr(plan)
 
 
 def test_the_second_of_three_hosts() -> None:
-    team = Team.on_several_hosts(2, 3, 1, ("10.0.0.1", 5), SECRET)
-    worker = Environment.read(team.variables(1))
+    plan = LaunchPlan.on_several_hosts(2, 3, 1, ("10.0.0.1", 5), SECRET)
+    worker = Environment.read(plan.worker_variables(1))
     assert (worker.rank, worker.world_size, worker.local_rank) == (3, 6, 1)
     assert (worker.store_host, worker.store_port) == ("10.0.0.1", 5)
     assert (worker.secret, worker.unique_run_id) == (SECRET.encode(), False)
-    assert worker.key_prefix == team.key_prefix
-    assert team.others_elsewhere
+    assert worker.key_prefix == plan.key_prefix
+    assert plan.others_elsewhere
 
 
 def test_the_worker_is_told_what_the_launcher_said() -> None:
-    team = Team.launched(TORCHRUN, SECRET)
-    worker = Environment.read(team.variables(0))
-    assert team.first_rank == 1
+    plan = LaunchPlan.launched(TORCHRUN, SECRET)
+    worker = Environment.read(plan.worker_variables(0))
+    assert plan.first_rank == 1
     assert worker == dataclasses.replace(Environment.read(TORCHRUN), secret=SECRET.encode())
-    assert worker.key_prefix == team.key_prefix
+    assert worker.key_prefix == plan.key_prefix
     step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    team = Team.launched(step, None)
-    assert Environment.read(team.variables(0)) == Environment.read(step)
-    assert Environment.read(team.variables(0)).hosts_store
-
-
-def test_the_only_worker_of_a_run_may_begin_anew() -> None:
-    team = Team.launched(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None)
-    before = Environment.read(team.variables(0)).key_prefix
-    team.begin_anew()
-    assert Environment.read(team.variables(0)).key_prefix != before
-
-
-def test_workers_that_meet_anew_have_a_new_store() -> None:
-    team = Team.on_one_host(2)
-    with opened(team) as store:
-        store.set("old", "1")
-        port = team.store
-        team.begin_anew()
-        again = connect(Environment.read(team.variables(1)), 30)
-        assert not again.check(["old"])
-        assert team.store == port
+    plan = LaunchPlan.launched(step, None)
+    assert Environment.read(plan.worker_variables(0)) == Environment.read(step)
+    assert Environment.read(plan.worker_variables(0)).hosts_store
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
@@ -117,7 +99,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         with pytest.raises(
             RendezvousError, match=rf"^port {port} on 127.0.0.1 is in use; choose another"
         ):
-            Team.on_one_host(1, port=port)
+            LaunchPlan.on_one_host(1, port=port)
 
 
 def own_address() -> str:
@@ -130,9 +112,9 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def begin(store: Any, team: Team) -> None:
-    for rank in range(team.world_size):
-        store.set(ready_key(team.key_prefix, rank), "1")
+def begin(store: Any, plan: LaunchPlan) -> None:
+    for rank in range(plan.world_size):
+        store.set(ready_key(plan.key_prefix, rank), "1")
 
 
 def test_a_store_that_others_reach_closes_once_all_have_begun(
@@ -148,28 +130,28 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(
     monkeypatch.setattr(HostedStore, "have_all_begun", look)
     monkeypatch.setattr(stores, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.1)
-    team = Team.on_one_host(2, own_address())
-    assert team.store is not None
-    with opened(team) as store:
-        store.set(ready_key(team.key_prefix, 0), "1")
+    plan = LaunchPlan.on_one_host(2, own_address())
+    assert plan.store is not None
+    with opened(plan) as store:
+        store.set(ready_key(plan.key_prefix, 0), "1")
         wanted = len(looks) + 2
         wait_until(lambda: len(looks) >= wanted, "it has looked whether all have begun")
-        assert teams.listens(team.store)
-        begin(store, team)
-        wait_until(lambda: not teams.listens(team.store), "its port is closed")
-        assert team.hosted is not None
-        assert team.hosted.have_all_begun()
+        assert plans.listens(plan.store)
+        begin(store, plan)
+        wait_until(lambda: not plans.listens(plan.store), "its port is closed")
+        assert plan.hosted is not None
+        assert plan.hosted.have_all_begun()
 
 
 def test_a_store_on_loopback_stays_for_the_users_process_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.0)
-    team = Team.on_one_host(2)
-    with opened(team) as store:
-        begin(store, team)
+    plan = LaunchPlan.on_one_host(2)
+    with opened(plan) as store:
+        begin(store, plan)
         time.sleep(2 * stores.CHECK_EVERY_S)
-        assert store.check([ready_key(team.key_prefix, 0)])
+        assert store.check([ready_key(plan.key_prefix, 0)])
 
 
 def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened() -> None:
@@ -179,36 +161,8 @@ def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened() -> None:
     store._lock = lock = CallingLock(before=store.close)
     store._open()
     assert lock.has_called
-    assert not teams.listens(address)
+    assert not plans.listens(address)
     assert not store.have_all_begun()
-
-
-def test_a_failure_before_the_beginning_is_told_once() -> None:
-    first = Team.on_several_hosts(1, 2, 0, ("127.0.0.1", 0), SECRET)
-    assert first.store is not None
-    second = Team.on_several_hosts(1, 2, 1, first.store, SECRET)
-    with opened(first) as store:
-        second.tell_failed("worker 1 ended with\x1b[2J exit code 1")
-        second.tell_failed("it was interrupted there")
-        assert second.others_told(30)
-        told = stores.read_notice(store, first.key_prefix, SECRET.encode())
-        assert told == "worker 1 ended with?[2J exit code 1"
-        assert stores.read_notice(store, first.key_prefix, b"another secret!!") is None
-
-
-def test_a_host_that_starts_or_answers_later_is_told_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stores, "CONNECT_S", 0.2)
-    second = Team.on_several_hosts(1, 2, 1, nobody(), SECRET)
-    assert second.store is not None
-    second.tell_failed("worker 1 ended with exit code 1")
-    assert not second.others_told(0.5)
-    first = Team.on_several_hosts(1, 2, 0, second.store, SECRET)  # now it listens ...
-    assert not second.others_told(1.5)
-    with opened(first) as store:  # ... and now it has imported torch
-        assert second.others_told(30)
-        assert store.check([notice_key(first.key_prefix)])
 
 
 def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(
@@ -228,36 +182,18 @@ def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(
         stores.reach(address)
 
 
-def test_a_host_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "CONNECT_S", 0.2)
-    first = Team.on_several_hosts(1, 2, 0, ("127.0.0.1", 0), SECRET)
-    assert first.store is not None
-    second = Team.on_several_hosts(1, 2, 1, first.store, SECRET)
-    second.tell_failed("worker 1 ended with exit code 1")
-    assert not second.others_told(0.5)
-    first.close()
-    assert second.others_told(10)
-
-
-def test_a_failure_of_one_host_alone_is_told_to_nobody() -> None:
-    team = Team.on_one_host(2)
-    team.tell_failed("worker 1 ended with exit code 1")
-    assert team._notice is None
-    team.close()
-
-
 @pytest.fixture
-def supervised() -> Iterator[list[Team]]:
+def supervised() -> Iterator[list[LaunchPlan]]:
     """Two supervisors under torchrun, whose own store they share."""
     store = HostedStore()
     store.open_in_background("none/", 1)
     told = TORCHRUN | {"MASTER_PORT": str(store.port)}
-    yield [Team.launched(told | {"RANK": str(rank)}, None) for rank in range(2)]
+    yield [LaunchPlan.launched(told | {"RANK": str(rank)}, None) for rank in range(2)]
     store.close()
 
 
 def test_supervisors_under_torchrun_leave_together(
-    supervised: list[Team], monkeypatch: pytest.MonkeyPatch
+    supervised: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, waits = [], threading.Event()
 
@@ -265,7 +201,7 @@ def test_supervisors_under_torchrun_leave_together(
         waits.set()
         time.sleep(seconds)
 
-    monkeypatch.setattr(teams, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
 
     def leave(rank: int, *, wait: bool) -> None:
         assert supervised[rank].leave({}, wait=wait) == []
@@ -281,9 +217,9 @@ def test_supervisors_under_torchrun_leave_together(
 
 
 def test_a_lost_supervisor_is_not_waited_for_for_ever(
-    supervised: list[Team], monkeypatch: pytest.MonkeyPatch
+    supervised: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teams, "LOST_AFTER_S", 0.5)
+    monkeypatch.setattr(plans, "LOST_AFTER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as worker:
         address = worker.getsockname()[:2]
         threading.Timer(1.5, worker.close).start()
@@ -293,7 +229,7 @@ def test_a_lost_supervisor_is_not_waited_for_for_ever(
 
 def test_without_torchruns_store_nobody_waits() -> None:
     told = TORCHRUN | {"MASTER_PORT": str(nobody()[1])}
-    assert Team.launched(told, None).leave({}, wait=True) == []
+    assert LaunchPlan.launched(told, None).leave({}, wait=True) == []
 
 
 def nobody() -> tuple[str, int]:

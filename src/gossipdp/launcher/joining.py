@@ -1,7 +1,7 @@
-"""The networks of a run: how a worker finds, and joins, the one that it is to be in.
+"""Joining a run that goes on: by the addresses of live workers, and the run id that they answer.
 
-Where workers are single processes a run is one network. Where each is a replica of several, the
-processes that hold the same shard make a network of their own, whose run id names the shard.
+If workers are single processes, a run is one network. If each is a replica of several processes,
+those that hold the same shard make a network of their own, whose run id names the shard.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ from gossipdp.links.tls import Tls
 from gossipdp.logs import printable
 
 if TYPE_CHECKING:
-    from gossipdp.launcher.team import Report
+    from gossipdp.launcher.reports import Report
 
-# Belongs to no run, so that whoever it greets says which one is meant.
-NOBODY = Identity(0, 0, 0, "", "", "", "", "", "")
+# Belongs to no run, so the worker that it greets refuses it and names its own run.
+NO_RUN = Identity(0, 0, 0, "", "", "", "", "", "")
 
 
 @dataclasses.dataclass
-class Network:
-    """How one joins the workers of a run; with shards, the processes that hold the same one.
+class JoinInfo:
+    """What a worker needs to join a run, or with shards the network of one shard.
 
     Attributes:
-        run_id, secret: as the workers have told; None: as the launcher says.
+        run_id, secret: as the workers have reported; None: as the launcher says.
         join: (host, port) of workers that the user has named.
-        addresses: of the live workers, as they have told: (host, port) by rank, the latest last.
+        addresses: (host, port) by rank of the live workers, as they have reported, newest last.
     """
 
     run_id: str | None = None
@@ -46,39 +46,39 @@ class Network:
     addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
 
     def take(self, report: "Report") -> None:
-        """Note what a worker tells."""
+        """Note the report of a worker."""
         for rank, address in (report.addresses or {}).items():
-            self.addresses.pop(rank, None)  # the latest come last
+            self.addresses.pop(rank, None)  # the newest come last
             self.addresses[rank] = address
         self.run_id = report.run_id or self.run_id
         self.secret = report.secret or self.secret
 
     def join_variables(self, rank: int = UNKNOWN_RANK, num_restarts: int = 0) -> dict[str, str]:
-        """The variables by which the worker of that rank joins the others."""
+        """Return the variables by which the worker of that rank joins the others."""
         others = [self.addresses[each] for each in reversed(self.addresses) if each != rank]
         joins = join_variables(others or self.join, num_restarts)
         return identity_variables(self.run_id, self.secret) | joins
 
 
 def shard_run_id(run_id: str, shard: int, num_shards: int) -> str:
-    """The id of the network of one shard, in the run of that id."""
+    """Return the id of the network of one shard, in the run of that id."""
     return f"{run_id}-shard-{shard}-of-{num_shards}"
 
 
-def networks_at(
+def ask_join_infos(
     addresses: Sequence[tuple[str, int]], num_shards: int, tls: Tls | None = None
-) -> list[Network]:
-    """The networks to which the workers at these addresses belong, by shard.
+) -> list[JoinInfo]:
+    """Ask the workers at these addresses how to join them, for each shard.
 
-    Each process of a replica says by its run id (:func:`shard_run_id`) which shard it holds. All
-    are asked; where workers are single processes, any one that answers will do.
+    Each process of a replica says by its run id (:func:`shard_run_id`) which shard it holds, and
+    all are asked. If workers are single processes, one that answers will do.
 
     Raises:
         RefusedError, RendezvousError: see :func:`ask_run_id`.
         ValueError: the run's replicas have another number of processes, or the addresses are not
             one at least for each shard of one run.
     """
-    networks, runs = [Network() for _ in range(num_shards)], set()
+    infos, runs = [JoinInfo() for _ in range(num_shards)], set()
     for some in [addresses] if num_shards == 1 else [[each] for each in addresses]:
         run_id = ask_run_id(some, tls)
         match = re.fullmatch("(.*)-shard-([0-9]+)-of-([0-9]+)", run_id)
@@ -89,25 +89,25 @@ def networks_at(
                 f"processes: give {size}, and to --join the address of a process of each shard"
             )
         runs.add(run)
-        networks[shard].run_id = run_id
-        networks[shard].join += tuple(some)
-    missing = [str(shard) for shard, network in enumerate(networks) if not network.join]
+        infos[shard].run_id = run_id
+        infos[shard].join += tuple(some)
+    missing = [str(shard) for shard, info in enumerate(infos) if not info.join]
     if missing or len(runs) > 1:
         reason = f"none is of shard {', '.join(missing)}" if missing else "they are of two runs"
         raise ValueError(
             "--join needs the address of a process of each shard of one replica, or of several, "
             f"and of those given {reason}: the run's first gossipdp run has shown them"
         )
-    return networks
+    return infos
 
 
 def ask_run_id(
     addresses: Sequence[tuple[str, int]], tls: Tls | None = None, timeout_s: float = 5.0
 ) -> str:
-    """The id of the run to which the worker at the first address that answers belongs.
+    """Ask for the id of a run: of the worker at the first address that answers.
 
-    The id is no secret: a worker says it to any caller whose id differs. So it is trusted no
-    further than that: the handshake that follows proves to both sides that they are of one run.
+    The id is no secret: a worker says it to any caller whose id differs. So it proves nothing. The
+    handshake that follows proves to both sides that they are of one run.
 
     Args:
         addresses: (host, port) of workers, tried one after the other.
@@ -116,7 +116,7 @@ def ask_run_id(
 
     Raises:
         RefusedError: a worker answers, but with TLS where we have none, or in another version.
-        RendezvousError: nobody answers.
+        RendezvousError: no worker answers.
     """
     failures = []
     for address in addresses:
@@ -139,7 +139,7 @@ def _ask(address: tuple[str, int], tls: Tls | None, deadline: float) -> str:
         return left
 
     # The secret is never used: no proof is made before the answer.
-    handshake = Handshake(NOBODY, b"unused", dialler=True)
+    handshake = Handshake(NO_RUN, b"unused", dialler=True)
     connection: socket.socket = socket.create_connection(address, left_s())
     try:
         if tls is not None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gossipdp.errors import RefusedError, RendezvousError
-from gossipdp.launcher import networks
-from gossipdp.launcher.networks import Network, ask_run_id, networks_at
+from gossipdp.launcher import joining
+from gossipdp.launcher.joining import JoinInfo, ask_join_infos, ask_run_id
 from gossipdp.links.handshake import MAGIC, VERSION, Handshake, Identity
 from gossipdp.links.tls import Tls
 
@@ -51,14 +51,14 @@ def test_a_worker_says_to_which_run_it_belongs() -> None:
 def test_the_networks_to_join_are_told_by_their_run_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = (("10.0.0.1", port) for port in (1, 2, 3))
     run_ids = {first: "r-shard-1-of-2", second: "r-shard-0-of-2", third: "r-shard-1-of-2"}
-    monkeypatch.setattr(networks, "_ask", lambda address, *_: run_ids[address])
-    assert networks_at([first, second, third], 2) == [
-        Network("r-shard-0-of-2", join=(second,)),
-        Network("r-shard-1-of-2", join=(first, third)),
+    monkeypatch.setattr(joining, "_ask", lambda address, *_: run_ids[address])
+    assert ask_join_infos([first, second, third], 2) == [
+        JoinInfo("r-shard-0-of-2", join=(second,)),
+        JoinInfo("r-shard-1-of-2", join=(first, third)),
     ]
     # Where workers are single processes, any that answers says it for all.
-    monkeypatch.setattr(networks, "_ask", lambda *_: "r")
-    assert networks_at([first, second], 1) == [Network("r", join=(first, second))]
+    monkeypatch.setattr(joining, "_ask", lambda *_: "r")
+    assert ask_join_infos([first, second], 1) == [JoinInfo("r", join=(first, second))]
 
 
 @pytest.mark.parametrize(

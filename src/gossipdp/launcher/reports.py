@@ -1,0 +1,89 @@
+"""What a worker reports to the launcher that started it: that it trains, and where the others are.
+
+With these reports a launcher restarts a worker by live addresses, without a store. Each worker has
+an end of a datagram socket pair of its own, named by GOSSIPDP_REPORT; without a launcher, reports
+go nowhere. Nothing here waits: a report that does not fit the socket's queue is dropped, and a
+later one follows.
+"""
+
+import os
+import socket
+import stat
+from collections.abc import Mapping
+
+import msgspec
+
+REPORT_VARIABLE = "GOSSIPDP_REPORT"
+MAX_REPORT_BYTES = 1 << 16
+# A joiner needs one live address, and these fit one datagram.
+MAX_ADDRESSES = 256
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One message of a worker; a field that is None says nothing.
+
+    Attributes:
+        begins: the worker has met the others and trains.
+        rank: the rank that a joining worker was given.
+        addresses: (host, port) by rank of the workers that it thinks alive.
+        run_id, secret: those of the run's first model, unless the launcher chose them.
+    """
+
+    begins: bool | None = None
+    rank: int | None = None
+    addresses: dict[int, tuple[str, int]] | None = None
+    run_id: str | None = None
+    secret: str | None = None
+
+
+def send_report(report: Report, variables: Mapping[str, str] = os.environ) -> bool:
+    """Send a report to the launcher of this worker, and return whether it was taken."""
+    descriptor, _, inode = variables.get(REPORT_VARIABLE, "").partition(":")
+    if not descriptor.isdigit():
+        return False
+    if report.addresses is not None and len(report.addresses) > MAX_ADDRESSES:
+        kept = dict(sorted(report.addresses.items())[:MAX_ADDRESSES])
+        report = msgspec.structs.replace(report, addresses=kept)
+    try:
+        # In a program that the worker started, the number may name something else.
+        status = os.fstat(int(descriptor))
+        if not stat.S_ISSOCK(status.st_mode) or str(status.st_ino) != inode:
+            return False
+        copy = socket.socket(fileno=os.dup(int(descriptor)))
+        with copy:
+            copy.send(msgspec.json.encode(report), socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return True
+
+
+def report_variables(sender: socket.socket) -> dict[str, str]:
+    """Return the variable by which a worker that inherits ``sender`` reports through it."""
+    number = sender.fileno()
+    return {REPORT_VARIABLE: f"{number}:{os.fstat(number).st_ino}"}
+
+
+class ReportChannel:
+    """A launcher's receiving end, and the sending end until the worker has it."""
+
+    def __init__(self) -> None:
+        self.receiver, self.sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.receiver.setblocking(False)
+
+    def take(self) -> list[Report]:
+        """Return the reports that have arrived, without those that do not parse. Never block."""
+        reports = []
+        try:
+            while data := self.receiver.recv(MAX_REPORT_BYTES):
+                try:
+                    reports.append(msgspec.json.decode(data, type=Report))
+                except msgspec.MsgspecError:
+                    continue
+        except OSError:  # nothing more, or closed
+            pass
+        return reports
+
+    def close(self) -> None:
+        """Close both ends here; the worker's own stays open."""
+        self.receiver.close()
+        self.sender.close()
