@@ -334,34 +334,6 @@ def test_a_worker_that_starts_otherwise_is_refused(workers: Callable, directory:
         workers(mix, NUM_WORKERS, (str(directory),))
 
 
-def synchronous(directory: str, steps: int, budget_steps: int) -> Any:
-    model, optimizer = make_model(
-        directory,
-        "allreduce",
-        every_steps=5,
-        budget_samples=budget_steps * BATCH * int(os.environ["WORLD_SIZE"]),
-    )
-    losses = train(model, optimizer, steps)
-    total = model._engine.total_samples()
-    model._checkpointer.take_last()
-    model.close()
-    return losses, total, model.module[0].weight.detach().clone()
-
-
-def test_allreduce_goes_on_bitwise_and_counts_on(workers: Callable, tmp_path: Path) -> None:
-    whole = workers(synchronous, 2, (str(tmp_path / "whole"), 16, 99))
-    workers(synchronous, 2, (str(tmp_path / "run"), 10, 99))
-    path = tmp_path / "run" / "worker-1" / "step-00000010.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])  # so both go back to step 5
-    rest = workers(synchronous, 2, (str(tmp_path / "run"), 11, 99))
-    for (losses, total, weight), (again, total_again, weight_again) in zip(
-        whole, rest, strict=True
-    ):
-        assert again == losses[5:]
-        assert total_again == total
-        assert torch.equal(weight, weight_again)
-
-
 def export_and_consolidate(directory: str) -> Any:
     model, optimizer = make_model(directory)
     train(model, optimizer, 10)

@@ -156,21 +156,6 @@ def test_the_arguments_are_checked_when_a_module_is_wrapped(
     wrap(network=Network(tls_cert=run_tls.cert, tls_key=str(run_tls.key))).close()
 
 
-def test_all_reduce_is_not_passed_off_as_protected(
-    authority: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = authority.issue()
-    with pytest.raises(ValueError, match="would send everything in the clear"):
-        wrap(
-            method="allreduce",
-            network=Network(tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca),
-        )
-    for name in ("cert", "key", "ca"):
-        monkeypatch.setenv(f"GOSSIPDP_TLS_{name.upper()}", str(getattr(files, name)))
-    with pytest.raises(ValueError, match="would send everything in the clear"):
-        wrap(method="allreduce")
-
-
 def refuse_plain(cert: str, key: str) -> str:
     """Worker 1 has TLS, worker 0 has none."""
     rank = int(os.environ["RANK"])

@@ -67,7 +67,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file; ``steps`` and ``samples`` are what this worker has done itself, in all of its lives.
     ``progress`` holds every life that it knew of, which together make the progress of the run.
     ``run_id`` and ``incarnation`` name the life that saved, and ``ended`` those that it knew to
-    have ended; allreduce has but one life a rank. ``outer`` is the outer step, in words.
+    have ended. ``outer`` is the outer step, in words.
     """
 
     rank: int

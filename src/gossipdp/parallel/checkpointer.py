@@ -31,7 +31,7 @@ from gossipdp.parallel.checkpoint_files import (
     write_tensors,
 )
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
-from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.skeleton import check_savable
 from gossipdp.parallel.stats import Stats
@@ -113,7 +113,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GossipEngine,
         optimizers: Sequence[torch.optim.Optimizer],
         position: DataPosition,
         options: Options,

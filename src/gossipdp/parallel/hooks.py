@@ -50,7 +50,6 @@ class Hooks:
         counting_once: makes the closure that a step gets count its samples once, however often the
             optimizer calls it.
         loaded: called with the parameters and buffers of a part of the module that were loaded.
-        watches_others: raise where another optimizer steps the module's parameters.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Hooks:
         stepped: Callable[[int], None],
         counting_once: Callable[[Callable[..., Any]], Callable[..., Any]],
         loaded: Callable[[Iterable[Tensor]], None],
-        watches_others: bool,
     ) -> None:
         self._optimizers = list(optimizers)
         self._module = module
@@ -87,9 +85,8 @@ class Hooks:
         # Of every module there is: what was registered is looked for at the next step.
         self._handles.append(register_module_parameter_registration_hook(self._grows))
         self._handles.append(register_module_module_registration_hook(self._grows))
-        if watches_others:
-            self._handles.append(register_optimizer_step_pre_hook(disable(self._any_begins)))
-            self._handles.append(register_optimizer_step_post_hook(disable(self._any_ended)))
+        self._handles.append(register_optimizer_step_pre_hook(disable(self._any_begins)))
+        self._handles.append(register_optimizer_step_post_hook(disable(self._any_ended)))
         # Of every part: whoever loads a part calls the hooks of that part alone.
         self._handles.extend(
             each.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]

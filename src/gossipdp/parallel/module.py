@@ -53,8 +53,8 @@ class GossipDataParallel(nn.Module):
         graph: a name (``ring``, ``complete``, ``exponential``, ...) or a networkx graph whose
             nodes are the ranks.
         comm_rate: exchanges per worker per gradient step, in expectation.
-        method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``allreduce`` (the synchronous
-            baseline, through DistributedDataParallel); ``none`` (workers train apart: the control).
+        method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``none`` (workers train apart:
+            the control).
         outer: an outer step with exchanges, for rare ones: see :class:`~gossipdp.OuterStep`. The
             same on all workers; None: none.
         budget_samples: how many samples all workers together train on; ends :meth:`batches` and
@@ -117,7 +117,7 @@ class GossipDataParallel(nn.Module):
         *,
         graph: Any = "ring",
         comm_rate: float = 1.0,
-        method: Literal["a2cid2", "gossip", "allreduce", "none"] = "a2cid2",
+        method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
         outer: OuterStep | None = None,
         budget_samples: int | None = None,
         pace: Literal["free", "strict"] = "free",
@@ -232,17 +232,15 @@ class GossipDataParallel(nn.Module):
         """
         if self.training and torch.is_grad_enabled():
             self._worker.begin_forward((args, kwargs))
-        return self._engine.forward_module(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context to accumulate gradients in, for scripts written for DDP.
 
         Exchanges come with ``optimizer.step()`` alone, so it does nothing: to accumulate, call that
-        less often. With ``allreduce`` it is DistributedDataParallel's own.
+        less often.
         """
-        forward: Any = self._engine.forward_module
-        is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
-        return forward.no_sync() if is_ddp else contextlib.nullcontext()
+        return contextlib.nullcontext()
 
     def count_batch(self, batch: Any) -> None:
         """Count the samples of ``batch`` as those of the step under way.
@@ -331,9 +329,8 @@ class GossipDataParallel(nn.Module):
 
         :meth:`batches` and :meth:`epochs` yield no more, here at once and elsewhere a fraction of a
         second later, when the news is there; :attr:`finished` is true. Call :meth:`consolidate` as
-        ever. With ``allreduce`` all workers end together, two steps later; with shards the
-        processes of a replica do, after one more step. A checkpoint does not keep it: a run that is
-        resumed trains on.
+        ever. With shards the processes of a replica end together, after one more step. A checkpoint
+        does not keep it: a run that is resumed trains on.
 
         Example:
             >>> net = nn.Linear(4, 2)

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import msgspec
 import torch
@@ -45,9 +45,11 @@ from gossipdp.observe.status import (
     encode_status,
     idle_seconds,
 )
-from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
+
+if TYPE_CHECKING:
+    from gossipdp.parallel.gossip_engine import GossipEngine
 
 logger = logging.getLogger("gossipdp")
 
@@ -82,7 +84,7 @@ class Monitoring:
 
     def begin(
         self,
-        engine: Engine,
+        engine: "GossipEngine",
         stats: Callable[[], Stats],
         described: Callable[[], Mapping[str, Any]],
         *,
@@ -164,7 +166,7 @@ class RunLogging:
     def __init__(
         self,
         directory: Path,
-        engine: Engine,
+        engine: "GossipEngine",
         stats: Callable[[], Stats],
         configuration: Mapping[str, Any],
         *,
@@ -346,7 +348,7 @@ class StatusPage:
         bound, port = self.address
         return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
 
-    def show(self, engine: Engine, stats: Callable[[], Stats], options: Options) -> None:
+    def show(self, engine: "GossipEngine", stats: Callable[[], Stats], options: Options) -> None:
         """Answer from now on."""
         from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
 
@@ -378,7 +380,7 @@ class StatusPage:
 
     # By the server's thread.
 
-    def _status(self, engine: Engine, stats: Stats, options: Options) -> WorkerStatus:
+    def _status(self, engine: "GossipEngine", stats: Stats, options: Options) -> WorkerStatus:
         now_s, stepped_s = since_boot_s(), self.stepped_s
         members, neighbours = engine.view()
         # Copied in one step, whatever the training loop does.

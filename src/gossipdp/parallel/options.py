@@ -15,17 +15,13 @@ logger = logging.getLogger("gossipdp")
 
 PathLike = str | os.PathLike[str]
 
-METHODS = ("a2cid2", "gossip", "allreduce", "none")
+METHODS = ("a2cid2", "gossip", "none")
 GOSSIP_METHODS = ("a2cid2", "gossip")
 PACES = ("free", "strict")
 ON_NONFINITE = ("stop", "exit")
 SHARED_MEMORY = ("auto", "off")
 USUAL_COMM_RATE = 8.0
 """A higher one gets a warning."""
-NO_TLS = (
-    "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
-    "send everything in the clear. Give no tls_cert, tls_key, tls_ca"
-)
 
 
 @dataclass(frozen=True)
@@ -183,15 +179,6 @@ class Options:
                         f"{name}={given!r} is of the exchanges of gossip, and "
                         f"method={self.method!r} has none: leave it {default!r}"
                     )
-        if self.method != "allreduce":
-            return
-        if self.network.tls_cert is not None:
-            raise ValueError(NO_TLS)
-        if self.network.max_bytes_per_s is not None:
-            raise ValueError(
-                "max_bytes_per_s caps the links of gossip, and method='allreduce' has none: "
-                "leave it None"
-            )
 
     @property
     def exchange_method(self) -> str:
@@ -209,7 +196,7 @@ class Options:
                 "optimizer keeps with one exchange in how many carries it, such as "
                 "{'exp_avg_sq': 16}"
             )
-        if given and self.method in ("allreduce", "none"):
+        if given and self.method not in GOSSIP_METHODS:
             raise ValueError(
                 f"exchange_moments={dict(given)} is of the exchanges of gossip, and "
                 f"method={self.method!r} has none: leave it True"

@@ -17,11 +17,9 @@ from torch import nn
 
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
-from gossipdp.parallel.allreduce_engine import AllReduceEngine
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
 from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.feed import Feed
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
@@ -72,8 +70,7 @@ class Worker:
         # What was opened is closed in the reverse order, wherever this fails.
         with contextlib.ExitStack() as opened:
             opened.callback(self.monitoring.close)
-            make_engine = AllReduceEngine if options.method == "allreduce" else GossipEngine
-            self.engine: Engine = make_engine(
+            self.engine = GossipEngine(
                 module,
                 optimizers,
                 options,
@@ -110,19 +107,16 @@ class Worker:
             # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
             disable: Callable[[Any], Any] = torch.compiler.disable
             self.begin_forward = disable(self._begin_forward)
-            self._watches: list[OptimizerWatch] = []
-            if options.method != "allreduce":
-                choice = options.exchange_moments
-                exchanged = choice if isinstance(choice, Mapping) else ()
-                names = {id(parameter): name for name, parameter in module.named_parameters()}
-                self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
+            choice = options.exchange_moments
+            exchanged = choice if isinstance(choice, Mapping) else ()
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
             self._hooks = Hooks(
                 module,
                 optimizers,
                 stepped=self.stepped,
                 counting_once=self.feed.counting_once,
                 loaded=self.engine.loaded,
-                watches_others=options.method != "allreduce",
             )
             opened.pop_all()
 
@@ -156,8 +150,7 @@ class Worker:
 
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""
-        if self._watches:
-            self._watches[optimizer_index].stepped()
+        self._watches[optimizer_index].stepped()
         if optimizer_index in self._unchecked:  # it has made its state in this step
             self._unchecked.discard(optimizer_index)
             self._check_savable(self._optimizers[optimizer_index])

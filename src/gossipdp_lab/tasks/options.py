@@ -11,8 +11,12 @@ from typing import Any, ClassVar, Literal
 
 from gossipdp import OuterStep
 
-MethodName = Literal["a2cid2", "gossip", "allreduce", "none"]
-OF_EXCHANGES = ("outer_momentum", "outer_lr", "exchange_moments")
+MethodName = Literal["a2cid2", "gossip", "none", "allreduce"]
+METHODS_BY_OPTION = {
+    **dict.fromkeys(("outer_momentum", "outer_lr", "exchange_moments"), ("a2cid2", "gossip")),
+    **dict.fromkeys(("checkpoint_every", "resume"), ("a2cid2", "gossip", "none")),
+}
+"""The methods under which each of these options has an effect."""
 
 
 def check_numbers(options: object, **least: int) -> None:
@@ -64,8 +68,8 @@ class RunOptions:
     """What the demo and every recipe let you choose."""
 
     method: MethodName = "a2cid2"
-    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous; none:
-    workers train apart and are averaged only at the end."""
+    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: torch's
+    DistributedDataParallel; none: workers train apart and are averaged only at the end."""
 
     graph: str = "ring"
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
@@ -122,11 +126,11 @@ class TrainOptions(RunOptions):
     def __post_init__(self) -> None:
         """Raise ValueError for the first option that cannot be meant."""
         check_numbers(self, epochs=1, batch_size=1, seed=0, checkpoint_every=1)
-        for name in OF_EXCHANGES:
-            if getattr(self, name) is not None and self.method not in ("a2cid2", "gossip"):
+        for name, methods in METHODS_BY_OPTION.items():
+            if getattr(self, name) not in (None, False) and self.method not in methods:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} plays no part with --method {self.method}: it "
-                    "comes with exchanges, which a2cid2 and gossip make"
+                    f"--{name.replace('_', '-')} has no effect with --method {self.method}: "
+                    f"leave it out, or choose one of: {', '.join(methods)}"
                 )
         _ = self.outer, self.moments  # they raise too
 

@@ -192,7 +192,6 @@ def test_gradients_are_accumulated_within_no_sync_and_without_it(wrap) -> None:
     torch.testing.assert_close(net.weight.detach(), before - 0.1 * 8.0)
     assert (model.stats().gradient_steps, model.stats().samples) == (1, 8)
     model.close()
-    assert wrap(net, optimizer, method="allreduce").no_sync()
 
 
 def test_a_step_that_raises_leaves_no_trace(wrap) -> None:
@@ -373,14 +372,11 @@ def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end: str) -> None
     assert not caplog.records
 
 
-@pytest.mark.parametrize("method", ["a2cid2", "allreduce"])
 @pytest.mark.parametrize("what", ["module", "parameter"])
-def test_what_is_added_to_the_module_is_an_error_at_the_next_step(
-    wrap, method: str, what: str
-) -> None:
+def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap, what: str) -> None:
     net = nn.Sequential(nn.Linear(2, 1))
     optimizer = sgd(net)
-    wrap(net, optimizer, method=method)
+    wrap(net, optimizer)
     net.frozen = nn.Linear(1, 1).requires_grad_(False)
     nn.Linear(2, 1)  # of nobody
     optimizer.step()

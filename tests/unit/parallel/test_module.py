@@ -625,18 +625,6 @@ def test_a_dropped_model_does_not_hold_its_optimizer_back(wrap):
     optimizer.step()
 
 
-def test_allreduce_alone_is_bitwise_the_plain_loop(wrap):
-    plain, wrapped = make(), make()
-    for module in (plain, wrapped):
-        optimizer = torch.optim.SGD(trainable(module), 0.1)
-        model = wrap(module, optimizer, method="allreduce") if module is wrapped else module
-        torch.manual_seed(0)
-        for step in range(3):
-            plain_step(model, optimizer, step)
-    assert_bitwise_equal(plain, wrapped)
-    assert model.consolidate().gradient_steps == 3
-
-
 def test_worker_seeds_are_distinct_and_fit_into_32_bits(wrap):
     net = nn.Linear(2, 1)
     model = wrap(net, torch.optim.SGD(net.parameters(), 0.1), seed=123_456)
