@@ -27,7 +27,6 @@ import gossipdp
 from gossipdp.cli.option_checks import check_output
 from gossipdp.graph import build_graph
 from gossipdp.links.sockets import check_pacing
-from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate import Consensus, ConstantTime, LinkModel, Scenario, simulate
 from gossipdp_lab.simulate.command_study import parse_seeds
 
@@ -57,9 +56,6 @@ class ConsensusBenchmark:
 
     comm_rate: float = 1.0
     """Exchanges per worker per gradient step."""
-
-    neighbour_policy: str = "fresh"
-    """Whom a worker asks: fresh, poisson, available or scheduled."""
 
     step_ms: float = 50.0
     """How long a gradient step lasts, in milliseconds."""
@@ -151,11 +147,6 @@ def check(arguments: ConsensusBenchmark) -> list[int]:
     check_output("--json", arguments.json)
     seeds = parse_seeds(arguments.seeds)
 
-    if arguments.neighbour_policy not in NEIGHBOUR_POLICIES:
-        raise ValueError(
-            f"there is no neighbour policy {arguments.neighbour_policy!r}; choose one of "
-            f"{', '.join(NEIGHBOUR_POLICIES)}"
-        )
     if arguments.link_mbytes is not None:
         check_pacing(arguments.link_mbytes * 1e6)
     build_graph(arguments.graph, arguments.workers, seed=seeds[0])
@@ -168,7 +159,6 @@ def make_task(arguments: ConsensusBenchmark, seed: int) -> ConsensusTask:
         graph=arguments.graph,
         method=arguments.method,
         comm_rate=arguments.comm_rate,
-        neighbour_policy=arguments.neighbour_policy,
         step_s=arguments.step_ms / 1e3,
         num_steps=arguments.steps,
         num_floats=arguments.floats,
@@ -219,7 +209,6 @@ def simulate_task(
         objective=Consensus(min(NUM_OBSERVED, task.num_floats)),
         comm_rate=task.comm_rate,
         fidelity="links",
-        neighbour_policy=task.neighbour_policy,
         compute_time=ConstantTime(task.step_s),
         links=LinkModel(durations_s=tuple(exchange_s)),
         num_steps=task.num_steps,
@@ -261,8 +250,8 @@ def _bar(console: Console, text: str) -> Iterator[Callable[[float], None]]:
 def _opening(arguments: ConsensusBenchmark, seeds: list[int]) -> str:
     text = (
         f"consensus: {arguments.workers} workers, graph {arguments.graph}, method "
-        f"{arguments.method}, comm rate {arguments.comm_rate:g}, policy "
-        f"{arguments.neighbour_policy}, {arguments.steps} steps of {arguments.step_ms:g} ms, "
+        f"{arguments.method}, comm rate {arguments.comm_rate:g}, "
+        f"{arguments.steps} steps of {arguments.step_ms:g} ms, "
         f"{arguments.floats:,} floats"
     )
     if arguments.link_mbytes is not None:

@@ -25,7 +25,6 @@ from consensus_worker import WorkerSeries, start_vector
         ({"step_ms": math.nan}, "--step-ms is nan"),
         ({"link_mbytes": -1.0}, r"--link-mbytes is -1\.0"),
         ({"link_mbytes": 1e-9}, "max_bytes_per_s"),
-        ({"neighbour_policy": "rude"}, "no neighbour policy 'rude'; choose one of .*fresh"),
         ({"seeds": "a"}, "--seeds is 'a'"),
         ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
         ({"json": Path("/")}, "--json / cannot be written"),

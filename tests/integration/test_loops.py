@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import pause, wait_until
 
-from gossipdp import GossipDataParallel, ProgressLR
+from gossipdp import Exchange, GossipDataParallel, ProgressLR
 
 # One start runs most of the loops.
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -50,7 +50,7 @@ def wrap(
         optimizer,
         method=method,
         comm_rate=4.0,
-        pace="strict",
+        exchange=Exchange(pace="strict"),
         budget_samples=times * STEPS * BATCH * int(os.environ["WORLD_SIZE"]),
     )
 

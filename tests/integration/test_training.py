@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 from waiting import FOR_EVER_S, wait_until
 
-from gossipdp import GossipDataParallel, Network
+from gossipdp import Counting, Exchange, GossipDataParallel, Network
 from gossipdp.errors import WorkerFailedError
 
 pytestmark = pytest.mark.processes
@@ -81,7 +81,7 @@ CASES = {
     "gossip, odd number": (3, ("gossip", "complete", "AdamW", {})),
     "two workers": (2, ("a2cid2", "ring", "AdamW", {})),
     "star, bfloat16": (4, ("a2cid2", "star", "SGD", {"bfloat16": True})),
-    "strict pace": (4, ("a2cid2", "ring", "SGD", {"pace": "strict"})),
+    "strict pace": (4, ("a2cid2", "ring", "SGD", {"exchange": Exchange(pace="strict")})),
     "none": (2, ("none", "ring", "SGD", {})),
 }
 
@@ -360,7 +360,9 @@ def end_by(what: str) -> tuple[float, list[str]]:
     """Worker 0 is drawn to +1 and worker 1, which makes many more steps, to -1."""
     net = nn.Linear(8, 1, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = GossipDataParallel(net, optimizer, samples_per_step=1, budget_samples=400)
+    model = GossipDataParallel(
+        net, optimizer, counting=Counting(samples_per_step=1), budget_samples=400
+    )
     target = 1.0 if model.rank == 0 else -1.0
     warnings: list[str] = []
     logging.getLogger("gossipdp").addFilter(lambda record: warnings.append(record.getMessage()))

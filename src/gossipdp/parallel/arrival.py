@@ -224,7 +224,7 @@ class Arrival:
             port=listener.getsockname()[1],
             constants=self._constants,
             method=self._method,  # type: ignore[arg-type]
-            policy_name=options.neighbour_policy,
+            policy_name="fresh",
             timeout_s=network.timeout_s,
             random=Random(f"{options.seed} {self.rank} {self.incarnation}"),
             num_chunks=len(self._state.averaged_chunks),

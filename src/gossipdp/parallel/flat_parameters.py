@@ -262,7 +262,7 @@ class FlatParameters:
                 raise ModelChangedError(
                     f"parameter {view.name!r} was frozen when the module was wrapped and is "
                     "trainable now; workers would not average it. Wrap with "
-                    "exchange_frozen=True, or unfreeze before wrapping"
+                    "exchange=Exchange(frozen=True), or unfreeze before wrapping"
                 )
         for optimizer, expected in zip(self._optimizers, self._num_optimized, strict=True):
             if _num_parameters(optimizer) != expected:
@@ -285,7 +285,8 @@ class FlatParameters:
                 logger.warning(
                     "parameter %r changes although it is in no optimizer. Since more than %g times "
                     "as many parameters are in none as are trained, it was taken for frozen. It is "
-                    "not averaged, and workers will not end equal: wrap with exchange_frozen=True",
+                    "not averaged, and workers will not end equal: wrap with "
+                    "exchange=Exchange(frozen=True)",
                     view.name,
                     MOST_FOLLOWING,
                 )
@@ -451,7 +452,7 @@ def _optimizer_of(
     if not (exchange_frozen or any(parameter.requires_grad for parameter in held)):
         raise ValueError(
             "all parameters that the optimizer holds are frozen (requires_grad=False), so nothing "
-            "would train: unfreeze before wrapping, or wrap with exchange_frozen=True"
+            "would train: unfreeze before wrapping, or wrap with exchange=Exchange(frozen=True)"
         )
     return optimizer_of
 

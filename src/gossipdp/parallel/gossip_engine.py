@@ -106,13 +106,13 @@ class GossipEngine:
         self._gradient_steps = self._samples = 0
         self._waited_s = 0.0
         self._options, self._replica = options, replica
-        choice = options.exchange_moments if options.method != "none" else False
+        choice = options.exchange.moments if options.method != "none" else False
         self._flat = FlatParameters(
             module,
             optimizers,
             momentum=options.method == "a2cid2",
             outer=options.outer,
-            exchange_frozen=options.exchange_frozen,
+            exchange_frozen=options.exchange.frozen,
             moments=chosen_moments(choice, optimizers, options.comm_rate),
         )
         self._state = self._flat.state
@@ -204,7 +204,7 @@ class GossipEngine:
             self._gradient_steps += 1
             self._samples += samples
             self._thread.step(samples)
-            if self._options.pace == "strict":
+            if self._options.exchange.pace == "strict":
                 self._keep_pace()
             elif self._rate_warning_due:
                 self._warn_of_low_rate()
@@ -262,8 +262,8 @@ class GossipEngine:
             self._rate_warning_due = False
             logger.warning(
                 "worker %d exchanges at %.0f%% of the comm rate %g: links or neighbours are too "
-                "slow for it. Training does not wait; lower comm_rate, or use pace='strict' to "
-                "wait for the exchanges",
+                "slow for it. Training does not wait; lower comm_rate, or wait for the exchanges "
+                "with exchange=Exchange(pace='strict')",
                 self.rank,
                 100 * served / due,
                 self._options.comm_rate,
@@ -356,7 +356,7 @@ class GossipEngine:
         if not self._replica.is_any(poison is not None):
             return
         poison = poison or self._mates_poison()
-        if self._options.on_nonfinite == "exit":
+        if self._options.exchange.on_nonfinite == "exit":
             self._thread.call(lambda: self._loop.poison(poison)).result()
         elif is_end:
             self.close()
@@ -364,7 +364,7 @@ class GossipEngine:
 
     def _deal_with_poison(self, poison: PoisonedError) -> None:
         """Raise; with ``exit`` leave the run before."""
-        if self._options.on_nonfinite == "exit":
+        if self._options.exchange.on_nonfinite == "exit":
             self.close()
         raise poison
 

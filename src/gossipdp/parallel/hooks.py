@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from gossipdp.errors import ModelChangedError
+from gossipdp.parallel.options import GROUPS
 from gossipdp.parallel.schedule import ProgressLR
 
 logger = logging.getLogger("gossipdp")
@@ -252,6 +253,8 @@ def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> N
                 ": it is of DistributedDataParallel, which averages gradients within each backward "
                 "pass. Leave it out: the module is on its device, and exchanges need no hint"
             )
+        elif homes := [each.__name__ for each in GROUPS if name in signature(each).parameters]:
+            problem += f": give {homes[0].lower()}=gossipdp.{homes[0]}({name}=...)"
         elif near:
             problem += f": do you mean {near[0]}"
         raise TypeError(problem)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,14 @@ from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_s
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.feed import dataset_size
 from gossipdp.parallel.hooks import check_arguments, check_unwrapped, checked_optimizers
-from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
+from gossipdp.parallel.options import (
+    Checkpoints,
+    Counting,
+    Exchange,
+    Monitor,
+    Network,
+    Options,
+)
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
 from gossipdp.parallel.worker import Worker, close_at_exit
 
@@ -55,38 +62,25 @@ class GossipDataParallel(nn.Module):
         comm_rate: exchanges per worker per gradient step, in expectation.
         method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``none`` (workers train apart:
             the control).
+        wire_format: the form of parameters in exchanges: ``full`` (as they are), ``bfloat16``
+            (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
+            The same on all workers; the values held and averaged at the end stay exact.
         outer: an outer step with exchanges, for rare ones: see :class:`~gossipdp.OuterStep`. The
             same on all workers; None: none.
-        budget_samples: how many samples all workers together train on; ends :meth:`batches` and
+        budget_samples: samples that all workers together train on; ends :meth:`batches` and
             scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.
-        pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
-            two exchanges behind the comm rate; never for the dead or silent).
         seed: of the exchanges' timing and of :attr:`worker_seed`; the same on all workers.
-        samples_per_step: samples of one gradient step; None counts them in the batches.
-        batch_dim: the dimension of a batch's first tensor that counts its samples; 1 where time
-            comes first (``batch_first=False``).
-        exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
-        exchange_moments: what of the optimizer's state is averaged too. True: Adam's second moment
-            (``exp_avg_sq``; also of AdamW, NAdam, RAdam), as often as fits its memory of
-            1 / (1 - beta_2) steps: at comm rate 1 with one exchange in 16 for beta_2 = 0.999, in 5
-            for 0.95; nothing of other optimizers, nor under ``amsgrad=True`` (a maximum keeps one
-            worker's outlier for ever).
-            A mapping names such tensors, of their parameter's shape, and their periods:
-            ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a parameter in memory.
-        wire_format: how parameters travel in exchanges: ``full`` (as they are), ``bfloat16``
-            (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
-            The same on all workers; what is held and averaged at the end stays exact.
-        on_nonfinite: what to do when this worker's parameters hold NaN or infinity, which it never
-            sends: ``stop`` exchanges no more and makes each ``optimizer.step()`` raise
-            PoisonedError; ``exit`` leaves the run and raises PoisonedError.
-        neighbour_policy: ``fresh`` (the default), ``poisson``, ``available`` or ``scheduled``.
         mesh: for a model that ``fully_shard`` has sharded over one dimension of a device mesh: the
             other one, along which the replicas lie. Without it, or where it has size 1, all
             processes of ``torch.distributed`` are one replica, as ``gossipdp run
             --nproc-per-replica`` starts them. See docs/shards.md.
+        exchange: moments, frozen parameters, pace, NaN: see :class:`~gossipdp.Exchange`.
+        counting: the way in which samples are counted: see :class:`~gossipdp.Counting`.
         network: addresses, secret, time-outs, TLS: see :class:`~gossipdp.Network`.
-        checkpoints: where and when to save, what to go on from: see :class:`~gossipdp.Checkpoints`.
+        checkpoints: where and when to save, where to go on from: :class:`~gossipdp.Checkpoints`.
         monitor: log and status port: see :class:`~gossipdp.Monitor`.
+
+    It is a context manager too: the end of ``with`` closes it; call :meth:`consolidate` before.
 
     Raises:
         ValueError: an argument is wrong, or parameters share memory (tied through ``.data``).
@@ -118,18 +112,13 @@ class GossipDataParallel(nn.Module):
         graph: Any = "ring",
         comm_rate: float = 1.0,
         method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
+        wire_format: Literal["full", "bfloat16", "lattice8"] = "full",
         outer: OuterStep | None = None,
         budget_samples: int | None = None,
-        pace: Literal["free", "strict"] = "free",
         seed: int = 0,
-        samples_per_step: int | None = None,
-        batch_dim: int = 0,
-        exchange_frozen: bool = False,
-        exchange_moments: bool | Mapping[str, int] = True,
-        wire_format: Literal["full", "bfloat16", "lattice8"] = "full",
-        on_nonfinite: Literal["stop", "exit"] = "stop",
-        neighbour_policy: str = "fresh",
         mesh: DeviceMesh | None = None,
+        exchange: Exchange | None = None,
+        counting: Counting | None = None,
         network: Network | None = None,
         checkpoints: Checkpoints | None = None,
         monitor: Monitor | None = None,
@@ -142,18 +131,13 @@ class GossipDataParallel(nn.Module):
             graph=graph,
             comm_rate=comm_rate,
             method=method,
+            wire_format=wire_format,
             outer=outer,
             budget_samples=budget_samples,
-            pace=pace,
             seed=seed,
-            samples_per_step=samples_per_step,
-            batch_dim=batch_dim,
-            exchange_frozen=exchange_frozen,
-            exchange_moments=exchange_moments,
-            wire_format=wire_format,
-            on_nonfinite=on_nonfinite,
-            neighbour_policy=neighbour_policy,
             mesh=mesh,
+            exchange=exchange or Exchange(),
+            counting=counting or Counting(),
             network=network or Network(),
             checkpoints=checkpoints or Checkpoints(),
             monitor=monitor or Monitor(),
@@ -245,8 +229,8 @@ class GossipDataParallel(nn.Module):
     def count_batch(self, batch: Any) -> None:
         """Count the samples of ``batch`` as those of the step under way.
 
-        For loops that call the wrapped module itself and not the wrapper, as frameworks do. With
-        ``samples_per_step``, and within :meth:`batches` and :meth:`epochs`, it does nothing.
+        For loops that call the wrapped module itself and not the wrapper, as frameworks do. It does
+        nothing with ``Counting(samples_per_step)``, and within :meth:`batches` and :meth:`epochs`.
         """
         self._feed.count_forward(batch)
 
@@ -424,6 +408,14 @@ class GossipDataParallel(nn.Module):
         atexit.unregister(self._at_exit)
         if self._dropped.detach() is not None:
             self._worker.close()
+
+    def __enter__(self) -> Self:
+        """Return the wrapper; the end of ``with`` closes it, also after an error."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the wrapper, without an average: :meth:`consolidate` comes before."""
+        self.close()
 
     # State.
 

@@ -61,7 +61,8 @@ MAX_NOTICES = 20
 MAX_LOGGED = 100
 MAX_EDGES = 5000
 """Beyond them the graph is named but not listed."""
-OPTIONS = ("method", "comm_rate", "neighbour_policy", "pace", "seed", "wire_format", "on_nonfinite")
+OPTIONS = ("method", "comm_rate", "seed", "wire_format")
+EXCHANGE_OPTIONS = ("pace", "on_nonfinite")
 NETWORK_OPTIONS = ("shared_memory", "max_bytes_per_s", "timeout_s")
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
@@ -487,6 +488,7 @@ def describe(
         "workers": num_workers,
         "budget_samples": options.budget_samples,
         **{name: getattr(options, name) for name in OPTIONS},
+        **{name: getattr(options.exchange, name) for name in EXCHANGE_OPTIONS},
         **{name: getattr(options.network, name) for name in NETWORK_OPTIONS},
         **({} if options.outer is None else {"outer": str(options.outer)}),
         "checkpoint_every": options.checkpoints.every_steps,

@@ -107,7 +107,7 @@ class Worker:
             # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
             disable: Callable[[Any], Any] = torch.compiler.disable
             self.begin_forward = disable(self._begin_forward)
-            choice = options.exchange_moments
+            choice = options.exchange.moments
             exchanged = choice if isinstance(choice, Mapping) else ()
             names = {id(parameter): name for name, parameter in module.named_parameters()}
             self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]

@@ -193,7 +193,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     import torch
 
     from gossipdp.parallel.module import GossipDataParallel
-    from gossipdp.parallel.options import Monitor
+    from gossipdp.parallel.options import Counting, Monitor
     from gossipdp.parallel.schedule import ProgressLR
     from gossipdp_lab.baselines import SynchronousDataParallel
     from gossipdp_lab.tasks import make_workload
@@ -226,7 +226,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
             method=arguments.method,
             budget_samples=arguments.num_samples,
             seed=arguments.seed,
-            samples_per_step=workload.batch_size,
+            counting=Counting(samples_per_step=workload.batch_size),
             monitor=Monitor(log_dir=arguments.directory),
         )
     model.log(**configuration)

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from gossipdp.parallel.module import GossipDataParallel
-from gossipdp.parallel.options import Checkpoints, Monitor
+from gossipdp.parallel.options import Checkpoints, Exchange, Monitor
 from gossipdp.parallel.schedule import ProgressLR
 from gossipdp.parallel.stats import Stats
 from gossipdp_lab.baselines import SynchronousDataParallel
@@ -121,7 +121,7 @@ def _wrap(
         graph=options.graph,
         comm_rate=options.comm_rate,
         outer=options.outer,
-        exchange_moments=options.moments,
+        exchange=Exchange(moments=options.moments),
         seed=options.seed,
         monitor=Monitor(log_dir=options.directory),
         checkpoints=checkpoints,

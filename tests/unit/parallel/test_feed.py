@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from gossipdp import GossipDataParallel
+from gossipdp import Counting, GossipDataParallel
 
 Wrap = Callable[..., tuple[GossipDataParallel, nn.Module, torch.optim.Optimizer]]
 
@@ -92,14 +92,14 @@ class Batch:
 def test_the_first_tensor_tells_the_samples(
     wrap: Wrap, batch: Any, batch_dim: int, samples: int
 ) -> None:
-    model, net, optimizer = wrap(budget_samples=samples, batch_dim=batch_dim)
+    model, net, optimizer = wrap(budget_samples=samples, counting=Counting(batch_dim=batch_dim))
     for _ in model.batches([batch]):
         step(net, optimizer, torch.ones(1, 2))
     assert (model.stats().samples, model.stats().gradient_steps) == (samples, 1)
 
 
 def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(wrap: Wrap) -> None:
-    given, net, optimizer = wrap(budget_samples=6, samples_per_step=3)
+    given, net, optimizer = wrap(budget_samples=6, counting=Counting(samples_per_step=3))
     for _ in given.batches(["abc"]):
         step(net, optimizer, torch.ones(1, 2))
     assert given.stats().gradient_steps == 2

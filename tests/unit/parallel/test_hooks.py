@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gossipdp import GossipDataParallel, ProgressLR
+from gossipdp import Exchange, GossipDataParallel, ProgressLR
 from gossipdp.dynamics import chunks
 from gossipdp.dynamics.chunks import State
 from gossipdp.errors import ModelChangedError
@@ -222,7 +222,7 @@ def test_wrapping_twice_is_an_error(wrap) -> None:
 
 def test_a_model_of_frozen_parameters_may_be_exchanged(wrap) -> None:
     net = nn.Linear(2, 1).requires_grad_(False)
-    wrap(net, sgd(net), exchange_frozen=True)
+    wrap(net, sgd(net), exchange=Exchange(frozen=True))
 
 
 def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(wrap, caplog) -> None:

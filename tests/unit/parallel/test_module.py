@@ -13,12 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import (
-    Checkpoints,
-    ModelChangedError,
-    OuterStep,
-    PoisonedError,
-)
+from gossipdp import Checkpoints, Counting, Exchange, ModelChangedError, OuterStep, PoisonedError
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.gossip_engine import GossipEngine
 
@@ -218,7 +213,7 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     """Between a step of the first and another's, a backward pass may still need its parameters."""
     net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
-    engine = wrap(net, [first, second], pace="strict")._engine
+    engine = wrap(net, [first, second], exchange=Exchange(pace="strict"))._engine
     for segment in engine._flat.state.segments:
         for chunk in segment.chunks:
             chunk.x.fill_(1.0)
@@ -388,7 +383,7 @@ def test_unfreezing_is_an_error_at_the_next_boundary(wrap):
     optimizer = torch.optim.SGD(trainable(net), 0.1)
     model = wrap(net, optimizer)
     net.frozen.requires_grad_(True)
-    with pytest.raises(ModelChangedError, match="exchange_frozen"):
+    with pytest.raises(ModelChangedError, match=r"Exchange\(frozen"):
         plain_step(model, optimizer, 0)
 
 
@@ -424,7 +419,7 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap):
     optimizer.step()
     assert model.stats().samples == 12
     model.close()
-    given = wrap(net, optimizer, samples_per_step=3)
+    given = wrap(net, optimizer, counting=Counting(samples_per_step=3))
     given.count_batch(torch.ones(7, 2))
     given(torch.ones(7, 2)).sum().backward()
     optimizer.step()
@@ -517,7 +512,7 @@ def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap, tmp_path):
 def test_own_nan_ends_the_run_at_the_average_where_that_is_wanted(wrap):
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer, on_nonfinite="exit")
+    model = wrap(net, optimizer, exchange=Exchange(on_nonfinite="exit"))
     net.bias.data[0] = math.nan
     with pytest.raises(PoisonedError), model.averaged():
         pass

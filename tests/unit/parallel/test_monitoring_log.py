@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from waiting import LONGEST_S, pause, wait_until
 
-from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network
+from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.published import Notice
 from gossipdp.observe.log import RunLog, RunLogWriter, WorkerLog, worker_file
 
@@ -142,7 +142,7 @@ def test_numbers_of_numpy_and_any_text_are_logged_before_and_after_the_end(tmp_p
 
 
 def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path: Path) -> None:
-    model = train(tmp_path, num_steps=0, samples_per_step=8)
+    model = train(tmp_path, num_steps=0, counting=Counting(samples_per_step=8))
     model.log(loss=torch.empty((), device="meta"))
     model.log(loss=2.0)
     model._worker.stepped(0)
