@@ -23,7 +23,7 @@ from gossipdp import Exchange, GossipDataParallel, Network
 from gossipdp.errors import PoisonedError, WorkerFailedError
 from gossipdp.gossip.transfer import Transfers
 from gossipdp.links.frames import FrameType
-from gossipdp.parallel import arrival
+from gossipdp.parallel import startup
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.messages import AskAverage, PullPartials, RequestState
 from gossipdp.protocol.worker import WorkerProtocol
@@ -523,7 +523,7 @@ class Reluctant(WorkerProtocol):
 def average_without(directory: Path, what: str) -> None:
     """Rank 0 averages, and rank 2 fails or refuses; nobody trains."""
     if what == "refuses" and os.environ["RANK"] == "2":
-        arrival.WorkerProtocol = Reluctant
+        startup.WorkerProtocol = Reluctant
     worker = Worker(directory, method="none")
     rank, averages = worker.model.rank, worker.averages
     values = [*worker.net.parameters(), worker.net[1].running_mean]  # of two chunks

@@ -69,7 +69,7 @@ class Role(enum.Enum):
     COPIED = "copied"
     """Integer buffers, and float ones with infinities from the start, such as attention masks:
     never averaged; at the end all take those of the lowest rank."""
-    FOLLOWING = "following"
+    UNOPTIMIZED = "following"
     """Parameters of no optimizer, such as target networks: averaged when the average is made."""
     FROZEN = "frozen"
     """Parameters that nobody changes: sent once, at the start."""
@@ -85,7 +85,7 @@ class Role(enum.Enum):
     @property
     def is_averaged(self) -> bool:
         """Whether the average of all workers is one of these values too."""
-        return self in (Role.TRAINED, Role.BUFFER, Role.FOLLOWING)
+        return self in (Role.TRAINED, Role.BUFFER, Role.UNOPTIMIZED)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -580,7 +580,7 @@ class Segment:
         # What is not exchanged has no pending; the empty tensor keeps the attribute's type simple.
         length = x.numel() if role.is_exchanged else 0
         # In float64 the mean of equal values is that value: what nobody moved stays.
-        dtype = torch.float64 if role is Role.FOLLOWING else working_dtype(x.dtype)
+        dtype = torch.float64 if role is Role.UNOPTIMIZED else working_dtype(x.dtype)
         self.pending = zeros(length, dtype, x.device)
         has_c = momentum and role is Role.TRAINED
         self.c = zeros(length, dtype, x.device) if has_c else None
@@ -670,7 +670,7 @@ class State:
         self.segments, self.moments = list(segments), list(moments)
         chunks = [chunk for segment in self.segments for chunk in segment.chunks]
         self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
-        following = [chunk for chunk in chunks if chunk.role is Role.FOLLOWING]
+        following = [chunk for chunk in chunks if chunk.role is Role.UNOPTIMIZED]
         self.averaged_chunks = self.chunks + following
         self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
         frozen = [chunk for chunk in chunks if chunk.role is Role.FROZEN]

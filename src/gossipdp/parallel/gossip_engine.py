@@ -24,7 +24,6 @@ from gossipdp.launcher.environment import check_platform, show_address
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
-from gossipdp.parallel.arrival import Arrival
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.crossing import Crossing
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -32,6 +31,7 @@ from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
+from gossipdp.parallel.startup import Startup
 from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.members import Status
@@ -126,13 +126,13 @@ class GossipEngine:
         self._rate_warning_due = True
         self._is_averaged = self._has_stopped = False
         self._agreed = Agreed()
-        self._arrival = Arrival(
+        self._startup = Startup(
             self._flat, optimizers, options, replica, resumption=resumption, page=page
         )
         try:
             self._state.compile()
-            self._arrival.start()
-            self._has_arrived()
+            self._startup.start()
+            self._has_started()
             reshard(module)
             self._agree(0)
         except BaseException:
@@ -143,22 +143,22 @@ class GossipEngine:
         if line is not None and self.rank == 0:
             logger.info(line)
 
-    def _has_arrived(self) -> None:
+    def _has_started(self) -> None:
         """Take over what this worker is in the run, and drives from now on."""
-        arrival = self._arrival
-        assert arrival.thread is not None
-        self.rank, self.world_size = arrival.rank, arrival.world_size
-        self.incarnation, self.run_id = arrival.incarnation, arrival.run_id
-        self.graph = arrival.settings.graph.rpartition(" ")[0]
-        self._before = arrival.before
-        self._protocol, self._loop, self._thread = arrival.protocol, arrival.loop, arrival.thread
+        startup = self._startup
+        assert startup.thread is not None
+        self.rank, self.world_size = startup.rank, startup.world_size
+        self.incarnation, self.run_id = startup.incarnation, startup.run_id
+        self.graph = startup.settings.graph.rpartition(" ")[0]
+        self._before = startup.before
+        self._protocol, self._loop, self._thread = startup.protocol, startup.loop, startup.thread
 
-    def _come_anew(self, superseded: SupersededError) -> None:
-        """Take another rank, or raise ``superseded``; see :meth:`Arrival.come_anew`."""
-        self._arrival.come_anew(superseded)
+    def _come_again(self, superseded: SupersededError) -> None:
+        """Take another rank, or raise ``superseded``; see :meth:`Startup.come_again`."""
+        self._startup.come_again(superseded)
         # What it had done is counted under its former rank.
         self._gradient_steps = self._samples = 0
-        self._has_arrived()
+        self._has_started()
 
     @property
     def step_number(self) -> int:
@@ -188,7 +188,7 @@ class GossipEngine:
         try:
             self._thread.check()
         except SupersededError as error:
-            self._come_anew(error)
+            self._come_again(error)
         if (poison := self._agreed_poison()) is not None:
             self._deal_with_poison(poison)
         if self._is_averaged:
@@ -228,7 +228,7 @@ class GossipEngine:
         return self._agreed.samples
 
     def _theta(self) -> float:
-        return self._arrival.phase.at(since_boot_s())
+        return self._startup.phase.at(since_boot_s())
 
     def _keep_pace(self) -> None:
         """Wait while more than ``MAX_LAG`` own demands are unserved and someone could serve them.
@@ -468,7 +468,7 @@ class GossipEngine:
         try:
             outcome = self._wait_for_average(timeout_s)
         except SupersededError as error:
-            self._come_anew(error)
+            self._come_again(error)
             outcome = self._wait_for_average(timeout_s)
         averaged = self._state.averaged_chunks + self._state.copied_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
@@ -551,8 +551,8 @@ class GossipEngine:
         self._is_closed = True
         _engines.discard(self)
         try:
-            self._arrival.close()
-            if self._arrival.thread is not None:
+            self._startup.close()
+            if self._startup.thread is not None:
                 # What the last exchange brought belongs to the parameters.
                 self._state.boundary(self._theta(), wait=True)
         finally:

@@ -20,7 +20,7 @@ from gossipdp import logs
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
 from gossipdp.parallel.checkpointer import Stateful
-from gossipdp.parallel.feed import dataset_size
+from gossipdp.parallel.counted_batches import dataset_size
 from gossipdp.parallel.hooks import check_arguments, check_unwrapped, checked_optimizers
 from gossipdp.parallel.options import (
     Checkpoints,
@@ -30,8 +30,8 @@ from gossipdp.parallel.options import (
     Network,
     Options,
 )
+from gossipdp.parallel.session import Session, close_at_exit
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
-from gossipdp.parallel.worker import Worker, close_at_exit
 
 Batch = TypeVar("Batch")
 
@@ -147,10 +147,10 @@ class GossipDataParallel(nn.Module):
         self.module = module
         self._options = options
         self._is_consolidated = False
-        self._worker = worker = Worker(module, optimizers, options)
-        self._engine, self._checkpointer = worker.engine, worker.checkpointer
-        self._feed, self._monitoring = worker.feed, worker.monitoring
-        self._dropped = weakref.finalize(self, worker.close, is_dropped=True)
+        self._session = session = Session(module, optimizers, options)
+        self._engine, self._checkpointer = session.engine, session.checkpointer
+        self._batches, self._monitoring = session.batches, session.monitoring
+        self._dropped = weakref.finalize(self, session.close, is_dropped=True)
         self._dropped.atexit = False  # a forked worker clears what runs at exit, but not finalizers
         self._at_exit = partial(close_at_exit, self._dropped)
         atexit.register(self._at_exit)
@@ -173,7 +173,7 @@ class GossipDataParallel(nn.Module):
 
         Distinct for each worker, or process of a replica, and each of its first 4,096 lives.
         """
-        environment = self._worker.replica.environment
+        environment = self._session.replica.environment
         process = self.rank * environment.num_shards + environment.shard
         life = (process << 12) + self._engine.incarnation % (1 << 12)
         return (self._options.seed * 2_654_435_761 + life) % (1 << 32)
@@ -181,7 +181,7 @@ class GossipDataParallel(nn.Module):
     @property
     def finished(self) -> bool:
         """Whether the workers together have used up the budget, or one has called :meth:`stop`."""
-        return self._feed.finished
+        return self._batches.finished
 
     def progress(self) -> float:
         """Progress of the whole run, 0 to 1, equal on all workers but for what is on its way.
@@ -192,9 +192,9 @@ class GossipDataParallel(nn.Module):
         Raises:
             RuntimeError: there is neither, and a step was made.
         """
-        if self._feed.budget_samples is not None:
-            return min(1.0, self._engine.total_samples() / self._feed.budget_samples)
-        if not self._worker.num_steps:
+        if self._batches.budget_samples is not None:
+            return min(1.0, self._engine.total_samples() / self._batches.budget_samples)
+        if not self._session.num_steps:
             return 0.0
         raise RuntimeError(
             "progress() cannot tell how far the run is, since nothing says where it ends: wrap "
@@ -215,7 +215,7 @@ class GossipDataParallel(nn.Module):
         or a compiled one, may be called in place of this.
         """
         if self.training and torch.is_grad_enabled():
-            self._worker.begin_forward((args, kwargs))
+            self._session.begin_forward((args, kwargs))
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -232,7 +232,7 @@ class GossipDataParallel(nn.Module):
         For loops that call the wrapped module itself and not the wrapper, as frameworks do. It does
         nothing with ``Counting(samples_per_step)``, and within :meth:`batches` and :meth:`epochs`.
         """
-        self._feed.count_forward(batch)
+        self._batches.count_forward(batch)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, pass after pass, until the budget is used up.
@@ -250,12 +250,12 @@ class GossipDataParallel(nn.Module):
             ValueError: there is no budget, the loader yields nothing, or a batch holds no tensor
                 whose samples could be counted.
         """
-        if self._feed.budget_samples is None:
+        if self._batches.budget_samples is None:
             raise ValueError(
                 "batches() needs to know when to end: wrap with budget_samples=, or loop over "
                 "model.epochs(loader, n)"
             )
-        return self._feed.until(self._feed.budget_samples, loader)
+        return self._batches.until(self._batches.budget_samples, loader)
 
     def epochs(
         self, loader: Iterable[Batch], num_epochs: int, *, samples: int | None = None
@@ -305,8 +305,8 @@ class GossipDataParallel(nn.Module):
             raise ValueError(
                 f"an epoch of {size} samples never ends, or never begins; give samples="
             )
-        self._feed.budget_samples = num_epochs * size
-        return self._feed.epochs(loader, num_epochs, size)
+        self._batches.budget_samples = num_epochs * size
+        return self._batches.epochs(loader, num_epochs, size)
 
     def stop(self) -> None:
         """End the run early, on all workers.
@@ -390,7 +390,7 @@ class GossipDataParallel(nn.Module):
         """
         self._checkpointer.take_last()
         self._monitoring.consolidating()
-        is_common_end = self._feed.finished
+        is_common_end = self._batches.finished
         known = {member.rank: member.gradient_steps for member in self._engine.view()[0]}
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._is_consolidated = True
@@ -407,7 +407,7 @@ class GossipDataParallel(nn.Module):
         """
         atexit.unregister(self._at_exit)
         if self._dropped.detach() is not None:
-            self._worker.close()
+            self._session.close()
 
     def __enter__(self) -> Self:
         """Return the wrapper; the end of ``with`` closes it, also after an error."""
@@ -469,7 +469,7 @@ class GossipDataParallel(nn.Module):
             OSError: it could not be written.
         """
         check_name(path)
-        is_writer = self._worker.replica.environment.shard == 0
+        is_writer = self._session.replica.environment.shard == 0
         with contextlib.nullcontext() if self._is_consolidated else self.averaged():
             state = copied_state(self.module, is_kept=is_writer)
         if is_writer:

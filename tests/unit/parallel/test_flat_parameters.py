@@ -108,10 +108,10 @@ def test_roles():
     net = Net()
     flat = flatten(net)
     by_role = {segment.role: segment for segment in flat.state.segments}
-    assert set(by_role) == {Role.TRAINED, Role.BUFFER, Role.COPIED, Role.FOLLOWING}
+    assert set(by_role) == {Role.TRAINED, Role.BUFFER, Role.COPIED, Role.UNOPTIMIZED}
     assert by_role[Role.TRAINED].c is not None
     assert by_role[Role.BUFFER].c is None
-    assert by_role[Role.FOLLOWING].pending.numel() == 0
+    assert by_role[Role.UNOPTIMIZED].pending.numel() == 0
     assert net.cache.untyped_storage().data_ptr() not in {
         segment.x.untyped_storage().data_ptr() for segment in flat.state.segments
     }

@@ -17,7 +17,7 @@ from gossipdp import Exchange, GossipDataParallel, ProgressLR
 from gossipdp.dynamics import chunks
 from gossipdp.dynamics.chunks import State
 from gossipdp.errors import ModelChangedError
-from gossipdp.parallel import gossip_engine, worker
+from gossipdp.parallel import gossip_engine, session
 from gossipdp.parallel.hooks import warn_of_step_counters
 
 
@@ -312,10 +312,10 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
     monkeypatch.setattr(threading.Thread, "join", tell)
     net = nn.Linear(2, 1)
     model = GossipDataParallel(net, sgd(net))
-    arrival = model._engine._arrival
-    between = arrival._between_steps
-    work_out = arrival._work_out if what == "the graph" else between._described
-    assert arrival.thread.call(lambda: work_out("a key", awaited.wait)).result() is None
+    startup = model._engine._startup
+    between = startup._between_steps
+    work_out = startup._work_out if what == "the graph" else between._described
+    assert startup.thread.call(lambda: work_out("a key", awaited.wait)).result() is None
     assert "gossipdp background" in threads()
     model.close()
     assert threads() == []
@@ -323,7 +323,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("owner", "what"),
-    [(gossip_engine, "Moments"), (gossip_engine.Arrival, "start"), (worker, "Hooks")],
+    [(gossip_engine, "Moments"), (gossip_engine.Startup, "start"), (session, "Hooks")],
 )
 def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what: str) -> None:
     """One so large that its boundaries have helpers, wherever the wrapping fails."""

@@ -145,7 +145,7 @@ def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path: Path) -> None:
     model = train(tmp_path, num_steps=0, counting=Counting(samples_per_step=8))
     model.log(loss=torch.empty((), device="meta"))
     model.log(loss=2.0)
-    model._worker.stepped(0)
+    model._session.stepped(0)
     model.close()
     assert [step.loss for step in read(tmp_path).steps] == [2.0]
 

@@ -45,7 +45,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def train(model: GossipDataParallel, steps: int) -> None:
     for _ in range(steps):
         model(torch.ones(8, 4)).sum().backward()
-        model._worker.stepped(0)
+        model._session.stepped(0)
 
 
 @pytest.mark.parametrize("method", ["a2cid2", "none"])

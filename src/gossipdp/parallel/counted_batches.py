@@ -24,7 +24,7 @@ STEPS_WITHOUT_SAMPLES = 3
 """After so many steps without one counted sample something is wrong with the loop."""
 
 
-class Feed:
+class CountedBatches:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
     Calls ``between`` two batches, and is ``within`` a context while it yields.

@@ -19,8 +19,8 @@ from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
+from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.feed import Feed
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
@@ -33,7 +33,7 @@ from gossipdp.parallel.skeleton import check_savable
 logger = logging.getLogger("gossipdp")
 
 
-class Worker:
+class Session:
     """Engine, checkpoints, log, data and hooks of one wrapper.
 
     It does not know the wrapper, and neither does anything below: one that is dropped is closed.
@@ -96,7 +96,7 @@ class Worker:
                 joins=joins,
                 resumes=resumption is not None,
             )
-            self.feed = Feed(
+            self.batches = CountedBatches(
                 position,
                 self.engine.total_samples,
                 lambda: self.engine.is_stopped,
@@ -115,7 +115,7 @@ class Worker:
                 module,
                 optimizers,
                 stepped=self.stepped,
-                counting_once=self.feed.counting_once,
+                counting_once=self.batches.counting_once,
                 loaded=self.engine.loaded,
             )
             opened.pop_all()
@@ -146,7 +146,7 @@ class Worker:
 
     def _begin_forward(self, batch: Any) -> None:
         self.checkpointer.at_forward()
-        self.feed.count_forward(batch)
+        self.batches.count_forward(batch)
 
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""
@@ -157,13 +157,13 @@ class Worker:
         if optimizer_index != 0:
             self.engine.boundary(optimizer_index, 0)
             return
-        samples = self.engine.boundary(0, self.feed.take_counted())
+        samples = self.engine.boundary(0, self.batches.take_counted())
         self.checkpointer.stepped()
         self.monitoring.stepped(samples)
         self.num_steps += 1
         if self.num_steps == 2 and self.engine.world_size > 1:
             warn_of_step_counters(self._optimizers)
-        self.feed.check_counted(self.num_steps)
+        self.batches.check_counted(self.num_steps)
 
     def close(
         self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S, *, is_dropped: bool = False
