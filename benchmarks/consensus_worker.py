@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gossipdp import logs
+from gossipdp import Counting, logs
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.store import connect
 from gossipdp.parallel.module import GossipDataParallel
@@ -76,7 +76,7 @@ def run_worker(task: ConsensusTask) -> WorkerSeries:
         comm_rate=task.comm_rate,
         method=task.method,
         seed=task.seed,
-        samples_per_step=1,
+        counting=Counting(samples_per_step=1),
         network=Network(max_bytes_per_s=task.max_bytes_per_s),
     )
     # Wrapping gave all of them rank 0's vector. No worker asks for an exchange before its fifth

@@ -25,7 +25,7 @@ import torch
 from support.meeting import Meeting
 from support.report import Missing, Report, Spread, Table, Target
 
-from gossipdp import GossipDataParallel, launch
+from gossipdp import Counting, GossipDataParallel, launch
 from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import ON, SWITCH
@@ -111,7 +111,9 @@ def run_worker(task: Task) -> dict[str, Any]:
         optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9)
         wrapped = None
         if name == "a2cid2":
-            wrapped = GossipDataParallel(net, optimizer, samples_per_step=task.batch_size)
+            wrapped = GossipDataParallel(
+                net, optimizer, counting=Counting(samples_per_step=task.batch_size)
+            )
         arms[name] = (wrapped or net, optimizer, wrapped)
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for round_number in range(-1, task.num_rounds):  # the first warms up

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.meeting import Meeting
 from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel
+from gossipdp import Counting, GossipDataParallel
 from gossipdp_lab.tasks.images import cifar_resnet18
 
 NUM_STEPS_BEFORE, NUM_EXCHANGES, MOST_STEPS = 2, 4, 200
@@ -108,7 +108,9 @@ def _wrap(
 ) -> tuple[nn.Module, Callable[[], int]]:
     """Return the model to train, and a function that counts its exchanges."""
     if arm in ("a2cid2", "gossip"):
-        wrapped = GossipDataParallel(net, optimizer, method=arm, samples_per_step=BATCH_SIZE)  # type: ignore[arg-type]
+        wrapped = GossipDataParallel(
+            net, optimizer, method=arm, counting=Counting(samples_per_step=BATCH_SIZE)
+        )  # type: ignore[arg-type]
         return wrapped, lambda: wrapped.stats().exchanges
     if arm.startswith("ddp"):
         net = nn.parallel.DistributedDataParallel(

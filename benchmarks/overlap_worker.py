@@ -20,7 +20,7 @@ from support.meeting import Meeting
 from support.models import LaunchBound
 from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel
+from gossipdp import Counting, GossipDataParallel
 from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("plain", "none", "a2cid2")
@@ -154,7 +154,7 @@ class _Arm:
                 net,
                 self._optimizer,
                 method=method,
-                samples_per_step=task.batch_size,
+                counting=Counting(samples_per_step=task.batch_size),
             )
         (thread,) = (
             each

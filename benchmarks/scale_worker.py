@@ -12,7 +12,7 @@ from support.meeting import Meeting
 from support.report import busy_cpu_s
 from torch import nn
 
-from gossipdp import GossipDataParallel
+from gossipdp import Counting, GossipDataParallel
 
 WARM_UP_STEPS = 8
 """The clock of a worker asks nothing before its fifth step."""
@@ -60,7 +60,9 @@ def run_worker(task: ScaleTask) -> WorkerScale:
     meeting = Meeting(task.meeting, rank, poll_s=0.02)
     net = nn.Sequential(nn.Linear(64, task.num_hidden), nn.ReLU(), nn.Linear(task.num_hidden, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    model = GossipDataParallel(net, optimizer, graph=task.graph, samples_per_step=1)
+    model = GossipDataParallel(
+        net, optimizer, graph=task.graph, counting=Counting(samples_per_step=1)
+    )
     protocol = model._engine._protocol  # type: ignore[attr-defined]
     meeting.meet()
     # Spread over a step, so that not all workers of one machine wake at once.

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from gossipdp import Exchange
 from gossipdp.integrations import single_process
 from gossipdp.integrations.accelerate import gossip_data_parallel
 
@@ -36,7 +37,9 @@ net = nn.Sequential(
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 loader = DataLoader(train, batch_size=32, shuffle=True)
 net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-model = gossip_data_parallel(accelerator, net, optimizer, budget_samples=20 * 1437, pace="strict")
+model = gossip_data_parallel(
+    accelerator, net, optimizer, budget_samples=20 * 1437, exchange=Exchange(pace="strict")
+)
 
 for inputs, targets in model.batches(loader):
     optimizer.zero_grad()

@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from gossipdp import Exchange
 from gossipdp.integrations import single_process
 from gossipdp.integrations.transformers import GossipCallback
 
@@ -50,7 +51,7 @@ with single_process() as worker:
     )
 net = Classifier()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-gossip = GossipCallback(budget_samples=20 * 1437, pace="strict")
+gossip = GossipCallback(budget_samples=20 * 1437, exchange=Exchange(pace="strict"))
 Trainer(net, args, train_dataset=train, optimizers=(optimizer, None), callbacks=[gossip]).train()
 
 net.eval()

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from gossipdp import Exchange
 from gossipdp.integrations import single_process
 from gossipdp.integrations.lightning import GossipStrategy
 
@@ -47,7 +48,7 @@ class Classifier(lightning.LightningModule):
 
 with single_process() as worker:
     lightning.seed_everything(worker.seed)
-    strategy = GossipStrategy(budget_samples=20 * 1437, pace="strict")
+    strategy = GossipStrategy(budget_samples=20 * 1437, exchange=Exchange(pace="strict"))
     quiet = {"logger": False, "enable_checkpointing": False}
     trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", max_epochs=-1, **quiet)
 module = Classifier()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossipdp import GossipDataParallel, Network
+from gossipdp import Exchange, GossipDataParallel, Network
 
 CONTEXT, WIDTH, HEADS, DEPTH, RANK = 64, 128, 4, 4, 4
 
@@ -84,7 +84,7 @@ def train(name: str, net: Model, text: Tensor, samples: int, lr: float) -> float
         net,
         optimizer,
         budget_samples=samples,
-        pace="strict",  # wait for exchanges: there are to be some
+        exchange=Exchange(pace="strict"),  # wait for exchanges: there are to be some
         network=Network(shared_memory="off"),  # through sockets, where bytes are counted
     )
     start = model.stats().bytes_sent  # all weights were sent once

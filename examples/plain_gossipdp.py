@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import GossipDataParallel
+from gossipdp import Exchange, GossipDataParallel
 
 dist.init_process_group("gloo")
 
@@ -33,7 +33,7 @@ net = nn.Sequential(
     nn.Linear(32 * 3 * 3, 10),
 )
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-model = GossipDataParallel(net, optimizer, pace="strict")
+model = GossipDataParallel(net, optimizer, exchange=Exchange(pace="strict"))
 
 sampler = DistributedSampler(train)
 loader = DataLoader(train, batch_size=32, sampler=sampler)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel, OuterStep
+from gossipdp import Counting, Exchange, GossipDataParallel, OuterStep
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,15 @@ class Gossip(OneOptimizer):
         options = dict(plan.options)
         if "outer" in options:
             options["outer"] = OuterStep()
+        moments, pace = options.pop("exchange_moments", True), options.pop("pace", "free")
         self.model = self.gossip = GossipDataParallel(
             net,
             self.optimizer,
             method=plan.method,  # type: ignore[arg-type]
             budget_samples=plan.samples,
-            samples_per_step=plan.batch_size,
+            counting=Counting(samples_per_step=plan.batch_size),
             seed=plan.seed,
+            exchange=Exchange(moments=moments, pace=pace),
             **options,
         )
 

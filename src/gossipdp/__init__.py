@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from gossipdp.launcher.local import launch
     from gossipdp.parallel.module import GossipDataParallel
-    from gossipdp.parallel.options import Checkpoints, Monitor, Network
+    from gossipdp.parallel.options import Checkpoints, Counting, Exchange, Monitor, Network
     from gossipdp.parallel.schedule import ProgressLR, parameter_groups
     from gossipdp.parallel.stats import Consolidated, Stats
 
@@ -48,6 +48,8 @@ __version__ = "0.2.0.dev0"
 # Imported on first use: `gossipdp plan` needs no torch, and `import gossipdp` nothing at all.
 _HOMES = {
     "GossipDataParallel": "gossipdp.parallel.module",
+    "Exchange": "gossipdp.parallel.options",
+    "Counting": "gossipdp.parallel.options",
     "Network": "gossipdp.parallel.options",
     "OuterStep": "gossipdp.dynamics.outer",
     "Checkpoints": "gossipdp.parallel.options",
@@ -70,6 +72,8 @@ _HOMES = {
 __all__ = [
     "Checkpoints",
     "Consolidated",
+    "Counting",
+    "Exchange",
     "GossipDataParallel",
     "GossipError",
     "ModelChangedError",

@@ -4,8 +4,9 @@ Its packages come with ``pip install 'gossipdp[lab]'``; its commands appear as `
 ``train``, ``simulate`` and ``report`` by the entry points of pyproject.toml. Each package imports
 only those to its left, and the library, which never imports the lab (a test says so):
 
-    tasks  →  simulate  →  report  →  demo
+    baselines  →  tasks  →  simulate  →  report  →  demo
 
+baselines   DistributedDataParallel under the wrapper's names, for what demo and train compare with
 tasks       built-in trainings: digits, bytes, CIFAR-10, ImageNet, and ``gossipdp train``
 simulate    the same protocol on a virtual clock, and ``gossipdp simulate``
 report      pages from a run's logs, pictures of simulations, and ``gossipdp report``

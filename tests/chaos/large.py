@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import gossipdp
-from gossipdp import GossipDataParallel, Network, WorkerFailedError, launch
+from gossipdp import Counting, GossipDataParallel, Network, WorkerFailedError, launch
 from gossipdp.gossip.thread import GossipThread
 from gossipdp.launcher.supervisor import Failure, describe
 from gossipdp.links.tcp import TcpTransport
@@ -153,7 +153,7 @@ def train(directory: Path, num_values: int, num_exchanges: int) -> End:
         optimizer,
         graph="complete",
         method="gossip",
-        samples_per_step=1,
+        counting=Counting(samples_per_step=1),
         network=Network(timeout_s=TIMEOUT_S, start_timeout_s=LIMIT_S),
     )
 

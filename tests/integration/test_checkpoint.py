@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from waiting import wait_until
 
-from gossipdp import Checkpoints, GossipDataParallel, Network
+from gossipdp import Checkpoints, Exchange, GossipDataParallel, Network
 from gossipdp.errors import WorkerFailedError
 from gossipdp.parallel import checkpoint
 from gossipdp.parallel.checkpoint import saved_in
@@ -70,7 +70,9 @@ def state_of(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> dic
 
 
 def train_and_save(directory: str) -> Any:
-    model, optimizer = make_model(directory, every_steps=4, keep=2, pace="strict")
+    model, optimizer = make_model(
+        directory, every_steps=4, keep=2, exchange=Exchange(pace="strict")
+    )
     train(model, optimizer, 30 + model.rank)
     path = model.save_checkpoint()
     stats = model.stats()
@@ -79,7 +81,7 @@ def train_and_save(directory: str) -> Any:
 
 
 def resume_and_look(directory: str, steps: int = 0, save: bool = False) -> Any:
-    model, optimizer = make_model(directory, pace="strict")
+    model, optimizer = make_model(directory, exchange=Exchange(pace="strict"))
     start = state_of(model, optimizer)
     total = model._engine.total_samples()
     own = model.stats()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import Checkpoints, GossipDataParallel, Network
+from gossipdp import Checkpoints, Exchange, GossipDataParallel, Network
 
 pytestmark = pytest.mark.processes
 SUPPORT = str(Path(__file__).parents[1] / "support")
@@ -77,7 +77,7 @@ def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, An
         model = GossipDataParallel(
             net,
             optimizer,
-            exchange_moments={"momentum_buffer": 2},
+            exchange=Exchange(moments={"momentum_buffer": 2}),
             wire_format=wire_format,
             checkpoints=Checkpoints(folder),
             network=Network(start_timeout_s=60),

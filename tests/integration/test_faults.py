@@ -19,11 +19,11 @@ from known_average import assert_is_mean, quietly, x_of, z_of
 from torch import nn
 from waiting import LONGEST_S, wait_until
 
-from gossipdp import GossipDataParallel, Network
+from gossipdp import Exchange, GossipDataParallel, Network
 from gossipdp.errors import PoisonedError, WorkerFailedError
 from gossipdp.gossip.transfer import Transfers
 from gossipdp.links.frames import FrameType
-from gossipdp.parallel import arrival
+from gossipdp.parallel import startup
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.messages import AskAverage, PullPartials, RequestState
 from gossipdp.protocol.worker import WorkerProtocol
@@ -523,7 +523,7 @@ class Reluctant(WorkerProtocol):
 def average_without(directory: Path, what: str) -> None:
     """Rank 0 averages, and rank 2 fails or refuses; nobody trains."""
     if what == "refuses" and os.environ["RANK"] == "2":
-        arrival.WorkerProtocol = Reluctant
+        startup.WorkerProtocol = Reluctant
     worker = Worker(directory, method="none")
     rank, averages = worker.model.rank, worker.averages
     values = [*worker.net.parameters(), worker.net[1].running_mean]  # of two chunks
@@ -620,7 +620,7 @@ def test_consolidate_goes_on_without_a_training_loop_that_hangs(
 
 def turn_to_nan(directory: Path, on_nonfinite: str) -> None:
     """Rank 1 does."""
-    worker = Worker(directory, on_nonfinite=on_nonfinite)
+    worker = Worker(directory, exchange=Exchange(on_nonfinite=on_nonfinite))
     worker.train_until_exchanged()
     if worker.model.rank == 1:
         for parameter in worker.net.parameters():

@@ -49,8 +49,8 @@ def test_the_loop_under_ddp_and_ours_differ_in_three_lines() -> None:
 
     ddp, ours = code("plain_ddp"), code("plain_gossipdp")
     assert [line for line in ours if line not in ddp] == [
-        "from gossipdp import GossipDataParallel",
-        'model = GossipDataParallel(net, optimizer, pace="strict")',
+        "from gossipdp import Exchange, GossipDataParallel",
+        'model = GossipDataParallel(net, optimizer, exchange=Exchange(pace="strict"))',
         "model.consolidate()",
     ]
     assert len([line for line in ddp if line not in ours]) == 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from waiting import wait_until
 
-from gossipdp import GossipDataParallel, Network, OuterStep
+from gossipdp import Exchange, GossipDataParallel, Network, OuterStep
 from gossipdp.errors import GossipError
 
 pytestmark = pytest.mark.processes
@@ -44,7 +44,9 @@ def moments(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> Tens
 def train(choice: Any, options: dict[str, Any]) -> Any:
     """The moments at the end, parameters and statistics."""
     network = Network(**options.pop("network", {}))
-    model, optimizer = make(exchange_moments=choice, pace="strict", network=network, **options)
+    model, optimizer = make(
+        exchange=Exchange(moments=choice, pace="strict"), network=network, **options
+    )
     torch.manual_seed(model.rank)
     for _ in range(NUM_STEPS):
         step(model, optimizer, 1.0 + model.rank)
@@ -99,7 +101,9 @@ def meet(periods: list[int]) -> str:
     """Return how one that is refused says why."""
     period = periods[int(os.environ["RANK"])]
     try:
-        make(exchange_moments={"exp_avg_sq": period}, network=Network(start_timeout_s=60.0))
+        make(
+            exchange=Exchange(moments={"exp_avg_sq": period}), network=Network(start_timeout_s=60.0)
+        )
     except GossipError as error:
         return str(error)
     return "met"
@@ -113,7 +117,9 @@ def test_workers_of_two_periods_are_refused_with_both(workers: Callable) -> None
 def die_once(directory: Path) -> Any:
     """Worker 1 dies after some exchanges; return ages and moments of all at the end."""
     life = int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
-    model, optimizer = make(exchange_moments={"exp_avg_sq": 1}, pace="strict")
+    model, optimizer = make(
+        exchange=Exchange(moments={"exp_avg_sq": 1}, pace="strict"),
+    )
     wanted = model.stats().exchanges + 10
     is_first = model.rank == 1 and life == 0
     ages = [float(each["step"]) for each in optimizer.state.values()]

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipdp import Checkpoints, GossipDataParallel, OuterStep, RefusedError, RendezvousError
+from gossipdp import (
+    Checkpoints,
+    Counting,
+    Exchange,
+    GossipDataParallel,
+    OuterStep,
+    RefusedError,
+    RendezvousError,
+)
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpoint_files import read_tensors
@@ -38,8 +46,10 @@ def train(steps: int, options: dict[str, Any], directory: Path | None) -> tuple[
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
     saving = Checkpoints(directory, resume="auto") if directory else Checkpoints()
     rule = OuterStep(momentum=MOMENTUM, lr=1.0)
-    options = {"comm_rate": 1 / 8, "pace": "strict", "outer": rule, **options}
-    model = GossipDataParallel(net, optimizer, samples_per_step=1, checkpoints=saving, **options)
+    options = {"comm_rate": 1 / 8, "exchange": Exchange(pace="strict"), "outer": rule, **options}
+    model = GossipDataParallel(
+        net, optimizer, counting=Counting(samples_per_step=1), checkpoints=saving, **options
+    )
     last: list[Held] = []
     replace = Chunk.replace
 

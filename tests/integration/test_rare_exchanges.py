@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel, Network, OuterStep
+from gossipdp import Counting, Exchange, GossipDataParallel, Network, OuterStep
 
 pytestmark = pytest.mark.processes
 
@@ -23,7 +23,9 @@ def walk(method: str, num_values: int, steps: int, options: dict[str, Any]) -> t
     net = nn.Module()
     net.weight = nn.Parameter(torch.zeros(num_values))
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
-    model = GossipDataParallel(net, optimizer, method=method, samples_per_step=1, **options)
+    model = GossipDataParallel(
+        net, optimizer, method=method, counting=Counting(samples_per_step=1), **options
+    )
     noise = torch.Generator().manual_seed(model.rank)
     net.weight.grad = torch.zeros(num_values)
     for _ in range(steps):
@@ -50,7 +52,7 @@ def test_exchanges_hold_workers_together(
 ) -> None:
     """Noise that drives workers apart: with exchanges the distance is that of a few steps."""
     n, steps, num_values = 4, 150, 50_000
-    options = {"graph": graph, "pace": "strict"}
+    options = {"graph": graph, "exchange": Exchange(pace="strict")}
     results = workers(walk, n, (method, num_values, steps, options))
     distances = {outcome.consensus_distance for outcome, _ in results}
     assert len(distances) == 1
@@ -89,7 +91,7 @@ def test_an_exchange_that_takes_longer_than_the_time_out(workers: Callable[..., 
     options = {
         "graph": "complete",
         "comm_rate": 0.5,
-        "pace": "strict",
+        "exchange": Exchange(pace="strict"),
         "network": Network(timeout_s=1.0, max_bytes_per_s=4e6, shared_memory="off"),
     }
     results = workers(walk, 2, ("gossip", num_values, 12, options))

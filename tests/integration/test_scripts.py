@@ -73,7 +73,7 @@ from gossipdp import GossipDataParallel
 
 net = torch.nn.Linear(2, 1)
 model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
-engine = model._worker.engine
+engine = model._session.engine
 end = engine.close
 
 def close():

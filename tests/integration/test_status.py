@@ -20,14 +20,13 @@ pytestmark = pytest.mark.processes
 NUM_WORKERS = 4
 
 
-def train(directory: Path, method: str) -> None:
+def train(directory: Path) -> None:
     """Until the file ``enough`` is there; worker 0 tells where it shows its status."""
     net = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = GossipDataParallel(
         net,
         optimizer,
-        method=method,
         network=Network(timeout_s=1.0),
         monitor=Monitor(status_port=0),
     )
@@ -36,15 +35,11 @@ def train(directory: Path, method: str) -> None:
         (directory / "new").write_text(show_address(*model._monitoring.page.address))
         (directory / "new").rename(directory / "address")
     pause_s = 0.05 if model.rank == 3 else 0.005
-    is_last = torch.zeros(1)
-    while not is_last:
+    while not (directory / "enough").exists():
         optimizer.zero_grad()
         model(torch.ones(2, 8)).square().mean().backward()
         optimizer.step()
         time.sleep(pause_s)
-        is_last = torch.tensor([float((directory / "enough").exists())])
-        if method == "allreduce":  # all end with the same step
-            torch.distributed.all_reduce(is_last)
     model.consolidate()
 
 
@@ -88,7 +83,7 @@ def test_one_address_shows_the_whole_job(workers: Callable, tmp_path: Path) -> N
         )
 
     watcher = Watcher(tmp_path, is_all_there)
-    workers(train, NUM_WORKERS, (tmp_path, "a2cid2"), on_poll=watcher.poll)
+    workers(train, NUM_WORKERS, (tmp_path,), on_poll=watcher.poll)
     job = next(job for job in watcher.seen if is_all_there(job))
     assert job.num_answering == NUM_WORKERS
     assert (job.graph, job.method) == ("ring (4 workers)", "a2cid2")
@@ -112,17 +107,7 @@ def test_the_death_of_the_worker_asked_first_is_seen_from_the_others(
 
     watcher = Watcher(tmp_path, kill_and_see)
     with pytest.raises(WorkerFailedError, match="SIGKILL"):
-        workers(train, NUM_WORKERS, (tmp_path, "a2cid2"), on_poll=watcher.poll)
+        workers(train, NUM_WORKERS, (tmp_path,), on_poll=watcher.poll)
     job = next(job for job in watcher.seen if job.num_answering == 3 and "dead" in states(job))
     assert (0, "dead") in [(notice.rank, notice.kind) for notice in job.notices]
     assert job.workers[0].gradient_steps > 0, "what it had done is still there"
-
-
-def test_under_allreduce_too_all_are_found(workers: Callable, tmp_path: Path) -> None:
-    def is_all_there(job: JobStatus) -> bool:
-        return job.num_answering == 2 and all(worker.step_seconds for worker in job.workers)
-
-    watcher = Watcher(tmp_path, is_all_there)
-    workers(train, 2, (tmp_path, "allreduce"), on_poll=watcher.poll)
-    job = next(job for job in watcher.seen if is_all_there(job))
-    assert states(job) == ["training", "training"]

@@ -145,17 +145,6 @@ def test_the_arguments_are_checked_when_a_module_is_wrapped(
     wrap(network=Network(tls=str(run_tls.cert.parent))).close()
 
 
-def test_all_reduce_is_not_passed_off_as_protected(
-    authority: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = authority.issue()
-    with pytest.raises(ValueError, match="would send everything in the clear"):
-        wrap(method="allreduce", network=Network(tls=files.cert.parent))
-    monkeypatch.setenv("GOSSIPDP_TLS", str(files.cert.parent))
-    with pytest.raises(ValueError, match="would send everything in the clear"):
-        wrap(method="allreduce")
-
-
 def refuse_plain(directory: str) -> str:
     """Worker 1 has TLS, worker 0 has none."""
     tls = directory if os.environ["RANK"] == "1" else None

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch.distributed as dist
 from known_average import assert_is_mean, phase_and_starts, phase_by_hand, quietly, x_of, z_of
 from threadpoolctl import threadpool_limits
 from torch import nn
-from torch.distributed.constants import default_pg_timeout
 from waiting import FOR_EVER_S, wait_until
 
-from gossipdp import GossipDataParallel, Network
+from gossipdp import Counting, Exchange, GossipDataParallel, Network
 from gossipdp.errors import WorkerFailedError
 
 pytestmark = pytest.mark.processes
@@ -71,9 +69,6 @@ def train_and_consolidate(method: str, graph: str, optimizer_name: str, options:
     model = GossipDataParallel(net, optimizer, method=method, graph=graph, **options)
     start = flat(net)
     train(model, optimizer, 40)
-    if method == "allreduce":
-        result = model.consolidate()
-        return start, flat(net), model.stats(), result, None, None
     if method in ("a2cid2", "gossip"):
         train_until_exchanged(model, optimizer)
     z = quietly(model, lambda _: wait_for_all(model), lambda: z_of(model))
@@ -86,9 +81,8 @@ CASES = {
     "gossip, odd number": (3, ("gossip", "complete", "AdamW", {})),
     "two workers": (2, ("a2cid2", "ring", "AdamW", {})),
     "star, bfloat16": (4, ("a2cid2", "star", "SGD", {"bfloat16": True})),
-    "strict pace": (4, ("a2cid2", "ring", "SGD", {"pace": "strict"})),
+    "strict pace": (4, ("a2cid2", "ring", "SGD", {"exchange": Exchange(pace="strict")})),
     "none": (2, ("none", "ring", "SGD", {})),
-    "allreduce": (2, ("allreduce", "ring", "SGD", {})),
 }
 
 
@@ -101,8 +95,7 @@ def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers: Callable, c
         assert torch.equal(start, starts[0])
         assert torch.equal(end, ends[0])
     assert not torch.equal(starts[0], ends[0])
-    if case != "allreduce":
-        assert_is_mean(averages[0], brought)
+    assert_is_mean(averages[0], brought)
     assert set(outcomes) == {outcomes[0]}
     assert outcomes[0].world_size == num_workers
     steps = [each.gradient_steps for each in stats]
@@ -112,7 +105,7 @@ def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers: Callable, c
     assert outcomes[0].samples == 32 * sum(steps)
     assert math.isfinite(outcomes[0].consensus_distance)
     initiated = sum(s.exchanges_initiated for s in stats)
-    assert initiated == 0 if case in ("none", "allreduce") else initiated > 0
+    assert initiated == 0 if case == "none" else initiated > 0
     assert initiated == sum(s.exchanges_answered for s in stats)
     assert sum(s.exchanges_failed for s in stats) == 0
     for each in stats:
@@ -152,8 +145,6 @@ def average_in_mid_training() -> Any:
 
 def wait_for_all(model: GossipDataParallel) -> None:
     """A barrier for tests, through the user's own process group beside gossipdp."""
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     dist.barrier()
@@ -228,7 +219,6 @@ def test_the_gossip_thread_is_one_and_starts_no_other(workers: Callable) -> None
 
 
 def share_the_process_group() -> float:
-    import torch.distributed as dist
 
     dist.init_process_group("gloo")
     net = make_net()
@@ -370,7 +360,9 @@ def end_by(what: str) -> tuple[float, list[str]]:
     """Worker 0 is drawn to +1 and worker 1, which makes many more steps, to -1."""
     net = nn.Linear(8, 1, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = GossipDataParallel(net, optimizer, samples_per_step=1, budget_samples=400)
+    model = GossipDataParallel(
+        net, optimizer, counting=Counting(samples_per_step=1), budget_samples=400
+    )
     target = 1.0 if model.rank == 0 else -1.0
     warnings: list[str] = []
     logging.getLogger("gossipdp").addFilter(lambda record: warnings.append(record.getMessage()))
@@ -444,36 +436,3 @@ def test_workers_that_do_not_fit_are_one_clear_error(
 ) -> None:
     with pytest.raises(WorkerFailedError, match=message):
         workers(differ, 4, (what, tmp_path))
-
-
-def evaluate_alone(rank: int) -> bool:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer, method="allreduce")
-    for training in (True, False):  # in eval mode BatchNorm stands still, but all train on
-        model.train(training)
-        train(model, optimizer, 2)
-        with torch.no_grad():
-            if model.rank == rank:
-                model(torch.ones(8, 16))
-    return model.consolidate().consensus_distance == 0.0
-
-
-def test_under_allreduce_one_worker_may_evaluate_without_the_others(workers: Callable) -> None:
-    assert workers(evaluate_alone, 2, (1,)) == [True, True]
-
-
-def train_in_step() -> timedelta:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(
-        net, optimizer, method="allreduce", network=Network(start_timeout_s=30.0)
-    )
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    train(model, optimizer, 2)
-    model.consolidate()
-    return backend.options._timeout
-
-
-def test_under_allreduce_the_start_has_a_time_out_of_its_own(workers: Callable) -> None:
-    assert workers(train_in_step, 2) == [default_pg_timeout] * 2

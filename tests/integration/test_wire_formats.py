@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel, Network
+from gossipdp import Exchange, GossipDataParallel, Network
 from gossipdp.errors import GossipError
 
 pytestmark = pytest.mark.processes
@@ -21,7 +21,11 @@ def train(wire_format: str, options: dict[str, Any]) -> Any:
     net = nn.Sequential(nn.Linear(16, 700), nn.BatchNorm1d(700), nn.ReLU(), nn.Linear(700, 900))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     model = GossipDataParallel(
-        net, optimizer, wire_format=wire_format, pace="strict", network=Network(**options)
+        net,
+        optimizer,
+        wire_format=wire_format,
+        exchange=Exchange(pace="strict"),
+        network=Network(**options),
     )
     torch.manual_seed(model.rank)
     for _ in range(50):

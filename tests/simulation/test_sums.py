@@ -270,7 +270,7 @@ class Kinds:
         segments = [
             Segment(trained, Role.TRAINED, momentum=False, chunk_bytes=32),
             Segment(torch.tensor([1.0 + rank]), Role.BUFFER),
-            Segment(torch.tensor([10.0 * rank]), Role.FOLLOWING),
+            Segment(torch.tensor([10.0 * rank]), Role.UNOPTIMIZED),
             Segment(torch.tensor([7 + rank, 2**62 + rank]), Role.COPIED),
         ]
         self.states[rank] = State(segments)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from waiting import wait_until
 
-from gossipdp import GossipDataParallel
+from gossipdp import Counting, Exchange, GossipDataParallel
 
 NUM_OBSERVED = 1_000
 
@@ -75,8 +75,10 @@ def mix(task: MixingTask, meeting: Path) -> Mixed:
         graph=task.graph,
         comm_rate=task.comm_rate,
         method=task.method,
-        pace="strict",  # so that each step brings its exchanges, however busy the machine is
-        samples_per_step=1,
+        exchange=Exchange(
+            pace="strict"
+        ),  # so that each step brings its exchanges, however busy the machine is
+        counting=Counting(samples_per_step=1),
     )
     # Wrapping gave all of them rank 0's vector. No worker asks before its fifth step, and none
     # steps before all have vectors of their own.

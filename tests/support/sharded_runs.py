@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from gossipdp import Checkpoints, GossipDataParallel, PoisonedError
+from gossipdp import Checkpoints, Exchange, GossipDataParallel, PoisonedError
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.termination import Termination
 
@@ -156,9 +156,8 @@ def train(
         optimizer,
         mesh=replica_mesh,
         budget_samples=BUDGET,
-        pace="strict",
+        exchange=Exchange(pace="strict", moments={"exp_avg": 1, "exp_avg_sq": 2}),
         comm_rate=2.0,
-        exchange_moments={"exp_avg": 1, "exp_avg_sq": 2},
         checkpoints=saving,
         **options,
     )
@@ -335,9 +334,8 @@ def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
         optimizer,
         mesh=mesh["replicate"],
         budget_samples=BUDGET // 2,
-        pace="strict",
+        exchange=Exchange(pace="strict", on_nonfinite="exit"),
         comm_rate=2.0,
-        on_nonfinite="exit",
     )
     try:
         for inputs, targets in model.batches(loader(model.worker_seed)):

@@ -32,10 +32,11 @@ LAYERS = {
 }
 LAB_LAYERS = {
     "progress_bar": set(),
-    "tasks": set(),
+    "baselines": set(),
+    "tasks": {"baselines"},
     "simulate": {"tasks"},
     "report": {"simulate"},
-    "demo": {"tasks", "simulate", "report"},
+    "demo": {"baselines", "tasks", "simulate", "report"},
 }
 EVERYONE_MAY = {"errors", "logs"}
 # Top-level third-party imports of the pure layers.

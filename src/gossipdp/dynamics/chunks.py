@@ -62,7 +62,7 @@ class Role(enum.Enum):
     COPIED = "copied"
     """Integer buffers, and float ones with infinities from the start, such as attention masks:
     never averaged; at the end all workers take those of the lowest rank."""
-    FOLLOWING = "following"
+    UNOPTIMIZED = "following"
     """Parameters of no optimizer, such as target networks: averaged when the average is made."""
     FROZEN = "frozen"
     """Parameters that never change: sent once, at the start."""
@@ -78,7 +78,7 @@ class Role(enum.Enum):
     @property
     def is_averaged(self) -> bool:
         """True if the average of all workers includes these values."""
-        return self in (Role.TRAINED, Role.BUFFER, Role.FOLLOWING)
+        return self in (Role.TRAINED, Role.BUFFER, Role.UNOPTIMIZED)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -54,7 +54,7 @@ class Segment:
         # Values that are not exchanged have no pending: an empty tensor, for a simple type.
         length = x.numel() if role.is_exchanged else 0
         # In float64 the mean of equal values is that value, so values that never moved stay.
-        dtype = torch.float64 if role is Role.FOLLOWING else working_dtype(x.dtype)
+        dtype = torch.float64 if role is Role.UNOPTIMIZED else working_dtype(x.dtype)
         self.pending = zeros(length, dtype, x.device)
         has_c = momentum and role is Role.TRAINED
         self.c = zeros(length, dtype, x.device) if has_c else None
@@ -144,7 +144,7 @@ class State:
         self.segments, self.moments = list(segments), list(moments)
         chunks = [chunk for segment in self.segments for chunk in segment.chunks]
         self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
-        following = [chunk for chunk in chunks if chunk.role is Role.FOLLOWING]
+        following = [chunk for chunk in chunks if chunk.role is Role.UNOPTIMIZED]
         self.averaged_chunks = self.chunks + following
         self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
         frozen = [chunk for chunk in chunks if chunk.role is Role.FROZEN]

@@ -10,10 +10,9 @@ Importing this package imports no framework; each module needs its own (``pip in
 """
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from gossipdp.launcher.environment import Environment, without_launcher_variables
 
@@ -73,12 +72,3 @@ def _seed(environment: Environment, seed: int) -> int:
         return secrets.randbelow(NUM_SEEDS)
     lives = environment.num_restarts + environment.restart_count
     return ((seed * 1_000_003 + environment.rank) * 1_009 + lives) % NUM_SEEDS
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse ``method="allreduce"``, at once and not only when training begins."""
-    if options.get("method") == "allreduce":
-        raise ValueError(
-            "method='allreduce' averages gradients within the wrapper's forward pass, and a "
-            "framework calls the model itself: use the framework's own DistributedDataParallel"
-        )

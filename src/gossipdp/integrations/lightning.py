@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossipdp.integrations import check_options
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
@@ -48,7 +47,6 @@ class GossipStrategy(SingleDeviceStrategy):
     strategy_name = "gossipdp"
 
     def __init__(self, device: str | torch.device = "cpu", **options: Any) -> None:
-        check_options(options)
         super().__init__(device=device)
         environment = Environment.read()
         self.global_rank = rank_zero_only.rank = environment.rank

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossipdp.integrations import check_options
 from gossipdp.integrations.accelerate import torch_optimizer
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
@@ -52,7 +51,6 @@ class GossipCallback(TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
-        check_options(options)
         self.consolidated: Consolidated | None = None
         self._options = options
         self._model: GossipDataParallel | None = None

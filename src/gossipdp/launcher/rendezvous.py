@@ -253,8 +253,6 @@ class Rendezvous:
 
         Once all have begun, the failure of one ends no other. ``rank`` is the one that a joining
         worker was given.
-
-        A method that cannot go on without every worker (``allreduce``) does not call it.
         """
         send_report(Report(begins=True, rank=rank if self.joins else None))
         if self._store is None:

@@ -29,7 +29,7 @@ from gossipdp.parallel.checkpoint_files import (
     write_tensors,
 )
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
-from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.stats import Stats
@@ -109,7 +109,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GossipEngine,
         optimizers: Sequence[torch.optim.Optimizer],
         position: DataPosition,
         options: Options,

@@ -23,7 +23,7 @@ logger = logging.getLogger("gossipdp")
 
 ALIGNMENT_BYTES = 64
 AVERAGED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MOST_FOLLOWING = 2.0
+MOST_UNOPTIMIZED = 2.0
 """Parameters of no optimizer are averaged at the end if they are at most so many times the trained
 ones: an average network and a target network, and not the frozen base of an adapter."""
 MAX_CHUNK_BYTES = 1 << 22
@@ -156,7 +156,7 @@ class FlatParameters:
         self._flats = [segment.x for segment in self.state.segments]
         # What every boundary looks at.
         self._held = [(view, *held) for view in self._views for held in view.owners]
-        untrained = (Role.FROZEN, Role.FOLLOWING)
+        untrained = (Role.FROZEN, Role.UNOPTIMIZED)
         self._frozen = [
             view for view in self._views if view.role in untrained and not view.requires_grad
         ]
@@ -264,7 +264,7 @@ class FlatParameters:
                 raise ModelChangedError(
                     f"parameter {view.name!r} was frozen when the module was wrapped and is "
                     "trainable now; workers would not average it. Wrap with "
-                    "exchange_frozen=True, or unfreeze before wrapping"
+                    "exchange=Exchange(frozen=True), or unfreeze before wrapping"
                 )
         for optimizer, expected in zip(self._optimizers, self._num_optimized, strict=True):
             if _num_parameters(optimizer) != expected:
@@ -287,9 +287,10 @@ class FlatParameters:
                 logger.warning(
                     "parameter %r changes although it is in no optimizer. Since more than %g times "
                     "as many parameters are in none as are trained, it was taken for frozen. It is "
-                    "not averaged, and workers will not end equal: wrap with exchange_frozen=True",
+                    "not averaged, and workers will not end equal: wrap with "
+                    "exchange=Exchange(frozen=True)",
                     view.name,
-                    MOST_FOLLOWING,
+                    MOST_UNOPTIMIZED,
                 )
                 self._watched = []
                 return
@@ -453,7 +454,7 @@ def _optimizer_of(
     if not (exchange_frozen or any(parameter.requires_grad for parameter in held)):
         raise ValueError(
             "all parameters that the optimizer holds are frozen (requires_grad=False), so nothing "
-            "would train: unfreeze before wrapping, or wrap with exchange_frozen=True"
+            "would train: unfreeze before wrapping, or wrap with exchange=Exchange(frozen=True)"
         )
     return optimizer_of
 
@@ -507,9 +508,9 @@ def _set_following(views: Sequence[_View]) -> None:
     others = [
         view for view in views if view.role is Role.FROZEN and view.tensor.dtype in AVERAGED_DTYPES
     ]
-    if sum(view.tensor.nbytes for view in others) <= MOST_FOLLOWING * trained:
+    if sum(view.tensor.nbytes for view in others) <= MOST_UNOPTIMIZED * trained:
         for view in others:
-            view.role = Role.FOLLOWING
+            view.role = Role.UNOPTIMIZED
 
 
 def _check_device(views: Sequence[_View]) -> None:

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import fields, replace
+from dataclasses import fields
 from statistics import fmean
 from typing import Any
 
@@ -24,15 +24,14 @@ from gossipdp.launcher.environment import check_platform, show_address
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
-from gossipdp.parallel.arrival import Arrival
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.crossing import Crossing
-from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
+from gossipdp.parallel.startup import Startup
 from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.members import Status
@@ -68,13 +67,26 @@ _engines: "weakref.WeakSet[GossipEngine]" = weakref.WeakSet()
 """Of this process's models, those that are not closed."""
 
 
-class GossipEngine(Engine):
-    """One worker of methods ``a2cid2``, ``gossip`` and ``none``.
+class GossipEngine:
+    """One worker's exchanges with the others, as the main thread drives them.
 
-    Owns the flat parameters, the state shared with the gossip thread, and that thread. The main
+    It owns the flat parameters, the state shared with the gossip thread, and that thread. The main
     thread's part is :meth:`boundary`; while it waits, at the start and at the end, the gossip
-    thread writes x.
+    thread writes x. Main thread only; :meth:`stats` and :meth:`view` any thread may call.
+
+    Attributes:
+        rank, incarnation: of this worker; the number of its lives before this one.
+        world_size: workers in the run.
+        run_id, graph: of the run; the graph's name.
+        is_consolidating: ``consolidate()`` was called.
+        is_end_asked: says whether this process was asked to end (SIGTERM).
     """
+
+    rank: int
+    world_size: int
+    run_id: str
+    incarnation = 0
+    graph = ""
 
     def __init__(
         self,
@@ -86,16 +98,21 @@ class GossipEngine(Engine):
         resumption: Resumption | None = None,
         page: StatusPage | None = None,
     ) -> None:
-        super().__init__(module, Counts())
         check_platform()
+        self._module = module
+        self.is_consolidating = self._is_closed = False
+        self.is_end_asked: Callable[[], bool] = lambda: False
+        self._before = Counts()
+        self._gradient_steps = self._samples = 0
+        self._waited_s = 0.0
         self._options, self._replica = options, replica
-        choice = options.exchange_moments if options.method != "none" else False
+        choice = options.exchange.moments if options.method != "none" else False
         self._flat = FlatParameters(
             module,
             optimizers,
             momentum=options.method == "a2cid2",
             outer=options.outer,
-            exchange_frozen=options.exchange_frozen,
+            exchange_frozen=options.exchange.frozen,
             moments=chosen_moments(choice, optimizers, options.comm_rate),
         )
         self._state = self._flat.state
@@ -109,13 +126,13 @@ class GossipEngine(Engine):
         self._rate_warning_due = True
         self._is_averaged = self._has_stopped = False
         self._agreed = Agreed()
-        self._arrival = Arrival(
+        self._startup = Startup(
             self._flat, optimizers, options, replica, resumption=resumption, page=page
         )
         try:
             self._state.compile()
-            self._arrival.start()
-            self._has_arrived()
+            self._startup.start()
+            self._has_started()
             reshard(module)
             self._agree(0)
         except BaseException:
@@ -126,31 +143,52 @@ class GossipEngine(Engine):
         if line is not None and self.rank == 0:
             logger.info(line)
 
-    def _has_arrived(self) -> None:
+    def _has_started(self) -> None:
         """Take over what this worker is in the run, and drives from now on."""
-        arrival = self._arrival
-        assert arrival.thread is not None
-        self.rank, self.world_size = arrival.rank, arrival.world_size
-        self.incarnation, self.run_id = arrival.incarnation, arrival.run_id
-        self.graph = arrival.settings.graph.rpartition(" ")[0]
-        self._before = arrival.before
-        self._protocol, self._loop, self._thread = arrival.protocol, arrival.loop, arrival.thread
+        startup = self._startup
+        assert startup.thread is not None
+        self.rank, self.world_size = startup.rank, startup.world_size
+        self.incarnation, self.run_id = startup.incarnation, startup.run_id
+        self.graph = startup.settings.graph.rpartition(" ")[0]
+        self._before = startup.before
+        self._protocol, self._loop, self._thread = startup.protocol, startup.loop, startup.thread
 
-    def _come_anew(self, superseded: SupersededError) -> None:
-        """Take another rank, or raise ``superseded``; see :meth:`Arrival.come_anew`."""
-        self._arrival.come_anew(superseded)
+    def _come_again(self, superseded: SupersededError) -> None:
+        """Take another rank, or raise ``superseded``; see :meth:`Startup.come_again`."""
+        self._startup.come_again(superseded)
         # What it had done is counted under its former rank.
         self._gradient_steps = self._samples = 0
-        self._has_arrived()
+        self._has_started()
+
+    @property
+    def step_number(self) -> int:
+        """Return the number of this worker's last gradient step; goes on where a run resumed."""
+        return self._before.step + self._gradient_steps
+
+    def counts(self) -> Counts:
+        """Return the counts of this worker, over all of its lives."""
+        return Counts(
+            self.step_number,
+            self._before.steps + self._gradient_steps,
+            self._before.samples + self._samples,
+        )
 
     # Training.
 
     def boundary(self, optimizer_index: int, samples: int) -> int:
-        """See :class:`Engine`: x += pending, and the step is counted."""
+        """Add to x what exchanges have brought, and count the step of the first optimizer.
+
+        Args:
+            optimizer_index: of the optimizer that has just stepped.
+            samples: of this process in that step.
+
+        Returns:
+            The samples of all processes of this worker in that step.
+        """
         try:
             self._thread.check()
         except SupersededError as error:
-            self._come_anew(error)
+            self._come_again(error)
         if (poison := self._agreed_poison()) is not None:
             self._deal_with_poison(poison)
         if self._is_averaged:
@@ -166,7 +204,7 @@ class GossipEngine(Engine):
             self._gradient_steps += 1
             self._samples += samples
             self._thread.step(samples)
-            if self._options.pace == "strict":
+            if self._options.exchange.pace == "strict":
                 self._keep_pace()
             elif self._rate_warning_due:
                 self._warn_of_low_rate()
@@ -190,7 +228,7 @@ class GossipEngine(Engine):
         return self._agreed.samples
 
     def _theta(self) -> float:
-        return self._arrival.phase.at(since_boot_s())
+        return self._startup.phase.at(since_boot_s())
 
     def _keep_pace(self) -> None:
         """Wait while more than ``MAX_LAG`` own demands are unserved and someone could serve them.
@@ -224,39 +262,42 @@ class GossipEngine(Engine):
             self._rate_warning_due = False
             logger.warning(
                 "worker %d exchanges at %.0f%% of the comm rate %g: links or neighbours are too "
-                "slow for it. Training does not wait; lower comm_rate, or use pace='strict' to "
-                "wait for the exchanges",
+                "slow for it. Training does not wait; lower comm_rate, or wait for the exchanges "
+                "with exchange=Exchange(pace='strict')",
                 self.rank,
                 100 * served / due,
                 self._options.comm_rate,
             )
 
     def total_samples(self) -> int:
-        """See :class:`Engine`: own samples as of now, the others' as last heard."""
+        """Return the samples of all workers: own ones as of now, the others' as last heard."""
         if self._replica.is_sharded:
             return self._samples + self._agreed.others_samples
         return self._samples + self._loop.published.others_samples
 
     def stop(self) -> None:
-        """See :class:`Engine`: the news goes with the next messages."""
+        """End the run for all workers, before its budget is used up; the next messages say so."""
         add = self._protocol.progress.add
         self._thread.call(lambda: add(0, 0, since_boot_s(), is_stopped=True)).result()
         self._has_stopped = True
 
     @property
     def is_stopped(self) -> bool:
-        """See :class:`Engine`."""
+        """Return whether a worker has ended the run early, as far as this one knows."""
         if self._replica.is_sharded:
             return self._agreed.is_stopped
         return self._has_stopped or self._loop.published.is_stopped
 
     @property
     def is_ending(self) -> bool:
-        """See :class:`Engine`: all processes of a replica save at the same step."""
+        """Return whether this worker is to save and end, between two steps.
+
+        All processes of a replica do so at the same step.
+        """
         return self._agreed.is_ending if self._replica.is_sharded else self.is_end_asked()
 
     def check(self) -> None:
-        """See :class:`Engine`.
+        """Raise ModelChangedError if parameters were moved or replaced since wrapping.
 
         Not within ``averaged()``, where the module holds other storage: that would be taken for a
         load of the average. This worker's own is there again at the end.
@@ -265,7 +306,7 @@ class GossipEngine(Engine):
             self._flat.check()
 
     def loaded(self, tensors: Iterable[Tensor]) -> None:
-        """See :class:`Engine`: no pending, no momentum, no half exchange is left.
+        """Leave no pending, no momentum and no half exchange of tensors that were loaded.
 
         What is not exchanged, such as a target network, breaks no exchange off.
         """
@@ -315,7 +356,7 @@ class GossipEngine(Engine):
         if not self._replica.is_any(poison is not None):
             return
         poison = poison or self._mates_poison()
-        if self._options.on_nonfinite == "exit":
+        if self._options.exchange.on_nonfinite == "exit":
             self._thread.call(lambda: self._loop.poison(poison)).result()
         elif is_end:
             self.close()
@@ -323,7 +364,7 @@ class GossipEngine(Engine):
 
     def _deal_with_poison(self, poison: PoisonedError) -> None:
         """Raise; with ``exit`` leave the run before."""
-        if self._options.on_nonfinite == "exit":
+        if self._options.exchange.on_nonfinite == "exit":
             self.close()
         raise poison
 
@@ -334,12 +375,15 @@ class GossipEngine(Engine):
     # Copies of the state.
 
     def capture(self) -> Captured:
-        """See :class:`Engine`.
+        """Copy this worker's state.
 
         x and pending are copied as they are: adding one to the other here could change parameters
         between a forward and a backward pass of the user's. An exchange may run meanwhile: every
         chunk is copied before it was exchanged or after, and the files of two workers are of
         different moments in any case.
+
+        Raises:
+            PoisonedError: the parameters or buffers hold NaN or infinity.
         """
         if self._is_averaged:
             raise RuntimeError("save no checkpoint within model.averaged(): step out of it first")
@@ -378,7 +422,7 @@ class GossipEngine(Engine):
         )
 
     def export(self, values: dict[str, Any]) -> None:
-        """See :class:`Engine`: x + pending, in new tensors."""
+        """Put x + pending, in new tensors, into a state_dict of the module."""
         self._flat.export(values, self._copies(Chunk.read))
 
     def _copies(self, read: Callable[[Chunk, Tensor], object]) -> list[Tensor]:
@@ -412,7 +456,11 @@ class GossipEngine(Engine):
 
     # The end.
 
-    def _consolidate(self, timeout_s: float) -> Consolidated:
+    def consolidate(self, timeout_s: float = math.inf) -> Consolidated:
+        """See ``GossipDataParallel.consolidate``."""
+        if self._is_closed:
+            raise RuntimeError("consolidate() was called before, or the model is closed")
+        self.is_consolidating = True
         self._refuse_poison(
             "they are not averaged with the others'. Lower the learning rate or clip gradients",
             is_end=True,
@@ -420,7 +468,7 @@ class GossipEngine(Engine):
         try:
             outcome = self._wait_for_average(timeout_s)
         except SupersededError as error:
-            self._come_anew(error)
+            self._come_again(error)
             outcome = self._wait_for_average(timeout_s)
         averaged = self._state.averaged_chunks + self._state.copied_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
@@ -487,7 +535,7 @@ class GossipEngine(Engine):
         if peers:
             raise RuntimeError(
                 f"worker {self.rank} waits in consolidate() of its "
-                f"{type(self.forward_module).__name__} for worker {', '.join(map(str, peers))}, "
+                f"{type(self._module).__name__} for worker {', '.join(map(str, peers))}, "
                 "which waits for this one in consolidate() of another model: neither would ever "
                 "end. Consolidate the models in the same order on all workers"
             )
@@ -496,11 +544,15 @@ class GossipEngine(Engine):
         members = self._loop.published.members
         return {member.rank: member.status for member in members if member.rank != self.rank}
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End threads and links. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         _engines.discard(self)
         try:
-            self._arrival.close()
-            if self._arrival.thread is not None:
+            self._startup.close()
+            if self._startup.thread is not None:
                 # What the last exchange brought belongs to the parameters.
                 self._state.boundary(self._theta(), wait=True)
         finally:
@@ -509,14 +561,18 @@ class GossipEngine(Engine):
     # What other threads may ask: of one published value.
 
     def stats(self) -> Stats:
-        """See :class:`Engine`."""
-        published, steps = self._loop.published, self._gradient_steps
+        """See ``GossipDataParallel.stats``."""
+        published, steps, counts = self._loop.published, self._gradient_steps, self.counts()
         counted = {name: getattr(published, name) for name in COUNTED}
         distances = [each.half_squared_distance for each in published.recent_exchanges]
         if published.step_seconds is None:
             counted["step_seconds"] = math.nan
-        return replace(
-            super().stats(),
+        return Stats(
+            rank=self.rank,
+            world_size=self.world_size,
+            gradient_steps=counts.steps,
+            samples=counts.samples,
+            waited_seconds=self._waited_s,
             **counted,
             achieved_comm_rate=2 * published.exchanges_initiated / steps if steps else math.nan,
             kernels=self._state.kernels,
@@ -525,7 +581,7 @@ class GossipEngine(Engine):
         )
 
     def view(self) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
-        """See :class:`Engine`."""
+        """Return all workers that are known, and those next to this one, for the status port."""
         published, now_s = self._loop.published, self._loop.clock()
         members = []
         for member in published.members:

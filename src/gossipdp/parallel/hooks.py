@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from gossipdp.errors import ModelChangedError
+from gossipdp.parallel.options import GROUPS
 from gossipdp.parallel.schedule import ProgressLR
 
 logger = logging.getLogger("gossipdp")
@@ -50,7 +51,6 @@ class Hooks:
         counting_once: makes the closure that a step gets count its samples once, however often the
             optimizer calls it.
         loaded: called with the parameters and buffers of a part of the module that were loaded.
-        watches_others: raise where another optimizer steps the module's parameters.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Hooks:
         stepped: Callable[[int], None],
         counting_once: Callable[[Callable[..., Any]], Callable[..., Any]],
         loaded: Callable[[Iterable[Tensor]], None],
-        watches_others: bool,
     ) -> None:
         self._optimizers = list(optimizers)
         self._module = module
@@ -87,9 +86,8 @@ class Hooks:
         # Of every module there is: what was registered is looked for at the next step.
         self._handles.append(register_module_parameter_registration_hook(self._grows))
         self._handles.append(register_module_module_registration_hook(self._grows))
-        if watches_others:
-            self._handles.append(register_optimizer_step_pre_hook(disable(self._any_begins)))
-            self._handles.append(register_optimizer_step_post_hook(disable(self._any_ended)))
+        self._handles.append(register_optimizer_step_pre_hook(disable(self._any_begins)))
+        self._handles.append(register_optimizer_step_post_hook(disable(self._any_ended)))
         # Of every part: whoever loads a part calls the hooks of that part alone.
         self._handles.extend(
             each.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
@@ -255,6 +253,8 @@ def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> N
                 ": it is of DistributedDataParallel, which averages gradients within each backward "
                 "pass. Leave it out: the module is on its device, and exchanges need no hint"
             )
+        elif homes := [each.__name__ for each in GROUPS if name in signature(each).parameters]:
+            problem += f": give {homes[0].lower()}=gossipdp.{homes[0]}({name}=...)"
         elif near:
             problem += f": do you mean {near[0]}"
         raise TypeError(problem)

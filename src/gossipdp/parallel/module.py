@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,18 @@ from gossipdp import logs
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
 from gossipdp.parallel.checkpointer import Stateful
-from gossipdp.parallel.feed import dataset_size
+from gossipdp.parallel.counted_batches import dataset_size
 from gossipdp.parallel.hooks import check_arguments, check_unwrapped, checked_optimizers
-from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
+from gossipdp.parallel.options import (
+    Checkpoints,
+    Counting,
+    Exchange,
+    Monitor,
+    Network,
+    Options,
+)
+from gossipdp.parallel.session import Session, close_at_exit
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
-from gossipdp.parallel.worker import Worker, close_at_exit
 
 Batch = TypeVar("Batch")
 
@@ -53,40 +60,27 @@ class GossipDataParallel(nn.Module):
         graph: a name (``ring``, ``complete``, ``exponential``, ...) or a networkx graph whose
             nodes are the ranks.
         comm_rate: exchanges per worker per gradient step, in expectation.
-        method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``allreduce`` (the synchronous
-            baseline, through DistributedDataParallel); ``none`` (workers train apart: the control).
+        method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``none`` (workers train apart:
+            the control).
+        wire_format: the form of parameters in exchanges: ``full`` (as they are), ``bfloat16``
+            (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
+            The same on all workers; the values held and averaged at the end stay exact.
         outer: an outer step with exchanges, for rare ones: see :class:`~gossipdp.OuterStep`. The
             same on all workers; None: none.
-        budget_samples: how many samples all workers together train on; ends :meth:`batches` and
+        budget_samples: samples that all workers together train on; ends :meth:`batches` and
             scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.
-        pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
-            two exchanges behind the comm rate; never for the dead or silent).
         seed: of the exchanges' timing and of :attr:`worker_seed`; the same on all workers.
-        samples_per_step: samples of one gradient step; None counts them in the batches.
-        batch_dim: the dimension of a batch's first tensor that counts its samples; 1 where time
-            comes first (``batch_first=False``).
-        exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
-        exchange_moments: what of the optimizer's state is averaged too. True: Adam's second moment
-            (``exp_avg_sq``; also of AdamW, NAdam, RAdam), as often as fits its memory of
-            1 / (1 - beta_2) steps: at comm rate 1 with one exchange in 16 for beta_2 = 0.999, in 5
-            for 0.95; nothing of other optimizers, nor under ``amsgrad=True`` (a maximum keeps one
-            worker's outlier for ever).
-            A mapping names such tensors, of their parameter's shape, and their periods:
-            ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a parameter in memory.
-        wire_format: how parameters travel in exchanges: ``full`` (as they are), ``bfloat16``
-            (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
-            The same on all workers; what is held and averaged at the end stays exact.
-        on_nonfinite: what to do when this worker's parameters hold NaN or infinity, which it never
-            sends: ``stop`` exchanges no more and makes each ``optimizer.step()`` raise
-            PoisonedError; ``exit`` leaves the run and raises PoisonedError.
-        neighbour_policy: ``fresh`` (the default), ``poisson``, ``available`` or ``scheduled``.
         mesh: for a model that ``fully_shard`` has sharded over one dimension of a device mesh: the
             other one, along which the replicas lie. Without it, or where it has size 1, all
             processes of ``torch.distributed`` are one replica, as ``gossipdp run
             --nproc-per-replica`` starts them. See docs/shards.md.
+        exchange: moments, frozen parameters, pace, NaN: see :class:`~gossipdp.Exchange`.
+        counting: the way in which samples are counted: see :class:`~gossipdp.Counting`.
         network: addresses, secret, time-outs, TLS: see :class:`~gossipdp.Network`.
-        checkpoints: where and when to save, what to go on from: see :class:`~gossipdp.Checkpoints`.
+        checkpoints: where and when to save, where to go on from: :class:`~gossipdp.Checkpoints`.
         monitor: log and status port: see :class:`~gossipdp.Monitor`.
+
+    It is a context manager too: the end of ``with`` closes it; call :meth:`consolidate` before.
 
     Raises:
         ValueError: an argument is wrong, or parameters share memory (tied through ``.data``).
@@ -117,19 +111,14 @@ class GossipDataParallel(nn.Module):
         *,
         graph: Any = "ring",
         comm_rate: float = 1.0,
-        method: Literal["a2cid2", "gossip", "allreduce", "none"] = "a2cid2",
+        method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
+        wire_format: Literal["full", "bfloat16", "lattice8"] = "full",
         outer: OuterStep | None = None,
         budget_samples: int | None = None,
-        pace: Literal["free", "strict"] = "free",
         seed: int = 0,
-        samples_per_step: int | None = None,
-        batch_dim: int = 0,
-        exchange_frozen: bool = False,
-        exchange_moments: bool | Mapping[str, int] = True,
-        wire_format: Literal["full", "bfloat16", "lattice8"] = "full",
-        on_nonfinite: Literal["stop", "exit"] = "stop",
-        neighbour_policy: str = "fresh",
         mesh: DeviceMesh | None = None,
+        exchange: Exchange | None = None,
+        counting: Counting | None = None,
         network: Network | None = None,
         checkpoints: Checkpoints | None = None,
         monitor: Monitor | None = None,
@@ -142,18 +131,13 @@ class GossipDataParallel(nn.Module):
             graph=graph,
             comm_rate=comm_rate,
             method=method,
+            wire_format=wire_format,
             outer=outer,
             budget_samples=budget_samples,
-            pace=pace,
             seed=seed,
-            samples_per_step=samples_per_step,
-            batch_dim=batch_dim,
-            exchange_frozen=exchange_frozen,
-            exchange_moments=exchange_moments,
-            wire_format=wire_format,
-            on_nonfinite=on_nonfinite,
-            neighbour_policy=neighbour_policy,
             mesh=mesh,
+            exchange=exchange or Exchange(),
+            counting=counting or Counting(),
             network=network or Network(),
             checkpoints=checkpoints or Checkpoints(),
             monitor=monitor or Monitor(),
@@ -163,10 +147,10 @@ class GossipDataParallel(nn.Module):
         self.module = module
         self._options = options
         self._is_consolidated = False
-        self._worker = worker = Worker(module, optimizers, options)
-        self._engine, self._checkpointer = worker.engine, worker.checkpointer
-        self._feed, self._monitoring = worker.feed, worker.monitoring
-        self._dropped = weakref.finalize(self, worker.close, is_dropped=True)
+        self._session = session = Session(module, optimizers, options)
+        self._engine, self._checkpointer = session.engine, session.checkpointer
+        self._batches, self._monitoring = session.batches, session.monitoring
+        self._dropped = weakref.finalize(self, session.close, is_dropped=True)
         self._dropped.atexit = False  # a forked worker clears what runs at exit, but not finalizers
         self._at_exit = partial(close_at_exit, self._dropped)
         atexit.register(self._at_exit)
@@ -189,7 +173,7 @@ class GossipDataParallel(nn.Module):
 
         Distinct for each worker, or process of a replica, and each of its first 4,096 lives.
         """
-        environment = self._worker.replica.environment
+        environment = self._session.replica.environment
         process = self.rank * environment.num_shards + environment.shard
         life = (process << 12) + self._engine.incarnation % (1 << 12)
         return (self._options.seed * 2_654_435_761 + life) % (1 << 32)
@@ -197,7 +181,7 @@ class GossipDataParallel(nn.Module):
     @property
     def finished(self) -> bool:
         """Whether the workers together have used up the budget, or one has called :meth:`stop`."""
-        return self._feed.finished
+        return self._batches.finished
 
     def progress(self) -> float:
         """Progress of the whole run, 0 to 1, equal on all workers but for what is on its way.
@@ -208,9 +192,9 @@ class GossipDataParallel(nn.Module):
         Raises:
             RuntimeError: there is neither, and a step was made.
         """
-        if self._feed.budget_samples is not None:
-            return min(1.0, self._engine.total_samples() / self._feed.budget_samples)
-        if not self._worker.num_steps:
+        if self._batches.budget_samples is not None:
+            return min(1.0, self._engine.total_samples() / self._batches.budget_samples)
+        if not self._session.num_steps:
             return 0.0
         raise RuntimeError(
             "progress() cannot tell how far the run is, since nothing says where it ends: wrap "
@@ -231,26 +215,24 @@ class GossipDataParallel(nn.Module):
         or a compiled one, may be called in place of this.
         """
         if self.training and torch.is_grad_enabled():
-            self._worker.begin_forward((args, kwargs))
-        return self._engine.forward_module(*args, **kwargs)
+            self._session.begin_forward((args, kwargs))
+        return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context to accumulate gradients in, for scripts written for DDP.
 
         Exchanges come with ``optimizer.step()`` alone, so it does nothing: to accumulate, call that
-        less often. With ``allreduce`` it is DistributedDataParallel's own.
+        less often.
         """
-        forward: Any = self._engine.forward_module
-        is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
-        return forward.no_sync() if is_ddp else contextlib.nullcontext()
+        return contextlib.nullcontext()
 
     def count_batch(self, batch: Any) -> None:
         """Count the samples of ``batch`` as those of the step under way.
 
-        For loops that call the wrapped module itself and not the wrapper, as frameworks do. With
-        ``samples_per_step``, and within :meth:`batches` and :meth:`epochs`, it does nothing.
+        For loops that call the wrapped module itself and not the wrapper, as frameworks do. It does
+        nothing with ``Counting(samples_per_step)``, and within :meth:`batches` and :meth:`epochs`.
         """
-        self._feed.count_forward(batch)
+        self._batches.count_forward(batch)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, pass after pass, until the budget is used up.
@@ -268,12 +250,12 @@ class GossipDataParallel(nn.Module):
             ValueError: there is no budget, the loader yields nothing, or a batch holds no tensor
                 whose samples could be counted.
         """
-        if self._feed.budget_samples is None:
+        if self._batches.budget_samples is None:
             raise ValueError(
                 "batches() needs to know when to end: wrap with budget_samples=, or loop over "
                 "model.epochs(loader, n)"
             )
-        return self._feed.until(self._feed.budget_samples, loader)
+        return self._batches.until(self._batches.budget_samples, loader)
 
     def epochs(
         self, loader: Iterable[Batch], num_epochs: int, *, samples: int | None = None
@@ -323,17 +305,16 @@ class GossipDataParallel(nn.Module):
             raise ValueError(
                 f"an epoch of {size} samples never ends, or never begins; give samples="
             )
-        self._feed.budget_samples = num_epochs * size
-        return self._feed.epochs(loader, num_epochs, size)
+        self._batches.budget_samples = num_epochs * size
+        return self._batches.epochs(loader, num_epochs, size)
 
     def stop(self) -> None:
         """End the run early, on all workers.
 
         :meth:`batches` and :meth:`epochs` yield no more, here at once and elsewhere a fraction of a
         second later, when the news is there; :attr:`finished` is true. Call :meth:`consolidate` as
-        ever. With ``allreduce`` all workers end together, two steps later; with shards the
-        processes of a replica do, after one more step. A checkpoint does not keep it: a run that is
-        resumed trains on.
+        ever. With shards the processes of a replica end together, after one more step. A checkpoint
+        does not keep it: a run that is resumed trains on.
 
         Example:
             >>> net = nn.Linear(4, 2)
@@ -409,7 +390,7 @@ class GossipDataParallel(nn.Module):
         """
         self._checkpointer.take_last()
         self._monitoring.consolidating()
-        is_common_end = self._feed.finished
+        is_common_end = self._batches.finished
         known = {member.rank: member.gradient_steps for member in self._engine.view()[0]}
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._is_consolidated = True
@@ -426,7 +407,15 @@ class GossipDataParallel(nn.Module):
         """
         atexit.unregister(self._at_exit)
         if self._dropped.detach() is not None:
-            self._worker.close()
+            self._session.close()
+
+    def __enter__(self) -> Self:
+        """Return the wrapper; the end of ``with`` closes it, also after an error."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the wrapper, without an average: :meth:`consolidate` comes before."""
+        self.close()
 
     # State.
 
@@ -480,7 +469,7 @@ class GossipDataParallel(nn.Module):
             OSError: it could not be written.
         """
         check_name(path)
-        is_writer = self._worker.replica.environment.shard == 0
+        is_writer = self._session.replica.environment.shard == 0
         with contextlib.nullcontext() if self._is_consolidated else self.averaged():
             state = copied_state(self.module, is_kept=is_writer)
         if is_writer:

@@ -49,7 +49,7 @@ KINDS = (
     ),
     Kind((torch.optim.SGD, torch.optim.Muon), ("momentum_buffer",), ()),
 )
-"""What ``exchange_moments=True`` means; under ``amsgrad=True`` nothing. By class and settings, not
+"""What ``Exchange(moments=True)`` means; under ``amsgrad=True`` nothing. By class and settings, not
 by what an optimizer holds: all workers must decide alike, also before their first step.
 """
 
@@ -103,8 +103,8 @@ def chosen_moments(
     if choice is True:
         for optimizer in (each for each, kind in zip(optimizers, kinds, strict=True) if not kind):
             logger.info(
-                "exchange_moments=True does not know the state of a %s, so nothing of it is "
-                "exchanged: name what should be, as in exchange_moments={'exp_avg_sq': 16}",
+                "Exchange(moments=True) does not know the state of a %s, so nothing of it is "
+                "exchanged: name what should be, as in Exchange(moments={'exp_avg_sq': 16})",
                 type(optimizer).__name__,
             )
     if isinstance(choice, bool):
@@ -113,8 +113,9 @@ def chosen_moments(
         if all(kind is not None and name not in kind.keeps for kind in kinds):
             kept = sorted({each for kind in kinds if kind is not None for each in kind.keeps})
             raise ValueError(
-                f"exchange_moments names {name!r}, which a {type(optimizers[0]).__name__} does not "
-                f"keep of its parameters; it keeps {', '.join(kept)}"
+                f"Exchange(moments=...) names {name!r}, which a "
+                f"{type(optimizers[0]).__name__} does not keep of its parameters; it keeps "
+                f"{', '.join(kept)}"
             )
     return [
         {name: n for name, n in choice.items() if kind is None or name in kind.keeps}
@@ -184,7 +185,7 @@ class Moments:
                 kept.stepped()
             except _CannotTravelError as error:
                 if error.is_wrong and kept.is_meant and not self._is_default:
-                    raise ValueError(f"exchange_moments: {error}") from None
+                    raise ValueError(f"Exchange(moments=...): {error}") from None
                 self._kept[optimizer_index].remove(kept)
                 is_expected = error.is_wrong and not kept.is_meant
                 level = logging.INFO if is_expected else logging.WARNING

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import msgspec
 import torch
@@ -45,9 +45,11 @@ from gossipdp.observe.status import (
     encode_status,
     idle_seconds,
 )
-from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
+
+if TYPE_CHECKING:
+    from gossipdp.parallel.gossip_engine import GossipEngine
 
 logger = logging.getLogger("gossipdp")
 
@@ -59,7 +61,8 @@ MAX_NOTICES = 20
 MAX_LOGGED = 100
 MAX_EDGES = 5000
 """Beyond them the graph is named but not listed."""
-OPTIONS = ("method", "comm_rate", "neighbour_policy", "pace", "seed", "wire_format", "on_nonfinite")
+OPTIONS = ("method", "comm_rate", "seed", "wire_format")
+EXCHANGE_OPTIONS = ("pace", "on_nonfinite")
 NETWORK_OPTIONS = ("shared_memory", "max_bytes_per_s", "timeout_s")
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
@@ -82,7 +85,7 @@ class Monitoring:
 
     def begin(
         self,
-        engine: Engine,
+        engine: "GossipEngine",
         stats: Callable[[], Stats],
         described: Callable[[], Mapping[str, Any]],
         *,
@@ -164,7 +167,7 @@ class RunLogging:
     def __init__(
         self,
         directory: Path,
-        engine: Engine,
+        engine: "GossipEngine",
         stats: Callable[[], Stats],
         configuration: Mapping[str, Any],
         *,
@@ -346,7 +349,7 @@ class StatusPage:
         bound, port = self.address
         return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
 
-    def show(self, engine: Engine, stats: Callable[[], Stats], options: Options) -> None:
+    def show(self, engine: "GossipEngine", stats: Callable[[], Stats], options: Options) -> None:
         """Answer from now on."""
         from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
 
@@ -378,7 +381,7 @@ class StatusPage:
 
     # By the server's thread.
 
-    def _status(self, engine: Engine, stats: Stats, options: Options) -> WorkerStatus:
+    def _status(self, engine: "GossipEngine", stats: Stats, options: Options) -> WorkerStatus:
         now_s, stepped_s = since_boot_s(), self.stepped_s
         members, neighbours = engine.view()
         # Copied in one step, whatever the training loop does.
@@ -485,6 +488,7 @@ def describe(
         "workers": num_workers,
         "budget_samples": options.budget_samples,
         **{name: getattr(options, name) for name in OPTIONS},
+        **{name: getattr(options.exchange, name) for name in EXCHANGE_OPTIONS},
         **{name: getattr(options.network, name) for name in NETWORK_OPTIONS},
         **({} if options.outer is None else {"outer": str(options.outer)}),
         "checkpoint_every": options.checkpoints.every_steps,

@@ -1,12 +1,18 @@
-"""The arguments of ``GossipDataParallel``, checked where they are given."""
+"""The arguments of ``GossipDataParallel``, each with its rule, checked where they are made.
 
+The rules (:func:`whole_number`, :func:`positive_number`, :func:`one_of`) serve commands too.
+"""
+
+# ruff: noqa: RUF009 - a field that states its rule is made by a call
 import contextlib
+import dataclasses
 import logging
 import math
 import operator
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from gossipdp.dynamics.outer import OuterStep
@@ -15,25 +21,152 @@ logger = logging.getLogger("gossipdp")
 
 PathLike = str | os.PathLike[str]
 
-METHODS = ("a2cid2", "gossip", "allreduce", "none")
+METHODS = ("a2cid2", "gossip", "none")
 GOSSIP_METHODS = ("a2cid2", "gossip")
-PACES = ("free", "strict")
-ON_NONFINITE = ("stop", "exit")
-SHARED_MEMORY = ("auto", "off")
 USUAL_COMM_RATE = 8.0
 """A higher one gets a warning."""
-NO_TLS = (
-    "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
-    "send everything in the clear. Give no tls directory"
-)
+
+
+# The rules: each returns the value, numbers as Python's own, which logs and status pages can hold.
+
+
+def one_of(choices: tuple[str, ...], name: str, value: Any) -> Any:
+    """Return the value; raise ValueError unless it is one of these texts."""
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(choices)}")
+    return value
+
+
+def positive_number(name: str, value: Any) -> float:
+    """Return a finite number above 0, also one of NumPy's, as a ``float``; else ValueError."""
+    with contextlib.suppress(TypeError, ValueError):
+        if math.isfinite(number := float(_no_bool(value))) and number > 0:
+            return number
+    raise ValueError(f"{name} must be a positive number, not {value!r}")
+
+
+def whole_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
+    """Return a whole number within bounds, such as 1e6, as an ``int``; else ValueError."""
+    try:
+        is_whole = isinstance(value, float) and value.is_integer()
+        number = int(value) if is_whole else operator.index(_no_bool(value))
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, not {value!r}: pass an int") from None
+    if number < least or number > most:
+        bounds = f"at least {least}" if most == math.inf else f"in {least}..{most}"
+        raise ValueError(f"{name} must be {bounds}, not {number}")
+    return number
+
+
+def _no_bool(value: Any) -> Any:
+    """Return it; raise TypeError for True and False, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _instance_of(kind: type, name: str, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r}: give gossipdp.{kind.__name__}(...)")
+    return value
+
+
+_at_least_0, _at_least_1 = partial(whole_number, least=0), partial(whole_number, least=1)
+_port = partial(whole_number, least=0, most=65535)
+
+
+def _option(default: Any, rule: Callable[[str, Any], Any]) -> Any:
+    """Return a dataclass field that follows a rule; None passes too if it is the default."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def _group(kind: type) -> Any:
+    """Return a dataclass field that holds a group of options, by default as the group is."""
+    return field(default_factory=kind, metadata={"rule": partial(_instance_of, kind)})
+
+
+class _Checked:
+    """Options that follow the rules of their fields."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for the first value that is invalid; keep numbers as Python's own."""
+        for option in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, rule = getattr(self, option.name), option.metadata.get("rule")
+            if rule is not None and not (value is None and option.default is None):
+                object.__setattr__(self, option.name, rule(option.name, value))
+
+
+def _wire_format(name: str, value: Any) -> Any:
+    from gossipdp.gossip.codec import WIRE_FORMATS  # imports torch, which commands need not
+
+    return one_of(WIRE_FORMATS, name, value)
+
+
+def _moments(name: str, given: Any) -> bool | dict[str, int]:
+    """Return the periods of moments as Python's own numbers; {} is False."""
+    if isinstance(given, bool):
+        return given
+    if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in given):
+        raise ValueError(
+            f"{name} is {given!r}: give True, False, or the names of what the optimizer keeps with "
+            "one exchange in how many carries it, such as {'exp_avg_sq': 16}"
+        )
+    periods = {each: _at_least_1(f"{name}[{each!r}]", n) for each, n in given.items()}
+    return periods or False
 
 
 @dataclass(frozen=True)
-class Network:
-    """How a worker reaches the others; ``GossipDataParallel(..., network=Network(...))``.
+class Exchange(_Checked):
+    """The content of an exchange, and its bearing on training; ``GossipDataParallel(exchange=)``.
 
     Args:
-        host: the address where this worker listens; by default chosen, and told to the others.
+        moments: what of the optimizer's state is averaged too. True: Adam's second moment
+            (``exp_avg_sq``; also of AdamW, NAdam, RAdam), as often as fits its memory of
+            1 / (1 - beta_2) steps: at comm rate 1 with one exchange in 16 for beta_2 = 0.999, in 5
+            for 0.95; nothing of other optimizers, nor under ``amsgrad=True`` (a maximum keeps one
+            worker's outlier for ever). A mapping names such tensors, of their parameter's shape,
+            and their periods: ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a
+            parameter in memory.
+        frozen: exchange frozen parameters too, so that they may be unfrozen later.
+        pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
+            two exchanges behind the comm rate; never for the dead or silent).
+        on_nonfinite: the reaction if this worker's parameters hold NaN or infinity, which it never
+            sends: ``stop`` exchanges no more and makes each ``optimizer.step()`` raise
+            PoisonedError; ``exit`` leaves the run and raises PoisonedError.
+
+    Raises:
+        ValueError: a value is invalid.
+    """
+
+    moments: bool | Mapping[str, int] = _option(True, _moments)
+    frozen: bool = False
+    pace: Literal["free", "strict"] = _option("free", partial(one_of, ("free", "strict")))
+    on_nonfinite: Literal["stop", "exit"] = _option("stop", partial(one_of, ("stop", "exit")))
+
+
+@dataclass(frozen=True)
+class Counting(_Checked):
+    """The way in which samples are counted; ``GossipDataParallel(..., counting=Counting(...))``.
+
+    Args:
+        samples_per_step: samples of one gradient step; None counts them in the batches.
+        batch_dim: the dimension of a batch's first tensor that counts its samples; 1 where time
+            comes first (``batch_first=False``).
+
+    Raises:
+        ValueError: a value is invalid.
+    """
+
+    samples_per_step: int | None = _option(None, _at_least_1)
+    batch_dim: int = _option(0, _at_least_0)
+
+
+@dataclass(frozen=True)
+class Network(_Checked):
+    """The addresses, secret and time-outs of a worker; ``GossipDataParallel(..., network=...)``.
+
+    Args:
+        host: the address where this worker listens; by default chosen, and sent to the others.
         port: the port where it listens; by default any free one.
         secret: shared by all workers of the run; by default the launcher's.
         timeout_s: seconds of silence after which a neighbour is suspect.
@@ -46,30 +179,30 @@ class Network:
             the system allows it; ``off``: everything goes through sockets.
 
     Raises:
-        ValueError: a value cannot be meant.
+        ValueError: a value is invalid.
     """
 
     host: str | None = None
-    port: int | None = None
+    port: int | None = _option(None, _port)
     secret: str | None = field(default=None, repr=False)
-    timeout_s: float = 5.0
-    start_timeout_s: float = 120.0
-    max_bytes_per_s: float | None = None
+    timeout_s: float = _option(5.0, positive_number)
+    start_timeout_s: float = _option(120.0, positive_number)
+    max_bytes_per_s: float | None = _option(None, positive_number)
     tls: PathLike | None = None
-    shared_memory: Literal["auto", "off"] = "auto"
+    shared_memory: Literal["auto", "off"] = _option("auto", partial(one_of, ("auto", "off")))
 
     def __post_init__(self) -> None:
-        """Raise ValueError for the first value that cannot be meant."""
+        """Raise ValueError for the first value that is invalid."""
         from gossipdp.links.sockets import check_pacing
 
-        _check(self)
+        super().__post_init__()
         if self.max_bytes_per_s is not None:
             check_pacing(self.max_bytes_per_s)
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """When and where a worker saves its state; ``GossipDataParallel(..., checkpoints=...)``.
+class Checkpoints(_Checked):
+    """The times and places of checkpoints; ``GossipDataParallel(..., checkpoints=...)``.
 
     Args:
         directory: where checkpoints go, each worker's to a directory of its own in it.
@@ -81,17 +214,17 @@ class Checkpoints:
             on from those in that directory; None starts afresh. Give all workers the same.
 
     Raises:
-        ValueError: a value cannot be meant.
+        ValueError: a value is invalid.
     """
 
     directory: PathLike | None = None
-    every_steps: int | None = None
-    keep: int = 3
+    every_steps: int | None = _option(None, _at_least_1)
+    keep: int = _option(3, _at_least_1)
     resume: PathLike | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for the first value that cannot be meant."""
-        _check(self)
+        """Raise ValueError for the first value that is invalid."""
+        super().__post_init__()
         if not (self.resume is None or isinstance(self.resume, (str, os.PathLike))):
             raise ValueError(
                 f"resume is 'auto', a directory or None, not {self.resume!r}: 'auto' goes on from "
@@ -104,8 +237,8 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class Monitor:
-    """What a worker shows and writes about its run; ``GossipDataParallel(..., monitor=...)``.
+class Monitor(_Checked):
+    """The log and the status port of a worker; ``GossipDataParallel(..., monitor=...)``.
 
     Args:
         log_dir: where this worker writes its log, ``worker-RANK.jsonl``, from which ``gossipdp
@@ -116,50 +249,35 @@ class Monitor:
         status_host: the address on which it does; by default GOSSIPDP_STATUS_HOST, else loopback.
 
     Raises:
-        ValueError: a value cannot be meant.
+        ValueError: a value is invalid.
     """
 
     log_dir: PathLike | None = None
-    status_port: int | None = None
+    status_port: int | None = _option(None, _port)
     status_host: str | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for the first value that cannot be meant."""
-        _check(self)
 
 
 @dataclass(frozen=True)
-class Options:
-    """All arguments of ``GossipDataParallel`` but the model; see there.
-
-    Numbers become Python's own, which logs and status pages can hold, also those of NumPy.
-    """
+class Options(_Checked):
+    """All arguments of ``GossipDataParallel`` but module and optimizer; see there."""
 
     graph: Any = "ring"
-    comm_rate: float = 1.0
-    method: str = "a2cid2"
-    outer: OuterStep | None = None
-    budget_samples: int | None = None
-    pace: str = "free"
-    seed: int = 0
-    samples_per_step: int | None = None
-    batch_dim: int = 0
-    exchange_frozen: bool = False
-    exchange_moments: bool | Mapping[str, int] = True
-    wire_format: str = "full"
-    on_nonfinite: str = "stop"
-    neighbour_policy: str = "fresh"
+    comm_rate: float = _option(1.0, positive_number)
+    method: str = _option("a2cid2", partial(one_of, METHODS))
+    wire_format: str = _option("full", _wire_format)
+    outer: OuterStep | None = _option(None, partial(_instance_of, OuterStep))
+    budget_samples: int | None = _option(None, _at_least_1)
+    seed: int = _option(0, whole_number)
     mesh: Any = None
-    network: Network = field(default_factory=Network)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    monitor: Monitor = field(default_factory=Monitor)
+    exchange: Exchange = _group(Exchange)
+    counting: Counting = _group(Counting)
+    network: Network = _group(Network)
+    checkpoints: Checkpoints = _group(Checkpoints)
+    monitor: Monitor = _group(Monitor)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for the first value that cannot be meant."""
-        from gossipdp.gossip.codec import WIRE_FORMATS
-
-        _check(self, wire_format=WIRE_FORMATS, neighbour_policy=("fresh",))
-        self._check_moments()
+        """Raise ValueError for the first value that is invalid, or has no effect."""
+        super().__post_init__()
         if self.comm_rate > USUAL_COMM_RATE:
             logger.warning(
                 "comm_rate=%g asks for %g exchanges in every gradient step. 1 is usual, and more "
@@ -167,120 +285,24 @@ class Options:
                 self.comm_rate,
                 self.comm_rate,
             )
-        if self.method not in GOSSIP_METHODS:
-            for name, default in (("outer", None), ("wire_format", "full")):
-                if (given := getattr(self, name)) != default:
-                    raise ValueError(
-                        f"{name}={given!r} is of the exchanges of gossip, and "
-                        f"method={self.method!r} has none: leave it {default!r}"
-                    )
-        if self.method != "allreduce":
+        if self.method in GOSSIP_METHODS:
             return
-        if self.network.tls is not None:
-            raise ValueError(NO_TLS)
-        if self.network.max_bytes_per_s is not None:
-            raise ValueError(
-                "max_bytes_per_s caps the links of gossip, and method='allreduce' has none: "
-                "leave it None"
-            )
+        moments = self.exchange.moments
+        for name, given, default in (
+            ("outer", self.outer, None),
+            ("wire_format", self.wire_format, "full"),
+            ("moments", moments if isinstance(moments, dict) else True, True),
+        ):
+            if given != default:
+                raise ValueError(
+                    f"{name}={given!r} is of the exchanges of gossip, and method={self.method!r} "
+                    f"has none: leave it {default!r}"
+                )
 
     @property
     def exchange_method(self) -> str:
-        """What an exchange does, for workers to compare: the method, and its outer step."""
+        """Return the method and its outer step, for workers to compare."""
         return self.method if self.outer is None else f"{self.method} with {self.outer}"
 
-    def _check_moments(self) -> None:
-        """Keep the periods of moments as Python's own numbers; {} is False."""
-        given = self.exchange_moments
-        if isinstance(given, bool):
-            return
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            raise ValueError(
-                f"exchange_moments is {given!r}: give True, False, or the names of what the "
-                "optimizer keeps with one exchange in how many carries it, such as "
-                "{'exp_avg_sq': 16}"
-            )
-        if given and self.method in ("allreduce", "none"):
-            raise ValueError(
-                f"exchange_moments={dict(given)} is of the exchanges of gossip, and "
-                f"method={self.method!r} has none: leave it True"
-            )
-        periods = {
-            name: _whole(f"exchange_moments[{name!r}]", n, 1, math.inf) for name, n in given.items()
-        }
-        object.__setattr__(self, "exchange_moments", periods or False)
 
-
-# What an option may be: one of these texts, a whole number from .. to, a positive number (float),
-# or an object of a class.
-_RULES: dict[str, Any] = {
-    "method": METHODS,
-    "pace": PACES,
-    "on_nonfinite": ON_NONFINITE,
-    "shared_memory": SHARED_MEMORY,
-    "comm_rate": float,
-    "timeout_s": float,
-    "start_timeout_s": float,
-    "max_bytes_per_s": float,
-    "budget_samples": (1, math.inf),
-    "samples_per_step": (1, math.inf),
-    "batch_dim": (0, math.inf),
-    "seed": (-math.inf, math.inf),
-    "every_steps": (1, math.inf),
-    "keep": (1, math.inf),
-    "port": (0, 65535),
-    "status_port": (0, 65535),
-    "network": Network,
-    "checkpoints": Checkpoints,
-    "monitor": Monitor,
-    "outer": OuterStep,
-}
-
-
-def _check(options: Network | Checkpoints | Monitor | Options, **more_rules: Any) -> None:
-    """Raise ValueError for the first value that cannot be meant; keep numbers as Python's own.
-
-    None passes where it is the default.
-    """
-    rules = _RULES | more_rules
-    for option in fields(options):
-        name, value = option.name, getattr(options, option.name)
-        if name in rules and not (value is None and option.default is None):
-            object.__setattr__(options, name, _checked(name, value, rules[name]))
-
-
-def _checked(name: str, value: Any, rule: Any) -> Any:
-    match rule:
-        case (int() | float(), int() | float()):
-            return _whole(name, value, *rule)
-        case tuple():
-            if value not in rule:
-                raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(rule)}")
-        case _ if rule is float:
-            with contextlib.suppress(TypeError, ValueError):
-                if math.isfinite(number := float(_no_bool(value))) and number > 0:
-                    return number
-            raise ValueError(f"{name} must be a positive number, not {value!r}")
-        case _ if not isinstance(value, rule):
-            raise ValueError(f"{name} is {value!r}: give gossipdp.{rule.__name__}(...)")
-    return value
-
-
-def _no_bool(value: Any) -> Any:
-    """Return it; raise TypeError for True and False, which Python takes for 1 and 0."""
-    if isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _whole(name: str, value: Any, least: float, most: float) -> int:
-    """Return a whole number, such as 1e6, as an ``int``."""
-    try:
-        is_whole = isinstance(value, float) and value.is_integer()
-        number = int(value) if is_whole else operator.index(_no_bool(value))
-    except TypeError:
-        raise ValueError(f"{name} must be a whole number, not {value!r}: pass an int") from None
-    if number < least or number > most:
-        bounds = f"at least {least}" if most == math.inf else f"in {least}..{most}"
-        raise ValueError(f"{name} must be {bounds}, not {number}")
-    return number
+GROUPS = (Exchange, Counting, Network, Checkpoints, Monitor)

@@ -35,8 +35,7 @@ class Stats:
         exchange_seconds: time with an exchange under way, in the background.
         chunks_exchanged: chunks (1 to 4 MiB) in completed exchanges.
         chunks_repeated: those of them sent again in bfloat16, under ``wire_format="lattice8"``.
-        waited_seconds: time that training waited for others: ``pace="strict"``, or the part of
-            an all-reduce that the backward pass did not hide.
+        waited_seconds: time that training waited for others: ``Exchange(pace="strict")``.
         exchanges_by_neighbour: completed exchanges per neighbour.
         edge_distance: half the mean squared distance to the partner over the last 16 exchanges;
             free, but far smaller than the consensus distance on sparse graphs. NaN before the

@@ -193,8 +193,9 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     import torch
 
     from gossipdp.parallel.module import GossipDataParallel
-    from gossipdp.parallel.options import Monitor
+    from gossipdp.parallel.options import Counting, Monitor
     from gossipdp.parallel.schedule import ProgressLR
+    from gossipdp_lab.baselines import SynchronousDataParallel
     from gossipdp_lab.tasks import make_workload
 
     logs.configure()
@@ -207,17 +208,27 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     for group in optimizer.param_groups:
         group["lr"] = arguments.learning_rate or group["lr"]
     loader = workload.train_loader(rank, arguments.workers, arguments.seed)
-    model = GossipDataParallel(
-        net,
-        optimizer,
-        graph=arguments.graph,
-        comm_rate=arguments.comm_rate,
-        method=arguments.method,
-        budget_samples=arguments.num_samples,
-        seed=arguments.seed,
-        samples_per_step=workload.batch_size,
-        monitor=Monitor(log_dir=arguments.directory),
-    )
+    model: GossipDataParallel | SynchronousDataParallel
+    if arguments.method == "allreduce":
+        model = SynchronousDataParallel(
+            net,
+            batch_size=workload.batch_size,
+            budget_samples=arguments.num_samples,
+            seed=arguments.seed,
+            log_dir=arguments.directory,
+        )
+    else:
+        model = GossipDataParallel(
+            net,
+            optimizer,
+            graph=arguments.graph,
+            comm_rate=arguments.comm_rate,
+            method=arguments.method,
+            budget_samples=arguments.num_samples,
+            seed=arguments.seed,
+            counting=Counting(samples_per_step=workload.batch_size),
+            monitor=Monitor(log_dir=arguments.directory),
+        )
     model.log(**configuration)
     began_s = since_boot_s()
     if int(os.environ.get("GOSSIPDP_RESTARTS") or 0) > 0:
@@ -234,15 +245,16 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     )
     slowed, factor = parse_slow_worker(arguments.slow_worker, arguments.workers) or (-1, 1.0)
     for batch in batches:
-        step_started, waited_s = time.monotonic(), model.stats().waited_seconds
+        started_s = time.monotonic()
         loss = workload.loss(model, batch)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if rank == slowed:
             # As on a slow device its gradient comes late, and the other cores stay free. Its
             # network is as fast as the others': the time of all-reduce is not multiplied.
-            waited_s = model.stats().waited_seconds - waited_s
-            time.sleep((factor - 1) * max(0.0, time.monotonic() - step_started - waited_s))
+            waits = isinstance(model, SynchronousDataParallel)
+            waited_s = model.waited_in_step_s() if waits else 0.0
+            time.sleep((factor - 1) * max(0.0, time.monotonic() - started_s - waited_s))
         optimizer.step()
         schedule.step()
         model.log(loss=loss)

@@ -55,6 +55,11 @@ def run(arguments: TrainArguments) -> int:
     from gossipdp.graph import build_graph
 
     options = arguments.recipe
+    if arguments.max_restarts and options.method == "allreduce":
+        raise ValueError(
+            "--max-restarts has no effect with --method allreduce, where a death ends the run: "
+            "leave it out, or choose one of: a2cid2, gossip, none"
+        )
     build_graph(options.graph, arguments.workers, seed=options.seed)
 
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:

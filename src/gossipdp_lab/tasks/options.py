@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-MethodName = Literal["a2cid2", "gossip", "allreduce", "none"]
+MethodName = Literal["a2cid2", "gossip", "none", "allreduce"]
+METHODS_BY_OPTION = dict.fromkeys(("checkpoint_every", "resume"), ("a2cid2", "gossip", "none"))
+"""The methods under which each of these options has an effect."""
 
 
 def check_numbers(options: object, **least: int) -> None:
@@ -29,8 +31,8 @@ class RunOptions:
     """Options of the demo and of every recipe."""
 
     method: MethodName = "a2cid2"
-    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous; none:
-    workers train apart and are averaged only at the end."""
+    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: torch's
+    DistributedDataParallel; none: workers train apart and are averaged only at the end."""
 
     graph: str = "ring"
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
@@ -75,6 +77,12 @@ class TrainOptions(RunOptions):
     def __post_init__(self) -> None:
         """Raise ValueError for the first option that is invalid."""
         check_numbers(self, epochs=1, batch_size=1, seed=0, checkpoint_every=1)
+        for name, methods in METHODS_BY_OPTION.items():
+            if getattr(self, name) not in (None, False) and self.method not in methods:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} has no effect with --method {self.method}: "
+                    f"leave it out, or choose one of: {', '.join(methods)}"
+                )
 
     @property
     def directory(self) -> Path:

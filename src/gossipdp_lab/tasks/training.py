@@ -6,21 +6,24 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.options import Checkpoints, Monitor
 from gossipdp.parallel.schedule import ProgressLR
 from gossipdp.parallel.stats import Stats
+from gossipdp_lab.baselines import SynchronousDataParallel
 from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.tasks import make_recipe
 from gossipdp_lab.tasks.options import TrainOptions
+
+Trained: TypeAlias = GossipDataParallel | SynchronousDataParallel
 
 MODEL_FILE = "averaged_model.pt"
 
@@ -42,24 +45,7 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
     recipe = make_recipe(options)
     net = recipe.make_model()
     optimizer = recipe.make_optimizer(net)
-    checkpoints = None
-    if options.checkpoint_every is not None or options.resume:
-        checkpoints = Checkpoints(
-            directory=options.directory / "checkpoints",
-            every_steps=options.checkpoint_every,
-            resume="auto" if options.resume else None,
-        )
-    model = GossipDataParallel(
-        net,
-        optimizer,
-        budget_samples=options.epochs * recipe.num_samples,
-        method=options.method,
-        graph=options.graph,
-        comm_rate=options.comm_rate,
-        seed=options.seed,
-        monitor=Monitor(log_dir=options.directory),
-        checkpoints=checkpoints,
-    )
+    model = _wrap(net, optimizer, options, options.epochs * recipe.num_samples)
     schedule = ProgressLR(optimizer, model, lambda at: recipe.rate_factor(at, model.world_size))
     torch.manual_seed(model.worker_seed)  # each worker draws its own crops
     console = Console()
@@ -109,6 +95,37 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
     return outcome
 
 
+def _wrap(
+    net: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions, budget_samples: int
+) -> Trained:
+    if options.method == "allreduce":
+        return SynchronousDataParallel(
+            net,
+            batch_size=options.batch_size,
+            budget_samples=budget_samples,
+            seed=options.seed,
+            log_dir=options.directory,
+        )
+    checkpoints = None
+    if options.checkpoint_every is not None or options.resume:
+        checkpoints = Checkpoints(
+            directory=options.directory / "checkpoints",
+            every_steps=options.checkpoint_every,
+            resume="auto" if options.resume else None,
+        )
+    return GossipDataParallel(
+        net,
+        optimizer,
+        budget_samples=budget_samples,
+        method=options.method,
+        graph=options.graph,
+        comm_rate=options.comm_rate,
+        seed=options.seed,
+        monitor=Monitor(log_dir=options.directory),
+        checkpoints=checkpoints,
+    )
+
+
 class TrainingView:
     """The display of rank 0 while it trains; other workers show nothing.
 
@@ -118,7 +135,7 @@ class TrainingView:
 
     def __init__(
         self,
-        model: GossipDataParallel,
+        model: Trained,
         options: TrainOptions,
         num_samples: int,
         console: Console,
@@ -160,7 +177,7 @@ class TrainingView:
             self._view.stop()
 
 
-def _opening(model: GossipDataParallel, options: TrainOptions, num_samples: int) -> str:
+def _opening(model: Trained, options: TrainOptions, num_samples: int) -> str:
     parameters = list(model.parameters())
     text = f"{options.recipe}: {num_samples:,} samples, epochs {options.epochs}, "
     text += f"{sum(each.numel() for each in parameters):,} parameters; "

@@ -151,7 +151,6 @@ class FaultyNetwork(VirtualNetwork):
             port=0,
             constants=informant.neighbourhood.graph.original,
             method="a2cid2",
-            policy_name="fresh",
             timeout_s=informant.timeout_s,
             random=Random(process_id),
             num_chunks=chunks,

@@ -144,6 +144,8 @@ MISTAKES = [
     ("train bytes-gpt --max-restarts -1", "--max-restarts is -1"),
     ("train bytes-gpt --workers 6 --graph hypercube", "hypercube"),
     ("train bytes-gpt --device tpu", "--device is 'tpu'; choose cpu or cuda"),
+    ("train bytes-gpt --resume --method allreduce", "--resume has no effect with --method allred"),
+    ("train bytes-gpt --max-restarts 1 --method allreduce", "where a death ends the run: leave it"),
     ("train cifar10 --data .", "data_batch_1.bin. CIFAR-10 is not downloaded for you"),
     ("train imagenet --data .", "ImageNet is not downloaded for you: register at"),
     ("train bytes-gpt --data edges", "holds 9 bytes of text"),

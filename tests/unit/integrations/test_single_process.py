@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from gossipdp.integrations import check_options, single_process
+from gossipdp.integrations import single_process
 
 
 def launched(rank: int, num_workers: int = 4, **others: str) -> dict[str, str]:
@@ -44,10 +44,3 @@ def test_seeds_are_small_enough_for_numpy_and_differ(seed: int) -> None:
 def test_those_that_join_have_seeds_of_their_own() -> None:
     joining = {"GOSSIPDP_JOIN": "127.0.0.1:4", "GOSSIPDP_RUN_ID": "a", "GOSSIPDP_SECRET": 16 * "s"}
     assert seed_of(0, joining) != seed_of(0, joining)
-
-
-def test_allreduce_is_refused_and_the_rest_is_not() -> None:
-    check_options({"method": "gossip", "graph": "ring"})
-    check_options({})
-    with pytest.raises(ValueError, match="framework's own DistributedDataParallel"):
-        check_options({"method": "allreduce"})

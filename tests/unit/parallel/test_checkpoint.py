@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import Checkpoints, GossipDataParallel, PoisonedError
+from gossipdp import Checkpoints, Counting, GossipDataParallel, PoisonedError
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpoint_files import read_tensors, write_tensors
 from gossipdp.parallel.checkpointer import Checkpointer
@@ -93,7 +93,7 @@ def run() -> Iterator[Any]:
             net,
             made,
             budget_samples=6 * NUM_STEPS,
-            samples_per_step=6,
+            counting=Counting(samples_per_step=6),
             method=method,
             checkpoints=Checkpoints(keep=keep, **saving),
         )

@@ -108,10 +108,10 @@ def test_roles():
     net = Net()
     flat = flatten(net)
     by_role = {segment.role: segment for segment in flat.state.segments}
-    assert set(by_role) == {Role.TRAINED, Role.BUFFER, Role.COPIED, Role.FOLLOWING}
+    assert set(by_role) == {Role.TRAINED, Role.BUFFER, Role.COPIED, Role.UNOPTIMIZED}
     assert by_role[Role.TRAINED].c is not None
     assert by_role[Role.BUFFER].c is None
-    assert by_role[Role.FOLLOWING].pending.numel() == 0
+    assert by_role[Role.UNOPTIMIZED].pending.numel() == 0
     assert net.cache.untyped_storage().data_ptr() not in {
         segment.x.untyped_storage().data_ptr() for segment in flat.state.segments
     }
@@ -218,7 +218,7 @@ def test_unfreezing_is_found_unless_frozen_parameters_are_exchanged():
     net = Net()
     flat = flatten(net)
     net.frozen.requires_grad_(True)
-    with pytest.raises(ModelChangedError, match=r"frozen\.weight.*exchange_frozen=True"):
+    with pytest.raises(ModelChangedError, match=r"frozen\.weight.*Exchange\(frozen=True"):
         flat.check()
     net = Net()
     flat = flatten(net, exchange_frozen=True)
@@ -285,4 +285,4 @@ def test_a_frozen_base_is_not_averaged_and_what_moves_in_it_is_told(caplog):
     flat.check()
     (record,) = caplog.records
     assert "parameter 'base.weight' changes although it is in no optimizer" in caplog.text
-    assert "wrap with exchange_frozen=True" in record.getMessage()
+    assert "wrap with exchange=Exchange(frozen=True)" in record.getMessage()

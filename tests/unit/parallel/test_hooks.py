@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gossipdp import GossipDataParallel, ProgressLR
+from gossipdp import Exchange, GossipDataParallel, ProgressLR
 from gossipdp.dynamics.state import State
 from gossipdp.errors import ModelChangedError
-from gossipdp.parallel import gossip_engine, worker
+from gossipdp.parallel import gossip_engine, session
 from gossipdp.parallel.hooks import warn_of_step_counters
 
 
@@ -191,7 +191,6 @@ def test_gradients_are_accumulated_within_no_sync_and_without_it(wrap) -> None:
     torch.testing.assert_close(net.weight.detach(), before - 0.1 * 8.0)
     assert (model.stats().gradient_steps, model.stats().samples) == (1, 8)
     model.close()
-    assert wrap(net, optimizer, method="allreduce").no_sync()
 
 
 def test_a_step_that_raises_leaves_no_trace(wrap) -> None:
@@ -222,7 +221,7 @@ def test_wrapping_twice_is_an_error(wrap) -> None:
 
 def test_a_model_of_frozen_parameters_may_be_exchanged(wrap) -> None:
     net = nn.Linear(2, 1).requires_grad_(False)
-    wrap(net, sgd(net), exchange_frozen=True)
+    wrap(net, sgd(net), exchange=Exchange(frozen=True))
 
 
 def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(wrap, caplog) -> None:
@@ -312,10 +311,10 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
     monkeypatch.setattr(threading.Thread, "join", tell)
     net = nn.Linear(2, 1)
     model = GossipDataParallel(net, sgd(net))
-    arrival = model._engine._arrival
-    between = arrival._between_steps
-    work_out = arrival._work_out if what == "the graph" else between._described
-    assert arrival.thread.call(lambda: work_out("a key", awaited.wait)).result() is None
+    startup = model._engine._startup
+    between = startup._between_steps
+    work_out = startup._work_out if what == "the graph" else between._described
+    assert startup.thread.call(lambda: work_out("a key", awaited.wait)).result() is None
     assert "gossipdp background" in threads()
     model.close()
     assert threads() == []
@@ -323,7 +322,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("owner", "what"),
-    [(gossip_engine, "Moments"), (gossip_engine.Arrival, "start"), (worker, "Hooks")],
+    [(gossip_engine, "Moments"), (gossip_engine.Startup, "start"), (session, "Hooks")],
 )
 def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what: str) -> None:
     """One so large that its boundaries have helpers, wherever the wrapping fails."""
@@ -372,14 +371,11 @@ def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end: str) -> None
     assert not caplog.records
 
 
-@pytest.mark.parametrize("method", ["a2cid2", "allreduce"])
 @pytest.mark.parametrize("what", ["module", "parameter"])
-def test_what_is_added_to_the_module_is_an_error_at_the_next_step(
-    wrap, method: str, what: str
-) -> None:
+def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap, what: str) -> None:
     net = nn.Sequential(nn.Linear(2, 1))
     optimizer = sgd(net)
-    wrap(net, optimizer, method=method)
+    wrap(net, optimizer)
     net.frozen = nn.Linear(1, 1).requires_grad_(False)
     nn.Linear(2, 1)  # of nobody
     optimizer.step()

@@ -1,5 +1,6 @@
 """What is refused where it is said: a ValueError that names the value and what to say instead."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network, OuterStep, ProgressLR
+from gossipdp import (
+    Checkpoints,
+    Counting,
+    Exchange,
+    GossipDataParallel,
+    Monitor,
+    OuterStep,
+    ProgressLR,
+)
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -28,7 +37,7 @@ def schedule(shape: Any, **arguments: Any) -> None:
 
 def moments(which: Any) -> None:
     net = nn.Linear(2, 1)
-    wrap(net, torch.optim.AdamW(net.parameters()), exchange_moments=which)
+    wrap(net, torch.optim.AdamW(net.parameters()), exchange=Exchange(moments=which))
 
 
 def tied_through_data() -> nn.Module:
@@ -74,33 +83,30 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(comm_rate=math.nan), "comm_rate must be a positive number, not nan"),
         (lambda: wrap(comm_rate=True), "comm_rate must be a positive number, not True"),
         (lambda: wrap(comm_rate="often"), "comm_rate must be a positive number, not 'often'"),
-        (lambda: wrap(method="magic"), "a2cid2, gossip, allreduce, none"),
-        (lambda: wrap(pace="brisk"), "free, strict"),
-        (lambda: wrap(neighbour_policy="rude"), "fresh"),
+        (lambda: wrap(method="magic"), "a2cid2, gossip, none"),
+        (lambda: wrap(exchange=Exchange(pace="brisk")), "free, strict"),
         (lambda: wrap(wire_format="float8"), "full, bfloat16, lattice8"),
         *(
             (
-                lambda method=method, given=given: wrap(method=method, **given),
-                f"of the exchanges of gossip, and method='{method}' has none",
+                lambda given=given: wrap(method="none", **given),
+                "of the exchanges of gossip, and method='none' has none",
             )
-            for method in ("allreduce", "none")
             for given in (
                 {"wire_format": "bfloat16"},
                 {"outer": OuterStep()},
-                {"exchange_moments": {"exp_avg": 1}},
+                {"exchange": Exchange(moments={"exp_avg": 1})},
             )
         ),
         (lambda: wrap(budget_samples=0), "budget_samples"),
         (lambda: wrap(budget_samples=True), "budget_samples must be a whole number, not True"),
         (lambda: wrap(budget_samples=1234.5), "budget_samples must be a whole number, not 1234.5"),
-        (lambda: wrap(samples_per_step=0), "samples_per_step"),
-        (lambda: wrap(samples_per_step="8"), "samples_per_step must be a whole number, not '8'"),
+        (lambda: wrap(counting=Counting(samples_per_step=0)), "samples_per_step"),
+        (
+            lambda: wrap(counting=Counting(samples_per_step="8")),
+            "samples_per_step must be a whole number, not '8'",
+        ),
         (lambda: wrap(seed=1.5), "seed must be a whole number, not 1.5"),
         (lambda: wrap(network={"port": 4000}), r"give gossipdp\.Network"),
-        (
-            lambda: wrap(network=Network(max_bytes_per_s=1e6), method="allreduce"),
-            "caps the links of gossip",
-        ),
         (lambda: wrap(optimizer="sgd"), r"second argument is a torch\.optim.*a str is none"),
         (lambda: wrap(optimizer=0.1), r"second argument .* a float is none: GossipDataParallel\("),
         (lambda: wrap(NET, NET.parameters()), "second argument .* a Parameter is none"),
@@ -108,7 +114,10 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(nn.LazyLinear(2), sgd(NET)), "'weight' has no shape yet: .* a batch once"),
         (lambda: wrap(nn.LazyBatchNorm1d(affine=False), sgd(NET)), "'running_mean' has no shape"),
         (lambda: wrap(optimizer=[]), "at least one"),
-        (lambda: wrap(FROZEN, sgd(FROZEN)), r"all .* are frozen .* exchange_frozen=True"),
+        (
+            lambda: wrap(FROZEN, sgd(FROZEN)),
+            r"all .* are frozen .* exchange=Exchange\(frozen=True",
+        ),
         (lambda: wrap(outer=0.7), r"outer is 0.7: give gossipdp.OuterStep\(...\)"),
         (lambda: moments({"momentum_buffer": 1}), r"an? AdamW does not keep .* exp_avg, exp"),
         (lambda: moments({"exp_avg": 0}), r"\['exp_avg'\] must be at least 1, not 0"),
@@ -158,7 +167,11 @@ BUDGET = {"budget_samples": 4}
     [
         ({}, lambda m: m.batches(LOADER), r"budget_samples=, or loop over model\.epochs"),
         (BUDGET, lambda m: next(m.batches([])), "yielded no batch: it is empty, or"),
-        (BUDGET, lambda m: next(m.batches(["abc"])), "type str holds no tensor .* samples_per_st"),
+        (
+            BUDGET,
+            lambda m: next(m.batches(["abc"])),
+            r"type str holds no tensor .* counting=Counting",
+        ),
         (BUDGET, lambda m: m.epochs(LOADER, 1, samples=4), "wrap without budget_samples="),
         ({}, lambda m: m.epochs(LOADER, 2), r"give epochs\(\.\.\., samples=\)"),
         ({}, lambda m: m.epochs(LOADER, 0, samples=8), "num_epochs is 0; it must be at least 1"),
@@ -207,6 +220,9 @@ def test_what_a_wrapped_model_cannot_do_is_refused(
             (name, f"no argument '{name}': it is of DistributedDataParallel.* Leave it out")
             for name in ("device_ids", "output_device", "find_unused_parameters", "static_graph")
         ),
+        ("pace", r"no argument 'pace': give exchange=gossipdp\.Exchange\(pace=\.\.\.\)"),
+        ("batch_dim", r"give counting=gossipdp\.Counting\(batch_dim="),
+        ("timeout_s", r"give network=gossipdp\.Network\(timeout_s="),
         ("com_rate", "no argument 'com_rate': do you mean comm_rate"),
         ("colour", "no argument 'colour'$"),
     ],
@@ -243,3 +259,15 @@ def test_pieces_of_one_tensor_and_views_of_constants_are_no_mistake(tmp_path: An
         GossipDataParallel(net, sgd(net), checkpoints=Checkpoints(tmp_path)).close()
     net = with_a_buffer(torch.complex128)
     GossipDataParallel(net, sgd(net)).close()
+
+
+def test_the_end_of_with_closes_also_after_an_error() -> None:
+    net = nn.Linear(2, 1)
+    model = GossipDataParallel(net, sgd(net))
+    with contextlib.suppress(ZeroDivisionError), model as entered:
+        assert entered is model
+        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="the model is closed"):
+        model.consolidate()
+    with GossipDataParallel(net, sgd(net)) as model:  # closed already, and so not wrapped
+        model.consolidate()

@@ -13,12 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import (
-    Checkpoints,
-    ModelChangedError,
-    OuterStep,
-    PoisonedError,
-)
+from gossipdp import Checkpoints, Counting, Exchange, ModelChangedError, OuterStep, PoisonedError
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.gossip_engine import GossipEngine
 
@@ -218,7 +213,7 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     """Between a step of the first and another's, a backward pass may still need its parameters."""
     net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
-    engine = wrap(net, [first, second], pace="strict")._engine
+    engine = wrap(net, [first, second], exchange=Exchange(pace="strict"))._engine
     for segment in engine._flat.state.segments:
         for chunk in segment.chunks:
             chunk.x.fill_(1.0)
@@ -388,7 +383,7 @@ def test_unfreezing_is_an_error_at_the_next_boundary(wrap):
     optimizer = torch.optim.SGD(trainable(net), 0.1)
     model = wrap(net, optimizer)
     net.frozen.requires_grad_(True)
-    with pytest.raises(ModelChangedError, match="exchange_frozen"):
+    with pytest.raises(ModelChangedError, match=r"Exchange\(frozen"):
         plain_step(model, optimizer, 0)
 
 
@@ -424,7 +419,7 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap):
     optimizer.step()
     assert model.stats().samples == 12
     model.close()
-    given = wrap(net, optimizer, samples_per_step=3)
+    given = wrap(net, optimizer, counting=Counting(samples_per_step=3))
     given.count_batch(torch.ones(7, 2))
     given(torch.ones(7, 2)).sum().backward()
     optimizer.step()
@@ -517,7 +512,7 @@ def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap, tmp_path):
 def test_own_nan_ends_the_run_at_the_average_where_that_is_wanted(wrap):
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer, on_nonfinite="exit")
+    model = wrap(net, optimizer, exchange=Exchange(on_nonfinite="exit"))
     net.bias.data[0] = math.nan
     with pytest.raises(PoisonedError), model.averaged():
         pass
@@ -536,7 +531,7 @@ def test_the_fingerprint_covers_how_optimizers_group_parameters(wrap):
             [p for p, own in zip(parameters, grouping, strict=True) if own == k] for k in (0, 1)
         ]
         optimizers = [torch.optim.SGD(group, 0.1) for group in groups if group]
-        models.add(wrap(net, optimizers)._engine._arrival.settings.model)
+        models.add(wrap(net, optimizers)._engine._startup.settings.model)
     assert len(models) == 4
 
 
@@ -623,18 +618,6 @@ def test_a_dropped_model_does_not_hold_its_optimizer_back(wrap):
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     wrap(net, optimizer).close()
     optimizer.step()
-
-
-def test_allreduce_alone_is_bitwise_the_plain_loop(wrap):
-    plain, wrapped = make(), make()
-    for module in (plain, wrapped):
-        optimizer = torch.optim.SGD(trainable(module), 0.1)
-        model = wrap(module, optimizer, method="allreduce") if module is wrapped else module
-        torch.manual_seed(0)
-        for step in range(3):
-            plain_step(model, optimizer, step)
-    assert_bitwise_equal(plain, wrapped)
-    assert model.consolidate().gradient_steps == 3
 
 
 def test_worker_seeds_are_distinct_and_fit_into_32_bits(wrap):

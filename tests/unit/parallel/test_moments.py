@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel
+from gossipdp import Counting, Exchange, GossipDataParallel
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -93,7 +93,7 @@ def test_without_an_exchange_training_is_bitwise_the_plain_loop(
     plain, net = make_net(dtype), make_net(dtype)
     theirs = make([p for p in plain.parameters() if p.requires_grad])
     ours = make([p for p in net.parameters() if p.requires_grad])
-    model = wrap(net, ours, exchange_moments=choice)
+    model = wrap(net, ours, exchange=Exchange(moments=choice))
     train(plain, theirs, 20)
     train(model, ours, 20)
     for one, other in zip(plain.parameters(), net.parameters(), strict=True):
@@ -140,7 +140,7 @@ def test_workers_of_two_ages_go_on_with_steps_of_their_size(wrap: Callable) -> N
     for age in (20, 400):
         net = nn.Linear(3, 3)
         optimizers.append(torch.optim.Adam(net.parameters(), lr=0.01))
-        models.append(wrap(net, optimizers[-1], samples_per_step=1))
+        models.append(wrap(net, optimizers[-1], counting=Counting(samples_per_step=1)))
         stepped(optimizers[-1], age)
     chunks = [moments_of(model)[0].chunks[0] for model in models]
     sent = [torch.empty_like(chunk.x) for chunk in chunks]
@@ -164,7 +164,7 @@ def test_a_second_moment_of_bfloat16_stays_positive_where_gradients_become_rare(
     for _ in range(2):
         net = nn.Embedding(64, 8).bfloat16()
         optimizer = ADAMW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-        (segment,) = moments_of(wrap(net, optimizer, samples_per_step=1))
+        (segment,) = moments_of(wrap(net, optimizer, counting=Counting(samples_per_step=1)))
         workers.append((net, optimizer, segment.chunks[0]))
 
     def train_tokens(num_tokens: int, steps: int) -> None:
@@ -218,7 +218,7 @@ def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(
     """All gradients are 1, so 1 is sent at any age: 4999 steps taken for 6 would be 170."""
     nets = [nn.Linear(3, 3) for _ in range(2)]
     optimizer, old = (ADAMW(net.parameters()) for net in nets)
-    model = wrap(nets[0], optimizer, samples_per_step=1)
+    model = wrap(nets[0], optimizer, counting=Counting(samples_per_step=1))
     stepped(optimizer, 5)
     stepped(old, 4999)
     (chunk,) = moments_of(model)[0].chunks
@@ -247,7 +247,7 @@ def test_a_loaded_state_waits_for_the_snapshot_that_is_being_taken(wrap: Callabl
     """It has read the age already: values of another must not come under it."""
     net = nn.Linear(3, 3)
     optimizer = ADAMW(net.parameters())
-    model = wrap(net, optimizer, samples_per_step=1)
+    model = wrap(net, optimizer, counting=Counting(samples_per_step=1))
     stepped(optimizer, 5)
     saved = copy.deepcopy(optimizer.state_dict())
     stepped(optimizer, 5)
@@ -378,7 +378,7 @@ def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap: Callable) -> None
     net = make_net()
     head = list(net[2].parameters())
     optimizer = ADAMW(head)
-    model = wrap(net, optimizer, exchange_frozen=True)
+    model = wrap(net, optimizer, exchange=Exchange(frozen=True))
     (segment,) = moments_of(model)
     padded = 2 * 64  # in pieces of 64 bytes
     assert segment.x.numel() <= sum(each.numel() for each in head) + padded
@@ -399,7 +399,7 @@ def test_parameters_without_values_have_no_moment(wrap: Callable) -> None:
     net = nn.Module()
     net.empty = nn.Parameter(torch.empty(0))
     optimizer = ADAMW(net.parameters())
-    model = wrap(net, optimizer, samples_per_step=1)
+    model = wrap(net, optimizer, counting=Counting(samples_per_step=1))
     stepped(optimizer, 2)
     assert not any(segment.chunks for segment in moments_of(model))
 
@@ -411,7 +411,9 @@ def test_where_no_state_ever_comes_parameters_are_not_searched_for_it(
     net = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(100)])
     net.requires_grad_(False)
     optimizer = ADAMW(net.parameters())
-    model = wrap(net, optimizer, samples_per_step=1, exchange_frozen=True)
+    model = wrap(
+        net, optimizer, counting=Counting(samples_per_step=1), exchange=Exchange(frozen=True)
+    )
     looked_at, state_of = [], _Kept._state_of
 
     def count(kept: _Kept, place: Any) -> Any:
@@ -457,7 +459,7 @@ def test_a_line_says_what_travels_and_what_it_costs(
 @pytest.mark.parametrize("choice", [False, {}, True])
 def test_where_nothing_travels_no_memory_is_taken(wrap: Callable, choice: Any) -> None:
     net = make_net()
-    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1), exchange_moments=choice)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1), exchange=Exchange(moments=choice))
     assert moments_of(model) == []
     net = make_net()
     model = wrap(net, ADAMW(net.parameters()), method="none")
@@ -505,7 +507,7 @@ def test_what_is_named_and_cannot_travel_is_an_error(
 ) -> None:
     net = make_net()
     optimizer = OwnOptimizer(list(net.parameters())[:2], make)
-    wrap(net, optimizer, exchange_moments={name: 4})
+    wrap(net, optimizer, exchange=Exchange(moments={name: 4}))
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             stepped(optimizer, 1)
@@ -517,7 +519,12 @@ def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_o
     net = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     known = ADAMW(net[0].parameters())
     unknown = torch.optim.Adagrad(net[1].parameters())
-    model = wrap(net, [known, unknown], exchange_moments={"exp_avg_sq": 1}, samples_per_step=1)
+    model = wrap(
+        net,
+        [known, unknown],
+        exchange=Exchange(moments={"exp_avg_sq": 1}),
+        counting=Counting(samples_per_step=1),
+    )
     with caplog.at_level(logging.INFO, "gossipdp"):
         for _ in range(3):
             stepped(known, 1)
@@ -539,7 +546,7 @@ def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_o
 def test_momentum_of_sgd_without_momentum_is_an_error(wrap: Callable) -> None:
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    wrap(net, optimizer, exchange_moments={"momentum_buffer": 4})
+    wrap(net, optimizer, exchange=Exchange(moments={"momentum_buffer": 4}))
     with pytest.raises(ValueError, match=r"the SGD keeps no 'momentum_buffer' .* keeps nothing"):
         stepped(optimizer, 1)
 
@@ -569,7 +576,7 @@ def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(
 ) -> None:
     net = make_net()
     optimizer = OwnOptimizer(list(net.parameters())[:4], torch.ones_like, anew=True)
-    model = wrap(net, optimizer, exchange_moments={"kept": 4})
+    model = wrap(net, optimizer, exchange=Exchange(moments={"kept": 4}))
     stepped(optimizer, MOST_REPLACED)
     assert age_of(model) > 0
     give(model, 3.0)
@@ -588,7 +595,7 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(
 ) -> None:
     net = nn.Linear(3, 3)
     optimizer = ADAMW(net.parameters())
-    model = wrap(net, optimizer, samples_per_step=1)
+    model = wrap(net, optimizer, counting=Counting(samples_per_step=1))
     stepped(optimizer, 5)
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, 1e21)
@@ -612,7 +619,7 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(
 def test_an_optimizer_that_counts_no_steps_has_no_bias_to_correct(wrap: Callable) -> None:
     net = make_net()
     optimizer = OwnOptimizer(net.parameters(), torch.ones_like)
-    model = wrap(net, optimizer, exchange_moments={"kept": 4})
+    model = wrap(net, optimizer, exchange=Exchange(moments={"kept": 4}))
     stepped(optimizer, 3)
     moment = moments_of(model)[0].moment
     assert moment == Moment("kept", 4, decay=0.0, steps=3)

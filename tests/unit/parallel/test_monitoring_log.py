@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from waiting import LONGEST_S, pause, wait_until
 
-from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network
+from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.published import Notice
 from gossipdp.observe.log import RunLog, RunLogWriter, WorkerLog, worker_file
 
@@ -142,10 +142,10 @@ def test_numbers_of_numpy_and_any_text_are_logged_before_and_after_the_end(tmp_p
 
 
 def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path: Path) -> None:
-    model = train(tmp_path, num_steps=0, samples_per_step=8)
+    model = train(tmp_path, num_steps=0, counting=Counting(samples_per_step=8))
     model.log(loss=torch.empty((), device="meta"))
     model.log(loss=2.0)
-    model._worker.stepped(0)
+    model._session.stepped(0)
     model.close()
     assert [step.loss for step in read(tmp_path).steps] == [2.0]
 
@@ -181,11 +181,10 @@ def test_a_run_that_resumes_goes_on_with_its_log(tmp_path: Path) -> None:
     assert len(worker.lives) == 2
 
 
-def _two_workers(directory: Path, method: str) -> None:
+def _two_workers(directory: Path) -> None:
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    model = GossipDataParallel(net, optimizer, method=method, monitor=Monitor(directory))
-    wanted = 3 if method == "a2cid2" else 0
+    model = GossipDataParallel(net, optimizer, monitor=Monitor(directory))
 
     def step() -> None:
         model(torch.ones(8, 4)).sum().backward()
@@ -193,7 +192,7 @@ def _two_workers(directory: Path, method: str) -> None:
         pause()
 
     wait_until(
-        lambda: model.stats().gradient_steps >= 5 and model.stats().exchanges >= wanted,
+        lambda: model.stats().gradient_steps >= 5 and model.stats().exchanges >= 3,
         "three exchanges",
         step,
     )
@@ -201,22 +200,20 @@ def _two_workers(directory: Path, method: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("method", ["a2cid2", "allreduce"])
-def test_two_workers(workers, tmp_path: Path, method: str) -> None:
-    workers(_two_workers, 2, args=(tmp_path, method))
+def test_two_workers(workers, tmp_path: Path) -> None:
+    workers(_two_workers, 2, args=(tmp_path,))
     run_log = RunLog.read(tmp_path)
     assert list(run_log.workers) == [0, 1]
     ends = [log.end for log in run_log.workers.values()]
     assert all(end and end.num_averaged == 2 for end in ends)
     first, second = (log.exchanges[-1] for log in run_log.workers.values())
-    if method == "a2cid2":
-        # The last exchange may be one end's only, when a record is written.
-        counts = first.exchanges_by_neighbour[1], second.exchanges_by_neighbour[0]
-        assert min(counts) > 0
-        assert abs(counts[0] - counts[1]) <= 1
-        seen = [
-            one for log in run_log.workers.values() for each in log.exchanges for one in each.recent
-        ]
-        assert seen
-        assert all(one.started_s >= 0 and one.duration_s > 0 for one in seen)
+    # The last exchange may be one end's only, when a record is written.
+    counts = first.exchanges_by_neighbour[1], second.exchanges_by_neighbour[0]
+    assert min(counts) > 0
+    assert abs(counts[0] - counts[1]) <= 1
+    seen = [
+        one for log in run_log.workers.values() for each in log.exchanges for one in each.recent
+    ]
+    assert seen
+    assert all(one.started_s >= 0 and one.duration_s > 0 for one in seen)
     assert first.bytes_sent + first.shared_bytes_sent > 0

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from gossipdp import Exchange
+
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -167,7 +169,7 @@ def test_it_is_found_at_the_step_at_which_it_appears(wrap: Any) -> None:
 
 
 def test_a_copy_that_is_to_be_exchanged_is_none_of_our_business(wrap: Any) -> None:
-    train(wrap, lambda net: Average(net.parameters()), exchange_moments={"average": 1})
+    train(wrap, lambda net: Average(net.parameters()), exchange=Exchange(moments={"average": 1}))
 
 
 def matrices(net: nn.Module) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import Checkpoints, GossipDataParallel, OuterStep
+from gossipdp import Checkpoints, Counting, GossipDataParallel, OuterStep
 from gossipdp.dynamics.chunks import Chunk
 
 Make = Callable[..., tuple[GossipDataParallel, torch.optim.Optimizer, list[Chunk]]]
@@ -27,7 +27,7 @@ def make() -> Iterator[Make]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).to(dtype)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model = GossipDataParallel(net, optimizer, samples_per_step=1, **options)  # type: ignore[arg-type]
+        model = GossipDataParallel(net, optimizer, counting=Counting(samples_per_step=1), **options)  # type: ignore[arg-type]
         models.append(model)
         state = model._engine._state  # type: ignore[attr-defined]
         return model, optimizer, [chunk for chunk in state.chunks if chunk.outer is not None]

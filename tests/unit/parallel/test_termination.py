@@ -75,7 +75,7 @@ def test_sigterm_in_the_middle_of_an_accumulation_saves_at_its_end(terminable, t
 
 def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminable, tmp_path):
     model, optimizer = terminable
-    model._feed.budget_samples = 100
+    model._batches.budget_samples = 100
 
     class Loader:
         def __iter__(self):
@@ -97,7 +97,7 @@ def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminabl
 
 def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable, tmp_path):
     model, optimizer = terminable
-    model._feed.budget_samples = 2
+    model._batches.budget_samples = 2
     for batch in model.batches([torch.ones(1, 3)]):
         optimizer.zero_grad()
         model(batch).sum().backward()

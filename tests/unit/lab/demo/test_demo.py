@@ -32,7 +32,7 @@ def test_the_names_are_those_of_the_library() -> None:
     hints = get_type_hints(DemoArguments)
     names, _ = get_args(hints["workload"])
     assert get_args(names) == tuple(WORKLOADS) == tuple(DEFAULT_SAMPLES)
-    assert get_args(hints["method"]) == METHODS
+    assert get_args(hints["method"]) == (*METHODS, "allreduce")
 
 
 @pytest.mark.parametrize(

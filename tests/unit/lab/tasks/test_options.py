@@ -15,7 +15,7 @@ OPTIONS = [get_args(annotated)[0] for annotated in get_args(Recipe)]
 
 def test_every_recipe_has_options_and_a_class():
     assert [kind.recipe for kind in OPTIONS] == list(RECIPES)
-    assert get_args(MethodName) == METHODS
+    assert get_args(MethodName) == (*METHODS, "allreduce")
 
 
 def test_the_papers_trainings_are_the_defaults():

@@ -24,7 +24,7 @@ STEPS_WITHOUT_SAMPLES = 3
 """After so many steps without one counted sample something is wrong with the loop."""
 
 
-class Feed:
+class CountedBatches:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
     Calls ``between`` two batches, and is ``within`` a context while it yields.
@@ -44,8 +44,8 @@ class Feed:
         self._position = position
         self._total_samples, self._is_stopped = total_samples, is_stopped
         self._between, self._within = between, within
-        self._samples_per_step = options.samples_per_step
-        self._batch_dim = options.batch_dim
+        self._samples_per_step = options.counting.samples_per_step
+        self._batch_dim = options.counting.batch_dim
         self._is_yielding = self._is_repeat = self._may_repeat = False
         self._counted = self._all_counted = 0
         self._forwarded: list[weakref.ref[Tensor]] = []  # what the forward passes of a step were of
@@ -64,7 +64,8 @@ class Feed:
         problem = (
             f"{num_steps} gradient steps, and not one sample was counted. Loop over "
             "model.batches(loader) or model.epochs(loader, n); or call model(x) in training mode "
-            "in place of the module itself; or wrap with samples_per_step="
+            "in place of the module itself; or wrap with "
+            "counting=Counting(samples_per_step=...)"
         )
         if self.budget_samples is not None:
             raise RuntimeError(f"the budget would never be used up: {problem}")
@@ -159,7 +160,8 @@ class Feed:
         if samples is None:
             raise ValueError(
                 f"a batch of type {type(batch).__name__} holds no tensor with a dimension "
-                f"{self._batch_dim} that would tell its samples: wrap with samples_per_step="
+                f"{self._batch_dim} that would tell its samples: wrap with "
+                "counting=Counting(samples_per_step=...)"
             )
         self._counted += samples
 

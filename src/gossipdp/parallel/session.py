@@ -17,12 +17,10 @@ from torch import nn
 
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
-from gossipdp.parallel.allreduce_engine import AllReduceEngine
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
+from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.feed import Feed
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
@@ -35,7 +33,7 @@ from gossipdp.parallel.state_layout import check_savable
 logger = logging.getLogger("gossipdp")
 
 
-class Worker:
+class Session:
     """Engine, checkpoints, log, data and hooks of one wrapper.
 
     It does not know the wrapper, and neither does anything below: one that is dropped is closed.
@@ -72,8 +70,7 @@ class Worker:
         # What was opened is closed in the reverse order, wherever this fails.
         with contextlib.ExitStack() as opened:
             opened.callback(self.monitoring.close)
-            make_engine = AllReduceEngine if options.method == "allreduce" else GossipEngine
-            self.engine: Engine = make_engine(
+            self.engine = GossipEngine(
                 module,
                 optimizers,
                 options,
@@ -98,7 +95,7 @@ class Worker:
                 joins=joins,
                 resumes=resumption is not None,
             )
-            self.feed = Feed(
+            self.batches = CountedBatches(
                 position,
                 self.engine.total_samples,
                 lambda: self.engine.is_stopped,
@@ -109,19 +106,16 @@ class Worker:
             # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
             disable: Callable[[Any], Any] = torch.compiler.disable
             self.begin_forward = disable(self._begin_forward)
-            self._watches: list[OptimizerWatch] = []
-            if options.method != "allreduce":
-                choice = options.exchange_moments
-                exchanged = choice if isinstance(choice, Mapping) else ()
-                names = {id(parameter): name for name, parameter in module.named_parameters()}
-                self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
+            choice = options.exchange.moments
+            exchanged = choice if isinstance(choice, Mapping) else ()
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
             self._hooks = Hooks(
                 module,
                 optimizers,
                 stepped=self.stepped,
-                counting_once=self.feed.counting_once,
+                counting_once=self.batches.counting_once,
                 loaded=self.engine.loaded,
-                watches_others=options.method != "allreduce",
             )
             opened.pop_all()
 
@@ -151,25 +145,24 @@ class Worker:
 
     def _begin_forward(self, batch: Any) -> None:
         self.checkpointer.at_forward()
-        self.feed.count_forward(batch)
+        self.batches.count_forward(batch)
 
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""
-        if self._watches:
-            self._watches[optimizer_index].stepped()
+        self._watches[optimizer_index].stepped()
         if optimizer_index in self._unchecked:  # it has made its state in this step
             self._unchecked.discard(optimizer_index)
             self._check_savable(self._optimizers[optimizer_index])
         if optimizer_index != 0:
             self.engine.boundary(optimizer_index, 0)
             return
-        samples = self.engine.boundary(0, self.feed.take_counted())
+        samples = self.engine.boundary(0, self.batches.take_counted())
         self.checkpointer.stepped()
         self.monitoring.stepped(samples)
         self.num_steps += 1
         if self.num_steps == 2 and self.engine.world_size > 1:
             warn_of_step_counters(self._optimizers)
-        self.feed.check_counted(self.num_steps)
+        self.batches.check_counted(self.num_steps)
 
     def close(
         self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S, *, is_dropped: bool = False

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gossipdp.parallel import arrival
-from gossipdp.parallel.arrival import wait_while_it_advances
+from gossipdp.parallel import startup
+from gossipdp.parallel.startup import wait_while_it_advances
 
 
 def test_a_transfer_that_advances_is_waited_for_beyond_the_time_limit() -> None:
@@ -27,8 +27,8 @@ def test_a_transfer_that_advances_is_waited_for_beyond_the_time_limit() -> None:
 def test_each_advance_gives_it_the_whole_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the test's clock a look takes 1 s, the limit is 5 s, and something comes every fourth."""
     now_s = count()
-    monkeypatch.setattr(arrival, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
-    monkeypatch.setattr(arrival, "LOOK_AT_PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
+    monkeypatch.setattr(startup, "LOOK_AT_PROGRESS_EVERY_S", 0.0)
     ended: Future[None] = Future()
     looks = count()
 

@@ -47,7 +47,7 @@ LOOK_AT_PROGRESS_EVERY_S = 1.0
 LOOK_AT_RANK_EVERY_S = 0.05
 
 
-class Arrival:
+class Startup:
     """One worker's way into the run, and what it is there; the main thread's.
 
     ``world_size`` is that which the run began with; ``before``, what the worker had counted before;
@@ -119,7 +119,7 @@ class Arrival:
             self._call(self.loop.start_exchanging)
         self._rendezvous.mark_ready(self.rank)
 
-    def come_anew(self, superseded: SupersededError) -> None:
+    def come_again(self, superseded: SupersededError) -> None:
         """Take another rank: two that joined at the same time had been given the same one.
 
         Raises ``superseded`` where the rank was given to this worker, for then it is not wanted.

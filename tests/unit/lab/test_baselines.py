@@ -1,0 +1,107 @@
+"""The synchronous baseline in real processes: what it computes, counts and logs."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gossipdp.observe.log import RunLog
+from gossipdp_lab.baselines import SynchronousDataParallel
+
+BATCH, STEPS = 4, 6
+
+
+def make_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+
+
+def batches_of(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(BATCH, 8, generator=generator) for _ in range(4)]
+
+
+def train(directory: Path, num_workers: int, slow_s: float) -> tuple[dict, float, int, float]:
+    """Return the state, worker 0's waiting, the worker's seed and the progress after one step."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = SynchronousDataParallel(
+        net, batch_size=BATCH, budget_samples=STEPS * BATCH * num_workers, seed=7, log_dir=directory
+    )
+    seen = []
+    for batch in model.batches(batches_of(rank)):
+        if rank == 1:
+            time.sleep(slow_s)
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.log(loss=loss)
+        seen.append(model.progress())
+    model.log(rate=0.1)
+    end = model.consolidate()
+    assert (end.samples, end.gradient_steps) == (STEPS * BATCH * num_workers, STEPS * num_workers)
+    assert (model.stats().gradient_steps, model.stats().samples) == (STEPS, STEPS * BATCH)
+    model.save_averaged(directory / f"{rank}.pt")
+    return net.state_dict(), model.stats().waited_seconds, model.worker_seed, seen[1]
+
+
+@pytest.mark.processes
+def test_it_trains_in_step_on_the_budget_and_measures_who_waits(
+    workers: Callable, tmp_path: Path
+) -> None:
+    slow_s = 0.05
+    results = workers(train, 2, (tmp_path, 2, slow_s))
+    states, waits, seeds, progress = zip(*results, strict=True)
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert progress == (1 / STEPS, 1 / STEPS)  # the step itself is counted when the body ends
+    assert len(set(seeds)) == 2
+    # A step ends for both with the slow one's gradients, so worker 0 waits for each but the first.
+    assert waits[0] > 0.8 * slow_s * (STEPS - 1)
+    assert waits[0] > waits[1] >= 0
+    saved = torch.load(tmp_path / "1.pt", weights_only=True)
+    assert all(torch.equal(value, states[0][name]) for name, value in saved.items())
+    log = RunLog.read(tmp_path)
+    for worker in log.workers.values():
+        assert worker.start.configuration["method"] == "allreduce"
+        assert (worker.steps[-1].gradient_steps, worker.steps[-1].samples) == (STEPS, STEPS * BATCH)
+        assert all(step.loss is not None for step in worker.steps)
+        assert worker.end is not None
+        assert worker.end.num_averaged == 2
+        assert worker.last_values() == {"rate": 0.1}
+        assert len(worker.lives) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_gradients_are_the_mean_over_all_workers(
+    workers: Callable, tmp_path: Path, num_workers: int
+) -> None:
+    results = workers(train, num_workers, (tmp_path, num_workers, 0.0))
+    torch.manual_seed(0)
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    batches = [batches_of(rank) for rank in range(num_workers)]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [net(own[step % len(own)]).square().mean() for own in batches]
+        (sum(losses) / num_workers).backward()
+        optimizer.step()
+    for name, value in net.named_parameters():
+        torch.testing.assert_close(results[0][0][name], value.detach())
+
+
+def test_it_is_not_passed_off_as_protected(
+    run_tls: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("cert", "key"):
+        monkeypatch.setenv(f"GOSSIPDP_TLS_{name.upper()}", str(getattr(run_tls, name)))
+    with pytest.raises(ValueError, match="would send everything in the clear"):
+        SynchronousDataParallel(
+            make_net(), batch_size=1, budget_samples=1, seed=0, log_dir=tmp_path
+        )
