@@ -17,7 +17,7 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
 from gossipdp.gossip.codec import PoisonFound, make_codec
 from gossipdp.gossip.exchange import CompletedExchange, Exchange
-from gossipdp.gossip.published import Publisher
+from gossipdp.gossip.snapshot import Publisher
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
 from gossipdp.launcher.team import Report, send_report
@@ -69,7 +69,7 @@ class GossipLoop(LinkHandler):
 
     Attributes:
         codec: the form in which chunks travel.
-        published: what other threads may read, replaced whole at the end of each turn.
+        snapshot: the state that other threads may read; each turn replaces it whole at its end.
         poisoned: what stopped this worker's exchanges, if it is poisoned; any thread may read it.
     """
 
@@ -115,7 +115,7 @@ class GossipLoop(LinkHandler):
             FrameType.RESULT_CHUNK: self.sums,
         }
         self._publisher = Publisher(protocol, self._links)
-        self.published = self._publisher.publish(clock())
+        self.snapshot = self._publisher.snapshot(clock())
         self._reported: dict[int, tuple[str, int]] = {}
         self._reported_version = -1
         self._report_due_s = -math.inf
@@ -149,7 +149,7 @@ class GossipLoop(LinkHandler):
         self._report_addresses(now)
         self._dial(now)
         self._pump()
-        self.published = self._publisher.publish(now)
+        self.snapshot = self._publisher.snapshot(now)
 
     def _report_addresses(self, now: float) -> None:
         """Tell whoever restarts workers where the live ones are, when that has changed."""
@@ -231,7 +231,7 @@ class GossipLoop(LinkHandler):
         self.sums.end("this worker is closing")
         self._stop_exchange()
         self._say_farewell()
-        self.published = self._publisher.publish(self.clock())
+        self.snapshot = self._publisher.snapshot(self.clock())
         self.transport.close()
 
     def _say_farewell(self) -> None:

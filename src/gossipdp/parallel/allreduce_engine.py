@@ -6,11 +6,11 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from statistics import median
 from typing import Any, final
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -293,7 +293,7 @@ class AllReduceEngine(Engine):
 
     def stats(self) -> Stats:
         """See :class:`Engine`. There are no exchanges; bytes are those of the gradients."""
-        return replace(
+        return msgspec.structs.replace(
             super().stats(),
             bytes_sent=self._bytes,
             bytes_received=self._bytes,

@@ -6,6 +6,7 @@ the run.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -21,13 +22,12 @@ from rich.table import Table
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import (
     BeganRecord,
+    CountsRecord,
     EndRecord,
-    ExchangeRecord,
     NoticeRecord,
     Record,
     RunLog,
     RunLogTail,
-    StepRecord,
     worker_file,
 )
 from gossipdp_lab.progress import ProgressView
@@ -165,14 +165,13 @@ class WorkerProgress:
 
     def take(self, record: Record) -> None:
         """Bring up to date."""
-        if isinstance(record, StepRecord):
+        if isinstance(record, CountsRecord):
             if self.state == "starting":
                 self.state = "training"
             self.gradient_steps = record.gradient_steps
             self.samples = record.samples
-            self.loss = self.loss if record.loss is None else record.loss
+            self.loss = self.loss if math.isnan(record.loss) else record.loss
             self.samples_per_second = record.samples_per_second
-        elif isinstance(record, ExchangeRecord):
             self.exchanges = record.exchanges
             self.waited_seconds = record.waited_seconds
         elif isinstance(record, BeganRecord):

@@ -304,7 +304,7 @@ def closer_look(view: RunView) -> Drawing | None:
     seen = [
         (view.offsets[rank] + one.started_s, index, rank, one)
         for index, rank in enumerate(ranks)
-        for record in view.workers[rank].exchanges
+        for record in view.workers[rank].counts
         for one in record.recent
     ]
     times = sorted(at_s for at_s, *_ in seen)

@@ -80,7 +80,7 @@ def render(run_log: RunLog, name: str) -> str:
         consensus=_time_chart(
             view,
             "Edge distance against time",
-            view.over_time(lambda _, exchange: exchange.edge_distance),
+            view.over_time("edge_distance"),
             y_label="edge distance",
             mark=None if distance is None else (view.duration_s, distance),
             mark_label="consensus distance at the end, exact",
@@ -129,9 +129,9 @@ def _subtitle(view: RunView) -> str:
 
 def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     """The figures at the top of the page: name, value, and a word on it."""
-    steps = sorted(step.gradient_steps for step in view.steps.values())
-    samples = sum(step.samples for step in view.steps.values())
-    losses = [line[-1][1] for line in view.over_time(lambda step, _: step.loss) if line]
+    steps = sorted(step.gradient_steps for step in view.last.values())
+    samples = sum(step.samples for step in view.last.values())
+    losses = [line[-1][1] for line in view.over_time("loss") if line]
     ended = sum(worker.end is not None for worker in view.workers.values())
     come = f"{ended} of {len(view.ranks)} workers came to the end"
     speed = f"{number(samples / view.duration_s)} a second" if view.duration_s else ""
@@ -173,7 +173,7 @@ def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> D
 
 def _loss(view: RunView) -> tuple[Drawing | None, Drawing | None] | None:
     """The loss against time and against samples; None where none was logged."""
-    over_time = view.over_time(lambda step, _: step.loss)
+    over_time = view.over_time("loss")
     if not any(over_time):
         return None
     samples_at = view.samples_at()
@@ -270,12 +270,12 @@ def _witnesses(event: Event) -> str:
 
 
 def _worker_row(view: RunView, rank: int) -> Row:
-    worker, step, last = view.workers[rank], view.steps.get(rank), view.exchanges.get(rank)
+    worker, last = view.workers[rank], view.last.get(rank)
     return (
         rank,
         worker.latest_start.configuration.get("host", ""),
-        f"{step.gradient_steps:,}" if step else 0,
-        f"{step.samples / step.time_s:,.0f}" if step and step.time_s else "–",
+        f"{last.gradient_steps:,}" if last else 0,
+        f"{last.samples / last.time_s:,.0f}" if last and last.time_s else "–",
         f"{last.exchanges_initiated:,} + {last.exchanges_answered:,}" if last else 0,
         f"{last.exchanges_failed:,}" if last else 0,
         f"{last.waited_seconds:.1f}" if last else 0,
@@ -343,7 +343,7 @@ def _plan(
     took = "no exchange"
     if per_worker and view.duration_s:
         took = f"{duration(half_life * view.duration_s / per_worker)} at the run's pace"
-    mean_steps = fmean(step.gradient_steps for step in view.steps.values())
+    mean_steps = fmean(step.gradient_steps for step in view.last.values())
     rows = [
         ("exchanges per worker per gradient step", f"{planned.comm_rate:g}", f"{achieved:.3g}"),
         (

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
+from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.supervisor import Ending, Failure
 from gossipdp.observe.log import (
     BeganRecord,
     EndRecord,
-    ExchangeRecord,
     RunLog,
     RunLogWriter,
     worker_file,
@@ -236,16 +236,21 @@ class Clock:
         return self.now
 
 
-EXCHANGES = ExchangeRecord(0.0, 2, 4, 0, {1: 6}, 0.1, 0.0, 0.0, 0, 0)
-
-
 def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
     for rank in range(2):
         writer = RunLogWriter(worker_file(directory, rank), interval_s=0.0, clock=clock)
         with closing(writer) as log:
             log.start(rank=rank, num_workers=2, configuration={})
             steps = num_steps + rank
-            log.record(gradient_steps=steps, samples=8 * steps, loss=0.5, exchanges=EXCHANGES)
+            log.counts(
+                Counters(
+                    gradient_steps=steps,
+                    samples=8 * steps,
+                    exchanges_initiated=2,
+                    exchanges_answered=4,
+                ),
+                loss=0.5,
+            )
 
 
 def make_view(directory: Path, clock: Clock, *, terminal: bool) -> tuple[LiveView, io.StringIO]:

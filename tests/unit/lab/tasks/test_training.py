@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from gossipdp import OuterStep
-from gossipdp.gossip.published import Notice
+from gossipdp.gossip.snapshot import Notice
 from gossipdp.parallel.stats import Stats
 from gossipdp_lab.tasks.options import BytesGptOptions
 from gossipdp_lab.tasks.text import Gpt
