@@ -27,8 +27,9 @@ def metrics_text(status: WorkerStatus) -> bytes:
         >>> status = WorkerStatus(
         ...     3, 0, 4, "7f", "gossip", "ring", 1.0, "node", 1, "training", 80, samples=9
         ... )
-        >>> for line in metrics_text(status).decode().splitlines()[5:8]:
-        ...     print(line)
+        >>> for line in metrics_text(status).decode().splitlines():
+        ...     if "gossipdp_samples_total" in line:
+        ...         print(line)
         # HELP gossipdp_samples_total Samples that this worker trained on.
         # TYPE gossipdp_samples_total counter
         gossipdp_samples_total{rank="3"} 9.0

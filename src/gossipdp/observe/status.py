@@ -9,9 +9,11 @@ are not known yet are null. Readers ignore fields that they do not know, so some
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import math
 import socket
-import time
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Annotated, Literal, Self, TypeAlias
@@ -19,7 +21,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 import msgspec
 
 from gossipdp.gossip.counters import Counters, Metric, decode
-from gossipdp.launcher.environment import read_addresses, show_address
+from gossipdp.launcher.environment import read_addresses
 
 STATUS_PATH = "/status"
 METRICS_PATH = "/metrics"
@@ -29,7 +31,6 @@ IDLE_AFTER_S = 5.0
 MAX_IDLE = 16
 ANSWER_WITHIN_S = 2.0
 MAX_AT_ONCE = 32
-MAX_HEAD_BYTES = 8 << 10
 
 MemberState: TypeAlias = Literal["joining", "training", "done", "left", "dead"]
 
@@ -156,36 +157,44 @@ def decode_status(data: bytes) -> WorkerStatus:
         raise ValueError(f"{len(data)} bytes are no worker's status: {error}") from None
 
 
-def ask(
-    address: str, timeout_s: float = ANSWER_WITHIN_S, clock: Callable[[], float] = time.monotonic
-) -> WorkerStatus:
-    """The status of the worker at HOST:PORT.
+def ask(address: str, timeout_s: float = ANSWER_WITHIN_S) -> WorkerStatus:
+    """Return the status of the worker at HOST:PORT.
 
     Raises:
-        OSError: nobody answers there, or not all within ``timeout_s``, however it trickles in.
-        ValueError: ``address`` is none, or what answers is no worker.
+        OSError: no worker answers there, or not all within ``timeout_s``, however it trickles in.
+        ValueError: ``address`` is invalid, or the answer is not a worker's.
     """
     ((host, port),) = read_addresses("the address", address)
-    deadline_s = clock() + timeout_s
-    request = f"GET {STATUS_PATH} HTTP/1.0\r\nHost: {show_address(host, port)}\r\n\r\n"
-    answer = bytearray()
-    with socket.create_connection((host, port), timeout_s) as connection:
-        connection.sendall(request.encode())
-        while len(answer) <= MAX_STATUS_BYTES + MAX_HEAD_BYTES:
-            left_s = deadline_s - clock()
-            if left_s <= 0:
-                raise TimeoutError("timed out")
-            connection.settimeout(left_s)
-            received = connection.recv(1 << 16)
-            if not received:
-                break
-            answer += received
-    head, _, body = bytes(answer).partition(b"\r\n\r\n")
-    version, _, told = head.partition(b"\r\n")[0].partition(b" ")
-    if not version.startswith(b"HTTP/1."):
-        raise ValueError(f"what answers at {address} is no worker's status port")
-    if not told.startswith(b"200"):
-        raise ValueError(f"{address} answers {told[:80].decode('latin-1')}")
+    is_late = threading.Event()
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout_s)) as connection:
+        connection.connect()
+        own_socket = connection.sock  # the connection forgets it before the body is read
+
+        def end() -> None:
+            is_late.set()
+            with contextlib.suppress(OSError):
+                own_socket.shutdown(socket.SHUT_RDWR)
+
+        # One deadline for all: the socket's own begins again with each byte.
+        deadline = threading.Timer(timeout_s, end)
+        deadline.name, deadline.daemon = "gossipdp-ask-deadline", True
+        deadline.start()
+        try:
+            connection.request("GET", STATUS_PATH)
+            response = connection.getresponse()
+            body = response.read(MAX_STATUS_BYTES + 1)
+        except (OSError, http.client.HTTPException) as error:
+            if is_late.is_set():
+                raise TimeoutError("timed out") from None
+            if isinstance(error, OSError):
+                raise
+            raise ValueError(f"{address} is no worker's status port: {error!r}") from None
+        finally:
+            deadline.cancel()
+    if is_late.is_set():
+        raise TimeoutError("timed out")
+    if response.status != http.HTTPStatus.OK:
+        raise ValueError(f"{address} answers {response.status} {response.reason[:80]}")
     if len(body) > MAX_STATUS_BYTES:
         raise ValueError(f"{address} answers more than {MAX_STATUS_BYTES} bytes")
     return decode_status(body)
@@ -195,10 +204,10 @@ Answer: TypeAlias = WorkerStatus | Exception
 
 
 class StatusPoll:
-    """Asks a number of addresses again and again.
+    """A pool of threads that asks a number of addresses again and again.
 
-    An address that does not answer in time delays no other: its answer, or that there is none,
-    comes with a later call. ``ask``: for tests.
+    An address that does not answer in time delays no other: its answer or its failure comes with a
+    later call. ``ask`` is for tests.
     """
 
     def __init__(self, ask: Callable[[str], WorkerStatus] = ask) -> None:
@@ -213,7 +222,7 @@ class StatusPoll:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def answers(self, addresses: Iterable[str], wait_s: float) -> dict[str, Answer]:
-        """Ask those that are not being asked already; what has come within ``wait_s``."""
+        """Ask those that are not being asked yet; return what came within ``wait_s``."""
         for address in addresses:
             if address not in self._open:
                 self._open[address] = self._pool.submit(self._ask, address)
