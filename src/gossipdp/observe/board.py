@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from gossipdp.gossip.counters import MAX_WORKERS
+from gossipdp.gossip.counters import MAX_WORKERS, Counters
 from gossipdp.observe.status import (
     IDLE_AFTER_S,
     MemberStatus,
@@ -271,8 +271,8 @@ class StatusBoard:
                 *(each.status.run_samples for each in self._sources.values() if each.status),
             ),
             samples_per_second=sum(speeds) if speeds else None,
-            loss=_mean(each.loss for each in present),
-            edge_distance=_mean(each.edge_distance for each in present),
+            loss=mean_of_known(each.loss for each in present),
+            edge_distance=mean_of_known(each.edge_distance for each in present),
             heard_ago_s=now_s - latest.answered_s,
             num_answering=sum(worker.is_answering for worker in workers),
             workers=workers,
@@ -315,12 +315,12 @@ class StatusBoard:
         for each in views:
             if each.since_step_s is not None:
                 ages[each.rank] = min(each.since_step_s, ages.get(each.rank, math.inf))
-        steps = {
-            rank: source.status.step_seconds
-            for rank, source in own.items()
+        steps = [
+            source.status.step_seconds
+            for source in own.values()
             if source.is_answering and source.status and source.status.step_seconds > 0
-        }
-        usual_s = median(steps.values()) if steps else 0.0
+        ]
+        usual_s = median(steps) if steps else 0.0
         workers = []
         for rank, member in self._members().items():
             source = own.get(rank, _Source())
@@ -336,12 +336,9 @@ class StatusBoard:
                 is_silent=rank in silent,
                 is_idle=age_s is not None and age_s > idle_after_s,
             )
-            # Over some steps where that is longer.
+            # Over some steps if they take longer.
             over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
-            own_facts: dict[str, Any] = {}
-            if status is not None:
-                names = (name for name in JobWorker.__struct_fields__ if hasattr(status, name))
-                own_facts = {name: _known(getattr(status, name)) for name in names}
+            own_facts = facts_of(status) if status else {}
             facts = own_facts | {
                 "state": state,
                 "is_answering": is_answering,
@@ -359,9 +356,8 @@ class StatusBoard:
                     facts["bytes_sent_per_second"] = speed(("bytes", rank))
                     linked = (each for each in status.neighbours if each.is_linked)
                     facts["neighbours"] = tuple(each.rank for each in linked if each.is_neighbour)
-            worker = JobWorker(**facts)
-            workers.append(_marked(worker, steps))
-        return tuple(workers)
+            workers.append(JobWorker(**facts))
+        return mark_slow(workers)
 
     # Links and notices.
 
@@ -390,7 +386,7 @@ class StatusBoard:
                     pair,
                     is_up=all(each.is_linked for each in views),
                     exchanges=max(exchanges for _, exchanges in both.values()),
-                    exchange_seconds=_mean(each.exchange_seconds for each in views),
+                    exchange_seconds=mean_of_known(each.exchange_seconds for each in views),
                     bytes_per_second=sum(known) if known else None,
                     heard_ago_s=max(heard, default=None),
                 )
@@ -414,12 +410,19 @@ class StatusBoard:
         return tuple(notices)
 
 
+def facts_of(record: Counters) -> dict[str, Any]:
+    """Return the fields of a :class:`JobWorker` that a status or a log's record holds too."""
+    names = (name for name in JobWorker.__struct_fields__ if hasattr(record, name))
+    return {name: _known(getattr(record, name)) for name in names}
+
+
 def _known(value: Any) -> Any:
     """Return None for NaN, the number that is not known yet."""
     return None if value != value else value  # noqa: PLR0124
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
@@ -428,16 +431,22 @@ def _order(member: MemberStatus) -> tuple[int, int, int]:
     return (member.incarnation, _ORDER.index(member.state), member.samples)
 
 
-def _marked(worker: JobWorker, steps: Mapping[int, float]) -> JobWorker:
-    """Add how its step compares with the median of the others', and mark a slow one."""
-    others = [seconds for rank, seconds in steps.items() if rank != worker.rank]
-    if worker.rank not in steps or not others or worker.state not in ("training", "idle"):
-        return worker
-    factor = steps[worker.rank] / median(others)
-    is_slow = factor > SLOW_FACTOR and worker.state == "training"
-    return msgspec.structs.replace(
-        worker, step_factor=factor, state="slow" if is_slow else worker.state
-    )
+def mark_slow(workers: Iterable[JobWorker]) -> tuple[JobWorker, ...]:
+    """Add how each worker's step compares with the median of the others', and mark the slow."""
+    workers = tuple(workers)
+    steps = {each.rank: each.step_seconds for each in workers if each.is_answering}
+    known = {rank: seconds for rank, seconds in steps.items() if seconds}
+    marked = []
+    for worker in workers:
+        others = [seconds for rank, seconds in known.items() if rank != worker.rank]
+        if worker.rank in known and others and worker.state in ("training", "idle"):
+            factor = known[worker.rank] / median(others)
+            is_slow = factor > SLOW_FACTOR and worker.state == "training"
+            worker = msgspec.structs.replace(
+                worker, step_factor=factor, state="slow" if is_slow else worker.state
+            )
+        marked.append(worker)
+    return tuple(marked)
 
 
 def _state(

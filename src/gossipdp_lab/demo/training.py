@@ -112,7 +112,6 @@ def _run_workers(
         num_workers=arguments.workers,
         budget_samples=arguments.num_samples,
         console=console,
-        least_s=arguments.least_s,
     ) as view:
         injector = FaultInjector(arguments.faults, view.workers, say)
         surprises: list[Failure] = []
