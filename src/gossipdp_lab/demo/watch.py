@@ -65,7 +65,7 @@ class Fault:
 
 
 def parse_faults(kill: str | None, stop: str | None, *, num_workers: int) -> tuple[Fault, ...]:
-    """The faults of ``--kill`` and ``--stop``, in order of time.
+    """Return the faults of ``--kill`` and ``--stop``, in order of time.
 
     Raises:
         ValueError: it cannot be read, a rank does not exist or is named twice, or all are named.
@@ -100,7 +100,7 @@ def parse_faults(kill: str | None, stop: str | None, *, num_workers: int) -> tup
 
 
 def parse_slow_worker(text: str | None, num_workers: int) -> tuple[int, float] | None:
-    """``"2:4"`` to (2, 4.0).
+    """Return ``"2:4"`` as (2, 4.0).
 
     >>> parse_slow_worker("2:4", num_workers=4)
     (2, 4.0)
@@ -115,7 +115,7 @@ def parse_slow_worker(text: str | None, num_workers: int) -> tuple[int, float] |
 
 
 def _read(option: str, text: str | None, pattern: str, shape: str) -> list[tuple[str, ...]]:
-    """What the pattern's groups match of each word between commas."""
+    """Return the pattern's groups for each word between commas."""
     words = [] if text is None else text.split(",")
     matches = [re.fullmatch(pattern, word.strip()) for word in words]
     if not all(matches):
@@ -132,7 +132,7 @@ def _check_rank(option: str, rank: int, num_workers: int) -> None:
 
 
 def least_duration_s(faults: Sequence[Fault], *, restart: bool) -> float:
-    """How long a run must train so that all faults happen, are noticed, and are got over."""
+    """Return how long a run must train so that all faults happen, are noticed and pass."""
     after = [
         fault.at_s + fault.for_s + (BACK_S if restart and fault.kind == "kill" else AFTER_S)
         for fault in faults
@@ -294,7 +294,7 @@ class LiveView:
 
 @dataclass
 class Injection:
-    """One fault on its way; ``happened_s`` by ``since_boot_s``, ``missed`` why it did not."""
+    """A fault on its way: ``happened_s`` is by ``since_boot_s``, ``missed`` says why it failed."""
 
     fault: Fault
     process_id: int = 0
@@ -305,7 +305,7 @@ class Injection:
 
 
 class FaultInjector:
-    """Does the faults when they are due; call :meth:`poll` a few times a second.
+    """The injector of faults, each when it is due; call :meth:`poll` a few times a second.
 
     No fault comes before all workers train: until then a death ends the run, as it should.
 
@@ -335,7 +335,7 @@ class FaultInjector:
 
     @property
     def first_step_s(self) -> float | None:
-        """When the run made its first gradient step; None while not all workers train."""
+        """Return the time of the run's first gradient step; None until all workers train."""
         began = [worker.began_s for worker in self._workers if worker.began_s is not None]
         return min(began) if len(began) == len(self._workers) else None
 
@@ -354,7 +354,7 @@ class FaultInjector:
                 self._inject(each, now, now - first_s)
 
     def ended(self, failure: Failure) -> bool:
-        """Note that a worker's process failed; whether that is the end of one that was killed."""
+        """Note that a worker's process failed; return whether that was a kill of ours."""
         self._gone.add(self._workers[failure.rank].process_id)
         for each in self.injections:
             is_its_kill = each.fault.rank == failure.rank and each.fault.kind == "kill"
@@ -369,7 +369,7 @@ class FaultInjector:
         return False
 
     def close(self) -> None:
-        """Let those who are stopped go on, and settle which faults happened."""
+        """Let stopped workers go on, and settle which faults happened."""
         for each in self.injections:
             if each.goes_on_s is not None:
                 self._resume(each)
@@ -410,7 +410,7 @@ class FaultInjector:
 
 
 def fault_results(injections: Sequence[Injection], run_log: RunLog) -> list[dict[str, Any]]:
-    """What ``--json`` says of each fault.
+    """Return the entry of ``--json`` for each fault.
 
     at_s: seconds from the first gradient step, as it happened; as planned where it did not.
     detected_s: by each worker that lived and ran meanwhile, seconds from the fault to its notice;
@@ -445,7 +445,7 @@ def fault_results(injections: Sequence[Injection], run_log: RunLog) -> list[dict
 
 
 def fault_line(result: dict[str, Any]) -> str:
-    """The same, in words."""
+    """Return one entry in words."""
     did = "killed" if result["kind"] == "kill" else "stopped"
     times = [time_s for time_s in result["detected_s"].values() if time_s is not None]
     text = f"worker {result['rank']} {did} at {result['at_s']:.1f} s: "
@@ -462,7 +462,7 @@ def fault_line(result: dict[str, Any]) -> str:
 def _noticed_by(
     run_log: RunLog, rank: int, kinds: Collection[str], since_s: Mapping[int, float]
 ) -> dict[int, float]:
-    """When each worker of ``since_s`` first noticed this of ``rank``, from its time on."""
+    """Return when each worker of ``since_s`` first noticed this, from its own time on."""
     found: dict[int, float] = {}
     for witness, from_s in since_s.items():
         for notice in run_log.workers[witness].notices:
@@ -472,7 +472,7 @@ def _noticed_by(
 
 
 def _witnesses(injection: Injection, injections: Sequence[Injection], run_log: RunLog) -> list[int]:
-    """The workers that ran from a fault until they could have noticed it."""
+    """Return the workers that ran from a fault until they could have noticed it."""
     fault, from_s = injection.fault, injection.happened_s
     assert from_s is not None
     to_s = from_s + (KILL_NOTICED_S if fault.kind == "kill" else STOP_NOTICED_S)

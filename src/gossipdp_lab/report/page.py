@@ -1,7 +1,7 @@
 """A run as one HTML page that opens offline: everything inline, drawn as SVG from the logs.
 
-The words and the order of the page are in ``page.html``, the drawings in ``charts.html``; here is
-what they show.
+``page.html`` has the words and the order of the page and ``charts.html`` the drawings; this module
+gives both their numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Row = tuple[object, ...]
 
 
 def render(run_log: RunLog, name: str) -> str:
-    """The page of a run as HTML; ``name`` is what the run is called in the title."""
+    """Return the page of a run as HTML; ``name`` is the run's name in the title."""
     import jinja2
     from markupsafe import Markup
 
@@ -58,7 +58,7 @@ def render(run_log: RunLog, name: str) -> str:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    # Of the numbers that page.js reads none is NaN.
+    # No number that page.js reads is NaN.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     files = resources.files("gossipdp_lab.report")
     view = RunView(run_log)
@@ -128,7 +128,7 @@ def _subtitle(view: RunView) -> str:
 
 
 def _tiles(view: RunView) -> list[tuple[str, str, str]]:
-    """The figures at the top of the page: name, value, and a word on it."""
+    """Return the figures at the top of the page: name, value, and a note."""
     steps = sorted(step.gradient_steps for step in view.last.values())
     samples = sum(step.samples for step in view.last.values())
     losses = [line[-1][1] for line in view.over_time("loss") if line]
@@ -159,7 +159,7 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
 
 
 def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> Drawing | None:
-    """A line for each worker over the whole run's time; ``more`` as for ``line_chart``."""
+    """Draw a line for each worker over the whole run; ``more`` goes to ``line_chart``."""
     return line_chart(
         name,
         lines,
@@ -172,7 +172,7 @@ def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> D
 
 
 def _loss(view: RunView) -> tuple[Drawing | None, Drawing | None] | None:
-    """The loss against time and against samples; None where none was logged."""
+    """Draw the loss against time and against samples; None if none was logged."""
     over_time = view.over_time("loss")
     if not any(over_time):
         return None
@@ -196,7 +196,7 @@ def _loss(view: RunView) -> tuple[Drawing | None, Drawing | None] | None:
 def _exchanges(
     view: RunView, counts: Mapping[Pair, int], shares: Mapping[Pair, float]
 ) -> dict[str, Any]:
-    """Heat maps of pairs of workers; empty where nobody exchanged."""
+    """Return heat maps of pairs of workers; empty without an exchange."""
     if not counts:
         return {}
     ranks = sorted({*view.ranks, *(rank for pair in counts for rank in pair)})
@@ -238,7 +238,7 @@ def _exchanges(
 
 
 def _faults(view: RunView) -> dict[str, Any]:
-    """Deaths, stops and returns, and the workers without an end or a log."""
+    """Return deaths, stops and returns, and the workers without an end or a log."""
     unended = [f"worker {rank}" for rank, worker in view.workers.items() if worker.end is None]
     missing = sorted(set(range(view.log.num_ranks)) - set(view.ranks))
     return {
@@ -265,8 +265,8 @@ def _witnesses(event: Event) -> str:
     if not others:
         return "itself"
     spread_s = event.last_noticed_s - event.time_s
-    told = f"worker {', '.join(others)}"
-    return f"{told}, the last {duration(spread_s)} later" if spread_s > 0.01 else told
+    names = f"worker {', '.join(others)}"
+    return f"{names}, the last {duration(spread_s)} later" if spread_s > 0.01 else names
 
 
 def _worker_row(view: RunView, rank: int) -> Row:
@@ -284,7 +284,7 @@ def _worker_row(view: RunView, rank: int) -> Row:
 
 
 def _configuration(view: RunView) -> list[Row]:
-    """How the wrapper was called."""
+    """Return the arguments of the wrapper."""
     all_of_them = [worker.latest_start.configuration for worker in view.workers.values()]
     rows: list[Row] = []
     for name, value in view.configuration.items():
@@ -304,7 +304,7 @@ def _shown(value: object) -> str:
 
 
 def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
-    """The plan, and the share of all exchanges that each link is to have: lambda_ij over their sum.
+    """Return the plan, and each link's planned share of all exchanges: lambda_ij over their sum.
 
     None without exchanges, or without a graph or comm rate in the log.
     """
@@ -332,7 +332,7 @@ def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
 def _plan(
     view: RunView, counts: Mapping[Pair, int], planned: Plan, shares: Mapping[Pair, float]
 ) -> dict[str, Any] | None:
-    """Rows of what the graph promised and what happened; None before the first step."""
+    """Return rows that compare the plan with the run; None before the first step."""
     achieved = view.achieved_comm_rate
     if achieved is None:
         return None
@@ -373,8 +373,8 @@ def _plan(
             )
             for word, pair in (("least", by_count[0]), ("most", by_count[-1]))
         ]
-    told = (
+    constants = (
         f"χ₁ {number(planned.chi1)}, χ₂ {number(planned.chi2)}, η {number(planned.eta)}, "
         f"α̃ {number(planned.alpha_tilde)}"
     )
-    return {"constants": told, "rows": rows}
+    return {"constants": constants, "rows": rows}
