@@ -286,15 +286,13 @@ def _workers(workers: Sequence[JobWorker], width: int, max_workers: int) -> list
         ill_first = sorted(workers, key=lambda each: (each.state in WELL, each.rank))
         shown = sorted(ill_first[: max_workers - 1], key=lambda each: each.rank)
     rows = [_worker(each) for each in shown]
-    unknown = {name for name in LEFT_OUT_FIRST if all(row[name] == "-" for row in rows)}
-    rows = [{name: cell for name, cell in row.items() if name not in unknown} for row in rows]
+    empty = {name for name in LEFT_OUT_FIRST if all(row[name] == "-" for row in rows)}
+    rows = [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
     for heading in LEFT_OUT_FIRST:
-        if heading in unknown:
-            continue
         widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]
         if sum(widths) + GAP * (len(widths) - 1) > width:
             for row in rows:
-                del row[heading]
+                row.pop(heading, None)
     table = _table(rows, [STYLES.get(each.state) for each in shown])
     hidden = [each.state for each in workers if each not in shown]
     if not hidden:
