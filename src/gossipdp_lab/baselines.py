@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gossipdp.launcher.environment import Environment
 from gossipdp.links.clock import boot_id
-from gossipdp.observe.log import ExchangeRecord, RunLogWriter, worker_file
+from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.parallel.stats import Consolidated, Stats
 
 Batch = TypeVar("Batch")
@@ -133,25 +134,8 @@ class SynchronousDataParallel(DistributedDataParallel):
         losses = [float(each) for each in self._losses]
         self._losses.clear()
         self._num_recorded = self._num_steps
-        stats = self.stats()
-        exchanges = ExchangeRecord(
-            time_s=0.0,
-            exchanges_initiated=0,
-            exchanges_answered=0,
-            exchanges_failed=0,
-            exchanges_by_neighbour={},
-            edge_distance=None,
-            exchange_seconds=0.0,
-            waited_seconds=stats.waited_seconds,
-            bytes_sent=stats.bytes_sent,
-            bytes_received=stats.bytes_received,
-        )
-        self._log.record(
-            gradient_steps=stats.gradient_steps,
-            samples=stats.samples,
-            loss=sum(losses) / len(losses) if losses else None,
-            exchanges=exchanges,
-        )
+        loss = sum(losses) / len(losses) if losses else math.nan
+        self._log.counts(self.stats(), loss=loss)
 
     def stats(self) -> Stats:
         """Return this worker's counts; the bytes are those of the gradients."""

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-
-class _Bar(Progress):
-    above: Callable[[], RenderableType] | None = None
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Return the parts that rich draws."""
-        if self.above is not None:
-            yield self.above()
-        yield self.make_tasks_table(self.tasks)
 
 
 class ProgressView:
@@ -28,12 +18,11 @@ class ProgressView:
     Args:
         label: the work, such as "simulating".
         console: shows it.
-        above: makes the part that a terminal shows above the bar.
         clock: monotonic, in seconds.
         redraw_every_s: least time between two drawings on a terminal.
         line_every_s: the same between two lines elsewhere.
 
-    >>> from rich.console import Console, RenderableType
+    >>> from rich.console import Console
     >>> with ProgressView("simulating", console=Console()) as view:
     ...     view.advance(0.5)
     """
@@ -43,7 +32,6 @@ class ProgressView:
         label: str,
         *,
         console: Console,
-        above: Callable[[], RenderableType] | None = None,
         clock: Callable[[], float] = time.monotonic,
         redraw_every_s: float = 0.1,
         line_every_s: float = 5.0,
@@ -53,7 +41,7 @@ class ProgressView:
         self._clock = clock
         self._every_s = redraw_every_s if console.is_terminal else line_every_s
         self._started_s = self._shown_s = clock()
-        self._bar = _Bar(
+        self._bar = Progress(
             TextColumn("{task.fields[label]}"),
             BarColumn(),
             TaskProgressColumn(),
@@ -63,7 +51,6 @@ class ProgressView:
             auto_refresh=False,
             transient=True,
         )
-        self._bar.above = above
         self._task = self._bar.add_task("", total=1.0, label=label)
         self._stop: Callable[[], object] | None = None
 

@@ -138,7 +138,7 @@ def exchanges(log: WorkerLog, with_ranks: set[int], from_s: float, to_s: float) 
     """How many with these workers were recorded between two moments, in seconds since 1970."""
     counts = [
         sum(record.exchanges_by_neighbour.get(rank, 0) for rank in with_ranks)
-        for record in log.exchanges
+        for record in log.counts
         if from_s <= log.start.started_at + record.time_s < to_s
     ]
     return counts[-1] - counts[0] if counts else 0

@@ -21,9 +21,9 @@ from gossipdp.logs import printable
 from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
 from gossipdp.observe.status import Answer, StatusPoll
 
-# How long nobody may answer, at the beginning or later.
+# So long top waits without an answer, at the beginning or later.
 PATIENCE_S = 10.0
-# Of one look; later answers are shown with the next.
+# In one look; later answers are shown with the next.
 WAIT_FOR_ANSWERS_S = 0.5
 
 
@@ -49,7 +49,7 @@ class TopArguments:
 
 
 def run(arguments: TopArguments) -> int:
-    """Look until the run is over or Ctrl+C; 1 where nobody answers."""
+    """Look until the run is over or Ctrl+C; return 1 if no worker answers."""
     if not arguments.interval >= 0.1:
         raise ValueError(f"--interval is {arguments.interval}; it must be at least 0.1 s")
     given = [show_address(*each) for each in read_addresses("the address", arguments.address)]
@@ -63,8 +63,8 @@ class Top:
     """The loop: look, show, wait.
 
     Args:
-        arguments: what to show.
-        board: knows whom to ask.
+        arguments: of the command.
+        board: names the addresses to ask, and takes the answers.
         ask: gives the answers that have come within a time; see ``StatusPoll.answers``.
         console, clock, sleep: for tests.
     """
@@ -87,10 +87,10 @@ class Top:
         self._sleep = sleep
 
     def run(self) -> int:
-        """See :func:`run`."""
+        """Run the loop; see :func:`run`."""
         try:
             return self._once() if self._arguments.once else self._live()
-        except KeyboardInterrupt:  # how one leaves it
+        except KeyboardInterrupt:  # the usual way to leave it
             return 0
 
     def _look(self) -> JobStatus | None:
@@ -104,11 +104,11 @@ class Top:
         began_s = self._clock()
         while self._look() is None:
             if self._board.all_failed or self._clock() - began_s >= PATIENCE_S:
-                return self._tell_nobody()
+                return self._no_answer()
         self._look()
         self._sleep(self._arguments.interval)
         job = self._look()
-        assert job is not None, "somebody has answered"
+        assert job is not None, "a worker has answered"
         self._print(job)
         return 0
 
@@ -123,10 +123,10 @@ class Top:
             has_ended = self._watch(live if is_drawing else None)
         finally:
             live.stop()
-        return _tell("the run has ended", 0) if has_ended else self._tell_nobody()
+        return _say("the run has ended", 0) if has_ended else self._no_answer()
 
     def _watch(self, live: Live | None) -> bool:
-        """Show one look after the other until nobody answers; whether the run has ended then."""
+        """Show one look after the other until no worker answers; return whether the run ended."""
         console, began_s = self._console, self._clock()
         while True:
             looked_s = self._clock()
@@ -151,28 +151,28 @@ class Top:
         else:
             self._console.print(draw(job, self._console.width, None), *more)
 
-    def _tell_nobody(self) -> int:
+    def _no_answer(self) -> int:
         failures = "; ".join(f"{name}: {failure}" for name, failure in self._board.failures.items())
         if self._board.has_answers:
-            return _tell(
+            return _say(
                 f"no worker answers any more ({failures}): the run has ended, or its workers "
                 "cannot be reached from here",
                 1,
             )
-        return _tell(
+        return _say(
             f"no worker answers ({failures or self._arguments.address}); give the status port of "
             "one that runs: gossipdp run --status-port PORT, or Monitor(status_port=...)",
             1,
         )
 
 
-def _tell(text: str, code: int) -> int:
+def _say(text: str, code: int) -> int:
     sys.stderr.write(f"gossipdp: {printable(text, 4000)}\n")
     return code
 
 
-# The screen: a head, the workers, the links, what was noticed last. States without a style are
-# drawn in the terminal's own colour.
+# The screen: a head, the workers, the links, the latest notices. States without a style have the
+# terminal's own colour.
 STYLES = {
     "dead": "bold red",
     "cut off": "bold red",
@@ -180,6 +180,7 @@ STYLES = {
     "no answer": "yellow",
     "slow": "yellow",
     "idle": "yellow",
+    "starting": "cyan",
     "joining": "cyan",
     "averaging": "green",
     "left": "dim",
@@ -200,7 +201,7 @@ TEXTS = ("worker", "state", "links", "where", "link")
 
 
 def draw(job: JobStatus, width: int, height: int | None) -> Group:
-    """The page; ``height`` in lines, None: all there is."""
+    """Return the page; ``height`` is in lines, None for all of it."""
     # The links that are down, then those whose exchanges take longest.
     order = sorted(job.links, key=lambda each: (each.is_up, -(each.exchange_seconds or 0.0)))
     links = order[:MAX_LINKS]
@@ -231,47 +232,67 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
     return Group(*parts)
 
 
+def summary(job: JobStatus) -> str:
+    """Return the page in one line."""
+    return f"{_states(job)} · {' · '.join(_progress_facts(job))}"
+
+
 def _head(job: JobStatus) -> Text:
-    order = ["training", "averaging", "left", "joining", *STYLES]
-    states = sorted((worker.state for worker in job.workers), key=order.index)
     graph = f" on {printable(job.graph)}, comm rate {job.comm_rate:g}" if job.graph else ""
     text = Text(f"run {printable(job.run_id)[:12]}: {printable(job.method)}{graph}\n")
-    return text.append(f"{len(states)} workers: {_counted(states)}", style="bold")
+    return text.append(_states(job), style="bold")
+
+
+def _states(job: JobStatus) -> str:
+    order = ["training", "averaging", "left", "joining", *STYLES]
+    states = sorted((worker.state for worker in job.workers), key=order.index)
+    return f"{len(states)} workers: {_counted(states)}"
 
 
 def _counted(states: Sequence[str]) -> str:
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
-def _progress(job: JobStatus) -> RenderableType:
-    facts = [f"{_show(job.samples_per_second, ',.0f')} samples/s", f"loss {_show(job.loss, '.4f')}"]
+def _progress_facts(job: JobStatus) -> list[str]:
+    of_all = f" of {job.budget_samples:,}" if job.budget_samples else ""
+    facts = [
+        f"{job.samples:,}{of_all} samples",
+        f"{_show(job.samples_per_second, ',.0f')} samples/s",
+        f"loss {_show(job.loss, '.4f')}",
+    ]
     if job.edge_distance is not None:
         facts.append(f"distance {job.edge_distance:.2g}")
-    if not job.budget_samples:
-        return Text(" · ".join([f"{job.samples:,} samples", *facts]))
-    share = min(1.0, job.samples / job.budget_samples)
-    left = job.budget_samples - job.samples
+    left = (job.budget_samples or 0) - job.samples
     if left > 0 and job.samples_per_second:
         facts.append(f"{_duration(left / job.samples_per_second)} left")
-    text = " · ".join([f"{job.samples:,} of {job.budget_samples:,} samples", *facts])
+    return facts
+
+
+def _progress(job: JobStatus) -> RenderableType:
+    text = Text(" · ".join(_progress_facts(job)), no_wrap=True, overflow="ellipsis")
+    if not job.budget_samples:
+        return text
+    share = min(1.0, job.samples / job.budget_samples)
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(ratio=1)
     bar.add_row(ProgressBar(total=1.0, completed=share), f"{share:.0%}")
-    return Group(Text(text, no_wrap=True, overflow="ellipsis"), bar)
+    return Group(text, bar)
 
 
 def _workers(workers: Sequence[JobWorker], width: int, max_workers: int) -> list[RenderableType]:
-    """The table; where not all fit, those come first that something is the matter with."""
+    """Return the table; if not all workers fit, those with a problem are shown first."""
     shown = list(workers)
     if len(workers) > max_workers:
         ill_first = sorted(workers, key=lambda each: (each.state in WELL, each.rank))
         shown = sorted(ill_first[: max_workers - 1], key=lambda each: each.rank)
     rows = [_worker(each) for each in shown]
+    empty = {name for name in LEFT_OUT_FIRST if all(row[name] == "-" for row in rows)}
+    rows = [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
     for heading in LEFT_OUT_FIRST:
         widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]
         if sum(widths) + GAP * (len(widths) - 1) > width:
             for row in rows:
-                del row[heading]
+                row.pop(heading, None)
     table = _table(rows, [STYLES.get(each.state) for each in shown])
     hidden = [each.state for each in workers if each not in shown]
     if not hidden:

@@ -17,7 +17,7 @@ from gossipdp.dynamics.state import State
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
 from gossipdp.gossip.codec import PoisonFound, make_codec
 from gossipdp.gossip.exchange import CompletedExchange, Exchange
-from gossipdp.gossip.published import Publisher
+from gossipdp.gossip.snapshot import Publisher
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
 from gossipdp.launcher.reports import Report, send_report
@@ -69,7 +69,7 @@ class GossipLoop(LinkHandler):
 
     Attributes:
         codec: turns chunks into that form and back.
-        published: the snapshot for other threads, replaced whole at the end of each turn.
+        snapshot: the state for other threads to read, replaced whole at the end of each turn.
         poisoned: the error that stopped this worker's exchanges, if any; any thread may read it.
     """
 
@@ -113,7 +113,7 @@ class GossipLoop(LinkHandler):
             **dict.fromkeys(SUM_TYPES, self.sums),
         }
         self._publisher = Publisher(protocol, self._links)
-        self.published = self._publisher.publish(clock())
+        self.snapshot = self._publisher.snapshot(clock())
         self._reported: dict[int, tuple[str, int]] = {}
         self._reported_version = -1
         self._report_due_s = -math.inf
@@ -147,7 +147,7 @@ class GossipLoop(LinkHandler):
         self._report_addresses(now)
         self._dial(now)
         self._pump()
-        self.published = self._publisher.publish(now)
+        self.snapshot = self._publisher.snapshot(now)
 
     def _report_addresses(self, now: float) -> None:
         """Report the live workers' addresses to the supervisor, if they have changed."""
@@ -229,7 +229,7 @@ class GossipLoop(LinkHandler):
         self.sums.end("this worker is closing")
         self._stop_exchange()
         self._say_farewell()
-        self.published = self._publisher.publish(self.clock())
+        self.snapshot = self._publisher.snapshot(self.clock())
         self.transport.close()
 
     def _say_farewell(self) -> None:

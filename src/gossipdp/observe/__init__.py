@@ -1,8 +1,8 @@
-"""What a run tells of itself while it trains.
+"""The views of a run while it trains.
 
 log          the lines of a worker's log: writing them, and reading them, whole or meanwhile
-status       what a worker says of itself and of the others, as JSON, and asking for it
+status       a worker's account of itself and of the others, as JSON, and asking for it
 prometheus   the same as metrics
-server       shows both over HTTP
-board        what the answers of several workers come to: a job, for ``gossipdp top``
+server       an HTTP server for both
+board        the answers of several workers, put together to a job, for ``gossipdp top``
 """

@@ -1,8 +1,8 @@
-"""What several workers' answers say together of a job: who trains, how fast, who is slow or dead.
+"""The answers of several workers, put together to a job: who trains, how fast, who is slow or dead.
 
-A pure function of answers and times, but for the counts kept for speeds. While a worker answers,
-its own word counts; else the most advanced record of those that do answer (membership views
-converge, some sooner). What nobody says any more stays as it was last.
+The job is a pure function of answers and times, but for the counts kept for speeds. While a worker
+answers, its own account counts; else the most advanced record of those that do answer (membership
+views converge, some sooner). Facts that no answer holds any more stay as they were last.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from gossipdp.gossip.counters import MAX_WORKERS, Counters
 from gossipdp.observe.status import (
     IDLE_AFTER_S,
     MemberStatus,
@@ -32,23 +33,10 @@ IDLE_AFTER_STEPS = 10.0
 SPEED_OVER_S = 5.0
 SPEED_OVER_STEPS = 3.0
 LONGEST_SPEED_OVER_S = 60.0
-# Views tell of one event within this time of one another.
+# Views show one event within this time of one another.
 SAME_EVENT_S = 3.0
-MAX_MEMBERS = 4096
 GONE = ("dead", "left")
 _ORDER = ("joining", "training", "done", "left", "dead")
-# What a worker says of itself, shown as it is.
-OWN_WORD = (
-    "host",
-    "process_id",
-    "step_seconds",
-    "logged",
-    "edge_distance",
-    "exchanges",
-    "exchanges_failed",
-    "achieved_comm_rate",
-    "waited_seconds",
-)
 
 
 class JobWorker(msgspec.Struct, frozen=True):
@@ -61,12 +49,13 @@ class JobWorker(msgspec.Struct, frozen=True):
             it does not answer, and others have not heard it for the time-out; ``cut off``: it
             answers, and others took it for dead; ``no answer``: it does not answer here, others
             hear it.
-        is_answering: whether it answered when it was asked last. Of one that does not, counts and
-            ``since_step_s`` are what others heard, and the rest what it said last.
+        is_answering: it answered the last time it was asked. Of one that does not, counts and
+            ``since_step_s`` are what others heard, and the rest is from its last answer.
         step_factor: its step's duration over the median of the others'.
-        neighbours: of the graph, with whom it has a link; None where it is gone.
-        The others: see :class:`~gossipdp.observe.status.WorkerStatus`; speeds are over the last
-        seconds.
+        neighbours: of the graph, with whom it has a link; None if it is gone.
+
+    The other fields are those of :class:`~gossipdp.observe.status.WorkerStatus`; speeds are over
+    the last seconds.
     """
 
     rank: int
@@ -94,7 +83,7 @@ class JobWorker(msgspec.Struct, frozen=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
-    """One pair of workers, by what the ends that answer say.
+    """One pair of workers, as the ends that answer see it.
 
     ``exchange_seconds``: mean duration of the last exchanges; ``bytes_per_second``: sent by both
     ends that answer, by shared memory too.
@@ -114,8 +103,8 @@ class JobStatus(msgspec.Struct, frozen=True):
     Attributes:
         samples, samples_per_second: of all workers.
         loss, edge_distance: means over the workers that are not dead and have not left.
-        heard_ago_s: since the last answer of any.
-        num_answering: how many workers answered when they were asked last.
+        heard_ago_s: since the last answer of any worker.
+        num_answering: workers that answered the last time they were asked.
         notices: oldest first.
     """
 
@@ -137,7 +126,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether training has ended by now, for all that is known: the average, or the budget."""
+        """Return whether all are averaging or the budget is used up, for all that is known."""
         states = {worker.state for worker in self.workers} - {"dead"}
         if states and states <= {"averaging", "left"}:
             return True
@@ -146,7 +135,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 
 
 class Speeds:
-    """Remembers the latest values of counters, by key, and says how fast they grew.
+    """The speeds of counters, by key, from their latest values.
 
     Example:
         >>> speeds = Speeds()
@@ -160,7 +149,7 @@ class Speeds:
         self._counts: dict[Hashable, deque[tuple[float, int]]] = {}
 
     def note(self, key: Hashable, at_s: float, count: int | None) -> None:
-        """The count at a time; one that fell is another process's, or link's. None: unknown."""
+        """Take the count at a time, None if unknown; one that fell is a new process's or link's."""
         counts = self._counts.setdefault(key, deque(maxlen=MAX_COUNTS))
         if counts and (count is None or count < counts[-1][1]):
             counts.clear()
@@ -168,7 +157,7 @@ class Speeds:
             counts.append((at_s, count))
 
     def since(self, key: Hashable, from_s: float) -> float | None:
-        """Growth a second from a time on, or between the last two counts if that is later."""
+        """Return the growth a second from a time on, or over the last two counts if shorter."""
         counts = list(self._counts.get(key, ()))
         if len(counts) < 2:
             return None
@@ -179,7 +168,7 @@ class Speeds:
 
 @dataclass
 class _Source:
-    """An address that is asked; failure: why it does not answer now."""
+    """An address that is asked; ``failure`` is the reason why it does not answer now."""
 
     status: WorkerStatus | None = None
     answered_s: float = -math.inf
@@ -191,7 +180,7 @@ class _Source:
 
 
 class StatusBoard:
-    """Knows whom to ask, takes the answers, and says what they come to.
+    """The collector of the answers: it names the addresses to ask, and gives the job.
 
     Args:
         addresses: HOST:PORT of any workers of the job.
@@ -205,23 +194,23 @@ class StatusBoard:
 
     @property
     def has_answers(self) -> bool:
-        """Whether anybody has ever answered."""
+        """Return whether any worker has ever answered."""
         return self._run_id is not None
 
     @property
     def all_failed(self) -> bool:
-        """Whether it is known of every address asked now that it does not answer."""
+        """Return whether every address that is asked now is known not to answer."""
         return self.failures.keys() >= set(self.addresses())
 
     @property
     def failures(self) -> dict[str, str]:
-        """Why each address that does not answer does not."""
+        """Return the reason for each address that does not answer."""
         return {
             address: source.failure for address, source in self._sources.items() if source.failure
         }
 
     def addresses(self) -> tuple[str, ...]:
-        """Whom to ask now: those given, and wherever a worker that may live shows its status."""
+        """Return the addresses to ask now: those given, and those of workers that may live."""
         wanted = dict.fromkeys(self._given)
         for member in self._members().values():
             if member.status_address and member.state not in GONE:
@@ -229,7 +218,7 @@ class StatusBoard:
         return tuple(wanted)
 
     def take(self, answers: Mapping[str, WorkerStatus | Exception], now_s: float) -> None:
-        """What was answered, and by whom not; ``now_s`` in seconds, monotonic."""
+        """Take answers and failures, by address; ``now_s`` in seconds, monotonic."""
         for address, answer in answers.items():
             source = self._sources.setdefault(address, _Source())
             if isinstance(answer, Exception):
@@ -241,7 +230,7 @@ class StatusBoard:
                 continue
             source.status, source.answered_s, source.failure = answer, now_s, ""
         if all(isinstance(answer, Exception) for answer in answers.values()):
-            return  # nothing is known of how far they are now
+            return  # their present counts are unknown
         own = self._own()
         for rank, member in self._members().items():
             status, samples, sent = None, member.samples, None
@@ -250,17 +239,17 @@ class StatusBoard:
                 assert status is not None
                 samples = max(samples, status.samples)
                 if own[rank].is_answering:
-                    sent = status.bytes_sent + status.shared_bytes_sent
+                    sent = status.all_bytes_sent
                 for each in status.neighbours:
                     self._speeds.note(("link", rank, each.rank), now_s, each.bytes_sent)
             self._speeds.note(("samples", rank), now_s, samples)
             self._speeds.note(("bytes", rank), now_s, sent)
 
     def job(self, now_s: float) -> JobStatus:
-        """What is known now.
+        """Return the job as it is known now.
 
         Raises:
-            ValueError: nobody has ever answered.
+            ValueError: no worker has answered yet.
         """
         latest = max(self._sources.values(), key=lambda source: source.answered_s)
         about = latest.status
@@ -268,8 +257,6 @@ class StatusBoard:
             raise ValueError("no worker has answered yet")
         workers = self._workers(now_s)
         present = [worker for worker in workers if worker.state not in GONE]
-        losses = [each.loss for each in present if each.loss is not None]
-        distances = [each.edge_distance for each in present if each.edge_distance is not None]
         speeds = [each.samples_per_second for each in workers if each.samples_per_second]
         return JobStatus(
             run_id=about.run_id,
@@ -284,8 +271,8 @@ class StatusBoard:
                 *(each.status.run_samples for each in self._sources.values() if each.status),
             ),
             samples_per_second=sum(speeds) if speeds else None,
-            loss=fmean(losses) if losses else None,
-            edge_distance=fmean(distances) if distances else None,
+            loss=mean_of_known(each.loss for each in present),
+            edge_distance=mean_of_known(each.edge_distance for each in present),
             heard_ago_s=now_s - latest.answered_s,
             num_answering=sum(worker.is_answering for worker in workers),
             workers=workers,
@@ -293,26 +280,26 @@ class StatusBoard:
             notices=self._notices(now_s),
         )
 
-    # Who is who.
+    # The workers.
 
-    def _told(self) -> Iterator[MemberStatus]:
-        """What those say of everybody that answer; once nobody does, all that ever did."""
+    def _views(self) -> Iterator[MemberStatus]:
+        """Return the members as all who answer see them; if none does, as all who ever did."""
         known = [source for source in self._sources.values() if source.status is not None]
         for source in [source for source in known if source.is_answering] or known:
             assert source.status is not None
-            yield from source.status.members[:MAX_MEMBERS]
+            yield from source.status.members[:MAX_WORKERS]
 
     def _members(self) -> dict[int, MemberStatus]:
-        """The most advanced record of each worker, by rank."""
+        """Return the most advanced record of each worker, by rank."""
         members: dict[int, MemberStatus] = {}
-        for member in self._told():
+        for member in self._views():
             known = members.get(member.rank)
             if known is None or _order(member) > _order(known):
                 members[member.rank] = member
         return dict(sorted(members.items()))
 
     def _own(self) -> dict[int, _Source]:
-        """Of each worker where it itself answered last, in its latest life."""
+        """Return, by rank, the address where a worker itself answered last, in its latest life."""
         own: dict[int, _Source] = {}
         for source in sorted(self._sources.values(), key=lambda each: each.answered_s):
             if source.status is not None:
@@ -322,26 +309,26 @@ class StatusBoard:
         return own
 
     def _workers(self, now_s: float) -> tuple[JobWorker, ...]:
-        own, told = self._own(), list(self._told())
-        silent = {each.rank for each in told if each.is_silent}
+        own, views = self._own(), list(self._views())
+        silent = {each.rank for each in views if each.is_silent}
         ages: dict[int, float] = {}
-        for each in told:
+        for each in views:
             if each.since_step_s is not None:
                 ages[each.rank] = min(each.since_step_s, ages.get(each.rank, math.inf))
-        steps = {
-            rank: source.status.step_seconds
-            for rank, source in own.items()
-            if source.is_answering and source.status and source.status.step_seconds
-        }
-        usual_s = median(steps.values()) if steps else 0.0
+        steps = [
+            source.status.step_seconds
+            for source in own.values()
+            if source.is_answering and source.status and source.status.step_seconds > 0
+        ]
+        usual_s = median(steps) if steps else 0.0
         workers = []
         for rank, member in self._members().items():
             source = own.get(rank, _Source())
             status, is_answering = source.status, source.is_answering
             if status is not None and member.incarnation > status.incarnation and not is_answering:
-                status = None  # what a former life said
-            step_s = (status.step_seconds if status else None) or 0.0
-            age_s = status.since_step_s if status and is_answering else ages.get(rank)
+                status = None  # it is of a former life
+            step_s = _known(status.step_seconds if status else None) or 0.0
+            age_s = _known(status.since_step_s) if status and is_answering else ages.get(rank)
             idle_after_s = max(IDLE_AFTER_S, IDLE_AFTER_STEPS * (step_s or usual_s))
             state = _state(
                 member,
@@ -349,23 +336,19 @@ class StatusBoard:
                 is_silent=rank in silent,
                 is_idle=age_s is not None and age_s > idle_after_s,
             )
-            # Over some steps where that is longer.
+            # Over some steps if they take longer.
             over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
-            facts: dict[str, Any] = {
-                "rank": rank,
-                "incarnation": member.incarnation,
+            own_facts = facts_of(status) if status else {}
+            facts = own_facts | {
                 "state": state,
                 "is_answering": is_answering,
                 "status_address": member.status_address,
-                "gradient_steps": member.gradient_steps,
-                "samples": member.samples,
                 "since_step_s": age_s,
+                "loss": status.logged.get("loss") if status else None,
+                "neighbours": None,
             }
-            if status is not None:
-                facts |= {name: getattr(status, name) for name in OWN_WORD}
-                facts["loss"] = status.logged.get("loss")
-                for name in ("incarnation", "gradient_steps", "samples"):
-                    facts[name] = max(facts[name], getattr(status, name))
+            for name in ("rank", "incarnation", "gradient_steps", "samples"):
+                facts[name] = max(getattr(member, name), own_facts.get(name, 0))
             if state not in GONE:
                 speed = partial(self._speeds.since, from_s=now_s - over_s)
                 facts["samples_per_second"] = speed(("samples", rank))
@@ -373,36 +356,37 @@ class StatusBoard:
                     facts["bytes_sent_per_second"] = speed(("bytes", rank))
                     linked = (each for each in status.neighbours if each.is_linked)
                     facts["neighbours"] = tuple(each.rank for each in linked if each.is_neighbour)
-            worker = JobWorker(**facts)
-            workers.append(_marked(worker, steps))
-        return tuple(workers)
+            workers.append(JobWorker(**facts))
+        return mark_slow(workers)
 
-    # Links, and what was noticed.
+    # Links and notices.
 
     def _links(self, gone: set[int], now_s: float) -> tuple[LinkStatus, ...]:
-        """Every edge of which one end answers and none is gone, by what both ends say."""
-        ends: dict[tuple[int, int], dict[int, NeighbourStatus]] = {}
+        """Return the edges of which one end answers and none is gone, as both ends see them."""
+        ends: dict[tuple[int, int], dict[int, tuple[NeighbourStatus, int]]] = {}
         for rank, source in self._own().items():
             if source.status is not None and source.is_answering and rank not in gone:
                 for each in source.status.neighbours:
+                    exchanges = source.status.exchanges_by_neighbour.get(each.rank, 0)
                     # A neighbour in the graph, or one that was, and whose link is still up.
-                    matters = each.is_neighbour or (each.is_linked and each.exchanges > 0)
+                    matters = each.is_neighbour or (each.is_linked and exchanges > 0)
                     if matters and each.rank not in gone:
                         pair = (min(rank, each.rank), max(rank, each.rank))
-                        ends.setdefault(pair, {})[rank] = each
+                        ends.setdefault(pair, {})[rank] = (each, exchanges)
         links = []
-        for (one, other), said in sorted(ends.items()):
-            durations = [each.exchange_seconds for each in said.values() if each.exchange_seconds]
+        for pair, both in sorted(ends.items()):
+            one, other = pair
+            views = [view for view, _ in both.values()]
             keys = (("link", one, other), ("link", other, one))
             speeds = [self._speeds.since(key, now_s - SPEED_OVER_S) for key in keys]
             known = [speed for speed in speeds if speed is not None]
-            heard = [each.heard_ago_s for each in said.values() if each.heard_ago_s is not None]
+            heard = [each.heard_ago_s for each in views if each.heard_ago_s is not None]
             links.append(
                 LinkStatus(
-                    ranks=(one, other),
-                    is_up=all(each.is_linked for each in said.values()),
-                    exchanges=max(each.exchanges for each in said.values()),
-                    exchange_seconds=fmean(durations) if durations else None,
+                    pair,
+                    is_up=all(each.is_linked for each in views),
+                    exchanges=max(exchanges for _, exchanges in both.values()),
+                    exchange_seconds=mean_of_known(each.exchange_seconds for each in views),
                     bytes_per_second=sum(known) if known else None,
                     heard_ago_s=max(heard, default=None),
                 )
@@ -410,7 +394,7 @@ class StatusBoard:
         return tuple(links)
 
     def _notices(self, now_s: float) -> tuple[NoticeStatus, ...]:
-        """Every event once, however many noticed it, oldest first."""
+        """Return every event once, however many noticed it, oldest first."""
         events = sorted(
             (now_s - source.answered_s + each.ago_s, each.rank, each.kind)
             for source in self._sources.values()
@@ -426,26 +410,49 @@ class StatusBoard:
         return tuple(notices)
 
 
+def facts_of(record: Counters) -> dict[str, Any]:
+    """Return the fields of a :class:`JobWorker` that a status or a log's record holds too."""
+    names = (name for name in JobWorker.__struct_fields__ if hasattr(record, name))
+    return {name: _known(getattr(record, name)) for name in names}
+
+
+def _known(value: Any) -> Any:
+    """Return None for NaN, the number that is not known yet."""
+    return None if value != value else value  # noqa: PLR0124
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
 def _order(member: MemberStatus) -> tuple[int, int, int]:
     return (member.incarnation, _ORDER.index(member.state), member.samples)
 
 
-def _marked(worker: JobWorker, steps: Mapping[int, float]) -> JobWorker:
-    """With how its step compares with the others', by their median, and whether that is slow."""
-    others = [seconds for rank, seconds in steps.items() if rank != worker.rank]
-    if worker.rank not in steps or not others or worker.state not in ("training", "idle"):
-        return worker
-    factor = steps[worker.rank] / median(others)
-    is_slow = factor > SLOW_FACTOR and worker.state == "training"
-    return msgspec.structs.replace(
-        worker, step_factor=factor, state="slow" if is_slow else worker.state
-    )
+def mark_slow(workers: Iterable[JobWorker]) -> tuple[JobWorker, ...]:
+    """Add how each worker's step compares with the median of the others', and mark the slow."""
+    workers = tuple(workers)
+    steps = {each.rank: each.step_seconds for each in workers if each.is_answering}
+    known = {rank: seconds for rank, seconds in steps.items() if seconds}
+    marked = []
+    for worker in workers:
+        others = [seconds for rank, seconds in known.items() if rank != worker.rank]
+        if worker.rank in known and others and worker.state in ("training", "idle"):
+            factor = known[worker.rank] / median(others)
+            is_slow = factor > SLOW_FACTOR and worker.state == "training"
+            worker = msgspec.structs.replace(
+                worker, step_factor=factor, state="slow" if is_slow else worker.state
+            )
+        marked.append(worker)
+    return tuple(marked)
 
 
 def _state(
     member: MemberStatus, own: WorkerStatus | None, *, is_silent: bool, is_idle: bool
 ) -> str:
-    """One word for a worker; ``own``: what it says itself, if it answers."""
+    """Return the one word for a worker; ``own`` is its own answer, if there is one."""
     if own is not None:
         if member.state == "dead" and member.incarnation >= own.incarnation:
             return "cut off"  # it lives, and others take it for dead

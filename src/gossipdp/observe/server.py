@@ -1,32 +1,38 @@
-"""Shows a worker's pages over HTTP, from one thread that training never waits for.
+"""The HTTP server for a worker's pages. Training never waits for it.
 
-One thread serves all connections without blocking, so that whoever asks costs training no more
-than the time to build a page. Guarantees, whatever strangers do:
+One thread accepts connections, and each connection has a thread of its own. Guarantees, whatever
+strangers do:
 
-- At most ``MAX_CONNECTIONS`` at once; of more, the oldest goes. Each lives ``CONNECTION_S`` at most
-  and may send ``MAX_REQUEST_BYTES``.
-- A page is built at most once in ``REBUILD_S``; who asks sooner is given the last one.
-- On a loopback address it answers who asks by an address or as localhost, so that no web page can
-  read it through a name that leads here.
-- What goes wrong in a page is an answer 500 and one warning, and what goes wrong in the thread ends
-  the thread, with a warning: never the training.
+- At most ``MAX_CONNECTIONS`` live at once; if there are more, the oldest goes. Each has
+  ``CONNECTION_S`` for its request of at most ``MAX_REQUEST_BYTES``, and as long to take the answer.
+- A page is built at most once in ``REBUILD_S``; an earlier request gets the last one.
+- It shows the pages that it was given and reads no files.
+- On a loopback address it answers requests by an address or as localhost only, so that no web page
+  can read it through a name that leads here.
+- An error in a page is an answer 500 and one warning, and an error in the accepting thread ends
+  that thread, with a warning: never the training.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import io
 import ipaddress
 import logging
-import selectors
+import math
 import socket
+import socketserver
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from gossipdp.errors import RendezvousError
 from gossipdp.links import sockets
-from gossipdp.links.sockets import listen
 from gossipdp.logs import OnceLog
 
 logger = logging.getLogger("gossipdp.observe")
@@ -37,27 +43,21 @@ MAX_REQUEST_BYTES = 8 << 10
 REBUILD_S = 0.1
 # Without a descriptor to accept with, the listener would be ready all the time.
 PAUSE_S = 0.2
+LOOK_EVERY_S = 0.1
+"""The accepting thread looks so often for its end."""
 JOIN_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a path shows: ``build`` is called in the server's thread."""
+    """The content of a path; a thread of the server calls ``build``."""
 
     content_type: str
     build: Callable[[], bytes]
 
 
-@dataclass
-class _Connection:
-    socket: socket.socket
-    deadline_s: float
-    request: bytearray = field(default_factory=bytearray)
-    answer: memoryview | None = None
-
-
-class StatusServer(sockets.DescriptorOwner):
-    """Binds its port at once, and answers from :meth:`serve` on.
+class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
+    """A server that binds its port at once, and answers from :meth:`serve` on.
 
     Args:
         host: address to listen on.
@@ -71,188 +71,188 @@ class StatusServer(sockets.DescriptorOwner):
     def __init__(
         self, host: str, port: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        # Not the base class's own socket, which every forked child would keep.
+        socketserver.BaseServer.__init__(self, (host, port), _Handler)
         try:
-            self._listener = listen(host, port)
+            self.socket = sockets.listen(host, port)
         except RendezvousError as error:
             raise RendezvousError(f"the status port: {error}") from None
-        bound = self._listener.getsockname()
+        bound = self.socket.getsockname()
         self.address: tuple[str, int] = (bound[0], bound[1])
-        self._is_loopback = ipaddress.ip_address(bound[0]).is_loopback
+        self.is_loopback = ipaddress.ip_address(bound[0]).is_loopback
+        self.pages: Mapping[str, Page] = {}
         self._clock = clock
-        self._pages: Mapping[str, Page] = {}
+        self._build_lock = threading.Lock()
         self._built: dict[str, tuple[float, bytes]] = {}
-        self._connections: dict[int, _Connection] = {}
-        self._is_closed = False
+        self._connections: dict[socket.socket, None] = {}  # the oldest first
         self._once = OnceLog(logger)
-        self._accept_from_s = 0.0
         self._thread: threading.Thread | None = None
-        with sockets.descriptors_guard:
-            self._waker, self._woken = socket.socketpair()
-            sockets.register(self)
+        sockets.register(self)
 
     def serve(self, pages: Mapping[str, Page]) -> None:
         """Show these pages, each under its path."""
-        self._pages = pages
+        self.pages = pages
         name = f"gossipdp-status-{self.address[1]}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread and free the port. A second call does nothing."""
-        # The thread closes the waker under the same guard: not between the flag and the byte.
-        with sockets.descriptors_guard:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._waker.send(b"\0")
         if self._thread is None:
-            self._close_all()
+            self.server_close()
         elif self._thread is not threading.current_thread():
+            self.shutdown()
             self._thread.join(JOIN_TIMEOUT_S)
 
     def close_in_child(self) -> None:
-        """See :class:`~gossipdp.links.sockets.DescriptorOwner`; the listener sees to itself."""
-        self._is_closed = True
-        held = [self._waker, self._woken, *(each.socket for each in self._connections.values())]
-        for each in held:
+        """Close the connections; the listener closes itself in a child."""
+        for each in self._connections:
             sockets.close_descriptor(each.detach())
+
+    def built(self, path: str) -> bytes | None:
+        """Return the page under a path, built now if the last one is old; None if that fails."""
+        with self._build_lock:
+            built_s, body = self._built.get(path, (-math.inf, b""))
+            now_s = self._clock()
+            if now_s >= built_s + REBUILD_S:
+                try:
+                    body = self.pages[path].build()
+                except Exception as error:
+                    text = "the status port cannot show %s: %s: %s"
+                    self._once.warn_once("page", path, text, path, type(error), error)
+                    return None
+                self._built[path] = (now_s, body)
+            return body
 
     def _run(self) -> None:
         try:
-            while not self._is_closed:
-                self._turn()
+            self.serve_forever(LOOK_EVERY_S)
         except Exception:
             logger.warning("the status port shows nothing any more", exc_info=True)
         finally:
-            self._is_closed = True
-            self._close_all()
+            self.server_close()
+            with sockets.descriptors_guard:
+                self._end(len(self._connections))
 
-    def _close_all(self) -> None:
-        for connection in list(self._connections.values()):
-            self._drop(connection)
+    # By the base class.
+
+    def server_close(self) -> None:
+        """Free the port."""
         with sockets.descriptors_guard:
-            for each in (self._listener, self._waker, self._woken):
-                each.close()
+            self.socket.close()
 
-    def _turn(self) -> None:
-        now_s = self._clock()
-        due_s = [each.deadline_s for each in self._connections.values()]
-        is_accepting = now_s >= self._accept_from_s
-        with selectors.PollSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            if is_accepting:
-                selector.register(self._listener, selectors.EVENT_READ)
-            else:
-                due_s.append(self._accept_from_s)
-            for number, connection in self._connections.items():
-                wanted = selectors.EVENT_WRITE if connection.answer else selectors.EVENT_READ
-                selector.register(number, wanted)
-            ready = selector.select(max(0.0, min(due_s) - now_s) if due_s else None)
-        for key, _ in ready:
-            if key.fd in self._connections:
-                self._serve(self._connections[key.fd])
-            elif key.fileobj is self._listener:
-                self._accept()
-        now_s = self._clock()
-        for connection in list(self._connections.values()):
-            if now_s >= connection.deadline_s:
-                self._drop(connection)
-
-    def _accept(self) -> None:
-        if len(self._connections) >= MAX_CONNECTIONS:
-            self._drop(min(self._connections.values(), key=lambda each: each.deadline_s))
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, and end the oldest if there are too many."""
         try:
             with sockets.descriptors_guard:
-                accepted, _ = self._listener.accept()
-                accepted.setblocking(False)
-                connection = _Connection(accepted, self._clock() + CONNECTION_S)
-                self._connections[accepted.fileno()] = connection
+                connection, address = self.socket.accept()
+                self._connections[connection] = None
+                self._end(len(self._connections) - MAX_CONNECTIONS)
         except BlockingIOError:
-            pass
-        except OSError as error:  # no descriptor is left, or who knocked has gone
+            raise
+        except OSError as error:  # no descriptor is left, or the caller has gone
             self._once.warn_once("accept", str(error.errno), "the status port: %s", error)
-            self._accept_from_s = self._clock() + PAUSE_S
+            time.sleep(PAUSE_S)
+            raise
+        return connection, address
 
-    def _serve(self, connection: _Connection) -> None:
-        """Read, or write, what can be without waiting."""
-        try:
-            if connection.answer is None:
-                received = connection.socket.recv(MAX_REQUEST_BYTES + 1)
-                connection.request += received
-                connection.answer = self._answer(connection.request, is_over=not received)
-            if connection.answer:
-                sent = connection.socket.send(connection.answer)
-                connection.answer = connection.answer[sent:]
-                if not connection.answer:
-                    self._drop(connection)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._drop(connection)
+    def _end(self, num_oldest: int) -> None:
+        """Wake the threads of the oldest connections, which then close them."""
+        for connection in list(self._connections)[: max(0, num_oldest)]:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
-    def _drop(self, connection: _Connection) -> None:
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own."""
+        threading.Thread(
+            target=self.process_request_thread,
+            args=(request, client_address),
+            name=f"gossipdp-status-{self.address[1]}-answer",
+            daemon=True,
+        ).start()
+
+    def close_request(self, request: Any) -> None:
+        """Close a connection."""
         with sockets.descriptors_guard:
-            self._connections.pop(connection.socket.fileno(), None)
-            connection.socket.close()
+            self._connections.pop(request, None)
+            request.close()
 
-    def _answer(self, request: bytearray, *, is_over: bool) -> memoryview | None:
-        """The whole answer; None while the request is incomplete."""
-        if len(request) > MAX_REQUEST_BYTES:
-            return _response("431 Request Header Fields Too Large", "the request is too long\n")
-        if b"\r\n\r\n" not in request and b"\n\n" not in request:
-            return _response("400 Bad Request", "half a request\n") if is_over else None
-        words = bytes(request.partition(b"\n")[0]).split()
-        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
-            return _response("400 Bad Request", "this is HTTP/1.1: GET /status\n")
-        if self._is_loopback and not _is_local(request):
-            # A page of the web whose name was made to lead here would have its own name there.
-            return _response("403 Forbidden", "ask by an address, or as localhost\n")
-        method, path = words[0], words[1].partition(b"?")[0].decode("latin-1")
-        if method not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", "only GET\n", more="Allow: GET, HEAD\r\n")
-        if path == "/":
-            return _response("200 OK", "".join(f"{each}\n" for each in self._pages))
-        page = self._pages.get(path)
-        if page is None:
-            return _response("404 Not Found", f"there are {', '.join(self._pages)}\n")
-        built_s, body = self._built.get(path, (None, b""))
-        now_s = self._clock()
-        if built_s is None or now_s >= built_s + REBUILD_S:
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Warn once of an error, except one of the connection itself."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            self._once.warn_once("answer", repr(type(error)), "the status port: %r", error)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: StatusServer
+    default_request_version = "HTTP/1.0"
+    error_content_type = "text/plain; charset=utf-8"
+    error_message_format = "%(explain)s\n"
+
+    def handle(self) -> None:
+        """Answer one request. Its head is read whole first, so size and time have one limit."""
+        deadline_s, head, is_whole = time.monotonic() + CONNECTION_S, b"", False
+        while not is_whole and len(head) <= MAX_REQUEST_BYTES:
+            self.connection.settimeout(max(0.001, deadline_s - time.monotonic()))
             try:
-                body = page.build()
-            except Exception as error:
-                told = "the status port cannot show %s: %s: %s"
-                self._once.warn_once("page", path, told, path, type(error), error)
-                return _response("500 Internal Server Error", "see the worker's log\n")
-            self._built[path] = (now_s, body)
-        return _response("200 OK", body, page.content_type, has_body=method == b"GET")
+                received = self.connection.recv(MAX_REQUEST_BYTES + 1)
+            except TimeoutError:
+                return
+            if not received:
+                break
+            head += received
+            is_whole = b"\r\n\r\n" in head or b"\n\n" in head
+        self.connection.settimeout(CONNECTION_S)  # of the whole answer
+        self.rfile = io.BytesIO(head)
+        self.requestline = self.request_version = self.command = ""
+        if len(head) > MAX_REQUEST_BYTES:
+            self.send_error(431, explain="the request is too long")
+        elif not is_whole:
+            self.send_error(400, explain="half a request")
+        else:
+            self.handle_one_request()
+
+    def do_GET(self) -> None:
+        path, pages = self.path.partition("?")[0], self.server.pages
+        if self.server.is_loopback and not _is_local(self.headers["Host"]):
+            # A web page whose name was made to lead here would have its own name there.
+            self.send_error(403, explain="ask by an address, or as localhost")
+        elif path == "/":
+            self._send("text/plain; charset=utf-8", "".join(f"{each}\n" for each in pages).encode())
+        elif path not in pages:
+            self.send_error(404, explain=f"there are {', '.join(pages)}")
+        elif (body := self.server.built(path)) is None:
+            self.send_error(500, explain="see the worker's log")
+        else:
+            self._send(pages[path].content_type, body)
+
+    do_HEAD = do_GET
+
+    def _send(self, content_type: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def end_headers(self) -> None:
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        super().end_headers()
+
+    def version_string(self) -> str:
+        return "gossipdp"
+
+    def log_message(self, *message: object) -> None:
+        """Write nothing: strangers would fill the log."""
 
 
-def _is_local(request: bytearray) -> bool:
-    """Whether the Host header is an address or localhost; or there is none."""
-    for line in bytes(request).splitlines()[1:]:
-        name, _, value = line.partition(b":")
-        if name.strip().lower() == b"host":
-            try:
-                host = urlsplit(f"//{value.strip().decode('latin-1')}").hostname
-                return host in (None, "localhost") or bool(ipaddress.ip_address(str(host)))
-            except ValueError:
-                return False
-    return True
-
-
-def _response(
-    status: str,
-    body: str | bytes,
-    content_type: str = "text/plain; charset=utf-8",
-    *,
-    has_body: bool = True,
-    more: str = "",
-) -> memoryview:
-    data = body.encode() if isinstance(body, str) else body
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(data)}\r\n"
-        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
-        f"{more}Connection: close\r\n\r\n"
-    )
-    return memoryview(head.encode("latin-1") + (data if has_body else b""))
+def _is_local(host: str | None) -> bool:
+    """Return whether a Host header is absent, an address or localhost."""
+    try:
+        name = urlsplit(f"//{(host or '').strip()}").hostname
+        return name in (None, "localhost") or bool(ipaddress.ip_address(str(name)))
+    except ValueError:
+        return False

@@ -1,34 +1,36 @@
-"""What a worker says of itself and of the others: the answer to ``GET /status``, as JSON.
+"""A worker's account of itself and of the others: the answer to ``GET /status``, as JSON.
 
-A worker knows from gossip whether every other lives, how far it is, and where it shows its own
-status. So one answer names the whole job; for more about a worker, ask that worker. Numbers not
-known yet are null. Readers ignore fields that they do not know, so that some may be added.
+A worker learns by gossip whether each other one lives, how far it is, and where it shows its own
+status. So one answer names the whole job; for more about a worker, ask that worker. Numbers that
+are not known yet are null. Readers ignore fields that they do not know, so some may be added.
 
-:func:`ask` asks one worker; :class:`StatusPoll` asks many, without waiting for those that do not
-answer.
+:func:`ask` asks one worker. :class:`StatusPoll` asks many and does not wait for those that hang.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import math
 import socket
-import time
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Literal, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 import msgspec
 
-from gossipdp.launcher.environment import read_addresses, show_address
+from gossipdp.gossip.counters import Counters, Metric, decode
+from gossipdp.launcher.environment import read_addresses
 
 STATUS_PATH = "/status"
 METRICS_PATH = "/metrics"
-# Far more than a job of a thousand workers says.
+# Far more than the status of a worker in a job of a thousand.
 MAX_STATUS_BYTES = 4 << 20
 IDLE_AFTER_S = 5.0
 MAX_IDLE = 16
 ANSWER_WITHIN_S = 2.0
 MAX_AT_ONCE = 32
-MAX_HEAD_BYTES = 8 << 10
 
 MemberState: TypeAlias = Literal["joining", "training", "done", "left", "dead"]
 
@@ -36,11 +38,13 @@ MemberState: TypeAlias = Literal["joining", "training", "done", "left", "dead"]
 class MemberStatus(msgspec.Struct, frozen=True):
     """One worker as another knows it.
 
-    ``state``: ``done`` trains no more and waits for the others, ``left`` went after the final
-    average. ``is_silent``: its link here is open, and nothing came for the time-out. ``samples``
-    and ``gradient_steps`` are over all its lives, as last heard; ``since_step_s``: since they were
-    heard to grow, however often it beats. ``status_address``: HOST:PORT where it shows its own
-    status; empty: nowhere.
+    Attributes:
+        state: ``done``: it trains no more and waits for the others; ``left``: it went after the
+            final average.
+        is_silent: its link here is open, and nothing has come for the time-out.
+        gradient_steps, samples: over all its lives, as last heard.
+        status_address: HOST:PORT where it shows its own status; empty if it shows none.
+        since_step_s: since its steps were last heard to grow, however often it beats.
     """
 
     rank: int
@@ -54,9 +58,9 @@ class MemberStatus(msgspec.Struct, frozen=True):
 
 
 def idle_seconds(members: Iterable[MemberStatus]) -> dict[int, float]:
-    """By rank, how long those stand still that should train: at most 16, the longest.
+    """Return by rank how long workers that should train have made no step; the 16 longest.
 
-    So a worker is seen whose training loop hangs while its gossip thread beats.
+    This shows a worker whose training loop hangs while its gossip thread beats.
 
     Example:
         >>> idle_seconds([MemberStatus(3, 0, "training", since_step_s=12.34)])
@@ -71,15 +75,15 @@ def idle_seconds(members: Iterable[MemberStatus]) -> dict[int, float]:
 class NeighbourStatus(msgspec.Struct, frozen=True):
     """A worker that this one may exchange with, is linked with, or has exchanged with.
 
-    ``is_neighbour``: whether it may exchange with it, in the graph over those that live now; other
-    links serve the start, and questions about third workers. ``exchanges`` are those completed, of
-    this process. ``heard_ago_s``, ``bytes_sent`` and ``bytes_received`` are of the present link:
-    null and 0 without one; the bytes count those that went by shared memory.
-    ``exchange_seconds``: mean duration of the last exchanges with it.
+    Attributes:
+        is_neighbour: they may exchange, in the graph of the live workers. Other links serve the
+            start, and questions about third workers.
+        heard_ago_s, bytes_sent, bytes_received: of the present link; null and 0 without one. The
+            bytes include those that went by shared memory.
+        exchange_seconds: mean duration of the last exchanges with it.
     """
 
     rank: int
-    exchanges: int = 0
     is_neighbour: bool = False
     is_linked: bool = False
     heard_ago_s: float | None = None
@@ -89,36 +93,33 @@ class NeighbourStatus(msgspec.Struct, frozen=True):
 
 
 class NoticeStatus(msgspec.Struct, frozen=True):
-    """What this worker noticed of ``rank``: see :class:`gossipdp.gossip.published.Notice`."""
+    """A notice of this worker about ``rank``: see :class:`gossipdp.gossip.snapshot.Notice`."""
 
     rank: int
     kind: str
     ago_s: float
 
 
-class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker's answer.
+class WorkerStatus(Counters, frozen=True):
+    """One worker's answer, with its counters.
 
     Attributes:
-        rank, incarnation, num_workers: who, in which of its lives, of how many at the start.
+        rank, incarnation: of the worker and its life.
+        num_workers: at the start of the run.
         run_id, method, graph, comm_rate: of the run; ``graph`` is its name.
-        host, process_id: where it runs.
+        host, process_id: of the worker's process.
         state: ``training``, or ``averaging`` from ``consolidate()`` on.
-        gradient_steps, samples: over all lives of this rank.
         run_samples: of all workers, as far as this one knows.
-        budget_samples: what they are to train on together.
-        step_seconds: running median of the duration of a gradient step.
-        since_step_s: since the last one ended.
-        logged: what the script logged last, such as ``loss``.
-        achieved_comm_rate, edge_distance, waited_seconds and what counts exchanges, bytes and
-            checkpoints: as in ``GossipDataParallel.stats()``.
+        budget_samples: that they are to train on together.
+        since_step_s: since the last gradient step ended.
+        logged: the numbers that the script logged last, such as ``loss``.
         members: all workers that this one knows of, itself included, by rank.
         neighbours: by rank.
         notices: the latest, oldest first.
     """
 
     rank: int
-    incarnation: int
+    incarnation: Annotated[int, Metric("Lives of this rank before this one.", "gauge")]
     num_workers: int
     run_id: str
     method: str
@@ -127,87 +128,73 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     host: str
     process_id: int
     state: Literal["training", "averaging"]
-    gradient_steps: int
-    samples: int
-    run_samples: int
-    budget_samples: int | None = None
-    step_seconds: float | None = None
-    since_step_s: float | None = None
-    logged: dict[str, float | None] = {}
-    achieved_comm_rate: float | None = None
-    exchanges_initiated: int = 0
-    exchanges_answered: int = 0
-    exchanges_failed: int = 0
-    exchange_seconds: float = 0.0
-    edge_distance: float | None = None
-    waited_seconds: float = 0.0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    shared_bytes_sent: int = 0
-    shared_bytes_received: int = 0
-    checkpoints: int = 0
-    checkpoints_failed: int = 0
+    run_samples: Annotated[int, Metric("Samples of all workers, as far as this one knows.")]
+    budget_samples: Annotated[
+        int | None, Metric("Samples that all workers are to train on.", "gauge")
+    ] = None
+    since_step_s: Annotated[float, Metric("Time since the last gradient step.", "gauge")] = math.nan
+    logged: Annotated[
+        dict[str, float | None], Metric("Numbers that the script logged last.", "gauge", "name")
+    ] = msgspec.field(default_factory=dict)
     members: tuple[MemberStatus, ...] = ()
     neighbours: tuple[NeighbourStatus, ...] = ()
     notices: tuple[NoticeStatus, ...] = ()
 
-    @property
-    def exchanges(self) -> int:
-        """Completed exchanges, initiated or answered."""
-        return self.exchanges_initiated + self.exchanges_answered
 
-
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(WorkerStatus)
-
-
-def encode_status(status: WorkerStatus) -> bytes:
-    """The JSON text; NaN and infinity, which JSON has not, become null."""
-    return _encoder.encode(status)
+# JSON has neither NaN nor infinity, so they become null.
+encode_status = msgspec.json.Encoder().encode
 
 
 def decode_status(data: bytes) -> WorkerStatus:
-    """The status in ``data``.
+    """Return the status in ``data``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the data is no status.
     """
     try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return decode(data, WorkerStatus)
+    except ValueError as error:
         raise ValueError(f"{len(data)} bytes are no worker's status: {error}") from None
 
 
-def ask(
-    address: str, timeout_s: float = ANSWER_WITHIN_S, clock: Callable[[], float] = time.monotonic
-) -> WorkerStatus:
-    """The status of the worker at HOST:PORT.
+def ask(address: str, timeout_s: float = ANSWER_WITHIN_S) -> WorkerStatus:
+    """Return the status of the worker at HOST:PORT.
 
     Raises:
-        OSError: nobody answers there, or not all within ``timeout_s``, however it trickles in.
-        ValueError: ``address`` is none, or what answers is no worker.
+        OSError: no worker answers there, or not all within ``timeout_s``, however it trickles in.
+        ValueError: ``address`` is invalid, or the answer is not a worker's.
     """
     ((host, port),) = read_addresses("the address", address)
-    deadline_s = clock() + timeout_s
-    request = f"GET {STATUS_PATH} HTTP/1.0\r\nHost: {show_address(host, port)}\r\n\r\n"
-    answer = bytearray()
-    with socket.create_connection((host, port), timeout_s) as connection:
-        connection.sendall(request.encode())
-        while len(answer) <= MAX_STATUS_BYTES + MAX_HEAD_BYTES:
-            left_s = deadline_s - clock()
-            if left_s <= 0:
-                raise TimeoutError("timed out")
-            connection.settimeout(left_s)
-            received = connection.recv(1 << 16)
-            if not received:
-                break
-            answer += received
-    head, _, body = bytes(answer).partition(b"\r\n\r\n")
-    version, _, told = head.partition(b"\r\n")[0].partition(b" ")
-    if not version.startswith(b"HTTP/1."):
-        raise ValueError(f"what answers at {address} is no worker's status port")
-    if not told.startswith(b"200"):
-        raise ValueError(f"{address} answers {told[:80].decode('latin-1')}")
+    is_late = threading.Event()
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout_s)) as connection:
+        connection.connect()
+        own_socket = connection.sock  # the connection forgets it before the body is read
+
+        def end() -> None:
+            is_late.set()
+            with contextlib.suppress(OSError):
+                own_socket.shutdown(socket.SHUT_RDWR)
+
+        # One deadline for all: the socket's own begins again with each byte.
+        deadline = threading.Timer(timeout_s, end)
+        deadline.name, deadline.daemon = "gossipdp-ask-deadline", True
+        deadline.start()
+        try:
+            connection.request("GET", STATUS_PATH)
+            response = connection.getresponse()
+            body = response.read(MAX_STATUS_BYTES + 1)
+        except (OSError, http.client.HTTPException) as error:
+            if is_late.is_set():
+                raise TimeoutError("timed out") from None
+            if isinstance(error, OSError):
+                raise
+            raise ValueError(f"{address} is no worker's status port: {error!r}") from None
+        finally:
+            deadline.cancel()
+    if is_late.is_set():
+        raise TimeoutError("timed out")
+    if response.status != http.HTTPStatus.OK:
+        raise ValueError(f"{address} answers {response.status} {response.reason[:80]}")
     if len(body) > MAX_STATUS_BYTES:
         raise ValueError(f"{address} answers more than {MAX_STATUS_BYTES} bytes")
     return decode_status(body)
@@ -217,10 +204,10 @@ Answer: TypeAlias = WorkerStatus | Exception
 
 
 class StatusPoll:
-    """Asks a number of addresses again and again.
+    """A pool of threads that asks a number of addresses again and again.
 
-    An address that does not answer in time delays no other: its answer, or that there is none,
-    comes with a later call. ``ask``: for tests.
+    An address that does not answer in time delays no other: its answer or its failure comes with a
+    later call. ``ask`` is for tests.
     """
 
     def __init__(self, ask: Callable[[str], WorkerStatus] = ask) -> None:
@@ -235,7 +222,7 @@ class StatusPoll:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def answers(self, addresses: Iterable[str], wait_s: float) -> dict[str, Answer]:
-        """Ask those that are not being asked already; what has come within ``wait_s``."""
+        """Ask those that are not being asked yet; return what came within ``wait_s``."""
         for address in addresses:
             if address not in self._open:
                 self._open[address] = self._pool.submit(self._ask, address)

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.gossip.published import Notice
+from gossipdp.gossip.snapshot import Notice
 from gossipdp.parallel import state_layout
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
 from gossipdp.protocol.members import Member, ProgressEntry, Status

@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+import msgspec
 import torch
 
 import gossipdp
@@ -181,7 +181,7 @@ class Checkpointer:
 
     def stats(self) -> Stats:
         """Return the engine's counts, and those of checkpoints. Any thread may call it."""
-        return replace(
+        return msgspec.structs.replace(
             self._engine.stats(),
             checkpoints=self._num_saved,
             checkpoints_failed=self._num_failed,

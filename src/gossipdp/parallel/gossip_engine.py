@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import fields
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
-from gossipdp.gossip.published import Published
+from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import check_platform, show_address
 from gossipdp.links.clock import since_boot_s
@@ -53,7 +52,6 @@ CROSSED_FOR_TIMEOUTS = 3
 MAX_LAG = 2
 
 # What the gossip thread counts under the names of the statistics.
-COUNTED = {each.name for each in fields(Stats)} & {each.name for each in fields(Published)}
 STATES: dict[Status, MemberState] = {
     Status.JOINING: "joining",
     Status.ALIVE: "training",
@@ -215,12 +213,12 @@ class GossipEngine:
 
         It is where they learn alike whether to go on; see :mod:`gossipdp.parallel.shards`.
         """
-        published = self._loop.published
+        snapshot = self._loop.snapshot
         self._agreed = self._replica.agree(
             Agreed(
                 samples=samples,
-                others_samples=published.others_samples,
-                is_stopped=self._has_stopped or published.is_stopped,
+                others_samples=snapshot.others_samples,
+                is_stopped=self._has_stopped or snapshot.is_stopped,
                 is_poisoned=self._loop.poisoned is not None,
                 is_ending=self.is_end_asked(),
             )
@@ -257,7 +255,8 @@ class GossipEngine:
         self._waited_s += time.monotonic() - started_s
 
     def _warn_of_low_rate(self) -> None:
-        due, served = self._loop.published.num_ticks, self._loop.published.exchanges_initiated
+        snapshot = self._loop.snapshot
+        due, served = snapshot.num_ticks, snapshot.counters.exchanges_initiated
         if is_rate_low(self._gradient_steps, due, served):
             self._rate_warning_due = False
             logger.warning(
@@ -273,7 +272,7 @@ class GossipEngine:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
         if self._replica.is_sharded:
             return self._samples + self._agreed.others_samples
-        return self._samples + self._loop.published.others_samples
+        return self._samples + self._loop.snapshot.others_samples
 
     def stop(self) -> None:
         """End the run for all workers, before its budget is used up; the next messages say so."""
@@ -286,7 +285,7 @@ class GossipEngine:
         """Return whether a worker has ended the run early, as far as this one knows."""
         if self._replica.is_sharded:
             return self._agreed.is_stopped
-        return self._has_stopped or self._loop.published.is_stopped
+        return self._has_stopped or self._loop.snapshot.is_stopped
 
     @property
     def is_ending(self) -> bool:
@@ -409,7 +408,7 @@ class GossipEngine:
         (progress, _), members = self._thread.call(
             lambda: (protocol.progress.news(), protocol.membership.members())
         ).result()
-        published = self._loop.published
+        snapshot = self._loop.snapshot
         return Captured(
             tensors={
                 f"{kind}/{name}": values.contiguous()
@@ -418,7 +417,7 @@ class GossipEngine:
             },
             progress=tuple(msgspec.structs.replace(entry, is_stopped=False) for entry in progress),
             incarnation=protocol.incarnation,
-            ended=ended_lives(members, published.noticed, self._loop.clock()),
+            ended=ended_lives(members, snapshot.noticed, self._loop.clock()),
         )
 
     def export(self, values: dict[str, Any]) -> None:
@@ -524,7 +523,7 @@ class GossipEngine:
                 raise poison
             if time.monotonic() >= line_due_s:
                 line_due_s += WAIT_LINE_EVERY_S
-                waits_for = _missing(self._loop.published, since_boot_s())
+                waits_for = _missing(self._loop.snapshot, since_boot_s())
                 logger.warning("worker %d waits in consolidate(): %s", self.rank, waits_for)
 
     def _refuse_crossing(self, crossing: Crossing) -> None:
@@ -541,7 +540,7 @@ class GossipEngine:
             )
 
     def _peers(self) -> dict[int, Status]:
-        members = self._loop.published.members
+        members = self._loop.snapshot.members
         return {member.rank: member.status for member in members if member.rank != self.rank}
 
     def close(self) -> None:
@@ -558,35 +557,36 @@ class GossipEngine:
         finally:
             self._state.end_helpers()
 
-    # What other threads may ask: of one published value.
+    # What other threads may ask: of one snapshot.
 
     def stats(self) -> Stats:
         """See ``GossipDataParallel.stats``."""
-        published, steps, counts = self._loop.published, self._gradient_steps, self.counts()
-        counted = {name: getattr(published, name) for name in COUNTED}
-        distances = [each.half_squared_distance for each in published.recent_exchanges]
-        if published.step_seconds is None:
-            counted["step_seconds"] = math.nan
-        return Stats(
-            rank=self.rank,
-            world_size=self.world_size,
+        snapshot, steps, counts = self._loop.snapshot, self._gradient_steps, self.counts()
+        asked = snapshot.counters.exchanges_initiated
+        counters = msgspec.structs.replace(
+            snapshot.counters,
             gradient_steps=counts.steps,
             samples=counts.samples,
             waited_seconds=self._waited_s,
-            **counted,
-            achieved_comm_rate=2 * published.exchanges_initiated / steps if steps else math.nan,
-            kernels=self._state.kernels,
-            edge_distance=fmean(distances) if distances else math.nan,
+            achieved_comm_rate=2 * asked / steps if steps else math.nan,
             states_donated=self._loop.transfers.num_given,
+        )
+        return Stats(
+            rank=self.rank,
+            world_size=self.world_size,
+            kernels=self._state.kernels,
+            recent_exchanges=snapshot.recent_exchanges,
+            noticed=snapshot.noticed,
+            **msgspec.structs.asdict(counters),
         )
 
     def view(self) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
         """Return all workers that are known, and those next to this one, for the status port."""
-        published, now_s = self._loop.published, self._loop.clock()
+        snapshot, now_s = self._loop.snapshot, self._loop.clock()
         members = []
-        for member in published.members:
-            samples, steps = published.progress.get(member.rank, (0, 0))
-            stepped_s = published.stepped_s.get(member.rank)
+        for member in snapshot.members:
+            samples, steps = snapshot.progress.get(member.rank, (0, 0))
+            stepped_s = snapshot.stepped_s.get(member.rank)
             address = ""
             if member.status_host and member.status_port:
                 address = show_address(member.status_host, member.status_port)
@@ -595,24 +595,23 @@ class GossipEngine:
                     rank=member.rank,
                     incarnation=member.incarnation,
                     state=STATES[member.status],
-                    is_silent=member.rank in published.silent,
+                    is_silent=member.rank in snapshot.silent,
                     gradient_steps=steps,
                     samples=samples,
                     status_address=address,
                     since_step_s=None if stepped_s is None else max(0.0, now_s - stepped_s),
                 )
             )
-        by_peer = {link.peer: link for link in published.links if link.peer < FIRST_VISITOR_RANK}
-        exchanges, neighbours = published.exchanges_by_neighbour, []
-        for rank in sorted({*published.neighbours, *by_peer, *exchanges}):
+        by_peer = {link.peer: link for link in snapshot.links if link.peer < FIRST_VISITOR_RANK}
+        exchanges, neighbours = snapshot.counters.exchanges_by_neighbour, []
+        for rank in sorted({*snapshot.neighbours, *by_peer, *exchanges}):
             link = by_peer.get(rank)
-            recent = [each for each in published.recent_exchanges if each.peer == rank]
+            recent = [each for each in snapshot.recent_exchanges if each.peer == rank]
             seconds = [each.ended_s - each.started_s for each in recent]
             neighbours.append(
                 NeighbourStatus(
                     rank=rank,
-                    exchanges=exchanges.get(rank, 0),
-                    is_neighbour=rank in published.neighbours,
+                    is_neighbour=rank in snapshot.neighbours,
                     is_linked=link is not None,
                     heard_ago_s=max(0.0, now_s - link.last_heard_s) if link else None,
                     exchange_seconds=fmean(seconds) if seconds else None,
@@ -633,12 +632,12 @@ def is_rate_low(num_steps: int, num_due: int, num_served: int) -> bool:
     return num_served + MAX_BACKLOG < RATE_WARNING_BELOW * num_due
 
 
-def _missing(published: Published, now_s: float) -> str:
+def _missing(snapshot: LoopSnapshot, now_s: float) -> str:
     """Return who still trains, and when each was last seen to make a step."""
     missing = [
         f"worker {member.rank} (its last step came "
-        f"{now_s - published.stepped_s.get(member.rank, now_s):.0f} s ago)"
-        for member in published.members
+        f"{now_s - snapshot.stepped_s.get(member.rank, now_s):.0f} s ago)"
+        for member in snapshot.members
         if member.status is Status.ALIVE
     ]
     if not missing:

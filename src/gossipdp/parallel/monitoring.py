@@ -1,8 +1,8 @@
-"""What a worker writes and shows of its run: its log, and its status port.
+"""The log and the status port of a worker.
 
-Training counts a step, and leaves a loss as it is; both are single assignments or appends, and what
-other threads read is replaced whole. Converting a loss (which may wait for a device), statistics,
-writing and building pages are done by the log's thread and the status server's. What goes wrong
+Training counts a step, and leaves a loss as it is; both are single assignments or appends, and
+values that other threads read are replaced whole. The log's thread and the status server's threads
+do the rest: they convert losses (which may wait for a device), write, and build pages. An error
 there costs lines, never training.
 """
 
@@ -25,17 +25,12 @@ import torch
 from torch import Tensor, nn
 
 import gossipdp
+from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.graph.topology import build_graph, graph_name
 from gossipdp.launcher.environment import Environment, show_address
 from gossipdp.links.clock import boot_id, since_boot_s
-from gossipdp.observe.log import (
-    FILE_PATTERN,
-    ExchangeRecord,
-    RecentExchange,
-    RunLogWriter,
-    Value,
-    worker_file,
-)
+from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
+from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
 from gossipdp.observe.server import Page, StatusServer
 from gossipdp.observe.status import (
     METRICS_PATH,
@@ -68,7 +63,7 @@ HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
 
 class Monitoring:
-    """One worker's log and status port, as far as options, or else variables, ask for them."""
+    """One worker's log and status port, if the options or else the environment ask for them."""
 
     def __init__(
         self, options: Options, environment: Environment, *, is_shown: bool = True
@@ -92,12 +87,13 @@ class Monitoring:
         joins: bool,
         resumes: bool,
     ) -> None:
-        """Show and write from now on; ``stats`` is asked in other threads.
+        """Show and write from now on; other threads call ``stats``.
 
         Args:
-            engine, stats, described: of the worker; the last makes its configuration, for the log.
+            engine, stats: of the worker.
+            described: makes the worker's configuration, for the log.
             joins: the worker came into a run that goes on, perhaps not for the first time: the log
-                of a former process of it in the same run goes on.
+                of an earlier process of it in the same run goes on.
             resumes: its log goes on, whatever its run.
         """
         if self.page is not None:
@@ -118,14 +114,14 @@ class Monitoring:
         )
 
     def stepped(self, samples: int) -> None:
-        """A gradient step ended."""
+        """Count a gradient step that has ended."""
         if self._log is not None:
             self._log.stepped(samples)
         if self.page is not None:
             self.page.stepped_s = since_boot_s()
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, object]) -> None:
-        """See ``GossipDataParallel.log``."""
+        """Log and show a loss and values; see ``GossipDataParallel.log``."""
         if self._log is None and self.page is None:
             return
         kept = None if loss is None else _one_loss(loss)
@@ -136,12 +132,12 @@ class Monitoring:
             self.page.log(kept, plain)
 
     def consolidating(self) -> None:
-        """The worker has come to the end and waits for the others."""
+        """Log that the worker has come to the end and waits for the others."""
         if self._log is not None:
             self._log.write_last(self._log.writer.consolidating)
 
     def ended(self, end: Consolidated) -> None:
-        """All workers hold the average."""
+        """Log the end: all workers hold the average."""
         if (log := self._log) is not None:
             log.write_last(
                 lambda: log.writer.end(
@@ -150,7 +146,7 @@ class Monitoring:
             )
 
     def close(self) -> None:
-        """Write what is left, and show nothing any more. A second call does nothing."""
+        """Write the last records and stop showing. A second call does nothing."""
         if self._log is not None:
             self._log.close()
         if self.page is not None:
@@ -192,7 +188,7 @@ class RunLogging:
         self._losses: deque[SupportsFloat] = deque(maxlen=MAX_LOSSES)
         self._values: deque[Mapping[str, Value]] = deque()
         self._began_s: float | None = None
-        self._has_told_begin = self._has_warned = self._is_closed = False
+        self._has_written_began = self._has_warned = self._is_closed = False
         self._recorded = 0, 0  # steps and exchanges
         self._num_noticed = 0
         self._recent_s = 0.0
@@ -221,20 +217,20 @@ class RunLogging:
                 self._write_values()
 
     def write_last(self, write: Callable[[], None]) -> None:
-        """Write what is left, and then one more line."""
+        """Write all that is new, and then one more line."""
         with self._lock:
             self._look(finally_=True)
             write()
 
     def close(self) -> None:
-        """Write what is left and end the thread."""
+        """Write the last records and end the thread."""
         if not self._is_closed:
             self._is_closed = True
             self._wake.set()
             self._thread.join(JOIN_TIMEOUT_S)
             self.write_last(self.writer.close)
 
-    # The thread.
+    # By the thread.
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -244,60 +240,57 @@ class RunLogging:
             self._wake.clear()
 
     def _look(self, finally_: bool = False) -> None:
-        """Write what is new and due."""
+        """Write all that is new and due."""
         try:
             self._write_new(finally_)
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "the log of worker %d lacks what could not be written (%r): training goes on",
+                    "the log of worker %d lacks lines that could not be written (%r): training "
+                    "goes on",
                     self._engine.rank,
                     error,
                 )
 
     def _write_new(self, finally_: bool) -> None:
-        if self._began_s is not None and not self._has_told_begin:
-            self._has_told_begin = True
+        if self._began_s is not None and not self._has_written_began:
+            self._has_written_began = True
             self.writer.began(self._began_s)
         stats = self._stats()
         for notice in stats.noticed:
             if notice.number > self._num_noticed:
                 self._num_noticed = notice.number
                 self.writer.notice(notice.rank, notice.kind, notice.at_s)
-        # In consolidate() exchanges go on where no step is made.
+        # In consolidate() exchanges go on after the last step.
         counted = self._gradient_steps, stats.exchanges
         is_due = finally_ and counted != self._recorded
         if is_due or (self._gradient_steps and self.writer.wait_s() <= 0):
             is_due, self._recorded = True, counted
-            self._write_records(stats)
+            self._write_counts(stats)
         if is_due or finally_:
             self._write_values()
 
-    def _write_records(self, stats: Stats) -> None:
+    def _write_counts(self, stats: Stats) -> None:
         recent = [one for one in stats.recent_exchanges if one.ended_s > self._recent_s]
         if recent:
             self._recent_s = recent[-1].ended_s
-        origin_s = self.writer.started_s
-        shown = tuple(
-            RecentExchange(
-                one.peer,
-                one.initiated,
-                round(one.started_s - origin_s, 4),
-                round(one.ended_s - one.started_s, 5),
-            )
-            for one in recent
-        )
-        self.writer.record(
-            gradient_steps=self._gradient_steps,
-            samples=self._samples,
-            loss=_mean_loss([self._losses.popleft() for _ in range(len(self._losses))]),
-            exchanges=ExchangeRecord(
-                time_s=0.0,
-                recent=shown,
-                idle_s=idle_seconds(self._engine.view()[0]),
-                **_shared(stats, ExchangeRecord),
+        # Steps and samples of this process: those of a checkpoint's past are in the log already.
+        self.writer.counts(
+            msgspec.structs.replace(
+                stats, gradient_steps=self._gradient_steps, samples=self._samples
             ),
+            loss=_mean_loss([self._losses.popleft() for _ in range(len(self._losses))]),
+            recent=tuple(
+                RecentExchange(
+                    one.peer,
+                    one.initiated,
+                    round(one.started_s - self.writer.started_s, 4),
+                    round(one.ended_s - one.started_s, 5),
+                )
+                for one in recent
+            ),
+            idle_s=idle_seconds(self._engine.view()[0]),
         )
 
     def _write_values(self) -> None:
@@ -309,7 +302,7 @@ class RunLogging:
 
 
 class StatusPage:
-    """One worker's status port: worker r listens on ``first_port`` + r; 0: on any free one."""
+    """One worker's status port: ``first_port`` + the worker's rank, or with 0 any free port."""
 
     def __init__(self, host: str, first_port: int) -> None:
         self.stepped_s: float | None = None
@@ -340,18 +333,17 @@ class StatusPage:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Return the address that it listens on."""
         assert self._server is not None, "bind() comes first"
         return self._server.address
 
     def announced(self, host: str) -> tuple[str, int]:
-        """What others are told; where it listens on all addresses, ``host`` stands for them."""
+        """Return the address for others: ``host`` if it listens on all addresses."""
         bound, port = self.address
         return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
 
     def show(self, engine: "GossipEngine", stats: Callable[[], Stats], options: Options) -> None:
         """Answer from now on."""
-        from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
 
         def status() -> WorkerStatus:
             return self._status(engine, stats(), options)
@@ -379,18 +371,16 @@ class StatusPage:
             if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):
                 self._values[name] = float(value)
 
-    # By the server's thread.
+    # By the server's threads.
 
     def _status(self, engine: "GossipEngine", stats: Stats, options: Options) -> WorkerStatus:
         now_s, stepped_s = since_boot_s(), self.stepped_s
         members, neighbours = engine.view()
         # Copied in one step, whatever the training loop does.
         losses, logged = list(self._losses.copy()), self._values.copy()
-        if losses:
-            mean = _mean_loss(losses)
-            logged["loss"] = math.nan if mean is None else mean
         lives = [each.incarnation for each in members if each.rank == engine.rank]
         return WorkerStatus(
+            rank=stats.rank,
             incarnation=max(lives, default=engine.incarnation),
             num_workers=stats.world_size,
             run_id=engine.run_id,
@@ -402,33 +392,20 @@ class StatusPage:
             state="averaging" if engine.is_consolidating else "training",
             run_samples=engine.total_samples(),
             budget_samples=options.budget_samples,
-            since_step_s=None if stepped_s is None else now_s - stepped_s,
-            logged={name: _known(value) for name, value in logged.items()},
+            since_step_s=math.nan if stepped_s is None else now_s - stepped_s,
+            logged={**logged, "loss": _mean_loss(losses)} if losses else {**logged},
             members=members,
             neighbours=neighbours,
             notices=tuple(
                 NoticeStatus(notice.rank, notice.kind, max(0.0, now_s - notice.at_s))
                 for notice in stats.noticed[-MAX_NOTICES:]
             ),
-            **_shared(stats, WorkerStatus),
+            **{name: getattr(stats, name) for name in metrics_of(Counters)},
         )
 
 
-def _shared(stats: Stats, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Those of a worker's counts that a ``kind`` holds too, by name; None for what is not known."""
-    return {
-        name: _known(getattr(stats, name))
-        for name in kind.__struct_fields__
-        if name in Stats.__dataclass_fields__
-    }
-
-
-def _known(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _one_loss(loss: Tensor | float) -> Tensor | float:
-    """Return a loss to keep, apart from its graph and not waited for."""
+    """Return a loss to keep, apart from its graph, without waiting for the device."""
     if not isinstance(loss, Tensor):
         try:
             return float(loss)
@@ -439,18 +416,18 @@ def _one_loss(loss: Tensor | float) -> Tensor | float:
     return loss.detach()
 
 
-def _mean_loss(losses: Iterable[SupportsFloat]) -> float | None:
-    """Return the mean of the losses that can be read; None where there is none."""
+def _mean_loss(losses: Iterable[SupportsFloat]) -> float:
+    """Return the mean of the losses that can be read; NaN if there is none."""
     numbers = []
     for loss in losses:
-        # Torch refuses what a CUDA graph has computed once the graph has run again.
+        # Torch refuses the results of a CUDA graph once the graph has run again.
         with contextlib.suppress(RuntimeError):
             numbers.append(float(loss))
-    return sum(numbers) / len(numbers) if numbers else None
+    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def _plain(name: str, value: object) -> Value:
-    """Return what a script logs as Python's own number or text, which JSON can hold."""
+    """Return a logged value as Python's own number or text, which JSON can hold."""
     match value:
         case bool():
             return value
@@ -469,7 +446,7 @@ def _plain(name: str, value: object) -> Value:
 
 
 def _text(text: str) -> str:
-    """Half a surrogate pair, as names of files may hold, becomes its escape sequence."""
+    """Escape half a surrogate pair, as names of files may hold."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -479,7 +456,7 @@ def describe(
     options: Options,
     num_workers: int,
 ) -> dict[str, Any]:
-    """The configuration of one worker, for its log; plain values that JSON can hold."""
+    """Return the configuration of one worker for its log, in plain values that JSON can hold."""
     graph = build_graph(options.graph, num_workers, seed=options.seed)
     parameters = list(module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
@@ -503,13 +480,13 @@ def describe(
             f"Python {platform.python_version()}"
         ),
     }
-    if graph.number_of_edges() <= MAX_EDGES:  # so that a reader needs no name to know the graph
+    if graph.number_of_edges() <= MAX_EDGES:  # a reader of the log computes with them
         described["edges"] = sorted(sorted(edge) for edge in graph.edges)
     return {name: value for name, value in described.items() if value not in (None, "")}
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Its kind and the numbers of its first group."""
+    """Return the optimizer's kind and the numbers of its first group."""
     group = optimizer.param_groups[0]
     numbers = [
         f"{name}={value:g}" if isinstance(value, int | float) else f"{name}={value}"

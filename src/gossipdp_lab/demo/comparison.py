@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,7 +49,7 @@ class Compared:
     def waiting(self) -> float:
         """Return the share of all workers' time that they waited."""
         workers = self.run_log.workers.values()
-        waited_s = sum(each.exchanges[-1].waited_seconds for each in workers if each.exchanges)
+        waited_s = sum(each.counts[-1].waited_seconds for each in workers if each.counts)
         return waited_s / len(workers) / self.train_seconds
 
 
@@ -126,10 +127,10 @@ def waiting_shares(worker: WorkerLog, piece_s: float) -> tuple[NDArray[np.float6
 
     A wait is logged when it is over, so pieces should be longer than steps.
     """
-    pairs = [pair for pair in worker.pairs() if pair[0].time_s <= worker.trained_s]
+    trained = [each for each in worker.counts if each.time_s <= worker.trained_s]
     edges = np.append(np.arange(0.0, worker.trained_s, piece_s), worker.trained_s)
-    times = [0.0, *(step.time_s for step, _ in pairs)]
-    waited = [0.0, *(exchange.waited_seconds for _, exchange in pairs)]
+    times = [0.0, *(each.time_s for each in trained)]
+    waited = [0.0, *(each.waited_seconds for each in trained)]
     return edges, np.clip(np.diff(np.interp(edges, times, waited)) / np.diff(edges), 0.0, 1.0)
 
 
@@ -137,9 +138,9 @@ def loss_curve(run_log: RunLog, piece_s: float) -> Points:
     """Return the mean loss of all workers' batches in each piece of time that has any."""
     sums: dict[int, tuple[float, float]] = {}
     for worker in run_log.workers.values():
-        samples = [0, *(step.samples for step in worker.steps)]
-        for step, (before, after) in zip(worker.steps, pairwise(samples), strict=True):
-            if step.loss is not None and after > before:
+        samples = [0, *(each.samples for each in worker.counts)]
+        for step, (before, after) in zip(worker.counts, pairwise(samples), strict=True):
+            if not math.isnan(step.loss) and after > before:
                 index = int(step.time_s / piece_s)
                 total, weight = sums.get(index, (0.0, 0.0))
                 sums[index] = (total + step.loss * (after - before), weight + after - before)

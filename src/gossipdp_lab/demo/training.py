@@ -112,7 +112,6 @@ def _run_workers(
         num_workers=arguments.workers,
         budget_samples=arguments.num_samples,
         console=console,
-        least_s=arguments.least_s,
     ) as view:
         injector = FaultInjector(arguments.faults, view.workers, say)
         surprises: list[Failure] = []
@@ -317,15 +316,15 @@ def read_results(run_log: RunLog) -> list[WorkerResult]:
     results = []
     for rank, worker in run_log.workers.items():
         result = WorkerResult(rank)
-        for step, exchange in worker.pairs()[-1:]:
+        for last in worker.counts[-1:]:
             result = WorkerResult(
                 rank,
-                gradient_steps=step.gradient_steps,
-                samples=step.samples,
+                gradient_steps=last.gradient_steps,
+                samples=last.samples,
                 train_seconds=worker.trained_s,
-                exchanges_initiated=exchange.exchanges_initiated,
-                exchanges=exchange.exchanges_initiated + exchange.exchanges_answered,
-                waited_seconds=exchange.waited_seconds,
+                exchanges_initiated=last.exchanges_initiated,
+                exchanges=last.exchanges,
+                waited_seconds=last.waited_seconds,
             )
         if worker.end:
             values: dict[str, Any] = dict(worker.last_values())

@@ -1,4 +1,4 @@
-"""What ``gossipdp demo`` does while its workers train: it shows them, and does faults to them.
+"""The live view of ``gossipdp demo``, and the faults that it does to its workers.
 
 Both follow the logs that the workers write. Times of faults count from the first gradient step of
 the run.
@@ -6,40 +6,44 @@ the run.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rich.console import Console
-from rich.table import Table
+from rich.live import Live
+from rich.text import Text
 
+from gossipdp.cli.top import draw, summary
 from gossipdp.links.clock import since_boot_s
+from gossipdp.observe.board import JobStatus, JobWorker, facts_of, mark_slow, mean_of_known
 from gossipdp.observe.log import (
     BeganRecord,
+    ConsolidatingRecord,
+    CountsRecord,
     EndRecord,
-    ExchangeRecord,
     NoticeRecord,
     Record,
     RunLog,
     RunLogTail,
-    StepRecord,
+    StartRecord,
     worker_file,
 )
-from gossipdp_lab.progress_bar import ProgressView
 
 if TYPE_CHECKING:
     from gossipdp.launcher.supervisor import Failure
 
-# How long after a fault all who could notice it have.
+# All workers that can notice a fault have noticed it after this time.
 KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 6.0
-# A worker that was killed is back by then, and a run goes on so long after its last fault.
+# A killed worker is back after this time, and a run goes on so long after its last fault.
 BACK_S = 8.0
 AFTER_S = 4.0
+REDRAW_EVERY_S, LINE_EVERY_S = 0.1, 5.0
 
 
 # Faults that are asked for.
@@ -61,7 +65,7 @@ class Fault:
 
 
 def parse_faults(kill: str | None, stop: str | None, *, num_workers: int) -> tuple[Fault, ...]:
-    """The faults of ``--kill`` and ``--stop``, in order of time.
+    """Return the faults of ``--kill`` and ``--stop``, in order of time.
 
     Raises:
         ValueError: it cannot be read, a rank does not exist or is named twice, or all are named.
@@ -96,7 +100,7 @@ def parse_faults(kill: str | None, stop: str | None, *, num_workers: int) -> tup
 
 
 def parse_slow_worker(text: str | None, num_workers: int) -> tuple[int, float] | None:
-    """``"2:4"`` to (2, 4.0).
+    """Return ``"2:4"`` as (2, 4.0).
 
     >>> parse_slow_worker("2:4", num_workers=4)
     (2, 4.0)
@@ -111,7 +115,7 @@ def parse_slow_worker(text: str | None, num_workers: int) -> tuple[int, float] |
 
 
 def _read(option: str, text: str | None, pattern: str, shape: str) -> list[tuple[str, ...]]:
-    """What the pattern's groups match of each word between commas."""
+    """Return the pattern's groups for each word between commas."""
     words = [] if text is None else text.split(",")
     matches = [re.fullmatch(pattern, word.strip()) for word in words]
     if not all(matches):
@@ -128,7 +132,7 @@ def _check_rank(option: str, rank: int, num_workers: int) -> None:
 
 
 def least_duration_s(faults: Sequence[Fault], *, restart: bool) -> float:
-    """How long a run must train so that all faults happen, are noticed, and are got over."""
+    """Return how long a run must train so that all faults happen, are noticed and pass."""
     after = [
         fault.at_s + fault.for_s + (BACK_S if restart and fault.kind == "kill" else AFTER_S)
         for fault in faults
@@ -137,68 +141,69 @@ def least_duration_s(faults: Sequence[Fault], *, restart: bool) -> float:
     return max(after + noticed, default=0.0)
 
 
-# Showing what the workers do.
-
-
-HEADINGS = ("worker", "state", "steps", "loss", "samples/s", "exchanges", "waited (s)")
+# The workers, live.
 
 
 @dataclass
 class WorkerProgress:
     """The latest of one worker.
 
-    state: what the worker itself or, of a dead or silent one, another says last.
-    began_s: when its first process made its first gradient step, by ``since_boot_s``.
+    Attributes:
+        state: by its own log, or by another's while the worker is dead or silent.
+        began_s: of its first process's first gradient step, by ``since_boot_s``.
+        counts: its latest record.
+        loss: the latest that it logged.
     """
 
     state: str = "starting"
     process_id: int | None = None
     began_s: float | None = None
     num_lives: int = 0
-    gradient_steps: int = 0
-    samples: int = 0
+    counts: CountsRecord = field(default_factory=lambda: CountsRecord(0.0))
     loss: float | None = None
-    samples_per_second: float = 0.0
-    exchanges: int = 0
-    waited_seconds: float = 0.0
     ended: bool = False
 
     def take(self, record: Record) -> None:
         """Bring up to date."""
-        if isinstance(record, StepRecord):
+        if isinstance(record, CountsRecord):
             if self.state == "starting":
                 self.state = "training"
-            self.gradient_steps = record.gradient_steps
-            self.samples = record.samples
-            self.loss = self.loss if record.loss is None else record.loss
-            self.samples_per_second = record.samples_per_second
-        elif isinstance(record, ExchangeRecord):
-            self.exchanges = record.exchanges
-            self.waited_seconds = record.waited_seconds
+            self.counts = record
+            self.loss = self.loss if math.isnan(record.loss) else record.loss
         elif isinstance(record, BeganRecord):
             self.process_id = record.process_id
             self.num_lives += 1
             self.state = "training"
             if self.began_s is None:
                 self.began_s = record.at_s
+        elif isinstance(record, ConsolidatingRecord):
+            self.state = "averaging"
         elif isinstance(record, EndRecord):
             self.ended = True
-            self.state = "done"
+            self.state = "left"
 
     def noticed(self, what: str) -> None:
-        """Another worker has noticed something of this one."""
+        """Take a notice of another worker about this one."""
         if self.ended:
             return
         if what == "dead":
-            self.state, self.samples_per_second = "dead", 0.0
+            self.state = "dead"
         elif what == "stopped" and self.state == "training":
-            self.state, self.samples_per_second = "silent", 0.0
+            self.state = "silent"
         elif what == "rejoined":
             self.state = "training"
 
+    def job_worker(self, rank: int) -> JobWorker:
+        """Return the worker's row in the table of ``gossipdp top``."""
+        facts = facts_of(self.counts) | {"loss": self.loss}
+        if self.state in ("dead", "silent"):
+            facts["samples_per_second"] = None
+        lives_before = max(0, self.num_lives - 1)
+        return JobWorker(rank, lives_before, self.state, True, "", **facts)
 
-class LiveView(ProgressView):
-    """A bar under a table of the workers in a terminal; a line now and then elsewhere.
+
+class LiveView:
+    """The table of ``gossipdp top`` in a terminal, made of the logs; elsewhere a line now and then.
 
     Call ``poll`` a few times a second. It draws in the calling thread and starts none.
 
@@ -215,71 +220,73 @@ class LiveView(ProgressView):
         budget_samples: int,
         console: Console,
         clock: Callable[[], float] = since_boot_s,
-        least_s: float = 0.0,
     ) -> None:
         self.workers = [WorkerProgress() for _ in range(num_workers)]
         self._tails = [RunLogTail(worker_file(directory, rank)) for rank in range(num_workers)]
+        self._start: StartRecord | None = None
         self._budget_samples = budget_samples
-        self._least_s = least_s
-        super().__init__(self._phase(clock()), console=console, above=self._table, clock=clock)
+        self._console = console
+        self._clock = clock
+        self._began_s = self._shown_s = clock()
+        self._every_s = REDRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
 
     def poll(self) -> None:
-        """Read what the workers logged since the last call and show it."""
+        """Read what the workers have logged since the last call, and show it."""
         notices = []
         for worker, tail in zip(self.workers, self._tails, strict=True):
             for record in tail.read_new():
                 worker.take(record)
+                if isinstance(record, StartRecord):
+                    self._start = record
                 if isinstance(record, NoticeRecord) and record.rank < len(self.workers):
                     notices.append(record)
         for notice in sorted(notices, key=lambda notice: notice.at_s):
             self.workers[notice.rank].noticed(notice.what)
-        samples, budget = self._samples(), self._budget_samples
-        text = f"{min(samples, budget):,} of {budget:,} samples"  # the rest is in the table
-        text = text if self._console.is_terminal else self._text()
-        self.advance(min(1.0, samples / budget), text, self._phase(self._clock()))
+        now_s = self._clock()
+        if now_s - self._shown_s >= self._every_s:
+            self._shown_s = now_s
+            self._show(now_s - self._began_s)
 
-    def _samples(self) -> int:
-        return sum(worker.samples for worker in self.workers)
+    def _show(self, elapsed_s: float) -> None:
+        job, (width, height) = self._job(), self._console.size
+        starting = f"starting {len(self.workers)} workers"
+        if self._console.is_terminal:
+            page = draw(job, width, height - 1) if job else Text(starting)
+            self._live.update(page, refresh=True)
+        else:
+            line = f"{elapsed_s:4.0f} s  {summary(job) if job else starting}"
+            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    def _phase(self, now_s: float) -> str:
-        if not any(worker.gradient_steps for worker in self.workers):
-            return f"starting {len(self.workers)} worker{'s' if len(self.workers) > 1 else ''}"
-        began = [worker.began_s for worker in self.workers if worker.began_s is not None]
-        is_long_enough = not began or now_s >= min(began) + self._least_s
-        is_over = self._samples() >= self._budget_samples and is_long_enough
-        return "evaluating and averaging" if is_over else "training"
-
-    def _table(self) -> Table:
-        table = Table(box=None, padding=(0, 2), header_style="bold")
-        for heading in HEADINGS:
-            table.add_column(heading, justify="right", min_width=8)
-        for rank, worker in enumerate(self.workers):
-            table.add_row(
-                str(rank),
-                worker.state,
-                f"{worker.gradient_steps:,}",
-                "-" if worker.loss is None else f"{worker.loss:.4f}",
-                f"{worker.samples_per_second:,.0f}",
-                f"{worker.exchanges:,}",
-                f"{worker.waited_seconds:.1f}",
-                style={"dead": "bold red", "silent": "yellow"}.get(worker.state),
-            )
-        return table
-
-    def _text(self) -> str:
-        losses = [worker.loss for worker in self.workers if worker.loss is not None]
-        speed = sum(worker.samples_per_second for worker in self.workers)
-        steps = [worker.gradient_steps for worker in self.workers]
-        facts = [
-            f"loss {fmean(losses):.4f}" if losses else "loss -",
-            f"{speed:,.0f} samples/s",
-            f"steps {min(steps):,} to {max(steps):,}",
-            f"{sum(worker.exchanges for worker in self.workers) // 2:,} exchanges",
-        ]
-        for rank, worker in enumerate(self.workers):
-            if worker.state in ("dead", "silent"):
-                facts.append(f"worker {rank} is {worker.state}")
-        return ", ".join(facts)
+    def _job(self) -> JobStatus | None:
+        """Return the job as far as the logs hold it; None before the first gradient step."""
+        if self._start is None or not any(each.counts.gradient_steps for each in self.workers):
+            return None
+        workers = mark_slow(each.job_worker(rank) for rank, each in enumerate(self.workers))
+        asked = self._start.configuration
+        return JobStatus(
+            run_id=self._start.run_id,
+            method=asked.get("method", ""),
+            graph=asked.get("graph", ""),
+            comm_rate=asked.get("comm_rate", 0.0),
+            num_workers=len(workers),
+            samples=sum(each.samples for each in workers),
+            heard_ago_s=0.0,
+            num_answering=len(workers),
+            budget_samples=self._budget_samples,
+            samples_per_second=sum(each.samples_per_second or 0.0 for each in workers),
+            loss=mean_of_known(each.loss for each in workers),
+            edge_distance=mean_of_known(each.edge_distance for each in workers),
+            workers=workers,
+        )
 
 
 # Doing faults to them, and what came of it.
@@ -287,7 +294,7 @@ class LiveView(ProgressView):
 
 @dataclass
 class Injection:
-    """One fault on its way; ``happened_s`` by ``since_boot_s``, ``missed`` why it did not."""
+    """A fault on its way: ``happened_s`` is by ``since_boot_s``, ``missed`` says why it failed."""
 
     fault: Fault
     process_id: int = 0
@@ -298,7 +305,7 @@ class Injection:
 
 
 class FaultInjector:
-    """Does the faults when they are due; call :meth:`poll` a few times a second.
+    """The injector of faults, each when it is due; call :meth:`poll` a few times a second.
 
     No fault comes before all workers train: until then a death ends the run, as it should.
 
@@ -328,7 +335,7 @@ class FaultInjector:
 
     @property
     def first_step_s(self) -> float | None:
-        """When the run made its first gradient step; None while not all workers train."""
+        """Return the time of the run's first gradient step; None until all workers train."""
         began = [worker.began_s for worker in self._workers if worker.began_s is not None]
         return min(began) if len(began) == len(self._workers) else None
 
@@ -347,7 +354,7 @@ class FaultInjector:
                 self._inject(each, now, now - first_s)
 
     def ended(self, failure: Failure) -> bool:
-        """Note that a worker's process failed; whether that is the end of one that was killed."""
+        """Note that a worker's process failed; return whether that was a kill of ours."""
         self._gone.add(self._workers[failure.rank].process_id)
         for each in self.injections:
             is_its_kill = each.fault.rank == failure.rank and each.fault.kind == "kill"
@@ -362,7 +369,7 @@ class FaultInjector:
         return False
 
     def close(self) -> None:
-        """Let those who are stopped go on, and settle which faults happened."""
+        """Let stopped workers go on, and settle which faults happened."""
         for each in self.injections:
             if each.goes_on_s is not None:
                 self._resume(each)
@@ -403,7 +410,7 @@ class FaultInjector:
 
 
 def fault_results(injections: Sequence[Injection], run_log: RunLog) -> list[dict[str, Any]]:
-    """What ``--json`` says of each fault.
+    """Return the entry of ``--json`` for each fault.
 
     at_s: seconds from the first gradient step, as it happened; as planned where it did not.
     detected_s: by each worker that lived and ran meanwhile, seconds from the fault to its notice;
@@ -438,7 +445,7 @@ def fault_results(injections: Sequence[Injection], run_log: RunLog) -> list[dict
 
 
 def fault_line(result: dict[str, Any]) -> str:
-    """The same, in words."""
+    """Return one entry in words."""
     did = "killed" if result["kind"] == "kill" else "stopped"
     times = [time_s for time_s in result["detected_s"].values() if time_s is not None]
     text = f"worker {result['rank']} {did} at {result['at_s']:.1f} s: "
@@ -455,7 +462,7 @@ def fault_line(result: dict[str, Any]) -> str:
 def _noticed_by(
     run_log: RunLog, rank: int, kinds: Collection[str], since_s: Mapping[int, float]
 ) -> dict[int, float]:
-    """When each worker of ``since_s`` first noticed this of ``rank``, from its time on."""
+    """Return when each worker of ``since_s`` first noticed this, from its own time on."""
     found: dict[int, float] = {}
     for witness, from_s in since_s.items():
         for notice in run_log.workers[witness].notices:
@@ -465,7 +472,7 @@ def _noticed_by(
 
 
 def _witnesses(injection: Injection, injections: Sequence[Injection], run_log: RunLog) -> list[int]:
-    """The workers that ran from a fault until they could have noticed it."""
+    """Return the workers that ran from a fault until they could have noticed it."""
     fault, from_s = injection.fault, injection.happened_s
     assert from_s is not None
     to_s = from_s + (KILL_NOTICED_S if fault.kind == "kill" else STOP_NOTICED_S)

@@ -1,6 +1,6 @@
 """The page of a run, drawn from the workers' logs.
 
-view          what the logs say, on one clock
+view          the logs on one clock
 page          a run as one page that opens offline: gossipdp report. charts: its drawings;
               page.html, charts.html: jinja templates; page.css, page.js
 """

@@ -1,4 +1,4 @@
-"""The drawings of the page: here are their numbers in pixels, and charts.html makes SVG of them."""
+"""The drawings of the page, in pixels; charts.html makes SVG of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from gossipdp_lab.report.view import Points, RunView, Span, merged
 
 COLOURS = 7
-"""Workers told apart by colour, as page.css has them; more share a scale from blue to yellow."""
+"""So many workers have a colour each in page.css; more share a scale from blue to yellow."""
 
 WIDTH, HALF_WIDTH, HEIGHT = 760, 480, 250
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
@@ -36,7 +36,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels; ``low`` to ``start``, ``high`` to ``end``, linear or logarithmic."""
+    """A map of values to pixels, linear or logarithmic; ``low`` is put at ``start``."""
 
     low: float
     high: float
@@ -45,7 +45,7 @@ class Scale:
     is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value; those beyond the ends are put on them."""
+        """Return the pixel of a value; a value beyond an end gets the pixel of that end."""
         low, high = self.low, self.high
         if self.is_log:
             value, low, high = (math.log10(max(each, self.low)) for each in (value, low, high))
@@ -53,7 +53,7 @@ class Scale:
         return round(self.start + min(1.0, max(0.0, share)) * (self.end - self.start), 1)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Round values within the scale."""
+        """Return round values within the scale."""
         if self.is_log:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             every = max(1, math.ceil((last - first + 1) / most))
@@ -69,7 +69,7 @@ class Scale:
 
 
 def number(value: float) -> str:
-    """Short, for people: 1234567 → 1.23 M.
+    """Return a number in short, for people: 1234567 → 1.23 M.
 
     >>> [number(value) for value in (0, 12, 0.05, 1234567, 3e-7)]
     ['0', '12', '0.05', '1.23 M', '3e-07']
@@ -83,7 +83,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as 0.4 s, 12.3 s, 4 min 5 s, 2 h 10 min, 3 d 4 h."""
+    """Return a duration for people: 0.4 s, 12.3 s, 4 min 5 s, 2 h 10 min, 3 d 4 h."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
@@ -93,7 +93,7 @@ def duration(seconds: float) -> str:
 
 
 def colour(index: int, count: int) -> str:
-    """The stroke of a worker: a variable of the style sheet, or a place on a scale."""
+    """Return the stroke of a worker: a variable of the style sheet, or a place on a scale."""
     if count <= COLOURS:
         return f"var(--series-{index})"
     share = index / (count - 1)
@@ -117,11 +117,11 @@ def line_chart(
     width: int = WIDTH,
     is_linear: bool = False,
 ) -> Drawing | None:
-    """A line a worker, from x = 0 to ``x_end``; None without values.
+    """Draw a line for each worker, from x = 0 to ``x_end``; return None without values.
 
-    The y scale is logarithmic where positive values differ by a factor of 20, unless ``is_linear``.
-    Values that are not finite are left out, and long lines thinned by means. ``starts_of_pieces``:
-    for each line, at which x it does not go on from the point before.
+    The y scale is logarithmic if positive values differ by a factor of 20, unless ``is_linear``.
+    Values that are not finite are left out, and long lines are thinned by means. For each line
+    ``starts_of_pieces`` holds the x at which it does not go on from the point before.
     """
     thinned = [_thinned(each, x_end) for each in lines]
     marks = [mark] if mark else []
@@ -175,7 +175,7 @@ def line_chart(
 
 
 def _thinned(points: Points, x_end: float) -> Points:
-    """The finite ones, at most ``MOST_POINTS``: means of neighbours along x."""
+    """Return the finite points, at most ``MOST_POINTS``: means of neighbours along x."""
     points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if len(points) <= MOST_POINTS or x_end <= 0:
         return points
@@ -199,9 +199,9 @@ def heat_map(
     show: Callable[[float], str],
     tell: Callable[[Pair, float], str],
 ) -> Drawing:
-    """``values`` by (lower rank, higher rank), none negative; pairs without one stay empty.
+    """Draw ``values`` by (lower rank, higher rank), none negative; other pairs stay empty.
 
-    ``show`` gives the text in a square, where there is room, ``tell`` the one of the pointer.
+    ``show`` gives the text in a square, if there is room, and ``tell`` the text at the pointer.
     """
     most = max(values.values(), default=0.0) or 1.0
     size = (HEAT_SIZE - HEAT_MARGIN) / len(ranks)
@@ -246,7 +246,7 @@ def _time_axis(x: Scale, rows: int, row: int) -> Drawing:
 
 
 def timeline(view: RunView) -> Drawing:
-    """What every worker did: a row a worker, the height of a colour is its share of the time."""
+    """Draw a row for each worker, in which the height of a colour is its share of the time."""
     count = len(view.ranks)
     row = 34 if count <= MANY_WORKERS else 14
     x = Scale(0.0, view.duration_s, LEFT, WIDTH - RIGHT)
@@ -274,7 +274,7 @@ def timeline(view: RunView) -> Drawing:
 
 
 def _row(spans: Sequence[Span], x: Scale, top: float, row: float) -> dict[str, str]:
-    """Paths by state: stacked shares above, exchanges below."""
+    """Return paths by state: stacked shares above, exchanges below."""
     gap = 2 if row < 20 else 4
     lane = (row - gap) * 0.28
     main = row - gap - lane - 1
@@ -299,12 +299,12 @@ def _told(span: Span) -> str:
 
 
 def closer_look(view: RunView) -> Drawing | None:
-    """Single exchanges in a short piece from the middle of the run; None without any."""
+    """Draw single exchanges in a short piece from the middle of the run; None without any."""
     ranks, row = view.ranks[:MOST_DETAILED], 24
     seen = [
         (view.offsets[rank] + one.started_s, index, rank, one)
         for index, rank in enumerate(ranks)
-        for record in view.workers[rank].exchanges
+        for record in view.workers[rank].counts
         for one in record.recent
     ]
     times = sorted(at_s for at_s, *_ in seen)

@@ -28,7 +28,7 @@ class ReportArguments:
 
 
 def run(arguments: ReportArguments) -> int:
-    """Write the page and say where it is; returns the exit status.
+    """Write the page, print its path and return the exit status.
 
     Raises:
         ValueError: there is no such directory, or no log in it that can be read.

@@ -1,7 +1,7 @@
 """A run as one HTML page that opens offline: everything inline, drawn as SVG from the logs.
 
-The words and the order of the page are in ``page.html``, the drawings in ``charts.html``; here is
-what they show.
+``page.html`` has the words and the order of the page and ``charts.html`` the drawings; this module
+gives both their numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Row = tuple[object, ...]
 
 
 def render(run_log: RunLog, name: str) -> str:
-    """The page of a run as HTML; ``name`` is what the run is called in the title."""
+    """Return the page of a run as HTML; ``name`` is the run's name in the title."""
     import jinja2
     from markupsafe import Markup
 
@@ -58,7 +58,7 @@ def render(run_log: RunLog, name: str) -> str:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    # Of the numbers that page.js reads none is NaN.
+    # No number that page.js reads is NaN.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     files = resources.files("gossipdp_lab.report")
     view = RunView(run_log)
@@ -80,7 +80,7 @@ def render(run_log: RunLog, name: str) -> str:
         consensus=_time_chart(
             view,
             "Edge distance against time",
-            view.over_time(lambda _, exchange: exchange.edge_distance),
+            view.over_time("edge_distance"),
             y_label="edge distance",
             mark=None if distance is None else (view.duration_s, distance),
             mark_label="consensus distance at the end, exact",
@@ -128,10 +128,10 @@ def _subtitle(view: RunView) -> str:
 
 
 def _tiles(view: RunView) -> list[tuple[str, str, str]]:
-    """The figures at the top of the page: name, value, and a word on it."""
-    steps = sorted(step.gradient_steps for step in view.steps.values())
-    samples = sum(step.samples for step in view.steps.values())
-    losses = [line[-1][1] for line in view.over_time(lambda step, _: step.loss) if line]
+    """Return the figures at the top of the page: name, value, and a note."""
+    steps = sorted(step.gradient_steps for step in view.last.values())
+    samples = sum(step.samples for step in view.last.values())
+    losses = [line[-1][1] for line in view.over_time("loss") if line]
     ended = sum(worker.end is not None for worker in view.workers.values())
     come = f"{ended} of {len(view.ranks)} workers came to the end"
     speed = f"{number(samples / view.duration_s)} a second" if view.duration_s else ""
@@ -159,7 +159,7 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
 
 
 def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> Drawing | None:
-    """A line for each worker over the whole run's time; ``more`` as for ``line_chart``."""
+    """Draw a line for each worker over the whole run; ``more`` goes to ``line_chart``."""
     return line_chart(
         name,
         lines,
@@ -172,8 +172,8 @@ def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> D
 
 
 def _loss(view: RunView) -> tuple[Drawing | None, Drawing | None] | None:
-    """The loss against time and against samples; None where none was logged."""
-    over_time = view.over_time(lambda step, _: step.loss)
+    """Draw the loss against time and against samples; None if none was logged."""
+    over_time = view.over_time("loss")
     if not any(over_time):
         return None
     samples_at = view.samples_at()
@@ -196,7 +196,7 @@ def _loss(view: RunView) -> tuple[Drawing | None, Drawing | None] | None:
 def _exchanges(
     view: RunView, counts: Mapping[Pair, int], shares: Mapping[Pair, float]
 ) -> dict[str, Any]:
-    """Heat maps of pairs of workers; empty where nobody exchanged."""
+    """Return heat maps of pairs of workers; empty without an exchange."""
     if not counts:
         return {}
     ranks = sorted({*view.ranks, *(rank for pair in counts for rank in pair)})
@@ -238,7 +238,7 @@ def _exchanges(
 
 
 def _faults(view: RunView) -> dict[str, Any]:
-    """Deaths, stops and returns, and the workers without an end or a log."""
+    """Return deaths, stops and returns, and the workers without an end or a log."""
     unended = [f"worker {rank}" for rank, worker in view.workers.items() if worker.end is None]
     missing = sorted(set(range(view.log.num_ranks)) - set(view.ranks))
     return {
@@ -265,17 +265,17 @@ def _witnesses(event: Event) -> str:
     if not others:
         return "itself"
     spread_s = event.last_noticed_s - event.time_s
-    told = f"worker {', '.join(others)}"
-    return f"{told}, the last {duration(spread_s)} later" if spread_s > 0.01 else told
+    names = f"worker {', '.join(others)}"
+    return f"{names}, the last {duration(spread_s)} later" if spread_s > 0.01 else names
 
 
 def _worker_row(view: RunView, rank: int) -> Row:
-    worker, step, last = view.workers[rank], view.steps.get(rank), view.exchanges.get(rank)
+    worker, last = view.workers[rank], view.last.get(rank)
     return (
         rank,
         worker.latest_start.configuration.get("host", ""),
-        f"{step.gradient_steps:,}" if step else 0,
-        f"{step.samples / step.time_s:,.0f}" if step and step.time_s else "–",
+        f"{last.gradient_steps:,}" if last else 0,
+        f"{last.samples / last.time_s:,.0f}" if last and last.time_s else "–",
         f"{last.exchanges_initiated:,} + {last.exchanges_answered:,}" if last else 0,
         f"{last.exchanges_failed:,}" if last else 0,
         f"{last.waited_seconds:.1f}" if last else 0,
@@ -284,7 +284,7 @@ def _worker_row(view: RunView, rank: int) -> Row:
 
 
 def _configuration(view: RunView) -> list[Row]:
-    """How the wrapper was called."""
+    """Return the arguments of the wrapper."""
     all_of_them = [worker.latest_start.configuration for worker in view.workers.values()]
     rows: list[Row] = []
     for name, value in view.configuration.items():
@@ -304,7 +304,7 @@ def _shown(value: object) -> str:
 
 
 def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
-    """The plan, and the share of all exchanges that each link is to have: lambda_ij over their sum.
+    """Return the plan, and each link's planned share of all exchanges: lambda_ij over their sum.
 
     None without exchanges, or without a graph or comm rate in the log.
     """
@@ -332,7 +332,7 @@ def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
 def _plan(
     view: RunView, counts: Mapping[Pair, int], planned: Plan, shares: Mapping[Pair, float]
 ) -> dict[str, Any] | None:
-    """Rows of what the graph promised and what happened; None before the first step."""
+    """Return rows that compare the plan with the run; None before the first step."""
     achieved = view.achieved_comm_rate
     if achieved is None:
         return None
@@ -343,7 +343,7 @@ def _plan(
     took = "no exchange"
     if per_worker and view.duration_s:
         took = f"{duration(half_life * view.duration_s / per_worker)} at the run's pace"
-    mean_steps = fmean(step.gradient_steps for step in view.steps.values())
+    mean_steps = fmean(step.gradient_steps for step in view.last.values())
     rows = [
         ("exchanges per worker per gradient step", f"{planned.comm_rate:g}", f"{achieved:.3g}"),
         (
@@ -373,8 +373,8 @@ def _plan(
             )
             for word, pair in (("least", by_count[0]), ("most", by_count[-1]))
         ]
-    told = (
+    constants = (
         f"χ₁ {number(planned.chi1)}, χ₂ {number(planned.chi2)}, η {number(planned.eta)}, "
         f"α̃ {number(planned.alpha_tilde)}"
     )
-    return {"constants": told, "rows": rows}
+    return {"constants": constants, "rows": rows}

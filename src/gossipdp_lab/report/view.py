@@ -1,11 +1,12 @@
-"""What the logs of a run say, on one clock: that of the worker that started first.
+"""The logs of a run on one clock: that of the worker that started first.
 
-Workers' clocks are put together by their dates, so hosts must agree on the time of day.
+Dates link the workers' clocks, so hosts must agree on the time of day.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,19 +14,19 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from gossipdp.observe.log import GROWTH, ExchangeRecord, RunLog, StepRecord, WorkerLog
+from gossipdp.observe.log import GROWTH, CountsRecord, RunLog, WorkerLog
 
 Points = list[tuple[float, float]]
 
 SAME_EVENT_S = 15.0
 LONGEST_SILENCE_S = 1.5
 LONGEST_STEP = 5.0
-"""In medians: what takes longer is no gradient step, but a pause."""
+"""In medians of a step: a longer time is a pause."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that befell a worker; witnesses: who noticed it, none for what it says itself."""
+    """A change in a worker's life; ``witnesses`` noticed it, and none if its own log holds it."""
 
     time_s: float
     rank: int
@@ -36,7 +37,7 @@ class Event:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What the logs saw of single exchanges between two workers."""
+    """The single exchanges between two workers that the logs hold."""
 
     num_seen: int
     median_s: float
@@ -44,10 +45,11 @@ class LinkSpeed:
 
 
 class Span(NamedTuple):
-    """A piece of one worker's time and the shares of it, between 0 and 1.
+    """A piece of one worker's time and its shares, each between 0 and 1.
 
-    computing, waiting, idle and away come to 1: gradient steps; held up by others; no gradient
-    step (starting, evaluating, saving); no sign of life. Exchanging is beside them.
+    Four shares add up to 1: computing (gradient steps), waiting (held up by others), idle (no
+    gradient step: starting, evaluating, saving) and away (no sign of life). Exchanging goes on
+    beside them.
     """
 
     start_s: float
@@ -60,15 +62,14 @@ class Span(NamedTuple):
 
 
 def spans_of(worker: WorkerLog) -> list[Span]:
-    """What a worker did between its records, in its own time."""
+    """Return the activity of a worker between its records, in its own time."""
     waits_from_s = worker.consolidating.time_s if worker.consolidating else float("inf")
     before_s = worker.lives[0].time_s if worker.lives else 0.0
     spans = [Span(0.0, before_s, idle=1.0)]
     exchanging_s = waited_s = 0.0
-    pairs = worker.pairs()
-    still = _standing_still([step for step, _ in pairs])
-    for index, (step, exchange) in enumerate(pairs):
-        now_s = step.time_s
+    still = _standing_still(worker.counts)
+    for index, counts in enumerate(worker.counts):
+        now_s = counts.time_s
         begun = [life.time_s for life in worker.lives[1:] if before_s < life.time_s <= now_s]
         if begun:
             spans.append(Span(before_s, begun[-1], away=1.0))
@@ -76,8 +77,8 @@ def spans_of(worker: WorkerLog) -> list[Span]:
         length_s = now_s - before_s
         if length_s <= 0:
             continue
-        exchanging = min(1.0, max(0.0, (exchange.exchange_seconds - exchanging_s) / length_s))
-        waiting = min(1.0, max(0.0, (exchange.waited_seconds - waited_s) / length_s))
+        exchanging = min(1.0, max(0.0, (counts.exchange_seconds - exchanging_s) / length_s))
+        waiting = min(1.0, max(0.0, (counts.waited_seconds - waited_s) / length_s))
         if length_s > LONGEST_SILENCE_S + 4 * GROWTH * before_s:
             spans.append(Span(before_s, now_s, away=1.0))
         elif before_s >= waits_from_s:
@@ -87,7 +88,7 @@ def spans_of(worker: WorkerLog) -> list[Span]:
             computing = 1.0 - waiting - idle
             spans.append(Span(before_s, now_s, computing, waiting, idle, 0.0, exchanging))
         before_s = now_s
-        exchanging_s, waited_s = exchange.exchange_seconds, exchange.waited_seconds
+        exchanging_s, waited_s = counts.exchange_seconds, counts.waited_seconds
     if worker.end is not None and worker.end.time_s > before_s:
         # Evaluation came before consolidation.
         from_s = min(max(before_s, waits_from_s), worker.end.time_s)
@@ -96,7 +97,7 @@ def spans_of(worker: WorkerLog) -> list[Span]:
 
 
 def merged(spans: list[Span], most: int) -> list[Span]:
-    """About as much time in at most so many spans, of equal length but for the borders."""
+    """Merge spans into at most ``most``, of equal length except at the borders."""
     if len(spans) <= most:
         return spans
     length_s = (spans[-1].end_s - spans[0].start_s) / most
@@ -116,10 +117,11 @@ def merged(spans: list[Span], most: int) -> list[Span]:
     return few
 
 
-def _standing_still(steps: Sequence[StepRecord]) -> set[int]:
-    """The records before which no step ended, nor was one under way.
+def _standing_still(steps: Sequence[CountsRecord]) -> set[int]:
+    """Return the records before which no step ended, nor was one under way.
 
-    One was where the time from one record with a new step to the next is that of a few steps.
+    A step was under way if the time from one record with a new step to the next is that of a few
+    steps.
     """
     counts = [0, *(step.gradient_steps for step in steps)]
     stepped = [index for index, (old, new) in enumerate(pairwise(counts)) if new > old]
@@ -138,7 +140,7 @@ def _standing_still(steps: Sequence[StepRecord]) -> set[int]:
 class RunView:
     """The logs of a run, ready to be drawn; all times in seconds since its first worker started.
 
-    steps, exchanges: the last records of each worker that has any, by rank.
+    ``last`` holds the last counts of each worker that has any, by rank.
     """
 
     def __init__(self, run_log: RunLog) -> None:
@@ -154,22 +156,19 @@ class RunView:
         )
         self.configuration = run_log.latest_start.configuration
         self.gossips = self.configuration.get("method") in ("a2cid2", "gossip")
-        self.steps = {rank: each.steps[-1] for rank, each in self.workers.items() if each.steps}
-        self.exchanges = {
-            rank: each.exchanges[-1] for rank, each in self.workers.items() if each.exchanges
-        }
+        self.last = {rank: each.counts[-1] for rank, each in self.workers.items() if each.counts}
         # Completed ones; each was initiated by one worker.
-        self.num_exchanges = sum(last.exchanges_initiated for last in self.exchanges.values())
+        self.num_exchanges = sum(last.exchanges_initiated for last in self.last.values())
 
     @property
     def achieved_comm_rate(self) -> float | None:
-        """2 * exchanges / all gradient steps; None without a step."""
-        steps = sum(step.gradient_steps for step in self.steps.values())
+        """Return 2 * exchanges / all gradient steps; None without a step."""
+        steps = sum(last.gradient_steps for last in self.last.values())
         return 2 * self.num_exchanges / steps if steps else None
 
     @property
     def consensus_distance(self) -> float | None:
-        """The exact one at the end, as most workers have it; None where nobody came to it."""
+        """Return the exact distance at the end, as most workers have it; None if none has it."""
         ends = [worker.end for worker in self.workers.values() if worker.end]
         exact = [end for end in ends if end.consensus_distance is not None]
         most = max(exact, key=lambda end: end.num_averaged or 0, default=None)
@@ -177,21 +176,19 @@ class RunView:
 
     # Lines.
 
-    def over_time(
-        self, value: Callable[[StepRecord, ExchangeRecord], float | None]
-    ) -> list[Points]:
-        """For each worker, in order of rank, the values that are not None."""
+    def over_time(self, name: str) -> list[Points]:
+        """Return the known values of one field for each worker, in order of rank."""
         return [
             [
-                (self.offsets[rank] + step.time_s, number)
-                for step, exchange in worker.pairs()
-                if (number := value(step, exchange)) is not None
+                (self.offsets[rank] + counts.time_s, number)
+                for counts in worker.counts
+                if not math.isnan(number := getattr(counts, name))
             ]
             for rank, worker in self.workers.items()
         ]
 
     def starts_of_pieces(self, lines: Sequence[Points]) -> list[list[float]]:
-        """Where each line over time goes on after a time of which nothing is known."""
+        """Return the times at which each line goes on after a gap in the log."""
         gap_s = max(LONGEST_SILENCE_S + 4 * GROWTH * self.duration_s, self.duration_s / 100)
         return [
             [after for (before, _), (after, _) in pairwise(line) if after - before > gap_s]
@@ -199,11 +196,11 @@ class RunView:
         ]
 
     def samples_at(self) -> Callable[[float], int]:
-        """How many samples all workers had seen at a time."""
+        """Return a function from a time to the samples that all workers had seen by then."""
         histories = [
             (
-                [self.offsets[rank] + step.time_s for step in worker.steps],
-                [0, *(step.samples for step in worker.steps)],
+                [self.offsets[rank] + counts.time_s for counts in worker.counts],
+                [0, *(counts.samples for counts in worker.counts)],
             )
             for rank, worker in self.workers.items()
         ]
@@ -212,7 +209,7 @@ class RunView:
         )
 
     def sending(self) -> list[Points]:
-        """For each worker the bytes a second that left it, through sockets or shared memory."""
+        """Return for each worker the bytes a second that left it, by sockets or shared memory."""
         return [
             [
                 (
@@ -220,7 +217,7 @@ class RunView:
                     max(0, after.all_bytes_sent - before.all_bytes_sent)
                     / (after.time_s - before.time_s),
                 )
-                for before, after in pairwise(worker.exchanges)
+                for before, after in pairwise(worker.counts)
                 if after.time_s > before.time_s
             ]
             for rank, worker in self.workers.items()
@@ -229,10 +226,10 @@ class RunView:
     # Pairs of workers.
 
     def link_speeds(self) -> dict[tuple[int, int], LinkSpeed]:
-        """By (lower rank, higher rank); bytes are those of a mean exchange in one direction."""
+        """Return speeds by (lower rank, higher rank), with the bytes of a mean exchange one way."""
         durations: dict[tuple[int, int], list[float]] = defaultdict(list)
         for rank, worker in self.workers.items():
-            for record in worker.exchanges:
+            for record in worker.counts:
                 for one in record.recent:
                     durations[min(rank, one.peer), max(rank, one.peer)].append(one.duration_s)
         num_bytes = self.bytes_per_exchange()
@@ -242,12 +239,12 @@ class RunView:
         }
 
     def bytes_per_exchange(self) -> float:
-        """What a worker sends in one exchange, in the mean, other messages included."""
-        # What was sent before the first record was the start, not exchanges.
+        """Return the mean bytes that a worker sends in one exchange, other messages included."""
+        # Bytes before the first record belong to the start, not to exchanges.
         ends = [
-            (worker.exchanges[0], worker.exchanges[-1])
+            (worker.counts[0], worker.counts[-1])
             for worker in self.workers.values()
-            if worker.exchanges
+            if worker.counts
         ]
         sent = sum(last.all_bytes_sent - first.all_bytes_sent for first, last in ends)
         exchanges = sum(last.exchanges - first.exchanges for first, last in ends)
@@ -256,7 +253,7 @@ class RunView:
     # Time.
 
     def spans(self, rank: int) -> list[Span]:
-        """What a worker did, from the start of the run to its end."""
+        """Return the activity of a worker from the start of the run to its end."""
         worker, offset_s = self.workers[rank], self.offsets[rank]
         spans = [Span(0.0, offset_s, idle=1.0)]
         for each in spans_of(worker):
@@ -268,7 +265,7 @@ class RunView:
         return [span for span in spans if span.end_s > span.start_s]
 
     def events(self) -> list[Event]:
-        """Deaths, stops, returns and joins, the earliest first."""
+        """Return deaths, stops, returns and joins, the earliest first."""
         noticed: dict[tuple[int, str], Points] = defaultdict(list)
         events = []
         for witness, worker in self.workers.items():
@@ -289,10 +286,10 @@ class RunView:
         return sorted(events, key=lambda event: (event.time_s, event.rank))
 
     def standstills(self) -> dict[int, tuple[float, list[int]]]:
-        """Who made no gradient step for how long at most, though it beat, and who saw that."""
+        """Return by rank the longest time without a step of workers that beat, and who saw it."""
         longest: dict[int, tuple[float, list[int]]] = {}
         for witness, worker in self.workers.items():
-            for record in worker.exchanges:
+            for record in worker.counts:
                 for rank, idle_s in record.idle_s.items():
                     most_s, witnesses = longest.get(rank, (0.0, []))
                     seen_by = witnesses if witness in witnesses else [*witnesses, witness]

@@ -28,10 +28,12 @@ def status(rank: int, samples: int, **facts: Any) -> WorkerStatus:
         "run_samples": 2 * samples,
         "step_seconds": 0.01 * (1 + rank),
         "logged": {"loss": 0.5},
-        "neighbours": (NeighbourStatus(1 - rank, 5, True, is_linked=True),),
+        "neighbours": (NeighbourStatus(1 - rank, True, is_linked=True),),
+        "gradient_steps": 9,
+        "samples": samples,
     }
     return WorkerStatus(
-        rank, 0, 2, "7f", "a2cid2", "ring", 1.0, "node", 1, "training", 9, samples, **usual | facts
+        rank, 0, 2, "7f", "a2cid2", "ring", 1.0, "node", 1, "training", **usual | facts
     )
 
 

@@ -172,7 +172,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
         torch.testing.assert_close(worker.parameters.double(), state.x, rtol=0.0, atol=1e-5)
         torch.testing.assert_close(worker.segment.c.double(), state.c, rtol=0.0, atol=1e-5)
         worker.loop.turn(0.0)
-        done = worker.loop.published.recent_exchanges[-1]
+        done = worker.loop.snapshot.recent_exchanges[-1]
         assert done.half_squared_distance == pytest.approx(0.5 * float(delta.square().sum()))
     assert theta > 0.0
     assert worker.phase.at(worker.now + 1.0) > theta
@@ -204,8 +204,8 @@ def test_what_went_over_a_link_counts_when_it_has_ended():
     worker.loop.link_down(worker.links[1], "lost")
     worker.loop.link_up(FakeLink(1))
     worker.loop.turn(0.0)
-    published = worker.loop.published
-    assert (published.bytes_sent, published.shared_bytes_received) == (110, 1000)
+    counters = worker.loop.snapshot.counters
+    assert (counters.bytes_sent, counters.shared_bytes_received) == (110, 1000)
 
 
 def test_no_link_that_has_ended_is_kept():

@@ -1,5 +1,6 @@
-"""What the answers of several workers come to."""
+"""The answers of several workers, put together."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,12 +145,14 @@ def test_a_worker_that_came_back_is_asked_where_it_is_now() -> None:
         ([0.1, 0.1, 0.2, 0.2], [2, 3]),
         ([0.1, 0.2], [1]),
         ([0.1], []),
-        ([0.1, None, 0.1], []),
+        ([0.1, math.nan, 0.1], []),
     ],
 )
-def test_who_is_slow(seconds: list[float | None], slow: list[int]) -> None:
+def test_who_is_slow(seconds: list[float], slow: list[int]) -> None:
     job, n = Job(*range(len(seconds))), len(seconds)
-    seen = job.look({rank: status(rank, n, step_seconds=s) for rank, s in enumerate(seconds)})
+    seen = job.look(
+        {rank: status(rank, n, step_seconds=s or math.nan) for rank, s in enumerate(seconds)}
+    )
     assert [each.rank for each in seen.workers if each.state == "slow"] == slow
 
 
@@ -245,11 +248,12 @@ def test_what_a_worker_sends_is_unknown_while_it_does_not_answer() -> None:
 
 def test_links_are_what_both_ends_say() -> None:
     def ends(rank: int, bytes_sent: int, **facts: Any) -> WorkerStatus:
-        usual: dict[str, Any] = {"exchanges": 8, "is_neighbour": True, "is_linked": True}
+        usual: dict[str, Any] = {"is_neighbour": True, "is_linked": True}
         usual |= {"heard_ago_s": 0.1, "exchange_seconds": 0.02, "bytes_sent": bytes_sent}
         of_the_start = NeighbourStatus(7, is_linked=True)
         neighbours = (NeighbourStatus(1 - rank, **usual | facts), of_the_start)
-        return status(rank, 2, neighbours=neighbours)
+        counts = {1 - rank: 8}
+        return status(rank, 2, neighbours=neighbours, exchanges_by_neighbour=counts)
 
     job = Job(0, 1)
     job.look({0: ends(0, 0), 1: ends(1, 0)})

@@ -7,23 +7,37 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.observe.log import (
+    FORMAT,
     MAX_NOTICES,
+    CountsRecord,
     EndRecord,
-    ExchangeRecord,
     NoticeRecord,
     RecentExchange,
     RunLog,
     RunLogTail,
     RunLogWriter,
     StartRecord,
-    StepRecord,
     worker_file,
 )
 
 RECENT = (RecentExchange(1, True, 4.5, 0.002), RecentExchange(3, False, 4.7, 0.003))
-SOME = ExchangeRecord(0.0, 3, 4, 1, {1: 2, 3: 5}, 0.25, 1.5, 0.0, 1000, 2000, 10, 20, recent=RECENT)
+SOME = Counters(
+    gradient_steps=1,
+    samples=8,
+    exchanges_initiated=3,
+    exchanges_answered=4,
+    exchanges_failed=1,
+    exchanges_by_neighbour={1: 2, 3: 5},
+    edge_distance=0.25,
+    exchange_seconds=1.5,
+    bytes_sent=1000,
+    shared_bytes_sent=10,
+    shared_bytes_received=20,
+)
 
 
 class Clock:
@@ -40,7 +54,8 @@ def write_run(directory: Path, rank: int = 0, num_records: int = 5) -> None:
         log.start(rank=rank, num_workers=2, configuration={"graph": "ring"})
         for index in range(1, num_records + 1):
             clock.now += 1
-            log.record(gradient_steps=2 * index, samples=16 * index, loss=0.5, exchanges=SOME)
+            counters = replace(SOME, gradient_steps=2 * index, samples=16 * index)
+            log.counts(counters, loss=0.5, recent=RECENT)
         log.values({"accuracy": 0.5, "note": "first"})
         log.values({"accuracy": 0.75, "loss": float("nan")})
         log.consolidating()
@@ -58,29 +73,15 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert run_log.started_at <= worker.start.started_at
     assert worker.start.configuration == {"graph": "ring"}
     assert worker.start.started_s == 100.0
-    assert worker.steps[1] == StepRecord(2.0, 4, 32, 0.5, 16.0)
-    assert len(worker.steps) == 5
-    last = worker.exchanges[-1]
-    assert (last.time_s, last.recent, last.shared_bytes_sent) == (5.0, RECENT, 10)
+    expected = {name: getattr(SOME, name) for name in metrics_of(Counters)}
+    expected |= {"gradient_steps": 4, "samples": 32}
+    assert worker.counts[1] == CountsRecord(2.0, 0.5, 16.0, RECENT, {}, **expected)
+    assert len(worker.counts) == 5
     assert worker.last_values() == {"accuracy": 0.75, "note": "first", "loss": None}
     assert worker.consolidating is not None
     assert worker.consolidating.time_s == 5.0
     assert worker.end == EndRecord(6.0, 10, 80, 0.1, 2)
     assert worker.last_s == 6.0
-
-
-def test_a_pair_of_which_one_line_was_lost_shifts_no_other(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    path = worker_file(tmp_path, 0)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:4] + lines[5:7] + lines[8:]))
-    worker = RunLog.read(tmp_path).workers[0]
-    assert len(worker.steps) == len(worker.exchanges) == 4
-    assert [(step.time_s, exchange.time_s) for step, exchange in worker.pairs()] == [
-        (1.0, 1.0),
-        (3.0, 3.0),
-        (5.0, 5.0),
-    ]
 
 
 def test_records_come_ever_less_often(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_records_come_ever_less_often(tmp_path: Path) -> None:
         while clock.now < 30 * 86400:
             assert log.wait_s() > 0
             clock.now += log.wait_s()
-            log.record(gradient_steps=1, samples=1, loss=None, exchanges=SOME)
+            log.counts(SOME)
             num_records += 1
         assert log.wait_s() == pytest.approx((clock.now - 100) / 2000)
     # 2000 (1 + ln(30 days / 2000 intervals)) of them.
@@ -105,7 +106,7 @@ def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
     cut = RunLog.read(tmp_path).workers[0]
     assert cut.end is None
-    assert cut.steps == whole.steps
+    assert cut.counts == whole.counts
 
 
 def test_a_worker_killed_within_its_first_line_is_left_out(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_worker_killed_within_its_first_line_is_left_out(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"kind":"step"}',
+        b'{"kind":"counts"}',
         b'{"kind":"values","time_s":1,"gradient_steps":1,"values":{"a":"\xff"}}',
         b'{"kind":"start","configuration":{"a":' + b"[" * 100_000,
     ],
@@ -161,11 +162,11 @@ def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
     with closing(RunLogWriter(path, clock=Clock())) as log:
         log.start(rank=0, num_workers=1, configuration={})
         assert [type(record) for record in tail.read_new()] == [StartRecord]
-        log.record(gradient_steps=1, samples=1, loss=1.0, exchanges=SOME)
-        assert [type(record) for record in tail.read_new()] == [StepRecord, ExchangeRecord]
+        log.counts(SOME)
+        assert [type(record) for record in tail.read_new()] == [CountsRecord]
         assert tail.read_new() == []
         with path.open("ab") as file:
-            file.write(b'{"kind":"step",')
+            file.write(b'{"kind":"counts",')
         assert tail.read_new() == []
 
 
@@ -175,17 +176,17 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
         with closing(RunLogWriter(path, clock=Clock(), goes_on=life > 0)) as log:
             log.start(rank=0, num_workers=2, configuration={})
             log.began()
-            log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+            log.counts(SOME)
             log.notice(1, "dead", 101.5)
         with path.open("ab") as file:
             file.write(b'{"kind": "st')  # killed in mid-write
     worker = RunLog.read(tmp_path).workers[0]
     assert [life.at_s for life in worker.lives] == [100.0, 100.0]
-    assert [step.gradient_steps for step in worker.steps] == [1, 2]
-    assert worker.steps[-1].samples == 16
-    assert worker.exchanges[-1].exchanges_by_neighbour == {1: 4, 3: 10}
-    assert worker.exchanges[-1].exchanges_initiated == 6
-    assert worker.exchanges[-1].shared_bytes_received == 40
+    assert [each.gradient_steps for each in worker.counts] == [1, 2]
+    last = worker.counts[-1]
+    assert (last.samples, last.exchanges_initiated, last.shared_bytes_received) == (16, 6, 40)
+    assert last.exchanges_by_neighbour == {1: 4, 3: 10}
+    assert last.edge_distance == 0.25, "a gauge is no sum"
     assert worker.notices[0] == NoticeRecord(1, "dead", 101.5, 1.5)
     assert worker.lives[1].time_s >= 0
 
@@ -201,10 +202,10 @@ def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) 
             RunLogWriter(path, clock=Clock(), date=lambda: date_s, run_id=run_id, **options)
         ) as log:
             log.start(rank=0, num_workers=2, configuration={})
-            log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+            log.counts(SOME)
         worker = RunLog.read(tmp_path).workers[0]
         assert worker.latest_start.run_id == run_id
-        return worker.steps[-1].gradient_steps, worker.start.started_at
+        return worker.counts[-1].gradient_steps, worker.start.started_at
 
     date_s = 0.0
     assert live("yesterday's") == (1, 100)
@@ -234,7 +235,7 @@ def test_the_time_of_a_log_that_goes_on_never_goes_back(
     with closing(RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id="one")) as log:
         log.start(rank=0, num_workers=2, configuration={})
         clock.now += 2
-        log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+        log.counts(SOME)
     clock.now, date_s = 150.0, 1.7e9 + 50 + date_step_s
     with closing(
         RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id=boot_id, goes_on=True)
@@ -242,10 +243,10 @@ def test_the_time_of_a_log_that_goes_on_never_goes_back(
         log.start(rank=0, num_workers=2, configuration={})
         log.began()
         clock.now += 1
-        log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+        log.counts(SOME)
     worker = RunLog.read(tmp_path).workers[0]
     assert [life.time_s for life in worker.lives] == [begins_s]
-    assert [step.time_s for step in worker.steps] == [2.0, begins_s + 1]
+    assert [each.time_s for each in worker.counts] == [2.0, begins_s + 1]
 
 
 def test_notices_beyond_the_most_are_left_out(tmp_path: Path) -> None:
@@ -325,7 +326,7 @@ def test_ranks_and_counts_beyond_all_runs_are_refused(
     tmp_path: Path, start: dict[str, object]
 ) -> None:
     whole = {"kind": "start", "rank": 0, "num_workers": 2, "process_id": 1, "started_at": 1.0}
-    record = whole | {"configuration": {}, "format": 2} | start
+    record = whole | {"configuration": {}, "format": FORMAT} | start
     worker_file(tmp_path, 0).write_bytes(msgspec.json.encode(record) + b"\n")
     with pytest.raises(ValueError, match=r"worker-0\.jsonl, line 1"):
         RunLog.read(tmp_path)

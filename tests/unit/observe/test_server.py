@@ -1,5 +1,6 @@
-"""What the status port answers, and what strangers cannot do to it."""
+"""The answers of the status port, and the attacks that it bears."""
 
+import errno
 import http.client
 import logging
 import os
@@ -11,6 +12,7 @@ import pytest
 from waiting import LONGEST_S, wait_until
 
 from gossipdp.errors import RendezvousError
+from gossipdp.links.sockets import Listener
 from gossipdp.observe import server as status_server
 from gossipdp.observe.server import Page, StatusServer
 
@@ -68,7 +70,7 @@ def test_what_else_is_asked_is_told_what_there_is(serve: Serve) -> None:
     assert get(server, "/")[1] == b"/status\n"
     response, body = get(server, "/secret")
     assert (response.status, body) == (404, b"there are /status\n")
-    assert get(server, method="POST")[0].status == 405
+    assert get(server, method="POST")[0].status == 501
     response, body = get(server, method="HEAD")
     assert (response.status, response.headers["Content-Length"], body) == (200, "4", b"")
 
@@ -95,7 +97,8 @@ def test_a_web_page_cannot_read_it_through_a_name_of_its_own(
     [
         (b"GET /status HTTP/1.1\r\n\r\n", b"200"),
         (b"GET /status HTTP/1.0\n\n", b"200"),
-        (b"GET /status\r\n\r\n", b"400"),
+        (b"GET /status\r\n\r\n", b"200"),
+        (b"/status\r\n\r\n", b"400"),
         (b"\x16\x03\x01\r\n\r\n", b"400"),
         (b"GET /\xff HTTP/1.1\r\n\r\n", b"404"),
     ],
@@ -109,11 +112,11 @@ def test_a_request_in_pieces_and_one_cut_off(serve: Serve) -> None:
     with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         for piece in (b"GET /sta", b"tus HTTP/1.1\r\n", b"\r\n"):
             connection.sendall(piece)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.0 200 OK\r\n")
     with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         connection.sendall(b"GET /status")
         connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        assert connection.recv(4096).startswith(b"HTTP/1.0 400 ")
 
 
 def test_a_request_without_end_is_refused(serve: Serve) -> None:
@@ -124,8 +127,8 @@ def test_a_request_without_end_is_refused(serve: Serve) -> None:
                 connection.sendall(b"x" * 1024)
             answer = connection.recv(4096)
         except ConnectionError:  # it had closed before we were through
-            answer = b"HTTP/1.1 431 "
-    assert answer.startswith(b"HTTP/1.1 431 ")
+            answer = b"HTTP/1.0 431 "
+    assert answer.startswith(b"HTTP/1.0 431 ")
     assert get(server)[0].status == 200
 
 
@@ -172,12 +175,13 @@ def test_a_page_that_fails_is_an_answer_and_one_warning(
 
 
 def test_a_failure_of_the_thread_ends_it_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def clock() -> float:
-        raise RuntimeError("no time")
+    def fail(server: StatusServer) -> None:
+        raise RuntimeError("out of order")
 
-    server = StatusServer("127.0.0.1", 0, clock=clock)
+    monkeypatch.setattr(StatusServer, "service_actions", fail)
+    server = StatusServer("127.0.0.1", 0)
     with caplog.at_level(logging.WARNING, "gossipdp"):
         server.serve({})
         assert server._thread is not None
@@ -186,6 +190,24 @@ def test_a_failure_of_the_thread_ends_it_with_a_warning(
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(server.address, timeout=1)
     server.close()
+
+
+def test_without_a_descriptor_to_accept_with_it_pauses_and_then_goes_on(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(status_server.time, "sleep", pauses.append)
+    server, accept = serve(), Listener.accept
+
+    def fail(listener: Listener) -> object:
+        monkeypatch.setattr(Listener, "accept", accept)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Listener, "accept", fail)
+    with caplog.at_level(logging.WARNING, "gossipdp"):
+        assert get(server)[0].status == 200
+    assert pauses == [status_server.PAUSE_S]
+    assert "Too many open files" in caplog.text
 
 
 def test_a_port_in_use_is_one_clear_error(serve: Serve) -> None:
@@ -203,48 +225,18 @@ def test_a_closed_server_frees_its_port_at_once(serve: Serve) -> None:
     again.close()
 
 
-class HeldUp:
-    """A waker whose owner loses the processor before it sends, while the server's thread runs."""
-
-    def __init__(self, server: StatusServer) -> None:
-        self._server, self._waker = server, server._waker
-        self.close = self._waker.close
-
-    def send(self, data: bytes) -> int:
-        assert self._server._thread is not None
-        with socket.create_connection(self._server.address, timeout=LONGEST_S):  # wakes the thread
-            self._server._thread.join(0.1)
-        return self._waker.send(data)
-
-
-def test_the_thread_may_see_its_end_before_it_is_woken(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = serve()
-    monkeypatch.setattr(server, "_waker", HeldUp(server))
-    server.close()
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_keeps_nothing_of_it(serve: Serve) -> None:
     server = serve()
     with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         connection.sendall(b"GET /sta")
         wait_until(lambda: server._connections, "the server holds the connection")
-        held = [
-            each.fileno()
-            for each in (
-                server._listener,
-                server._waker,
-                server._woken,
-                *(each.socket for each in server._connections.values()),
-            )
-        ]
-        assert len(held) == 4
+        held = [each.fileno() for each in (server.socket, *server._connections)]
+        assert len(held) == 2
         child = os.fork()
         if child == 0:
             os._exit(sum(os.path.exists(f"/proc/self/fd/{number}") for number in held))
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         connection.sendall(b"tus HTTP/1.1\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        assert connection.recv(4096).startswith(b"HTTP/1.0 200 OK")

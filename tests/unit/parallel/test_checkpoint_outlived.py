@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from gossipdp.gossip.published import Notice
+from gossipdp.gossip.snapshot import Notice
 from gossipdp.parallel.checkpoint import (
     BEFORE_THIS_RUN,
     GRACE_S,

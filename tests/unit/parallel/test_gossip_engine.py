@@ -13,6 +13,7 @@ from gossipdp import GossipDataParallel
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
+from gossipdp.gossip.counters import Counters
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
@@ -108,9 +109,9 @@ def test_an_exchange_counts_for_both_of_its_ends(wrap: Callable[..., GossipDataP
     net = nn.Linear(2, 3)
     model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
     engine = model._engine
-    published = dataclasses.replace(engine._loop.published, exchanges_initiated=3)
+    snapshot = dataclasses.replace(engine._loop.snapshot, counters=Counters(exchanges_initiated=3))
     engine._loop = SimpleNamespace(
-        published=published, transfers=engine._loop.transfers, close=engine._loop.close
+        snapshot=snapshot, transfers=engine._loop.transfers, close=engine._loop.close
     )
     engine._gradient_steps = 4
     assert engine.stats().achieved_comm_rate == 1.5
@@ -136,7 +137,7 @@ class Counting(GossipEngine):
         startup = self._startup
         startup.rank, startup.before, self._heard = rank, before, progress
         startup.protocol = SimpleNamespace(progress=progress)
-        startup.loop = SimpleNamespace(published=SimpleNamespace(others_samples=0))
+        startup.loop = SimpleNamespace(snapshot=SimpleNamespace(others_samples=0))
         startup.thread = SimpleNamespace()
 
     def train(self, samples: int) -> None:
@@ -144,7 +145,7 @@ class Counting(GossipEngine):
         self._gradient_steps += 1
         self._samples += samples
         self._heard.add(samples)
-        self._loop.published.others_samples = self._heard.others_samples
+        self._loop.snapshot.others_samples = self._heard.others_samples
 
 
 def test_a_second_life_counts_what_the_first_trained_once() -> None:

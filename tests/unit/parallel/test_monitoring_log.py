@@ -1,17 +1,18 @@
 """Any run writes its log: the wrapper's ``log_dir``."""
 
+import math
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 from waiting import LONGEST_S, pause, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
-from gossipdp.gossip.published import Notice
+from gossipdp.gossip.snapshot import Notice
 from gossipdp.observe.log import RunLog, RunLogWriter, WorkerLog, worker_file
 
 
@@ -37,8 +38,8 @@ def test_a_run_of_one_worker_is_logged_whole(tmp_path: Path) -> None:
     model.consolidate()
     model.log(test_accuracy=0.5)
     worker = read(tmp_path / "new" / "run")
-    assert (worker.steps[-1].gradient_steps, worker.steps[-1].samples) == (3, 24)
-    assert any(step.loss is not None for step in worker.steps)
+    assert (worker.counts[-1].gradient_steps, worker.counts[-1].samples) == (3, 24)
+    assert not all(math.isnan(step.loss) for step in worker.counts)
     assert len(worker.lives) == 1
     assert worker.consolidating is not None
     assert worker.end is not None
@@ -56,10 +57,8 @@ def test_who_stands_still_is_logged_with_the_age_of_its_last_step(
 ) -> None:
     monkeypatch.setattr("gossipdp.observe.status.IDLE_AFTER_S", -1.0)
     model = train(tmp_path)
-    wait_until(
-        lambda: any(record.idle_s for record in read(tmp_path).exchanges), "somebody is idle"
-    )
-    assert list(read(tmp_path).exchanges[-1].idle_s) == [0]
+    wait_until(lambda: any(record.idle_s for record in read(tmp_path).counts), "somebody is idle")
+    assert list(read(tmp_path).counts[-1].idle_s) == [0]
     model.close()
 
 
@@ -91,14 +90,14 @@ def test_without_a_loss_there_is_none(tmp_path: Path) -> None:
     optimizer.step()
     model.close()
     worker = read(tmp_path)
-    assert [step.loss for step in worker.steps] == [None]
+    assert [math.isnan(step.loss) for step in worker.counts] == [True]
     assert worker.end is None
 
 
 def test_the_variable_does_as_the_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOSSIPDP_LOG_DIR", str(tmp_path))
     train(None).close()
-    assert read(tmp_path).steps[-1].gradient_steps == 3
+    assert read(tmp_path).counts[-1].gradient_steps == 3
 
 
 def test_no_log_and_no_thread_without_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +109,7 @@ def test_no_log_and_no_thread_without_a_directory(monkeypatch: pytest.MonkeyPatc
 
 def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path: Path) -> None:
     model = train(tmp_path)
-    wait_until(lambda: read(tmp_path).steps, "a step is in the log")
+    wait_until(lambda: read(tmp_path).counts, "a step is in the log")
     model.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 
@@ -147,7 +146,7 @@ def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path: Path) -> None:
     model.log(loss=2.0)
     model._session.stepped(0)
     model.close()
-    assert [step.loss for step in read(tmp_path).steps] == [2.0]
+    assert [step.loss for step in read(tmp_path).counts] == [2.0]
 
 
 def test_what_goes_wrong_in_the_log_ends_neither_its_thread_nor_the_run(
@@ -165,7 +164,7 @@ def test_what_goes_wrong_in_the_log_ends_neither_its_thread_nor_the_run(
     model.log(accuracy=0.5)
     model.consolidate()
     worker = read(tmp_path)
-    assert (worker.end is not None, worker.steps[-1].gradient_steps) == (True, 3)
+    assert (worker.end is not None, worker.counts[-1].gradient_steps) == (True, 3)
     assert worker.last_values()["accuracy"] == 0.5
     assert caplog.text.count("RuntimeError('out of order')): training goes on") == 1
 
@@ -177,7 +176,7 @@ def test_a_run_that_resumes_goes_on_with_its_log(tmp_path: Path) -> None:
     model.close()
     train(tmp_path / "log", **saved).close()
     worker = read(tmp_path / "log")
-    assert worker.steps[-1].gradient_steps == 6
+    assert worker.counts[-1].gradient_steps == 6
     assert len(worker.lives) == 2
 
 
@@ -206,14 +205,12 @@ def test_two_workers(workers, tmp_path: Path) -> None:
     assert list(run_log.workers) == [0, 1]
     ends = [log.end for log in run_log.workers.values()]
     assert all(end and end.num_averaged == 2 for end in ends)
-    first, second = (log.exchanges[-1] for log in run_log.workers.values())
+    first, second = (log.counts[-1] for log in run_log.workers.values())
     # The last exchange may be one end's only, when a record is written.
     counts = first.exchanges_by_neighbour[1], second.exchanges_by_neighbour[0]
     assert min(counts) > 0
     assert abs(counts[0] - counts[1]) <= 1
-    seen = [
-        one for log in run_log.workers.values() for each in log.exchanges for one in each.recent
-    ]
+    seen = [one for log in run_log.workers.values() for each in log.counts for one in each.recent]
     assert seen
     assert all(one.started_s >= 0 and one.duration_s > 0 for one in seen)
     assert first.bytes_sent + first.shared_bytes_sent > 0

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from torch import nn
 from waiting import wait_until
 
 from gossipdp import Counting, GossipDataParallel, Monitor, Network, RendezvousError
+from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.launcher.environment import Environment, show_address
 from gossipdp.observe.log import RunLog
 from gossipdp.observe.status import METRICS_PATH, ask
+from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.monitoring import MEAN_OF_LOSSES, StatusPage
+from gossipdp.parallel.stats import Stats
 
 Make = Callable[..., tuple[GossipDataParallel, str]]
 
@@ -52,12 +56,16 @@ def train(model: GossipDataParallel, steps: int) -> None:
 def test_a_worker_tells_how_far_it_is(make: Make, method: str) -> None:
     model, address = make(monitor=Monitor(status_port=0), budget_samples=64, method=method)
     status = ask(address)
-    assert (status.gradient_steps, status.since_step_s, status.state) == (0, None, "training")
+    assert (status.gradient_steps, math.isnan(status.since_step_s), status.state) == (
+        0,
+        True,
+        "training",
+    )
     train(model, 5)
     status = ask_anew(model, address)
     assert (status.rank, status.num_workers, status.method) == (0, 1, method)
     assert (status.gradient_steps, status.samples, status.budget_samples) == (5, 40, 64)
-    assert status.since_step_s is not None
+    assert not math.isnan(status.since_step_s)
     assert [(each.rank, each.state, each.status_address) for each in status.members] == [
         (0, "training", address)
     ]
@@ -84,6 +92,32 @@ def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make: Make, tmp_pat
     configuration = RunLog.read(tmp_path).workers[0].start.configuration
     known = {"budget_samples": 64, "comm_rate": 0.5, "timeout_s": 2.0, "seed": 7}
     assert {name: configuration[name] for name in known} == known
+
+
+def test_a_metric_needs_no_other_place_than_its_field(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every counter appears in the status, in the log and in Prometheus's page."""
+    counted = {
+        name: {7: 100 + index} if metric.label else 100 + index
+        for index, (name, metric) in enumerate(metrics_of(Counters).items())
+    }
+    own = {"gradient_steps": 1, "samples": 8}  # the log counts these itself
+    stats = Stats(rank=0, world_size=1, **counted)
+    monkeypatch.setattr(Checkpointer, "stats", lambda self: stats)
+    model, address = make(monitor=Monitor(status_port=0, log_dir=tmp_path))
+    train(model, 1)
+    status = ask(address)
+    metrics = model._monitoring.page._pages[METRICS_PATH].build().decode()
+    model.close()
+    last = RunLog.read(tmp_path).workers[0].counts[-1]
+    assert {name: getattr(status, name) for name in counted} == counted
+    assert {name: getattr(last, name) for name in counted} == counted | own
+    for name, metric in metrics_of(Counters).items():
+        value = counted[name][7] if metric.label else counted[name]
+        full_name = f"gossipdp_{name}_total" if metric.kind == "counter" else f"gossipdp_{name}"
+        assert f"# HELP {full_name} {metric.help}\n# TYPE {full_name} {metric.kind}\n" in metrics
+        assert re.search(rf"^{full_name}{{.*}} {value}\.0$", metrics, re.MULTILINE), name
 
 
 def test_the_age_of_a_worker_s_last_step_is_shown(make: Make) -> None:
@@ -140,7 +174,7 @@ def test_a_loss_for_the_log_and_the_page_is_detached_once(
     train(model, 1)
     assert ask(address).logged == {"loss": 2.0}
     model.close()
-    assert RunLog.read(tmp_path).workers[0].steps[-1].loss == 2.0
+    assert RunLog.read(tmp_path).workers[0].counts[-1].loss == 2.0
 
 
 def test_without_a_port_nothing_listens(make: Make) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from msgspec.structs import replace
 
-from gossipdp.observe.log import ExchangeRecord, RunLog, StartRecord, StepRecord, WorkerLog
+from gossipdp.observe.log import CountsRecord, RunLog, StartRecord, WorkerLog
 from gossipdp_lab.demo import comparison
 from gossipdp_lab.demo.comparison import Compared, draw_comparison, loss_curve, waiting_shares
 from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, new_figure
@@ -20,15 +21,17 @@ def worker(rank: int, waits: float, until_s: float = 4.0) -> WorkerLog:
     steps = [min(2 * second, int(2 * until_s)) for second in seconds]
     return WorkerLog(
         start=StartRecord(rank, 2, 1, 0.0, {}),
-        steps=tuple(
-            StepRecord(float(second), count, 8 * count, 8.0 / second, 16.0)
+        counts=tuple(
+            CountsRecord(
+                float(second),
+                8.0 / second,
+                16.0,
+                gradient_steps=count,
+                samples=8 * count,
+                waited_seconds=waits * count / 2,
+            )
             for second, count in zip(seconds, steps, strict=True)
         ),
-        exchanges=tuple(
-            ExchangeRecord(float(second), 0, 0, 0, {}, None, 0.0, waits * count / 2, 0, 0)
-            for second, count in zip(seconds, steps, strict=True)
-        ),
-        end=None,
     )
 
 
@@ -40,7 +43,7 @@ def test_a_training_ends_with_its_last_step() -> None:
     assert worker(0, 0.0).trained_s == 4.0
     assert Compared("a", run(0.5), 2.0).train_seconds == 4.0
     assert Compared("a", run(0.5), 2.0).waiting == pytest.approx(0.25)
-    assert WorkerLog(worker(0, 0.0).start, (), (), None).trained_s == 0.0
+    assert WorkerLog(worker(0, 0.0).start).trained_s == 0.0
 
 
 def test_the_share_that_a_worker_waited() -> None:
@@ -55,10 +58,10 @@ def test_the_share_that_a_worker_waited() -> None:
 def test_the_loss_is_the_mean_of_the_workers_batches() -> None:
     slow = worker(1, 0.0)
     fewer = tuple(
-        StepRecord(step.time_s, step.gradient_steps // 2, step.samples // 2, 2.0, 8.0)
-        for step in slow.steps
+        replace(each, gradient_steps=each.gradient_steps // 2, samples=each.samples // 2, loss=2.0)
+        for each in slow.counts
     )
-    both = RunLog({0: worker(0, 0.0), 1: WorkerLog(slow.start, fewer, slow.exchanges, None)})
+    both = RunLog({0: worker(0, 0.0), 1: WorkerLog(slow.start, fewer)})
     curve = loss_curve(both, 2.0)
     assert [time_s for time_s, _ in curve] == [1.0, 3.0, 5.0]
     # Two parts of worker 0's loss, one of worker 1's; the piece that is evaluation holds step 4.

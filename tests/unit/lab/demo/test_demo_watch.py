@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
+from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.supervisor import Ending, Failure
 from gossipdp.observe.log import (
     BeganRecord,
     EndRecord,
-    ExchangeRecord,
     RunLog,
     RunLogWriter,
     worker_file,
@@ -236,16 +236,23 @@ class Clock:
         return self.now
 
 
-EXCHANGES = ExchangeRecord(0.0, 2, 4, 0, {1: 6}, 0.1, 0.0, 0.0, 0, 0)
-
-
 def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
     for rank in range(2):
-        writer = RunLogWriter(worker_file(directory, rank), interval_s=0.0, clock=clock)
+        writer = RunLogWriter(worker_file(directory, rank), clock=clock, run_id="7f")
         with closing(writer) as log:
-            log.start(rank=rank, num_workers=2, configuration={})
+            asked = {"method": "a2cid2", "graph": "ring", "comm_rate": 1.0}
+            log.start(rank=rank, num_workers=2, configuration=asked)
             steps = num_steps + rank
-            log.record(gradient_steps=steps, samples=8 * steps, loss=0.5, exchanges=EXCHANGES)
+            log.counts(
+                Counters(
+                    gradient_steps=steps,
+                    samples=8 * steps,
+                    exchanges_initiated=2,
+                    exchanges_answered=4,
+                    step_seconds=0.1 * (rank + 1),
+                ),
+                loss=0.5,
+            )
 
 
 def make_view(directory: Path, clock: Clock, *, terminal: bool) -> tuple[LiveView, io.StringIO]:
@@ -261,19 +268,21 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     view, output = make_view(tmp_path, clock, terminal=False)
     with view:
         view.poll()
-        log_steps(tmp_path, clock, 3)
         clock.now = 4.0
         view.poll()
         assert output.getvalue() == ""
         clock.now = 5.5
         view.poll()
-    line = output.getvalue().splitlines()[0]
-    assert "training:  56%" in line
-    assert "loss 0.5000" in line
-    assert "steps 3 to 4, 6 exchanges" in line
+        log_steps(tmp_path, clock, 3)
+        clock.now = 11.0
+        view.poll()
+    first, second = output.getvalue().splitlines()
+    assert first == "   6 s  starting 2 workers"
+    assert second.startswith("  11 s  2 workers: 1 training, 1 slow · 56 of 100 samples · ")
+    assert "loss 0.5000" in second
 
 
-def test_a_table_and_a_bar_in_a_terminal(tmp_path: Path) -> None:
+def test_the_table_of_top_in_a_terminal(tmp_path: Path) -> None:
     clock = Clock()
     view, output = make_view(tmp_path, clock, terminal=True)
     with view:
@@ -282,40 +291,50 @@ def test_a_table_and_a_bar_in_a_terminal(tmp_path: Path) -> None:
         view.poll()
     text = output.getvalue()
     for expected in (
-        "starting 2 workers",
+        "run 7f: a2cid2 on ring, comm rate 1",
+        "2 workers: 1 training, 1 slow",
+        "slow 2.0x",
         "samples/s",
         "0.5000",
         "56 of 100 samples",
         "56%",
-        "training",
     ):
         assert expected in text
+    assert "where" not in text, "no worker has a status port here"
 
 
-def test_the_phase_after_the_last_sample(tmp_path: Path) -> None:
+def test_a_worker_that_waits_for_the_others_averages(tmp_path: Path) -> None:
     clock = Clock()
     view, output = make_view(tmp_path, clock, terminal=False)
     with view:
         log_steps(tmp_path, clock, 7)
+        for rank in range(2):
+            writer = RunLogWriter(
+                worker_file(tmp_path, rank), clock=clock, run_id="7f", goes_on=True
+            )
+            with closing(writer) as log:
+                log.consolidating()
+                if rank:
+                    log.end(consensus_distance=0.0)
         clock.now = 6.0
         view.poll()
-    assert "evaluating and averaging: 100%" in output.getvalue()
+    assert "2 workers: 1 averaging, 1 left · 120 of 100 samples" in output.getvalue()
 
 
 def test_the_dead_and_the_silent_are_shown(tmp_path: Path) -> None:
     clock = Clock()
     view, output = make_view(tmp_path, clock, terminal=False)
     log_steps(tmp_path, clock, 1)
-    writer = RunLogWriter(worker_file(tmp_path, 0), clock=clock, goes_on=True)
+    writer = RunLogWriter(worker_file(tmp_path, 0), clock=clock, run_id="7f", goes_on=True)
     with closing(writer) as log, view:
         clock.now = 5.0
         log.notice(1, "stopped", 1.0)
         view.poll()
-        assert output.getvalue().endswith(", worker 1 is silent\n")
+        assert "2 workers: 1 training, 1 silent" in output.getvalue()
         for what, state in (("dead", "dead"), ("rejoined", "training"), ("dead", "dead")):
             log.notice(1, what, 2.0)
             view.poll()
             assert view.workers[1].state == state
         clock.now = 10.0
         view.poll()
-    assert output.getvalue().endswith(", worker 1 is dead\n")
+    assert "2 workers: 1 training, 1 dead" in output.getvalue()

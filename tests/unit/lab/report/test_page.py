@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -14,14 +15,13 @@ from gossipdp.cli.main import main
 from gossipdp.observe.log import (
     BeganRecord,
     ConsolidatingRecord,
+    CountsRecord,
     EndRecord,
-    ExchangeRecord,
     NoticeRecord,
     RecentExchange,
     RunLog,
     RunLogWriter,
     StartRecord,
-    StepRecord,
     ValuesRecord,
     WorkerLog,
 )
@@ -104,32 +104,32 @@ def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) ->
     workers = {}
     for rank in range(num_workers):
         neighbours = sorted({(rank + 1) % num_workers, (rank - 1) % num_workers} - {rank})
-        steps, exchanges = [], []
+        records = []
         for index in range(1, 61):
             time_s = 0.2 * index
             if rank == 1 and 4 < time_s < 8:
                 continue
-            steps.append(
-                StepRecord(time_s, 10 * index, 80 * index, 2.0 / index if loss else None, 400.0)
-            )
             counts = dict.fromkeys(neighbours, 4 * index)
             total = sum(counts.values())
             recent = tuple(
                 RecentExchange(peer, peer > rank, time_s - 0.1, 0.002) for peer in neighbours
             )
-            exchanges.append(
-                ExchangeRecord(
+            records.append(
+                CountsRecord(
                     time_s,
-                    total // 2,
-                    total // 2,
-                    0,
-                    counts,
-                    0.1 / index if neighbours else None,
-                    0.002 * total,
-                    0.01 * index,
-                    1000 * total,
-                    1000 * total,
-                    recent=recent,
+                    2.0 / index if loss else math.nan,
+                    400.0,
+                    recent,
+                    gradient_steps=10 * index,
+                    samples=80 * index,
+                    exchanges_initiated=total // 2,
+                    exchanges_answered=total // 2,
+                    exchanges_by_neighbour=counts,
+                    edge_distance=0.1 / index if neighbours else math.nan,
+                    exchange_seconds=0.002 * total,
+                    waited_seconds=0.01 * index,
+                    bytes_sent=1000 * total,
+                    bytes_received=1000 * total,
                 )
             )
         edges = sorted(
@@ -149,8 +149,7 @@ def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) ->
         }
         workers[rank] = WorkerLog(
             StartRecord(rank, num_workers, 100 + rank, 1.7e9 + 0.1 * rank, configuration, 50.0, 2),
-            tuple(steps),
-            tuple(exchanges),
+            tuple(records),
             EndRecord(13.0, 600, 4800, 0.002, num_workers),
             (BeganRecord(100, 50.1, 0.1), *([BeganRecord(200, 57.9, 7.9)] if rank == 1 else [])),
             ()
@@ -218,7 +217,7 @@ def test_what_is_not_there_is_said(run_log: RunLog, expected: str) -> None:
 
 def test_a_run_that_ended_before_its_first_record() -> None:
     first = a_run(1).workers[0]
-    bare = WorkerLog(first.start, (), (), None)
+    bare = WorkerLog(first.start)
     words = Page(render(RunLog({0: bare}), "run")).words
     assert "no worker came to the end" in words
     assert "Without an end in the log: worker 0" in words
@@ -227,8 +226,8 @@ def test_a_run_that_ended_before_its_first_record() -> None:
 def test_a_worker_that_joined_without_a_log_here_is_named() -> None:
     log = a_run(2)
     first = log.workers[0]
-    joined = replace(first.exchanges[-1], exchanges_by_neighbour={1: 240, 2: 9})
-    log.workers[0] = dataclasses.replace(first, exchanges=(*first.exchanges[:-1], joined))
+    joined = replace(first.counts[-1], exchanges_by_neighbour={1: 240, 2: 9})
+    log.workers[0] = dataclasses.replace(first, counts=(*first.counts[:-1], joined))
     words = Page(render(log, "run")).words
     assert "No log here of worker 2." in words
     assert "0 – 2: 9 exchanges" in words
@@ -248,9 +247,9 @@ def test_a_run_that_one_worker_began_and_another_joined() -> None:
 
 def test_a_run_without_duration() -> None:
     workers = a_run(2).workers
-    step = replace(workers[0].steps[0], time_s=0.0)
+    steps = CountsRecord(0.0, gradient_steps=10)
     bare = {
-        rank: WorkerLog(replace(log.start, started_at=0.0), (step,), (), None)
+        rank: WorkerLog(replace(log.start, started_at=0.0), (steps,))
         for rank, log in workers.items()
     }
     assert RunView(RunLog(bare)).duration_s == 0
@@ -284,14 +283,12 @@ def test_time_is_shared_out_whole() -> None:
 def test_a_long_gradient_step_is_no_pause() -> None:
     """Steps of a second, records five times as often, and ten seconds of something else."""
     first = a_run(1).workers[0]
-    exchange = first.exchanges[0]
-    steps, exchanges = [], []
+    records = []
     for index in range(1, 151):
         time_s = 0.2 * index
         count = int(time_s + 1e-9) if time_s < 10 else 10 + max(0, int(time_s - 20 + 1e-9))
-        steps.append(StepRecord(time_s, count, 8 * count, None, 8.0))
-        exchanges.append(replace(exchange, time_s=time_s, waited_seconds=0.0))
-    spans = spans_of(WorkerLog(first.start, tuple(steps), tuple(exchanges), None))
+        records.append(CountsRecord(time_s, gradient_steps=count, samples=8 * count))
+    spans = spans_of(WorkerLog(first.start, tuple(records)))
     idle = [span for span in spans if span.idle]
     assert sum(span.end_s - span.start_s for span in idle) == pytest.approx(0.8 + 11, abs=0.5)
     assert sum(span.end_s - span.start_s for span in spans if span.computing == 1) > 17
@@ -315,12 +312,12 @@ def test_notices_of_one_death_are_one_event() -> None:
     assert dead[0].last_noticed_s == pytest.approx(4.5)
 
 
-def test_an_exchange_record_that_was_lost_moves_no_other() -> None:
+def test_a_record_that_was_lost_moves_no_other() -> None:
     log = a_run(2)
     worker = log.workers[0]
-    log.workers[0] = dataclasses.replace(worker, exchanges=worker.exchanges[1:])
+    log.workers[0] = dataclasses.replace(worker, counts=worker.counts[1:])
     view = RunView(log)
-    distances, _ = view.over_time(lambda _, exchange: exchange.edge_distance)
+    distances, _ = view.over_time("edge_distance")
     assert distances == [(pytest.approx(0.2 * index), 0.1 / index) for index in range(2, 61)]
     (first, *_) = (span for span in view.spans(0) if span.exchanging)
     assert (first.start_s, first.end_s) == (pytest.approx(0.1), pytest.approx(0.4))
@@ -330,8 +327,8 @@ def test_a_worker_that_stood_still_while_it_was_heard_is_told_of() -> None:
     log = a_run(3)
     for rank, ages in ((0, {2: 12.5}), (1, {2: 34.0})):
         worker = log.workers[rank]
-        last = replace(worker.exchanges[-1], idle_s=ages)
-        log.workers[rank] = dataclasses.replace(worker, exchanges=(*worker.exchanges[:-1], last))
+        last = replace(worker.counts[-1], idle_s=ages)
+        log.workers[rank] = dataclasses.replace(worker, counts=(*worker.counts[:-1], last))
     assert RunView(log).standstills() == {2: (34.0, [0, 1])}
     words = " ".join(Page(render(log, "run")).words.split())
     assert "Worker 2 made no gradient step for up to 34 s" in words
@@ -423,6 +420,6 @@ def test_a_configuration_edited_by_hand_is_one_clear_error(
     log.close()
     assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "worker-0.jsonl, line 1 holds a configuration that cannot be: Expected" in error
+    assert "worker-0.jsonl, line 1 holds an invalid configuration: Expected" in error
     assert next(iter(configuration)) in error
     assert error.count("\n") == 1

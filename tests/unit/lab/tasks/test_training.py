@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gossipdp.gossip.published import Notice
+from gossipdp.gossip.snapshot import Notice
 from gossipdp.parallel.stats import Stats
 from gossipdp_lab.tasks.options import BytesGptOptions
 from gossipdp_lab.tasks.text import Gpt

@@ -1,15 +1,18 @@
-"""What the gossip thread tells the other threads of its worker: one value, replaced whole.
+"""The snapshot that the gossip thread gives the other threads of its worker.
 
-The main thread, the log's and the status port's read :attr:`GossipLoop.published` at any time, and
-nothing else of what the gossip thread changes. A value that they hold stays as it is.
+The main thread, the log's and the status port's read :attr:`GossipLoop.snapshot` at any time, and
+nothing else that the gossip thread changes. Each turn replaces the snapshot whole, so one that they
+hold stays as it is.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal, TypeAlias
 
+from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.links.link import Link
 from gossipdp.protocol.members import Member, Status
@@ -20,18 +23,19 @@ MAX_NOTICES = 1000
 LOOK_AT_OTHERS_EVERY_S = 0.2
 
 NoticeKind: TypeAlias = Literal["dead", "stopped", "rejoined", "joined"]
+_Bytes: TypeAlias = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Notice:
-    """One thing noticed.
+    """A change in another worker's life, as this worker noticed it.
 
     Attributes:
         rank: of the worker concerned.
         kind: ``dead``: declared dead, here or elsewhere, or replaced by a new process;
             ``stopped``: its link has been silent for the time-out, though it is open;
             ``rejoined``: it takes part again, as a new process or as the old one that was taken
-            for dead; ``joined``: it takes part, and was not one of the run's first workers;
+            for dead; ``joined``: it takes part, and was not one of the run's first workers.
         at_s: :func:`~gossipdp.links.clock.since_boot_s`, the same for all of one machine.
         number: of this worker's notices so far, this one included.
     """
@@ -55,41 +59,27 @@ class LinkCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class LoopSnapshot:
     """A worker's run as of the gossip thread's last turn.
 
     Attributes:
+        counters: those that the gossip thread counts; the engine and the checkpoints add theirs.
+        num_ticks: of the protocol's clock.
         others_samples: as last heard.
         is_stopped: a worker has ended the run for all, as last heard.
-        exchanges_initiated, exchanges_answered, exchanges_failed, num_ticks, step_seconds: of the
-            protocol.
-        bytes_sent, bytes_received, shared_bytes_sent, shared_bytes_received: on all links, those
-            that have ended included.
-        exchanges_by_neighbour, exchange_seconds, chunks_exchanged, chunks_repeated,
-            recent_exchanges: completed exchanges.
+        recent_exchanges: the last completed ones, oldest first.
         noticed: see :class:`Notice`.
         silent: linked peers that have been silent for the time-out.
         neighbours: in the graph of the live workers.
         links: those that are up.
         members, progress: all workers; (samples, steps) by rank. At most 0.2 s older than the rest.
-        stepped_s: by rank, when this worker saw the number of its steps grow last.
+        stepped_s: by rank, when this worker last saw the number of its steps grow.
     """
 
+    counters: Counters
+    num_ticks: int
     others_samples: int
     is_stopped: bool
-    exchanges_initiated: int
-    exchanges_answered: int
-    exchanges_failed: int
-    num_ticks: int
-    step_seconds: float | None
-    bytes_sent: int
-    bytes_received: int
-    shared_bytes_sent: int
-    shared_bytes_received: int
-    exchanges_by_neighbour: Mapping[int, int]
-    exchange_seconds: float
-    chunks_exchanged: int
-    chunks_repeated: int
     recent_exchanges: tuple[CompletedExchange, ...]
     noticed: tuple[Notice, ...]
     silent: frozenset[int]
@@ -101,7 +91,7 @@ class Published:
 
 
 class Publisher:
-    """Counts what the loop reports, and makes :class:`Published` of it. The gossip thread's alone.
+    """The maker of :class:`LoopSnapshot`. The gossip thread alone calls it.
 
     Args:
         protocol: of this worker.
@@ -114,9 +104,10 @@ class Publisher:
         self._links = links
         self._by_neighbour: dict[int, int] = {}
         self._recent: deque[CompletedExchange] = deque(maxlen=RECENT_EXCHANGES)
+        self._edge_distance = math.nan
         self._exchange_seconds = 0.0
         self._num_chunks = self._num_repeated = 0
-        self._ended = (0, 0, 0, 0)  # bytes of links that have ended
+        self._ended_bytes: _Bytes = (0, 0, 0, 0)  # of links that have ended
         self._others_due_s = -math.inf
         self._version = -1
         self._members: tuple[Member, ...] = ()
@@ -124,20 +115,21 @@ class Publisher:
         self._stepped_s: dict[int, float] = {}
 
     def exchanged(self, exchange: CompletedExchange, num_chunks: int, num_repeated: int) -> None:
-        """An exchange was completed here."""
+        """Count an exchange that was completed here."""
         num_before = self._by_neighbour.get(exchange.peer, 0)
         self._by_neighbour = {**self._by_neighbour, exchange.peer: num_before + 1}
         self._recent.append(exchange)
+        self._edge_distance = fmean(each.half_squared_distance for each in self._recent)
         self._exchange_seconds += exchange.ended_s - exchange.started_s
         self._num_chunks += num_chunks
         self._num_repeated += num_repeated
 
     def link_down(self, link: Link) -> None:
-        """A link has ended: its counts stay in the sums."""
-        self._ended = _summed([self._ended, _bytes(link)])
+        """Keep the bytes of a link that has ended."""
+        self._ended_bytes = _summed([self._ended_bytes, _bytes(link)])
 
-    def publish(self, now: float) -> Published:
-        """Return what there is to tell now."""
+    def snapshot(self, now: float) -> LoopSnapshot:
+        """Return the state of the run now."""
         protocol, membership = self._protocol, self._protocol.membership
         silent = protocol.suspects()
         self._noticed.look(membership.version, membership.members, silent, now)
@@ -148,42 +140,43 @@ class Publisher:
             self._progress = protocol.progress.by_rank()
             times = {rank: protocol.progress.stepped_at(rank) for rank in self._progress}
             self._stepped_s = {rank: at_s for rank, at_s in times.items() if at_s is not None}
-        counts = [(link, _bytes(link)) for link in self._links.values()]
+        links = [(link, _bytes(link)) for link in self._links.values()]
         sent, received, shared_sent, shared_received = _summed(
-            [self._ended, *(each for _, each in counts)]
+            [self._ended_bytes, *(each for _, each in links)]
         )
-        return Published(
+        step_seconds = protocol.clock.step_seconds
+        return LoopSnapshot(
+            counters=Counters(
+                step_seconds=math.nan if step_seconds is None else step_seconds,
+                exchanges_initiated=protocol.exchanges_initiated,
+                exchanges_answered=protocol.exchanges_answered,
+                exchanges_failed=protocol.exchanges_failed,
+                exchanges_by_neighbour=self._by_neighbour,
+                edge_distance=self._edge_distance,
+                exchange_seconds=self._exchange_seconds,
+                chunks_exchanged=self._num_chunks,
+                chunks_repeated=self._num_repeated,
+                bytes_sent=sent,
+                bytes_received=received,
+                shared_bytes_sent=shared_sent,
+                shared_bytes_received=shared_received,
+            ),
+            num_ticks=protocol.clock.num_ticks,
             others_samples=protocol.progress.others_samples,
             is_stopped=protocol.progress.is_stopped,
-            exchanges_initiated=protocol.exchanges_initiated,
-            exchanges_answered=protocol.exchanges_answered,
-            exchanges_failed=protocol.exchanges_failed,
-            num_ticks=protocol.clock.num_ticks,
-            step_seconds=protocol.clock.step_seconds,
-            bytes_sent=sent,
-            bytes_received=received,
-            shared_bytes_sent=shared_sent,
-            shared_bytes_received=shared_received,
-            exchanges_by_neighbour=self._by_neighbour,
-            exchange_seconds=self._exchange_seconds,
-            chunks_exchanged=self._num_chunks,
-            chunks_repeated=self._num_repeated,
             recent_exchanges=tuple(self._recent),
             noticed=self._noticed.notices,
             silent=silent,
             neighbours=protocol.neighbours,
-            links=tuple(LinkCounts(link.peer, link.last_heard_s, *each) for link, each in counts),
+            links=tuple(LinkCounts(link.peer, link.last_heard_s, *each) for link, each in links),
             members=self._members,
             progress=self._progress,
             stepped_s=self._stepped_s,
         )
 
 
-_Bytes: TypeAlias = tuple[int, int, int, int]
-
-
 def _bytes(link: Link) -> _Bytes:
-    """In the order of :class:`Published`."""
+    """Return the four byte counts of a link, in the order of :class:`LinkCounts`."""
     shared = link.shared_bytes_sent, link.shared_bytes_received
     return link.bytes_sent, link.bytes_received, *shared
 
@@ -194,10 +187,10 @@ def _summed(counts: Iterable[_Bytes]) -> _Bytes:
 
 
 class Noticed:
-    """What one worker notices of the others' lives, at most ``MAX_NOTICES``, oldest first.
+    """The notices of one worker, at most ``MAX_NOTICES``, oldest first.
 
-    Worked out from the membership view and the silent links, so it is what this worker acts on. If
-    there are more, the oldest goes that is not the last word on its worker: no death is forgotten.
+    They come from the membership view and the silent links, on which this worker also acts. If
+    there are more, the oldest that is not the latest of its worker goes: no death is forgotten.
 
     Args:
         rank: of this worker.

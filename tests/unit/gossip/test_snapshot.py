@@ -1,6 +1,6 @@
 """What a worker notices of the others' lives."""
 
-from gossipdp.gossip.published import MAX_NOTICES, Noticed
+from gossipdp.gossip.snapshot import MAX_NOTICES, Noticed
 from gossipdp.protocol.members import Member, Status
 
 
