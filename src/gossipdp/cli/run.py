@@ -50,16 +50,16 @@ class RunArguments:
     """
 
     workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = None
-    """How many workers to start here; with --join one by default.
+    """Number of workers to start here; with --join one by default.
     Leave it out if torchrun, srun or an indexed Job of Kubernetes started this process.
     It then starts the worker of its rank."""
 
     nproc_per_replica: int = 1
-    """How many processes hold one replica of the model, each a shard of it (fully_shard).
+    """Number of processes that hold one replica of the model, each a shard of it (fully_shard).
     -n is a multiple of it. A replica lives and ends with all of its processes."""
 
     max_restarts: int = 0
-    """How many times, in all, this call starts a worker again that has died."""
+    """Number of times, in all, that this call starts a worker again that has died."""
 
     host: str | None = None
     """Address of this machine on which workers meet and listen.

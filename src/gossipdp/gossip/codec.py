@@ -144,7 +144,7 @@ class Codec:
         # A frame is not empty, even if nothing is coded.
         self._needed = torch.zeros(max(1, sum(blocks.values())), dtype=torch.int8)
         self.preface_landing = tensor_bytes(torch.zeros_like(self._needed))
-        """Where what the peer returned from :meth:`start` lands."""
+        """Room for the words that the peer returned from :meth:`start`."""
         self._code_slots: dict[torch.dtype, list[_CodeSlot]] = {}
         self._scratch: dict[torch.dtype, _Scratch] = {}
         for dtype in {chunk.pending.dtype for chunk in coded}:

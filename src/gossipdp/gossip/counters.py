@@ -32,7 +32,7 @@ class Metric:
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process of a worker has counted and measured. NaN means: not known yet."""
+    """Counts and measurements of one process of a worker. NaN means: not known yet."""
 
     gradient_steps: Annotated[int, Metric("Steps of the first optimizer.")] = 0
     samples: Annotated[int, Metric("Samples that this worker trained on.")] = 0

@@ -32,7 +32,7 @@ NO_RUN = Identity(0, 0, 0, "", "", "", "", "", "")
 
 @dataclasses.dataclass
 class JoinInfo:
-    """What a worker needs to join a run, or with shards the network of one shard.
+    """The facts that a worker needs to join a run, or with shards the network of one shard.
 
     Attributes:
         run_id, secret: as the workers have reported; None: as the launcher says.

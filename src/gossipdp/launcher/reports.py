@@ -1,4 +1,4 @@
-"""What a worker reports to the launcher that started it: that it trains, and where the others are.
+"""Reports of a worker to the launcher that started it: it trains, and the others' addresses.
 
 With these reports a launcher restarts a worker by live addresses, without a store. Each worker has
 an end of a datagram socket pair of its own, named by GOSSIPDP_REPORT; without a launcher, reports

@@ -52,7 +52,7 @@ class Opening:
 
     @property
     def trust_level(self) -> int:
-        """What it has shown so far: nothing; a TLS hello; that it knows the run's id."""
+        """0: it has shown nothing so far; 1: a TLS hello; 2: that it knows the run's id."""
         return 2 if self.handshake.stage is not Stage.OPENING else int(self._has_spoken)
 
     def advance(self) -> None:

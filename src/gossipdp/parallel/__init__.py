@@ -1,1 +1,1 @@
-"""What a training script sees: ``GossipDataParallel`` and the helpers around it."""
+"""The part that a training script sees: ``GossipDataParallel`` and the helpers around it."""

@@ -1,4 +1,4 @@
-"""What ``batches()`` and ``epochs()`` yield, how it is counted, and where it ends."""
+"""The batches of ``batches()`` and ``epochs()``, their count, and their end."""
 
 import contextlib
 import dataclasses
@@ -128,7 +128,7 @@ class CountedBatches:
 
     @property
     def finished(self) -> bool:
-        """Whether the budget is used up, or a worker has stopped the run."""
+        """True once the budget is used up, or a worker has stopped the run."""
         return self._has_ended(math.inf if self.budget_samples is None else self.budget_samples)
 
     def _has_ended(self, samples: float) -> bool:

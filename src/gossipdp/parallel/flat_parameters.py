@@ -81,7 +81,7 @@ class _View:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     def alone(self, flat: Tensor) -> Tensor:
-        """The same memory as :meth:`of`, as a tensor whose storage holds nothing else.
+        """Return the memory of :meth:`of` as a tensor whose storage holds nothing else.
 
         What saves models tells tensors apart by their storage: of all that share one, Accelerate
         saves the first alone, and safetensors' ``save_model`` refuses them.
@@ -408,7 +408,7 @@ def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _in_place(view: _View, index: int) -> Tensor:
-    """The memory of a shard, flat, as segment ``index``."""
+    """Return the memory of a shard, flat, as segment ``index``."""
     view.segment = index
     view.data_ptr = view.tensor.data_ptr()
     return view.tensor.view(-1)

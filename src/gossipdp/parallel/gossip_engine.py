@@ -62,7 +62,7 @@ STATES: dict[Status, MemberState] = {
 
 
 _engines: "weakref.WeakSet[GossipEngine]" = weakref.WeakSet()
-"""Of this process's models, those that are not closed."""
+"""The engines of this process that are not closed."""
 
 
 class GossipEngine:
@@ -327,7 +327,7 @@ class GossipEngine:
     # Poison.
 
     def _agreed_poison(self) -> PoisonedError | None:
-        """The poison of this process, or with shards of one of the replica's, once all know it.
+        """Return this process's poison, or with shards one of the replica's, once all know it.
 
         So all of them raise at the same step, and none waits for another in a collective.
         """

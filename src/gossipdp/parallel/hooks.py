@@ -1,4 +1,4 @@
-"""What the wrapper hangs into the user's optimizers and module, and how it lets go of them."""
+"""The hooks of the wrapper in the user's optimizers and module, and their removal."""
 
 import gc
 import logging
@@ -33,7 +33,7 @@ WRAPPING = "GossipDataParallel(module, torch.optim.SGD(module.parameters(), lr=0
 FOLLOWS_NO_COUNT = (ProgressLR, ReduceLROnPlateau)
 
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None)
-"""Of every optimizer's step(), which calls the hooks and what the class has defined."""
+"""The code of every optimizer's step(), which calls the hooks and the class's own step."""
 
 _wrapped: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """The modules that take part in a run, until their wrapper is closed or dropped."""
@@ -43,7 +43,7 @@ _left_alone = weakref.WeakKeyDictionary()
 
 
 class Hooks:
-    """What is hung into optimizers and module; see :meth:`remove`.
+    """The hooks in optimizers and module; see :meth:`remove`.
 
     Args:
         module, optimizers: of the wrapper.
@@ -219,7 +219,7 @@ class _LoadedHook:
             self._loaded([*module.parameters(), *module.buffers()])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or saved module has a hook that does nothing."""
+        """Give a copied or saved module a hook that does nothing."""
         return _LoadedHook, ()
 
 

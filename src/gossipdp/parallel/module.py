@@ -180,7 +180,7 @@ class GossipDataParallel(nn.Module):
 
     @property
     def finished(self) -> bool:
-        """Whether the workers together have used up the budget, or one has called :meth:`stop`."""
+        """True once the workers have used up the budget together, or one called :meth:`stop`."""
         return self._batches.finished
 
     def progress(self) -> float:
@@ -202,13 +202,13 @@ class GossipDataParallel(nn.Module):
         )
 
     def stats(self) -> Stats:
-        """What this worker did so far."""
+        """Return the counts of this worker so far."""
         return self._checkpointer.stats()
 
     # Training.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward pass.
+        """Call the wrapped module.
 
         In a loop of your own it counts the samples, in training mode and with gradients enabled. In
         one over :meth:`batches` or :meth:`epochs` these are counted already, so the module itself,
@@ -478,7 +478,7 @@ class GossipDataParallel(nn.Module):
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """The wrapped module's own ``state_dict``, under its own names, as of now."""
+        """Return the wrapped module's own ``state_dict``, under its own names, as of now."""
         values: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         self._engine.export(values)
         return values
@@ -512,7 +512,7 @@ class GossipDataParallel(nn.Module):
             raise error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy takes no part in the run: it is a copy of the module, as for an EMA of it."""
+        """Return a copy of the module, as for an EMA of it. It takes no part in the run."""
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

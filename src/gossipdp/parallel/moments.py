@@ -1,4 +1,4 @@
-"""What optimizers keep of each parameter, and which of it travels with exchanges.
+"""The tensors that optimizers keep of each parameter, and those that travel with exchanges.
 
 Adam divides its steps by the root of a running mean of squared gradients, ``exp_avg_sq``. A worker
 that sees its own samples only has a poor mean where its gradients are rare. So workers average it,
@@ -49,8 +49,8 @@ KINDS = (
     ),
     Kind((torch.optim.SGD, torch.optim.Muon), ("momentum_buffer",), ()),
 )
-"""What ``Exchange(moments=True)`` means; under ``amsgrad=True`` nothing. By class and settings, not
-by what an optimizer holds: all workers must decide alike, also before their first step.
+"""The moments of ``Exchange(moments=True)``; none under ``amsgrad=True``. They follow from class
+and settings, not from an optimizer's state: all workers must decide alike, also before a first step.
 """
 
 LONGEST_PERIOD = 16
@@ -124,14 +124,17 @@ def chosen_moments(
 
 
 def is_meant(name: str, index: int, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether a given name is meant for this optimizer: an unknown one, unless a known keeps it."""
+    """Return whether a name may be for this optimizer.
+
+    It may not if this one is of an unknown kind and one of a known kind keeps such a tensor.
+    """
     kinds = [_kind(optimizer) for optimizer in optimizers]
     is_kept = any(kind is not None and name in kind.keeps for kind in kinds)
     return kinds[index] is not None or not is_kept
 
 
 def decay_of(name: str, optimizer: torch.optim.Optimizer) -> float:
-    """The share of this tensor that a step keeps, where the optimizer corrects the bias; else 0.
+    """Return the share of this tensor that a step keeps; 0 if the optimizer corrects no bias.
 
     It is that of the first parameter group. Others may differ: among workers of one age it has no
     effect.
@@ -174,7 +177,7 @@ class Moments:
         self._is_default = is_default
 
     def stepped(self, optimizer_index: int) -> None:
-        """An optimizer has stepped, and the boundary has not begun.
+        """Look at an optimizer that has stepped, before its boundary begins.
 
         Raises:
             ValueError: it keeps no such tensor as was named, and no other optimizer can be meant.
@@ -261,7 +264,7 @@ class _Kept:
             )
 
     def _may_have_begun(self) -> bool:
-        """Whether a look at all is worth its time: frozen parameters may never have a state."""
+        """Return whether a look is worth its time: frozen parameters may never have a state."""
         before, self._num_states = self._num_states, len(self._optimizer.state)
         place = self._places[self._following()]
         has_begun = place.parameter.grad is not None or bool(self._state_of(place))

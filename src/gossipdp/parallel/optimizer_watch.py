@@ -1,4 +1,4 @@
-"""What a look at an optimizer tells after its first step: copies of the weights, and no effect."""
+"""A look at an optimizer after its first step: copies of the weights, and steps without effect."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -173,7 +173,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _is_telling(parameter: Tensor, before: Tensor, after: Tensor) -> bool:
-    """Whether a tensor that looks like this parameter must be a copy of it."""
+    """Return whether a tensor that looks like this parameter must be a copy of it."""
     spread = _spread(before)
     if before.numel() < MIN_VALUES or spread == 0.0 or float((after - before).norm()) > spread:
         return False
@@ -182,7 +182,7 @@ def _is_telling(parameter: Tensor, before: Tensor, after: Tensor) -> bool:
 
 
 def _is_between(held: Tensor, before: Tensor, after: Tensor) -> bool:
-    """Whether values lie on the way from ``before`` to ``after``."""
+    """Return whether values lie on the way from ``before`` to ``after``."""
     step = after - before
     size = float(step @ step)
     along = min(1.0, max(0.0, float((held - before) @ step) / size)) if size else 0.0

@@ -1,4 +1,4 @@
-"""What takes part in the run for one wrapper, and how it is put together and taken apart."""
+"""The part of one wrapper in the run: its engine, hooks, log and checkpoints."""
 
 import contextlib
 import dataclasses
@@ -148,7 +148,7 @@ class Session:
         self.batches.count_forward(batch)
 
     def stepped(self, optimizer_index: int) -> None:
-        """An optimizer's step has ended; that of the first is a gradient step."""
+        """Count the step of an optimizer that has ended; that of the first is a gradient step."""
         self._watches[optimizer_index].stepped()
         if optimizer_index in self._unchecked:  # it has made its state in this step
             self._unchecked.discard(optimizer_index)
@@ -194,7 +194,7 @@ class Session:
 
 
 def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resumption | None:
-    """What the run goes on from; all processes of a replica from the same step.
+    """Find the checkpoint that the run goes on from; one step for all processes of a replica.
 
     One that was killed may have written one checkpoint more, or less, than the others.
     """

@@ -1,4 +1,4 @@
-"""How a worker comes into the run: with all others at its start, or into one that goes on."""
+"""The entry of a worker: with all others at the start of a run, or into one that goes on."""
 
 import hashlib
 import logging

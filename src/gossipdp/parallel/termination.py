@@ -1,4 +1,4 @@
-"""What SIGTERM does to a process with wrapped models that are saved."""
+"""The effect of SIGTERM on a process with wrapped models that are saved."""
 
 import gc
 import logging
@@ -147,6 +147,6 @@ def _is_main_thread() -> bool:
 
 
 TERMINATION = Termination()
-"""Of this process."""
+"""The one of this process."""
 
 os.register_at_fork(after_in_child=TERMINATION.in_child)

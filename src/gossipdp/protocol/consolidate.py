@@ -114,7 +114,7 @@ class _Attempt:
     """The sender of results; None if they are computed or held here."""
     is_refused: bool = False
     has_parent_joined: bool = False
-    """Whether the parent is known to have joined, so that it drops no words of this member."""
+    """True once the parent is known to have joined, so that it drops no words of this member."""
     distances: dict[int, float] = field(default_factory=dict)
     """The children that hold the result, with all below them, and their squared distances."""
     committed: set[int] = field(default_factory=set)

@@ -87,7 +87,7 @@ class _Inquiry:
     deadline: float
     unanswered: set[int]
     is_confirmed: bool = False
-    """Whether a witness has answered that it does not hear the peer either."""
+    """True once a witness has answered that it does not hear the peer either."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class _Watch:
     not_before: float = -math.inf
     retry_s: float = 0.0
     is_refused: bool = False
-    """Whether its address refuses connections; then its silence need not last the time-out."""
+    """True if its address refuses connections; then its silence need not last the time-out."""
     inquiry: _Inquiry | None = None
 
     @property

@@ -126,7 +126,7 @@ class Membership:
         self.rival: Member | None = None
         """The live record of another process of this rank that was outbid last."""
         self.is_exhausted = False
-        """Whether this worker would have to outbid the greatest incarnation that there is."""
+        """True if this worker would have to outbid the greatest incarnation that there is."""
         self._num_workers = num_workers
         self._members: dict[int, Member] = {}
         self._changed_at: dict[int, int] = {}
@@ -326,7 +326,7 @@ class Progress:
         self.total_samples = 0
         self.total_steps = 0
         self.is_stopped = False
-        """Whether a process has ended the run, for good."""
+        """True once a process has ended the run, for good."""
         self.own: ProgressEntry | None = None
         """This worker's own count; None before its first step."""
         self._own = (rank, process_id)

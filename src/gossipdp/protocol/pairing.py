@@ -123,7 +123,7 @@ class Pairing:
         self._vain_ticks = 0  # since the last exchange
         self._asks = True
         self.answers = True
-        """Whether it may exchange at all: see :meth:`close`."""
+        """False once it may exchange no more: see :meth:`close`."""
 
     @property
     def is_initiating(self) -> bool:

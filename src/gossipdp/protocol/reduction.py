@@ -80,7 +80,7 @@ class _Child:
     stop: int = 0
     """It may send the chunks below this one."""
     count: int = 0
-    """Of its last ``Progressed``."""
+    """The number in its last ``Progressed``."""
     quiet_ticks: int = 0
 
 

@@ -44,7 +44,7 @@ class SimulateArguments:
     it is as long as the workers need to agree."""
 
     seeds: str = "3"
-    """How many runs of each kind, or a list of their seeds such as 0,1,2."""
+    """Number of runs of each kind, or a list of their seeds such as 0,1,2."""
 
     learning_rate: float | None = None
     """Learning rate of SGD. The default is 0.1, for digits 0.05."""
@@ -53,7 +53,7 @@ class SimulateArguments:
     """Mean duration of a gradient step, in milliseconds."""
 
     step_spread: float = 0.0
-    """How much step times vary: the standard deviation of their logarithm. With 0.1
+    """Variation of step times: the standard deviation of their logarithm. With 0.1
     a step takes 10% more or less; with 0 all take equally long."""
 
     slow_worker: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -61,7 +61,7 @@ class SimulateArguments:
     with commas, or repeat the option."""
 
     latency_ms: float = 0.5
-    """How long a message travels, in milliseconds."""
+    """Time that a message travels, in milliseconds."""
 
     link_mbps: float | None = None
     """Speed of every link in each direction, in Mbit/s; by default unlimited."""
@@ -73,11 +73,11 @@ class SimulateArguments:
     """Also write the results to this file."""
 
     figure: Path | None = None
-    """Where to draw loss and consensus distance, a PNG; by default under runs/."""
+    """Draw loss and consensus distance in this file, a PNG; by default one under runs/."""
 
     timeline: bool = False
     """Also draw what each worker does over time, beside --figure, as *-timeline.png."""
 
     processes: int | None = None
-    """How many runs at once. By default one on each core, if that is quicker than one after the
+    """Number of runs at once. By default one on each core, if that is quicker than one after the
     other."""

@@ -50,7 +50,7 @@ SHORTER_SIDE = 256 / 224
 """For evaluation the shorter side is scaled to this times the size, then the middle is taken."""
 
 AREAS, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
-"""Of a random box: its share of the image's area, and its width over its height."""
+"""Bounds of a random box: its share of the image's area, and its width over its height."""
 
 HOW_TO_GET_IMAGENET = (
     "ImageNet is not downloaded for you: register at https://image-net.org, get the archives of "

@@ -57,7 +57,7 @@ class TrainOptions(RunOptions):
     recipe: ClassVar[str]
 
     data: Path | None = None
-    """Where the data is."""
+    """Directory or file of the data."""
 
     epochs: int = 1
     """Times that the workers together go through the training data."""
