@@ -50,7 +50,7 @@ KINDS = (
     Kind((torch.optim.SGD, torch.optim.Muon), ("momentum_buffer",), ()),
 )
 """The moments of ``Exchange(moments=True)``; none under ``amsgrad=True``. They follow from class
-and settings, not from an optimizer's state: all workers must decide alike, also before a first step.
+and settings, not from an optimizer's state: all workers must decide alike, before any step too.
 """
 
 LONGEST_PERIOD = 16
