@@ -100,15 +100,18 @@ def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path: Path)
     assert done.stdout == "closed\n"
 
 
-def test_a_mistake_in_a_script_is_shown_once(tmp_path: Path, without_torch: dict[str, str]):
+def test_a_mistake_in_a_script_is_shown_and_each_end_is_named(
+    tmp_path: Path, without_torch: dict[str, str]
+):
     script = tmp_path / "train.py"
     script.write_text("from gossipdp.graph import build_graph\nbuild_graph('nonsense', 2)\n")
     done = run([str(BIN / "gossipdp"), "run", "-n", "2", str(script)], without_torch)
     assert done.returncode == 1
     assert "unknown graph 'nonsense'" in done.stderr
-    # One summary at the end, whether the launcher ended the second worker before its own error.
-    (summary,) = re.findall(r"^workers? [01](?:, 1)? ended .*", done.stderr, re.M | re.S)
-    assert summary.count("ValueError: unknown graph 'nonsense'") == 1
+    # The launcher may end the second worker before its own error.
+    assert re.search(
+        r"^gossipdp: worker [01] ended with exit code 1; .*all are ended", done.stderr, re.M
+    )
 
 
 def test_a_mistake_in_a_command_is_one_line():

@@ -36,6 +36,8 @@ WORDS = [
     ("train bytes-gpt --width 100", "--width 100 is not a multiple of --heads 8", "--help"),
     ("train bytes-gpt --context 0", "--context is 0", "--help"),
     ("train bytes-gpt --learning-rate 0", "--learning-rate is 0", "--help"),
+    ("train bytes-gpt --resume --method allreduce", "--resume has no effect with", "--help"),
+    ("simulate --workload juggling", "invalid choice 'juggling'", "'consensus'"),
 ]
 
 
@@ -144,7 +146,6 @@ MISTAKES = [
     ("train bytes-gpt --max-restarts -1", "--max-restarts is -1"),
     ("train bytes-gpt --workers 6 --graph hypercube", "hypercube"),
     ("train bytes-gpt --device tpu", "--device is 'tpu'; choose cpu or cuda"),
-    ("train bytes-gpt --resume --method allreduce", "--resume has no effect with --method allred"),
     ("train bytes-gpt --max-restarts 1 --method allreduce", "where a death ends the run: leave it"),
     ("train cifar10 --data .", "data_batch_1.bin. CIFAR-10 is not downloaded for you"),
     ("train imagenet --data .", "ImageNet is not downloaded for you: register at"),

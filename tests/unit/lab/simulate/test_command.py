@@ -56,7 +56,6 @@ def strict(path: Path) -> Any:
         ("--comm-rate 1,1.0", "each may stand there once"),
         ("--comm-rate 0", "--comm-rate is 0; it must be a positive number"),
         ("--comm-rate fast", "--comm-rate is 'fast'; it must be a number"),
-        ("--workload juggling", "--workload is 'juggling'; choose one of consensus"),
         ("--graph circle", "circle"),
         ("--graph hypercube --workers 7", "hypercube"),
         ("--workers 0", "--workers is 0"),
