@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gossipdp.launcher.environment import Environment
 from gossipdp.links.clock import boot_id
 from gossipdp.observe.log import RunLogWriter, worker_file
+from gossipdp.parallel.module import seed_of
 from gossipdp.parallel.stats import Consolidated, Stats
 
 Batch = TypeVar("Batch")
@@ -63,8 +64,7 @@ class SynchronousDataParallel(DistributedDataParallel):
         )
         super().__init__(module)
         self._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
-        # Distinct for each worker, as ``GossipDataParallel.worker_seed``.
-        self.worker_seed = (seed * 2_654_435_761 + (rank << 12)) % (1 << 32)
+        self.worker_seed = seed_of(seed, rank)
         self._batch_size, self._budget_samples = batch_size, budget_samples
         self._num_steps = self._num_recorded = 0
         self._waited_s = self._buffers_s = 0.0

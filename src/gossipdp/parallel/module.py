@@ -36,6 +36,11 @@ from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
 Batch = TypeVar("Batch")
 
 
+def seed_of(seed: int, process: int, life: int = 0) -> int:
+    """Return a seed below 2**32, distinct for each process of a run and its first 4,096 lives."""
+    return (seed * 2_654_435_761 + (process << 12) + life % (1 << 12)) % (1 << 32)
+
+
 class GossipDataParallel(nn.Module):
     r"""Train a module on many workers, each at its own pace.
 
@@ -175,8 +180,7 @@ class GossipDataParallel(nn.Module):
         """
         environment = self._session.replica.environment
         process = self.rank * environment.num_shards + environment.shard
-        life = (process << 12) + self._engine.incarnation % (1 << 12)
-        return (self._options.seed * 2_654_435_761 + life) % (1 << 32)
+        return seed_of(self._options.seed, process, self._engine.incarnation)
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,4 @@
-"""The arguments of ``GossipDataParallel``, each with its rule, checked where they are made.
-
-The rules (:func:`whole_number`, :func:`positive_number`, :func:`one_of`) serve commands too.
-"""
+"""The arguments of ``GossipDataParallel``, each with its rule, checked where they are made."""
 
 # ruff: noqa: RUF009 - a field that states its rule is made by a call
 import contextlib
