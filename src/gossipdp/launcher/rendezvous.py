@@ -55,6 +55,8 @@ MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
 
 # From the beginning of a wait to the line that names the absent workers.
 SAY_AFTER_S = 30.0
+# The key under which a worker that was refused leaves its reason: the start fails for all.
+_REFUSAL = "refusal"
 
 # Name and shape of everything that is exchanged, in order.
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
@@ -301,8 +303,10 @@ class Rendezvous:
         found: _Reference = self._take(store, "reference", _Reference)
         refused = self._difference(store, settings, secret, found)
         if refused is not None:
-            refused = printable(refused, 1000)
-            raise RefusedError(f"worker {rank} cannot join: {refused}; start all workers alike")
+            text = f"worker {rank} cannot join: {printable(refused, 1000)}; start all workers alike"
+            # The others would wait for this worker, which does not come.
+            store.set(f"{self._prefix}{_REFUSAL}", text)
+            raise RefusedError(text)
         return found
 
     def _reference(self, settings: Settings, secret: bytes | None) -> _Reference:
@@ -373,13 +377,16 @@ class Rendezvous:
         return {rank: self._take(store, key, _ListenAddress) for rank, key in enumerate(keys)}
 
     def _wait(self, store: "Store", keys: list[str]) -> None:
-        """Poll until all keys are set, or raise RendezvousError.
+        """Poll until all keys are set; raise RendezvousError after a refusal or the time-out.
 
         It polls in Python, because Ctrl+C cannot interrupt the store's own wait.
         """
         began = self._clock()
         pause_s, has_said = 0.01, False
         while not store.check([self._prefix + key for key in keys]):
+            if store.check([self._prefix + _REFUSAL]):
+                refusal = store.get(self._prefix + _REFUSAL).decode(errors="replace")
+                raise RendezvousError(printable(refusal, 1100))
             waited_s = self._clock() - began
             if waited_s >= self._timeout_s:
                 raise RendezvousError(self._absence(store))
@@ -406,7 +413,7 @@ class Rendezvous:
         if not absent:
             return (
                 f"all workers arrived but did not finish meeting within {self._timeout_s:g} s; "
-                "one of them was refused, is stuck or has ended: look at the output of all hosts"
+                "one of them is stuck or has ended: look at the output of all hosts"
             )
         noun = "worker" if len(absent) == 1 else "workers"
         return (
