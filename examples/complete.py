@@ -85,7 +85,7 @@ for epoch, batches in model.epochs(loader, options.epochs):
         ema.update_parameters(net)
         schedule.step()
         model.log(loss=loss)
-    if model.rank == 0:  # the others train on meanwhile
+    if model.is_lead:  # the others train on meanwhile
         with model.averaged():
             accuracy = accuracy_of(ema, *valid)
             if accuracy > best:

@@ -103,7 +103,7 @@ def train(name: str, net: Model, text: Tensor, samples: int, lr: float) -> float
     with torch.no_grad():
         after = loss_of(net, text, rest).item()
     sent = (stats.bytes_sent - start) / max(stats.exchanges, 1)
-    if model.rank == 0:
+    if model.is_lead:
         size = sum(parameter.numel() for parameter in trained)
         losses = f"loss {before:.2f} to {after:.2f}"
         print(f"{name:<12} {size:>7,} trained {sent:>9,.0f} bytes an exchange  {losses}")

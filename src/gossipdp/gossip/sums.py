@@ -64,9 +64,10 @@ class Average:
 
 @dataclass(frozen=True)
 class Outcome(Average):
-    """The average that was committed, and how far apart the workers were."""
+    """The average that was committed, how far apart the workers were, and their lowest rank."""
 
     consensus_distance: float
+    lead: int
 
 
 class Sums:
@@ -169,7 +170,8 @@ class Sums:
                 results = [self._values(origin, index) for index in range(len(self._chunks))]
                 values = [each for each in results if each is not None]
                 left_out = self._protocol.consolidation.left_out
-                self.outcome = Outcome(values, num_members, left_out, distance)
+                lead = self._protocol.consolidation.leader
+                self.outcome = Outcome(values, num_members, left_out, distance, lead)
             case Finished():
                 assert self.outcome is not None
                 assert self._on_end is not None

@@ -137,6 +137,7 @@ class Checkpointer:
         # The training state from which the run resumed, until the first step.
         self._resumed: dict[str, Any] | None = None
         self._has_resumed = resumption is not None
+        self.newest: Path | None = None
         self._writer = type(self).make_writer(engine.rank)
         self._written: Future[Path] | None = None
         if self._directory is not None:
@@ -354,6 +355,7 @@ class Checkpointer:
         error = written.exception()
         if error is None:
             self._num_saved += 1
+            self.newest = written.result()
             return
         self._num_failed += 1
         if not isinstance(error, (OSError, GivenUpError)):

@@ -27,7 +27,8 @@ STEPS_WITHOUT_SAMPLES = 3
 class CountedBatches:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
-    Calls ``between`` two batches, and is ``within`` a context while it yields.
+    Calls ``between`` two batches, and is ``within`` a context while it yields. ``is_lead`` says
+    whether this worker speaks for the run.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class CountedBatches:
         position: DataPosition,
         total_samples: Callable[[], int],
         is_stopped: Callable[[], bool],
+        is_lead: Callable[[], bool],
         options: Options,
         *,
         between: Callable[[], None],
@@ -43,11 +45,15 @@ class CountedBatches:
         self.budget_samples = options.budget_samples
         self._position = position
         self._total_samples, self._is_stopped = total_samples, is_stopped
+        self._is_lead = is_lead
         self._between, self._within = between, within
         self._samples_per_step = options.counting.samples_per_step
         self._batch_dim = options.counting.batch_dim
         self._is_yielding = self._is_repeat = self._may_repeat = False
+        self._is_closed = False
         self._counted = self._all_counted = 0
+        # Of the calls of epochs() that are over; the last one may be under way, or broken off.
+        self._epochs_before = self._samples_before = self._num_epochs = 0
         self._forwarded: list[weakref.ref[Tensor]] = []  # what the forward passes of a step were of
 
     def take_counted(self) -> int:
@@ -108,40 +114,93 @@ class CountedBatches:
 
         return counted
 
-    def until(self, samples: int, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield batches until the workers together have trained on so many samples."""
-        with self._yielding():
-            yield from self._until(samples, self._passes(loader))
+    def until_budget(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches until the workers together have used up the budget."""
+        assert self.budget_samples is not None
+        self._check_open()
+        self._say_if_ended(f"batches() of {self.budget_samples} samples")
+        return self._all_until(self.budget_samples, loader)
 
     def epochs(
         self, loader: Iterable[Batch], num_epochs: int, size: int
     ) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """Yield epochs of ``size`` samples of all workers, each as its number and its batches."""
-        with self._yielding():
-            passes = self._passes(loader)
-            epoch = -1
-            while not self._has_ended(num_epochs * size):
-                epoch = max(epoch + 1, self._total_samples() // size)
-                if epoch >= num_epochs:  # the loop left epochs before their ends
-                    return
-                yield epoch, self._until((epoch + 1) * size, passes)
+        """Yield epochs of ``size`` samples of all workers, each as its number and its batches.
+
+        A second call lengthens the run by its epochs. If the loop over the first was broken off,
+        the second goes on there, and replaces its number of epochs.
+        """
+        self._check_open()
+        if self.budget_samples is not None and self._has_ended(self.budget_samples):
+            self._samples_before = self.budget_samples
+            self._epochs_before += self._num_epochs
+        self._num_epochs = num_epochs
+        self.budget_samples = self._samples_before + num_epochs * size
+        self._say_if_ended(f"epochs() up to {self._epochs_before + num_epochs}")
+        return self._all_epochs(loader, self._epochs_before, self._samples_before, num_epochs, size)
+
+    def close(self) -> None:
+        """Raise from now on if a loop asks for more batches: no step would be counted."""
+        self._is_closed = True
 
     @property
     def finished(self) -> bool:
-        """True once the budget is used up, or a worker has stopped the run."""
-        return self._has_ended(math.inf if self.budget_samples is None else self.budget_samples)
+        """True once the budget is used up, a worker has stopped the run, or this one is closed."""
+        budget = math.inf if self.budget_samples is None else self.budget_samples
+        return self._is_closed or self._has_ended(budget)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(
+                "the run has ended with consolidate() or close(), so there are no more batches to "
+                "count: loop before it, or wrap the module and its optimizer once more to train on"
+            )
+
+    def _say_if_ended(self, loop: str) -> None:
+        """Warn about a loop without a step, once a run."""
+        budget = self.budget_samples
+        if budget is None or not self._has_ended(budget) or not self._is_lead():
+            return
+        if self._is_stopped():
+            why = "model.stop() has ended the run"
+        else:
+            why = f"the workers have trained on {self._total_samples()} samples already"
+        logger.warning("%s yields nothing: %s", loop, why)
+
+    def _all_until(self, samples: int, loader: Iterable[Batch]) -> Iterator[Batch]:
+        with self._yielding():
+            yield from self._until(samples, self._passes(loader))
+
+    def _all_epochs(
+        self,
+        loader: Iterable[Batch],
+        epochs_before: int,
+        samples_before: int,
+        num_epochs: int,
+        size: int,
+    ) -> Iterator[tuple[int, Iterator[Batch]]]:
+        with self._yielding():
+            passes = self._passes(loader)
+            epoch = -1
+            while not self._has_ended(samples_before + num_epochs * size):
+                self._check_open()
+                epoch = max(epoch + 1, (self._total_samples() - samples_before) // size)
+                if epoch >= num_epochs:  # the loop left epochs before their ends
+                    return
+                end = samples_before + (epoch + 1) * size
+                yield epochs_before + epoch, self._until(end, passes)
 
     def _has_ended(self, samples: float) -> bool:
         return self._is_stopped() or self._total_samples() >= samples
 
     def _until(self, samples: int, passes: Iterator[Batch]) -> Iterator[Batch]:
         while not self._has_ended(samples):
+            self._check_open()
             yield next(passes)
-            self._between()
+            if not self._is_closed:
+                self._between()
 
     def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, each counted, pass after pass without end."""
-        self._position.begin()
         self._counted = 0
         while True:
             for batch in self._position.epoch(loader):

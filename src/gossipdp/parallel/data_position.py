@@ -26,7 +26,6 @@ class DataPosition:
         self.batch = 0
         self._epoch = 0
         self._start: dict[str, Any] | None = None
-        self._goes_on = False
         self._resumed: dict[str, Any] | None = None
         self._random_states: dict[str, Any] | None = None
 
@@ -43,16 +42,9 @@ class DataPosition:
         data than this worker's (not ``is_own``), the epoch starts from its beginning.
         """
         self._epoch = position["epoch"]
-        self._goes_on = True
         if is_own and position["start"] is not None:
             self._resumed = position
             self._random_states = random_states
-
-    def begin(self) -> None:
-        """Count epochs from 0, unless the position was just resumed."""
-        if not self._goes_on:
-            self._epoch = 0
-        self._goes_on = False
 
     def epoch(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of one epoch, or the rest of a resumed one."""

@@ -78,6 +78,7 @@ class GossipEngine:
         run_id, graph: of the run; the graph's name.
         is_consolidating: ``consolidate()`` was called.
         is_end_asked: says whether this process was asked to end (SIGTERM).
+        averaged_at_step: the step after which :meth:`averaged` was last entered; -1: never.
     """
 
     rank: int
@@ -123,6 +124,8 @@ class GossipEngine:
         self._first_link_due_s: float | None = None
         self._rate_warning_due = True
         self._is_averaged = self._has_stopped = False
+        self.averaged_at_step = -1
+        self._lead: int | None = None  # after consolidate()
         self._agreed = Agreed()
         self._startup = Startup(
             self._flat, optimizers, options, replica, resumption=resumption, page=page
@@ -221,6 +224,7 @@ class GossipEngine:
                 is_stopped=self._has_stopped or snapshot.is_stopped,
                 is_poisoned=self._loop.poisoned is not None,
                 is_ending=self.is_end_asked(),
+                is_lead=self._leads(),
             )
         )
         return self._agreed.samples
@@ -267,6 +271,30 @@ class GossipEngine:
                 100 * served / due,
                 self._options.comm_rate,
             )
+
+    @property
+    def is_lead(self) -> bool:
+        """Return whether this worker's rank is the lowest of those that train, or were averaged."""
+        if self._lead is not None:
+            return self.rank == self._lead
+        return self._agreed.is_lead if self._replica.is_sharded else self._leads()
+
+    def _leads(self) -> bool:
+        return all(
+            self.rank <= member.rank
+            for member in self._loop.snapshot.members
+            if member.status in (Status.ALIVE, Status.DONE)
+        )
+
+    @property
+    def speaks_at_exit(self) -> bool:
+        """Return whether this worker has trained with others, and is the first that is not dead.
+
+        Those that have left count too: the workers of one script end in no order.
+        """
+        members = self._loop.snapshot.members
+        ranks = [member.rank for member in members if member.status is not Status.DEAD]
+        return self._gradient_steps > 0 and len(members) > 1 and self.rank == min(ranks)
 
     def total_samples(self) -> int:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
@@ -445,7 +473,7 @@ class GossipEngine:
         self._refuse_poison("they are not averaged with the others'")
         values = average_over_live(self._thread, self._loop).values
         average = self._copies(lambda chunk, room: room.copy_(values[chunk.index]))
-        self._is_averaged = True
+        self._is_averaged, self.averaged_at_step = True, self.step_number
         self._flat.bind_to(average)
         try:
             yield
@@ -469,6 +497,7 @@ class GossipEngine:
         except SupersededError as error:
             self._come_again(error)
             outcome = self._wait_for_average(timeout_s)
+        self._lead = self._replica.first_says(outcome.lead)
         averaged = self._state.averaged_chunks + self._state.copied_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)

@@ -168,6 +168,18 @@ class GossipDataParallel(nn.Module):
         return self._engine.rank
 
     @property
+    def is_lead(self) -> bool:
+        """True on one live worker at a time: for what one should do, as evaluate, save or print.
+
+        It is the live worker of the lowest rank, as this worker knows, and when that one dies or
+        leaves, the next. Until the news of a death is everywhere, for about ``timeout_s``, there
+        may be none; if a worker is taken for dead by mistake, two. After :meth:`consolidate` it is
+        the lowest rank of the average. With shards it is true on all processes of that replica, and
+        changes at a step.
+        """
+        return self._engine.is_lead
+
+    @property
     def world_size(self) -> int:
         """Workers in the run; with shards, replicas."""
         return self._engine.world_size
@@ -248,18 +260,20 @@ class GossipDataParallel(nn.Module):
         Loader, dataset and samplers, also one within a batch sampler, get ``set_epoch`` at the
         start of each pass where they have it, as a ``DistributedSampler`` does. In a resumed run
         the first call goes on in the middle of the pass where the checkpoint was taken: the batches
-        before it are loaded and dropped.
+        before it are loaded and dropped. A later call goes on with the budget, and with the number
+        of the pass; if nothing of the budget is left, a warning says so.
 
         Raises:
             ValueError: there is no budget, the loader yields nothing, or a batch holds no tensor
                 whose samples could be counted.
+            RuntimeError: after :meth:`consolidate` or :meth:`close`.
         """
         if self._batches.budget_samples is None:
             raise ValueError(
                 "batches() needs to know when to end: wrap with budget_samples=, or loop over "
                 "model.epochs(loader, n)"
             )
-        return self._batches.until(self._batches.budget_samples, loader)
+        return self._batches.until_budget(loader)
 
     def epochs(
         self, loader: Iterable[Batch], num_epochs: int, *, samples: int | None = None
@@ -271,6 +285,10 @@ class GossipDataParallel(nn.Module):
         batches and goes on after a resume as :meth:`batches` does. A worker that was busy for more
         than an epoch, with an evaluation say, goes on with the number that the others are at.
 
+        A second call, as in a notebook, lengthens the run by its epochs, and their numbers go on;
+        :meth:`progress` falls accordingly. If the loop over the first call was broken off, the
+        second goes on where it stopped, and its number of epochs counts in place of the first's.
+
         Args:
             loader: of this worker; ``len(loader.dataset)`` samples make an epoch, of whatever part
                 this worker's sampler takes from it.
@@ -280,6 +298,7 @@ class GossipDataParallel(nn.Module):
 
         Raises:
             ValueError: there is a budget already, or nothing says how long an epoch is.
+            RuntimeError: after :meth:`consolidate` or :meth:`close`.
 
         Example:
             >>> data = torch.utils.data.TensorDataset(torch.zeros(32, 4))
@@ -309,7 +328,6 @@ class GossipDataParallel(nn.Module):
             raise ValueError(
                 f"an epoch of {size} samples never ends, or never begins; give samples="
             )
-        self._batches.budget_samples = num_epochs * size
         return self._batches.epochs(loader, num_epochs, size)
 
     def stop(self) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_layout import check_savable
+from gossipdp.parallel.termination import TERMINATION
 
 logger = logging.getLogger("gossipdp")
 
@@ -99,6 +101,7 @@ class Session:
                 position,
                 self.engine.total_samples,
                 lambda: self.engine.is_stopped,
+                lambda: self.engine.is_lead,
                 options,
                 between=self.checkpointer.take_due,
                 within=self.checkpointer.of_batches,
@@ -110,6 +113,14 @@ class Session:
             exchanged = choice if isinstance(choice, Mapping) else ()
             names = {id(parameter): name for name, parameter in module.named_parameters()}
             self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
+            if resumption is not None and self.engine.is_lead:
+                saving = options.checkpoints
+                logger.warning(
+                    "the run goes on from step %d (pass %d through the data) in %s",
+                    resumption.counts.step,
+                    resumption.training["position"]["epoch"],
+                    saving.directory if saving.resume == "auto" else saving.resume,
+                )
             self._hooks = Hooks(
                 module,
                 optimizers,
@@ -164,6 +175,23 @@ class Session:
             warn_of_step_counters(self._optimizers)
         self.batches.check_counted(self.num_steps)
 
+    def _warn_of_no_average(self) -> None:
+        """Say, once a run, that a script ends by itself and never asked for the average."""
+        engine = self.engine
+        failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
+        if os.getpid() != self._process_id or failed or TERMINATION.is_asked:
+            return
+        if not engine.speaks_at_exit or engine.averaged_at_step == engine.step_number:
+            return
+        newest = self.checkpointer.newest
+        logger.warning(
+            "worker %d ends without consolidate(): its module holds its own parameters, not the "
+            "average of the workers. Call model.consolidate() after the loop, before you evaluate "
+            "or save%s",
+            engine.rank,
+            "" if newest is None else f"; its newest checkpoint is {newest}",
+        )
+
     def close(
         self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S, *, is_dropped: bool = False
     ) -> None:
@@ -171,11 +199,14 @@ class Session:
 
         Garbage is collected in any thread, one of those that are ended here among them: what would
         wait for itself is left to a thread of its own. A forked child leaves its parent's run
-        alone. If the wrapper ``is_dropped``, a step that follows gets a warning.
+        alone. If the wrapper ``is_dropped``, or the script ends, that and a step that follows get a
+        warning.
         """
         if os.getpid() != self._process_id:
             return
+        self.batches.close()
         if is_dropped:
+            self._warn_of_no_average()
             warn_of_steps_alone(self._optimizers)
 
         def close() -> None:
@@ -217,7 +248,7 @@ def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resump
 
 
 def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
-    """Close the worker that nobody has closed, in the short time that there is at exit."""
+    """Close the worker that its script has not closed, in the short time that there is at exit."""
     detached = finalizer.detach()
     if detached is not None:
-        detached[1](EXIT_TIMEOUT_S)
+        detached[1](EXIT_TIMEOUT_S, is_dropped=True)

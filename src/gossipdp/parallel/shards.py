@@ -106,6 +106,7 @@ class Agreed(NamedTuple):
         is_stopped: a worker has called ``stop()``.
         is_poisoned: a process of this replica holds NaN or infinity.
         is_ending: a process of this replica was asked to end (SIGTERM).
+        is_lead: the first shard's network takes this replica for the lead.
     """
 
     samples: int = 0
@@ -113,6 +114,7 @@ class Agreed(NamedTuple):
     is_stopped: bool = False
     is_poisoned: bool = False
     is_ending: bool = False
+    is_lead: bool = False
 
 
 class Replica:
@@ -241,8 +243,15 @@ class Replica:
 
     def agree(self, own: Agreed) -> Agreed:
         """Add up the facts of all processes of the replica; ``own`` if there is only this one."""
-        samples, others, *flags = self.gather(*own)
-        return Agreed(int(sum(samples)), int(others[0]), *map(any, flags))
+        samples, others, is_stopped, is_poisoned, is_ending, is_lead = self.gather(*own)
+        return Agreed(
+            samples=int(sum(samples)),
+            others_samples=int(others[0]),
+            is_stopped=any(is_stopped),
+            is_poisoned=any(is_poisoned),
+            is_ending=any(is_ending),
+            is_lead=bool(is_lead[0]),
+        )
 
     def first_says(self, number: int) -> int:
         """Return the number of the replica's first process."""

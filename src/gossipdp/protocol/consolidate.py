@@ -213,6 +213,12 @@ class Consolidation:
         return dict(sorted((told | own).items()))
 
     @property
+    def leader(self) -> int:
+        """Return the rank that leads the epoch under way: the lowest of its members."""
+        assert self._attempt is not None
+        return self._attempt.epoch.leader
+
+    @property
     def has_begun(self) -> bool:
         return self._attempt is not None
 
