@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sharded_runs import Seen, loader, make_net, shard, step, values
 
 from gossipdp import GossipDataParallel, Network
-from gossipdp.launcher.joining import ask_join_infos
+from gossipdp.launcher.launch_plan import ask_join_infos
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.startup import Startup
 

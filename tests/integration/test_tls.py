@@ -17,7 +17,7 @@ from gossipdp import GossipDataParallel, Network
 from gossipdp.cli.main import main
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import read_addresses
-from gossipdp.launcher.joining import ask_run_id
+from gossipdp.launcher.launch_plan import ask_run_id
 from gossipdp.links import tls
 from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
 

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,7 +139,6 @@ def run(arguments: RunArguments) -> int:
     """
     from gossipdp.launcher.environment import check_platform
     from gossipdp.launcher.local import ScriptWorker
-    from gossipdp.launcher.replica import start_worker
     from gossipdp.launcher.supervisor import (
         Failure,
         Supervisor,
@@ -181,8 +179,8 @@ def run(arguments: RunArguments) -> int:
             known = [network.addresses for network in plan.join_infos]
             _tell(_join_line(arguments, [each[min(each)] for each in known]))
 
-    start = partial(start_worker, plan.join_infos, start_process)
-    supervisor = Supervisor(plan, start, max_restarts=arguments.max_restarts, on_failure=tell)
+    max_restarts = arguments.max_restarts
+    supervisor = Supervisor(plan, start_process, max_restarts=max_restarts, on_failure=tell)
     if not plan.launcher_variables:
         noun = "worker" if num_workers == 1 else "workers"
         _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
@@ -281,8 +279,7 @@ def _plan(
 ) -> "LaunchPlan":
     """Build the launch plan: a run on this host or on several, or workers that join one."""
     from gossipdp.launcher.environment import read_addresses
-    from gossipdp.launcher.joining import ask_join_infos
-    from gossipdp.launcher.launch_plan import LaunchPlan
+    from gossipdp.launcher.launch_plan import LaunchPlan, ask_join_infos
     from gossipdp.launcher.rendezvous import is_loopback
     from gossipdp.links.tls import Tls
 

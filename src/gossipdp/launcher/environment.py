@@ -13,12 +13,11 @@ data. Under gossipdp each worker is one training of one process to them.
 
 import dataclasses
 import ipaddress
-import itertools
 import logging
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from gossipdp.errors import RendezvousError
@@ -32,8 +31,6 @@ REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Rank and world size of a worker that joins a run, until it has asked for them.
 UNKNOWN_RANK, UNKNOWN_WORLD_SIZE = -1, 0
 MIN_SECRET_BYTES = 16
-# Any one of them will do.
-MAX_JOIN_ADDRESSES = 32
 # Variables of torchrun, Slurm's srun, PMI, Open MPI and MVAPICH, by which the frameworks find out
 # that a launcher started them.
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
@@ -280,6 +277,11 @@ def key_prefix(run_id: str | None, restart_count: int) -> str:
     return f"gossipdp/{run_id or 'default'}/{restart_count}/"
 
 
+def shard_run_id(run_id: str, shard: int, num_shards: int) -> str:
+    """Return the id of the network of one shard, in the run of that id."""
+    return f"{run_id}-shard-{shard}-of-{num_shards}"
+
+
 def check_secret(secret: bytes, name: str = "the secret") -> bytes:
     """Return ``secret``; raise ValueError if it is so short that it could be guessed.
 
@@ -330,12 +332,6 @@ def identity_variables(run_id: str | None, secret: str | None) -> dict[str, str]
     """Return the variables by which a worker belongs to a run, without those not known."""
     given = {"GOSSIPDP_RUN_ID": run_id, "GOSSIPDP_SECRET": secret}
     return {name: value for name, value in given.items() if value}
-
-
-def join_variables(addresses: Iterable[tuple[str, int]], num_restarts: int) -> dict[str, str]:
-    """Return the variables by which a worker joins a run, besides those of its identity."""
-    shown = [show_address(*address) for address in itertools.islice(addresses, MAX_JOIN_ADDRESSES)]
-    return {"GOSSIPDP_JOIN": ",".join(shown), "GOSSIPDP_RESTARTS": str(num_restarts)}
 
 
 def replica_variables(

@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, final
 
@@ -29,11 +28,11 @@ from gossipdp import logs
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import check_platform
 from gossipdp.launcher.launch_plan import LaunchPlan
-from gossipdp.launcher.replica import ReplicaProcess, start_worker
 from gossipdp.launcher.reports import report_variables
 from gossipdp.launcher.supervisor import (
     Ending,
     Failure,
+    ReplicaProcess,
     Supervisor,
     WorkerProcess,
     describe,
@@ -130,7 +129,7 @@ def launch(
     plan = LaunchPlan.on_one_host(num_replicas, num_shards=nproc_per_replica)
     supervisor = Supervisor(
         plan,
-        partial(start_worker, plan.join_infos, start_process),
+        start_process,
         max_restarts=max_restarts,
         on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
     )

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
-from gossipdp.launcher.environment import Environment, check_secret
-from gossipdp.launcher.joining import shard_run_id
+from gossipdp.launcher.environment import Environment, check_secret, shard_run_id
 from gossipdp.launcher.reports import Report, send_report
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,

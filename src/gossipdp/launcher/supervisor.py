@@ -1,8 +1,18 @@
-"""``Supervisor``: the worker processes of one run on this machine, watched one by one.
+"""``Supervisor``: the workers of one run on this machine, watched one by one.
 
 torchrun ends all workers when one dies. Here the others go on, and the dead one may be started
-again. The caller says how to start a worker (:mod:`.local`). Everything happens in the calling
+again. The caller says how to start a process (:mod:`.local`). Everything happens in the calling
 thread, in :meth:`Supervisor.step`.
+
+A worker is a process, or a replica of several, which live and end together. The processes of a
+replica meet at a store of their own. Each life of the replica makes a new one, because no process
+group survives the death of a member. Processes of one shard in different replicas meet as the
+workers of a run do. So each process reports the addresses of its own shard's network, and a replica
+that is started again joins one network for each of its processes.
+
+A new replica that joins a run (``gossipdp run --join``) does the same, with an address of each
+network that its user gives. Its rank must be the same in all networks: the first process asks for
+one in its own, as any joining worker does, and passes it to the others.
 """
 
 import abc
@@ -13,10 +23,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from typing import final
 
-from gossipdp.launcher.launch_plan import LaunchPlan
+import msgspec
+
+from gossipdp.launcher.environment import UNKNOWN_RANK, replica_variables
+from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
 from gossipdp.launcher.reports import Report, ReportChannel
+from gossipdp.launcher.store import HostedStore
 
 # The longest time that one step waits for something to happen.
 POLL_S = 0.1
@@ -54,7 +69,7 @@ class Failure:
 
 
 class WorkerProcess(abc.ABC):
-    """A process that leads its own process group, so that what it started ends with it."""
+    """A worker, whose process leads its own group, so that what it started ends with it."""
 
     pid: int
 
@@ -87,6 +102,110 @@ class WorkerProcess(abc.ABC):
         # On macOS a group of zombies answers EPERM.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill a process that runs, and what it started."""
+        self.kill_group()
+        self.send(signal.SIGKILL)  # it may not yet have made its group
+
+
+StartProcess = Callable[[Mapping[str, str]], WorkerProcess]
+
+
+def start_worker(
+    join_infos: Sequence[JoinInfo], start_process: StartProcess, own: Mapping[str, str]
+) -> WorkerProcess:
+    """Start a worker: a process, or a replica of one process for each of several shards.
+
+    Args:
+        join_infos: of the run, by shard.
+        start_process: starts one process with these variables.
+        own: variables of the worker, as for a worker of one process.
+    """
+    if len(join_infos) == 1:
+        return start_process(own)
+    store = HostedStore()
+    num_shards, processes = len(join_infos), list[WorkerProcess]()
+    with ExitStack() as started:
+        started.callback(store.close)
+        for shard, join_info in enumerate(join_infos):
+            variables = replica_variables(own, shard, num_shards, (store.host, store.port))
+            if own.get("GOSSIPDP_JOIN"):
+                rank, num_restarts = own.get("RANK", UNKNOWN_RANK), own["GOSSIPDP_RESTARTS"]
+                variables |= join_info.join_variables(int(rank), int(num_restarts))
+            process = start_process(variables)
+            started.callback(process.close)
+            started.callback(process.kill_group)
+            processes.append(process)
+        store.open_in_background("", num_shards)  # the processes import torch meanwhile
+        started.pop_all()
+    return ReplicaProcess(processes, join_infos, store)
+
+
+@final
+class ReplicaProcess(WorkerProcess):
+    """The processes of one replica, by shard; when one of them fails, the others are killed.
+
+    They could not go on: FSDP's collectives wait for all of them. After a signal was passed on, all
+    end by themselves. The end of the first is then no reason to kill another, which may still be
+    writing its checkpoint; the supervisor's patience ends that.
+    """
+
+    def __init__(
+        self, processes: Sequence[WorkerProcess], join_infos: Sequence[JoinInfo], store: HostedStore
+    ) -> None:
+        self.pid = processes[0].pid
+        self._running = dict(enumerate(processes))
+        self.processes, self._join_infos, self._store = processes, join_infos, store
+        self._failure: Ending | None = None
+        self._is_ending = False
+        self._begun: set[int] = set()
+
+    def waits_for(self) -> list[object]:
+        return [thing for each in self._running.values() for thing in each.waits_for()]
+
+    def take_reports(self) -> list[Report]:
+        """Return the reports of the first process, and that it begins once all of them do."""
+        passed_on = []
+        for shard, process in enumerate(self.processes):
+            for report in process.take_reports():
+                if report.begins:
+                    self._begun.add(shard)
+                if shard == 0:  # the supervisor takes note of its network
+                    passed_on.append(msgspec.structs.replace(report, begins=None))
+                else:
+                    self._join_infos[shard].take(report)
+        if len(self._begun) == len(self.processes):
+            self._begun.clear()
+            passed_on.append(Report(begins=True))
+        return passed_on
+
+    def poll(self) -> Ending | None:
+        for shard, process in list(self._running.items()):
+            ending = process.poll()
+            if ending is None:
+                continue
+            del self._running[shard]
+            if ending.reason and self._failure is None:
+                reason = f"lost its process {shard}, which {ending.reason}"
+                self._failure = dataclasses.replace(ending, reason=reason)
+                for other in () if self._is_ending else self._running.values():
+                    other.kill()
+        return None if self._running else self._failure or Ending()
+
+    def send(self, number: int) -> None:
+        self._is_ending = True
+        for process in self._running.values():
+            process.send(number)
+
+    def kill_group(self) -> None:
+        for process in self.processes:
+            process.kill_group()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+        self._store.close()
 
 
 def exit_reason(code: int) -> str:
@@ -147,7 +266,7 @@ class Supervisor:
 
     Args:
         plan: the run they belong to.
-        start: starts a worker with these variables.
+        start_process: starts a process with these variables.
         max_restarts: how many restarts, of all workers together.
         on_failure: called once for each failure, with whether the others go on.
         clock: seconds, monotonic.
@@ -162,13 +281,13 @@ class Supervisor:
     def __init__(
         self,
         plan: LaunchPlan,
-        start: Callable[[Mapping[str, str]], WorkerProcess],
+        start_process: StartProcess,
         *,
         max_restarts: int = 0,
         on_failure: Callable[[Failure, bool], None] = lambda failure, others_go_on: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._plan, self._start_worker, self._clock = plan, start, clock
+        self._plan, self._start_process, self._clock = plan, start_process, clock
         self._num_restarts_left, self._on_failure = max_restarts, on_failure
         self.running: dict[int, WorkerProcess] = {}
         self.workers: dict[int, WorkerProcess] = {}
@@ -269,11 +388,10 @@ class Supervisor:
         self._kill_at = min(self._clock(), self._kill_at or self._clock())
         self._give_up_waiting()
         for worker in self.running.values():
-            worker.kill_group()
-            worker.send(signal.SIGKILL)  # it may not yet have made its group
+            worker.kill()
 
     def _start(self, local_rank: int, variables: Mapping[str, str]) -> None:
-        worker = self._start_worker(variables)
+        worker = start_worker(self._plan.join_infos, self._start_process, variables)
         self.workers[local_rank] = self.running[local_rank] = worker
 
     def _take_reports(self) -> None:

@@ -1,4 +1,4 @@
-"""What ``gossipdp run`` makes of its options and of what a launcher says."""
+"""The options of ``gossipdp run``, beside the variables that a launcher has set."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from gossipdp.cli.main import main
 from gossipdp.cli.run import NOT_INHERITED, RunArguments, _common_variables, _join_line, run
-from gossipdp.launcher import joining, local
+from gossipdp.launcher import launch_plan, local
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -24,7 +24,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_nobody_to_join_is_one_line(
+def test_no_worker_to_join_is_one_line(
     script: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -32,7 +32,7 @@ def test_nobody_to_join_is_one_line(
     def ask(address: tuple[str, int], *others: object) -> str:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(joining, "_ask", ask)
+    monkeypatch.setattr(launch_plan, "_ask", ask)
     secret = str(Path(script).parent / "secret")
     words = ["--join", "10.0.0.1:1,[::1]:2", "--secret-file", secret]
     assert main(["run", *words, script]) == 2
@@ -56,35 +56,8 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("run_ids", "num_shards", "message"),
-    [
-        (["r-shard-0-of-2"], 2, "of those given none is of shard 1: the run's first"),
-        (["r-shard-0-of-2", "other-shard-1-of-2"], 2, "of those given they are of two runs"),
-        (["r-shard-0-of-4"], 2, "is 2, and the run's replicas have 4 processes: give 4, and to"),
-        (["r-shard-0-of-2"], 1, "is 1, and the run's replicas have 2 processes: give 2, and to"),
-        (["r"], 2, "is 2, and the run's replicas have 1 processes: give 1, and to"),
-    ],
-)
-def test_a_replica_needs_a_process_of_each_shard_to_join(
-    script: str,
-    run_ids: list[str],
-    num_shards: int,
-    message: str,
-    *,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(joining, "_ask", lambda address, *_: run_ids[address[1] - 1])
-    shown = ",".join(f"10.0.0.1:{port}" for port in range(1, len(run_ids) + 1))
-    secret = str(Path(script).parent / "secret")
-    words = ["--join", shown, "--nproc-per-replica", str(num_shards), "--secret-file", secret]
-    assert main(["run", *words, script]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("option", ["--nnodes", "--node-rank", "--port"])
-def test_what_the_launcher_says_is_not_to_be_said_again(
+def test_the_launcher_s_own_choices_are_refused(
     script: str,
     option: str,
     capsys: pytest.CaptureFixture[str],
@@ -105,7 +78,7 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(
     assert _common_variables(RunArguments(), 1) == {"OMP_NUM_THREADS": "1"}
 
 
-def test_a_worker_inherits_nothing_that_another_launcher_has_told(
+def test_a_worker_inherits_nothing_of_another_launcher(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in NOT_INHERITED:

@@ -7,12 +7,12 @@ import pytest
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import (
+    REQUIRED,
     Environment,
     check_platform,
     without_launcher_variables,
 )
-from gossipdp.launcher.launch_plan import LaunchPlan
-from gossipdp.launcher.schedulers import first_host, tasks_per_node, with_torchrun_names
+from gossipdp.launcher.schedulers import first_host
 
 SECRET = "a secret of this test"
 TORCHRUN = {
@@ -46,45 +46,6 @@ def test_torchruns_variables_are_read() -> None:
     assert environment.secret is None
 
 
-def test_the_launchers_variables_are_read_back() -> None:
-    plan = LaunchPlan(3, 3, 0, store=("127.0.0.1", 5), run_id="abc", secret=SECRET)
-    assert Environment.read(plan.worker_variables(1)) == Environment(
-        rank=1,
-        world_size=3,
-        local_rank=1,
-        local_world_size=3,
-        store_host="127.0.0.1",
-        store_port=5,
-        agent_store=True,
-        run_id="abc",
-        unique_run_id=True,
-        secret=SECRET.encode(),
-    )
-
-
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_half_set_environment_names_what_is_missing(missing: str) -> None:
-    variables = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(ValueError, match=f"but not {missing}: start the workers with"):
-        Environment.read(variables)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("RANK", "4", r"RANK is 4; with WORLD_SIZE 4 it must be in 0\.\.3"),
-        ("RANK", "one", "RANK is 'one'; it must be a whole number"),
-        ("WORLD_SIZE", "0", "WORLD_SIZE is 0"),
-        ("MASTER_PORT", "70000", "MASTER_PORT is 70000"),
-        ("GOSSIPDP_PORT", "-1", "GOSSIPDP_PORT is -1"),
-        ("GOSSIPDP_SECRET", "fifteen letters", "GOSSIPDP_SECRET has 15 bytes; give at least 16"),
-    ],
-)
-def test_a_bad_value_is_named(name: str, value: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Environment.read({**TORCHRUN, "LOCAL_RANK": "0", name: value})
-
-
 def test_a_fixed_port_is_the_first_of_a_block() -> None:
     assert Environment.read({**TORCHRUN, "GOSSIPDP_PORT": "7000"}).port == 7001
 
@@ -108,10 +69,6 @@ def test_loopback_with_workers_elsewhere_warns(caplog: pytest.LogCaptureFixture)
     assert "Set GOSSIPDP_HOST" in caplog.text
 
 
-def test_the_host_can_be_chosen() -> None:
-    assert Environment.read({**TORCHRUN, "GOSSIPDP_HOST": "10.1.2.3"}).choose_host() == "10.1.2.3"
-
-
 @pytest.mark.parametrize("store_host", ["127.0.0.1", "::1", "0.0.0.0", "::"])
 def test_all_addresses_are_bound_only_where_the_user_says_so(store_host: str) -> None:
     """Even a store at "all addresses" leads to one of them."""
@@ -124,7 +81,7 @@ def test_all_addresses_are_bound_only_where_the_user_says_so(store_host: str) ->
         return
     everywhere = Environment.read({**variables, "GOSSIPDP_HOST": "0.0.0.0"})
     assert everywhere.choose_host() == "0.0.0.0"
-    # ... and what the others are told is an address that they can dial.
+    # The others are given an address that they can dial.
     assert everywhere.announced_host("0.0.0.0") == environment.choose_host()
     assert everywhere.announced_host("10.1.2.3") == "10.1.2.3"
 
@@ -135,7 +92,7 @@ def test_a_host_that_does_not_resolve_is_named() -> None:
         Environment.read(variables).choose_host()
 
 
-def test_windows_is_told_at_once() -> None:
+def test_windows_is_refused_at_once() -> None:
     check_platform("linux")
     with pytest.raises(OSError, match="trains on Linux"):
         check_platform("win32")
@@ -154,6 +111,7 @@ SLURM = {
     "SLURM_STEP_NODELIST": "gpu[07,09]",
     "SLURM_NTASKS": "8",
 }
+PORT = 20000 + (16 * 4711 + 2) % 10000
 
 
 def test_a_task_of_a_slurm_step_knows_its_place() -> None:
@@ -161,41 +119,36 @@ def test_a_task_of_a_slurm_step_knows_its_place() -> None:
     assert (environment.rank, environment.world_size) == (3, 5)
     assert (environment.local_rank, environment.local_world_size) == (1, 3)
     assert environment.store_host == "gpu07"
-    assert environment.store_port == 20000 + (16 * 4711 + 2) % 10000
+    assert environment.store_port == PORT
     assert not environment.agent_store
 
 
-def test_a_slurm_step_on_one_node_meets_on_loopback() -> None:
-    alone = SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
-    assert Environment.read(alone).store_host == "127.0.0.1"
-
-
-def test_the_shell_of_an_sbatch_script_is_no_task() -> None:
-    batch = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP")} | {
-        "SLURM_PROCID": "0"
-    }
-    assert Environment.read(batch).world_size == 1
-
-
-def test_who_set_rank_is_nearer_than_slurm() -> None:
-    inner = SLURM | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    environment = Environment.read(inner)
-    assert (environment.rank, environment.world_size, environment.store_host) == (0, 2, "h")
-
-
-def test_what_the_user_set_stands_beside_slurms_ranks() -> None:
-    environment = Environment.read(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
-    assert environment.rank == 3
-    assert (environment.store_host, environment.store_port) == ("10.0.0.1", 1234)
-
-
-def test_one_that_joins_has_no_rank_from_slurm() -> None:
-    joining = SLURM | {
-        "GOSSIPDP_JOIN": "10.0.0.1:4000",
-        "GOSSIPDP_RUN_ID": "r",
-        "GOSSIPDP_SECRET": "s" * 16,
-    }
-    assert Environment.read(joining).needs_rank
+@pytest.mark.parametrize(
+    ("given", "rank", "world_size", "store"),
+    [
+        # on one node, the workers meet on loopback
+        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}, 3, 5, ("127.0.0.1", PORT)),
+        # RANK was set nearer to this process
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+            0,
+            2,
+            ("h", 1),
+        ),
+        # the user's own store
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, 3, 5, ("10.0.0.1", 1234)),
+        # a worker that joins has no rank from Slurm
+        ({"GOSSIPDP_JOIN": "10.0.0.1:4000", "GOSSIPDP_RUN_ID": "r"}, -1, 0, (None, 0)),
+        # the shell of an sbatch script is no task
+        ({"SLURM_STEP_NUM_TASKS": "", "SLURM_PROCID": "0"}, 0, 1, (None, 0)),
+    ],
+)
+def test_slurm_s_ranks_beside_others(
+    given: dict[str, str], rank: int, world_size: int, store: tuple[str | None, int]
+) -> None:
+    environment = Environment.read(SLURM | given)
+    assert (environment.rank, environment.world_size) == (rank, world_size)
+    assert (environment.store_host, environment.store_port) == store
 
 
 def test_a_pod_of_an_indexed_job_takes_its_index_for_its_rank() -> None:
@@ -203,15 +156,7 @@ def test_a_pod_of_an_indexed_job_takes_its_index_for_its_rank() -> None:
     environment = Environment.read(pod | {"WORLD_SIZE": "4"})
     assert (environment.rank, environment.world_size) == (2, 4)
     assert (environment.local_rank, environment.local_world_size) == (0, 1)
-
-
-def test_an_indexed_job_without_world_size_is_many_runs_of_one() -> None:
-    assert Environment.read({"JOB_COMPLETION_INDEX": "2"}).world_size == 1
-
-
-def test_a_pod_that_knows_no_master_is_told_so() -> None:
-    with pytest.raises(ValueError, match="but not MASTER_ADDR, MASTER_PORT"):
-        Environment.read({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"})
+    assert Environment.read({"JOB_COMPLETION_INDEX": "2"}).world_size == 1  # runs of one worker
 
 
 @pytest.mark.parametrize(
@@ -227,15 +172,41 @@ def test_first_host(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
-def test_what_is_not_slurms_form_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no host"):
-        first_host("")
-    with pytest.raises(ValueError, match="not of the form"):
-        tasks_per_node("4x2")
-    with pytest.raises(ValueError, match="SLURM_NODEID is 7"):
-        with_torchrun_names(SLURM | {"SLURM_NODEID": "7"})
-    with pytest.raises(ValueError, match="SLURM_JOB_ID is 'x'"):
-        with_torchrun_names(SLURM | {"SLURM_JOB_ID": "x"})
+def without(missing: str) -> dict[str, str]:
+    return {name: value for name, value in TORCHRUN.items() if name != missing}
+
+
+JOIN = {"GOSSIPDP_JOIN": "10.0.0.1:4000"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (TORCHRUN | {"RANK": "4"}, r"RANK is 4; with WORLD_SIZE 4 it must be in 0\.\.3"),
+        (TORCHRUN | {"RANK": "one"}, "RANK is 'one'; it must be a whole number"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
+        (TORCHRUN | {"GOSSIPDP_PORT": "-2"}, "GOSSIPDP_PORT is -1"),
+        (
+            TORCHRUN | {"GOSSIPDP_SECRET": "fifteen letters"},
+            "GOSSIPDP_SECRET has 15 bytes; give at least 16",
+        ),
+        *((without(each), f"but not {each}: start the workers with") for each in REQUIRED),
+        (JOIN, "GOSSIPDP_JOIN is set, but not GOSSIPDP_RUN_ID"),
+        (JOIN | {"GOSSIPDP_JOIN": "10.0.0.1"}, "GOSSIPDP_JOIN is '10.0.0.1'; write HOST:PORT"),
+        (
+            {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"},
+            "but not MASTER_ADDR, MASTER_PORT",
+        ),
+        (SLURM | {"SLURM_STEP_NODELIST": ","}, "no host in the Slurm host list"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4x2"}, "not of the form"),
+        (SLURM | {"SLURM_NODEID": "7"}, "SLURM_NODEID is 7"),
+        (SLURM | {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
+    ],
+)
+def test_a_bad_value_is_named(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Environment.read(variables)
 
 
 LAUNCHED = {
@@ -275,15 +246,12 @@ def test_hidden_variables_are_read_by_us_alone_and_come_back() -> None:
         assert now() == KEPT
     assert now() == LAUNCHED | KEPT
     assert Environment.read() == before
-
-
-def test_they_come_back_after_an_error() -> None:
     with pytest.raises(KeyError), without_launcher_variables():
         raise KeyError
     assert now() == LAUNCHED | KEPT
 
 
-def test_what_is_set_within_is_not_kept_for_another() -> None:
+def test_a_value_set_within_is_not_kept_for_another() -> None:
     with without_launcher_variables():
         os.environ["WORLD_SIZE"] = "1"
     assert os.environ["WORLD_SIZE"] == "4"

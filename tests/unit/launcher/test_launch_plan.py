@@ -1,4 +1,4 @@
-"""Launch plans, the store that they host, and the reports of workers."""
+"""Launch plans, the store that they host, the networks that they join, and workers' reports."""
 
 import dataclasses
 import os
@@ -6,8 +6,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +16,11 @@ from calling_back import CallingLock
 from torch.distributed import TCPStore
 from waiting import LONGEST_S, wait_until
 
-from gossipdp.errors import RendezvousError
+from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import launch_plan as plans
 from gossipdp.launcher import store as stores
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan, ask_join_infos, ask_run_id
 from gossipdp.launcher.reports import (
     MAX_ADDRESSES,
     REPORT_VARIABLE,
@@ -30,6 +30,8 @@ from gossipdp.launcher.reports import (
     send_report,
 )
 from gossipdp.launcher.store import HostedStore, connect, ready_key
+from gossipdp.links.handshake import MAGIC, VERSION, Handshake, Identity
+from gossipdp.links.tls import Tls
 
 SECRET = "a secret of this test"
 
@@ -63,25 +65,30 @@ def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
     workers = [Environment.read(plan.worker_variables(rank)) for rank in range(3)]
     plan.close()
     assert [worker.rank for worker in workers] == [0, 1, 2]
-    assert {(worker.world_size, worker.local_world_size) for worker in workers} == {(3, 3)}
-    assert {worker.run_id for worker in workers} == {plan.run_id}
-    assert {worker.secret for worker in workers} == {str(plan.secret).encode()}
-    assert {worker.key_prefix for worker in workers} == {plan.key_prefix}
+    for worker in workers:
+        assert (worker.world_size, worker.local_world_size) == (3, 3)
+        assert (worker.run_id, worker.secret) == (plan.run_id, str(plan.secret).encode())
+        assert worker.key_prefix == plan.key_prefix
     assert not plan.others_elsewhere
     assert str(plan.secret) not in repr(plan)
 
 
 def test_the_second_of_three_hosts() -> None:
     plan = LaunchPlan.on_several_hosts(2, 3, 1, ("10.0.0.1", 5), SECRET)
-    worker = Environment.read(plan.worker_variables(1))
-    assert (worker.rank, worker.world_size, worker.local_rank) == (3, 6, 1)
-    assert (worker.store_host, worker.store_port) == ("10.0.0.1", 5)
-    assert (worker.secret, worker.unique_run_id) == (SECRET.encode(), False)
-    assert worker.key_prefix == plan.key_prefix
     assert plan.others_elsewhere
+    assert Environment.read(plan.worker_variables(1)) == Environment(
+        rank=3,
+        world_size=6,
+        local_rank=1,
+        local_world_size=2,
+        store_host="10.0.0.1",
+        store_port=5,
+        agent_store=True,
+        secret=SECRET.encode(),
+    )
 
 
-def test_the_worker_is_told_what_the_launcher_said() -> None:
+def test_the_worker_of_another_launcher_keeps_its_place() -> None:
     plan = LaunchPlan.launched(TORCHRUN, SECRET)
     worker = Environment.read(plan.worker_variables(0))
     assert plan.first_rank == 1
@@ -96,9 +103,7 @@ def test_the_worker_is_told_what_the_launcher_said() -> None:
 def test_a_port_in_use_is_one_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            RendezvousError, match=rf"^port {port} on 127.0.0.1 is in use; choose another"
-        ):
+        with pytest.raises(RendezvousError, match=rf"^port {port} on 127.0.0.1 is in use; choose"):
             LaunchPlan.on_one_host(1, port=port)
 
 
@@ -150,7 +155,9 @@ def test_a_store_on_loopback_stays_for_the_users_process_groups(
     plan = LaunchPlan.on_one_host(2)
     with opened(plan) as store:
         begin(store, plan)
-        time.sleep(2 * stores.CHECK_EVERY_S)
+        assert plan.hosted is not None
+        assert plan.hosted._thread is not None
+        plan.hosted._thread.join(LONGEST_S)  # which would close it
         assert store.check([ready_key(plan.key_prefix, 0)])
 
 
@@ -199,7 +206,7 @@ def test_supervisors_under_torchrun_leave_together(
 
     def sleep(seconds: float) -> None:
         waits.set()
-        time.sleep(seconds)
+        time.sleep(seconds / 10)
 
     monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
 
@@ -219,22 +226,150 @@ def test_supervisors_under_torchrun_leave_together(
 def test_a_lost_supervisor_is_not_waited_for_for_ever(
     supervised: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "LOST_AFTER_S", 0.5)
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += 100.0
+        if now_s == 500.0:
+            worker.close()
+
+    monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     with socket.create_server(("127.0.0.1", 0)) as worker:
-        address = worker.getsockname()[:2]
-        threading.Timer(1.5, worker.close).start()
-        assert supervised[0].leave({1: address}, wait=True) == [1]
-        assert worker.fileno() == -1  # as long as it listened it lived
+        assert supervised[0].leave({1: worker.getsockname()}, wait=True) == [1]
+    assert now_s - 400.0 == plans.LOST_AFTER_S + 100.0  # at 400 s it listened for the last time
 
 
-def test_without_torchruns_store_nobody_waits() -> None:
-    told = TORCHRUN | {"MASTER_PORT": str(nobody()[1])}
-    assert LaunchPlan.launched(told, None).leave({}, wait=True) == []
+def test_without_torchruns_store_there_is_no_wait() -> None:
+    own = TORCHRUN | {"MASTER_PORT": str(silent_address()[1])}
+    assert LaunchPlan.launched(own, None).leave({}, wait=True) == []
 
 
-def nobody() -> tuple[str, int]:
+def silent_address() -> tuple[str, int]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[:2]
+
+
+@contextmanager
+def listening(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]]:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[:2]
+        thread.join()
+
+
+def as_a_worker() -> Handshake:
+    identity = Identity(2, 0, 5, "the run", "model", "a2cid2", "ring", "1", "float32")
+    return Handshake(identity, b"a secret of this test", dialler=False)
+
+
+def greet(connection: socket.socket) -> None:
+    handshake = as_a_worker()
+    while handshake.num_wanted:
+        handshake.receive(connection.recv(handshake.num_wanted))
+    connection.sendall(handshake.take_output())
+
+
+def refuse(connection: socket.socket) -> None:
+    """Answer as a worker that takes the greeting for one of TLS."""
+    handshake = as_a_worker()
+    handshake.receive(b"\x16\x03"[: handshake.num_wanted].ljust(handshake.num_wanted, b"\0"))
+    connection.sendall(handshake.take_output())
+    connection.recv(1000)
+
+
+def drip(connection: socket.socket) -> None:
+    connection.sendall(MAGIC + bytes(VERSION) + (4000).to_bytes(2, "little"))
+    while True:  # until it is closed at the other end
+        connection.sendall(b"\0")
+        time.sleep(0.02)
+
+
+def say_nothing(connection: socket.socket) -> None:
+    while connection.recv(1000):
+        pass
+
+
+def test_a_worker_says_to_which_run_it_belongs() -> None:
+    with listening(greet) as address:
+        assert ask_run_id([silent_address(), address]) == "the run"
+
+
+@pytest.mark.parametrize(
+    ("answer", "timeout_s", "error", "message"),
+    [
+        (
+            lambda connection: connection.sendall(b"HTTP/1.1 400 Bad\r\n"),
+            LONGEST_S,
+            RendezvousError,
+            "connection starts with",
+        ),
+        (
+            lambda connection: connection.recv(10),
+            LONGEST_S,
+            RendezvousError,
+            "closed the connection|reset by peer",
+        ),
+        (say_nothing, 0.05, RendezvousError, "timed out"),
+        (drip, 0.2, RendezvousError, "in time|timed out"),
+        (refuse, LONGEST_S, RefusedError, "TLS is off"),
+    ],
+)
+def test_who_does_not_say_its_run_is_not_waited_for(
+    answer: Callable, timeout_s: float, error: type[Exception], message: str
+) -> None:
+    with listening(answer) as address, pytest.raises(error, match=message):
+        ask_run_id([address], timeout_s=timeout_s)
+
+
+def test_no_connection_is_left_where_tls_comes_to_nothing(
+    authority: Any, open_descriptors: Callable[[], set[tuple[str, str]]]
+) -> None:
+    tls = Tls(authority.issue())
+    before = open_descriptors()
+    with (
+        listening(lambda connection: connection.sendall(b"no TLS")) as address,
+        pytest.raises(RendezvousError) as raised,
+    ):
+        ask_run_id([address], tls)
+    assert open_descriptors() == before, raised  # which would keep a socket alive
+
+
+def test_the_networks_to_join_are_known_by_their_run_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (("10.0.0.1", port) for port in (1, 2, 3))
+    run_ids = {first: "r-shard-1-of-2", second: "r-shard-0-of-2", third: "r-shard-1-of-2"}
+    monkeypatch.setattr(plans, "_ask", lambda address, *_: run_ids[address])
+    assert ask_join_infos([first, second, third], 2) == [
+        JoinInfo("r-shard-0-of-2", join=(second,)),
+        JoinInfo("r-shard-1-of-2", join=(first, third)),
+    ]
+    # Where workers are single processes, any that answers says it for all.
+    monkeypatch.setattr(plans, "_ask", lambda *_: "r")
+    assert ask_join_infos([first, second], 1) == [JoinInfo("r", join=(first, second))]
+
+
+@pytest.mark.parametrize(
+    ("run_ids", "num_shards", "message"),
+    [
+        (["r-shard-0-of-2"], 2, "of those given none is of shard 1: the run's first"),
+        (["r-shard-0-of-2", "other-shard-1-of-2"], 2, "of those given they are of two runs"),
+        (["r-shard-0-of-4"], 2, "is 2, and the run's replicas have 4 processes: give 4, and to"),
+        (["r-shard-0-of-2"], 1, "is 1, and the run's replicas have 2 processes: give 2, and to"),
+        (["r"], 2, "is 2, and the run's replicas have 1 processes: give 1, and to"),
+    ],
+)
+def test_a_replica_needs_a_process_of_each_shard_to_join(
+    run_ids: list[str], num_shards: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "_ask", lambda address, *_: run_ids[address[1]])
+    with pytest.raises(ValueError, match=message):
+        ask_join_infos([("10.0.0.1", each) for each in range(len(run_ids))], num_shards)
 
 
 @pytest.fixture
@@ -254,7 +389,7 @@ def test_reports_arrive_whole_and_in_order(channel: ReportChannel) -> None:
     assert channel.take() == []
 
 
-def test_more_addresses_than_anybody_needs_are_cut(channel: ReportChannel) -> None:
+def test_more_addresses_than_are_needed_are_cut(channel: ReportChannel) -> None:
     many = dict.fromkeys(range(5000), ("2001:db8:1111:2222:3333:4444:5555:6666", 65535))
     assert send_report(Report(addresses=many), report_variables(channel.sender))
     (report,) = channel.take()

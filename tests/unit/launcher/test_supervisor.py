@@ -4,13 +4,14 @@ import errno
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.joining import JoinInfo
-from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
 from gossipdp.launcher.reports import Report, report_variables, send_report
+from gossipdp.launcher.store import HostedStore
 from gossipdp.launcher.supervisor import (
     GRACE_S,
     MAX_DELAY_S,
@@ -18,57 +19,69 @@ from gossipdp.launcher.supervisor import (
     UNKILLABLE_S,
     Ending,
     Failure,
+    ReplicaProcess,
     Supervisor,
     WorkerProcess,
     describe,
     exit_reason,
+    start_worker,
 )
+
+NUM_SHARDS = 2
+CRASH, KILLED = Ending("ended with exit code 1", "ValueError: no"), Ending(exit_reason(-9))
 
 
 class Scripted(WorkerProcess):
-    """A worker without a process, which ends when the test says; its process id is its rank + 1."""
+    """A worker without a process, which ends when the test says, or is killed."""
 
-    def __init__(self, local_rank: int, variables: Mapping[str, str]) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__()
-        self.pid, self.variables = local_rank + 1, variables
+        self.pid, self.variables = 1, variables
         self.how: Ending | None = None
+        self.signals: list[int] = []
+        self.is_killed = False
 
     def waits_for(self) -> list[object]:
-        return []
+        return [self.reports.receiver]
 
     def poll(self) -> Ending | None:
         return self.how
 
-    def report(self, report: Report) -> None:
-        assert send_report(report, report_variables(self.reports.sender))
+    def send(self, number: int) -> None:
+        self.signals.append(number)
+
+    def kill_group(self) -> None:
+        self.is_killed = True
+
+    def report(self, **report: Any) -> None:
+        assert send_report(Report(**report), report_variables(self.reports.sender))
+
+    @property
+    def environment(self) -> Environment:
+        return Environment.read(self.variables)
+
+
+def plan_of(num_workers: int, **options: Any) -> LaunchPlan:
+    options = {"world_size": num_workers, "first_rank": 0, "run_id": "run"} | options
+    return LaunchPlan(num_workers, store=("127.0.0.1", 9), secret="s" * 16, **options)
 
 
 class Setting:
-    """Three workers, a clock, and what was sent to whom."""
+    """Three workers of a supervisor, and a clock."""
 
     def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        *,
-        begun: bool = False,
-        max_restarts: int = 0,
-        plan: LaunchPlan | None = None,
+        self, *, begun: bool = False, max_restarts: int = 0, plan: LaunchPlan | None = None
     ) -> None:
         self.now = 0.0
-        self.sent: list[tuple[int, int]] = []
-        self.told: list[tuple[int, bool]] = []
+        self.failures: list[tuple[int, bool]] = []
         self.restarted: list[tuple[int, float]] = []
         self.num_start_failures = 0
-        monkeypatch.setattr("os.kill", lambda pid, number: self.sent.append((pid, number)))
-        monkeypatch.setattr("os.killpg", lambda pid, number: self.sent.append((-pid, number)))
-        self.plan = plan or LaunchPlan(
-            3, 3, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16
-        )
+        self.plan = plan or plan_of(3)
         self.supervisor = Supervisor(
             self.plan,
             self.start,
             max_restarts=max_restarts,
-            on_failure=lambda failure, go_on: self.told.append((failure.rank, go_on)),
+            on_failure=lambda failure, go_on: self.failures.append((failure.rank, go_on)),
             clock=lambda: self.now,
         )
         self.workers: dict[int, Scripted] = {}
@@ -77,7 +90,11 @@ class Setting:
             self.supervisor._start(local_rank, self.plan.worker_variables(local_rank))
         self.restarted.clear()
         if begun:
-            self.begin()
+            self.report(begins=True, addresses=self.addresses(3))
+
+    @staticmethod
+    def addresses(num_workers: int) -> dict[int, tuple[str, int]]:
+        return {rank: ("127.0.0.1", 1000 + rank) for rank in range(num_workers)}
 
     def start(self, variables: Mapping[str, str]) -> Scripted:
         local_rank = int(variables["LOCAL_RANK"])
@@ -85,90 +102,88 @@ class Setting:
         if self.num_start_failures:
             self.num_start_failures -= 1
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        self.workers[local_rank] = Scripted(local_rank, variables)
+        self.workers[local_rank] = Scripted(variables)
         self.made.append(self.workers[local_rank])
         return self.workers[local_rank]
 
-    def begin(self) -> None:
-        addresses = {rank: ("127.0.0.1", 1000 + rank) for rank in range(3)}
+    def report(self, **report: Any) -> None:
         for worker in self.workers.values():
-            worker.report(Report(begins=True, addresses=addresses))
+            worker.report(**report)
 
-    def step(self, now: float) -> bool:
-        self.now = now
-        return self.supervisor.step(0)
+    def crash(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.workers[rank].how = CRASH
+
+    def step(self, *times: float) -> bool:
+        for self.now in times:
+            goes_on = self.supervisor.step(0)
+        return goes_on
 
     def signalled(self, number: int) -> set[int]:
-        return {pid for pid, sent in self.sent if sent == number}
+        return {rank for rank, each in self.workers.items() if number in each.signals}
 
-    def close(self) -> None:
-        for worker in self.made:
-            worker.close()
+    @property
+    def failed(self) -> list[int]:
+        return [failure.rank for failure in self.supervisor.failures]
 
 
 Make = Callable[..., Setting]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make() -> Iterator[Make]:
     """``make(begun=False, ...)``: a setting, whose channels are closed at the end."""
     made: list[Setting] = []
 
-    def setting(**options: object) -> Setting:
-        made.append(Setting(monkeypatch, **options))
+    def setting(**options: Any) -> Setting:
+        made.append(Setting(**options))
         return made[-1]
 
     yield setting
     for each in made:
-        each.close()
-
-
-CRASH = Ending("ended with exit code 1", "ValueError: no")
-
-
-def test_all_ending_well_is_no_failure(make: Make) -> None:
-    setting = make()
-    for worker in setting.workers.values():
-        assert setting.step(1)
-        worker.how = Ending()
-    assert not setting.step(2)
-    assert setting.supervisor.failures == []
-    assert setting.sent == []
+        for worker in each.made:
+            worker.close()
 
 
 def test_a_failure_before_the_run_began_ends_the_others(make: Make) -> None:
     setting = make(max_restarts=9)
-    setting.workers[0].how = CRASH
+    setting.crash(0)
     assert setting.step(1)
     assert setting.signalled(signal.SIGTERM) == set()
-    setting.workers[1].how = CRASH  # in the grace: for the same reason
-    setting.step(1 + GRACE_S / 2)
-    setting.step(1 + GRACE_S)
-    assert setting.signalled(signal.SIGTERM) == {3}
+    setting.crash(1)  # in the grace: for the same reason
+    setting.step(1 + GRACE_S / 2, 1 + GRACE_S)
+    assert setting.signalled(signal.SIGTERM) == {2}
     setting.step(1 + GRACE_S + PATIENCE_S)
-    assert 3 in setting.signalled(signal.SIGKILL)
-    setting.workers[2].how = Ending("died of signal 9 (SIGKILL)")
+    assert setting.workers[2].is_killed
+    assert setting.signalled(signal.SIGKILL) == {2}
+    setting.workers[2].how = KILLED
     assert not setting.step(5)
-    assert [failure.rank for failure in setting.supervisor.failures] == [0, 1]
-    assert setting.told == [(0, False), (1, False)]
+    assert setting.failed == [0, 1]
+    assert setting.failures == [(0, False), (1, False)]
     assert setting.restarted == []
 
 
 def test_after_the_run_began_the_others_go_on(make: Make) -> None:
     setting = make(begun=True)
-    setting.workers[0].how = CRASH
-    assert setting.step(1)
-    assert setting.step(100)
-    assert setting.sent == [(-1, signal.SIGKILL)]  # what the failed one left behind
-    assert setting.told == [(0, True)]
+    setting.crash(0)
+    assert setting.step(1, 100)
+    # Whatever the failed one left behind is killed.
+    assert [worker.is_killed for worker in setting.made] == [True, False, False]
+    assert not any(worker.signals for worker in setting.made)
+    assert setting.failures == [(0, True)]
+    for rank in (1, 2):
+        setting.workers[rank].how = Ending()
+    assert not setting.step(101)
+    assert setting.failed == [0]
 
 
 def test_ending_twice_kills_at_once(make: Make) -> None:
     setting = make()
     setting.supervisor.end(signal.SIGINT)
-    assert setting.sent == [(pid, signal.SIGINT) for pid in (1, 2, 3)]
+    assert [worker.signals for worker in setting.made] == [[signal.SIGINT]] * 3
     setting.supervisor.end(signal.SIGINT)
-    assert setting.signalled(signal.SIGKILL) == {1, 2, 3, -1, -2, -3}
+    assert setting.signalled(signal.SIGKILL) == {0, 1, 2}
+    assert all(worker.is_killed for worker in setting.made)
 
 
 def test_a_process_that_cannot_be_killed_is_given_up(make: Make) -> None:
@@ -179,88 +194,68 @@ def test_a_process_that_cannot_be_killed_is_given_up(make: Make) -> None:
 
 
 def test_identical_failures_are_described_once() -> None:
-    other = Ending(exit_reason(-9))
-    text = describe([Failure(2, CRASH), Failure(0, other), Failure(1, CRASH)])
+    text = describe([Failure(2, CRASH), Failure(0, KILLED), Failure(1, CRASH)])
     assert text == (
         "workers 1, 2 ended with exit code 1:\nValueError: no\n\n"
         "worker 0 died of signal 9 (SIGKILL)"
     )
-    assert describe([Failure(0, other), Failure(-2, other)]).startswith("workers +1, 0 died of")
+    assert describe([Failure(0, KILLED), Failure(-2, KILLED)]).startswith("workers +1, 0 died of")
 
 
 def test_the_one_that_died_is_started_again_and_no_other(make: Make) -> None:
     setting = make(begun=True, max_restarts=2)
-    setting.workers[1].how = CRASH
-    assert setting.step(10)
-    setting.step(10.09)
+    setting.crash(1)
+    assert setting.step(10, 10.09)
     assert setting.restarted == []
     setting.step(10.1)
     assert setting.restarted == [(1, 10.1)]
-    again = Environment.read(setting.workers[1].variables)
+    again = setting.workers[1].environment
     assert (again.rank, again.num_restarts, again.run_id) == (1, 1, "run")
     assert again.join == (("127.0.0.1", 1002), ("127.0.0.1", 1000))
     for worker in setting.workers.values():
         worker.how = Ending()
     assert not setting.step(20)
-    assert setting.supervisor.failures == []
-    assert setting.told == [(1, True)]
+    assert setting.failed == []
+    assert setting.failures == [(1, True)]
     assert len(setting.restarted) == 1
-
-
-def test_without_a_restart_left_it_is_a_failure(make: Make) -> None:
-    setting = make(begun=True, max_restarts=1)
-    for now in (10.0, 20.0):
-        setting.workers[1].how = CRASH
-        setting.step(now)
-        setting.step(now + 1)
-    assert [rank for rank, _ in setting.restarted] == [1]
-    assert [failure.rank for failure in setting.supervisor.failures] == [1]
-    assert setting.supervisor.running.keys() == {0, 2}
 
 
 @pytest.mark.parametrize("others", [Ending(), CRASH])
 def test_the_dead_do_not_come_back_to_a_run_that_is_over(make: Make, others: Ending) -> None:
     setting = make(begun=True, max_restarts=6)
-    setting.workers[0].how = CRASH
+    setting.crash(0)
     setting.workers[1].how = setting.workers[2].how = others
     assert not setting.step(10)
     assert setting.restarted == []
-    failed = [failure.rank for failure in setting.supervisor.failures]
-    assert failed == ([0] if others == Ending() else [0, 1, 2])
+    assert setting.failed == ([0] if others == Ending() else [0, 1, 2])
 
 
 def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None:
-    plan = LaunchPlan(3, 6, 3, store=("127.0.0.1", 9), secret="s" * 16)
-    setting = make(max_restarts=6, plan=plan)
-    addresses = {rank: ("127.0.0.1", 1000 + rank) for rank in range(6)}
-    for worker in setting.workers.values():
-        worker.report(Report(begins=True, addresses=addresses, run_id="theirs"))
-    for worker in setting.workers.values():
-        worker.how = CRASH
-    assert setting.step(10)
-    setting.step(10.2)
+    setting = make(max_restarts=6, plan=plan_of(3, world_size=6, first_rank=3, run_id=None))
+    setting.report(begins=True, addresses=setting.addresses(6), run_id="theirs")
+    setting.crash(0, 1, 2)
+    assert setting.step(10, 10.2)
     assert setting.restarted == [(rank, 10.2) for rank in range(3)]
-    again = Environment.read(setting.workers[0].variables)
+    again = setting.workers[0].environment
     assert (again.rank, again.run_id, again.is_joining) == (3, "theirs", True)
 
 
 def test_a_joiner_keeps_the_rank_that_it_was_given(make: Make) -> None:
     plan = LaunchPlan(3, secret="s" * 16, join_infos=[JoinInfo("run", join=(("10.0.0.1", 4),))])
     setting = make(max_restarts=6, plan=plan)
-    assert Environment.read(setting.workers[0].variables).needs_rank
+    assert setting.workers[0].environment.needs_rank
     for rank, worker in setting.workers.items():
-        worker.report(Report(begins=True, rank=7 + rank))
-    setting.workers[1].how = CRASH
-    setting.step(10)
-    setting.step(10.2)
-    assert setting.told == [(8, True)]
-    again = Environment.read(setting.workers[1].variables)
+        worker.report(begins=True, rank=7 + rank)
+    setting.crash(1)
+    setting.step(10, 10.2)
+    assert setting.failures == [(8, True)]
+    again = setting.workers[1].environment
     assert (again.rank, again.join) == (8, (("10.0.0.1", 4),))
 
 
 def test_who_waits_for_a_restart_when_all_end_stays_away(make: Make) -> None:
     setting = make(begun=True, max_restarts=6)
-    setting.workers[0].how = CRASH
+    setting.crash(0)
     setting.step(10)
     setting.supervisor.end(signal.SIGINT)
     setting.workers[1].how = setting.workers[2].how = Ending("was told to")
@@ -271,17 +266,25 @@ def test_who_waits_for_a_restart_when_all_end_stays_away(make: Make) -> None:
 def test_a_worker_that_cannot_be_started_again_ends_no_other(make: Make) -> None:
     setting = make(begun=True, max_restarts=3)
     setting.num_start_failures = 2
-    setting.workers[0].how = CRASH
-    for now in (1.0, 1.15, 1.4, 2.0):
-        assert setting.step(now)
+    setting.crash(0)
+    assert setting.step(1.0, 1.15, 1.4, 2.0)
     # Each attempt is one of the restarts, later than the one before.
     assert setting.restarted == [(0, 1.15), (0, 1.4), (0, 2.0)]
     assert setting.supervisor.running.keys() == {0, 1, 2}
-    assert setting.signalled(signal.SIGTERM) | setting.signalled(signal.SIGKILL) == {-1}
-    assert setting.supervisor.failures == []
+    assert not any(worker.signals for worker in setting.made)
+    assert setting.failed == []
+    setting = make(begun=True, max_restarts=1)
+    setting.num_start_failures = 9
+    setting.crash(0)
+    assert setting.step(1.0, 2.0, 3.0)
+    assert setting.supervisor.running.keys() == {1, 2}
+    (failure,) = setting.supervisor.failures
+    assert failure.ending.reason == (
+        "could not be started (OSError: [Errno 24] Too many open files)"
+    )
 
 
-def test_a_limit_of_descriptors_that_is_lowered_ends_nobody(
+def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """poll(2) takes no more descriptors than the limit says."""
@@ -291,35 +294,21 @@ def test_a_limit_of_descriptors_that_is_lowered_ends_nobody(
 
     setting = make(begun=True, max_restarts=3)
     monkeypatch.setattr("multiprocessing.connection.wait", wait)
-    setting.workers[0].how = CRASH
-    assert setting.step(1.0)
-    assert setting.step(1.2)
+    setting.crash(0)
+    assert setting.step(1.0, 1.2)
     assert setting.restarted == [(0, 1.2)]
     assert setting.supervisor.running.keys() == {0, 1, 2}
-
-
-def test_one_that_can_never_be_started_is_a_failure(make: Make) -> None:
-    setting = make(begun=True, max_restarts=1)
-    setting.num_start_failures = 9
-    setting.workers[0].how = CRASH
-    for now in (1.0, 2.0, 3.0):
-        assert setting.step(now)
-    assert setting.supervisor.running.keys() == {1, 2}
-    (failure,) = setting.supervisor.failures
-    assert failure.ending.reason == (
-        "could not be started (OSError: [Errno 24] Too many open files)"
-    )
 
 
 def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make: Make) -> None:
     setting = make(begun=True, max_restarts=99)
 
     def delay(local_rank: int) -> float:
-        """Of the next restart, after a life of one second."""
-        setting.workers[local_rank].how = CRASH
-        died_at = setting.now + 1.0
+        """Return the delay of the next restart, after a life of one second."""
+        setting.crash(local_rank)
+        died_at = now = setting.now + 1.0
         setting.step(died_at)
-        before, now = len(setting.restarted), died_at
+        before = len(setting.restarted)
         while len(setting.restarted) == before:
             now += 0.05
             setting.step(now)
@@ -330,14 +319,171 @@ def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make: Make)
         [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *3 * [MAX_DELAY_S]], abs=0.06
     )
     assert delay(1) == pytest.approx(0.1, abs=0.06)
-    assert Environment.read(setting.workers[0].variables).num_restarts == 10
+    assert setting.workers[0].environment.num_restarts == 10
 
 
 def test_the_budget_is_common_to_all_workers(make: Make) -> None:
     setting = make(begun=True, max_restarts=2)
-    for worker in setting.workers.values():
-        worker.how = CRASH
-        setting.step(1.0)
-        setting.step(2.0)
+    for rank in range(3):
+        setting.crash(rank)
+        setting.step(1.0, 2.0)
     assert [rank for rank, _ in setting.restarted] == [0, 1]
-    assert [failure.rank for failure in setting.supervisor.failures] == [2]
+    assert setting.failed == [2]
+    assert setting.supervisor.running.keys() == {0, 1}
+
+
+class Replicas:
+    """Two replicas of two processes, each of which is called "replica.shard"."""
+
+    def __init__(self) -> None:
+        self.plan = plan_of(2, join_infos=[JoinInfo() for _ in range(NUM_SHARDS)])
+        self.processes: dict[str, Scripted] = {}
+        self.all: list[ReplicaProcess] = []
+
+    def start_process(self, variables: Mapping[str, str]) -> Scripted:
+        # A replica without a rank has "+" and its number on this host.
+        number = int(variables["LOCAL_RANK"]) // NUM_SHARDS
+        label = f"{variables['GOSSIPDP_REPLICA'] or f'+{number}'}.{variables['RANK']}"
+        self.processes[label] = Scripted(variables)
+        return self.processes[label]
+
+    def start(self, rank: int, **more: str) -> ReplicaProcess:
+        own = self.plan.worker_variables(rank) | more
+        replica = start_worker(self.plan.join_infos, self.start_process, own)
+        assert isinstance(replica, ReplicaProcess)
+        self.all.append(replica)
+        return replica
+
+    def start_again(self) -> None:
+        self.start(1, RANK="5", GOSSIPDP_JOIN="10.0.0.9:9", GOSSIPDP_RESTARTS="1")
+
+
+@pytest.fixture
+def replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
+    monkeypatch.setattr(HostedStore, "open_in_background", lambda *_: None)  # would import torch
+    made = Replicas()
+    yield made
+    for replica in made.all:
+        replica.close()
+
+
+def test_each_process_of_a_replica_has_its_shard_and_its_replica(replicas: Replicas) -> None:
+    replicas.start(0)
+    replicas.start(1)
+    assert sorted(replicas.processes) == ["0.0", "0.1", "1.0", "1.1"]
+    own = [replicas.processes[label].variables for label in sorted(replicas.processes)]
+    assert [each["RANK"] for each in own] == ["0", "1"] * 2
+    assert {each["WORLD_SIZE"] for each in own} == {"2"}
+    assert [each["LOCAL_RANK"] for each in own] == ["0", "1", "2", "3"]
+    assert {each["LOCAL_WORLD_SIZE"] for each in own} == {"4"}
+    # A world of its own for each replica.
+    ports = [each["MASTER_PORT"] for each in own]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    environments = [Environment.read(each) for each in own]
+    assert [(each.rank, each.shard) for each in environments] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for each in environments:
+        assert (each.world_size, each.num_shards, each.local_world_size) == (2, 2, 2)
+        assert (each.store_host, each.store_port, each.hosts_store) == ("127.0.0.1", 9, False)
+
+
+def test_a_replica_ends_when_all_of_its_processes_have(replicas: Replicas) -> None:
+    replica = replicas.start(0)
+    first, second = replicas.processes.values()
+    second.how = Ending()
+    assert replica.poll() is None
+    assert replica.waits_for() == first.waits_for()
+    replica.send(15)
+    assert (first.signals, second.signals) == ([15], [])
+    first.how = Ending()
+    assert replica.poll() == Ending()
+    assert not any(process.is_killed for process in replicas.processes.values())
+
+
+def test_the_death_of_one_process_ends_the_others(replicas: Replicas) -> None:
+    replica = replicas.start(1)
+    first, second = replicas.processes.values()
+    second.how = KILLED
+    assert replica.poll() is None
+    assert first.is_killed
+    first.how = Ending("was killed")
+    assert replica.poll() == Ending("lost its process 1, which died of signal 9 (SIGKILL)")
+
+
+def test_who_was_asked_to_end_is_not_killed_for_it(replicas: Replicas) -> None:
+    """The first to end leaves the others the time to save."""
+    replica = replicas.start(0)
+    replica.send(15)
+    first, second = replicas.processes.values()
+    first.how = CRASH
+    assert replica.poll() is None
+    assert not second.is_killed
+    second.how = CRASH
+    ending = replica.poll()
+    assert ending is not None
+    assert ending.reason == "lost its process 0, which ended with exit code 1"
+
+
+def test_a_replica_begins_when_all_of_its_processes_do(replicas: Replicas) -> None:
+    replica = replicas.start(0)
+    first, second = replicas.processes.values()
+    addresses = {0: ("10.0.0.1", 1), 1: ("10.0.0.2", 1)}
+    first.report(begins=True, addresses=addresses)
+    assert replica.take_reports() == [Report(addresses=addresses)]
+    second.report(begins=True)
+    assert replica.take_reports() == [Report(begins=True)]
+    assert replica.take_reports() == []
+
+
+def test_who_comes_back_joins_the_network_of_its_own_shard(replicas: Replicas) -> None:
+    replica = replicas.start(1)
+    for shard in range(NUM_SHARDS):
+        addresses = {rank: ("10.0.0.1", 100 * (shard + 1) + rank) for rank in (0, 5)}
+        replicas.processes[f"1.{shard}"].report(
+            addresses=addresses, run_id=f"run-shard-{shard}", secret=f"{shard}" * 16
+        )
+    for report in replica.take_reports():
+        replicas.plan.join_infos[0].take(report)  # as their supervisor does
+    replicas.start_again()
+    for shard in range(NUM_SHARDS):
+        environment = replicas.processes[f"5.{shard}"].environment
+        assert environment.join == (("10.0.0.1", 100 * (shard + 1)),)
+        assert environment.run_id == f"run-shard-{shard}"
+        assert environment.secret == f"{shard}".encode() * 16
+        assert (environment.rank, environment.shard, environment.num_restarts) == (5, shard, 1)
+
+
+def test_a_new_replica_joins_the_networks_that_its_user_names(replicas: Replicas) -> None:
+    infos = [
+        JoinInfo(f"run-shard-{shard}-of-2", join=(("10.0.0.1", 100 + shard),))
+        for shard in range(NUM_SHARDS)
+    ]
+    replicas.plan = LaunchPlan(2, secret="s" * 16, join_infos=infos)
+    replica = replicas.start(1)
+    for shard in range(NUM_SHARDS):
+        process = replicas.processes[f"+1.{shard}"]
+        environment = process.environment
+        assert (environment.needs_rank, environment.is_joining) == (True, True)
+        assert (environment.shard, environment.num_shards) == (shard, 2)
+        assert environment.local_rank == 2 + shard
+        assert environment.join == (("10.0.0.1", 100 + shard),)
+        assert environment.run_id == f"run-shard-{shard}-of-2"
+        # The network has no store; the replica's own world has one.
+        assert environment.store_host is None
+        assert process.variables["MASTER_ADDR"] == "127.0.0.1"
+        assert process.variables["RANK"] == str(shard)
+        process.report(begins=True, rank=5)
+    assert [report.rank for report in replica.take_reports()] == [5, None]
+    replicas.start_again()  # under the rank that it was given
+    again = replicas.processes["5.1"].environment
+    assert (again.rank, again.num_restarts, again.join) == (5, 1, (("10.0.0.1", 101),))
+
+
+def test_where_one_process_cannot_be_started_none_is_left(replicas: Replicas) -> None:
+    def start_process(variables: Mapping[str, str]) -> Scripted:
+        if replicas.processes:
+            raise OSError("no process left")
+        return replicas.start_process(variables)
+
+    with pytest.raises(OSError, match="no process left"):
+        start_worker(replicas.plan.join_infos, start_process, replicas.plan.worker_variables(0))
+    assert replicas.processes["0.0"].is_killed
