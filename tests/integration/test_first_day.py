@@ -1,11 +1,13 @@
 """Real scripts under ``gossipdp run``, and the lines that their users read."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from run_processes import VARIABLES
+from waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -70,13 +72,44 @@ print("lead", model.rank, model.is_lead)
 """
 
 
-def run(tmp_path: Path, script: str, n: int) -> subprocess.CompletedProcess[str]:
-    """Run a script by ``gossipdp run -n`` to its end."""
+DIES_AT_THE_END = """
+again, deadline_s = directory / "again", time.monotonic() + 120
+if os.environ.get("GOSSIPDP_RESTARTS", "0") != "0":
+    again.touch()
+    time.sleep(1000)  # as slow to start as a large model
+model = wrap(budget_samples=400)
+for batch in model.batches([torch.ones(8, 4)]):
+    step()
+if model.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while not again.exists():
+    assert time.monotonic() < deadline_s
+    time.sleep(0.01)
+print(model.rank, model.consolidate().world_size)
+"""
+
+GOES_ON = """
+model = wrap(budget_samples=8_000_000, checkpoints=Checkpoints(directory, resume="auto"))
+for batch in model.batches([torch.ones(8, 4)]):
+    step()
+    (directory / f"trains-{model.rank}").touch()
+    time.sleep(0.01)
+"""
+
+
+def command(tmp_path: Path, script: str, n: int, *options: str) -> list[str]:
+    """Write the script; return the command that runs it on ``n`` workers."""
     path, directory = tmp_path / "train.py", tmp_path / "files"
     path.write_text(HEAD + script)
     directory.mkdir(exist_ok=True)
+    start = [sys.executable, "-m", "gossipdp", "run", "-n", str(n)]
+    return [*start, *options, str(path), str(directory)]
+
+
+def run(tmp_path: Path, script: str, n: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script by ``gossipdp run`` to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "gossipdp", "run", "-n", str(n), str(path), str(directory)],
+        command(tmp_path, script, n, *options),
         capture_output=True,
         text=True,
         env=VARIABLES,
@@ -106,3 +139,33 @@ def test_a_resumed_run_says_where_it_goes_on_and_that_nothing_is_left(tmp_path: 
 def test_the_lead_moves_when_it_dies(tmp_path: Path) -> None:
     done = run(tmp_path, LEADS, 3)
     assert sorted(done.stdout.splitlines()) == ["lead 1 True", "lead 2 False"], done.stderr
+
+
+def test_a_death_near_the_end_leaves_the_run_complete(tmp_path: Path) -> None:
+    done = run(tmp_path, DIES_AT_THE_END, 2, "--max-restarts", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 1\n"
+    assert "is started again in 0.1 s (restart 1 of 3)" in done.stderr
+    assert "gossipdp: worker 1 is ended: the run is complete without it\n" in done.stderr
+    assert "restart 2" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_saves_and_says_so_in_one_line(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    launcher = subprocess.Popen(
+        command(tmp_path, GOES_ON, 2), stderr=subprocess.PIPE, text=True, env=VARIABLES
+    )
+    try:
+        wait_until(lambda: len(list(files.glob("trains-*"))) == 2, "both workers train")
+        launcher.send_signal(signal.SIGINT)
+        _, said = launcher.communicate(timeout=100)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGINT, said
+    assert "Traceback" not in said
+    starting, stopped = said.splitlines()
+    assert starting.startswith("gossipdp: starting 2 workers")
+    assert stopped.startswith("gossipdp: stopped at step")
+    assert stopped.endswith(f'; start it again with resume="auto" to go on from {files}')
+    assert len(list(files.glob("worker-*/step-*.safetensors"))) == 2

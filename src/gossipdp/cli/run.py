@@ -7,7 +7,7 @@ this launcher assigned: ``torchrun --nproc-per-node 4 -m gossipdp run train.py``
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -180,7 +180,15 @@ def run(arguments: RunArguments) -> int:
             _tell(_join_line(arguments, [each[min(each)] for each in known]))
 
     max_restarts = arguments.max_restarts
-    supervisor = Supervisor(plan, start_process, max_restarts=max_restarts, on_failure=tell)
+    supervisor = Supervisor(
+        plan,
+        start_process,
+        max_restarts=max_restarts,
+        on_failure=tell,
+        on_missed_end=lambda rank, reason: _tell(
+            f"worker {shown_rank(rank)} {reason or 'is ended'}: the run is complete without it"
+        ),
+    )
     if not plan.launcher_variables:
         noun = "worker" if num_workers == 1 else "workers"
         _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
@@ -188,6 +196,8 @@ def run(arguments: RunArguments) -> int:
     try:
         ended_by = supervisor.run(look)
         code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
+        if ended_by is not None:
+            _tell(stopped_line(supervisor.saved.values()))
         if supervisor.failures and some_go_on:  # the lines on them may be hours back
             _tell(f"at the end: {describe(supervisor.failures)}")
     finally:  # however it ends: under torchrun others may wait for this one's end
@@ -204,6 +214,23 @@ def run(arguments: RunArguments) -> int:
         # Nothing is left to do, and without torch's own end, or that of its import, it is quick.
         os._exit(code)
     return code
+
+
+def stopped_line(saved: Iterable[tuple[int, str]]) -> str:
+    """Return the line on a run that was stopped, from the (step, directory) of what was saved.
+
+    Example:
+        >>> stopped_line([(163, "ck"), (151, "ck")])
+        'stopped at steps 151 to 163; start it again with resume="auto" to go on from ck'
+        >>> stopped_line([])
+        'stopped; nothing was saved'
+    """
+    steps = sorted(step for step, _ in saved)
+    places = sorted({directory for _, directory in saved})
+    if not steps:
+        return "stopped; nothing was saved"
+    at = f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]} to {steps[-1]}"
+    return f'stopped at {at}; start it again with resume="auto" to go on from {", ".join(places)}'
 
 
 def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) -> str:

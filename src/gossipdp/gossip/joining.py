@@ -92,6 +92,10 @@ class _Visitor(LinkHandler):
         self.num_refused += refused_connection
 
 
+class RunEndingError(RefusedError):
+    """A worker comes too late: the run is ending."""
+
+
 def ask_members(
     addresses: Sequence[tuple[str, int]],
     identity: Identity,
@@ -112,7 +116,8 @@ def ask_members(
         clock: seconds, monotonic.
 
     Raises:
-        RefusedError: the run has other settings or another secret, or it is ending.
+        RefusedError: the run has other settings or another secret.
+        RunEndingError: it is ending.
         RendezvousError: no worker answered.
     """
     deadline_s = clock() + timeout_s
@@ -134,7 +139,7 @@ def ask_members(
         finally:
             transport.close()
         if visitor.answer is not None and visitor.answer.is_ending:
-            raise RefusedError(
+            raise RunEndingError(
                 "the run is ending: its workers average their parameters and take in no other"
             )
         if visitor.answer is not None:

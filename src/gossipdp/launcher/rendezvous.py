@@ -269,6 +269,11 @@ class Rendezvous:
             )
             self._closer.start()
 
+    def mark_consolidated(self) -> None:
+        """Report to the launcher that the run is complete, and needs no other worker any more."""
+        if self._number == 0:  # the one model that a restarted worker joins
+            send_report(Report(consolidated=True))
+
     def close(self) -> None:
         """Drop the store; if rank 0 hosts it, end it."""
         self._closing.set()

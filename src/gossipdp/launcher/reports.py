@@ -1,4 +1,4 @@
-"""Reports of a worker to the launcher that started it: it trains, and the others' addresses.
+"""Reports of a worker to the launcher that started it: how far its life is, and all addresses.
 
 With these reports a launcher restarts a worker by live addresses, without a store. Each worker has
 an end of a datagram socket pair of its own, named by GOSSIPDP_REPORT; without a launcher, reports
@@ -27,6 +27,9 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         rank: the rank that a joining worker was given.
         addresses: (host, port) by rank of the workers that it thinks alive.
         run_id, secret: those of the run's first model, unless the launcher chose them.
+        consolidated: the worker holds the average at the end of the run.
+        saves: it writes a last checkpoint before it ends; False: no longer.
+        saved: the step and the directory of that checkpoint, once it is whole.
     """
 
     begins: bool | None = None
@@ -34,6 +37,9 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     addresses: dict[int, tuple[str, int]] | None = None
     run_id: str | None = None
     secret: str | None = None
+    consolidated: bool | None = None
+    saves: bool | None = None
+    saved: tuple[int, str] | None = None
 
 
 def send_report(report: Report, variables: Mapping[str, str] = os.environ) -> bool:

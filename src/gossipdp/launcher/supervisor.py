@@ -41,6 +41,8 @@ GRACE_S = 0.25
 # From the signal that ends a worker to SIGKILL, and from there to giving it up: a process that
 # hangs in the kernel cannot be killed.
 PATIENCE_S, UNKILLABLE_S = 1.5, 10.0
+# For a worker that has said that it writes a last checkpoint.
+SAVING_PATIENCE_S = 120.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
 
 
@@ -246,10 +248,18 @@ def describe(failures: Sequence[Failure]) -> str:
 
 @dataclasses.dataclass
 class _Lives:
-    """One worker over all its lives; ``due`` is when the next one starts."""
+    """One worker over all its lives; ``due`` is when the next one starts.
+
+    ``takes_part``: the present life has begun; ``has_begun``: any. ``missed_end``: the run became
+    complete while the present life did not take part.
+    """
 
     rank: int
     has_begun: bool = False
+    takes_part: bool = False
+    consolidated: bool = False
+    missed_end: bool = False
+    saves: bool = False
     num_restarts: int = 0
     due: float | None = None
     failure: Failure | None = None
@@ -264,11 +274,17 @@ class Supervisor:
     report; its k-th restart comes min(0.1·2^(k−1), 10) seconds after its death. When no worker is
     left to join, the run is over.
 
+    Once a worker holds the average at the end of the run, no other is started again, and one that
+    was, but does not take part yet, is ended. If restarts were left for it, that is no failure: the
+    run is complete without it.
+
     Args:
         plan: the run they belong to.
         start_process: starts a process with these variables.
         max_restarts: how many restarts, of all workers together.
         on_failure: called once for each failure, with whether the others go on.
+        on_missed_end: called with the rank of each worker that died, and was started again or would
+            have been, when the run was complete; and with the reason for its end, "" if we end it.
         clock: seconds, monotonic.
 
     Attributes:
@@ -276,6 +292,8 @@ class Supervisor:
         workers: the last life of each.
         failures: of the workers that were not started again.
         begun: whether all workers here train, as last seen.
+        is_complete: whether a worker holds the average at the end of the run.
+        saved: (step, directory) of the last checkpoints, by rank, of workers that were ended.
     """
 
     def __init__(
@@ -285,14 +303,17 @@ class Supervisor:
         *,
         max_restarts: int = 0,
         on_failure: Callable[[Failure, bool], None] = lambda failure, others_go_on: None,
+        on_missed_end: Callable[[int, str], None] = lambda rank, reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._start_process, self._clock = plan, start_process, clock
         self._num_restarts_left, self._on_failure = max_restarts, on_failure
+        self._on_missed_end = on_missed_end
         self.running: dict[int, WorkerProcess] = {}
         self.workers: dict[int, WorkerProcess] = {}
         self.failures: list[Failure] = []
-        self.begun = False
+        self.begun = self.is_complete = False
+        self.saved: dict[int, tuple[int, str]] = {}
         self._join_info = plan.join_infos[0]  # of single processes, or of each replica's first
         first = plan.first_rank
         self._lives = [
@@ -301,6 +322,7 @@ class Supervisor:
         ]
         self._end_at: float | None = None
         self._kill_at: float | None = None
+        self._is_killing = False
 
     @property
     def ending(self) -> bool:
@@ -310,8 +332,9 @@ class Supervisor:
     def run(self, on_step: Callable[[], None] = lambda: None) -> int | None:
         """Start all workers, call ``on_step`` all the while, and return when all have ended.
 
-        SIGINT and SIGTERM are passed on to the workers; a second one kills them. If ``on_step``
-        raises, the workers are ended and the error is raised.
+        At SIGINT and SIGTERM the workers get SIGTERM: they save a last checkpoint, and no worker
+        shows a traceback. A second signal kills them. If ``on_step`` raises, the workers are ended
+        and the error is raised.
 
         Returns:
             The signal that ended the run, None if none did.
@@ -323,13 +346,13 @@ class Supervisor:
                     self._start(local_rank, self._plan.worker_variables(local_rank))
                 self._plan.open()  # the workers import torch meanwhile
                 while self.step():
-                    for number in caught[heeded:]:
+                    for _ in caught[heeded:]:
                         heeded += 1
-                        self.end(number)
+                        self.end()
                     on_step()
             finally:
                 if self.running and not self.ending:
-                    self.end(signal.SIGTERM)
+                    self.end()
                 while self.step(0.02):
                     if len(caught) > heeded:
                         self.kill()
@@ -360,20 +383,23 @@ class Supervisor:
             ending = worker.poll()
             if ending is not None:
                 self._ended(local_rank, ending, now)
+        if self.is_complete and not self.ending:
+            self._end_latecomers()
         if not self.ending:
             self._restart(now)
         if self._end_at is not None and now >= self._end_at and not self.ending:
-            self.end(signal.SIGTERM)  # quieter than SIGINT: no traceback beside the failure's
-        if self._kill_at is not None and now >= self._kill_at:
+            self.end()
+        if self._kill_at is not None and now >= self._kill_at + self._time_to_save_s():
             self.kill()
             if now >= self._kill_at + UNKILLABLE_S:
                 self.running.clear()
         return bool(self.running) or any(lives.due is not None for lives in self._lives)
 
-    def end(self, number: int) -> None:
-        """Send all workers a signal, and SIGKILL if they outlive it by PATIENCE_S.
+    def end(self) -> None:
+        """Send all workers SIGTERM, and SIGKILL if they outlive it by PATIENCE_S.
 
-        A second call sends SIGKILL at once. No worker is started again after it.
+        A worker that writes a last checkpoint has SAVING_PATIENCE_S. A second call sends SIGKILL at
+        once. No worker is started again after it.
         """
         if self.ending:
             self.kill()
@@ -381,10 +407,15 @@ class Supervisor:
         self._kill_at = self._clock() + PATIENCE_S
         self._give_up_waiting()
         for worker in self.running.values():
-            worker.send(number)
+            worker.send(signal.SIGTERM)
+
+    def _time_to_save_s(self) -> float:
+        saves = any(self._lives[local_rank].saves for local_rank in self.running)
+        return SAVING_PATIENCE_S - PATIENCE_S if saves and not self._is_killing else 0.0
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""
+        self._is_killing = True
         self._kill_at = min(self._clock(), self._kill_at or self._clock())
         self._give_up_waiting()
         for worker in self.running.values():
@@ -393,6 +424,8 @@ class Supervisor:
     def _start(self, local_rank: int, variables: Mapping[str, str]) -> None:
         worker = start_worker(self._plan.join_infos, self._start_process, variables)
         self.workers[local_rank] = self.running[local_rank] = worker
+        lives = self._lives[local_rank]
+        lives.takes_part = lives.consolidated = lives.saves = False
 
     def _take_reports(self) -> None:
         """Note the workers' reports: who trains, where all are, and the rank of a joiner."""
@@ -400,6 +433,13 @@ class Supervisor:
             lives = self._lives[local_rank]
             for report in worker.take_reports():
                 lives.has_begun |= bool(report.begins)
+                lives.takes_part |= bool(report.begins)
+                lives.consolidated |= bool(report.consolidated)
+                self.is_complete |= lives.consolidated
+                if report.saves is not None:
+                    lives.saves = report.saves
+                if report.saved is not None:
+                    self.saved[lives.rank] = report.saved
                 if report.rank is not None:
                     lives.rank = report.rank
                 self._join_info.take(report)
@@ -419,8 +459,14 @@ class Supervisor:
     def _fail(self, local_rank: int, ending: Ending, now: float) -> None:
         """Handle a life of this worker that failed, or could not begin."""
         lives = self._lives[local_rank]
+        may_restart = self._have_all_begun() and self._num_restarts_left > 0
+        if lives.missed_end:
+            return
+        if self.is_complete and not lives.consolidated and may_restart:
+            self._miss_end(lives, ending.reason)
+            return
         failure = Failure(lives.rank, ending)
-        if self._have_all_begun() and self._num_restarts_left > 0:
+        if may_restart and not self.is_complete:
             self._num_restarts_left -= 1
             # 2**7 · 0.1 exceeds the cap; a larger power would only overflow one day.
             delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(lives.num_restarts, 7))
@@ -452,6 +498,22 @@ class Supervisor:
             except Exception as error:  # no process or descriptor left: the others are healthy
                 reason = f"could not be started ({type(error).__name__}: {error})"
                 self._fail(local_rank, Ending(reason), now)
+
+    def _end_latecomers(self) -> None:
+        """End the workers that were started again and find the run complete; start no other."""
+        for local_rank, lives in enumerate(self._lives):
+            worker = self.running.get(local_rank)
+            is_late = worker is not None and lives.num_restarts > 0 and not lives.takes_part
+            if (lives.due is None and not is_late) or lives.missed_end:
+                continue
+            failure, lives.due, lives.failure = lives.failure, None, None
+            self._miss_end(lives, failure.ending.reason if failure else "")
+            if worker is not None:
+                worker.send(signal.SIGTERM)
+
+    def _miss_end(self, lives: _Lives, reason: str) -> None:
+        lives.missed_end = True
+        self._on_missed_end(lives.rank, reason)
 
     def _give_up_waiting(self) -> None:
         for lives in self._lives:

@@ -267,6 +267,13 @@ class Checkpointer:
         return self._engine.rank
 
     @property
+    def place(self) -> tuple[int, str]:
+        """Return the worker's step, and the directory in which its script saves."""
+        assert self._directory is not None
+        given = self._directory.parent if self._is_sharded else self._directory
+        return self._engine.step_number, str(given)
+
+    @property
     def is_within_batches(self) -> bool:
         """Return whether a loop of ``batches()`` or ``epochs()`` runs; see :meth:`of_batches`."""
         return self._num_generators > 0
@@ -280,7 +287,7 @@ class Checkpointer:
 
     def save(self) -> Path:
         """Take a checkpoint now and return its path when it is on the disk."""
-        path = self.begin_save().result()
+        self.newest = path = self.begin_save().result()
         self._num_saved += 1
         return path
 

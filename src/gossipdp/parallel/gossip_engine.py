@@ -498,6 +498,7 @@ class GossipEngine:
             self._come_again(error)
             outcome = self._wait_for_average(timeout_s)
         self._lead = self._replica.first_says(outcome.lead)
+        self._startup.mark_consolidated()
         averaged = self._state.averaged_chunks + self._state.copied_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)

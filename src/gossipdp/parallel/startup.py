@@ -18,7 +18,7 @@ from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import RendezvousError, SupersededError
-from gossipdp.gossip.joining import ask_members
+from gossipdp.gossip.joining import RunEndingError, ask_members
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.graph.constants import Constants
@@ -136,6 +136,10 @@ class Startup:
             self.rank,
         )
         self._end_thread()
+
+    def mark_consolidated(self) -> None:
+        """Say that this worker holds the average of the run."""
+        self._rendezvous.mark_consolidated()
 
     def close(self) -> None:
         """End the thread, if there is one, and then what it has others do."""
@@ -309,13 +313,21 @@ class Startup:
             time.sleep(LOOK_AT_RANK_EVERY_S)
 
     def _join(self) -> None:
-        """Join, anew with another rank as often as this one turns out to be another's."""
+        """Join, with another rank as often as this one turns out to be another's.
+
+        If the run ends without a worker that was started again, its process ends well.
+        """
         while True:
             try:
                 self._join_once()
                 return
             except SupersededError as error:
                 self._give_up_rank(error)
+            except RunEndingError as error:
+                if not self._environment.num_restarts:
+                    raise
+                logger.warning("this worker is not needed any more: %s", error)
+                raise SystemExit(0) from None
 
     def _join_once(self) -> None:
         """Ask who is there, take a place, take the state of a live worker, and take part.

@@ -16,6 +16,7 @@ from gossipdp.launcher.supervisor import (
     GRACE_S,
     MAX_DELAY_S,
     PATIENCE_S,
+    SAVING_PATIENCE_S,
     UNKILLABLE_S,
     Ending,
     Failure,
@@ -75,6 +76,7 @@ class Setting:
         self.now = 0.0
         self.failures: list[tuple[int, bool]] = []
         self.restarted: list[tuple[int, float]] = []
+        self.missed: list[tuple[int, str]] = []
         self.num_start_failures = 0
         self.plan = plan or plan_of(3)
         self.supervisor = Supervisor(
@@ -82,6 +84,7 @@ class Setting:
             self.start,
             max_restarts=max_restarts,
             on_failure=lambda failure, go_on: self.failures.append((failure.rank, go_on)),
+            on_missed_end=lambda rank, reason: self.missed.append((rank, reason)),
             clock=lambda: self.now,
         )
         self.workers: dict[int, Scripted] = {}
@@ -177,18 +180,104 @@ def test_after_the_run_began_the_others_go_on(make: Make) -> None:
     assert setting.failed == [0]
 
 
+def end_well(setting: Setting, *ranks: int) -> None:
+    """Give these workers the average of the run, and let them end."""
+    for rank in ranks:
+        setting.workers[rank].report(consolidated=True)
+        setting.workers[rank].how = Ending()
+
+
+def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make: Make) -> None:
+    setting = make(begun=True, max_restarts=5)
+    setting.crash(0)
+    setting.step(1)
+    end_well(setting, 1)
+    assert setting.step(1.05, 2, 3)  # worker 2 trains
+    end_well(setting, 2)
+    assert not setting.step(4)
+    assert (setting.restarted, setting.missed, setting.failed) == ([], [(0, CRASH.reason)], [])
+
+
+def test_who_was_started_again_and_has_not_begun_is_ended_then(make: Make) -> None:
+    setting = make(begun=True, max_restarts=5)
+    setting.crash(0)
+    assert setting.step(1, 2)
+    assert [rank for rank, _ in setting.restarted] == [0]
+    end_well(setting, 1, 2)
+    assert setting.step(3)
+    assert setting.signalled(signal.SIGTERM) == {0}
+    setting.workers[0].how = KILLED
+    assert not setting.step(4)
+    assert (setting.missed, setting.failed, len(setting.restarted)) == ([(0, "")], [], 1)
+
+
+def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart(
+    make: Make,
+) -> None:
+    for max_restarts, missed, failed in ((5, [(0, CRASH.reason)], []), (0, [], [0])):
+        setting = make(begun=True, max_restarts=max_restarts)
+        end_well(setting, 1, 2)
+        setting.crash(0)
+        assert not setting.step(1)
+        assert (setting.missed, setting.failed, setting.restarted) == (missed, failed, [])
+
+
+def test_an_error_after_the_average_is_a_failure_without_a_restart(make: Make) -> None:
+    setting = make(begun=True, max_restarts=5)
+    end_well(setting, 1, 2)
+    setting.workers[0].report(consolidated=True)
+    setting.step(0.5)
+    setting.crash(0)
+    assert not setting.step(1)
+    assert (setting.missed, setting.failed, setting.restarted) == ([], [0], [])
+
+
+def test_an_early_end_by_itself_does_not_complete_the_run(make: Make) -> None:
+    setting = make(begun=True, max_restarts=5)
+    setting.workers[1].how = Ending()
+    setting.crash(0)
+    assert setting.step(1, 2)
+    assert ([rank for rank, _ in setting.restarted], setting.missed) == ([0], [])
+
+
+def test_who_writes_a_last_checkpoint_is_waited_for(make: Make) -> None:
+    setting = make(begun=True)
+    setting.supervisor.end()
+    setting.workers[0].report(saves=True)
+    for rank in (1, 2):
+        setting.workers[rank].how = KILLED
+    assert setting.step(1, PATIENCE_S + 10)
+    assert not setting.workers[0].is_killed
+    setting.workers[0].report(saved=(7, "ck"))
+    setting.workers[0].report(saves=False)
+    setting.step(PATIENCE_S + 11)
+    assert setting.workers[0].is_killed
+    assert setting.supervisor.saved == {0: (7, "ck")}
+
+
+def test_a_write_without_end_is_not_waited_for(make: Make) -> None:
+    setting = make(begun=True)
+    setting.workers[0].report(saves=True)
+    setting.step(0)
+    setting.supervisor.end()
+    setting.step(SAVING_PATIENCE_S - 1)
+    assert not setting.workers[0].is_killed
+    setting.step(SAVING_PATIENCE_S + 1)
+    assert setting.workers[0].is_killed
+
+
 def test_ending_twice_kills_at_once(make: Make) -> None:
     setting = make()
-    setting.supervisor.end(signal.SIGINT)
-    assert [worker.signals for worker in setting.made] == [[signal.SIGINT]] * 3
-    setting.supervisor.end(signal.SIGINT)
+    setting.supervisor.end()
+    assert [worker.signals for worker in setting.made] == [[signal.SIGTERM]] * 3
+    setting.supervisor.end()
     assert setting.signalled(signal.SIGKILL) == {0, 1, 2}
     assert all(worker.is_killed for worker in setting.made)
 
 
 def test_a_process_that_cannot_be_killed_is_given_up(make: Make) -> None:
     setting = make()
-    setting.supervisor.end(signal.SIGTERM)
+    setting.supervisor.end()
     assert setting.step(PATIENCE_S + 1)
     assert not setting.step(PATIENCE_S + UNKILLABLE_S)
 
@@ -257,7 +346,7 @@ def test_who_waits_for_a_restart_when_all_end_stays_away(make: Make) -> None:
     setting = make(begun=True, max_restarts=6)
     setting.crash(0)
     setting.step(10)
-    setting.supervisor.end(signal.SIGINT)
+    setting.supervisor.end()
     setting.workers[1].how = setting.workers[2].how = Ending("was told to")
     assert not setting.step(20)
     assert setting.restarted == []

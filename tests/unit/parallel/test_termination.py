@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -34,6 +35,7 @@ def terminable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A model with checkpoints, in a process whose SIGTERM is as it comes."""
     monkeypatch.setattr(Termination, "LONGEST_WAIT_S", 60.0)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path))
@@ -43,18 +45,19 @@ def terminable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gc.unfreeze()
 
 
-def test_sigterm_saves_between_two_steps_and_ends_the_worker(terminable, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_between_two_steps_and_ends_the_worker(terminable, tmp_path, number):
     model, optimizer = terminable
     step(model, optimizer)
     optimizer.zero_grad()
     loss = model(torch.ones(1, 3)).sum()
-    for _ in range(2):  # one of each who ends the run
-        os.kill(os.getpid(), signal.SIGTERM)  # in the middle of the second step
+    for each in (number, signal.SIGTERM):  # one of each who ends the run
+        os.kill(os.getpid(), each)  # in the middle of the second step
     loss.backward()
     optimizer.step()
     with pytest.raises(SystemExit) as ended:
         step(model, optimizer)
-    assert ended.value.code == 128 + signal.SIGTERM
+    assert ended.value.code == 128 + number
     assert steps_saved(tmp_path) == [2]
     assert gc.get_freeze_count() > 0, "the interpreter's end would take most of a second"
 
@@ -144,7 +147,7 @@ def test_a_last_checkpoint_that_cannot_be_made_ends_the_worker_too(
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit):
         step(model, optimizer)
-    assert "SIGTERM; nothing saved: " in caplog.text
+    assert "is stopped; nothing saved: " in caplog.text
 
 
 def test_a_loop_that_does_not_get_there_is_ended_all_the_same(
@@ -222,6 +225,24 @@ def test_what_is_due_when_a_model_is_closed_is_not_saved_later(terminable, tmp_p
     model.close()
     step(model, optimizer)
     assert steps_saved(tmp_path) == []
+
+
+def test_a_second_ctrl_c_interrupts_at_once(terminable, tmp_path):
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert steps_saved(tmp_path) == []
+
+
+def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch: pytest.MonkeyPatch):
+    model, _ = terminable
+    model.close()
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    termination = Termination()
+    termination.add(model._checkpointer)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == termination._handle
+    termination.remove(model._checkpointer)
 
 
 def test_a_signal_that_no_model_answers_ends_the_process_when_the_last_is_closed(terminable):
@@ -317,7 +338,7 @@ def test_a_model_that_cannot_be_saved_keeps_no_other_from_being_saved(
         pair.body(torch.ones(1, 3))
     saved = [steps_saved(tmp_path / name) for name in ("maker", "critic")]
     assert saved == [[], [1]]
-    assert "SIGTERM; nothing saved: the parameters or buffers" in caplog.text
+    assert "is stopped; nothing saved: the parameters or buffers" in caplog.text
 
 
 def test_a_model_that_was_closed_is_not_saved_and_the_other_is(pair: Pair, tmp_path: Path):
