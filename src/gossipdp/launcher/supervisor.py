@@ -62,12 +62,13 @@ class Failure:
     """A worker that ended with an error of its own, not one that was ended.
 
     ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet. It is
-    started again in ``restart_in_s`` seconds; None: never.
+    started again in ``restart_in_s`` seconds; None: never. ``before``: how its earlier lives ended.
     """
 
     rank: int
     ending: Ending
     restart_in_s: float | None = None
+    before: tuple[Ending, ...] = ()
 
 
 class WorkerProcess(abc.ABC):
@@ -234,15 +235,20 @@ def shown_rank(rank: int) -> str:
 
 
 def describe(failures: Sequence[Failure]) -> str:
-    """Describe all failures in their order; identical ones once, with their ranks."""
-    ranks: dict[Ending, list[int]] = {}
+    """Describe all failures in their order; identical ones once, with their ranks.
+
+    The first life of a worker comes first: what the later ones met may be its consequence.
+    """
+    ranks: dict[tuple[Ending, ...], list[int]] = {}
     for failure in failures:
-        ranks.setdefault(failure.ending, []).append(failure.rank)
+        ranks.setdefault((*failure.before, failure.ending), []).append(failure.rank)
     paragraphs = []
-    for ending, who in ranks.items():
+    for endings, who in ranks.items():
         noun = "worker" if len(who) == 1 else "workers"
-        line = f"{noun} {', '.join(map(shown_rank, sorted(who)))} {ending.reason}"
-        paragraphs.append(f"{line}:\n{ending.details.rstrip()}" if ending.details else line)
+        lives = "; started again, it ".join(each.reason for each in endings)
+        line = f"{noun} {', '.join(map(shown_rank, sorted(who)))} {lives}"
+        details = next((each.details.rstrip() for each in endings if each.details), "")
+        paragraphs.append(f"{line}:\n{details}" if details else line)
     return "\n\n".join(paragraphs)
 
 
@@ -263,6 +269,7 @@ class _Lives:
     num_restarts: int = 0
     due: float | None = None
     failure: Failure | None = None
+    endings: tuple[Ending, ...] = ()
 
 
 class Supervisor:
@@ -465,7 +472,8 @@ class Supervisor:
         if self.is_complete and not lives.consolidated and may_restart:
             self._miss_end(lives, ending.reason)
             return
-        failure = Failure(lives.rank, ending)
+        failure = Failure(lives.rank, ending, before=lives.endings)
+        lives.endings += (ending,)
         if may_restart and not self.is_complete:
             self._num_restarts_left -= 1
             # 2**7 · 0.1 exceeds the cap; a larger power would only overflow one day.

@@ -282,6 +282,15 @@ def test_a_process_that_cannot_be_killed_is_given_up(make: Make) -> None:
     assert not setting.step(PATIENCE_S + UNKILLABLE_S)
 
 
+def test_the_first_life_is_described_first() -> None:
+    lost = Ending("ended with exit code 1", "RendezvousError: no worker to join")
+    assert describe([Failure(1, lost, before=(KILLED,))]) == (
+        "worker 1 died of signal 9 (SIGKILL); started again, it ended with exit code 1:\n"
+        "RendezvousError: no worker to join"
+    )
+    assert describe([Failure(1, lost, before=(CRASH, KILLED))]).endswith("\nValueError: no")
+
+
 def test_identical_failures_are_described_once() -> None:
     text = describe([Failure(2, CRASH), Failure(0, KILLED), Failure(1, CRASH)])
     assert text == (
