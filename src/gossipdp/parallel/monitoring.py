@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import gossipdp
+from gossipdp.errors import RendezvousError
 from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.graph.topology import build_graph, graph_name
 from gossipdp.launcher.environment import Environment, show_address
@@ -82,6 +83,7 @@ class Monitoring:
         self,
         engine: "GossipEngine",
         stats: Callable[[], Stats],
+        budget: Callable[[], int | None],
         described: Callable[[], Mapping[str, Any]],
         *,
         joins: bool,
@@ -91,13 +93,14 @@ class Monitoring:
 
         Args:
             engine, stats: of the worker.
+            budget: returns the samples that all workers are to train on, as far as is known.
             described: makes the worker's configuration, for the log.
             joins: the worker came into a run that goes on, perhaps not for the first time: the log
                 of an earlier process of it in the same run goes on.
             resumes: its log goes on, whatever its run.
         """
         if self.page is not None:
-            self.page.show(engine, stats, self._options)
+            self.page.show(engine, stats, budget, self._options)
         asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
         directory = self._options.monitor.log_dir or asked
         if directory is None or not self._is_shown:
@@ -316,9 +319,10 @@ class StatusPage:
     def bind(self, rank: int) -> None:
         """Take the port of that rank; a worker that is given another rank moves.
 
+        If it is in use, training goes on without a status, and a warning says so.
+
         Raises:
             ValueError: there is no such port.
-            RendezvousError: it is in use.
         """
         port = self._first_port + rank if self._first_port else 0
         if port > 65535:
@@ -327,34 +331,45 @@ class StatusPage:
                 f"{port}, and 65535 is the last"
             )
         self.close()
-        self._server = StatusServer(self._host, port)
-        if self._pages:
+        try:
+            self._server = StatusServer(self._host, port)
+        except RendezvousError as error:
+            self._server = None
+            logger.warning(
+                "worker %d shows no status, and training goes on: %s; choose another status port",
+                rank,
+                error,
+            )
+        if self._server is not None and self._pages:
             self._server.serve(self._pages)
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Return the address that it listens on."""
-        assert self._server is not None, "bind() comes first"
-        return self._server.address
-
     def announced(self, host: str) -> tuple[str, int]:
-        """Return the address for others: ``host`` if it listens on all addresses."""
-        bound, port = self.address
+        """Return the address for others: ``host`` if it listens on all, ("", 0) without any."""
+        if self._server is None:
+            return "", 0
+        bound, port = self._server.address
         return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
 
-    def show(self, engine: "GossipEngine", stats: Callable[[], Stats], options: Options) -> None:
+    def show(
+        self,
+        engine: "GossipEngine",
+        stats: Callable[[], Stats],
+        budget: Callable[[], int | None],
+        options: Options,
+    ) -> None:
         """Answer from now on."""
 
         def status() -> WorkerStatus:
-            return self._status(engine, stats(), options)
+            return self._status(engine, stats(), budget(), options)
 
-        assert self._server is not None, "bind() comes first"
         self._pages = {
             STATUS_PATH: Page("application/json", lambda: encode_status(status())),
             METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
         }
+        if self._server is None:  # its port was in use
+            return
         self._server.serve(self._pages)
-        where = show_address(*self.address)
+        where = show_address(*self._server.address)
         logger.info("worker %d shows its status at http://%s%s", engine.rank, where, STATUS_PATH)
 
     def close(self) -> None:
@@ -373,7 +388,9 @@ class StatusPage:
 
     # By the server's threads.
 
-    def _status(self, engine: "GossipEngine", stats: Stats, options: Options) -> WorkerStatus:
+    def _status(
+        self, engine: "GossipEngine", stats: Stats, budget: int | None, options: Options
+    ) -> WorkerStatus:
         now_s, stepped_s = since_boot_s(), self.stepped_s
         members, neighbours = engine.view()
         # Copied in one step, whatever the training loop does.
@@ -391,7 +408,7 @@ class StatusPage:
             process_id=os.getpid(),
             state="averaging" if engine.is_consolidating else "training",
             run_samples=engine.total_samples(),
-            budget_samples=options.budget_samples,
+            budget_samples=budget,
             since_step_s=math.nan if stepped_s is None else now_s - stepped_s,
             logged={**logged, "loss": _mean_loss(losses)} if losses else {**logged},
             members=members,

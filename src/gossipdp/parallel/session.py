@@ -90,13 +90,6 @@ class Session:
                 is_sharded=replica.is_sharded,
             )
             opened.callback(self.checkpointer.close)
-            self.monitoring.begin(
-                self.engine,
-                self.checkpointer.stats,
-                partial(describe, module, optimizers, options, self.engine.world_size),
-                joins=joins,
-                resumes=resumption is not None,
-            )
             self.batches = CountedBatches(
                 position,
                 self.engine.total_samples,
@@ -105,6 +98,14 @@ class Session:
                 options,
                 between=self.checkpointer.take_due,
                 within=self.checkpointer.of_batches,
+            )
+            self.monitoring.begin(
+                self.engine,
+                self.checkpointer.stats,
+                lambda: self.batches.budget_samples,
+                partial(describe, module, optimizers, options, self.engine.world_size),
+                joins=joins,
+                resumes=resumption is not None,
             )
             # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
             disable: Callable[[Any], Any] = torch.compiler.disable
