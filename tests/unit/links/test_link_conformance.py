@@ -1,4 +1,4 @@
-"""The guarantees of :mod:`gossipdp.links.link`, checked on every transport there is."""
+"""The guarantees of :mod:`gossipdp.links.link`, checked on every kind of link."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ def key(index: int) -> ChunkKey:
     return ChunkKey(0, 0, 1, index)
 
 
-@pytest.fixture(params=["tcp", "tls", "shared", "memory"])
+@pytest.fixture(params=["tcp", "tls", "shared"])
 def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
     """A factory of workers on the transport under test."""
     if request.param == "shared":
