@@ -511,26 +511,7 @@ def layout_of_state_seeds() -> list[bytes]:
     ]
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target
-    for target in (
-        frame_header,
-        handshake_acceptor,
-        handshake_dialler,
-        handshake_in_tls,
-        control_message,
-        protocol_worker,
-        link_stream,
-        layout_of_state,
-    )
-}
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
-    "frame_header": frame_header_seeds,
-    "handshake_acceptor": handshake_acceptor_seeds,
-    "handshake_dialler": handshake_dialler_seeds,
-    "handshake_in_tls": handshake_in_tls_seeds,
-    "control_message": control_message_seeds,
-    "protocol_worker": protocol_worker_seeds,
-    "link_stream": link_stream_seeds,
-    "layout_of_state": layout_of_state_seeds,
+    name.removesuffix("_seeds"): seeds for name, seeds in globals().items() if name[-6:] == "_seeds"
 }
+TARGETS: dict[str, Callable[[bytes], None]] = {name: globals()[name] for name in SEEDS}

@@ -207,35 +207,6 @@ def has_ended(connection: socket.socket) -> bool:
         return True
 
 
-class Relay:
-    """Stands between two workers, of which the first dials; ``said`` is what each end has said."""
-
-    def __init__(self, first: Node, second: Node) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            first.transport.dial(second.rank, *listener.getsockname())
-            inner, _ = listener.accept()
-        self._ends = inner, socket.create_connection((second.host, second.port))
-        for end in self._ends:
-            end.setblocking(False)
-        self._nodes = first, second
-        self.said = [b"", b""]
-
-    def turn(self) -> bool:
-        """Pass on what has come; return whether both have a link."""
-        for index, (here, there) in enumerate((self._ends, self._ends[::-1])):
-            try:
-                data = here.recv(1 << 16)
-            except BlockingIOError:
-                continue
-            self.said[index] += data
-            there.sendall(data)
-        return all(node.handler.links for node in self._nodes)
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
-
-
 class MemoryLink(Link):
     """A link without a network: what is queued stays there until a test takes it.
 

@@ -22,7 +22,7 @@ def key(index: int) -> ChunkKey:
 
 @pytest.fixture(params=["tcp", "tls", "shared"])
 def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
-    """A factory of workers on the transport under test."""
+    """Make workers on the kind of link under test."""
     if request.param == "shared":
         return functools.partial(world.shared, num_bytes=10 * MEGABYTE)
     return getattr(world, request.param)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 
 def in_child(function: Callable[[], object]) -> str:
-    """What ``function`` returns, as text, in a forked child."""
+    """Call ``function`` in a forked child; return its result as text."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -50,7 +50,7 @@ def get(
 
 
 def say(server: StatusServer, data: bytes) -> bytes:
-    """What comes back, to the end of the connection."""
+    """Return all that comes back, to the end of the connection."""
     with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         connection.sendall(data)
         answer = b""
