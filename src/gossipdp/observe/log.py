@@ -406,19 +406,8 @@ class RunLogWriter:
             is_same_boot = self._boot_id and self._boot_id == first.boot_id
             elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
             self.started_s -= max(elapsed_s, self._before.last_s)
-        self._write(
-            StartRecord(
-                rank,
-                num_workers,
-                os.getpid(),
-                date_s,
-                dict(configuration),
-                now_s,
-                FORMAT,
-                self._boot_id,
-                self._run_id,
-            )
-        )
+        process = (rank, num_workers, os.getpid(), date_s, dict(configuration), now_s)
+        self._write(StartRecord(*process, FORMAT, self._boot_id, self._run_id))
 
     def began(self, at_s: float | None = None) -> None:
         """Write that this process has made its first gradient step, now or at ``at_s``."""
@@ -447,16 +436,9 @@ class RunLogWriter:
         self._totals = _sum(self._totals_before, counters)
         speed = (self._totals.samples - samples_before) / max(now_s - self._recorded_s, 1e-9)
         self._recorded_s = now_s
-        self._write(
-            CountsRecord(
-                self._time(now_s),
-                loss,
-                round(speed, 3),
-                recent,
-                dict(idle_s or {}),
-                **{name: getattr(self._totals, name) for name in metrics_of(Counters)},
-            )
-        )
+        totals = {name: getattr(self._totals, name) for name in metrics_of(Counters)}
+        since = (loss, round(speed, 3), recent, dict(idle_s or {}))
+        self._write(CountsRecord(self._time(now_s), *since, **totals))
 
     def values(self, values: Mapping[str, Value]) -> None:
         """Write the values that the script logged."""
