@@ -168,8 +168,10 @@ def ask(address: str, timeout_s: float = ANSWER_WITHIN_S) -> WorkerStatus:
     with socket.create_connection(there, timeout_s) as connection:
         connection.sendall(f"GET {STATUS_PATH} HTTP/1.0\r\n\r\n".encode())
         while True:
-            # One deadline for all: without this each byte would begin the time-out again.
-            connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+            left_s = deadline_s - time.monotonic()  # the socket's own begins again with each byte
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left_s)
             more = connection.recv(1 << 16)
             if not more:
                 break

@@ -185,7 +185,7 @@ def test_an_answer_that_trickles_in_has_one_deadline_in_all(piece: bytes) -> Non
             accepted, _ = listener.accept()
             with accepted, contextlib.suppress(OSError):
                 accepted.sendall(b"HTTP/1.0 200 OK\r\n")
-                while True:
+                for _ in range(500):
                     accepted.sendall(piece)
                     pause()
 
