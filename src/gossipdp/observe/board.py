@@ -205,9 +205,7 @@ class StatusBoard:
     @property
     def failures(self) -> dict[str, str]:
         """Return the reason for each address that does not answer."""
-        return {
-            address: source.failure for address, source in self._sources.items() if source.failure
-        }
+        return {name: source.failure for name, source in self._sources.items() if source.failure}
 
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses to ask now: those given, and those of workers that may live."""

@@ -140,15 +140,8 @@ class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
     time_s: float = 0.0
 
 
-Record = (
-    StartRecord
-    | CountsRecord
-    | ValuesRecord
-    | ConsolidatingRecord
-    | EndRecord
-    | BeganRecord
-    | NoticeRecord
-)
+_Later = CountsRecord | ValuesRecord | ConsolidatingRecord | EndRecord | BeganRecord | NoticeRecord
+Record = StartRecord | _Later
 
 _encoder = msgspec.json.Encoder()
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
@@ -197,7 +190,6 @@ class WorkerLog:
 
     @property
     def latest_start(self) -> StartRecord:
-        """Return the start of the last process."""
         return self.restart or self.start
 
     @property
@@ -323,8 +315,7 @@ def _records(path: Path, lines: list[bytes]) -> list[Record]:
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record: Record = decode(line, Record)  # type: ignore[arg-type]
-            records.append(record)
+            records.append(decode(line, Record))  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is no record of a run log: {error}") from error
     return records
@@ -370,12 +361,10 @@ class RunLogWriter:
         before = _log_before(path) if goes_on or resumes else None
         is_same_run = before is not None and before.latest_start.run_id == run_id
         self._before = before if resumes or is_same_run else None
-        if self._before is not None:
-            os.truncate(path, sum(map(len, whole_lines(path.read_bytes()))))
-        else:
-            path.write_bytes(b"")
         self._path = path
         self._file = path.open("ab", buffering=0)
+        kept = whole_lines(path.read_bytes()) if self._before is not None else []
+        self._file.truncate(sum(map(len, kept)))
         self._position = self._file.seek(0, os.SEEK_END)
         self._interval_s = interval_s
         self._clock = clock
@@ -477,12 +466,8 @@ class RunLogWriter:
         except OSError as error:
             if not self._is_failing:
                 self._is_failing = True
-                logger.warning(
-                    "the log %s cannot be written (%s): training goes on, and lines are missing "
-                    "until it can",
-                    self._path,
-                    error,
-                )
+                text = "cannot write the log %s (%s): training goes on, and lines are missing"
+                logger.warning(text, self._path, error)
 
 
 def _log_before(path: Path) -> WorkerLog | None:

@@ -5,7 +5,6 @@ import fcntl
 import gc
 import mmap
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import links
 import pytest
 import torch
 from links import has_ended
@@ -39,9 +37,13 @@ def key(index: int = 0) -> ChunkKey:
 
 
 def num_mapped() -> int:
-    """How many mappings of segments this process has."""
+    """Return the number of this process's mappings; none has a name that a kill would leave."""
     gc.collect()
-    return Path("/proc/self/maps").read_text().count("memfd:gossipdp")
+    maps = Path("/proc/self/maps").read_text()
+    assert "/dev/shm/gossipdp" not in maps
+    num_nameless = maps.count("/memfd:gossipdp (deleted)")
+    assert num_nameless == maps.count("/memfd:gossipdp")
+    return num_nameless
 
 
 # The memory itself.
@@ -96,14 +98,6 @@ def test_memory_that_its_owner_could_take_away_is_not_mapped() -> None:
         map_peers_segment(segment.descriptor, 2 * PAGE)
 
 
-def open_files(process: int | str = "self") -> list[str]:
-    files = []
-    for number in os.listdir(f"/proc/{process}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            files.append(os.readlink(f"/proc/{process}/fd/{number}"))
-    return files
-
-
 def socket_files() -> set[str]:
     """Return the memory sockets of all workers of this machine, as a process's files name them."""
     lines = Path("/proc/net/unix").read_text().splitlines()
@@ -112,7 +106,10 @@ def socket_files() -> set[str]:
 
 def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world: Any) -> None:
     def look() -> tuple[int, int, int]:
-        files = open_files()
+        files = []
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the one that lists them
+                files.append(os.readlink(f"/proc/self/fd/{number}"))
         num_memories = sum("memfd:gossipdp" in file for file in files)
         return num_mapped(), num_memories, len(socket_files() & set(files))
 
@@ -462,42 +459,3 @@ def test_a_second_memory_socket_ends_the_link(world: Any) -> None:
     first.transport.links[1].stream.send([header + bytes(32)])
     world.until(lambda: second.handler.of("link_down"))
     assert "a second memory socket" in second.handler.of("link_down")[0][1]
-
-
-KILLED = """
-    import sys
-    sys.path.insert(0, sys.argv[1])
-    import links
-    world = links.World()
-    first, second = world.shared(0), world.shared(1)
-    world.join(first, second)
-    print("up", flush=True)
-    while True:
-        world.settle()
-"""
-
-
-@pytest.mark.processes
-def test_a_kill_leaves_nothing() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(Path(links.__file__).parent)],
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        own = socket_files() & set(open_files(process.pid))
-        assert len(own) >= 2
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
-        # Each its own and the other's, and none that has a name outside.
-        lines = [line for line in maps.splitlines() if "gossipdp" in line and "memfd" in line]
-        assert len(lines) == 4
-        assert all(line.endswith("/memfd:gossipdp (deleted)") for line in lines)
-        assert "/dev/shm" not in maps
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not own & socket_files()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()

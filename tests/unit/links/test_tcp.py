@@ -300,26 +300,20 @@ def test_the_higher_rank_s_dial_waits_until_the_lower_knows_that_its_link_is_los
         world.until(lambda: high.handler.links and low.handler.links)
 
 
-def test_a_higher_incarnation_replaces_a_lower_is_refused(world: Any) -> None:
+def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world: Any) -> None:
     node, old = world.tcp(0), world.tcp(1, incarnation=2)
     world.join(old, node)
+    same = world.tcp(1, incarnation=2, process_id=7)
     new = world.tcp(1, incarnation=3)
-    new.dial(node)
-    world.until(lambda: new.handler.links and old.handler.of("link_down"))
-    assert node.handler.names() == ["link_up", "link_down", "link_up"]
+    for newer, before in ((same, old), (new, same)):
+        newer.dial(node)
+        world.until(lambda n=newer, b=before: n.handler.links and b.handler.of("link_down"))
+        assert node.link(newer).peer_identity.process_id == newer.transport.identity.process_id
     assert node.link(new).peer_incarnation == 3
     old.dial(node)
     world.until(lambda: old.handler.of("refused"))
     assert "newer incarnation (3)" in str(old.handler.of("refused")[0][1])
-    assert node.handler.names() == ["link_up", "link_down", "link_up"]
-
-
-def test_another_process_of_the_same_incarnation_replaces(world: Any) -> None:
-    node, old, new = world.tcp(0), world.tcp(1), world.tcp(1, process_id=7)
-    world.join(node, old)
-    new.dial(node)
-    world.until(lambda: new.handler.links)
-    assert node.link(new).peer_identity.process_id == 7
+    assert node.handler.names() == ["link_up"] + 2 * ["link_down", "link_up"]
 
 
 # Strangers.
