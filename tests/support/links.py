@@ -1,10 +1,12 @@
 """Workers' transports, driven by hand from the test's own thread: on real loopback sockets."""
 
+import logging
+import os
 import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from waiting import wait_until
@@ -15,12 +17,16 @@ from gossipdp.links.frames import (
     FrameType,
     check_length,
     pack_key,
+    run_tag,
 )
 from gossipdp.links.handshake import Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler, Transport
+from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import listen
 from gossipdp.links.tcp import TcpTransport
+from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls, TlsFiles
+from gossipdp.logs import OnceLog
 
 
 @dataclass(eq=False)
@@ -269,3 +275,39 @@ class NoNetwork(Transport):
 
     def allocate(self, num_bytes: int) -> memoryview:
         return memoryview(bytearray(num_bytes))
+
+
+class LoneOwner(LinkOwner):
+    """A transport of one link, whose other end the test plays; ``ended`` is why it went down."""
+
+    def __init__(self, handler: LinkHandler, *, may_share: bool = False) -> None:
+        self.handler = handler
+        self.tag = run_tag("run")
+        self.clock = lambda: 0.0
+        self.scratch = memoryview(bytearray(4096))
+        log, epoll = OnceLog(logging.getLogger()), cast(Any, None)
+        self.memory = SlotMemory(log, epoll, may_share=may_share)
+        self.to_read: dict[Any, None] = {}
+        self.to_write: dict[TcpLink, None] = {}
+        self.ended: list[str] = []
+
+    def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None:
+        self.ended.append(reason)
+
+
+def in_child(function: Callable[[], object]) -> str:
+    """Call ``function`` in a forked child; return its result as text."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, str(function()).encode())
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from links import has_ended
+from links import has_ended, in_child
 
 from gossipdp.links import shared_memory, sockets, tcp_link
 from gossipdp.links.frames import (
@@ -124,17 +124,7 @@ def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world: Any) -
         assert before[:2] == (of_others[0] + 4, of_others[1] + 2)
         # Two that listen, and at least the stranger's end in ours.
         assert before[2] >= of_others[2] + 3
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.write(writer, str(look()).encode())
-            finally:
-                os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as pipe:
-            assert pipe.read() == "(0, 0, 0)"
-        os.waitpid(child, 0)
+        assert in_child(look) == "(0, 0, 0)"
         assert look() == before
 
 

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import links
 import pytest
+from links import in_child
 from waiting import LONGEST_S
 
 from gossipdp.links import sockets
@@ -22,24 +22,6 @@ from gossipdp.links.tcp import TcpTransport
 
 # A child that is created here runs the test's code after a fork that threads may have seen.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
-
-def in_child(function: Callable[[], object]) -> str:
-    """Call ``function`` in a forked child; return its result as text."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, str(function()).encode())
-        except BaseException as error:
-            os.write(writer, repr(error).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return text
 
 
 def test_the_child_has_none_of_the_parents_descriptors(world: Any, open_descriptors: Any) -> None:
