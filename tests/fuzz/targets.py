@@ -300,7 +300,7 @@ def protocol_worker(data: bytes) -> None:
 
     What it answers can be said: it is encoded, and within the bounds of those who hear it.
 
-    The first byte of each record is its length in units of 1 byte and the second says from whom,
+    The first byte of each record is its length in bytes and the second names its sender,
     so that the fuzzer may cut and join real messages.
     """
     worker = WorkerProtocol(
@@ -393,7 +393,7 @@ class _Bytes(Stream):
 
 
 class _Handler(Recorder):
-    """Takes chunks with an even index and drops the others; looks at what it is told."""
+    """Takes chunks with an even index and drops the others; checks each call."""
 
     due: tuple[FrameType, ChunkKey, int] | None = None
 
@@ -472,7 +472,7 @@ def layout_of_state(data: bytes) -> None:
 
 
 def layout_of_state_seeds() -> list[bytes]:
-    """Of an optimizer, with its small tensors in the text and beside it; of odd values."""
+    """Return an optimizer's, its small tensors in the text and beside it; and odd values."""
     weight = torch.nn.Parameter(torch.ones(3, 2))
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.ones(3, 2)

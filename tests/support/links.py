@@ -31,7 +31,7 @@ from gossipdp.logs import OnceLog
 
 @dataclass(eq=False)
 class Recorder(LinkHandler):
-    """Writes down what it is told; ``hooks`` by method name may do more, or raise."""
+    """Writes down its calls; ``hooks`` by method name may do more, or raise."""
 
     events: list[tuple[Any, ...]] = field(default_factory=list)
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)

@@ -52,7 +52,7 @@ class JobWorker(msgspec.Struct, frozen=True):
         is_answering: it answered the last time it was asked. Of one that does not, counts and
             ``since_step_s`` are what others heard, and the rest is from its last answer.
         step_factor: its step's duration over the median of the others'.
-        neighbours: of the graph, with whom it has a link; None if it is gone.
+        neighbours: those in the graph that it has a link to; None if it is gone.
 
     The other fields are those of :class:`~gossipdp.observe.status.WorkerStatus`; speeds are over
     the last seconds.

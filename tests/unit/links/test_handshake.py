@@ -86,7 +86,7 @@ def test_both_learn_who_the_other_is(wanted: int | None, secrets: tuple[bytes, b
 
 
 def test_inside_tls_the_hello_is_plain_data_and_nothing_else_is_taken_for_it() -> None:
-    """A worker that wants proofs and one that needs none make no link, whoever dials."""
+    """A worker that wants proofs and one that needs none make no link, either way round."""
     for secrets in ((SECRET, None), (None, SECRET)):
         dialler, acceptor = pair(secrets=secrets)
         with pytest.raises(HandshakeError, match="came at stage"):

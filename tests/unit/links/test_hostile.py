@@ -250,7 +250,7 @@ def test_hundreds_of_connects(
 
 
 def test_a_flood_drives_out_none_that_know_the_run(world: Any, guests: Guests) -> None:
-    """Of too many, those that have said nothing go first, however young."""
+    """If there are too many, those that have said nothing go first, however young."""
     node = world.tcp(0, max_unauthenticated=8)
     hello = Handshake(world.identity(5), b"?", dialler=True).take_output()
     early = [guests.knock(node, hello) for _ in range(6)]

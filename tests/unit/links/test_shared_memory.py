@@ -211,7 +211,7 @@ def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world: Any) -
     fresh = first.transport.allocate(len(old))
     assert fresh.obj is not old.obj
     fresh[:11] = b"what it is!"
-    # It goes on, and applies what it was told of.
+    # It goes on, and applies the chunk that was announced.
     world.until(lambda: second.handler.of("chunk"), second)
     assert second.handler.of("chunk")[0][3] == b"what it was"
     # The other peers are given the fresh memory.
@@ -324,7 +324,7 @@ def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world
 def test_a_peer_of_another_host_is_offered_memory_once(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name that it told is nobody's here."""
+    """No process here listens at the name that it gave."""
     first, second = world.tcp(0), world.tcp(1)
     for node in (first, second):
         node.memory = node.transport.allocate(PAGE)

@@ -31,7 +31,7 @@ def test_the_child_has_none_of_the_parents_descriptors(world: Any, open_descript
     guest = socket.create_connection((second.host, second.port))
     world.settle()
     unused = listen("127.0.0.1", 0)
-    first.transport.dial(7, *unused.getsockname())  # and stays under way: nobody accepts
+    first.transport.dial(7, *unused.getsockname())  # and stays under way: it is not accepted
     # Two of each: listener, epoll, eventfd, end of the link; and the guest's two ends, the unused
     # listener, the dial.
     ours = open_descriptors() - before
@@ -91,7 +91,7 @@ def test_a_fork_waits_for_a_descriptor_on_its_way(world: Any) -> None:
 def test_a_stranger_s_descriptor_leaves_its_list_and_closes_in_one_step(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the two a fork would leave a child with a descriptor that nobody names."""
+    """Between the two a fork would leave a child with a descriptor that no owner names."""
     node = world.tcp(0)
     is_guarded: list[bool] = []
     release = TcpTransport._close_connection

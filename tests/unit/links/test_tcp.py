@@ -137,8 +137,8 @@ def test_a_connection_to_oneself_counts_as_nobody(monkeypatch: pytest.MonkeyPatc
 def test_a_cap_of_any_size_reaches_the_kernel_whole_at_both_ends(world: Any, rate: float) -> None:
     first, second = world.tcp(0, max_bytes_per_s=rate), world.tcp(1, max_bytes_per_s=rate)
     for link in world.join(first, second):
-        told = link.connection.getsockopt(socket.SOL_SOCKET, sockets.SO_MAX_PACING_RATE, 8)
-        assert int.from_bytes(told, sys.byteorder) == rate
+        taken = link.connection.getsockopt(socket.SOL_SOCKET, sockets.SO_MAX_PACING_RATE, 8)
+        assert int.from_bytes(taken, sys.byteorder) == rate
 
 
 def test_a_cap_that_is_invalid_or_that_the_system_cannot_hold(
@@ -395,7 +395,7 @@ class Tape(PlainStream):
 def test_quick_packets_are_read_several_at_once(
     world: Any, gap_s: float, least: int, most: int
 ) -> None:
-    """Of 207, at full speed about one wake-up in ten reads; on a slow link each is heard."""
+    """At full speed about one wake-up in ten of 207 reads; on a slow link each is heard."""
     clock = Clock()
     first, second = world.tcp(0, clock=clock), world.tcp(1)
     here, there = world.join(first, second)
