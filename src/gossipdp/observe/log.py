@@ -37,7 +37,6 @@ Value = bool | int | float | str
 
 
 def worker_file(directory: Path, rank: int) -> Path:
-    """Return the path of worker ``rank``'s log in the log directory of a run."""
     return directory / f"worker-{rank}.jsonl"
 
 
@@ -289,10 +288,8 @@ def read_worker(path: Path) -> WorkerLog | None:
         try:
             msgspec.convert(each.configuration, KnownConfiguration)
         except msgspec.ValidationError as error:
-            line = records.index(each) + 1
-            raise ValueError(
-                f"{path}, line {line} holds an invalid configuration: {error}"
-            ) from error
+            place = f"{path}, line {records.index(each) + 1}"
+            raise ValueError(f"{place} holds an invalid configuration: {error}") from error
     return WorkerLog(
         start=start,
         counts=of(CountsRecord),
@@ -430,15 +427,12 @@ class RunLogWriter:
         self._write(CountsRecord(self._time(now_s), *since, **totals))
 
     def values(self, values: Mapping[str, Value]) -> None:
-        """Write the values that the script logged."""
         self._write(ValuesRecord(self._time(), self._totals.gradient_steps, dict(values)))
 
     def consolidating(self) -> None:
-        """Write that the worker waits for the others from here on."""
         self._write(ConsolidatingRecord(self._time()))
 
     def end(self, *, consensus_distance: float, num_averaged: int | None = None) -> None:
-        """Write the end record."""
         steps, samples = self._totals.gradient_steps, self._totals.samples
         self._write(EndRecord(self._time(), steps, samples, consensus_distance, num_averaged))
 
