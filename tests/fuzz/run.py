@@ -24,6 +24,7 @@ MAX_INPUT_BYTES = 8192
 # One input may take this long at most; an endless loop is a failure too.
 INPUT_TIMEOUT_S = 10
 FUZZED = ["gossipdp.protocol", "gossipdp"]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 
 def main() -> int:

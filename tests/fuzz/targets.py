@@ -9,15 +9,15 @@ callers do not expect, a value out of bounds, a message that does not survive be
 from __future__ import annotations
 
 import functools
-import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import networkx
 import torch
+from links import LoneOwner, Recorder
 
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import (
@@ -36,11 +36,9 @@ from gossipdp.links.frames import (
     run_tag,
 )
 from gossipdp.links.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeError, Identity, Stage
-from gossipdp.links.link import Link, LinkHandler
-from gossipdp.links.shared_memory import SlotMemory
+from gossipdp.links.link import Link
 from gossipdp.links.sockets import Stream
-from gossipdp.links.tcp_link import LinkOwner, TcpLink
-from gossipdp.logs import OnceLog
+from gossipdp.links.tcp_link import TcpLink
 from gossipdp.parallel import state_layout
 from gossipdp.protocol import messages as consolidation
 from gossipdp.protocol.actions import Send
@@ -302,7 +300,7 @@ def protocol_worker(data: bytes) -> None:
 
     What it answers can be said: it is encoded, and within the bounds of those who hear it.
 
-    The first byte of each record is its length in units of 1 byte and the second says from whom,
+    The first byte of each record is its length in bytes and the second names its sender,
     so that the fuzzer may cut and join real messages.
     """
     worker = WorkerProtocol(
@@ -394,17 +392,10 @@ class _Bytes(Stream):
         return sum(map(len, parts))
 
 
-class _Handler(LinkHandler):
-    """Takes chunks with an even index and drops the others; looks at what it is told."""
+class _Handler(Recorder):
+    """Takes chunks with an even index and drops the others; checks each call."""
 
-    def __init__(self) -> None:
-        self.due: tuple[FrameType, ChunkKey, int] | None = None
-
-    def link_up(self, link: Link) -> None: ...
-    def link_down(self, link: Link, reason: str) -> None: ...
-    def writable(self, link: Link) -> None: ...
-    def refused(self, peer: int | None, refusal: Any) -> None: ...
-    def dial_failed(self, peer: int | None, address: Any, refused_connection: bool) -> None: ...
+    due: tuple[FrameType, ChunkKey, int] | None = None
 
     def control(self, link: Link, data: bytes) -> None:
         assert not link.closed
@@ -430,26 +421,9 @@ class _Handler(LinkHandler):
         self.due = None
 
 
-class _Owner(LinkOwner):
-    """A transport that only remembers."""
-
-    def __init__(self) -> None:
-        self.handler = _Handler()
-        self.tag = TAG
-        self.clock = lambda: 0.0
-        self.scratch = memoryview(bytearray(4096))
-        self.memory = SlotMemory(OnceLog(logging.getLogger()), cast(Any, None), may_share=False)
-        self.ended: list[str] = []
-        self.to_read: dict[Any, None] = {}
-        self.to_write: dict[TcpLink, None] = {}
-
-    def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None:
-        self.ended.append(reason)
-
-
 def link_stream(data: bytes) -> None:
     """Check that a link ends exactly once, and tells its handler only what is allowed."""
-    owner = _Owner()
+    owner = LoneOwner(_Handler())
     link = TcpLink(owner, _Bytes(data), identity(1), dialler=0)
     link.peer_memory.map(1, memoryview(bytes(4096)))
     while not link.closed:
@@ -498,7 +472,7 @@ def layout_of_state(data: bytes) -> None:
 
 
 def layout_of_state_seeds() -> list[bytes]:
-    """Of an optimizer, with its small tensors in the text and beside it; of odd values."""
+    """Return an optimizer's, its small tensors in the text and beside it; and odd values."""
     weight = torch.nn.Parameter(torch.ones(3, 2))
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.ones(3, 2)
@@ -511,26 +485,7 @@ def layout_of_state_seeds() -> list[bytes]:
     ]
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target
-    for target in (
-        frame_header,
-        handshake_acceptor,
-        handshake_dialler,
-        handshake_in_tls,
-        control_message,
-        protocol_worker,
-        link_stream,
-        layout_of_state,
-    )
-}
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
-    "frame_header": frame_header_seeds,
-    "handshake_acceptor": handshake_acceptor_seeds,
-    "handshake_dialler": handshake_dialler_seeds,
-    "handshake_in_tls": handshake_in_tls_seeds,
-    "control_message": control_message_seeds,
-    "protocol_worker": protocol_worker_seeds,
-    "link_stream": link_stream_seeds,
-    "layout_of_state": layout_of_state_seeds,
+    name.removesuffix("_seeds"): seeds for name, seeds in globals().items() if name[-6:] == "_seeds"
 }
+TARGETS: dict[str, Callable[[bytes], None]] = {name: globals()[name] for name in SEEDS}

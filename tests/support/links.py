@@ -1,36 +1,37 @@
 """Workers' transports, driven by hand from the test's own thread: on real loopback sockets."""
 
-import functools
+import logging
+import os
 import socket
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from waiting import wait_until
 
 from gossipdp.links.frames import (
     HEADER_BYTES,
-    KEYLESS_TYPES,
     ChunkKey,
-    FrameError,
     FrameType,
     check_length,
     pack_key,
+    run_tag,
 )
 from gossipdp.links.handshake import Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler, Transport
+from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import listen
 from gossipdp.links.tcp import TcpTransport
+from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls, TlsFiles
+from gossipdp.logs import OnceLog
 
 
 @dataclass(eq=False)
 class Recorder(LinkHandler):
-    """Writes down what it is told; ``hooks`` by method name may do more, or raise."""
+    """Writes down its calls; ``hooks`` by method name may do more, or raise."""
 
     events: list[tuple[Any, ...]] = field(default_factory=list)
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -130,7 +131,6 @@ class World:
     def __init__(self, tls_files: TlsFiles | None = None) -> None:
         self.nodes: list[Node] = []
         self._tls_files = tls_files
-        self._network: dict[tuple[str, int], MemoryTransport] = {}
 
     def identity(self, rank: int, **changes: Any) -> Identity:
         plain = Identity(
@@ -139,17 +139,8 @@ class World:
         return msgspec.structs.replace(plain, **changes)
 
     def tcp(self, rank: int, *, secret: bytes = b"secret", port: int = 0, **changes: Any) -> Node:
-        options = {
-            name: changes.pop(name)
-            for name in (
-                "tls",
-                "clock",
-                "max_unauthenticated",
-                "max_bytes_per_s",
-                "shared_memory",
-            )
-            if name in changes
-        }
+        own = Identity.__struct_fields__
+        options = {name: changes.pop(name) for name in list(changes) if name not in own}
         listener = listen("127.0.0.1", port)
         address = listener.getsockname()
         handler = Recorder()
@@ -164,15 +155,6 @@ class World:
         """As ``tcp``, with the run's certificate and key; ``tls=`` gives others."""
         assert self._tls_files is not None
         return self.tcp(rank, **{"tls": Tls(self._tls_files), **changes})
-
-    def memory(self, rank: int, **changes: Any) -> Node:
-        """Make a worker whose links are queues in this process: see :class:`MemoryTransport`."""
-        handler = Recorder()
-        transport = MemoryTransport(handler, self.identity(rank, **changes), self._network)
-        address = transport.identity.host, transport.identity.port
-        node = Node(handler, transport, *address, rank)
-        self.nodes.append(node)
-        return node
 
     def shared(self, rank: int, num_bytes: int = 1 << 16, **changes: Any) -> Node:
         """As ``tcp``, with memory that peers read in place."""
@@ -231,56 +213,19 @@ def has_ended(connection: socket.socket) -> bool:
         return True
 
 
-class Relay:
-    """Stands between two workers, of which the first dials; ``said`` is what each end has said."""
-
-    def __init__(self, first: Node, second: Node) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            first.transport.dial(second.rank, *listener.getsockname())
-            inner, _ = listener.accept()
-        self._ends = inner, socket.create_connection((second.host, second.port))
-        for end in self._ends:
-            end.setblocking(False)
-        self._nodes = first, second
-        self.said = [b"", b""]
-
-    def turn(self) -> bool:
-        """Pass on what has come; return whether both have a link."""
-        for index, (here, there) in enumerate((self._ends, self._ends[::-1])):
-            try:
-                data = here.recv(1 << 16)
-            except BlockingIOError:
-                continue
-            self.said[index] += data
-            there.sendall(data)
-        return all(node.handler.links for node in self._nodes)
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
-
-
 class MemoryLink(Link):
-    """One end of a link in memory. What is queued stays until :class:`MemoryTransport` or a test
-    takes it: ``controls``, and ``queue`` with (frame type, key, payload) of each chunk.
+    """A link without a network: what is queued stays there until a test takes it.
+
+    ``controls``, and ``queue`` with (frame type, key, payload) of each chunk.
     """
 
-    def __init__(self, peer: int | Identity = 0) -> None:
+    def __init__(self, peer: int = 0) -> None:
         super().__init__()
-        if isinstance(peer, int):
-            peer = Identity(peer, 0, 1, "run", "", "", "", "", "")
-        self.peer_identity = peer
+        self.peer_identity = Identity(peer, 0, 1, "run", "", "", "", "", "")
         self.controls: deque[bytes] = deque()
         self.queue: deque[tuple[FrameType, ChunkKey, memoryview]] = deque()
         self.most_queued = 0
         self.closed_for: str | None = None
-        # Of its transport alone.
-        self.transport: MemoryTransport | None = None
-        self.wire: deque[tuple[Any, ...]] = deque()
-        self.num_on_wire = 0
-        self.num_started = 0
-        self.landing: memoryview | None = None
-        self.writable_due = False
 
     @property
     def queued_chunks(self) -> int:
@@ -296,8 +241,6 @@ class MemoryLink(Link):
             self.queued_bytes += len(data)
 
     def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
-        if frame_type in KEYLESS_TYPES:
-            raise ValueError("this is not a chunk")
         check_length(frame_type, payload.nbytes)
         pack_key(key)
         if not self.closed:
@@ -310,192 +253,61 @@ class MemoryLink(Link):
         frame_type, key, payload = self.queue.popleft()
         self.queued_bytes -= len(payload)
         self.bytes_sent += HEADER_BYTES + len(payload)
-        self.chunk_bytes_sent[frame_type] += len(payload) - self.num_started
+        self.chunk_bytes_sent[frame_type] += len(payload)
         return frame_type, key, payload
 
     def close(self, reason: str) -> None:
         if not self.closed:
             self.closed, self.closed_for = True, reason
-            if self.transport is not None:
-                self.transport.end(self, reason)
             self.controls.clear()
             self.queue.clear()
             self.queued_bytes = 0
-            self.landing = None
 
 
-class MemoryTransport(Transport):
-    """A transport whose links are queues between the workers of one ``network``, by address.
+class NoNetwork(Transport):
+    """A transport on which nothing happens: the test says what becomes of a dial."""
 
-    With ``network`` None no dial ever ends: the test says what becomes of it.
-
-    What one side writes in a turn, at most ``WIRE_BYTES``, the other side reads in its own: chunks
-    come in pieces, as over a real network, and nothing but what was read is copied.
-    """
-
-    WIRE_BYTES, PIECE_BYTES = 2 << 20, 256 << 10
-
-    def __init__(
-        self,
-        handler: LinkHandler,
-        identity: Identity,
-        network: dict[tuple[str, int], "MemoryTransport"] | None,
-    ) -> None:
-        self._is_silent = network is None
-        network = {} if network is None else network
-        self.identity = msgspec.structs.replace(identity, host="127.0.0.1", port=len(network) + 1)
-        self._handler = handler
-        self._network = network
-        self._links: dict[int, MemoryLink] = {}
-        self._ends: dict[MemoryLink, MemoryLink] = {}  # the other end of each
-        self._notices: deque[Callable[[], None]] = deque()
-        self._woken = threading.Event()
-        self._is_closed = False
-        network["127.0.0.1", self.identity.port] = self
+    def __init__(self, handler: LinkHandler) -> None: ...
+    def dial(self, peer: int | None, host: str, port: int) -> None: ...
+    def poll(self, timeout_s: float) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
 
     def allocate(self, num_bytes: int) -> memoryview:
         return memoryview(bytearray(num_bytes))
 
-    def dial(self, peer: int | None, host: str, port: int) -> None:
-        other = self._network.get((host, port))
-        if self._is_silent:
-            return
-        if other is None:
-            failed = functools.partial(self._handler.dial_failed, peer, (host, port), True)
-            self._notices.append(failed)
-            return
-        assert peer in (None, other.identity.rank)
-        here, there = MemoryLink(other.identity), MemoryLink(self.identity)
-        self._add(here, there)
-        other._add(there, here)
 
-    def _add(self, link: MemoryLink, other: MemoryLink) -> None:
-        old = self._links.get(link.peer)
-        if old is not None:
-            old.close("replaced by a newer link")
-        link.transport = self
-        self._links[link.peer], self._ends[link] = link, other
-        self._notices.append(functools.partial(self._handler.link_up, link))
-        self.wake()
+class LoneOwner(LinkOwner):
+    """A transport of one link, whose other end the test plays; ``ended`` is why it went down."""
 
-    def poll(self, timeout_s: float) -> None:
-        assert not self._is_closed
-        if not self._turn():
-            self._woken.wait(timeout_s)
-            self._woken.clear()
-            if not self._is_closed:
-                self._turn()
+    def __init__(self, handler: LinkHandler, *, may_share: bool = False) -> None:
+        self.handler = handler
+        self.tag = run_tag("run")
+        self.clock = lambda: 0.0
+        self.scratch = memoryview(bytearray(4096))
+        log, epoll = OnceLog(logging.getLogger()), cast(Any, None)
+        self.memory = SlotMemory(log, epoll, may_share=may_share)
+        self.to_read: dict[Any, None] = {}
+        self.to_write: dict[TcpLink, None] = {}
+        self.ended: list[str] = []
 
-    def wake(self) -> None:
-        self._woken.set()
+    def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None:
+        self.ended.append(reason)
 
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            for link in list(self._links.values()):
-                link.close("this worker closed its transport")
-            self._notices.clear()
-            del self._network["127.0.0.1", self.identity.port]
 
-    def end(self, link: MemoryLink, reason: str) -> None:
-        """``link`` is closing: its controls leave where no chunk is half sent."""
-        if not link.num_started:
-            while link.controls:
-                self._write_control(link)
-        link.wire.append(("end",))
-        other = self._ends.pop(link)
-        if other.transport is not None:
-            other.transport.wake()
-        if self._links.get(link.peer) is link:
-            del self._links[link.peer]
-        self._notices.append(functools.partial(self._handler.link_down, link, reason))
-
-    def _turn(self) -> bool:
-        """Write, tell, read, tell; whether anything was done."""
-        done = [self._write(link) for link in list(self._links.values())]
-        done.append(self._tell())
-        for link in list(self._links.values()):
-            wire = self._ends[link].wire if not link.closed else deque()
-            while wire and not link.closed:
-                done.append(True)
-                self._read(link, *wire.popleft())
-                self._tell()
-                if self._is_closed:
-                    return True
-        return any(done)
-
-    def _tell(self) -> bool:
-        done = bool(self._notices)
-        while self._notices:
-            self._notices.popleft()()
-        return done
-
-    def _write(self, link: MemoryLink) -> bool:
-        done = link.writable_due
-        while link.num_on_wire < self.WIRE_BYTES:
-            if link.controls and not link.num_started:
-                self._write_control(link)
-            elif link.queue:
-                self._write_piece(link)
-            else:
-                break
-            done = True
-        if done and link in self._ends:
-            other = self._ends[link].transport
-            assert other is not None
-            other.wake()
-        if link.writable_due:
-            link.writable_due = False
-            self._handler.writable(link)
-        return done
-
-    def _write_control(self, link: MemoryLink) -> None:
-        data = link.controls.popleft()
-        link.queued_bytes -= len(data)
-        link.bytes_sent += HEADER_BYTES + len(data)
-        link.wire.append(("control", data))
-
-    def _write_piece(self, link: MemoryLink) -> None:
-        frame_type, key, payload = link.queue[0]
-        piece = bytes(payload[link.num_started : link.num_started + self.PIECE_BYTES])
-        link.wire.append(("piece", frame_type, key, len(payload), link.num_started, piece))
-        link.num_on_wire += len(piece)
-        link.num_started += len(piece)
-        link.chunk_bytes_sent[frame_type] += len(piece)
-        if link.num_started == len(payload):
-            link.take()
-            link.num_started = 0
-            link.writable_due = link.queued_chunks < 4
-
-    def _read(self, link: MemoryLink, kind: str, *what: Any) -> None:
-        link.last_heard_s = time.monotonic()
-        if kind == "end":
-            link.close("closed by the peer")
-            return
-        if kind == "control":
-            link.bytes_received += HEADER_BYTES + len(what[0])
-            self._handler.control(link, what[0])
-            return
-        frame_type, key, length, start, piece = what
-        self._ends[link].num_on_wire -= len(piece)
-        link.bytes_received += len(piece) + (HEADER_BYTES if start == 0 else 0)
-        is_last = start + len(piece) == length
-        if start == 0:
-            link.landing = None
-            try:
-                landing = self._handler.chunk_buffer(link, frame_type, key, length)
-            except FrameError as error:
-                link.close(f"the peer broke the protocol: {error}")
-                return
-            if landing is not None and not link.closed and landing.nbytes != length:
-                reason = f"a chunk of {length} bytes, not {landing.nbytes}"
-                link.close(f"the peer broke the protocol: {reason}")
-            if link.closed:
-                return
-            link.landing = None if landing is None else landing.cast("B")
-        if link.landing is not None:
-            link.landing[start : start + len(piece)] = piece
-            link.chunk_bytes_received[frame_type] += len(piece)
-        if is_last:
-            landing, link.landing = link.landing, None
-            self._handler.chunk(link, frame_type, key, landing)
+def in_child(function: Callable[[], object]) -> str:
+    """Call ``function`` in a forked child; return its result as text."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, str(function()).encode())
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text

@@ -1,9 +1,8 @@
 """Memory that another process of this host reads in place, and the way it is passed.
 
-A :class:`SharedSegment` is a worker's own sealed memfd, in which it writes its chunks. It has no
-name in any file system and ends with the last process that has it mapped or open, so that nothing
-is left after ``kill -9`` of all workers. Its size is sealed, so a peer's read cannot run into a
-hole, and so is writing by other processes.
+A :class:`SharedSegment` is a worker's own memfd, in which it writes its chunks. It ends with the
+last process that has it mapped or open, so ``kill -9`` leaves nothing. It is sealed against a
+change of its size, so that a peer's read cannot run into a hole, and against others' writing.
 
 Every worker that has a segment listens on an abstract Unix socket of a random name, its
 :class:`MemorySocket`. It sends a peer the name and a random token of their link over that link
@@ -21,8 +20,7 @@ Guarantees:
   there does no harm.
 - Each end looks at the other's user id, for which the kernel vouches: a process of another user
   gets nothing and is not read. One of the same user could read a worker's memory anyway.
-- Nothing here waits: a peer whose queue is full is not offered anything, and its link stays as it
-  is.
+- Nothing here waits: a peer whose queue is full is offered nothing, and its link stays as it is.
 """
 
 from __future__ import annotations

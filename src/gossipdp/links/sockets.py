@@ -3,10 +3,9 @@
 Everything is non-blocking and made for edge-triggered events.
 
 **A forked child keeps none of our descriptors.** A DataLoader worker is a fork of the training
-process and holds every socket open at the moment of the fork. When the parent is then killed, the
-kernel sends no end of stream until the child dies too, and peers notice late. So every forked child
-closes the descriptors at once. It never shuts them down, since a shutdown would end the parent's
-connections as well.
+process and holds its sockets. When the parent is then killed, the kernel sends no end of stream
+until the child dies too. So every forked child closes the descriptors at once. It never shuts them
+down, since a shutdown would end the parent's connections as well.
 
 The race: a fork between ``accept()`` (or ``socket()``) and the moment its owner lists the new
 descriptor, or between the moment an owner drops one and ``close()``, would leave the child with a

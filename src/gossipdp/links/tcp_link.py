@@ -15,6 +15,7 @@ sender knows from the number of queued chunks which of its slots are free.
 import abc
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 from gossipdp.links.frames import (
@@ -55,24 +56,16 @@ MAX_QUEUED_CONTROL_BYTES = 4 << 20
 MAX_QUEUED_CHUNKS = 4
 
 
+@dataclass(slots=True, eq=False)
 class _Queued:
     """A frame that has not left; a chunk with a ``segment`` stays where it is."""
 
-    __slots__ = ("frame_type", "is_done", "offset", "packed_key", "payload", "segment")
-
-    def __init__(
-        self,
-        frame_type: FrameType,
-        payload: bytes | memoryview,
-        packed_key: bytes | None = None,
-        segment: int = 0,
-    ) -> None:
-        self.frame_type = frame_type
-        self.payload = payload
-        self.packed_key = packed_key
-        self.segment = segment
-        self.offset = 0
-        self.is_done = False  # handed over, or read in place: it leaves once all before it have
+    frame_type: FrameType
+    payload: bytes | memoryview
+    packed_key: bytes | None = None
+    segment: int = 0
+    offset: int = 0
+    is_done: bool = False  # handed over, or read in place: it leaves once all before it have
 
 
 class LinkOwner(abc.ABC):

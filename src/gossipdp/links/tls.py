@@ -118,13 +118,10 @@ def check_private(name: str, path: Path) -> None:
     """Warn if others than its owner may read or change a file with a secret."""
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
-        logger.warning(
-            "others than you may read %s %s (mode %03o), and its readers can take part in the run; "
-            "chmod 600 it",
-            name,
-            path,
-            mode,
+        text = (
+            "others than you may read %s %s (mode %03o) and so take part in the run; chmod 600 it"
         )
+        logger.warning(text, name, path, mode)
 
 
 @final
@@ -142,13 +139,10 @@ class Tls:
             try:
                 path.read_text("ascii")
             except UnicodeDecodeError:
-                text = f"{path} is no PEM file; convert it with openssl"
-                raise ValueError(text) from None
+                raise ValueError(f"{path} is no PEM file; convert it with openssl") from None
             except OSError as error:
-                raise ValueError(
-                    f"cannot read {path}: {error.strerror}; gossipdp tls-init DIR makes a "
-                    "certificate and its key"
-                ) from None
+                made = "gossipdp tls-init DIR makes a certificate and its key"
+                raise ValueError(f"cannot read {path}: {error.strerror}; {made}") from None
         check_private("the key", files.key)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
         # No tickets: every link shows its certificate, and no unasked-for message follows.

@@ -52,7 +52,7 @@ class JobWorker(msgspec.Struct, frozen=True):
         is_answering: it answered the last time it was asked. Of one that does not, counts and
             ``since_step_s`` are what others heard, and the rest is from its last answer.
         step_factor: its step's duration over the median of the others'.
-        neighbours: of the graph, with whom it has a link; None if it is gone.
+        neighbours: those in the graph that it has a link to; None if it is gone.
 
     The other fields are those of :class:`~gossipdp.observe.status.WorkerStatus`; speeds are over
     the last seconds.
@@ -205,9 +205,7 @@ class StatusBoard:
     @property
     def failures(self) -> dict[str, str]:
         """Return the reason for each address that does not answer."""
-        return {
-            address: source.failure for address, source in self._sources.items() if source.failure
-        }
+        return {name: source.failure for name, source in self._sources.items() if source.failure}
 
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses to ask now: those given, and those of workers that may live."""

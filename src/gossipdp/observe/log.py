@@ -37,7 +37,6 @@ Value = bool | int | float | str
 
 
 def worker_file(directory: Path, rank: int) -> Path:
-    """Return the path of worker ``rank``'s log in the log directory of a run."""
     return directory / f"worker-{rank}.jsonl"
 
 
@@ -140,15 +139,8 @@ class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
     time_s: float = 0.0
 
 
-Record = (
-    StartRecord
-    | CountsRecord
-    | ValuesRecord
-    | ConsolidatingRecord
-    | EndRecord
-    | BeganRecord
-    | NoticeRecord
-)
+_Later = CountsRecord | ValuesRecord | ConsolidatingRecord | EndRecord | BeganRecord | NoticeRecord
+Record = StartRecord | _Later
 
 _encoder = msgspec.json.Encoder()
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
@@ -197,7 +189,6 @@ class WorkerLog:
 
     @property
     def latest_start(self) -> StartRecord:
-        """Return the start of the last process."""
         return self.restart or self.start
 
     @property
@@ -297,10 +288,8 @@ def read_worker(path: Path) -> WorkerLog | None:
         try:
             msgspec.convert(each.configuration, KnownConfiguration)
         except msgspec.ValidationError as error:
-            line = records.index(each) + 1
-            raise ValueError(
-                f"{path}, line {line} holds an invalid configuration: {error}"
-            ) from error
+            place = f"{path}, line {records.index(each) + 1}"
+            raise ValueError(f"{place} holds an invalid configuration: {error}") from error
     return WorkerLog(
         start=start,
         counts=of(CountsRecord),
@@ -323,8 +312,7 @@ def _records(path: Path, lines: list[bytes]) -> list[Record]:
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record: Record = decode(line, Record)  # type: ignore[arg-type]
-            records.append(record)
+            records.append(decode(line, Record))  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is no record of a run log: {error}") from error
     return records
@@ -370,12 +358,10 @@ class RunLogWriter:
         before = _log_before(path) if goes_on or resumes else None
         is_same_run = before is not None and before.latest_start.run_id == run_id
         self._before = before if resumes or is_same_run else None
-        if self._before is not None:
-            os.truncate(path, sum(map(len, whole_lines(path.read_bytes()))))
-        else:
-            path.write_bytes(b"")
         self._path = path
         self._file = path.open("ab", buffering=0)
+        kept = whole_lines(path.read_bytes()) if self._before is not None else []
+        self._file.truncate(sum(map(len, kept)))
         self._position = self._file.seek(0, os.SEEK_END)
         self._interval_s = interval_s
         self._clock = clock
@@ -406,19 +392,8 @@ class RunLogWriter:
             is_same_boot = self._boot_id and self._boot_id == first.boot_id
             elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
             self.started_s -= max(elapsed_s, self._before.last_s)
-        self._write(
-            StartRecord(
-                rank,
-                num_workers,
-                os.getpid(),
-                date_s,
-                dict(configuration),
-                now_s,
-                FORMAT,
-                self._boot_id,
-                self._run_id,
-            )
-        )
+        process = (rank, num_workers, os.getpid(), date_s, dict(configuration), now_s)
+        self._write(StartRecord(*process, FORMAT, self._boot_id, self._run_id))
 
     def began(self, at_s: float | None = None) -> None:
         """Write that this process has made its first gradient step, now or at ``at_s``."""
@@ -447,27 +422,17 @@ class RunLogWriter:
         self._totals = _sum(self._totals_before, counters)
         speed = (self._totals.samples - samples_before) / max(now_s - self._recorded_s, 1e-9)
         self._recorded_s = now_s
-        self._write(
-            CountsRecord(
-                self._time(now_s),
-                loss,
-                round(speed, 3),
-                recent,
-                dict(idle_s or {}),
-                **{name: getattr(self._totals, name) for name in metrics_of(Counters)},
-            )
-        )
+        totals = {name: getattr(self._totals, name) for name in metrics_of(Counters)}
+        since = (loss, round(speed, 3), recent, dict(idle_s or {}))
+        self._write(CountsRecord(self._time(now_s), *since, **totals))
 
     def values(self, values: Mapping[str, Value]) -> None:
-        """Write the values that the script logged."""
         self._write(ValuesRecord(self._time(), self._totals.gradient_steps, dict(values)))
 
     def consolidating(self) -> None:
-        """Write that the worker waits for the others from here on."""
         self._write(ConsolidatingRecord(self._time()))
 
     def end(self, *, consensus_distance: float, num_averaged: int | None = None) -> None:
-        """Write the end record."""
         steps, samples = self._totals.gradient_steps, self._totals.samples
         self._write(EndRecord(self._time(), steps, samples, consensus_distance, num_averaged))
 
@@ -495,12 +460,8 @@ class RunLogWriter:
         except OSError as error:
             if not self._is_failing:
                 self._is_failing = True
-                logger.warning(
-                    "the log %s cannot be written (%s): training goes on, and lines are missing "
-                    "until it can",
-                    self._path,
-                    error,
-                )
+                text = "cannot write the log %s (%s): training goes on, and lines are missing"
+                logger.warning(text, self._path, error)
 
 
 def _log_before(path: Path) -> WorkerLog | None:

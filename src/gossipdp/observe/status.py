@@ -9,11 +9,9 @@ are not known yet are null. Readers ignore fields that they do not know, so some
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import math
 import socket
-import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Annotated, Literal, Self, TypeAlias
@@ -22,6 +20,7 @@ import msgspec
 
 from gossipdp.gossip.counters import Counters, Metric, decode
 from gossipdp.launcher.environment import read_addresses
+from gossipdp.logs import printable
 
 STATUS_PATH = "/status"
 METRICS_PATH = "/metrics"
@@ -164,39 +163,27 @@ def ask(address: str, timeout_s: float = ANSWER_WITHIN_S) -> WorkerStatus:
         OSError: no worker answers there, or not all within ``timeout_s``, however it trickles in.
         ValueError: ``address`` is invalid, or the answer is not a worker's.
     """
-    ((host, port),) = read_addresses("the address", address)
-    is_late = threading.Event()
-    with contextlib.closing(http.client.HTTPConnection(host, port, timeout_s)) as connection:
-        connection.connect()
-        own_socket = connection.sock  # the connection forgets it before the body is read
-
-        def end() -> None:
-            is_late.set()
-            with contextlib.suppress(OSError):
-                own_socket.shutdown(socket.SHUT_RDWR)
-
-        # One deadline for all: the socket's own begins again with each byte.
-        deadline = threading.Timer(timeout_s, end)
-        deadline.name, deadline.daemon = "gossipdp-ask-deadline", True
-        deadline.start()
-        try:
-            connection.request("GET", STATUS_PATH)
-            response = connection.getresponse()
-            body = response.read(MAX_STATUS_BYTES + 1)
-        except (OSError, http.client.HTTPException) as error:
-            if is_late.is_set():
-                raise TimeoutError("timed out") from None
-            if isinstance(error, OSError):
-                raise
-            raise ValueError(f"{address} is no worker's status port: {error!r}") from None
-        finally:
-            deadline.cancel()
-    if is_late.is_set():
-        raise TimeoutError("timed out")
-    if response.status != http.HTTPStatus.OK:
-        raise ValueError(f"{address} answers {response.status} {response.reason[:80]}")
-    if len(body) > MAX_STATUS_BYTES:
-        raise ValueError(f"{address} answers more than {MAX_STATUS_BYTES} bytes")
+    (there,) = read_addresses("the address", address)
+    deadline_s, answer = time.monotonic() + timeout_s, bytearray()
+    with socket.create_connection(there, timeout_s) as connection:
+        connection.sendall(f"GET {STATUS_PATH} HTTP/1.0\r\n\r\n".encode())
+        while True:
+            left_s = deadline_s - time.monotonic()  # the socket's own begins again with each byte
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left_s)
+            more = connection.recv(1 << 16)
+            if not more:
+                break
+            answer += more
+            if len(answer) > MAX_STATUS_BYTES:
+                raise ValueError(f"{address} answers more than {MAX_STATUS_BYTES} bytes")
+    head, _, body = bytes(answer).partition(b"\r\n\r\n")
+    version, _, outcome = printable(head.partition(b"\r\n")[0].decode("latin-1")).partition(" ")
+    if not version.startswith("HTTP/"):
+        raise ValueError(f"{address} is no worker's status port: it answers {version[:80]!r}")
+    if outcome[:4] != "200 ":
+        raise ValueError(f"{address} answers {outcome[:80]}")
     return decode_status(body)
 
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from links import MemoryLink, MemoryTransport
+from links import MemoryLink, NoNetwork
 from reference import MomentumState
 
 from gossipdp.dynamics.chunks import Role
@@ -21,7 +21,7 @@ from gossipdp.gossip.transfer import SLOTS
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
-from gossipdp.links.handshake import Identity, Refusal
+from gossipdp.links.handshake import Refusal
 from gossipdp.protocol.actions import Begin, Reach, Send, Stop, Superseded
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import (
@@ -67,10 +67,6 @@ class FakeLink(MemoryLink):
             self.take()
 
 
-def no_network(handler):
-    return MemoryTransport(handler, Identity(0, 0, 5, "run", "", "", "", "", ""), None)
-
-
 class Worker:
     """Worker 0 of a ring of three, linked to 1 and 2, on a clock of the test's own."""
 
@@ -93,7 +89,7 @@ class Worker:
         protocol.membership.merge_all(
             Member(rank, 0, 7, Status.ALIVE, *self.address(rank)) for rank in (1, 2)
         )
-        self.loop = GossipLoop(protocol, state, self.phase, no_network, lambda: self.now)
+        self.loop = GossipLoop(protocol, state, self.phase, NoNetwork, lambda: self.now)
         self.links = {peer: FakeLink(peer) for peer in (1, 2)}
         for link in self.links.values():
             self.loop.link_up(link)

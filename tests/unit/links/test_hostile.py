@@ -1,9 +1,6 @@
-"""Strangers and traitors at the transport: refused, logged once, bounded, and nobody else notices.
+"""Strangers and traitors at the transport, while two good links of it go on exchanging."""
 
-Each attack runs while two good links of the same worker go on exchanging. See also test_tcp.py
-(limits one by one) and test_tls.py (certificates).
-"""
-
+import contextlib
 import os
 import socket
 import struct
@@ -12,9 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from links import Clock, Relay, has_ended
+from links import Clock, has_ended
 
-from gossipdp.links import sockets
 from gossipdp.links.frames import (
     HEADER_BYTES,
     MAX_CHUNK_BYTES,
@@ -26,11 +22,10 @@ from gossipdp.links.frames import (
 )
 from gossipdp.links.handshake import MAGIC, VERSION, Handshake
 
-PLAIN_AND_TLS = ["tcp", "tls"]
 PREFIX = MAGIC + bytes(VERSION)
 
 
-@pytest.fixture(params=PLAIN_AND_TLS)
+@pytest.fixture(params=["tcp", "tls"])
 def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
     return getattr(world, request.param)
 
@@ -110,51 +105,44 @@ HUGE = [
 ]
 
 
-@pytest.mark.parametrize("data", HUGE, ids=lambda data: data[:9].hex())
 def test_garbage_and_huge_lengths_allocate_nothing_and_are_logged_once(
-    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture, data: bytes
+    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = Exchanging(world, make)
     good.exchange()
     caplog.clear()
-    tracemalloc.start()
-    try:
-        for _ in range(40):
-            guests.knock(good.hub, data[:HEADER_BYTES])
-            world.settle(turns=1)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    # A connection is some Python objects; what was announced would be at least 64 KiB each.
-    assert peak < 40 * 20_000
-    for guest in guests.open:
+    for data in HUGE:
+        tracemalloc.start()
         try:
-            guest.send(data[HEADER_BYTES:])
-        except OSError:
-            pass  # was shown out before
-    good.assert_undisturbed()
-    assert len(caplog.records) <= 1
+            for _ in range(10):
+                guests.knock(good.hub, data[:HEADER_BYTES])
+                world.settle(turns=1)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        # A connection is some Python objects; what was announced would be at least 64 KiB each.
+        assert peak < 10 * 20_000
+        for guest in guests.open:
+            with contextlib.suppress(OSError):  # was shown out before
+                guest.send(data[HEADER_BYTES:])
+        good.assert_undisturbed()
+        guests.close()
+    assert len(caplog.records) <= 2  # once for no handshake, once for the other kind of one
 
 
-@pytest.mark.parametrize(
-    ("kind", "length"),
-    [
+def test_a_peer_that_announces_a_huge_frame(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It has the secret, and all the same nothing is allocated for it."""
+    good = Exchanging(world, world.tcp)
+    traitor = world.tcp(9)
+    for kind, length in (
         (FrameType.CONTROL, MAX_CONTROL_BYTES + 1),
         (FrameType.CONTROL, 2**32 - 1),
         (FrameType.EXCHANGE_CHUNK, MAX_CHUNK_BYTES + 1),
         (FrameType.STATE_CHUNK, 2**32 - 1),
-    ],
-)
-def test_a_peer_that_announces_a_huge_frame(
-    world: Any, caplog: pytest.LogCaptureFixture, kind: FrameType, length: int
-) -> None:
-    """It has the secret, and all the same nothing is allocated for it."""
-    good = Exchanging(world, world.tcp)
-    traitor = world.tcp(9)
-    header = bytearray(pack_header(run_tag("run"), FrameType.CONTROL, 0, 1))
-    header[5] = kind
-    header[20:24] = struct.pack("<I", length)
-    for _ in range(3):
+    ):
+        header = bytearray(pack_header(run_tag("run"), FrameType.CONTROL, 0, 1))
+        header[5] = kind
+        header[20:24] = struct.pack("<I", length)
         world.join(traitor, good.hub)
         tracemalloc.start()
         traitor.transport.links[0].stream.send([bytes(header)])
@@ -162,10 +150,10 @@ def test_a_peer_that_announces_a_huge_frame(
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 500_000
+        assert f"frame of {length} bytes" in good.hub.handler.of("link_down")[-1][1]
         world.until(lambda: not traitor.handler.links)
     good.exchange()
     assert len(caplog.records) == 1
-    assert f"frame of {length} bytes" in caplog.text
 
 
 def test_a_chunk_that_nobody_asked_for_takes_no_memory(world: Any) -> None:
@@ -236,59 +224,33 @@ def test_a_slow_loris_is_shown_out_after_the_time_limit(
     good.assert_undisturbed()
 
 
-def test_a_peer_that_stops_in_the_middle_of_the_handshake(make: Any, world: Any) -> None:
-    """A half-open connection of a worker: the time limit ends it too."""
-    clock = Clock()
-    hub, stopped = make(0, clock=clock), make(3)
-    stopped.dial(hub)
-    accepted = hub.transport._openings
-    for _ in range(1000):
-        hub.transport.poll(0.001)
-        if any(opening.trust_level for opening in accepted):
-            break
-        stopped.transport.poll(0.001)
-    assert len(accepted) == 1
-    clock.now_s = 4.9
-    world.settle(hub)
-    assert len(accepted) == 1
-    clock.now_s = 5.0
-    world.until(lambda: not accepted, hub)
-    assert hub.handler.events == []
-
-
-def test_thousands_of_connects(
+def test_hundreds_of_connects(
     make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Descriptors stay bounded, the good links go on, and a newcomer gets in meanwhile."""
-    good = Exchanging(world, make, max_unauthenticated=32)
+    good = Exchanging(world, make, max_unauthenticated=16)
     caplog.clear()
     before = descriptors()
-    most = 0
     newcomer = make(7)
     is_in = False
-    for wave in range(40):
+    for wave in range(10):
         for _ in range(50):
             guests.knock(good.hub)
-        if wave == 10:
+        if wave == 3:
             newcomer.dial(good.hub)
         world.settle(turns=2)
-        most = max(most, descriptors() - before - len(guests.open))
+        assert descriptors() - before - len(guests.open) <= 16 + 10  # the newcomer has a few too
         is_in = is_in or bool(newcomer.handler.links and 7 in good.hub.handler.links)
-        if wave % 10 == 9:
-            good.exchange()
-            for guest in guests.open[: -32 or None]:
-                assert has_ended(guest)
+        good.exchange()
+        assert all(map(has_ended, guests.open[:-16]))
         guests.close()
-    # The cap, and the newcomer's own few.
-    assert most <= 32 + 10
     assert is_in
-    good.exchange()
     assert len(caplog.records) == 1
     assert "too many unauthenticated connections" in caplog.text
 
 
 def test_a_flood_drives_out_none_that_know_the_run(world: Any, guests: Guests) -> None:
-    """Of too many, those that have said nothing go first, however young."""
+    """If there are too many, those that have said nothing go first, however young."""
     node = world.tcp(0, max_unauthenticated=8)
     hello = Handshake(world.identity(5), b"?", dialler=True).take_output()
     early = [guests.knock(node, hello) for _ in range(6)]
@@ -300,119 +262,3 @@ def test_a_flood_drives_out_none_that_know_the_run(world: Any, guests: Guests) -
         assert len(guest.recv(4096)) > 30  # the challenge
         assert not has_ended(guest)
     assert sum(map(has_ended, guests.open)) == 46 - 8
-
-
-def test_a_flood_of_hellos_with_another_run_s_id(
-    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture
-) -> None:
-    good = Exchanging(world, make)
-    other = [make(rank, run_id="another run") for rank in (5, 6)]
-    for _ in range(10):
-        for node in other:
-            node.dial(good.hub)
-        world.until(lambda: all(node.handler.events for node in other))
-        for node in other:
-            assert node.handler.of("refused")[0][1].field == "run_id"
-            node.handler.events.clear()
-    good.assert_undisturbed()
-    # The worker once, and each of the two once.
-    assert len(caplog.records) == 3
-
-
-def overheard(world: Any, make: Callable[..., Any]) -> tuple[bytes, bytes, Any, Any]:
-    """Return what a dialler and an acceptor say until their link is up; then end it."""
-    first, second = make(0), make(1)
-    relay = Relay(first, second)
-    world.until(relay.turn)
-    relay.close()
-    world.until(lambda: not first.handler.links and not second.handler.links)
-    return *relay.said, first, second
-
-
-def test_a_replayed_handshake(
-    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture
-) -> None:
-    dialler_said, _, first, second = overheard(world, make)
-    world.close(first)
-    caplog.clear()
-    for _ in range(3):
-        guest = guests.knock(second, dialler_said)
-        world.until(lambda guest=guest: has_ended(guest))
-    assert second.handler.names() == ["link_up", "link_down"]
-    assert len(caplog.records) == 1
-
-
-def test_a_replayed_acceptor(make: Any, world: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody at the address of a worker plays back what that worker once answered."""
-    _, acceptor_said, first, second = overheard(world, make)
-    world.close(second)
-    caplog.clear()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        first.handler.events.clear()
-        first.transport.dial(1, *listener.getsockname())
-        guest, _ = listener.accept()
-        with guest:
-            guest.sendall(acceptor_said)
-            world.until(lambda: first.handler.events)
-    assert first.handler.names()[0] in ("refused", "dial_failed")
-    assert not first.handler.links
-    assert len(caplog.records) == 1
-
-
-def test_a_wrong_secret_tried_again_and_again(world: Any, caplog: pytest.LogCaptureFixture) -> None:
-    good = Exchanging(world, world.tcp)
-    caplog.clear()
-    guesser = world.tcp(8, secret=b"guess")
-    for _ in range(20):
-        guesser.dial(good.hub)
-        world.until(lambda: guesser.handler.events)
-        ((_, refusal),) = guesser.handler.of("refused")
-        assert refusal.field == "secret"
-        guesser.handler.events.clear()
-    good.assert_undisturbed()
-    assert [record.getMessage() for record in caplog.records] == [
-        "refused 127.0.0.1: secret differs (ours '', theirs '')",
-        f"rank 0 at 127.0.0.1:{good.hub.port} refuses: {refusal}",
-    ]
-
-
-def test_the_acceptor_tells_a_stranger_nothing_of_itself(world: Any, guests: Guests) -> None:
-    """Before the proof it says its own nonce and, to another run's worker, its run's id."""
-    node = world.tcp(0, model="the model's fingerprint", graph="the graph")
-    guest = guests.knock(node, Handshake(world.identity(5), b"?", dialler=True).take_output())
-    heard = b""
-
-    def listen() -> bool:
-        nonlocal heard
-        try:
-            heard += guest.recv(4096)
-        except BlockingIOError:
-            pass
-        return len(heard) > 30
-
-    world.until(listen)
-    for own in (b"fingerprint", b"graph", b"float32", b"a2cid2", b"secret"):
-        assert own not in heard
-
-
-def test_an_attack_costs_the_good_links_little(world: Any, guests: Guests) -> None:
-    """Each turn of the loop takes in a queue of strangers, keeps few, and serves the links."""
-    good = Exchanging(world, world.tcp)
-    transport = good.hub.transport
-    begin, begun = transport._begin, []
-
-    def count(*arguments: Any) -> Any:
-        begun.append(arguments)
-        return begin(*arguments)
-
-    transport._begin = count
-    for _ in range(10):
-        for _ in range(100):
-            guests.knock(good.hub, PREFIX[:5])
-        before = len(begun)
-        transport.poll(0.0)
-        assert 0 < len(begun) - before <= sockets.BACKLOG
-        assert len(transport._openings) <= transport._max_unauthenticated
-        good.exchange()
-        guests.close()
-    good.assert_undisturbed()

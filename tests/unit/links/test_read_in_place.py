@@ -1,28 +1,19 @@
 """A link's account of chunks that are read in place: what has left, in order; what is owed."""
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from links import Recorder
+from links import LoneOwner, Recorder
 
-from gossipdp.links.frames import (
-    ChunkKey,
-    FrameError,
-    FrameType,
-    Header,
-    pack_header,
-    run_tag,
-)
+from gossipdp.links.frames import ChunkKey, FrameError, FrameType, Header, pack_header, run_tag
 from gossipdp.links.handshake import Identity
-from gossipdp.links.shared_memory import PeerMemory, SharedSegment, SlotMemory
+from gossipdp.links.shared_memory import PeerMemory, SharedSegment
 from gossipdp.links.sockets import Stream
-from gossipdp.links.tcp_link import TURN_BYTES, LinkOwner, TcpLink
-from gossipdp.logs import OnceLog
+from gossipdp.links.tcp_link import TURN_BYTES, TcpLink
 
 KEY = ChunkKey(0, 0, 0, 0)
 TAG = run_tag("run")
@@ -40,23 +31,15 @@ class Taking(Stream):
         return sum(map(len, parts))
 
 
-class Owner(LinkOwner):
-    """A transport of one link, whose peer has mapped all that is offered."""
+class Owner(LoneOwner):
+    """Its peer has mapped all that is offered."""
 
     def __init__(self) -> None:
-        self.handler = Recorder()
-        self.tag = TAG
-        self.clock = lambda: 0.0
-        self.scratch = memoryview(bytearray(64))
-        self.memory = SlotMemory(OnceLog(logging.getLogger()), cast(Any, None), may_share=True)
+        super().__init__(Recorder(), may_share=True)
         self.memory.segment = self.segment = SharedSegment(4096, 1)
-        self.to_read: dict[Any, None] = {}
-        self.to_write: dict[TcpLink, None] = {}
         self.link = TcpLink(self, Taking(), Identity(1, 0, 1, "run", *5 * [""]), dialler=0)
         self.link.peer_memory.offered = self.link.peer_memory.ready = 1
         self.handler.link_up(self.link)
-
-    def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None: ...
 
     def send(self, is_shared: bool) -> None:
         payload = self.segment.memory[:64] if is_shared else memoryview(bytes(64))

@@ -7,28 +7,18 @@ import os
 import random
 import socket
 import sys
-import time
+import threading
 import weakref
 from typing import Any
 
 import pytest
-from links import Clock, has_ended
+from links import Clock
 
-import gossipdp
 from gossipdp.errors import RendezvousError
-from gossipdp.links import sockets, tcp
+from gossipdp.links import sockets
 from gossipdp.links.frames import ChunkKey, FrameType
-from gossipdp.links.handshake import Handshake, Identity
 from gossipdp.links.sockets import PlainStream, listen
 from gossipdp.links.tcp import TcpTransport
-
-
-def stranger(node: Any, data: bytes = b"") -> socket.socket:
-    connection = socket.create_connection((node.host, node.port), timeout=5)
-    if data:
-        connection.sendall(data)
-    return connection
-
 
 # Links that are there at once.
 
@@ -52,14 +42,6 @@ def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world: An
 
 
 # Dials that fail.
-
-
-def test_nobody_listens(world: Any) -> None:
-    gone, node = world.tcp(1), world.tcp(0)
-    world.close(gone)
-    node.dial(gone)
-    world.until(lambda: node.handler.events)
-    assert node.handler.events == [("dial_failed", 1, (gone.host, gone.port), True)]
 
 
 def test_a_failed_dial_says_which_address_it_was(world: Any) -> None:
@@ -151,32 +133,12 @@ def test_a_connection_to_oneself_counts_as_nobody(monkeypatch: pytest.MonkeyPatc
 # Links with a cap.
 
 
-def test_a_capped_link_takes_its_time_in_both_directions(world: Any) -> None:
-    """Time limits would make the test slow or flaky; what cannot happen sooner is safe to ask."""
-    rate, payload = 20e6, bytes(4_000_000)
-    first, second = world.tcp(0, max_bytes_per_s=rate), world.tcp(1, max_bytes_per_s=rate)
-    dialled, accepted = world.join(first, second)
-    for link, receiver in ((dialled, second), (accepted, first)):
-        started_s = time.monotonic()
-        link.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 1, 0), memoryview(payload))
-        world.until(lambda receiver=receiver: receiver.handler.of("chunk"))
-        # 0.2 s but for the kernel's first burst; without the cap it is some milliseconds.
-        assert time.monotonic() - started_s > 0.08
-
-
 @pytest.mark.parametrize("rate", [1, 5.3e6, 3e9, 1e11])
-def test_a_cap_of_any_size_reaches_the_kernel_whole(rate: float) -> None:
-    with socket.socket() as connection:
-        sockets.set_options(connection, "127.0.0.1", rate)
-        told = connection.getsockopt(socket.SOL_SOCKET, sockets.SO_MAX_PACING_RATE, 8)
-    assert int.from_bytes(told, sys.byteorder) == rate
-
-
-CHANGED = {
-    "another system": (sys, "platform", "darwin"),
-    "no such option": (sockets, "SO_MAX_PACING_RATE", 999),
-    "another option": (sockets, "SO_MAX_PACING_RATE", 12),
-}
+def test_a_cap_of_any_size_reaches_the_kernel_whole_at_both_ends(world: Any, rate: float) -> None:
+    first, second = world.tcp(0, max_bytes_per_s=rate), world.tcp(1, max_bytes_per_s=rate)
+    for link in world.join(first, second):
+        taken = link.connection.getsockopt(socket.SOL_SOCKET, sockets.SO_MAX_PACING_RATE, 8)
+        assert int.from_bytes(taken, sys.byteorder) == rate
 
 
 def test_a_cap_that_is_invalid_or_that_the_system_cannot_hold(
@@ -188,7 +150,10 @@ def test_a_cap_that_is_invalid_or_that_the_system_cannot_hold(
         ):
             sockets.check_pacing(rate)
     sockets.check_pacing(1e6)
-    for change in CHANGED.values():
+    another_system = (sys, "platform", "darwin")
+    no_such_option = (sockets, "SO_MAX_PACING_RATE", 999)
+    another_option = (sockets, "SO_MAX_PACING_RATE", 12)
+    for change in (another_system, no_such_option, another_option):
         monkeypatch.setattr(*change)
         with pytest.raises(ValueError, match="needs a Linux kernel that paces TCP"):
             sockets.check_pacing(1e6)
@@ -263,30 +228,17 @@ def test_differing_settings(
         assert value in message
 
 
-def test_a_worker_that_is_not_the_one_wanted(world: Any) -> None:
-    first, second = world.tcp(0), world.tcp(1)
-    for node, peer, text in (
-        (second, 2, "has rank 1, not 2"),
-        (first, None, "both workers claim rank 0"),
-    ):
-        first.dial(node, peer=peer)
-        world.until(lambda: first.handler.events)
-        assert text in str(first.handler.of("refused")[0][1])
-        first.handler.events.clear()
-
-
 # Two links between the same workers.
 
 
-@pytest.mark.parametrize("block", range(5))
 def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(
-    world: Any, caplog: pytest.LogCaptureFixture, block: int
+    world: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Both dial, and their loops turn in a random order: the same link survives at both ends.
 
     (With an acceptor that always takes the new link, 1 schedule in 20 ends without any.)
     """
-    for seed in range(50 * block, 50 * (block + 1)):
+    for seed in range(100):
         order = random.Random(seed)
         low, high = world.tcp(0), world.tcp(1)
         dials = [(low, high), (high, low)]
@@ -348,43 +300,23 @@ def test_the_higher_rank_s_dial_waits_until_the_lower_knows_that_its_link_is_los
         world.until(lambda: high.handler.links and low.handler.links)
 
 
-def test_a_higher_incarnation_replaces_a_lower_is_refused(world: Any) -> None:
+def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world: Any) -> None:
     node, old = world.tcp(0), world.tcp(1, incarnation=2)
     world.join(old, node)
+    same = world.tcp(1, incarnation=2, process_id=7)
     new = world.tcp(1, incarnation=3)
-    new.dial(node)
-    world.until(lambda: new.handler.links and old.handler.of("link_down"))
-    assert node.handler.names() == ["link_up", "link_down", "link_up"]
+    for newer, before in ((same, old), (new, same)):
+        newer.dial(node)
+        world.until(lambda n=newer, b=before: n.handler.links and b.handler.of("link_down"))
+        assert node.link(newer).peer_identity.process_id == newer.transport.identity.process_id
     assert node.link(new).peer_incarnation == 3
     old.dial(node)
     world.until(lambda: old.handler.of("refused"))
     assert "newer incarnation (3)" in str(old.handler.of("refused")[0][1])
-    assert node.handler.names() == ["link_up", "link_down", "link_up"]
-
-
-def test_another_process_of_the_same_incarnation_replaces(world: Any) -> None:
-    node, old, new = world.tcp(0), world.tcp(1), world.tcp(1, process_id=7)
-    world.join(node, old)
-    new.dial(node)
-    world.until(lambda: new.handler.links)
-    assert node.link(new).peer_identity.process_id == 7
+    assert node.handler.names() == ["link_up"] + 2 * ["link_down", "link_up"]
 
 
 # Strangers.
-
-
-def test_garbage_is_dropped_and_logged_once(world: Any, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = world.tcp(0), world.tcp(1)
-    there, _ = world.join(first, second)
-    guests = [stranger(second, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(20)]
-    world.until(lambda: all(has_ended(guest) for guest in guests))
-    for guest in guests:
-        guest.close()
-    there.send_control(b"undisturbed")
-    world.until(lambda: second.handler.of("control"))
-    assert second.handler.names() == ["link_up", "control"]
-    assert len(caplog.records) == 1
-    assert "connection starts with b'GET '" in caplog.text
 
 
 def test_warnings_are_bounded(world: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -431,21 +363,6 @@ def test_a_peer_that_never_reads(world: Any, size: int, most: int) -> None:
     assert "unread" in first.handler.of("link_down")[0][1]
 
 
-def test_a_reset_is_a_reason_one_can_read(world: Any) -> None:
-    first, second = world.tcp(0), world.tcp(1)
-    there, _ = world.join(first, second)
-    connection = second.transport.links[0].connection
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-    second.transport.links[0].close("hard")
-    there.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 0, 0), memoryview(bytes(1 << 20)))
-    world.until(lambda: first.handler.of("link_down"))
-    assert first.handler.of("link_down")[0][1] in (
-        "connection lost: Connection reset by peer",
-        "connection lost: Broken pipe",
-        "closed by the peer",
-    )
-
-
 def test_what_a_peer_said_before_it_went_is_heard_although_writing_failed(world: Any) -> None:
     first, second = world.tcp(0), world.tcp(1)
     there, back = world.join(first, second)
@@ -478,7 +395,7 @@ class Tape(PlainStream):
 def test_quick_packets_are_read_several_at_once(
     world: Any, gap_s: float, least: int, most: int
 ) -> None:
-    """Of 207, at full speed about one wake-up in ten reads; on a slow link each is heard."""
+    """At full speed about one wake-up in ten of 207 reads; on a slow link each is heard."""
     clock = Clock()
     first, second = world.tcp(0, clock=clock), world.tcp(1)
     here, there = world.join(first, second)
@@ -518,65 +435,38 @@ def test_a_connection_that_ends_within_a_batch_is_noticed(world: Any) -> None:
     world.until(lambda: first.handler.of("link_down"), first)
 
 
-def test_closing_leaves_no_descriptor(world: Any, open_descriptors: Any) -> None:
+def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(
+    world: Any, open_descriptors: Any
+) -> None:
     before = open_descriptors()
     nodes = [world.tcp(rank) for rank in range(3)]
     world.join(nodes[0], nodes[1])
     world.join(nodes[2], nodes[1])
-    guest = stranger(nodes[0])
-    world.settle()
-    for node in nodes:
-        world.close(node)
-    guest.close()
+    with socket.create_connection((nodes[0].host, nodes[0].port)):
+        world.settle()
+        for node in nodes:
+            world.close(node)
     assert open_descriptors() == before
-
-
-def test_a_transport_that_is_forgotten_closes_itself(world: Any, open_descriptors: Any) -> None:
-    before = open_descriptors()
-    node = world.tcp(0)
-    world.nodes.remove(node)
-    del node
+    world.tcp(0)
+    world.nodes.clear()
     gc.collect()
     assert open_descriptors() == before
 
 
-def test_a_wake_that_the_close_overtakes_writes_to_nobody_s_descriptor(
-    world: Any,
-) -> None:
-    """Another thread closes the transport, and opens a file of its own, just before the guard."""
+def test_a_wake_that_the_close_overtakes_writes_to_no_descriptor(world: Any) -> None:
+    """Another thread closes the transport just before the guard is taken."""
     node = world.tcp(0)
-    world.nodes.remove(node)
-    number = node.transport._wake_descriptor
-    opened: list[int] = []
-
-    def close_and_open() -> None:
-        node.transport.close()
-        other = os.eventfd(0, os.EFD_NONBLOCK)
-        opened.append(number if other == number else os.dup2(other, number))
-        if other != number:
-            os.close(other)
-
-    guard = node.transport._wake_guard
 
     class Guard:
-        """Calls back once, before it is taken."""
-
         def __enter__(self) -> None:
-            node.transport._wake_guard = guard
-            close_and_open()
-            guard.acquire()
+            node.transport._wake_guard = threading.RLock()
+            world.close(node)
 
-        def __exit__(self, *_: object) -> None:
-            guard.release()
+        def __exit__(self, *_: object) -> None: ...
 
     node.transport._wake_guard = Guard()
-    node.transport.wake()
-    try:
-        assert opened == [number]
-        with pytest.raises(BlockingIOError):  # nobody has written to it
-            os.eventfd_read(number)
-    finally:
-        os.close(number)
+    node.transport.wake()  # an OSError if it wrote to its descriptor, which may be another's now
+    assert not world.nodes
 
 
 def test_no_link_that_has_ended_is_kept(world: Any) -> None:
@@ -593,37 +483,3 @@ def test_no_link_that_has_ended_is_kept(world: Any) -> None:
             node.handler.events.clear()
     gc.collect()
     assert [link() for link in links] == [None] * len(links)
-
-
-@pytest.mark.parametrize("transport", ["tcp", "tls"])
-@pytest.mark.parametrize("dials", ["the older", "the newer"])
-def test_workers_of_two_minor_versions_refuse_each_other_and_say_what_to_do(
-    world: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    transport: str,
-    dials: str,
-) -> None:
-    class Newer(Handshake):
-        version = (7, 3)
-
-    def of_version(identity: Identity, *args: Any, **options: Any) -> Handshake:
-        return (Newer if identity.rank == 1 else Handshake)(identity, *args, **options)
-
-    monkeypatch.setattr(tcp, "Handshake", of_version)
-    older, newer = getattr(world, transport)(0), getattr(world, transport)(1)
-    dialler, acceptor = (older, newer) if dials == "the older" else (newer, older)
-    dialler.dial(acceptor)
-    world.until(lambda: dialler.handler.of("refused"))
-    world.settle()
-    assert not older.handler.links
-    assert not newer.handler.links
-    ((peer, refusal),) = dialler.handler.of("refused")
-    here = ".".join(gossipdp.__version__.split(".")[:2])
-    versions = {older: here, newer: "7.3"}
-    assert peer == acceptor.rank
-    assert str(refusal) == (
-        f"the other worker runs gossipdp {versions[acceptor]}, and this one {versions[dialler]}; "
-        "install the same version for all workers of a run"
-    )
-    assert str(refusal) in caplog.text

@@ -57,8 +57,8 @@ class Job:
     def look(self, answers: Mapping[int, WorkerStatus | None], after_s: float = 1.0) -> JobStatus:
         self.now_s += after_s
         asked = self.board.addresses()
-        told = {address_of(rank): each or REFUSED for rank, each in answers.items()}
-        self.board.take({each: told[each] for each in asked if each in told}, self.now_s)
+        known = {address_of(rank): each or REFUSED for rank, each in answers.items()}
+        self.board.take({each: known[each] for each in asked if each in known}, self.now_s)
         return self.board.job(self.now_s)
 
 
@@ -243,7 +243,7 @@ def test_what_a_worker_sends_is_unknown_while_it_does_not_answer() -> None:
     assert [each.bytes_sent_per_second for each in seen.workers] == [1000.0, None]
     assert worker(seen, 1).state == "no answer"
     seen = job.look({0: None, 1: None})
-    assert worker(seen, 0).bytes_sent_per_second == 1000.0, "nobody answers: the last stays"
+    assert worker(seen, 0).bytes_sent_per_second == 1000.0, "no worker answers: the last stays"
 
 
 def test_links_are_what_both_ends_say() -> None:
@@ -266,7 +266,7 @@ def test_links_are_what_both_ends_say() -> None:
     (link,) = job.look({0: ends(0, 100), 1: None}).links
     assert link.is_up
     dead = msgspec.structs.replace(ends(0, 100), members=(member(0), member(1, "dead")))
-    assert job.look({0: dead, 1: None}).links == (), "nobody misses it"
+    assert job.look({0: dead, 1: None}).links == (), "a link to the dead is missed by none"
 
 
 def test_an_address_of_another_run_is_left_out() -> None:

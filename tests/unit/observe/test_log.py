@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from gossipdp.gossip.counters import Counters, metrics_of
+from gossipdp.observe import log as log_module
 from gossipdp.observe.log import (
     FORMAT,
-    MAX_NOTICES,
     CountsRecord,
     EndRecord,
     NoticeRecord,
@@ -104,54 +104,43 @@ def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
     path = worker_file(tmp_path, 0)
     whole = RunLog.read(tmp_path).workers[0]
     path.write_bytes(path.read_bytes()[:-7])
-    cut = RunLog.read(tmp_path).workers[0]
-    assert cut.end is None
-    assert cut.counts == whole.counts
+    worker_file(tmp_path, 1).write_bytes(b'{"kind":"start","ra')  # killed within its first line
+    workers = RunLog.read(tmp_path).workers
+    assert list(workers) == [0]
+    assert workers[0].end is None
+    assert workers[0].counts == whole.counts
 
 
-def test_a_worker_killed_within_its_first_line_is_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path, 0)
-    worker_file(tmp_path, 1).write_bytes(b'{"kind":"start","ra')
-    assert list(RunLog.read(tmp_path).workers) == [0]
+def start_line(**changes: object) -> bytes:
+    whole = {"kind": "start", "rank": 0, "num_workers": 2, "process_id": 1, "started_at": 1.0}
+    return msgspec.json.encode(whole | {"configuration": {}, "format": FORMAT} | changes)
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("lines", "fault"),
     [
-        b'{"kind":"counts"}',
-        b'{"kind":"values","time_s":1,"gradient_steps":1,"values":{"a":"\xff"}}',
-        b'{"kind":"start","configuration":{"a":' + b"[" * 100_000,
+        ([], r"holds no log of a worker.*--log-dir"),
+        ([start_line(), b'{"kind":"counts"}'], r"worker-0\.jsonl, line 2 is no record"),
+        (
+            [
+                start_line(),
+                b'{"kind":"values","time_s":1,"gradient_steps":1,"values":{"a":"\xff"}}',
+            ],
+            "line 2 is no record",
+        ),
+        ([start_line(), b'{"kind":"start","configuration":{"a":' + b"[" * 100_000], "line 2 is"),
+        ([b'{"kind":"consolidating","time_s":1}'], "does not begin with a start record"),
+        ([start_line(format=1)], "log of format 1, and this version of gossipdp reads"),
+        ([start_line(rank=-5)], "line 1"),
+        ([start_line(rank=10**6)], "line 1"),
+        ([start_line(num_workers=10**6)], "line 1"),
+        ([start_line(configuration={"edges": [[0, -1]]})], "line 1"),
     ],
-    ids=["half", "not text", "without end"],
+    ids=lambda value: "" if isinstance(value, list) else value[:30],
 )
-def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: bytes) -> None:
-    write_run(tmp_path)
-    path = worker_file(tmp_path, 0)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([lines[0], line + b"\n", *lines[1:]]))
-    with pytest.raises(ValueError, match=r"worker-0\.jsonl, line 2 is no record"):
-        RunLog.read(tmp_path)
-
-
-def test_a_log_without_its_start_is_refused(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    path = worker_file(tmp_path, 0)
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
-    with pytest.raises(ValueError, match="does not begin with a start record"):
-        RunLog.read(tmp_path)
-
-
-def test_the_log_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    worker_file(tmp_path, 0).write_text(
-        '{"kind":"start","rank":0,"num_workers":1,"process_id":7,"started_at":1.0,'
-        '"configuration":{}}\n{"kind":"end","metric_name":"accuracy"}\n'
-    )
-    with pytest.raises(ValueError, match="log of format 1, and this version of gossipdp reads"):
-        RunLog.read(tmp_path)
-
-
-def test_a_directory_without_logs_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no log of a worker.*--log-dir"):
+def test_a_log_that_is_none_is_refused(tmp_path: Path, lines: list[bytes], fault: str) -> None:
+    worker_file(tmp_path, 0).write_bytes(b"".join(line + b"\n" for line in lines))
+    with pytest.raises(ValueError, match=fault):
         RunLog.read(tmp_path)
 
 
@@ -249,12 +238,15 @@ def test_the_time_of_a_log_that_goes_on_never_goes_back(
     assert [each.time_s for each in worker.counts] == [2.0, begins_s + 1]
 
 
-def test_notices_beyond_the_most_are_left_out(tmp_path: Path) -> None:
+def test_notices_beyond_the_most_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "MAX_NOTICES", 10)
     with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock())) as log:
         log.start(rank=0, num_workers=2, configuration={})
-        for _ in range(MAX_NOTICES + 3):
+        for _ in range(13):
             log.notice(1, "stopped", 101.0)
-    assert len(RunLog.read(tmp_path).workers[0].notices) == MAX_NOTICES
+    assert len(RunLog.read(tmp_path).workers[0].notices) == 10
 
 
 class FullDisk:
@@ -311,22 +303,3 @@ def test_a_damaged_log_is_set_aside_and_blocks_no_restart(
     assert aside.read_bytes() == content
     assert len(caplog.records) == 1
     assert aside.name in caplog.text
-
-
-@pytest.mark.parametrize(
-    "start",
-    [
-        {"rank": -5},
-        {"rank": 10**6},
-        {"num_workers": 10**6},
-        {"configuration": {"edges": [[0, -1]]}},
-    ],
-)
-def test_ranks_and_counts_beyond_all_runs_are_refused(
-    tmp_path: Path, start: dict[str, object]
-) -> None:
-    whole = {"kind": "start", "rank": 0, "num_workers": 2, "process_id": 1, "started_at": 1.0}
-    record = whole | {"configuration": {}, "format": FORMAT} | start
-    worker_file(tmp_path, 0).write_bytes(msgspec.json.encode(record) + b"\n")
-    with pytest.raises(ValueError, match=r"worker-0\.jsonl, line 1"):
-        RunLog.read(tmp_path)

@@ -63,11 +63,8 @@ STATUS = WorkerStatus(
 )
 
 
-def test_a_status_survives_the_way() -> None:
-    assert decode_status(encode_status(STATUS)) == STATUS
-
-
 def test_a_reader_ignores_what_it_does_not_know_and_nan_is_unknown() -> None:
+    assert decode_status(encode_status(STATUS)) == STATUS
     fields = msgspec.json.decode(encode_status(STATUS)) | {"mood": "good"}
     assert decode_status(msgspec.json.encode(fields)) == STATUS
     poisoned = msgspec.structs.replace(STATUS, edge_distance=math.nan, logged={"loss": math.inf})
@@ -126,7 +123,6 @@ def test_prometheus_reads_all_of_it() -> None:
         assert is_total == {family.type == "counter"}
 
 
-ANSWER = WorkerStatus(0, 0, 1, "7f", "none", "ring", 1.0, "node", 1, "training", 72)
 Show = Callable[[bytes], str]
 
 
@@ -145,13 +141,10 @@ def show() -> Iterator[Show]:
         server.close()
 
 
-def test_a_worker_is_asked(show: Show) -> None:
-    assert ask(show(encode_status(ANSWER))) == ANSWER
-
-
-def test_who_answers_something_else_is_no_worker(
+def test_a_worker_is_asked_and_what_answers_something_else_is_none(
     show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert ask(show(encode_status(STATUS))) == STATUS
     with pytest.raises(ValueError, match="no worker's status"):
         ask(show(b"{}"))
     monkeypatch.setattr(status, "STATUS_PATH", "/elsewhere")
@@ -192,14 +185,14 @@ def test_an_answer_that_trickles_in_has_one_deadline_in_all(piece: bytes) -> Non
             accepted, _ = listener.accept()
             with accepted, contextlib.suppress(OSError):
                 accepted.sendall(b"HTTP/1.0 200 OK\r\n")
-                while True:
+                for _ in range(500):
                     accepted.sendall(piece)
                     pause()
 
         thread = threading.Thread(target=trickle)
         thread.start()
         with pytest.raises(TimeoutError):
-            status.ask(show_address(*listener.getsockname()), timeout_s=0.5)
+            status.ask(show_address(*listener.getsockname()), timeout_s=0.2)
         thread.join(LONGEST_S)
         assert not thread.is_alive()
 
@@ -214,7 +207,7 @@ def test_one_that_hangs_delays_no_other() -> None:
             release.wait(LONGEST_S)
         if address == "gone:1":
             raise ConnectionRefusedError(111, "refused")
-        return ANSWER
+        return STATUS
 
     with StatusPoll(slow_ask) as poll:
         answers: dict[str, object] = {}
@@ -222,13 +215,13 @@ def test_one_that_hangs_delays_no_other() -> None:
         wait_until(
             lambda: answers.keys() >= {"quick:1", "gone:1"},
             lambda: f"two answer: {answers}",
-            lambda: answers.update(poll.answers(addresses, 0.2)),
+            lambda: answers.update(poll.answers(addresses, 0.02)),
         )
-        assert answers["quick:1"] is ANSWER
+        assert answers["quick:1"] is STATUS
         assert isinstance(answers["gone:1"], ConnectionRefusedError)
         assert "slow:1" not in answers
         # It is not asked a second time while the first question is open.
-        assert "slow:1" not in poll.answers(["quick:1", "slow:1"], 0.2)
+        assert "slow:1" not in poll.answers(["quick:1", "slow:1"], 0.02)
         release.set()
-        assert poll.answers([], LONGEST_S)["slow:1"] is ANSWER
+        assert poll.answers([], LONGEST_S)["slow:1"] is STATUS
     assert asked.count("slow:1") == 1
