@@ -32,7 +32,7 @@ def train(directory: Path) -> None:
     )
     if model.rank == 0:
         assert model._monitoring.page is not None
-        (directory / "new").write_text(show_address(*model._monitoring.page.address))
+        (directory / "new").write_text(show_address(*model._monitoring.page.announced("")))
         (directory / "new").rename(directory / "address")
     pause_s = 0.05 if model.rank == 3 else 0.005
     while not (directory / "enough").exists():

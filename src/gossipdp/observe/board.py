@@ -35,6 +35,8 @@ SPEED_OVER_STEPS = 3.0
 LONGEST_SPEED_OVER_S = 60.0
 # Views show one event within this time of one another.
 SAME_EVENT_S = 3.0
+# Worker r of a host listens on the status port + r.
+NEAR_PORTS = 15
 GONE = ("dead", "left")
 _ORDER = ("joining", "training", "done", "left", "dead")
 
@@ -179,6 +181,19 @@ class _Source:
         return self.status is not None and not self.failure
 
 
+def _near(address: str) -> list[str]:
+    """Return the addresses where workers of the same host show their status.
+
+    Example:
+        >>> _near("10.0.0.1:65535")[:2]
+        ['10.0.0.1:65534', '10.0.0.1:65533']
+    """
+    host, _, port = address.rpartition(":")
+    steps = [step for most in range(1, NEAR_PORTS + 1) for step in (most, -most)]
+    ports = [int(port) + step for step in steps]
+    return [f"{host}:{near}" for near in ports if 0 < near < 65536]
+
+
 class StatusBoard:
     """The collector of the answers: it names the addresses to ask, and gives the job.
 
@@ -200,16 +215,26 @@ class StatusBoard:
     @property
     def all_failed(self) -> bool:
         """Return whether every address that is asked now is known not to answer."""
-        return self.failures.keys() >= set(self.addresses())
+        known = (self._sources.get(address) for address in self.addresses())
+        return all(source is not None and source.failure for source in known)
 
     @property
     def failures(self) -> dict[str, str]:
-        """Return the reason for each address that does not answer."""
-        return {name: source.failure for name, source in self._sources.items() if source.failure}
+        """Return the reason for each address, given or heard once, that does not answer."""
+        return {
+            address: source.failure
+            for address, source in self._sources.items()
+            if source.failure and (source.status is not None or address in self._given)
+        }
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses to ask now: those given, and those of workers that may live."""
+        """Return the addresses to ask now: those given, and those of workers that may live.
+
+        If no given one ever answers, its worker may be dead: the others listen on ports near by.
+        """
         wanted = dict.fromkeys(self._given)
+        if not self.has_answers and all(self._sources[each].failure for each in self._given):
+            wanted |= dict.fromkeys(near for each in self._given for near in _near(each))
         for member in self._members().values():
             if member.status_address and member.state not in GONE:
                 wanted[member.status_address] = None

@@ -46,6 +46,7 @@ class World:
         self.ends_s = ends_s
         self.facts = facts
         self.output = io.StringIO()
+        self.dead: set[str] = set()
 
     def ask(self, addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
         if not self.begins_s <= self.now_s < self.ends_s:
@@ -54,8 +55,8 @@ class World:
         return {
             each: status(int(each[-1]), samples, **self.facts)
             for each in addresses
-            if each.startswith("127.0.0.1:940")
-        }
+            if each.startswith("127.0.0.1:940") and each not in self.dead
+        } | {each: ConnectionRefusedError(111, "refused") for each in self.dead}
 
     def sleep(self, seconds: float) -> None:
         self.now_s += max(seconds, 0.01)
@@ -73,6 +74,13 @@ class World:
             clock=lambda: self.now_s,
             sleep=self.sleep,
         ).run()
+
+
+def test_a_dead_worker_s_address_leads_to_the_others() -> None:
+    world = World()
+    world.dead = {ADDRESS}
+    assert world.top(once=True) == 0
+    assert "2 workers:" in world.output.getvalue()
 
 
 def test_once_prints_one_table_with_everybody() -> None:

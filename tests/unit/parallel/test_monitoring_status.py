@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from waiting import wait_until
 
-from gossipdp import Counting, GossipDataParallel, Monitor, Network, RendezvousError
+from gossipdp import Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.launcher.environment import Environment, show_address
 from gossipdp.observe.log import RunLog
@@ -37,9 +38,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         model = GossipDataParallel(net, optimizer, **options)
         models.append(model)
-        return model, show_address(
-            *model._monitoring.page.address
-        ) if model._monitoring.page else ""
+        page = model._monitoring.page
+        shows = page is not None and page._server is not None
+        return model, show_address(*page.announced("")) if shows else ""
 
     yield make_model
     for model in models:
@@ -206,24 +207,35 @@ def test_the_variable(variables: dict[str, str], port: int | None) -> None:
 def test_each_rank_has_a_port_of_its_own() -> None:
     page = StatusPage("127.0.0.1", 0)
     page.bind(0)
-    first = page.address[1]
+    first = page.announced("")[1]
     page._first_port = first - 3
     page.bind(3)
-    assert page.address == ("127.0.0.1", first)
     assert page.announced("10.0.0.1") == ("127.0.0.1", first)
     page.close()
     page = StatusPage("0.0.0.0", 0)
     page.bind(0)
-    assert page.announced("10.0.0.1") == ("10.0.0.1", page.address[1])
+    assert page.announced("10.0.0.1") == ("10.0.0.1", page._server.address[1])
     page.close()
     with pytest.raises(ValueError, match="worker 3 would listen on 65537, and 65535 is the last"):
         StatusPage("127.0.0.1", 65534).bind(3)
 
 
-def test_mistakes_are_told_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_a_warning_and_a_wrong_one_an_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     _, address = make(monitor=Monitor(status_port=0))
-    with pytest.raises(RendezvousError, match=r"^the status port: port .* is in use"):
-        make(monitor=Monitor(status_port=int(address.rpartition(":")[2])))
+    _, other = make(monitor=Monitor(status_port=int(address.rpartition(":")[2])))
+    assert other == ""
+    assert caplog.text.count("worker 0 shows no status, and training goes on: the status port") == 1
     monkeypatch.setenv("GOSSIPDP_STATUS_PORT", "-1")
     with pytest.raises(ValueError, match="GOSSIPDP_STATUS_PORT is -1"):
         make()
+
+
+def test_the_budget_of_epochs_is_shown_once_they_begin(make: Make) -> None:
+    model, address = make(monitor=Monitor(status_port=0))
+    assert ask(address).budget_samples is None
+    loader = DataLoader(TensorDataset(torch.ones(20, 2)), batch_size=10)
+    epochs = model.epochs(loader, 3)
+    wait_until(lambda: ask(address).budget_samples == 60, "the page is made anew")
+    epochs.close()
