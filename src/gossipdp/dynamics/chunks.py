@@ -216,6 +216,7 @@ class Chunk:
         c: Tensor | None,
         g: Tensor | None = None,
         m: Tensor | None = None,
+        /,
     ) -> None:
         """Copy pending and momenta of one moment to host memory, for a checkpoint.
 
@@ -300,11 +301,6 @@ class Chunk:
             self._reset()
             self.device.finish()
 
-    def squared_distance(self, values: Tensor) -> float:
-        """Return the squared distance of x to these values, in host memory."""
-        there = self.device.load(1, values)
-        return update.difference(update.scratch(self.pending), self.x, there)
-
     # Under the lock.
 
     def _additions(self, share: float) -> list[Callable[[], object]]:
@@ -387,13 +383,7 @@ class BufferChunk(Chunk):
 
     weight = 1.0
 
-    def copy_momentum(
-        self,
-        pending: Tensor | None,
-        c: Tensor | None,
-        g: Tensor | None = None,
-        m: Tensor | None = None,
-    ) -> None:
+    def copy_momentum(self, pending: Tensor | None, /, *_: Tensor | None) -> None:
         """Copy the present values less x to ``pending``; there are no momenta."""
         if pending is None:
             return

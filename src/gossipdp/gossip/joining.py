@@ -27,14 +27,7 @@ from gossipdp.links.link import Link, LinkHandler
 from gossipdp.links.sockets import listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls
-from gossipdp.protocol.messages import (
-    AskMembers,
-    Envelope,
-    Members,
-    ProtocolError,
-    decode,
-    encode,
-)
+from gossipdp.protocol.messages import AskMembers, Envelope, Members, ProtocolError, decode, encode
 
 ROUND_S = 6.0
 # A worker that was just started may not answer yet. If all addresses refuse connections so often,

@@ -46,12 +46,7 @@ from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.logs import OnceLog
-from gossipdp.protocol.messages import (
-    OfferTraining,
-    RequestState,
-    RequestTraining,
-    StateRefused,
-)
+from gossipdp.protocol.messages import OfferTraining, RequestState, RequestTraining, StateRefused
 
 logger = logging.getLogger("gossipdp")
 

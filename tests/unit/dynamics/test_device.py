@@ -368,11 +368,8 @@ def test_host_memory_gets_and_gives_copies() -> None:
             for chunk, total in zip(world.state.chunks, sums, strict=True):
                 chunk.read(total)
             assert torch.equal(torch.cat(sums[:3]), x.float())
-            for total in sums:
-                total.add_(1.0)
-            assert sum(map(Chunk.squared_distance, world.state.chunks, sums)) == 45.0
             for chunk, total in zip(world.state.chunks, sums, strict=True):
-                chunk.replace(total)
+                chunk.replace(total.add_(1.0))
             (copied,) = world.state.copied_chunks
             out = torch.empty(3, dtype=torch.int64)
             copied.read(out)

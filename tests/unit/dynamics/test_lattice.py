@@ -5,13 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossipdp.dynamics.lattice import (
-    BLOCK,
-    Lattice,
-    LatticeSteps,
-    largest,
-    power_of_two,
-)
+from gossipdp.dynamics.lattice import BLOCK, Lattice, LatticeSteps, largest, power_of_two
 
 DTYPES = (torch.float32, torch.float64)
 
