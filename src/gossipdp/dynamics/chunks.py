@@ -270,12 +270,7 @@ class Chunk:
         Both ends compute delta from the same two (rounded) snapshots, never from a live value,
         so their deltas are exact negatives and the mean of x + c/2 is conserved. A delta that is
         not finite is not applied, nor is the flow; the norm returned is then not finite either.
-
-        Args:
-            theta: the phase at which ``mine`` was taken.
-            mine: the snapshot of this worker.
-            peers: the snapshot of the peer.
-            alpha_tilde: the gain of the exchange on x_tilde.
+        ``alpha_tilde`` is the gain of the exchange on x_tilde.
         """
         with self.lock, self.order:
             there = self.device.load(0, mine), self.device.load(1, peers)

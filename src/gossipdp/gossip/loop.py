@@ -52,12 +52,8 @@ REFUSALS_OF_THE_LIVING = ("incarnation", "own_rank")
 class GossipLoop(LinkHandler):
     """The event loop of one worker.
 
-    Args:
-        protocol: this worker's protocol.
-        state, phase: its parameters, and the phase of its momentum.
-        make_transport: makes the transport, with this loop as its handler; :meth:`turn` polls it.
-        clock: seconds, monotonic; the transport and the phase use the same.
-        wire_format: the form in which parameters travel in exchanges.
+    ``make_transport`` gets this loop as the handler of links; transport and phase use the same
+    ``clock``.
 
     Attributes:
         codec: turns chunks into that form and back.
@@ -412,9 +408,9 @@ class GossipLoop(LinkHandler):
 
     def _begin(self, begin: Begin) -> None:
         link = self._links[begin.peer]
-        self._exchange_started_s = self.clock()
+        now = self._exchange_started_s = self.clock()
         # The first snapshots wait for the end of the turn, so that the answer leaves before them.
-        theta = self._phase.start_exchange(self._exchange_started_s)
+        theta = self._phase.start_exchange(now)
         self._exchange = Exchange(
             self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
         )
