@@ -56,7 +56,7 @@ class GossipLoop(LinkHandler):
     ``clock``.
 
     Attributes:
-        codec: turns chunks into that form and back.
+        codec: turns chunks into their ``wire_format`` and back.
         snapshot: the state for other threads to read, replaced whole at the end of each turn.
         poisoned: the error that stopped this worker's exchanges, if any; any thread may read it.
     """
