@@ -1,4 +1,4 @@
-"""What two threads may do to one chunk at the same time."""
+"""The rules for two threads that share one chunk, and the arithmetic of chunks."""
 
 import math
 import threading

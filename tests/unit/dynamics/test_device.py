@@ -1,4 +1,4 @@
-"""What two threads do to a state on a device that works late ends as if it were done at once.
+"""Two threads on a device that works late leave the state as if all were done at once.
 
 The device is a stand-in (``tests/support/deferred_device.py``), the threads are this one, on two
 streams; while one waits for its stream, the other has its turn.

@@ -278,7 +278,7 @@ def test_an_interrupt_leaves_the_lock_of_a_chunk_in_use_to_its_holder(
 
 
 def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a helper would write parameters beside whoever uses them next."""
+    """A helper that went on would write parameters beside their next user."""
     with world_of(monkeypatch, SHAPES["helped"]) as world:
         main, helped, goes_on = threading.get_ident(), threading.Event(), threading.Event()
         ended = []

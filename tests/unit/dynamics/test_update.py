@@ -135,7 +135,7 @@ def reference_of(chunk: Chunk, left: float = 1.0) -> MomentumState:
 
 
 def assert_close(chunk: Chunk, expected: MomentumState, left: float = 1.0) -> None:
-    """Where c was written some time ago, ``left`` of it is left."""
+    """Compare with the reference; ``left`` is the share of c that is left of it."""
     found = reference_of(chunk, left)
     assert torch.allclose(found.x, expected.x, atol=1e-5, rtol=0)
     if chunk.c is not None:

@@ -123,7 +123,7 @@ def test_new_keys_come_between_exchanges_and_the_mean_is_conserved(
                 for loop in pair.loops
             )
         )
-    assert len(links) > 2 * 4, "links were made anew"
+    assert len(links) > 2 * 4, "no link was replaced"
     torch.testing.assert_close(pair.mean(), expected, rtol=0, atol=1e-4)
     assert [loop.protocol.exchanges_failed for loop in pair.loops] == [0, 0]
     for loop in pair.loops:
