@@ -216,6 +216,7 @@ class Chunk:
         c: Tensor | None,
         g: Tensor | None = None,
         m: Tensor | None = None,
+        /,
     ) -> None:
         """Copy pending and momenta of one moment to host memory, for a checkpoint.
 
@@ -269,12 +270,7 @@ class Chunk:
         Both ends compute delta from the same two (rounded) snapshots, never from a live value,
         so their deltas are exact negatives and the mean of x + c/2 is conserved. A delta that is
         not finite is not applied, nor is the flow; the norm returned is then not finite either.
-
-        Args:
-            theta: the phase at which ``mine`` was taken.
-            mine: the snapshot of this worker.
-            peers: the snapshot of the peer.
-            alpha_tilde: the gain of the exchange on x_tilde.
+        ``alpha_tilde`` is the gain of the exchange on x_tilde.
         """
         with self.lock, self.order:
             there = self.device.load(0, mine), self.device.load(1, peers)
@@ -299,11 +295,6 @@ class Chunk:
             self.x.copy_(values)
             self._reset()
             self.device.finish()
-
-    def squared_distance(self, values: Tensor) -> float:
-        """Return the squared distance of x to these values, in host memory."""
-        there = self.device.load(1, values)
-        return update.difference(update.scratch(self.pending), self.x, there)
 
     # Under the lock.
 
@@ -387,13 +378,7 @@ class BufferChunk(Chunk):
 
     weight = 1.0
 
-    def copy_momentum(
-        self,
-        pending: Tensor | None,
-        c: Tensor | None,
-        g: Tensor | None = None,
-        m: Tensor | None = None,
-    ) -> None:
+    def copy_momentum(self, pending: Tensor | None, /, *_: Tensor | None) -> None:
         """Copy the present values less x to ``pending``; there are no momenta."""
         if pending is None:
             return

@@ -1,10 +1,10 @@
 """The device of the parameters: host memory, which works at once, or a GPU, which queues.
 
-In host memory an operation is done when its call returns, and a lock that is held meanwhile is all
-that two threads need: :class:`Device`. On a GPU a call only queues, so two threads that take turns
-at a lock may still overlap there. :class:`QueuedDevice` has the rules that keep them apart;
-:class:`CudaDevice` is so thin that it can be checked by reading: **it has never run on a card**.
-Tests check the rules with a stand-in that works late, in any order that they allow.
+In host memory (:class:`Device`) an operation is done when its call returns, so a lock is all that
+two threads need. On a GPU a call only queues, and two threads that take turns at a lock may still
+overlap there. :class:`QueuedDevice` has the rules that keep them apart; tests check them with a
+stand-in that works late, in any order that they allow. :class:`CudaDevice` is so thin that it can
+be checked by reading: **it has never run on a card**.
 
 Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
 :class:`Mark` is a place in a stream (a CUDA event) that others can wait for.

@@ -67,8 +67,9 @@ class Segment:
         if moment is not None:
             kind = partial(MomentChunk, moment=moment)
         length = max(1, chunk_bytes // x.element_size())
-        parts = [slice(start, start + length) for start in range(0, x.numel(), length)]
-        self._parts = parts
+        self._parts = parts = [
+            slice(start, start + length) for start in range(0, x.numel(), length)
+        ]
         self.chunks = [
             kind(role, x[part], self.pending[part], None if self.c is None else self.c[part])
             for part in parts
@@ -91,12 +92,10 @@ class Segment:
     def forget(self, start: int, length: int) -> None:
         """Reset everything but x for values that were loaded; see :meth:`.Chunk.forget`."""
         for chunk, part in zip(self.chunks, self._parts, strict=True):
-            first, end = (
-                max(start, part.start),
-                min(start + length, part.start + chunk.num_elements),
-            )
+            first = max(start - part.start, 0)
+            end = min(start + length - part.start, chunk.num_elements)
             if first < end:
-                chunk.forget(slice(first - part.start, end - part.start))
+                chunk.forget(slice(first, end))
 
     def copy_momentum(self) -> list[Tensor | None]:
         """Copy pending (None: it is zero), c, g and m to host memory; see :class:`.Chunk`."""

@@ -106,8 +106,8 @@ def boundary_operations(
     """
     flows = c is not None and share != 0.0
     if compiled:
-        arrays = _array(x), _array(pending), _array(c, pending)
-        return [partial(_loops().boundary, *arrays, flows, share, *_base(base, pending))]
+        numbers = _array(c, pending), flows, share, _array(base, pending), base is not None
+        return [partial(_loops().boundary, _array(x), _array(pending), *numbers)]
     operations: list[Callable[[], object]] = []
     if c is not None and flows:
         operations.append(partial(pending.add_, c, alpha=share))
@@ -326,10 +326,6 @@ def _loops() -> Any:
     from gossipdp.dynamics import update_loops
 
     return update_loops
-
-
-def _base(base: Tensor | None, instead: Tensor) -> tuple[Any, bool]:
-    return _array(base, instead), base is not None
 
 
 def _array(values: Tensor | None, instead: Tensor | None = None) -> Any:

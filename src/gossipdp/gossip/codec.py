@@ -31,14 +31,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import Chunk, Role
-from gossipdp.dynamics.lattice import (
-    BLOCK,
-    Lattice,
-    LatticeSteps,
-    clamped,
-    largest,
-    num_blocks,
-)
+from gossipdp.dynamics.lattice import BLOCK, Lattice, LatticeSteps, clamped, largest, num_blocks
 from gossipdp.dynamics.state import State
 from gossipdp.dynamics.update import is_finite
 
@@ -50,20 +43,16 @@ Allocate: TypeAlias = Callable[[int], memoryview]
 
 @dataclass(frozen=True)
 class WireFormat:
-    """One form in which chunks travel.
-
-    Attributes:
-        rounded: the roles whose values travel in bfloat16, rounded as the snapshot is taken, so
-            both ends hold the same two.
-        is_coded: whether trained parameters travel as a code of the difference.
-        window: chunks that may be open at a time.
-        most_queued: chunks that may wait in the link's queue.
-    """
+    """One form in which chunks travel."""
 
     rounded: Collection[Role] = ()
+    """Roles whose values travel in bfloat16, rounded as the snapshot is taken."""
     is_coded: bool = False
+    """True if trained parameters travel as a code of the difference."""
     window: int = 4
+    """Chunks that may be open at a time."""
     most_queued: int = 4
+    """Chunks that may wait in the link's queue."""
 
 
 FORMATS = {
@@ -93,9 +82,9 @@ class PoisonFound(Exception):
 class Codec:
     """Turns one worker's chunks into bytes and the peer's bytes into differences.
 
-    Owns the memory of the window, which exchanges use one after the other: slot ``i % window`` for
-    an exchange's chunk ``i`` on its way out, and one more for the chunk that is coming in. A slot
-    begins at a page, and so fits numbers of any type: the arithmetic sees a tensor, the link bytes.
+    Its memory serves one exchange after the other: slot ``i % window`` for chunk ``i`` on its way
+    out, and one more for the chunk that is coming in. A slot begins at a page, so it fits numbers
+    of any type: the arithmetic sees a tensor, the link bytes.
 
     A *certain* chunk travels as values, which the peer can always read. Any other is *coded*: a
     checksum of 4 bytes, and one byte a value. Before the first chunk each end sends the step of
@@ -105,8 +94,8 @@ class Codec:
     Args:
         wire_format: one of ``FORMATS``.
         state: whose chunks.
-        allocate: where the slots' memory comes from; see ``Transport.allocate``. None: memory that
-            no other process sees.
+        allocate: the transport's, so that peers of the same host can read the slots in place.
+            None: memory that no other process sees.
     """
 
     def __init__(
@@ -119,12 +108,10 @@ class Codec:
         most = max((max(c.x.nbytes, c.pending.nbytes) for c in chunks), default=1)
         self._slot_bytes = -(-most // PAGE_BYTES) * PAGE_BYTES
         num_bytes = (self.window + 1) * self._slot_bytes
-        self._allocate: Callable[[], memoryview]
         if allocate is None:
             own = tensor_bytes(torch.empty(num_bytes, dtype=torch.uint8))
-            self._allocate = lambda: own
-        else:
-            self._allocate = partial(allocate, num_bytes)
+            allocate = lambda _: own  # noqa: E731
+        self._allocate = partial(allocate, num_bytes)
         self._memory = memoryview(b"")
         self._slot_of: dict[int, int] = {}
         self._renew()
@@ -365,10 +352,7 @@ def _blocks(flat: Tensor, chunk: Chunk) -> Tensor:
 
 
 def make_codec(name: str, state: State, allocate: Allocate | None = None) -> Codec:
-    """Return the codec of the form ``name``, one of ``WIRE_FORMATS``; all exchanges reuse it.
-
-    ``allocate``: the transport's, so that peers of the same host can read the slots in place.
-    """
+    """Return the codec of the form ``name``, one of ``WIRE_FORMATS``, for all exchanges."""
     if name not in FORMATS:
         raise ValueError(f"unknown wire_format {name!r}; choose one of: {', '.join(WIRE_FORMATS)}")
     return Codec(FORMATS[name], state, allocate)

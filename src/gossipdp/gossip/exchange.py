@@ -53,13 +53,9 @@ class CompletedExchange:
 class Exchange:
     """The data side of one exchange that the pairing has agreed on. Driven by the gossip thread.
 
-    Args:
-        state: this worker's parameters.
-        codec: the form of the chunks; the exchange before has ended.
-        link: to the peer.
-        id: travels with every chunk; chunks with another id are dropped.
-        alpha_tilde: the gain on which both ends agreed.
-        theta: the phase, which stands still until the exchange has ended.
+    The exchange before it, with the same ``codec``, has ended. Chunks with another ``id`` are
+    dropped. ``alpha_tilde`` is the gain on which both ends agreed; the phase ``theta`` stands still
+    until the exchange has ended.
 
     Attributes:
         num_applied: chunks that were applied so far.

@@ -27,14 +27,7 @@ from gossipdp.links.link import Link, LinkHandler
 from gossipdp.links.sockets import listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls
-from gossipdp.protocol.messages import (
-    AskMembers,
-    Envelope,
-    Members,
-    ProtocolError,
-    decode,
-    encode,
-)
+from gossipdp.protocol.messages import AskMembers, Envelope, Members, ProtocolError, decode, encode
 
 ROUND_S = 6.0
 # A worker that was just started may not answer yet. If all addresses refuse connections so often,
@@ -105,15 +98,9 @@ def ask_members(
     timeout_s: float,
     clock: Callable[[], float] = since_boot_s,
 ) -> Members:
-    """Ask for the members of a run, which a worker must know before it joins.
+    """Ask workers at these ``addresses`` for the members of a run, before a worker joins it.
 
-    Args:
-        addresses: (host, port) of workers, at least one of them live.
-        identity: this worker's settings; its rank and graph are not used.
-        secret: of the run.
-        tls: of the links, or None.
-        timeout_s: the longest time to try.
-        clock: seconds, monotonic.
+    At least one of them must be live. The rank and the graph of ``identity`` are not used.
 
     Raises:
         RefusedError: the run has other settings or another secret.
@@ -146,9 +133,7 @@ def ask_members(
             return visitor.answer
         if visitor.refusal is not None:
             raise RefusedError(f"the run does not take in this worker: {visitor.refusal}")
-        rounds_refused += 1
-        if visitor.num_refused < len(addresses):
-            rounds_refused = 0
+        rounds_refused = rounds_refused + 1 if visitor.num_refused == len(addresses) else 0
         if rounds_refused == MAX_ROUNDS_REFUSED:
             raise RendezvousError(
                 f"no worker to join: {shown} refused the connection; the run has ended, or it has "

@@ -25,15 +25,7 @@ from gossipdp.links.frames import STATE_TYPES, SUM_TYPES, ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
 from gossipdp.logs import OnceLog, printable
-from gossipdp.protocol.actions import (
-    Begin,
-    Reach,
-    Rebuilt,
-    Send,
-    Stop,
-    Superseded,
-    Unlink,
-)
+from gossipdp.protocol.actions import Begin, Reach, Rebuilt, Send, Stop, Superseded, Unlink
 from gossipdp.protocol.messages import (
     DIALLED_MESSAGES,
     Envelope,
@@ -60,15 +52,11 @@ REFUSALS_OF_THE_LIVING = ("incarnation", "own_rank")
 class GossipLoop(LinkHandler):
     """The event loop of one worker.
 
-    Args:
-        protocol: this worker's protocol.
-        state, phase: its parameters, and the phase of its momentum.
-        make_transport: makes the transport, with this loop as its handler; :meth:`turn` polls it.
-        clock: seconds, monotonic; the transport and the phase use the same.
-        wire_format: the form in which parameters travel in exchanges.
+    ``make_transport`` gets this loop as the handler of links; transport and phase use the same
+    ``clock``.
 
     Attributes:
-        codec: turns chunks into that form and back.
+        codec: turns chunks into their ``wire_format`` and back.
         snapshot: the state for other threads to read, replaced whole at the end of each turn.
         poisoned: the error that stopped this worker's exchanges, if any; any thread may read it.
     """
@@ -145,7 +133,9 @@ class GossipLoop(LinkHandler):
         self._note_progress(now)
         self.perform(self.protocol.poll(now))
         self._report_addresses(now)
-        self._dial(now)
+        addresses = self.protocol.membership.addresses()
+        for peer in self._dialer.due(addresses, now):
+            self.transport.dial(peer, *addresses[peer])
         self._pump()
         self.snapshot = self._publisher.snapshot(now)
 
@@ -197,13 +187,13 @@ class GossipLoop(LinkHandler):
         self._dialer.want(self.protocol.neighbours, self.clock(), at_once=True)
         self.release()
 
+    def _found_poison(self, where_and_outcome: str) -> None:
+        error = f"the parameters of worker {self.protocol.rank}{where_and_outcome}"
+        self.poison(PoisonedError(f"{error}. Lower the learning rate or clip gradients"))
+
     def _poisoned_at_end(self) -> None:
-        self.poison(
-            PoisonedError(
-                f"the parameters of worker {self.protocol.rank}, or their sum with those of the "
-                "others, hold NaN or infinity: they are not averaged. Lower the learning rate or "
-                "clip gradients"
-            )
+        self._found_poison(
+            ", or their sum with those of the others, hold NaN or infinity: they are not averaged"
         )
 
     def poison(self, error: PoisonedError) -> None:
@@ -263,9 +253,7 @@ class GossipLoop(LinkHandler):
             case Stop(peer=peer, reason=reason):
                 self._stop(peer, reason)
             case Unlink(peer=peer, reason=reason):
-                link = self._links.get(peer)
-                if link is not None:
-                    link.close(reason)
+                self._unlink(peer, reason)
             case Reach(peer=peer, host=host, port=port):
                 self.transport.dial(peer, host, port)
             case Rebuilt():
@@ -279,10 +267,9 @@ class GossipLoop(LinkHandler):
     # Links.
 
     def link_up(self, link: Link) -> None:
-        now = self.clock()
         self._links[link.peer] = link
         self._dialer.linked(link.peer)
-        self.perform(self.protocol.link_up(link.peer, now))
+        self.perform(self.protocol.link_up(link.peer, self.clock()))
         for data in self._outbox.pop(link.peer, ()):
             link.send_control(data)
 
@@ -327,15 +314,9 @@ class GossipLoop(LinkHandler):
         self.perform(self.protocol.dial_refused(peer, now, address))
         self.transfers.dead(peer)
 
-    def _dial(self, now: float) -> None:
-        addresses = self.protocol.membership.addresses()
-        for peer in self._dialer.due(addresses, now):
-            self.transport.dial(peer, *addresses[peer])
-
     # Control messages.
 
     def control(self, link: Link, data: bytes) -> None:
-        now = self.clock()
         try:
             envelope = decode(data)
         except ProtocolError as error:
@@ -343,7 +324,7 @@ class GossipLoop(LinkHandler):
             return
         if isinstance(envelope.message, Propose) and self._renews(link):
             return
-        self.perform(self.protocol.receive(link.peer, envelope, now))
+        self.perform(self.protocol.receive(link.peer, envelope, self.clock()))
         if isinstance(envelope.message, TransferMessage):
             self.transfers.receive(link, envelope.message)
 
@@ -427,9 +408,9 @@ class GossipLoop(LinkHandler):
 
     def _begin(self, begin: Begin) -> None:
         link = self._links[begin.peer]
-        self._exchange_started_s = self.clock()
+        now = self._exchange_started_s = self.clock()
         # The first snapshots wait for the end of the turn, so that the answer leaves before them.
-        theta = self._phase.start_exchange(self._exchange_started_s)
+        theta = self._phase.start_exchange(now)
         self._exchange = Exchange(
             self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
         )
@@ -442,9 +423,7 @@ class GossipLoop(LinkHandler):
         """
         self.sums.note_progress()
         exchange = self._exchange
-        if exchange is None:
-            return
-        if exchange.bytes_moved > self._progress:
+        if exchange is not None and exchange.bytes_moved > self._progress:
             self._progress = exchange.bytes_moved
             self.protocol.progressed(now)
 
@@ -456,12 +435,8 @@ class GossipLoop(LinkHandler):
             exchange = self._exchange
             assert exchange is not None
             if poison.ours:
-                self.poison(
-                    PoisonedError(
-                        f"the parameters of worker {self.protocol.rank} hold NaN or infinity; it "
-                        "has stopped exchanging, and nothing of it was sent. Lower the learning "
-                        "rate or clip gradients"
-                    )
+                self._found_poison(
+                    " hold NaN or infinity; it has stopped exchanging, and nothing of it was sent"
                 )
             else:
                 self._stop_exchange()
@@ -472,11 +447,11 @@ class GossipLoop(LinkHandler):
         now = self.clock()
         initiated = exchange.id.initiator == self.protocol.rank
         completed = CompletedExchange(
-            peer=exchange.link.peer,
-            initiated=initiated,
-            asked_s=self._asked_s if initiated else None,
-            started_s=self._exchange_started_s,
-            ended_s=now,
+            exchange.link.peer,
+            initiated,
+            self._asked_s if initiated else None,
+            self._exchange_started_s,
+            now,
             half_squared_distance=0.5 * exchange.squared_distance,
         )
         self._publisher.exchanged(completed, exchange.num_applied, exchange.num_repeated)
@@ -495,6 +470,9 @@ class GossipLoop(LinkHandler):
                 reason,
             )
             self._stop_exchange()
+        self._unlink(peer, reason)
+
+    def _unlink(self, peer: int, reason: str) -> None:
         link = self._links.get(peer)
         if link is not None:
             link.close(reason)

@@ -91,12 +91,7 @@ class LoopSnapshot:
 
 
 class Publisher:
-    """The maker of :class:`LoopSnapshot`. The gossip thread alone calls it.
-
-    Args:
-        protocol: of this worker.
-        links: by peer; the loop's own table.
-    """
+    """The maker of :class:`LoopSnapshot`. The gossip thread alone calls it."""
 
     def __init__(self, protocol: WorkerProtocol, links: Mapping[int, Link]) -> None:
         self._noticed = Noticed(protocol.rank, protocol.neighbourhood.num_originals)
@@ -191,10 +186,6 @@ class Noticed:
 
     They come from the membership view and the silent links, on which this worker also acts. If
     there are more, the oldest that is not the latest of its worker goes: no death is forgotten.
-
-    Args:
-        rank: of this worker.
-        num_workers: that the run began with.
     """
 
     def __init__(self, rank: int, num_workers: int) -> None:

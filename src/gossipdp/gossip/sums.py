@@ -73,16 +73,9 @@ class Outcome(Average):
 class Sums:
     """Carries out the actions of sums over a tree.
 
-    Args:
-        state: the parameters.
-        protocol: gets the chunks that landed or were divided.
-        links: by peer; the loop's own table, which it keeps up to date.
-        perform: does the actions that the protocol returns.
-        clock: seconds, monotonic.
-        poisoned: called if this worker's own values are of no use to the last average.
-
-    Attributes:
-        outcome: the committed result of consolidation.
+    ``links`` is the loop's own table, by peer, which it keeps up to date. ``poisoned`` is called if
+    this worker's own values are of no use to the last average. ``outcome`` is the committed result
+    of consolidation.
     """
 
     def __init__(
@@ -121,8 +114,7 @@ class Sums:
 
         It replaces a request whose caller no longer waits, such as after Ctrl+C.
         """
-        self._asked = Future()
-        asked = self._asked
+        self._asked = asked = Future[Average]()
         self._perform(self._protocol.average(self._clock()))
         return asked
 
@@ -180,7 +172,7 @@ class Sums:
     # Sending, and other work that takes a pass.
 
     def link_lost(self, peer: int) -> None:
-        """Forget the chunks to be sent to ``peer``; the protocol asks for them again."""
+        """Forget the chunks to and from ``peer``; the protocol asks for them again."""
         for table in (self._queues, self._rooms, self._leaving, self._coming):
             table.pop(peer, None)
 
@@ -270,11 +262,11 @@ class Sums:
 
     def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
         """Return the place for a partial sum or a result, or None if it is not awaited."""
-        peer, epoch = link.peer, _epoch(key)
+        peer = link.peer
         if not self._accepts(peer, frame_type, key):
             self._coming.pop(peer, None)
             return None
-        self._coming[peer] = epoch
+        self._coming[peer] = _epoch(key)
         room = self._rooms[peer] = self._empty(key.index)
         return tensor_bytes(room)
 

@@ -46,12 +46,7 @@ from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.logs import OnceLog
-from gossipdp.protocol.messages import (
-    OfferTraining,
-    RequestState,
-    RequestTraining,
-    StateRefused,
-)
+from gossipdp.protocol.messages import OfferTraining, RequestState, RequestTraining, StateRefused
 
 logger = logging.getLogger("gossipdp")
 
@@ -120,14 +115,13 @@ class _Sender:
         frame_type = FrameType.TRAINING_CHUNK if self.is_training else FrameType.STATE_CHUNK
         link = self.link
         while self._next is not None and link.queued_chunks < SLOTS:
-            index = self.num_sent
             num_bytes, read = self._next
-            slot = self._slots[index % SLOTS][:num_bytes]
+            slot = self._slots[self.num_sent % SLOTS][:num_bytes]
             if not read(slot):
                 return
+            key = ChunkKey(link.peer, link.peer_incarnation, self.counter, self.num_sent)
             self.num_sent += 1
             self._next = next(self.pieces, None)
-            key = ChunkKey(link.peer, link.peer_incarnation, self.counter, index)
             link.send_chunk(frame_type, key, tensor_bytes(slot))
 
 
@@ -178,12 +172,9 @@ def _training(num_layout_bytes: int, unfold: Unfold) -> Iterator[Tensor]:
 class Transfers:
     """All transfers of one worker.
 
-    Args:
-        chunks: all of this worker's, in the order in which every worker has them.
-        links: by peer; the loop's own table, which it keeps up to date.
-        send: posts a message, and dials if there is no link.
-        refusal: returns why this worker gives no state now, or None.
-        clock: seconds, monotonic.
+    ``chunks`` are in the order in which every worker has them. ``links`` is the loop's own table,
+    by peer, which it keeps up to date. ``send`` dials if there is no link. ``refusal`` returns why
+    this worker gives no state now, or None.
 
     Attributes:
         offer: returns the optimizers' state for one request, which a key names; None: not yet, ask
@@ -238,15 +229,11 @@ class Transfers:
         link = self._links.get(peer)
         if link is None or not self._may_give(peer, request.counter):
             return
-        chunks = map(self._chunks.__getitem__, range(request.start, len(self._chunks)))
+        start = request.start
+        chunks = map(self._chunks.__getitem__, range(start, len(self._chunks)))
         pieces = ((chunk.x.nbytes, partial(_read, chunk)) for chunk in chunks)
         self._senders[peer] = _Sender(
-            link,
-            request.counter,
-            pieces,
-            self._most_bytes,
-            is_training=False,
-            num_sent=request.start,
+            link, request.counter, pieces, self._most_bytes, is_training=False, num_sent=start
         )
 
     def _give_training(self, peer: int, request: RequestTraining) -> bool:
@@ -287,25 +274,19 @@ class Transfers:
     # Taking.
 
     def fetch(self, peer: int, sink: Sink, on_end: OnEnd, timeout_s: float) -> None:
-        """Ask ``peer`` for its parameters.
+        """Ask ``peer`` for its parameters; ``sink`` gets every chunk and the values for it.
 
-        Args:
-            peer: the worker to ask; it is dialled if there is no link.
-            sink: called with every chunk of this worker and the values for it.
-            on_end: called once, in the loop's thread, with None or an error.
-            timeout_s: the longest time without progress.
+        ``on_end`` is called once, in the loop's thread, with None or an error. ``timeout_s`` is the
+        longest time without progress.
         """
         rooms = _parameters(self._chunks, self._most_bytes, sink)
         self._begin(_Fetch(peer, on_end, timeout_s, rooms, room=next(rooms, None)))
 
     def fetch_training(self, peer: int, unfold: Unfold, on_end: OnEnd, timeout_s: float) -> None:
-        """Ask ``peer`` for its optimizers' state; the other arguments are those of :meth:`fetch`.
+        """Ask ``peer`` for its optimizers' state; see also :meth:`fetch`.
 
-        Args:
-            peer: the worker to ask.
-            unfold: makes room, as bytes, for the tensors that the layout describes; a ValueError
-                refuses them.
-            on_end, timeout_s: see :meth:`fetch`.
+        ``unfold`` makes room, as bytes, for the tensors that the layout describes; a ValueError
+        refuses them.
         """
         self._begin(_Fetch(peer, on_end, timeout_s, unfold=unfold))
 

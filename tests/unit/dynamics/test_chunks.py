@@ -1,4 +1,4 @@
-"""What two threads may do to one chunk at the same time."""
+"""The rules for two threads that share one chunk, and the arithmetic of chunks."""
 
 import math
 import threading
@@ -16,44 +16,13 @@ from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment, State
 
 
-def test_a_checkpoint_copies_a_chunk_before_an_exchange_or_after_it() -> None:
-    """Each exchange subtracts 1/2 from pending and from c; a copy holds equally many in both."""
-    segment = Segment(torch.zeros(200_000), Role.TRAINED, chunk_bytes=1 << 20)
-    (chunk,) = State([segment]).chunks
-    mine, peers = torch.ones(200_000), torch.zeros(200_000)
-    ends = threading.Event()
-
-    def exchange() -> None:
-        while not ends.is_set():
-            chunk.exchange(0.0, mine, peers, alpha_tilde=1.0)
-
-    gossip = threading.Thread(target=exchange)
-    gossip.start()
-    seen = set()
-    pending, c = torch.empty(200_000), torch.empty(200_000)
-    try:
-        while len(seen) < 50:
-            chunk.copy_momentum(pending, c)
-            (value,) = pending.unique().tolist()
-            assert torch.equal(pending, c)
-            seen.add(value)
-    finally:
-        ends.set()
-        gossip.join()
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_chunk_follows_the_equations_wherever_it_is_flowed(seed: int) -> None:
     """In float64, with y = x + pending, whichever of boundary and exchange flows first."""
     random = Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    y, c, theta, alpha_tilde = (
-        torch.randn(9, generator=generator).double(),
-        torch.zeros(9),
-        0.0,
-        1.7,
-    )
-    c = c.double()
+    y, theta, alpha_tilde = torch.randn(9, generator=generator).double(), 0.0, 1.7
+    c = torch.zeros_like(y)
     segment = Segment(y.clone(), Role.TRAINED)
     (chunk,) = State([segment]).chunks
     for _ in range(40):
@@ -114,7 +83,7 @@ ZERO, ONE = torch.zeros(4), torch.ones(4)
 
 
 def exchanged_once() -> tuple[Chunk, MomentumState]:
-    """A chunk that is 1 from its peer after one exchange at phase 0; what it holds by now."""
+    """Return a chunk after an exchange at phase 0 with a peer 1 away, and what it holds by now."""
     (chunk,) = State([Segment(torch.zeros(4), Role.TRAINED)]).chunks
     chunk.exchange(0.0, ONE, ZERO, 1.5)
     start = MomentumState(torch.zeros(4).double(), torch.zeros(4).double())
@@ -122,7 +91,7 @@ def exchanged_once() -> tuple[Chunk, MomentumState]:
 
 
 def x_and_c(chunk: Chunk) -> MomentumState:
-    """What a chunk holds, flowed to its phase; its pending is in x."""
+    """Return what a chunk holds, flowed to its phase; its pending is in x."""
     c, pending = torch.empty(4), torch.empty(4)
     chunk.copy_momentum(pending, c)
     return MomentumState((chunk.x + pending).double(), c.double())
@@ -178,7 +147,7 @@ def buffers(values: Tensor) -> Chunk:
 
 
 def meet(one: Chunk, other: Chunk) -> None:
-    """One exchange of whole snapshots."""
+    """Make one exchange of whole snapshots."""
     mine, theirs = torch.empty(one.num_elements), torch.empty(one.num_elements)
     assert one.snapshot(0.0, mine)
     assert other.snapshot(0.0, theirs)
@@ -200,31 +169,27 @@ def test_buffers_are_averaged_and_both_ends_hold_the_same_bits() -> None:
     torch.testing.assert_close(ends[0].x, values.mean(dim=0))
 
 
-def test_a_running_variance_stays_positive_where_batches_are_accumulated() -> None:
-    """Batches of variance 0.1 shrink 10 to 4.3 after an exchange has taken half of it away."""
-    one, other = buffers(torch.tensor([10.0])), buffers(torch.tensor([0.1]))
-    meet(one, other)
-    for _ in range(8):
-        one.x.mul_(0.9).add_(0.01)  # what BatchNorm does in a forward pass
-    sent = torch.empty(1)
-    one.snapshot(0.0, sent)
-    assert sent > 0.1
-    one.boundary(0.0)
-    assert one.x.item() == pytest.approx((0.1 + (9.9 * 0.9**8 + 0.1)) / 2)
-
-
 def test_buffers_stay_between_what_they_are_and_what_peers_sent() -> None:
+    """A running variance stays positive, however batches shrink it between two exchanges.
+
+    Each exchange halves this worker's share and adds half of the peer's value.
+    """
     torch.manual_seed(1)
     for _ in range(50):
-        one = buffers(torch.rand(64))
-        sent = []
+        one, sent = buffers(torch.rand(64)), []
+        share, taken = 1.0, torch.zeros(64)
         for _ in range(int(torch.randint(1, 5, ()))):
             peer = buffers(torch.rand(64))
             sent.append(peer.x.clone())
+            share, taken = share / 2, (taken + sent[-1]) / 2
             meet(one, peer)
             one.x.copy_(torch.rand(64))  # what forward passes do meanwhile
-        ends = torch.stack([one.x, *sent])
+        present = share * one.x + taken
+        snapshot, ends = torch.empty(64), torch.stack([one.x, *sent])
+        one.snapshot(0.0, snapshot)
         one.boundary(0.0)
+        for found in (snapshot, one.x):
+            torch.testing.assert_close(found, present)
         assert (one.x >= ends.amin(dim=0) - 1e-6).all()
         assert (one.x <= ends.amax(dim=0) + 1e-6).all()
 
@@ -246,23 +211,15 @@ def moment(values: Tensor, steps: int, decay: float = 0.999) -> Chunk:
     return chunk
 
 
-def test_second_moments_of_one_age_are_averaged_as_they_are() -> None:
+@pytest.mark.parametrize("ages", [(7, 7), (20, 400)])
+def test_second_moments_are_averaged_as_their_optimizers_correct_them(
+    ages: tuple[int, int],
+) -> None:
     torch.manual_seed(0)
-    values = torch.rand(2, 1000)
-    ends = [moment(each.clone(), steps=7) for each in values]
+    squares, masses = torch.rand(2, 1000), [1 - 0.999**age for age in ages]
+    ends = [moment(squares[end] * masses[end], steps=ages[end]) for end in range(2)]
     meet(*ends)
-    for end in ends:
-        assert end.boundary(0.0)
-        torch.testing.assert_close(end.x, values.mean(dim=0))
-
-
-def test_second_moments_of_two_ages_are_averaged_as_their_optimizers_correct_them() -> None:
-    torch.manual_seed(0)
-    squares = torch.rand(2, 1000)
-    masses = [1 - 0.999**20, 1 - 0.999**400]
-    young, old = moment(squares[0] * masses[0], steps=20), moment(squares[1] * masses[1], steps=400)
-    meet(young, old)
-    for end, mass in zip((young, old), masses, strict=True):
+    for end, mass in zip(ends, masses, strict=True):
         assert end.boundary(0.0)
         torch.testing.assert_close(end.x / mass, squares.mean(dim=0))
 
@@ -316,14 +273,14 @@ def test_what_a_peer_sends_that_is_not_finite_is_not_taken() -> None:
     assert torch.equal(one.x, torch.ones(3))
 
 
-@pytest.mark.parametrize("stride", range(1, 25))
 @pytest.mark.parametrize("period", [1, 2, 3, 4, 16, 100])
 def test_whatever_the_rhythm_of_its_numbers_one_exchange_in_a_period_carries_a_moment(
-    period: int, stride: int
+    period: int,
 ) -> None:
     kept = Moment("exp_avg_sq", period)
-    carried = sum(kept.travels_with(1 + stride * place) for place in range(100 * period))
-    assert 90 <= carried <= 110
+    for stride in range(1, 25):
+        carried = sum(kept.travels_with(1 + stride * place) for place in range(100 * period))
+        assert 90 <= carried <= 110, stride
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -351,36 +308,40 @@ def test_a_variance_of_low_precision_that_shrinks_after_a_boundary_stays_positiv
         one.exchange(0.0, sent, sent, 0.5)
 
 
-def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def helped(monkeypatch: pytest.MonkeyPatch) -> State:
+    """Make a state of ten chunks whose boundary has helpers, as soon as it is compiled."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
-    state = State([Segment(torch.zeros(40), Role.TRAINED, chunk_bytes=4)])
-    state.compile("numba")
-    main = threading.get_ident()
-    helped = threading.Event()
+    return State([Segment(torch.zeros(10), Role.TRAINED, chunk_bytes=4)])
+
+
+def test_a_helper_s_error_reaches_the_boundary(
+    helped: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helped.compile("numba")
+    main, has_helped = threading.get_ident(), threading.Event()
 
     def boundary(theta: float, *, wait: bool) -> bool:
         if threading.get_ident() == main:
-            return helped.wait(10)
-        helped.set()
+            return has_helped.wait(10)
+        has_helped.set()
         raise OSError("no such memory")
 
-    for chunk in state.chunks:
+    for chunk in helped.chunks:
         monkeypatch.setattr(chunk, "boundary", boundary, raising=False)
     with pytest.raises(OSError, match="no such memory"):
-        state.boundary(0.0)
+        helped.boundary(0.0)
     helpers = [each for each in threading.enumerate() if each.name.startswith("gossipdp-boundary")]
     assert helpers
-    state.end_helpers()
+    helped.end_helpers()
     assert not any(helper.is_alive() for helper in helpers)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
-def test_without_helpers_a_boundary_is_done_alone(monkeypatch, num_threads: int) -> None:
-    """The system gives no more than ``num_threads`` threads."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
-    state = State([Segment(torch.zeros(40), Role.TRAINED, chunk_bytes=4)])
+def test_with_the_helpers_that_the_system_gives_a_boundary_is_whole(
+    helped: State, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
     start, started = threading.Thread.start, []
 
     def start_few(thread: threading.Thread) -> None:
@@ -390,17 +351,13 @@ def test_without_helpers_a_boundary_is_done_alone(monkeypatch, num_threads: int)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_few)
-    state.compile("numba")
+    helped.compile("numba")
     assert len(started) == num_threads
-    for chunk in state.chunks:
-        chunk.pending.fill_(1.0)
-        chunk.has_pending = True
-    assert state.boundary(0.0) == 0
-    assert all((chunk.x == 1.0).all() for chunk in state.chunks)
-    state.end_helpers()
-    assert not any(thread.is_alive() for thread in started)
-    for chunk in state.chunks:
-        chunk.pending.fill_(1.0)
-        chunk.has_pending = True
-    assert state.boundary(0.0) == 0
-    assert all((chunk.x == 2.0).all() for chunk in state.chunks)
+    for times in (1, 2):
+        for chunk in helped.chunks:
+            chunk.pending.fill_(1.0)
+            chunk.has_pending = True
+        assert helped.boundary(0.0) == 0
+        assert helped.segments[0].x.tolist() == [times] * 10
+        helped.end_helpers()  # the second boundary has none
+        assert not any(thread.is_alive() for thread in started)

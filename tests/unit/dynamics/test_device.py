@@ -1,4 +1,4 @@
-"""What two threads do to a state on a device that works late ends as if it were done at once.
+"""Two threads on a device that works late leave the state as if all were done at once.
 
 The device is a stand-in (``tests/support/deferred_device.py``), the threads are this one, on two
 streams; while one waits for its stream, the other has its turn.
@@ -32,7 +32,7 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.parallel.flat_parameters import FlatParameters
 
-SEEDS = range(6)
+SEEDS = range(2)
 ETA, ALPHA_TILDE = 0.4, 1.5
 
 
@@ -71,11 +71,9 @@ class World:
 
     @contextmanager
     def gossip(self) -> Iterator[None]:
-        """Without the wait at a thread's end."""
-        if isinstance(self.device, DeferredDevice):
-            with self.device.on(GOSSIP), self.device.used():
-                yield
-        else:
+        """Work as the gossip thread, without the wait at its end."""
+        on = self.device.on(GOSSIP) if isinstance(self.device, DeferredDevice) else nullcontext()
+        with on, self.main():
             yield
 
     def step(self, gradient: Tensor) -> None:
@@ -87,7 +85,7 @@ class World:
             return self.state.boundary(self.phase.at(self.now_s))
 
     def held(self) -> dict[str, Tensor]:
-        """All that there is, when all is done."""
+        """Return all that there is, when all is done."""
         for stream in (MAIN, GOSSIP):
             if isinstance(self.device, DeferredDevice):
                 with self.device.on(stream):
@@ -107,7 +105,7 @@ def random_values(random: Random, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 
 
 def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
-    """A random run, its steps apart from all else; what the host got to see."""
+    """Run at random, steps apart from all else; return the host's view of it."""
     random, seen = Random(seed), []
     chunks = world.state.carried(1)
     outs = [
@@ -190,7 +188,7 @@ def test_whatever_the_order_of_the_work_the_bits_are_those_of_host_memory(
 
 
 def train(seed: int, breaks: tuple[str, ...] = ()) -> bool:
-    """Steps and boundaries wherever the gossip thread waits; whether every part of them counts.
+    """Step wherever the gossip thread waits; return whether every part of each step counts.
 
     All values are whole numbers and halves, so the sums are exact: what x + pending has become is
     where it began, less all gradients, less half of all differences; c less all differences.
@@ -239,12 +237,13 @@ def train(seed: int, breaks: tuple[str, ...] = ()) -> bool:
 
 
 def test_steps_and_exchanges_lose_nothing() -> None:
-    assert all(train(seed) for seed in range(30))
+    assert all(train(seed) for seed in range(12))
 
 
-@pytest.mark.parametrize("rule", ["precede", "leave", "finish"])
-def test_without_one_of_the_rules_it_shows(rule: str) -> None:
-    assert not all(train(seed, (rule,)) for seed in range(200))
+# The first seed at which it shows, to be quick.
+@pytest.mark.parametrize(("rule", "first"), [("precede", 28), ("leave", 19), ("finish", 0)])
+def test_without_one_of_the_rules_it_shows(rule: str, first: int) -> None:
+    assert not all(train(seed, (rule,)) for seed in range(first, first + 200))
 
 
 CUDA = pytest.param(
@@ -256,10 +255,10 @@ CUDA = pytest.param(
 )
 
 
-@pytest.mark.parametrize("kind", ["host", "stand-in", CUDA])
-def test_two_threads_lose_nothing(kind: str) -> None:
-    place = "cuda" if kind == "cuda" else "cpu"
-    device = DeferredDevice(0) if kind == "stand-in" else None
+@pytest.mark.parametrize("place", ["cpu", CUDA])
+def test_two_threads_lose_nothing(place: str) -> None:
+    """On a card, or on the stand-in for one; in host memory: test_exchange.py."""
+    device = None if place == "cuda" else DeferredDevice(0)
     segments = [Segment(torch.zeros(5000, device=place), Role.TRAINED, chunk_bytes=4096)]
     state = State(segments, device)
     (segment,) = segments
@@ -331,53 +330,34 @@ def test_after_a_boundary_the_gossip_thread_waits_for_nothing_but_the_boundary()
 
 
 def slot_keeps(seed: int, breaks: tuple[str, ...] = ()) -> bool:
-    """Whether what a slot took to the device, and back, is what was there."""
+    """Return whether a slot took what was there to the device, twice, and back."""
     device = DeferredDevice(seed, breaks)
     with device.used():
         slot = Slot(device, 32)
-        loaded, stored, values = [], [], torch.empty(8)
+        found, values = [], torch.empty(8)
         for number in range(5):
-            loaded.append(slot.load(values.fill_(number)).clone())
+            found += [slot.load(values.fill_(number + more)).clone() for more in (10.0, 20.0)]
             slot.there(values).add_(100.0)
             slot.store(out := torch.empty(8))
-            stored.append(out)
+            found.append(out)
             slot.there(values).fill_(torch.nan)
     device.breaks = ()
     device.finish()
+    expected = [number + more for number in range(5) for more in (10.0, 20.0, 120.0)]
     return all(
-        torch.equal(there, torch.full((8,), float(number)))
-        and torch.equal(back, torch.full((8,), 100.0 + number))
-        for number, (there, back) in enumerate(zip(loaded, stored, strict=True))
+        torch.equal(each, torch.full((8,), value))
+        for each, value in zip(found, expected, strict=True)
     )
 
 
 def test_a_slot_is_used_again_only_when_the_device_is_done_with_it() -> None:
-    assert all(slot_keeps(seed) for seed in range(20))
-    assert not all(slot_keeps(seed, ("wait", "finish")) for seed in range(20))
-
-
-def load_twice(seed: int, breaks: tuple[str, ...] = ()) -> bool:
-    device = DeferredDevice(seed, breaks)
-    with device.used():
-        slot = Slot(device, 32)
-        first = slot.load(torch.full((8,), 1.0)).clone()
-        slot.load(torch.full((8,), 2.0))
-    device.breaks = ()
-    device.finish()
-    return torch.equal(first, torch.full((8,), 1.0))
-
-
-def test_a_slot_waits_for_its_own_copy_alone() -> None:
-    assert all(load_twice(seed) for seed in range(20))
-    assert not all(load_twice(seed, ("wait",)) for seed in range(20))
-
-
-def test_what_computes_is_visible() -> None:
-    assert World(DeferredDevice(0), torch.float32, ETA).state.kernels == "torch on the device"
+    assert all(slot_keeps(seed) for seed in range(10))
+    for rule in ("wait", "finish"):
+        assert not all(slot_keeps(seed, (rule,)) for seed in range(10))
 
 
 def test_host_memory_gets_and_gives_copies() -> None:
-    """As consolidation needs it: sums are in host memory and come back."""
+    """Consolidation's sums are in host memory and come back."""
     for seed in SEEDS:
         device = DeferredDevice(seed)
         world = World(device, torch.bfloat16, ETA)
@@ -388,11 +368,8 @@ def test_host_memory_gets_and_gives_copies() -> None:
             for chunk, total in zip(world.state.chunks, sums, strict=True):
                 chunk.read(total)
             assert torch.equal(torch.cat(sums[:3]), x.float())
-            for total in sums:
-                total.add_(1.0)
-            assert sum(map(Chunk.squared_distance, world.state.chunks, sums)) == 45.0
             for chunk, total in zip(world.state.chunks, sums, strict=True):
-                chunk.replace(total)
+                chunk.replace(total.add_(1.0))
             (copied,) = world.state.copied_chunks
             out = torch.empty(3, dtype=torch.int64)
             copied.read(out)
@@ -406,31 +383,18 @@ def test_host_memory_gets_and_gives_copies() -> None:
 # Where a state lives.
 
 
-def test_host_memory_queues_nothing() -> None:
-    state = State([Segment(torch.ones(3), Role.TRAINED)])
-    assert type(state.device) is Device
-    assert type(State([]).device) is Device
-    values = torch.ones(3)
-    with state.device.gossip_thread(), state.device.order():
-        state.device.write(lambda out: out.fill_(2.0), values)
-        state.device.finish()
-    assert values.tolist() == [2.0] * 3
-
-
 def test_other_devices_and_several_are_refused() -> None:
     with pytest.raises(ValueError, match="on meta; move the module to the CPU or a CUDA device"):
         device_of({torch.device("meta")})
     with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); move the module to one"):
         device_of({torch.device("meta"), torch.device("cpu")})
+    assert type(device_of(set())) is Device
 
 
 def test_cuda_is_for_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOSSIPDP_CUDA", raising=False)
-    assert not is_cuda_allowed()
-    monkeypatch.setenv("GOSSIPDP_CUDA", "1")
-    assert not is_cuda_allowed()
-    monkeypatch.setenv("GOSSIPDP_CUDA", "experimental")
-    assert is_cuda_allowed()
+    for value, is_allowed in (("", False), ("1", False), ("experimental", True)):
+        monkeypatch.setenv("GOSSIPDP_CUDA", value)
+        assert is_cuda_allowed() is is_allowed
 
 
 @pytest.mark.cuda

@@ -28,14 +28,11 @@ SEND_SIGINT.argtypes = [ctypes.py_object] * 3
 SEND_SIGINT.restype = None
 
 
-def is_interrupted(
-    call: Callable[[], object], number: int, meanwhile: Callable[[], object] = lambda: None
-) -> bool | None:
-    """Call with a SIGINT that comes after so many bytecodes of this thread.
+def is_interrupted(call: Callable[[], object], number: int) -> bool | None:
+    """Call with a SIGINT after so many bytecodes; return whether it came, None if there are fewer.
 
-    Returns whether it was delivered; None where the call has fewer bytecodes. No collection of
-    garbage begins meanwhile: its callbacks (hypothesis has one) and finalizers have bytecodes of
-    their own, and the interpreter prints and drops what is raised in them.
+    No collection of garbage begins meanwhile: its callbacks (hypothesis has one) and finalizers
+    have bytecodes of their own, and the interpreter prints and drops what is raised in them.
     """
     num_left = number
     is_sent = False
@@ -54,7 +51,6 @@ def is_interrupted(
 
     def interrupt(*_: object) -> None:
         sys.settrace(None)
-        meanwhile()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
@@ -73,7 +69,7 @@ def is_interrupted(
 
 
 class WatchedMark(Mark):
-    """Is left behind the work that it should be behind, or all work was waited for."""
+    """A mark whose holders leave it before the next one comes, unless all work was waited for."""
 
     is_open = False
 
@@ -116,12 +112,9 @@ class AtOnce(QueuedDevice):
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "flow alone": {"has_pending": False},
-    "to the end of time": {"theta": math.inf},
-    "outer step": {"outer": OuterStep()},
     "outer step, flow alone": {"outer": OuterStep(), "has_pending": False},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "compiled": {"kernels": "numba"},
+    "outer step, to the end of time": {"outer": OuterStep(), "theta": math.inf},
+    "bfloat16, waited for": {"dtype": torch.bfloat16, "wait": True},
     "compiled bfloat16 with an outer step": {
         "kernels": "numba",
         "outer": OuterStep(),
@@ -130,7 +123,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "buffers": {"role": Role.BUFFER},
     "moments": {"role": Role.MOMENT},
     "in order": {"is_ordered": True},
-    "waited for": {"wait": True},
     "helped": {"kernels": "numba", "num_helpers": 2},
 }
 
@@ -182,7 +174,7 @@ class World:
         self.state.boundary(self.theta, wait=self.wait)
 
     def held(self) -> list[dict[str, Any]]:
-        """Of each chunk, all there is."""
+        """Return all there is of each chunk."""
         return [
             {
                 "x": chunk.x.clone(),
@@ -209,7 +201,7 @@ class World:
 
 
 def z_of(chunk: Chunk) -> Tensor:
-    """What the chunk stands for, in float64: neither flow nor boundary changes it."""
+    """Return z in float64: neither flow nor boundary changes it."""
     z = chunk.pending.double() + getattr(chunk, "weight", 1.0) * chunk.x.double()
     if chunk.c is not None:
         z += 0.5 * math.exp(-2.0 * (chunk.theta - chunk.theta_c)) * chunk.c.double()
@@ -249,7 +241,8 @@ def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(
             for chunk, z in zip(world.chunks, expected, strict=True):
                 torch.testing.assert_close(z_of(chunk), z, atol=1e-6, rtol=0)
         num_interrupts, outcomes = 0, set()
-        for number in range(1, 5000):
+        # Handlers run where calls return and loops jump back: few bytecodes apart lies one.
+        for number in range(1, 5000, 1 if name == "plain" else 3):
             delivered = is_interrupted(world.boundary, number)
             for chunk in world.chunks:
                 assert not chunk.lock.locked(), number
@@ -264,14 +257,15 @@ def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(
             if delivered is None:
                 break
             num_interrupts += delivered
-        assert num_interrupts > 100
+        assert num_interrupts > 50
         assert outcomes == {True, False}
         if world.device is not None:
             assert world.device.num_finished > 0
 
 
-def test_any_thread_can_exchange_after_each_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of a chunk in use is left to its holder."""
+def test_an_interrupt_leaves_the_lock_of_a_chunk_in_use_to_its_holder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with world_of(monkeypatch, {}) as world:
         chunk, other = world.chunks
         for number in range(1, 60):
@@ -280,21 +274,11 @@ def test_any_thread_can_exchange_after_each_interrupt(monkeypatch: pytest.Monkey
                 assert chunk.lock.locked()
                 assert same(world.held()[0], world.began[0])
             assert not other.lock.locked()
-            mine = torch.empty(8)
-
-            def exchange(mine: Tensor = mine) -> None:
-                chunk.snapshot(0.0, mine)
-                chunk.exchange(0.0, mine, torch.zeros(8), 0.5)
-
-            gossip = threading.Thread(target=exchange, daemon=True)
-            gossip.start()
-            gossip.join(30)
-            assert not gossip.is_alive()
             world.restore()
 
 
 def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a helper would write parameters beside whoever uses them next."""
+    """A helper that went on would write parameters beside their next user."""
     with world_of(monkeypatch, SHAPES["helped"]) as world:
         main, helped, goes_on = threading.get_ident(), threading.Event(), threading.Event()
         ended = []

@@ -5,20 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossipdp.dynamics.lattice import (
-    BLOCK,
-    Lattice,
-    LatticeSteps,
-    largest,
-    num_blocks,
-    power_of_two,
-)
+from gossipdp.dynamics.lattice import BLOCK, Lattice, LatticeSteps, largest, power_of_two
 
 DTYPES = (torch.float32, torch.float64)
 
 
 def code(dtype, x, y, exponents):
-    """What the holder of y makes of the code of x, and whether the checksums agree."""
+    """Return the difference as the holder of y decodes it, and whether the checksums agree."""
     blocks = len(x)
     sender, receiver = Lattice(blocks, dtype), Lattice(blocks, dtype)
     codes = torch.empty(blocks, BLOCK, dtype=torch.uint8)
@@ -64,14 +57,14 @@ def test_within_reach_the_difference_of_the_points_is_exact(seed, dtype, exponen
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("steps_off", [129, -129, 200, 255, 256, -256, 1000, 65536 * 256])
-def test_one_value_beyond_reach_is_found_out(dtype, steps_off):
+def test_one_value_beyond_reach_is_found_out(dtype):
     exponents = torch.tensor([-3, -3], dtype=torch.int8)
     y = torch.linspace(-5, 5, 2 * BLOCK, dtype=dtype).view(2, BLOCK)
-    x = y.clone()
-    x[1, 17] += steps_off / 8
-    _, agrees = code(dtype, x, y, exponents)
-    assert not agrees
+    for steps_off in (129, -129, 200, 255, 256, -256, 1000, 65536 * 256):
+        x = y.clone()
+        x[1, 17] += steps_off / 8
+        _, agrees = code(dtype, x, y, exponents)
+        assert not agrees, steps_off
 
 
 @pytest.mark.parametrize(("old", "x", "y"), [(0.5, 0.5, -0.5), (0.9, 1.0, 0.0), (0.1, 1.0, 0.0)])
@@ -103,10 +96,6 @@ def test_powers_of_two_are_exact():
         assert powers == [2.0**exponent for exponent in range(-126, 127)]
 
 
-def test_blocks_cover_all_values():
-    assert [num_blocks(n) for n in (0, 1, BLOCK, BLOCK + 1)] == [0, 1, 1, 2]
-
-
 # Steps.
 
 
@@ -134,11 +123,12 @@ def test_after_a_repeat_the_step_covers_what_bfloat16_may_hide():
     assert 127 * 2.0 ** int(steps.exponents()[0]) > 4 * 3 * 2**-8
 
 
+@pytest.mark.parametrize("size", [1.0, 3e38])
 @pytest.mark.parametrize("distance", [8.6e37, 3e38])
-def test_one_huge_difference_is_forgotten_in_time(distance):
+def test_one_huge_difference_is_forgotten_in_time(distance, size):
     """Four times it is beyond float32; the steps must not stay there."""
     steps, sizes = LatticeSteps(1, torch.float32), torch.tensor([1.0])
-    steps.learn(torch.full((1, BLOCK), distance), sizes)
+    steps.learn(torch.full((1, BLOCK), distance), torch.tensor([size]))
     assert int(steps.exponents()[0]) == 120
     assert float(steps._reach[0]) == 127 * 2.0**120
     difference = torch.full((1, BLOCK), 0.25)
@@ -146,9 +136,3 @@ def test_one_huge_difference_is_forgotten_in_time(distance):
         steps.learn(difference, sizes)
     # 4 times 0.25 is 1, and 1/127 is between 2**-7 and 2**-6.
     assert steps.exponents().tolist() == [-6]
-
-
-def test_hostile_distances_give_ordinary_steps():
-    steps = LatticeSteps(1, torch.float32)
-    steps.learn(torch.full((1, BLOCK), 3e38), torch.tensor([3e38]))
-    assert -121 < int(steps.exponents()[0]) < 121

@@ -1,6 +1,5 @@
 """Asking a run for its members, on a clock and a network of the test's own."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from gossipdp.protocol.members import Member
 from gossipdp.protocol.messages import AskMembers, Envelope, Members, decode, encode
 
 ADDRESSES = [("127.0.0.1", 4000), ("127.0.0.1", 4001)]
-TIMEOUT_S = 60.0
+BEGINS_S, TIMEOUT_S = 1000.0, 60.0
 
 
 def members(counter: int, **changes: Any) -> bytes:
@@ -27,7 +26,7 @@ class Network:
     """Each dial ends as ``answers`` says, in the order of the addresses; time passes in waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: bytes | Refusal | bool | None):
-        self.now_s = 0.0
+        self.now_s = BEGINS_S
         self.num_rounds = 0
         self.ranks: set[int] = set()
         self._answers = answers
@@ -37,6 +36,7 @@ class Network:
 
     def _pass(self, seconds: float) -> None:
         self.now_s += seconds
+        assert self.now_s < BEGINS_S + TIMEOUT_S + 2 * PAUSE_S, "it asks for ever"
 
     def _transport(self, handler: Any, identity: Identity, *_: object, tls: None) -> Any:
         self.num_rounds += 1
@@ -81,38 +81,28 @@ def test_any_answer_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(network.ranks) >= FIRST_VISITOR_RANK
 
 
-def test_a_run_that_ends_takes_in_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RefusedError, match="the run is ending"):
-        Network(monkeypatch, members(0, is_ending=True), True).ask()
-
-
-def test_a_refusal_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = Network(monkeypatch, Refusal("secret"), False)
-    with pytest.raises(RefusedError, match="the secrets differ"):
+@pytest.mark.parametrize(
+    ("answers", "message", "num_rounds"),
+    [
+        ((members(0, is_ending=True), True), "the run is ending", 1),
+        ((Refusal("secret"), False), "the secrets differ", 1),
+        ((True, True), "refused the connection; the run has ended", MAX_ROUNDS_REFUSED),
+    ],
+)
+def test_a_refusal_is_the_end(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[Any, ...], message: str, num_rounds: int
+) -> None:
+    network = Network(monkeypatch, *answers)
+    with pytest.raises((RefusedError, RendezvousError), match=message):
         network.ask()
-    assert network.num_rounds == 1
-
-
-def test_where_all_refuse_connections_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = Network(monkeypatch, True, True)
-    with pytest.raises(RendezvousError, match="refused the connection; the run has ended"):
-        network.ask()
-    assert network.num_rounds == MAX_ROUNDS_REFUSED
+    assert network.num_rounds == num_rounds
 
 
 @pytest.mark.parametrize("answer", [None, False])
-def test_nobody_is_asked_for_ever(monkeypatch: pytest.MonkeyPatch, answer: bool | None) -> None:
+def test_without_an_answer_it_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch, answer: bool | None
+) -> None:
     network = Network(monkeypatch, answer, answer)
-    network.now_s = 1000.0
-    ends_s = [network.now_s + TIMEOUT_S]
-    keep: Callable[[float], None] = network._pass
-
-    def passes(seconds: float) -> None:
-        keep(seconds)
-        assert network.now_s < ends_s[0] + 2 * PAUSE_S, "it asks for ever"
-
-    monkeypatch.setattr(network, "_pass", passes)
-    monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=passes))
     with pytest.raises(RendezvousError, match=r"none answered at .* within 60 s"):
         network.ask()
-    assert network.now_s >= ends_s[0]
+    assert network.now_s >= BEGINS_S + TIMEOUT_S

@@ -12,17 +12,18 @@ from links import MemoryLink, NoNetwork
 from reference import MomentumState
 
 from gossipdp.dynamics.chunks import Role
-from gossipdp.dynamics.phase import MAX_PERIODS, Phase
+from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.codec import FORMATS
 from gossipdp.gossip.loop import MAX_WAITING, GossipLoop
+from gossipdp.gossip.snapshot import MAX_NOTICES, Noticed
 from gossipdp.gossip.transfer import SLOTS
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
-from gossipdp.protocol.actions import Begin, Reach, Send, Stop, Superseded
+from gossipdp.protocol.actions import Begin, Reach, Send
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import (
     Accept,
@@ -123,18 +124,6 @@ class Worker:
         self.loop.control(link, encode(Envelope(proposal)))
         return [type(each) for each in link.said]
 
-    def request(self, link: FakeLink) -> RequestState | None:
-        return next((each for each in link.said if isinstance(each, RequestState)), None)
-
-    def give(self, link: FakeLink, values: torch.Tensor) -> None:
-        request = self.request(link)
-        assert request is not None
-        key = ChunkKey(0, 0, request.counter, 0)
-        room = self.loop.chunk_buffer(link, FrameType.STATE_CHUNK, key, values.nbytes)
-        if room is not None:
-            room[:] = memoryview(values.numpy()).cast("B")
-        self.loop.chunk(link, FrameType.STATE_CHUNK, key, room)
-
     @property
     def parameters(self) -> torch.Tensor:
         return self.segment.x + self.segment.pending
@@ -172,16 +161,6 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
         assert done.half_squared_distance == pytest.approx(0.5 * float(delta.square().sum()))
     assert theta > 0.0
     assert worker.phase.at(worker.now + 1.0) > theta
-
-
-def test_after_an_exchange_that_was_stopped_the_phase_goes_on():
-    worker = Worker()
-    for number in (1, 2):
-        worker.now = float(number)
-        worker.loop.perform([Begin(1, ExchangeId(1, 0, number), 0.6, False)])
-        theta = worker.phase.at(worker.now)
-        worker.loop.perform([Stop(1, ExchangeId(1, 0, number), "enough")])
-    assert worker.phase.at(worker.now + 1.0) == pytest.approx(theta + 0.4)
 
 
 def test_a_worker_that_finds_poison_in_itself_exchanges_no_more():
@@ -314,34 +293,14 @@ def test_a_state_under_way_goes_on_where_consolidation_begins():
 def test_for_a_peer_that_is_dialled_for_ever_the_last_messages_wait():
     """A firewall drops its packets, so that no dial is refused, and words are said again."""
     worker = Worker()
-    for counter in range(10_000):
+    for counter in range(100):
         ask = Envelope(AskLife(2, counter))
         worker.loop.perform([Send(7, ask)])
     assert len(worker.loop._outbox[7]) == MAX_WAITING
     worker.loop.link_up(late := FakeLink(7))
     asked = [each.counter for each in late.said if isinstance(each, AskLife)]
-    assert asked == list(range(10_000 - MAX_WAITING, 10_000))
+    assert asked == list(range(100 - MAX_WAITING, 100))
     assert not worker.loop._outbox
-
-
-def test_a_superseded_worker_ends_with_one_error():
-    worker = Worker()
-    with pytest.raises(SupersededError, match="rank 0"):
-        worker.loop.perform([Superseded("another process of rank 0 took its place")])
-
-
-def test_a_night_in_suspend_moves_the_phase_by_few_periods():
-    worker = Worker()
-    phase = worker.phase
-    for _ in range(20):
-        worker.now += 1.0
-        phase.start_exchange(worker.now)
-        phase.end_exchange(worker.now)
-    before = phase.start_exchange(worker.now)
-    phase.end_exchange(worker.now)
-    worker.now += 8 * 3600.0
-    # eta 0.4, one mean gap a period
-    assert before < phase.start_exchange(worker.now) <= before + 0.4 * MAX_PERIODS + 1e-9
 
 
 def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():
@@ -384,3 +343,77 @@ def test_the_answer_to_a_proposal_leaves_before_snapshots_are_taken():
     assert not worker.links[1].chunks
     worker.loop.writable(worker.links[1])
     assert worker.links[1].chunks
+
+
+# Notices of the others' lives.
+
+
+def member(rank, incarnation=0, process_id=None, status=Status.ALIVE):
+    return Member(rank, incarnation, 100 + rank if process_id is None else process_id, status)
+
+
+def kinds(*views, silent=()):
+    """Return rank 0's notices of rank 1, of three, as its view goes from one record to the next."""
+    noticed = Noticed(0, 3)
+    for version, view in enumerate(views):
+        noticed.look(version, lambda view=view: [member(0), view], silent, float(version))
+    return [(notice.kind, notice.at_s) for notice in noticed.notices if notice.rank == 1]
+
+
+def test_nothing_is_noticed_of_a_run_that_begins():
+    # Process id 0 stands for one that is known by its address alone.
+    assert kinds(member(1, process_id=0), member(1), member(1, status=Status.DONE)) == []
+    assert kinds(member(1), member(1, status=Status.LEFT)) == []
+
+
+def test_a_death_and_what_may_follow_it():
+    alive, dead = member(1), member(1, status=Status.DEAD)
+    joining = member(1, 1, 7, Status.JOINING)
+    again = member(1, 1, 7)
+    assert kinds(alive, dead, joining, again) == [("dead", 1.0), ("rejoined", 3.0)]
+    # Taken for dead, and not.
+    assert kinds(alive, dead, member(1, 1)) == [("dead", 1.0), ("rejoined", 2.0)]
+    # Back before anybody missed it.
+    assert kinds(alive, joining, again) == [("dead", 1.0), ("rejoined", 2.0)]
+    assert kinds(alive, again) == [("dead", 1.0), ("rejoined", 1.0)]
+    # It died as one that was joining.
+    assert kinds(alive, dead, joining, member(1, 1, 7, Status.DEAD)) == [
+        ("dead", 1.0),
+        ("dead", 3.0),
+    ]
+
+
+def test_one_beyond_the_first_workers_joins_and_comes_back():
+    noticed = Noticed(0, 3)
+    for version, view in enumerate(
+        [member(3, status=Status.JOINING), member(3), member(3, 1, 7), member(4)]
+    ):
+        noticed.look(version, lambda view=view: [view], (), float(version))
+    assert [(notice.rank, notice.kind) for notice in noticed.notices] == [
+        (3, "joined"),
+        (3, "dead"),
+        (3, "rejoined"),
+        (4, "joined"),
+    ]
+
+
+def test_silence_is_noticed_once_each_time():
+    noticed = Noticed(0, 3)
+    for now, silent in enumerate([{1}, {1}, {1, 2}, set(), {1}]):
+        noticed.look(0, list, silent, float(now))
+    assert [(notice.rank, notice.kind, notice.at_s) for notice in noticed.notices] == [
+        (1, "stopped", 0.0),
+        (2, "stopped", 2.0),
+        (1, "stopped", 4.0),
+    ]
+
+
+def test_a_death_is_not_forgotten_whatever_happens_to_others():
+    noticed = Noticed(2, 3)
+    noticed.note(0, "dead", 1.0)
+    for number in range(2 * MAX_NOTICES):
+        noticed.note(1, ("dead", "rejoined")[number % 2], float(number))
+    assert len(noticed.notices) == MAX_NOTICES
+    assert (noticed.notices[0].rank, noticed.notices[0].kind) == (0, "dead")
+    numbers = [notice.number for notice in noticed.notices[1:]]
+    assert numbers == list(range(MAX_NOTICES + 3, 2 * MAX_NOTICES + 2))

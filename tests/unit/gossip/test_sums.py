@@ -165,7 +165,7 @@ def test_integers_are_those_of_the_leader_and_floats_the_mean() -> None:
 def test_a_sum_that_is_sent_again_has_the_same_values() -> None:
     member = Member(1, torch.tensor([1.0, 2.0]))
     member.perform([SendPartial(0, EPOCH, 0)])
-    member.x.x.add_(1.0)  # as it would, were it read anew
+    member.x.x.add_(1.0)  # as it would, were it read again
     member.sums.link_lost(0)
     member.perform([SendPartial(0, EPOCH, 0)])
     payload = torch.tensor([1.0, 2.0]).numpy().tobytes()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from threadpoolctl import threadpool_info
@@ -16,17 +17,31 @@ from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.protocol.neighbours import Place
 
 
+def fail(*_: object) -> None:
+    raise OSError("no such device")
+
+
+def loop_of(**changes: Any) -> Any:
+    """Return a loop whose turns fail."""
+    protocol = SimpleNamespace(rank=0, clock=SimpleNamespace(timed_from_step=math.inf))
+    plain = {
+        "protocol": protocol,
+        "clock": lambda: 0.0,
+        "transport": SimpleNamespace(wake=lambda: None),
+        "its_thread": nullcontext,
+        "turn": fail,
+        "close": lambda: None,
+    }
+    return SimpleNamespace(**plain | changes)
+
+
 @pytest.mark.parametrize(
     ("wake_at_step", "behind"),
     [(math.inf, 0), (7.5, 0), (5.0, 0), (4.9, 1), (4.0, 1), (2.3, 3), (-1.0, 6)],
 )
 def test_steps_since_a_tick_came_due_are_counted(wake_at_step: float, behind: int) -> None:
     woken: list[int] = []
-    loop = SimpleNamespace(
-        protocol=SimpleNamespace(rank=0),
-        clock=lambda: 0.0,
-        transport=SimpleNamespace(wake=lambda: woken.append(1)),
-    )
+    loop = loop_of(transport=SimpleNamespace(wake=lambda: woken.append(1)))
     thread = GossipThread(loop)  # never started, so no step is ever looked at
     thread._wake_at_step = wake_at_step
     for _ in range(5):
@@ -130,19 +145,7 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets: str) -> None:
 
 
 def test_calls_are_answered_even_if_closing_fails() -> None:
-    def fail(*_: object) -> None:
-        raise OSError("no such device")
-
-    loop = SimpleNamespace(
-        protocol=SimpleNamespace(rank=0, clock=SimpleNamespace(timed_from_step=math.inf)),
-        clock=lambda: 0.0,
-        transport=SimpleNamespace(wake=lambda: None),
-        its_thread=nullcontext,
-        turn=fail,
-        close=fail,
-    )
-    thread = GossipThread(loop)
-    future: Future[None] = Future()
+    thread, future = GossipThread(loop_of(close=fail)), Future[None]()
     thread._calls.append((lambda: None, future))
     thread._empty_queues = lambda: None
     with pytest.raises(OSError, match="no such device"):
@@ -154,23 +157,12 @@ def test_calls_are_answered_even_if_closing_fails() -> None:
 def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(longest_s: float) -> None:
-        raise OSError("no such device")
-
     def ends_first() -> Future[object]:
         thread.start()
         thread._thread.join()
         return Future()
 
-    loop = SimpleNamespace(
-        protocol=SimpleNamespace(rank=0, clock=SimpleNamespace(timed_from_step=math.inf)),
-        clock=lambda: 0.0,
-        transport=SimpleNamespace(wake=lambda: None),
-        its_thread=nullcontext,
-        turn=fail,
-        close=lambda: None,
-    )
-    thread = GossipThread(loop)
+    thread = GossipThread(loop_of())
     monkeypatch.setattr(threads, "Future", ends_first)
     with pytest.raises(OSError, match="no such device"):
         thread.call(lambda: None).result(0)
@@ -178,7 +170,7 @@ def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(
 
 def test_whatever_a_call_raises_reaches_its_caller() -> None:
     """One that is no Exception ends the thread as well; its caller once waited for ever."""
-    thread = GossipThread(SimpleNamespace(protocol=SimpleNamespace(rank=0)))  # type: ignore[arg-type]
+    thread = GossipThread(loop_of())
     future: Future[None] = Future()
 
     def leave() -> None:
