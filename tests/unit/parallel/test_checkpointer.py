@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_writers import AtOnce, WhenTold
+from checkpointing import AtOnce, WhenTold
 from run_processes import VARIABLES
 from torch import nn
 

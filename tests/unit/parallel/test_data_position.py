@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from checkpoint_writers import AtOnce
+from checkpointing import AtOnce
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
