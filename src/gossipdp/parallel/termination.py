@@ -8,27 +8,12 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from gossipdp.parallel.checkpointer import Checkpointer
 
 logger = logging.getLogger("gossipdp")
-
-
-class Saved(Protocol):
-    """A wrapped model, as far as SIGTERM is concerned."""
-
-    @property
-    def rank(self) -> int:
-        """Return the worker's rank, for messages."""
-        ...
-
-    @property
-    def is_within_batches(self) -> bool:
-        """Return whether its loop tells where the body ends, so that no step is half way there."""
-        ...
-
-    def begin_save(self) -> "Future[Path]":
-        """Begin to write its checkpoint."""
-        ...
 
 
 class Termination:
@@ -52,28 +37,28 @@ class Termination:
     LONGEST_WAIT_S = 1.0
 
     def __init__(self) -> None:
-        self._models: list[Saved] = []
+        self._models: list[Checkpointer] = []
         self._again: threading.Timer | None = None
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
-        self._let_it_be()
+    def _reset(self) -> None:
+        self._cancel_timer()
         self.is_asked = self._is_answered = self._is_late = False
 
-    def add(self, model: Saved) -> None:
+    def add(self, model: "Checkpointer") -> None:
         """Save this model too."""
         self._models.append(model)
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
 
-    def remove(self, model: Saved) -> None:
+    def remove(self, model: "Checkpointer") -> None:
         """Leave this model alone from now on; without any, SIGTERM ends the process at once."""
         if model not in self._models:
             return
         self._models.remove(model)
         if not self._models:
             is_owed = self.is_asked and not (self._is_answered or self._is_late)
-            self._begin_anew()
+            self._reset()
             if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if is_owed:
@@ -95,12 +80,12 @@ class Termination:
         self._is_late = True
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _let_it_be(self) -> None:
+    def _cancel_timer(self) -> None:
         again, self._again = self._again, None
         if again is not None:
             again.cancel()
 
-    def may_end_in(self, model: Saved) -> bool:
+    def may_end_in(self, model: "Checkpointer") -> bool:
         """Return whether the loop may end where ``model`` is between two steps.
 
         Not in the body of a loop over the batches of another, of which the rest would be lost.
@@ -116,8 +101,8 @@ class Termination:
         process may have been asked first; this one's own signal then comes now.
         """
         self.is_asked = self._is_answered = True
-        self._let_it_be()
-        begun: list[tuple[Saved, Future[Path]]] = []
+        self._cancel_timer()
+        begun: list[tuple[Checkpointer, Future[Path]]] = []
         for model in self._models:
             try:
                 begun.append((model, model.begin_save()))
@@ -128,7 +113,7 @@ class Termination:
                 logger.warning("worker %d: SIGTERM; saved %s", model.rank, written.result())
             except Exception as error:
                 logger.error("worker %d: SIGTERM; nothing saved: %s", model.rank, error)
-        # Whoever asked may kill soon. The interpreter's end looks for garbage among all of torch's
+        # A kill may follow soon. The interpreter's end looks for garbage among all of torch's
         # objects, for most of a second on a free core: they are not looked at.
         gc.freeze()
         raise SystemExit(128 + signal.SIGTERM)
@@ -137,7 +122,7 @@ class Termination:
         """Forget the parent's models after a fork."""
         self._models.clear()
         self._again = None  # its thread is the parent's
-        self._begin_anew()
+        self._reset()
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

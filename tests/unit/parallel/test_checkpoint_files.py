@@ -112,7 +112,7 @@ def full(*_: object, **__: object) -> None:
 
 
 def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Every file that is made anew takes nothing."""
+    """Let every new file refuse what is written to it."""
 
     class Broken(io.FileIO):
         def write(self, data: object) -> int:

@@ -19,7 +19,7 @@ from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
 
 @pytest.fixture
 def trained(linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A model that saves every second step, at once, and its optimizer."""
+    """Make a model that saves every second step, at once, and its optimizer."""
     monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
     return linear(tmp_path, 2)
 

@@ -100,7 +100,9 @@ def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(small: Wrap) -> N
     assert given.stats().gradient_steps == 2
 
 
-def test_a_loop_that_counts_nothing_is_told(small: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(
+    small: Wrap, caplog: pytest.LogCaptureFixture
+) -> None:
     _, net, optimizer = small(budget_samples=100)
     for _ in range(2):
         step(net, optimizer, torch.ones(4, 3))
