@@ -179,8 +179,8 @@ class Checkpointer:
     def stepped(self) -> None:
         """Note the end of a gradient step, and whether a checkpoint is due now."""
         self._resumed = None
-        if self._written is not None and self._written.done():
-            self._report()
+        if self._is_written:
+            self._wait_for_writer()
         if not self.is_within_batches:  # a loop that calls neither the wrapper nor batches()
             self.take_due()
         self._has_looked = False
@@ -224,7 +224,7 @@ class Checkpointer:
             TERMINATION.save_and_end()
         if self.is_due and self._is_sharded:  # all processes of a replica save the same steps
             self._wait_for_writer()
-        if not self.is_due or not (self._written is None or self._written.done()):
+        if not self.is_due or not self._is_written:
             return
         self.is_due = False
         try:
@@ -233,8 +233,7 @@ class Checkpointer:
             self._num_failed += 1
             logger.error("%s", error)
             return
-        if self._written is not None:
-            self._report()
+        self._wait_for_writer()
         self._written = self._writer.begin(write)
 
     def take_last(self) -> None:
@@ -247,6 +246,11 @@ class Checkpointer:
     def rank(self) -> int:
         """Return the worker's rank."""
         return self._engine.rank
+
+    @property
+    def _is_written(self) -> bool:
+        """Return whether no write is under way."""
+        return self._written is None or self._written.done()
 
     @property
     def is_within_batches(self) -> bool:
@@ -271,8 +275,8 @@ class Checkpointer:
         TERMINATION.remove(self)
         self.is_due = False
         self._writer.close(timeout_s)
-        if self._written is not None and self._written.done():
-            self._report()
+        if self._is_written:
+            self._wait_for_writer()
 
     # The content.
 
@@ -326,15 +330,14 @@ class Checkpointer:
     # Errors.
 
     def _wait_for_writer(self) -> None:
-        if self._written is not None:
-            self._written.exception()  # waits
-            self._report()
+        """Wait for the write under way and report it, if there is one.
 
-    def _report(self) -> None:
-        """Report how the last write ended; raise unless the error is the file system's."""
-        assert self._written is not None
-        written, self._written = self._written, None
-        error = written.exception()
+        Raises:
+            RuntimeError: it failed, and the error is not the file system's.
+        """
+        if self._written is None:
+            return
+        error, self._written = self._written.exception(), None
         if error is None:
             self._num_saved += 1
             return
