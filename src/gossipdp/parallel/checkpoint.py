@@ -1,4 +1,8 @@
-"""Checkpoints of a run: one file a worker and step, and the state from which a run goes on.
+"""The checkpoints of a run: their format, and the state from which a run goes on.
+
+Read on in :mod:`.checkpoint_files` (one file, whole or absent), :mod:`.state_layout` (the training
+state in it) and :mod:`.checkpointer` (the moments at which a worker saves). One file a worker and
+step:
 
     DIRECTORY/worker-RANK/step-NNNNNNNN.safetensors
 
@@ -107,7 +111,7 @@ class Captured(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """One file and its facts."""
+    """A file and its facts."""
 
     path: Path
     facts: Facts
@@ -296,7 +300,14 @@ def find_resumption(
     outer: str = "",
     newest_step: float = math.inf,
 ) -> Resumption | None:
-    """Return the state from which a run starts; None for a fresh start.
+    r"""Return the state from which a worker starts, by this module's rule; None: a fresh start.
+
+    The one mean, in rank order, so that all workers have the same bits, is
+
+    .. math:: z = \frac1n \sum_j (x_j + c_j/2),
+
+    which exchanges conserve. A fresh optimizer state would not do: AdamW's first steps are as large
+    as the learning rate in every element.
 
     Args:
         resume: ``"auto"``, a directory of checkpoints, or None.
@@ -312,63 +323,9 @@ def find_resumption(
         DamagedFileError: all checkpoints are damaged, or of another version.
     """
     source = directory if resume == "auto" else None if resume is None else Path(resume)
-    goes_on_there = (
-        source is not None and directory is not None and source.resolve() == directory.resolve()
-    )
-    if directory is not None and not goes_on_there and _holds_files(directory):
-        raise ValueError(
-            f"{str(directory)!r} holds checkpoints of another run; go on from them with "
-            "resume='auto', or choose another directory"
-        )
-    if source is None:
+    by_rank = _files_to_go_on_from(resume, source, directory)
+    if by_rank is None:
         return None
-    by_rank = saved_in(source, warns=True)
-    if by_rank:
-        return _resume(
-            source,
-            by_rank,
-            rank=rank,
-            world_size=world_size,
-            layout=layout,
-            outer=outer,
-            newest_step=newest_step,
-        )
-    if _holds_files(source):
-        raise DamagedFileError(f"no checkpoint in {source} is whole")
-    if resume == "auto":
-        return None
-    what = "holds no checkpoint" if source.is_dir() else "is no directory"
-    raise ValueError(
-        f"resume={str(source)!r} {what}: name the directory of the run to go on from (here it is "
-        f"{str(source.absolute())!r}), or leave resume out to start afresh; with a directory of "
-        "one's own, resume='auto' does either"
-    )
-
-
-def _holds_files(directory: Path) -> bool:
-    """Return whether there are checkpoints, whole or not."""
-    return any(directory.glob("worker-*/step-*.safetensors"))
-
-
-def _resume(
-    source: Path,
-    by_rank: dict[int, list[Saved]],
-    *,
-    rank: int,
-    world_size: int,
-    layout: Layout,
-    outer: str,
-    newest_step: float,
-) -> Resumption:
-    r"""Choose and read the state from which a worker starts, by the rule of this module.
-
-    The one mean, in rank order, so that all workers have the same bits, is
-
-    .. math:: z = \frac1n \sum_j (x_j + c_j/2),
-
-    which exchanges conserve. A fresh optimizer state would not do: AdamW's first steps are as large
-    as the learning rate in every element.
-    """
     first = next(iter(by_rank.values()))[0].facts
     is_same_number = world_size == first.world_size
     num_means = max(each.facts.num_means for saved in by_rank.values() for each in saved)
@@ -406,7 +363,6 @@ def _resume(
     facts, tensors, training = good
     if rank == 0:
         _warn_of_outer_step(facts.outer, outer)
-    known = newest | {base: facts}
     step, is_own = facts.step, is_same_number and base == rank
     if not is_own:
         goods = (good if each == base else _newest_good(by_rank[each], layout) for each in ranks)
@@ -419,12 +375,45 @@ def _resume(
         start=f"from {'' if is_same_number else 'the mean of '}checkpoints of {first.world_size} "
         "workers",
         counts=Counts(step, facts.steps, facts.samples) if base == rank else Counts(step),
-        progress=_progress(known, ranks),
+        progress=_progress(newest | {base: facts}, ranks),
         tensors=tensors,
         training=training,
         is_own=is_own,
         ended=tuple((each, BEFORE_THIS_RUN) for each in left_behind),
     )
+
+
+def _files_to_go_on_from(
+    resume: PathLike | None, source: Path | None, directory: Path | None
+) -> dict[int, list[Saved]] | None:
+    """Return the readable files of ``source`` by rank; None for a fresh start."""
+    goes_on_there = (
+        source is not None and directory is not None and source.resolve() == directory.resolve()
+    )
+    if directory is not None and not goes_on_there and _holds_files(directory):
+        raise ValueError(
+            f"{str(directory)!r} holds checkpoints of another run; go on from them with "
+            "resume='auto', or choose another directory"
+        )
+    if source is None:
+        return None
+    if by_rank := saved_in(source, warns=True):
+        return by_rank
+    if _holds_files(source):
+        raise DamagedFileError(f"no checkpoint in {source} is whole")
+    if resume == "auto":
+        return None
+    what = "holds no checkpoint" if source.is_dir() else "is no directory"
+    raise ValueError(
+        f"resume={str(source)!r} {what}: name the directory of the run to go on from (here it is "
+        f"{str(source.absolute())!r}), or leave resume out to start afresh; with a directory of "
+        "one's own, resume='auto' does either"
+    )
+
+
+def _holds_files(directory: Path) -> bool:
+    """Return whether there are checkpoints, whole or not."""
+    return any(directory.glob("worker-*/step-*.safetensors"))
 
 
 def _progress(known: Mapping[int, Facts], alive: Collection[int]) -> tuple[ProgressEntry, ...]:
@@ -448,20 +437,15 @@ def _progress(known: Mapping[int, Facts], alive: Collection[int]) -> tuple[Progr
 
 def _warn_of_outer_step(saved: str, outer: str) -> None:
     """Warn if the outer step is not the one that was saved."""
-    if saved and not outer:
-        logger.warning(
-            "the checkpoints were saved with an outer step, which ends here: to go on with it, "
-            "wrap with outer=%s",
-            saved,
-        )
-    elif outer and not saved:
-        logger.warning(
-            "the checkpoints were saved without an outer step: %s begins without momentum", outer
-        )
-    elif outer != saved:
-        logger.warning(
-            "the checkpoints were saved with %s: its momentum goes on in %s", saved, outer
-        )
+    if outer == saved:
+        return
+    if not outer:
+        change = f"an outer step, which ends here: to go on with it, wrap with outer={saved}"
+    elif not saved:
+        change = f"no outer step: {outer} begins without momentum"
+    else:
+        change = f"{saved}: its momentum goes on in {outer}"
+    logger.warning("the checkpoints were saved with %s", change)
 
 
 def _newest_good(

@@ -120,8 +120,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     Raises:
         DamagedFileError: the file is no safetensors file, or shorter than it says.
     """
-    with _opened(path) as file:
-        return dict(file.metadata() or {})
+    with _opened(path) as (_, metadata):
+        return metadata
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -130,8 +130,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         DamagedFileError: its content is not what was written.
     """
-    with _opened(path) as file:
-        metadata = dict(file.metadata() or {})
+    with _opened(path) as (file, metadata):
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     expected = metadata.pop(CHECKSUM, None)
     if _checksum(tensors, metadata) != expected:
@@ -140,10 +139,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Open a file; give it and its metadata."""
     try:
         with safe_open(path, framework="pt") as file:
-            yield file
+            yield file, dict(file.metadata() or {})
     except Exception as error:  # the library's own, OSError among them
         raise DamagedFileError(f"{path} cannot be read: {error}") from error
 

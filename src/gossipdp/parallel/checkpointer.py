@@ -1,4 +1,4 @@
-"""A worker's checkpoints: the moments at which they are taken, their writer, and its errors."""
+"""The moments at which a worker takes checkpoints, their writer, and its errors."""
 
 import contextlib
 import logging
@@ -15,13 +15,7 @@ import torch
 import gossipdp
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import (
-    Facts,
-    Resumption,
-    encode,
-    file_path,
-    saved_by,
-)
+from gossipdp.parallel.checkpoint import Facts, Resumption, encode, file_path, saved_by
 from gossipdp.parallel.checkpoint_files import (
     GivenUpError,
     IsGivenUp,
@@ -117,25 +111,21 @@ class Checkpointer:
         *,
         is_sharded: bool = False,
     ) -> None:
-        saving = options.checkpoints
-        self.is_due = False
-        self._is_sharded = is_sharded
-        self._num_saved = self._num_failed = 0
-        self._pause_s = 0.0
-        self._engine = engine
-        self._optimizers = optimizers
-        self._position = position
-        self._outer = str(options.outer or "")
-        self._saving = saving
+        self._engine, self._optimizers, self._position = engine, optimizers, position
+        self._saving = saving = options.checkpoints
         self._directory = None if saving.directory is None else Path(saving.directory)
+        self._is_sharded = is_sharded
+        self._outer = str(options.outer or "")
         self._num_means = 0 if resumption is None else resumption.num_means
         self._ended = () if resumption is None else resumption.ended
-        self._has_looked = False
-        self._num_generators = 0
+        self.is_due = self._has_looked = False
+        self._num_saved = self._num_failed = self._num_generators = 0
+        self._pause_s = 0.0
+        # Of the last step after which a checkpoint was due.
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
         # The training state from which the run resumed, until the first step.
-        self._resumed: dict[str, Any] | None = None
+        self._resumed = None if resumption is None else resumption.training
         self._has_resumed = resumption is not None
         self.newest: Path | None = None
         self._writer = type(self).make_writer(engine.rank)
@@ -144,15 +134,11 @@ class Checkpointer:
             TERMINATION.add(self)
             engine.is_end_asked = lambda: TERMINATION.is_asked
         if resumption is not None:
-            self._resume(resumption)
-
-    def _resume(self, resumption: Resumption) -> None:
-        self._resumed = resumption.training
-        own_file = resumption.is_own or resumption.counts.steps > 0
-        states = self._resumed["random"] if own_file else None
-        self._position.resume(self._resumed["position"], states, is_own=resumption.is_own)
-        if states is not None:
-            restore_random_states(states)
+            has_own_file = resumption.is_own or resumption.counts.steps > 0
+            states = resumption.training["random"] if has_own_file else None
+            position.resume(resumption.training["position"], states, is_own=resumption.is_own)
+            if states is not None:
+                restore_random_states(states)
 
     def register(self, others: dict[str, Stateful]) -> None:
         """Save these too from now on; give them their saved states, if the run resumed.
@@ -194,8 +180,8 @@ class Checkpointer:
     def stepped(self) -> None:
         """Note the end of a gradient step, and whether a checkpoint is due now."""
         self._resumed = None
-        if self._written is not None and self._written.done():
-            self._report()
+        if self._is_written:
+            self._wait_for_writer()
         if not self.is_within_batches:  # a loop that calls neither the wrapper nor batches()
             self.take_due()
         self._has_looked = False
@@ -219,10 +205,9 @@ class Checkpointer:
             self._num_generators -= 1
 
     def at_forward(self) -> None:
-        """Take the checkpoint that is due, at the beginning of a forward pass.
+        """Take the checkpoint that is due, with the random states right after the last step.
 
-        Its random states are those right after the last step: the next step may have begun, with
-        random numbers for its batch.
+        The next step may have begun, with random numbers for its batch.
         """
         if not self.is_within_batches:
             self.take_due(self._random_states)
@@ -240,16 +225,8 @@ class Checkpointer:
             TERMINATION.save_and_end()
         if self.is_due and self._is_sharded:  # all processes of a replica save the same steps
             self._wait_for_writer()
-        if self.is_due and (self._written is None or self._written.done()):
-            self._take(states)
-
-    def take_last(self) -> None:
-        """Take the checkpoint that is due after the last was written, at the last occasion."""
-        self._wait_for_writer()
-        self._has_looked = False
-        self.take_due()
-
-    def _take(self, states: dict[str, Any] | None) -> None:
+        if not self.is_due or not self._is_written:
+            return
         self.is_due = False
         try:
             write = self._draft(states)
@@ -257,9 +234,14 @@ class Checkpointer:
             self._num_failed += 1
             logger.error("%s", error)
             return
-        if self._written is not None:
-            self._report()
+        self._wait_for_writer()
         self._written = self._writer.begin(write)
+
+    def take_last(self) -> None:
+        """Take the checkpoint that is due after the last was written, at the last occasion."""
+        self._wait_for_writer()
+        self._has_looked = False
+        self.take_due()
 
     @property
     def rank(self) -> int:
@@ -272,6 +254,11 @@ class Checkpointer:
         assert self._directory is not None
         given = self._directory.parent if self._is_sharded else self._directory
         return self._engine.step_number, str(given)
+
+    @property
+    def _is_written(self) -> bool:
+        """Return whether no write is under way."""
+        return self._written is None or self._written.done()
 
     @property
     def is_within_batches(self) -> bool:
@@ -296,8 +283,8 @@ class Checkpointer:
         TERMINATION.remove(self)
         self.is_due = False
         self._writer.close(timeout_s)
-        if self._written is not None and self._written.done():
-            self._report()
+        if self._is_written:
+            self._wait_for_writer()
 
     # The content.
 
@@ -351,13 +338,13 @@ class Checkpointer:
     # Errors.
 
     def _wait_for_writer(self) -> None:
-        if self._written is not None:
-            self._written.exception()  # waits
-            self._report()
+        """Wait for the write under way and report it, if there is one.
 
-    def _report(self) -> None:
-        """Report how the last write ended; raise unless the error is the file system's."""
-        assert self._written is not None
+        Raises:
+            RuntimeError: it failed, and the error is not the file system's.
+        """
+        if self._written is None:
+            return
         written, self._written = self._written, None
         error = written.exception()
         if error is None:

@@ -257,7 +257,7 @@ def dataset_size(loader: Any) -> int:
     """Return how many samples the loader's dataset holds.
 
     Raises:
-        ValueError: nobody can tell.
+        ValueError: the loader does not say.
     """
     try:
         return len(loader.dataset)

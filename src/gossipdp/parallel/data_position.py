@@ -101,8 +101,9 @@ class _Order:
         if self._is_loader:
             self._holders += [loader.batch_sampler, loader.sampler, loader.dataset]
         for holder in self._holders:  # a sampler may hold another, and a dataset too
-            found = [each for each in _attributes(holder).values() if _is_holder(each)]
-            self._holders += [each for each in found if not _is_among(each, self._holders)]
+            for each in _attributes(holder).values():
+                if isinstance(each, (Sampler, Dataset)) and not _is_among(each, self._holders):
+                    self._holders.append(each)
 
     def capture(self) -> dict[str, Any]:
         """Return the states before a pass begins, for :meth:`restore`."""
@@ -164,10 +165,6 @@ class _Order:
 
 def _attributes(holder: Any) -> dict[str, Any]:
     return getattr(holder, "__dict__", {})
-
-
-def _is_holder(value: Any) -> bool:
-    return isinstance(value, (Sampler, Dataset))
 
 
 def _is_among(value: Any, others: Iterable[Any]) -> bool:

@@ -212,22 +212,20 @@ class Replica:
         Raises:
             ValueError: the directory holds checkpoints of another number of shards.
         """
-        directory, resume = saving.directory, saving.resume
-        is_auto = resume == "auto"
-        for place in (directory, None if is_auto else resume):
-            if place is not None:
-                self._check_size(Path(place))
         shard, num_shards = self.environment.shard, self.environment.num_shards
-        if num_shards == 1:
-            return saving
 
-        def own_place(path: PathLike | None) -> Path | None:
-            return None if path is None else Path(path) / f"shard-{shard}-of-{num_shards}"
+        def own_place(path: PathLike | None) -> PathLike | None:
+            if path is None:
+                return None
+            self._check_size(Path(path))
+            return path if num_shards == 1 else Path(path) / f"shard-{shard}-of-{num_shards}"
 
-        own_resume = resume if is_auto else own_place(resume)
+        directory, resume = saving.directory, saving.resume
+        own_resume = resume if resume == "auto" else own_place(resume)
         return dataclasses.replace(saving, directory=own_place(directory), resume=own_resume)
 
     def _check_size(self, place: Path) -> None:
+        """Raise ValueError if the place holds checkpoints of another number of shards."""
         num_shards = self.environment.num_shards
         sizes = (each.name.rpartition("-")[2] for each in place.glob("shard-*-of-*"))
         others = {int(size) for size in sizes if size.isdecimal()}

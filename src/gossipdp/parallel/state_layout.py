@@ -116,7 +116,7 @@ def pack(state: Any, inline_bytes: int = 0, *, place: str = "state") -> tuple[by
     Args:
         state: nested dicts, lists and tuples of tensors, numbers, texts and None.
         inline_bytes: tensors of at most so many bytes go into the layout, as they are now.
-        place: names the state in errors.
+        place: names the state in errors, which add the place within it and the type found.
 
     Raises:
         ValueError: something else is in it; the message names its place.
@@ -137,15 +137,7 @@ def pack(state: Any, inline_bytes: int = 0, *, place: str = "state") -> tuple[by
 
 
 def check_savable(state: Any, place: str, advice: str) -> None:
-    """Raise ValueError for a state that neither a checkpoint nor a joining worker could take.
-
-    It costs as much as :func:`pack`, and copies no dense tensor.
-
-    Args:
-        state: as for :func:`pack`; of a module its tensors by name.
-        place: names the state in the error, which adds the place within it and the type found.
-        advice: says what to do instead.
-    """
+    """Raise ValueError, with ``advice``, for a state that :func:`pack` refuses."""
     try:
         pack(state, place=place)
     except ValueError as error:

@@ -9,9 +9,12 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gossipdp.launcher.reports import Report, send_report
+
+if TYPE_CHECKING:
+    from gossipdp.parallel.checkpointer import Checkpointer
 
 logger = logging.getLogger("gossipdp")
 
@@ -20,29 +23,6 @@ DEFAULTS: dict[int, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
-
-
-class Saved(Protocol):
-    """A wrapped model, as far as SIGTERM is concerned."""
-
-    @property
-    def rank(self) -> int:
-        """Return the worker's rank, for messages."""
-        ...
-
-    @property
-    def is_within_batches(self) -> bool:
-        """Return whether its loop tells where the body ends, so that no step is half way there."""
-        ...
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """Return its step, and the directory of its checkpoints."""
-        ...
-
-    def begin_save(self) -> "Future[Path]":
-        """Begin to write its checkpoint."""
-        ...
 
 
 class Termination:
@@ -69,16 +49,16 @@ class Termination:
     LONGEST_WAIT_S = 1.0
 
     def __init__(self) -> None:
-        self._models: list[Saved] = []
+        self._models: list[Checkpointer] = []
         self._again: threading.Timer | None = None
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
-        self._let_it_be()
+    def _reset(self) -> None:
+        self._cancel_timer()
         self.is_asked = self._is_answered = self._is_late = False
         self._number: int = signal.SIGTERM
 
-    def add(self, model: Saved) -> None:
+    def add(self, model: "Checkpointer") -> None:
         """Save this model too."""
         self._models.append(model)
         for number, default in DEFAULTS.items():
@@ -86,7 +66,7 @@ class Termination:
             if is_ours and not (number == signal.SIGINT and _is_interactive()):
                 signal.signal(number, self._handle)
 
-    def remove(self, model: Saved) -> None:
+    def remove(self, model: "Checkpointer") -> None:
         """Leave this model alone from now on; without any, SIGTERM ends the process at once."""
         if model not in self._models:
             return
@@ -94,7 +74,7 @@ class Termination:
         if not self._models:
             is_owed = self.is_asked and not (self._is_answered or self._is_late)
             number = self._number
-            self._begin_anew()
+            self._reset()
             self._restore_defaults()
             if is_owed:
                 os.kill(os.getpid(), number)
@@ -112,7 +92,7 @@ class Termination:
             raise SystemExit(128 + number)
         elif self.is_asked and number == signal.SIGINT and not self._is_answered:
             self._is_answered = True
-            self._let_it_be()
+            self._cancel_timer()
             raise KeyboardInterrupt
         elif not self.is_asked:
             self.is_asked, self._number = True, number
@@ -124,12 +104,12 @@ class Termination:
         self._is_late = True
         os.kill(os.getpid(), self._number)
 
-    def _let_it_be(self) -> None:
+    def _cancel_timer(self) -> None:
         again, self._again = self._again, None
         if again is not None:
             again.cancel()
 
-    def may_end_in(self, model: Saved) -> bool:
+    def may_end_in(self, model: "Checkpointer") -> bool:
         """Return whether the loop may end where ``model`` is between two steps.
 
         Not in the body of a loop over the batches of another, of which the rest would be lost.
@@ -145,9 +125,9 @@ class Termination:
         process may have been asked first; this one's own signal then comes now.
         """
         self.is_asked = self._is_answered = True
-        self._let_it_be()
+        self._cancel_timer()
         is_told = send_report(Report(saves=True))
-        begun: list[tuple[Saved, Future[Path]]] = []
+        begun: list[tuple[Checkpointer, Future[Path]]] = []
         for model in self._models:
             try:
                 begun.append((model, model.begin_save()))
@@ -163,7 +143,7 @@ class Termination:
             logger.log(level, "worker %d is stopped; saved %s", model.rank, path)
             send_report(Report(saved=model.place))
         send_report(Report(saves=False))
-        # Whoever asked may kill soon. The interpreter's end looks for garbage among all of torch's
+        # A kill may follow soon. The interpreter's end looks for garbage among all of torch's
         # objects, for most of a second on a free core: they are not looked at.
         gc.freeze()
         raise SystemExit(128 + self._number)
@@ -172,7 +152,7 @@ class Termination:
         """Forget the parent's models after a fork."""
         self._models.clear()
         self._again = None  # its thread is the parent's
-        self._begin_anew()
+        self._reset()
         for number, default in DEFAULTS.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, default)

@@ -13,10 +13,10 @@ from gossipdp.gossip.transfer import Offer
 from gossipdp.parallel import state_layout
 from gossipdp.parallel.shards import as_sharded, local
 
-# The name of a process's part of a tensor, if it holds only a part.
 SHARD = "shard"
-# Tensors of up to this size travel in the layout, such as Adam's step counts.
+"""The name of a process's part of a tensor, if it holds only a part."""
 INLINE_BYTES = 256
+"""Tensors of up to this size travel in the layout, such as Adam's step counts."""
 
 
 def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

@@ -8,21 +8,17 @@ from typing import Any
 
 import numpy
 import pytest
-import safetensors.torch
 import torch
-from checkpoint_writers import AtOnce
+from checkpointing import AtOnce, step, steps_saved
 from mixed_net import Net
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, PoisonedError
-from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpoint_files import read_tensors, write_tensors
 from gossipdp.parallel.checkpointer import Checkpointer
 
 NUM_STEPS = 23
-EVERY = 4
 
 
 class CentredState(torch.optim.Optimizer):
@@ -51,81 +47,6 @@ OPTIMIZERS = {
     "lbfgs": lambda net: torch.optim.LBFGS(list(net), lr=0.1, max_iter=3, history_size=4),
     "own": CentredState,
 }
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These steps are shorter than a write, which would put off the checkpoint after it."""
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
-
-
-@pytest.fixture
-def run() -> Iterator[Any]:
-    """``run(directory, **options)``: a script that trains and gives its losses and end state.
-
-    ``stop_after`` steps it is cut off without a word, as by a kill.
-    """
-    models: list[GossipDataParallel] = []
-
-    def script(
-        directory: Path | None,
-        *,
-        optimizer: str = "sgd",
-        loader: str = "plain",
-        stop_after: int | None = None,
-        with_schedule: bool = True,
-        resume: Any = "auto",
-        every: int | None = EVERY,
-        method: str = "a2cid2",
-        keep: int = 3,
-    ) -> tuple[list[Any], dict[str, torch.Tensor], GossipDataParallel]:
-        random.seed(0)
-        numpy.random.seed(0)
-        torch.manual_seed(0)
-        net = Net()
-        if optimizer != "lbfgs":  # which wants its gradients contiguous
-            net.to(memory_format=torch.channels_last)
-        made = OPTIMIZERS[optimizer](p for p in net.parameters() if p.requires_grad)
-        saving = {} if directory is None else {"directory": directory, "resume": resume}
-        if directory is not None and every:
-            saving["every_steps"] = every
-        model = GossipDataParallel(
-            net,
-            made,
-            budget_samples=6 * NUM_STEPS,
-            counting=Counting(samples_per_step=6),
-            method=method,
-            checkpoints=Checkpoints(keep=keep, **saving),
-        )
-        models.append(model)
-        schedule = torch.optim.lr_scheduler.MultiStepLR(made, [5, 9], 0.5)
-        if with_schedule:
-            model.also_checkpoint(schedule=schedule)
-        seen: list[Any] = []
-        for images, labels in model.batches(LOADERS[loader]()):
-
-            def loss_of(images: torch.Tensor = images, labels: torch.Tensor = labels) -> Any:
-                made.zero_grad()
-                noise = random.random() + numpy.random.rand()
-                loss = nn.functional.cross_entropy(model(images), labels) * noise
-                loss.backward()
-                return loss
-
-            if optimizer == "lbfgs":
-                loss = made.step(loss_of)
-            else:
-                loss = loss_of()
-                made.step()
-            schedule.step()
-            seen.append((model.stats().gradient_steps, loss.item(), images.sum().item()))
-            if len(seen) == stop_after:
-                break
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        return seen, state, model
-
-    yield script
-    for model in models:
-        model.close()
 
 
 def dataset() -> TensorDataset:
@@ -165,17 +86,76 @@ class CountingLoader(DataLoader):
 
 
 LOADERS = {
-    "plain": lambda: DataLoader(dataset(), 6, shuffle=True),
-    "own generator": lambda: DataLoader(
-        dataset(), 6, shuffle=True, generator=torch.Generator().manual_seed(3)
-    ),
-    "distributed": lambda: DataLoader(
-        dataset(), 6, sampler=DistributedSampler(dataset(), num_replicas=1, rank=0)
-    ),
+    "shuffled": lambda: DataLoader(dataset(), 6, shuffle=True),
     "seeded by epoch": lambda: DataLoader(dataset(), 6, sampler=SeededByEpoch(dataset())),
     "counting": lambda: CountingLoader(dataset(), 6, sampler=SeededByEpoch(dataset())),
     "list": lambda: list(DataLoader(dataset(), 6)),
 }
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let writes end at once: these steps are shorter, and would put off the next checkpoint."""
+    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+
+
+@pytest.fixture
+def run(wrap: Any) -> Any:
+    """``run(directory, **options)``: a script that trains and gives its losses and end state.
+
+    ``stop_after`` steps it is cut off without a word, as by a kill.
+    """
+
+    def script(
+        directory: Path | None,
+        *,
+        optimizer: str = "sgd",
+        loader: str = "shuffled",
+        stop_after: int | None = None,
+        resume: Any = "auto",
+        every: int = 4,
+        method: str = "a2cid2",
+    ) -> tuple[list[Any], dict[str, torch.Tensor], GossipDataParallel]:
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        net = Net()
+        if optimizer != "lbfgs":  # which wants its gradients contiguous
+            net.to(memory_format=torch.channels_last)
+        made = OPTIMIZERS[optimizer](p for p in net.parameters() if p.requires_grad)
+        model = wrap(
+            net,
+            made,
+            budget_samples=6 * NUM_STEPS,
+            counting=Counting(samples_per_step=6),
+            method=method,
+            checkpoints=directory and Checkpoints(directory, every, resume=resume),
+        )
+        schedule = torch.optim.lr_scheduler.MultiStepLR(made, [5, 9], 0.5)
+        model.also_checkpoint(schedule=schedule)
+        seen: list[Any] = []
+        for images, labels in model.batches(LOADERS[loader]()):
+
+            def loss_of(images: torch.Tensor = images, labels: torch.Tensor = labels) -> Any:
+                made.zero_grad()
+                noise = random.random() + numpy.random.rand()
+                loss = nn.functional.cross_entropy(model(images), labels) * noise
+                loss.backward()
+                return loss
+
+            if optimizer == "lbfgs":
+                loss = made.step(loss_of)
+            else:
+                loss = loss_of()
+                made.step()
+            schedule.step()
+            seen.append((model.stats().gradient_steps, loss.item(), images.sum().item()))
+            if len(seen) == stop_after:
+                break
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return seen, state, model
+
+    return script
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -185,95 +165,62 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert value.stride() == other[name].stride(), name
 
 
-def file_of(directory: Path, step: int) -> Path:
-    return directory / "worker-0" / f"step-{step:08d}.safetensors"
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("stop_after", [5, 9, 22])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run, tmp_path, optimizer, stop_after):
-    whole, end, model = run(None, optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("row", "stop_after"),
+    [
+        # 9 batches an epoch: saved within one, at its very end, and at the end of the second.
+        (("sgd", "a2cid2", "shuffled", 4), 5),
+        (("sgd", "none", "counting", 3), 10),
+        (("sgd", "gossip", "seeded by epoch", 3), 19),
+        (("adamw", "a2cid2", "counting", 4), 22),
+        (("lbfgs", "a2cid2", "list", 4), 9),
+        (("own", "a2cid2", "seeded by epoch", 3), 10),
+    ],
+)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run, tmp_path, row, stop_after):
+    options = dict(zip(("optimizer", "method", "loader", "every"), row, strict=True))
+    whole, end, model = run(None, **options)
     assert len(whole) == NUM_STEPS
-    first, _, _ = run(tmp_path, optimizer=optimizer, stop_after=stop_after)
-    second, resumed_end, resumed = run(tmp_path, optimizer=optimizer)
-    at = stop_after // EVERY * EVERY
+    first, _, _ = run(tmp_path, stop_after=stop_after, **options)
+    second, resumed_end, resumed = run(tmp_path, **options)
     # What was trained after the checkpoint is trained again; the samples count as often as done.
     assert first == whole[:stop_after]
-    assert second == whole[at:][: len(second)]
-    assert len(second) == NUM_STEPS - at
+    assert second == whole[stop_after // row[-1] * row[-1] :]
     assert_same(end, resumed_end)
     assert resumed.stats().samples == model.stats().samples == 6 * NUM_STEPS
     assert resumed.progress() == 1.0
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("saved_at", [6, 9, 18])
-def test_the_data_go_on_where_they_were(run, tmp_path, loader, saved_at):
-    # 9 batches an epoch: within one, at its very end, and at the end of the second.
-    whole, end, _ = run(None, loader=loader)
-    run(tmp_path, loader=loader, stop_after=saved_at + 1, every=3)
-    second, resumed_end, _ = run(tmp_path, loader=loader, every=None)
-    assert second == whole[saved_at:]
-    assert_same(end, resumed_end)
-
-
-@pytest.mark.parametrize("method", ["none", "gossip"])
-def test_every_method_resumes(run, tmp_path, method):
-    whole, end, _ = run(None, method=method)
-    run(tmp_path, method=method, stop_after=6)
-    second, resumed_end, _ = run(tmp_path, method=method)
-    assert second == whole[4:]
-    assert_same(end, resumed_end)
-
-
-def test_where_no_momentum_is_held_z_goes_on(tmp_path):
+def test_where_no_momentum_is_held_z_goes_on(linear, tmp_path):
     """A file of a2cid2, resumed by a worker that holds no c, goes on from x + c/2."""
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path))
+    model, _ = linear(tmp_path)
     path = model.save_checkpoint()
     model.close()
     tensors, metadata = read_tensors(path)
     x = tensors["model/weight"]
     write_tensors(path, {**tensors, "c/weight": torch.full_like(x, 2.0)}, metadata)
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    saving = Checkpoints(tmp_path, resume="auto")
-    model = GossipDataParallel(net, optimizer, method="gossip", checkpoints=saving)
+    model, _ = linear(tmp_path, resume="auto", method="gossip")
     assert torch.equal(model.state_dict()["weight"], x + 1.0)
-    model.close()
 
 
-def test_a_loop_of_ones_own_saves_by_itself_and_on_demand(run, tmp_path):
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = GossipDataParallel(
-        net, optimizer, checkpoints=Checkpoints(tmp_path, every_steps=2, keep=9)
-    )
-    for step in range(1, 6):
-        optimizer.zero_grad()
-        model(torch.ones(4, 3)).sum().backward()
-        optimizer.step()
-        if step == 3:
-            path = model.save_checkpoint()
-            assert path == file_of(tmp_path, 3)
-            assert torch.equal(safetensors.torch.load_file(path)["model/weight"], net.weight)
+def test_a_loop_of_ones_own_saves_by_itself_and_on_demand(linear, tmp_path):
+    model, optimizer = linear(tmp_path, 2, keep=9)
+    for number in range(1, 6):
+        step(model, optimizer)
+        if number == 3:
+            tensors, _ = read_tensors(model.save_checkpoint())
+            assert torch.equal(tensors["model/weight"], model.module.weight)
     result = model.consolidate()
-    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [4, 3, 2]
+    assert steps_saved(tmp_path) == [4, 3, 2]
     assert (model.stats().checkpoints, model.stats().checkpoints_failed) == (3, 0)
     assert model.stats().checkpoint_pause_seconds > 0
-    assert result.samples == 20
+    assert result.samples == 5
 
 
-def test_a_run_that_was_stopped_trains_on(tmp_path):
+def test_a_run_that_was_stopped_trains_on(linear, tmp_path):
     def train(budget_samples: int) -> int:
-        net = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        checkpoints = Checkpoints(tmp_path, resume="auto")
-        model = GossipDataParallel(
-            net, optimizer, budget_samples=budget_samples, checkpoints=checkpoints
-        )
-        for batch in model.batches([torch.ones(5, 2)]):
+        model, optimizer = linear(tmp_path, resume="auto", budget_samples=budget_samples)
+        for batch in model.batches([torch.ones(5, 3)]):
             model(batch).sum().backward()
             optimizer.step()
             if model.progress() == 0.5:
@@ -286,107 +233,77 @@ def test_a_run_that_was_stopped_trains_on(tmp_path):
     assert train(15) == 15
 
 
-def test_the_newest_stay(run, tmp_path):
-    run(tmp_path, every=2, keep=2)
-    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [22, 20]
-    assert not list((tmp_path / "worker-0").glob(".*"))
-
-
-def test_auto_starts_afresh_where_there_is_nothing_and_never_mixes_two_runs(run, tmp_path):
+def test_a_run_goes_on_from_another_directory_and_never_mixes_two(run, tmp_path):
     run(tmp_path, stop_after=5)
-    with pytest.raises(ValueError, match="holds checkpoints of another run; go on"):
-        run(tmp_path, resume=None)
-    with pytest.raises(ValueError, match="nowhere' is no directory: name the directory"):
-        run(tmp_path / "b", resume=tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="worker-0' holds no checkpoint: name"):
-        run(tmp_path / "b", resume=tmp_path / "worker-0")
-    # From another directory, and on into one's own.
+    for place, resume, message in [
+        (tmp_path, None, "holds checkpoints of another run; go on"),
+        (tmp_path / "b", tmp_path / "nowhere", "nowhere' is no directory: name the directory"),
+        (tmp_path / "b", tmp_path / "worker-0", "worker-0' holds no checkpoint: name"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(place, resume=resume)
     second, _, _ = run(tmp_path / "b", resume=tmp_path)
     assert second[0][0] == 5
-    assert [saved.facts.step for saved in saved_by(tmp_path / "b", 0)] == [20, 16, 12]
+    assert steps_saved(tmp_path / "b") == [20, 16, 12]
 
 
-def damage(path: Path, how: str) -> None:
-    data = bytearray(path.read_bytes())
-    if how == "one bit":
-        data[len(data) // 2] ^= 1
-    elif how == "cut short":
-        data = data[:-100]
-    elif how == "empty":
-        data = bytearray()
-    else:
-        data[8:40] = b"x" * 32
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("how", ["one bit", "cut short", "empty", "header"])
-def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, how):
-    whole, end, _ = run(None)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, is_cut):
+    whole, _, _ = run(None, stop_after=9)
     run(tmp_path, stop_after=14)
-    damage(file_of(tmp_path, 12), how)
+    newest, *older = sorted((tmp_path / "worker-0").iterdir(), reverse=True)
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data[:-100] if is_cut else data)
     with caplog.at_level(logging.WARNING, "gossipdp"):
-        second, resumed_end, _ = run(tmp_path)
-    assert second == whole[8:]
-    assert_same(end, resumed_end)
-    assert len(caplog.records) == 1, "one warning"
-    assert str(file_of(tmp_path, 12)) in caplog.text
-    assert "damaged" in caplog.text or "cannot be read" in caplog.text
-
-
-def test_nothing_but_damaged_files_is_one_clear_error(run, tmp_path):
-    run(tmp_path, stop_after=5)
-    damage(file_of(tmp_path, 4), "one bit")
+        second, _, resumed = run(tmp_path, stop_after=1)
+        assert second == whole[8:9]
+        (warning,) = caplog.messages
+        assert str(newest) in warning
+        assert "damaged" in warning or "cannot be read" in warning
+    resumed.close()
+    for path in older:
+        path.unlink()
     with pytest.raises(ValueError, match=r"no checkpoint in .* is whole"):
         run(tmp_path)
 
 
-def test_another_model_or_optimizer_is_refused(run, tmp_path):
+def test_another_model_or_optimizer_is_refused(run, wrap, tmp_path):
     run(tmp_path, stop_after=5)
-    net = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"is of another model: 'bias' is absent there and float"):
-        GossipDataParallel(
-            net, torch.optim.SGD(net.parameters(), 0.1), checkpoints=Checkpoints(resume=tmp_path)
-        )
-    net = Net()
-    with pytest.raises(
-        ValueError, match=r"does not fit optimizer 0, a SGD; make the optimizer as it was"
-    ):
-        GossipDataParallel(
-            net,
-            torch.optim.SGD(net.head.parameters(), 0.1),
-            checkpoints=Checkpoints(resume=tmp_path),
-        )
+    net, other = Net(), nn.Linear(2, 2)
+    for module, trained, message in [
+        (other, other, r"is of another model: 'bias' is absent there and float"),
+        (net, net.head, r"does not fit optimizer 0, a SGD; make the optimizer as it was"),
+    ]:
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        with pytest.raises(ValueError, match=message):
+            wrap(module, optimizer, checkpoints=Checkpoints(resume=tmp_path))
 
 
-def test_poison_is_not_saved(run, tmp_path, caplog):
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path, every_steps=1))
+def test_poison_is_not_saved(linear, tmp_path, caplog):
+    model, optimizer = linear(tmp_path, every_steps=1)
     model.save_checkpoint()
     with torch.no_grad():
-        net.weight[0, 0] = float("nan")
+        model.module.weight[0, 0] = float("nan")
     with pytest.raises(PoisonedError, match="are not saved"):
         model.save_checkpoint()
     for _ in range(2):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
+        step(model, optimizer)
     assert "hold NaN or infinity: they are not saved" in caplog.text
     model.close()
-    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [0]
+    assert steps_saved(tmp_path) == [0]
 
 
-def test_poisoned_buffers_are_neither_saved_nor_averaged(tmp_path):
+def test_poisoned_buffers_are_neither_saved_nor_averaged(wrap, tmp_path):
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    model = GossipDataParallel(
-        net, torch.optim.SGD(net.parameters(), 0.1), checkpoints=Checkpoints(tmp_path)
-    )
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
     net[1].running_var[1] = float("inf")
     with pytest.raises(PoisonedError, match="are not saved"):
         model.save_checkpoint()
     with pytest.raises(PoisonedError, match="are not averaged"):
         model.consolidate()
-    model.close()  # and with it the handler of SIGTERM
-    assert saved_by(tmp_path, 0) == []
+    assert steps_saved(tmp_path) == []
 
 
 class PackedTensor(torch.Tensor):
@@ -403,21 +320,27 @@ class PackedSGD(torch.optim.Optimizer):
             self.state[parameter]["codes"] = torch.zeros(2).as_subclass(PackedTensor)
 
 
-def test_a_state_that_cannot_be_saved_is_said_at_wrapping(wrap, tmp_path):
+def test_a_state_that_cannot_be_saved_is_said_at_wrapping_or_where_it_is_named(wrap, tmp_path):
     net = nn.Linear(3, 2)
-    net.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    saving = Checkpoints(tmp_path)
+    net.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
     message = r"the module\['phases'\] is a tensor of torch.complex128, .*: .*persistent=False"
     with pytest.raises(ValueError, match=message):
-        wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
+        wrap(net, optimizer, checkpoints=saving)
     wrap(net, optimizer).close()  # which needs no file
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    optimizer.param_groups[0]["rule"] = test_poison_is_not_saved
-    message = r"the SGD\['param_groups'\]\[0\]\['rule'\] is a builtins.function"
+    net.phases = None
+    optimizer.param_groups[0]["rule"] = print
+    message = r"the SGD\['param_groups'\]\[0\]\['rule'\] is a builtins.builtin_function"
     with pytest.raises(ValueError, match=message):
-        wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
+        wrap(net, optimizer, checkpoints=saving)
     assert not list(tmp_path.iterdir())
+    del optimizer.param_groups[0]["rule"]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    schedule.shape = print
+    model = wrap(net, optimizer, checkpoints=saving)
+    with pytest.raises(ValueError, match=r"'schedule'\['shape'\] is a builtins.builtin_function"):
+        model.also_checkpoint(schedule=schedule)
 
 
 @pytest.mark.parametrize("is_second", [False, True])
@@ -449,23 +372,12 @@ def test_without_checkpoints_a_state_that_no_joiner_can_take_is_a_warning(wrap, 
     model._engine.world_size = 1
 
 
-def test_another_object_whose_state_cannot_be_saved_is_said_where_it_is_named(wrap, tmp_path):
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    schedule.shape = test_poison_is_not_saved
-    model = wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
-    with pytest.raises(ValueError, match=r"'schedule'\['shape'\] is a builtins.function"):
-        model.also_checkpoint(schedule=schedule)
-
-
-@pytest.mark.parametrize("stop_after", [3, 7])
-def test_a_loop_of_ones_own_goes_on_with_the_same_random_numbers(tmp_path, stop_after):
-    def script(steps: int, **options: Any) -> list[float]:
+def test_a_loop_of_ones_own_goes_on_with_the_same_random_numbers(wrap, tmp_path):
+    def script(steps: int, saving: Checkpoints | None = None) -> list[float]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(net.parameters(), 0.1)
-        model = GossipDataParallel(net, optimizer, **options)
+        model = wrap(net, optimizer, checkpoints=saving)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
         model.also_checkpoint(schedule=schedule)
         losses = []
@@ -479,10 +391,7 @@ def test_a_loop_of_ones_own_goes_on_with_the_same_random_numbers(tmp_path, stop_
         model.close()
         return losses
 
-    options = {"checkpoints": Checkpoints(tmp_path, every_steps=2, resume="auto")}
+    saving = Checkpoints(tmp_path, every_steps=2, resume="auto")
     whole = script(12)
-    script(stop_after, **options)
-    rest = script(12, **options)
-    # A step is shorter than a write here, so the newest checkpoint may be one before the last due.
-    assert 12 - stop_after < len(rest) < 12
-    assert rest == whole[12 - len(rest) :]
+    script(7, saving)
+    assert script(12, saving) == whole[6:]

@@ -4,19 +4,18 @@ import errno
 import io
 import logging
 import os
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpointing
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
+from checkpointing import steps_saved
 
-from gossipdp import Checkpoints, GossipDataParallel
-from gossipdp.parallel.checkpoint import saved_by
+from gossipdp import GossipDataParallel
 from gossipdp.parallel.checkpoint_files import (
     DamagedFileError,
     GivenUpError,
@@ -93,13 +92,6 @@ def test_a_file_has_the_permissions_that_others_have(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_what_a_killed_writer_left_goes_and_other_files_stay(tmp_path: Path) -> None:
-    (tmp_path / ".file.77.unfinished").write_bytes(b"half")
-    (tmp_path / "file").write_bytes(b"whole")
-    remove_unfinished(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path: Path) -> None:
     """Its worker was taken for dead, and that worker's next life writes now."""
     (tmp_path / "file").write_bytes(b"old")
@@ -120,7 +112,7 @@ def full(*_: object, **__: object) -> None:
 
 
 def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Every file that is made anew takes nothing."""
+    """Let every new file refuse what is written to it."""
 
     class Broken(io.FileIO):
         def write(self, data: object) -> int:
@@ -163,53 +155,17 @@ def test_a_write_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_file_appears_at_the_end_and_its_directory_is_synchronized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    events = []
-    real_fsync, real_replace = os.fsync, Path.replace
-
-    def fsync(descriptor: int) -> None:
-        events.append(f"fsync {os.readlink(f'/proc/self/fd/{descriptor}')}")
-        real_fsync(descriptor)
-
-    def replace(self: Path, target: Path) -> Path:
-        events.append("rename")
-        return real_replace(self, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "replace", replace)
-    with written_whole(path) as file:
-        file.write(b"content")
-        assert not path.exists()
-    assert path.read_bytes() == b"content"
-    assert events[0].startswith(f"fsync {tmp_path}/.file.")
-    assert events[1:] == ["rename", f"fsync {tmp_path}"]
-
-
-def trained(directory: Path, steps: int, **options: object) -> GossipDataParallel:
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(directory, 1, **options))
-    for _ in range(steps):
-        step(model, optimizer)
-    return model
-
-
 def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(4, 3)).sum().backward()
-    optimizer.step()
+    """Take a step, and wait for its checkpoint and the report on it."""
+    checkpointing.step(model, optimizer)
     model._checkpointer.take_last()
-    model._checkpointer._wait_for_writer()  # for the report on it, which comes a step later else
+    model._checkpointer._wait_for_writer()
 
 
 def test_the_old_checkpoint_goes_when_the_new_one_is_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path, 1, keep=1))
+    model, optimizer = linear(tmp_path, 1, keep=1)
     step(model, optimizer)
     events = []
     for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
@@ -224,7 +180,6 @@ def test_the_old_checkpoint_goes_when_the_new_one_is_durable(
 
         monkeypatch.setattr(owner, name, noted)
     step(model, optimizer)
-    model.close()
     assert events == [
         ("fsync", ".step-00000002"),
         ("replace", ".step-00000002"),
@@ -233,95 +188,43 @@ def test_the_old_checkpoint_goes_when_the_new_one_is_durable(
     ]
 
 
-@pytest.mark.parametrize("where", FAULTS)
-def test_the_only_checkpoint_stays_where_the_next_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path, 1, keep=1))
-    step(model, optimizer)
-    with monkeypatch.context() as patch:
-        FAULTS[where](patch)
-        step(model, optimizer)
-    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]
-    model.close()
-
-
-@pytest.mark.parametrize("where", FAULTS)
 def test_a_full_disk_is_said_loudly_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+    linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    saving = Checkpoints(tmp_path, every_steps=1, keep=1)
-    model = GossipDataParallel(net, optimizer, checkpoints=saving)
+    model, optimizer = linear(tmp_path, 1, keep=1)
     step(model, optimizer)
-    good = saved_by(tmp_path, 0)
     with monkeypatch.context() as patch:
-        FAULTS[where](patch)
+        FAULTS["fsync"](patch)
         step(model, optimizer)
-    assert "a checkpoint could NOT be written: [Errno 28] No space left on device" in caplog.text
-    assert caplog.records[-1].levelno == logging.ERROR
-    assert saved_by(tmp_path, 0) == good, "the only one is there until the next is"
-    assert model.stats().checkpoints_failed == 1
-    step(model, optimizer)  # there is room again
-    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [3]
-    with monkeypatch.context() as patch:
-        FAULTS[where](patch)
         with pytest.raises(OSError, match="No space left"):
             model.save_checkpoint()
+    assert "a checkpoint could NOT be written: [Errno 28] No space left on device" in caplog.text
+    assert caplog.records[-1].levelno == logging.ERROR
+    assert steps_saved(tmp_path) == [1], "the only one is there until the next is"
+    assert model.stats().checkpoints_failed == 1
+    step(model, optimizer)  # there is room again
     model.close()
+    assert steps_saved(tmp_path) == [3]
     assert not [thread for thread in threading.enumerate() if "checkpoint" in thread.name]
 
 
 def test_an_error_that_is_no_full_disk_reaches_the_training_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = trained(tmp_path, 1)
-    optimizer = model._checkpointer._optimizers[0]
-
+    model, optimizer = linear(tmp_path, 1)
     break_writes(monkeypatch, ZeroDivisionError("a mistake of ours"))
     with pytest.raises(RuntimeError, match="a checkpoint could not be written") as info:
         step(model, optimizer)
     assert isinstance(info.value.__cause__, ZeroDivisionError)
+
+
+def test_a_killed_writer_s_file_is_no_checkpoint_and_goes(linear, tmp_path: Path) -> None:
+    model, optimizer = linear(tmp_path, 1)
+    step(model, optimizer)
     model.close()
-
-
-def test_what_a_killed_writer_left_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
-    trained(tmp_path, 2).close()
     left = tmp_path / "worker-0" / ".step-00000003.safetensors.77.unfinished"
     left.write_bytes(b"half")
-    model = trained(tmp_path, 0, resume="auto")
-    assert model._engine.step_number == 2
-    model.save_checkpoint()
-    model.close()
+    model, optimizer = linear(tmp_path, 1, resume="auto")
+    step(model, optimizer)
+    assert steps_saved(tmp_path) == [2, 1]
     assert not left.exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_disk_that_is_really_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs here: {mounted.stderr.decode().strip()}")
-    try:
-        net = nn.Linear(430, 430)  # 0.74 MB: one file fits, a second does not
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path, every_steps=1))
-        for _ in range(2):
-            model(torch.ones(2, 430)).sum().backward()
-            optimizer.step()
-            model._checkpointer.take_last()
-            model._checkpointer._wait_for_writer()
-        assert "could NOT be written: [Errno 28] No space left on device" in caplog.text
-        assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]
-        assert [path.name for path in (tmp_path / "worker-0").iterdir()] == [
-            "step-00000001.safetensors"
-        ]
-        model.close()
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)

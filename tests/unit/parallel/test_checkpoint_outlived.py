@@ -26,7 +26,7 @@ from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
 
 
 def facts(rank: int, samples: int, **changes: Any) -> Facts:
-    """Of a worker that knows of so many samples, all its own, in steps of 8."""
+    """Return the facts of a worker that knows of its own samples alone, in steps of 8."""
     steps = samples // 8
     plain = Facts(
         rank=rank,
@@ -116,7 +116,7 @@ def test_a_death_in_the_resumed_run_outlives_the_checkpoint_it_resumed_from():
 
 
 def save(directory: Path, facts: Facts, value: float) -> None:
-    """A checkpoint whose model is ``value``, its momentum 2, and its optimizer's rate ``value``."""
+    """Save a model of ``value``, a momentum of 2, and a learning rate of ``value``."""
     path = file_path(directory, facts.rank, facts.step)
     path.parent.mkdir(parents=True, exist_ok=True)
     model = {"model/w": torch.full((3,), value), "c/w": torch.full((3,), 2.0)}

@@ -1,4 +1,4 @@
-"""Whose samples are counted, where training ends, and what a loop that counts nothing is told."""
+"""Whose samples are counted, where training ends, and the error of a loop that counts nothing."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,19 +16,14 @@ Wrap = Callable[..., tuple[GossipDataParallel, nn.Module, torch.optim.Optimizer]
 
 
 @pytest.fixture
-def wrap() -> Iterator[Wrap]:
-    """Wraps a small net; closes it at the end."""
-    models = []
+def small(linear: Callable[..., Any]) -> Wrap:
+    """Wrap a small net; return the model, the net and the optimizer."""
 
     def make(**options: Any) -> tuple[GossipDataParallel, nn.Module, torch.optim.Optimizer]:
-        net = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(net.parameters(), 0.01)
-        models.append(GossipDataParallel(net, optimizer, **options))
-        return models[-1], net, optimizer
+        model, optimizer = linear(**options)
+        return model, model.module, optimizer
 
-    yield make
-    for model in models:
-        model.close()
+    return make
 
 
 def step(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -38,34 +33,34 @@ def step(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, 
 
 
 @pytest.mark.parametrize("kind", ["model", "net", "compiled", "eval"])
-def test_batches_count_whatever_is_called_and_end(wrap: Wrap, kind: str) -> None:
-    model, net, optimizer = wrap(budget_samples=20)
+def test_batches_count_whatever_is_called_and_end(small: Wrap, kind: str) -> None:
+    model, net, optimizer = small(budget_samples=20)
     forward: Callable[[Tensor], Tensor] = {
         "model": model,
         "net": net,
         "compiled": torch.compile(net, backend="eager"),
         "eval": model.eval(),
     }[kind]
-    for number, batch in enumerate(model.batches([torch.ones(5, 2)])):
+    for number, batch in enumerate(model.batches([torch.ones(5, 3)])):
         step(forward, optimizer, batch)
         assert number < 4, "it does not end"
     assert model.stats().samples == 20
 
 
-def test_a_closure_and_an_extra_forward_count_a_batch_once(wrap: Wrap) -> None:
-    model, _, optimizer = wrap(budget_samples=15)
-    for batch in model.batches([torch.ones(5, 2)]):
-        model(torch.ones(9, 2))
+def test_a_closure_and_an_extra_forward_count_a_batch_once(small: Wrap) -> None:
+    model, _, optimizer = small(budget_samples=15)
+    for batch in model.batches([torch.ones(5, 3)]):
+        model(torch.ones(9, 3))
         for _ in range(2):
             model(batch).sum().backward()
         optimizer.step()
     assert (model.stats().samples, model.stats().gradient_steps) == (15, 3)
 
 
-def test_a_batch_without_a_step_counts_with_the_next(wrap: Wrap) -> None:
+def test_a_batch_without_a_step_counts_with_the_next(small: Wrap) -> None:
     """Accumulation, and a step that GradScaler skips."""
-    model, _, optimizer = wrap(budget_samples=20)
-    for number, batch in enumerate(model.batches([torch.ones(5, 2)])):
+    model, _, optimizer = small(budget_samples=20)
+    for number, batch in enumerate(model.batches([torch.ones(5, 3)])):
         model(batch).sum().backward()
         if number % 2:
             optimizer.step()
@@ -83,37 +78,39 @@ class Batch:
 @pytest.mark.parametrize(
     ("batch", "batch_dim", "samples"),
     [
-        (torch.ones(7, 2), 0, 7),
+        (torch.ones(7, 3), 0, 7),
         (torch.ones(7, 3, 2), 1, 3),
-        ({"text": "a", "x": [torch.ones(4, 2)]}, 0, 4),
-        (Batch("a", torch.ones(6, 2)), 0, 6),
+        ({"text": "a", "x": [torch.ones(4, 3)]}, 0, 4),
+        (Batch("a", torch.ones(6, 3)), 0, 6),
     ],
 )
 def test_the_first_tensor_tells_the_samples(
-    wrap: Wrap, batch: Any, batch_dim: int, samples: int
+    small: Wrap, batch: Any, batch_dim: int, samples: int
 ) -> None:
-    model, net, optimizer = wrap(budget_samples=samples, counting=Counting(batch_dim=batch_dim))
+    model, net, optimizer = small(budget_samples=samples, counting=Counting(batch_dim=batch_dim))
     for _ in model.batches([batch]):
-        step(net, optimizer, torch.ones(1, 2))
+        step(net, optimizer, torch.ones(1, 3))
     assert (model.stats().samples, model.stats().gradient_steps) == (samples, 1)
 
 
-def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(wrap: Wrap) -> None:
-    given, net, optimizer = wrap(budget_samples=6, counting=Counting(samples_per_step=3))
+def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(small: Wrap) -> None:
+    given, net, optimizer = small(budget_samples=6, counting=Counting(samples_per_step=3))
     for _ in given.batches(["abc"]):
-        step(net, optimizer, torch.ones(1, 2))
+        step(net, optimizer, torch.ones(1, 3))
     assert given.stats().gradient_steps == 2
 
 
-def test_a_loop_that_counts_nothing_is_told(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
-    _, net, optimizer = wrap(budget_samples=100)
+def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(
+    small: Wrap, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, net, optimizer = small(budget_samples=100)
     for _ in range(2):
-        step(net, optimizer, torch.ones(4, 2))
+        step(net, optimizer, torch.ones(4, 3))
     with pytest.raises(RuntimeError, match=r"would never be used up: 3 gradient steps, .*batches"):
-        step(net, optimizer, torch.ones(4, 2))
-    _, net, optimizer = wrap()
+        step(net, optimizer, torch.ones(4, 3))
+    _, net, optimizer = small()
     for _ in range(5):
-        step(net, optimizer, torch.ones(4, 2))
+        step(net, optimizer, torch.ones(4, 3))
     assert caplog.text.count("not one sample was counted") == 1
 
 
@@ -127,11 +124,11 @@ def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(model._batches, "_total_samples", total)
 
 
-def test_epochs_are_those_of_the_whole_run(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_are_those_of_the_whole_run(small: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other workers have trained on twice as many samples as this one."""
-    model, _, optimizer = wrap()
+    model, _, optimizer = small()
     others_train(model, 3, monkeypatch)
-    loader = DataLoader(TensorDataset(torch.ones(24, 2)), batch_size=4)
+    loader = DataLoader(TensorDataset(torch.ones(24, 3)), batch_size=4)
     numbers, progress = [], []
     for epoch, batches in model.epochs(loader, 3):
         for (inputs,) in batches:
@@ -143,16 +140,16 @@ def test_epochs_are_those_of_the_whole_run(wrap: Wrap, monkeypatch: pytest.Monke
     assert (model.stats().samples, model.finished) == (24, True)
 
 
-def test_epochs_that_are_left_early_or_missed(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
-    model, _, optimizer = wrap()
+def test_epochs_that_are_left_early_or_missed(small: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4)
+    model, _, optimizer = small()
     seen = []
     for epoch, batches in model.epochs(loader, 3):
         for (inputs,) in islice(batches, 1):
             step(model, optimizer, inputs)
         seen.append(epoch)
     assert (seen, model.stats().samples) == ([0, 1, 2], 12)
-    model, _, optimizer = wrap()
+    model, _, optimizer = small()
     others_train(model, 5, monkeypatch)
     seen = []
     for epoch, batches in model.epochs(loader, 8):
@@ -162,15 +159,15 @@ def test_epochs_that_are_left_early_or_missed(wrap: Wrap, monkeypatch: pytest.Mo
     assert seen == [0, 2, 5, 7], "the others are past those between"
 
 
-def test_a_stop_ends_batches_and_epochs(wrap: Wrap) -> None:
-    model, _, optimizer = wrap(method="gossip", budget_samples=100)
-    for batch in model.batches([torch.ones(5, 2)]):
+def test_a_stop_ends_batches_and_epochs(small: Wrap) -> None:
+    model, _, optimizer = small(method="gossip", budget_samples=100)
+    for batch in model.batches([torch.ones(5, 3)]):
         step(model, optimizer, batch)
         assert not model.finished
         model.stop()
     assert (model.stats().samples, model.finished, model.progress()) == (5, True, 0.05)
-    model, _, optimizer = wrap(method="gossip")
-    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    model, _, optimizer = small(method="gossip")
+    loader = DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4)
     for epoch, batches in model.epochs(loader, 5):
         for (inputs,) in batches:
             step(model, optimizer, inputs)
@@ -184,11 +181,11 @@ class Endless(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         while True:
-            yield torch.ones(2)
+            yield torch.ones(3)
 
 
-def test_how_long_an_epoch_is_may_be_given(wrap: Wrap) -> None:
-    model, _, optimizer = wrap()
+def test_how_long_an_epoch_is_may_be_given(small: Wrap) -> None:
+    model, _, optimizer = small()
     with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
         model.epochs(DataLoader(Endless(), batch_size=4), 2)
     for _, batches in model.epochs(DataLoader(Endless(), batch_size=4), 2, samples=8):

@@ -111,7 +111,7 @@ def test_a_checkpoint_carries_it_on(make: Make, tmp_path: Path, dtype: torch.dty
     [
         (EACH, EACH, ""),
         (None, None, ""),
-        (None, EACH, "saved without an outer step: OuterStep.* begins without momentum"),
+        (None, EACH, "saved with no outer step: OuterStep.* begins without momentum"),
         (EACH, None, "ends here: to go on with it, wrap with outer=OuterStep"),
         (EACH, OuterStep(0.9, every=1), r"saved with OuterStep\(momentum=0.5.* goes on in .*0.9"),
     ],

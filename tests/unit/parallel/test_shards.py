@@ -87,21 +87,16 @@ def test_parameters_stay_where_fsdp_put_them(alone: None) -> None:
     flat.check()
 
 
-def test_a_shard_that_was_laid_elsewhere_is_seen(alone: None) -> None:
-    net = fully_shard(make_net())
-    flat = FlatParameters(net, [adamw(net)], momentum=True)
-    net.double()
-    with pytest.raises(ModelChangedError, match="lies elsewhere"):
-        flat.check()
-
-
-def test_gathered_parameters_are_no_replacement(alone: None) -> None:
+def test_gathered_parameters_are_no_replacement_and_a_shard_laid_elsewhere_is(alone: None) -> None:
     net = fully_shard(make_net())
     flat = FlatParameters(net, [adamw(net)], momentum=True)
     with torch.no_grad():
         net(torch.ones(4, 3))
     assert not isinstance(net[0].weight, DTensor)
     flat.check()
+    net.double()
+    with pytest.raises(ModelChangedError, match="lies elsewhere"):
+        flat.check()
 
 
 def test_a_state_dict_has_what_exchanges_brought(alone: None) -> None:
@@ -128,13 +123,6 @@ def test_an_optimizers_state_comes_back_as_it_was(alone: None) -> None:
             assert isinstance(second.state[other][name], DTensor)
             assert torch.equal(local(second.state[other][name]), local(first.state[one][name]))
     take_step(nets[1], second)
-
-
-def test_a_part_that_does_not_fit_is_refused(alone: None) -> None:
-    nets = [fully_shard(make_net()) for _ in range(2)]
-    first, second = map(adamw, nets)
-    take_step(nets[0], first)
-    captured = training_state.capture([first])
     captured["optimizers"][0]["state"][0]["exp_avg"][training_state.SHARD] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"a shard has shape \(3,\), not \(4, 3\)"):
         training_state.restore(captured, [second])
@@ -152,34 +140,27 @@ def test_parts_are_the_memory_itself(alone: None) -> None:
 # Who is whose replica.
 
 
-def of_mesh(net: nn.Module, dimension: str = "replicate", **fields: int) -> Replica:
+@pytest.mark.parametrize(
+    ("is_sharded", "dimension", "num_shards", "message"),
+    [
+        (False, "replicate", 1, "mesh= is for a model whose parameters are sharded"),
+        (False, None, 2, "--nproc-per-replica is for a model"),
+        (True, None, 1, "sharded over 2 processes, and nothing says"),
+        (True, None, 4, "over 2 processes, and a replica has 4"),
+        (True, "shard", 1, "sharded over the dimension that mesh= gives"),
+        (True, "replicate", 2, "holds one replica only"),
+    ],
+)
+def test_a_model_a_mesh_and_an_environment_that_do_not_fit_are_refused(
+    four: None, is_sharded: bool, dimension: str | None, num_shards: int, message: str
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for layer in (net[0], net[2]):
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(net, mesh=mesh["shard"])
-    return Replica.of(net, mesh[dimension], Environment(**fields))
-
-
-def test_a_model_that_is_not_sharded_has_no_replicas(four: None) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    with pytest.raises(ValueError, match=r"mesh= is for a model whose parameters are sharded"):
-        Replica.of(make_net(), mesh, Environment())
-    with pytest.raises(ValueError, match=r"--nproc-per-replica is for a model"):
-        Replica.of(make_net(), None, Environment(num_shards=2))
-
-
-def test_the_number_of_replicas_must_be_said(four: None) -> None:
-    with pytest.raises(ValueError, match=r"sharded over 4 processes, and nothing says"):
-        Replica.of(fully_shard(make_net()), None, Environment())
-    with pytest.raises(ValueError, match=r"over 4 processes, and a replica has 2"):
-        Replica.of(fully_shard(make_net()), None, Environment(num_shards=2))
-
-
-def test_the_dimension_of_shards_is_not_that_of_replicas(four: None) -> None:
-    with pytest.raises(ValueError, match=r"sharded over the dimension that mesh= gives"):
-        of_mesh(make_net(), "shard")
-    with pytest.raises(ValueError, match=r"holds one replica only"):
-        of_mesh(make_net(), num_shards=2)
+    net = make_net()
+    if is_sharded:
+        fully_shard(net, mesh=mesh["shard"])
+    given = None if dimension is None else mesh[dimension]
+    with pytest.raises(ValueError, match=message):
+        Replica.of(net, given, Environment(num_shards=num_shards))
 
 
 def test_a_parameter_that_several_processes_hold_is_refused(four: None) -> None:

@@ -22,7 +22,7 @@ DTYPES = sorted(state_layout.DTYPES.values(), key=str)
 
 
 def there_and_back(state: Any, inline_bytes: int = 0) -> Any:
-    """Return what a file or a neighbour makes of a state."""
+    """Pack a state and unpack it, as a file or a neighbour does."""
     layout, tensors = pack(state, inline_bytes)
     return decode(layout).unpack([tensor.clone() for tensor in tensors])
 
@@ -57,7 +57,7 @@ states = st.recursive(
 
 
 @given(states, st.sampled_from([0, 16, 1000]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_what_comes_back_is_what_was_packed(state: Any, inline_bytes: int) -> None:
     assert_bitwise(there_and_back(state, inline_bytes), state)
 
@@ -79,6 +79,10 @@ def test_dicts_of_other_classes_are_plain_ones_and_counters_count() -> None:
     assert list(decoded["counter"].elements()) == list(counter.elements())
 
 
+WITHIN_ITSELF: list[Any] = []
+WITHIN_ITSELF.append(WITHIN_ITSELF)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -93,18 +97,12 @@ def test_dicts_of_other_classes_are_plain_ones_and_counters_count() -> None:
         (1j, r"builtins.complex"),
         ({1 << 64: 1}, r"a key of state\['a'\]\[1\] is a builtins.int, which cannot be saved"),
         (b"bytes", r"builtins.bytes"),
+        (WITHIN_ITSELF, "nested deeper than 64, or within itself"),
     ],
 )
 def test_what_cannot_be_saved_is_named_with_its_place(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack({"a": [0, value]})
-
-
-def test_a_state_within_itself_is_one_clear_error() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    with pytest.raises(ValueError, match="nested deeper than 64, or within itself"):
-        pack(loop)
 
 
 LAYOUT, TENSORS = pack(
@@ -113,14 +111,14 @@ LAYOUT, TENSORS = pack(
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_garbage_is_a_value_error_or_a_plain_value(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         decode(data).unpack([])
 
 
 @given(st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_damage_is_a_value_error_or_another_state(data: st.DataObject) -> None:
     damaged = bytearray(LAYOUT)
     for _ in range(data.draw(st.integers(1, 4))):

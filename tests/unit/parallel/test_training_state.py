@@ -1,4 +1,4 @@
-"""What a worker trains with: given between two steps, taken over bitwise, and never poisoned."""
+"""The optimizers' state: given between two steps, taken over bitwise, and never poisoned."""
 
 import math
 import threading
@@ -17,7 +17,7 @@ from gossipdp.parallel.training_state import Arriving, BetweenSteps, capture, re
 
 
 def travelled(*optimizers: torch.optim.Optimizer) -> Any:
-    """Their state as another worker receives it."""
+    """Return their state as another worker receives it."""
     layout, tensors = state_layout.pack(capture(optimizers))
     return state_layout.decode(layout).unpack([tensor.clone() for tensor in tensors])
 
@@ -43,21 +43,20 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, torch.tensor(0.1)),
     "fused": lambda params: torch.optim.AdamW(params, 0.1, fused=True),
-    "rprop": torch.optim.Rprop,
     "adafactor": torch.optim.Adafactor,
-    "asgd": torch.optim.ASGD,
     "lbfgs": lambda params: torch.optim.LBFGS(params, history_size=3),
     "keeper": Keeper,
 }
 
 
-def stepped(name: str, steps: int, dtype: torch.dtype) -> torch.optim.Optimizer:
-    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+def stepped(name: str, steps: int) -> torch.optim.Optimizer:
+    """Train in half precision, to which ``load_state_dict`` would cast the state."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).bfloat16()
     optimizer = OPTIMIZERS[name](list(net.parameters()))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = net(torch.ones(5, 3, dtype=dtype)).square().mean()
+        loss = net(torch.ones(5, 3, dtype=torch.bfloat16)).square().mean()
         loss.backward()
         return loss
 
@@ -66,11 +65,10 @@ def stepped(name: str, steps: int, dtype: torch.dtype) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_come_back_bitwise(name: str, dtype: torch.dtype) -> None:
+def test_optimizers_come_back_bitwise(name: str) -> None:
     torch.manual_seed(0)
-    one, other = stepped(name, 4, dtype), stepped(name, 1, dtype)
+    one, other = stepped(name, 4), stepped(name, 1)
     restore(travelled(one), [other])
     assert_bitwise(
         {"state": dict(other.state_dict()["state"]), "g": other.state_dict()["param_groups"]},
@@ -78,21 +76,24 @@ def test_optimizers_come_back_bitwise(name: str, dtype: torch.dtype) -> None:
     )
 
 
-def test_the_state_of_other_optimizers_is_refused() -> None:
-    state = travelled(stepped("adamw", 1, torch.float32))
-    for optimizers, message in [
-        ([], "of 1 optimizers, and there are 0 here"),
-        ([torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)], "fit optimizer 0, a SGD; make the"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            restore(state, optimizers)
-    optimizer = stepped("sgd", 1, torch.float32)
-    for wrong in (None, [], {"optimizers": 3}, {"optimizers": [{}]}):
-        with pytest.raises(ValueError, match="state"):
-            restore(wrong, [optimizer])
-    wrong = {"optimizers": [{"state": {}, "param_groups": [{"params": [[], [], [], []]}]}]}
-    with pytest.raises(ValueError, match="does not fit optimizer 0, a SGD"):
-        restore(wrong, [optimizer])
+OTHER_GROUPS = {"state": {}, "param_groups": [{"params": [[], [], [], []]}]}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "the state is of no optimizers, and there are 1 here"),
+        ([], "the state is of no optimizers"),
+        ({"optimizers": 3}, "the state is of no optimizers"),
+        ({"optimizers": []}, "of 0 optimizers, and there are 1 here"),
+        ({"optimizers": [{}]}, "does not fit optimizer 0, a SGD; make the"),
+        ({"optimizers": [OTHER_GROUPS]}, "does not fit optimizer 0, a SGD"),
+    ],
+)
+def test_the_state_of_other_optimizers_is_refused(state: Any, message: str) -> None:
+    training_state.refuse_poison(state)  # leaves it to restore
+    with pytest.raises(ValueError, match=message):
+        restore(state, [stepped("sgd", 1)])
 
 
 def of_optimizer(**state: Any) -> dict[str, Any]:
@@ -102,28 +103,27 @@ def of_optimizer(**state: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+    ("dtype", "poison"),
+    [
+        (torch.float16, math.nan),
+        (torch.bfloat16, math.inf),
+        (torch.float32, math.nan),
+        (torch.float64, math.inf),
+        (torch.complex64, math.nan),
+        (torch.float8_e4m3fn, math.nan),
+    ],
 )
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_poison_is_found_wherever_an_optimizer_keeps_it(dtype, poison):
-    sound = torch.ones(5, dtype=dtype)
-    training_state.refuse_poison(of_optimizer(mean=sound, step=torch.tensor(7), best=math.inf))
-    poisoned = sound.clone()
+    sound, poisoned = torch.ones(5), torch.ones(5)
     poisoned[-1] = poison
+    sound, poisoned = sound.to(dtype), poisoned.to(dtype)
+    training_state.refuse_poison(of_optimizer(mean=sound, step=torch.tensor(7), best=math.inf))
     with pytest.raises(ValueError, match=r"optimizer 0's state\[0\]\['old'\]\[1\] holds NaN"):
         training_state.refuse_poison(of_optimizer(mean=sound, old=[sound, poisoned]))
 
 
-def test_poison_is_found_in_eight_bits_and_sums_that_overflow_are_none():
-    eight = torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="holds NaN"):
-        training_state.refuse_poison(of_optimizer(mean=eight))
+def test_sums_that_overflow_are_no_poison():
     training_state.refuse_poison(of_optimizer(mean=torch.full((9,), 3e38)))
-
-
-@pytest.mark.parametrize("state", [None, 3, {"optimizers": 5}, {"optimizers": [None, {}]}])
-def test_what_is_no_state_is_left_to_whoever_restores_it(state):
-    training_state.refuse_poison(state)
 
 
 def weight_and_adam(size: int = 3) -> tuple[Tensor, torch.optim.Optimizer]:
@@ -137,7 +137,7 @@ def step(weight: Tensor, optimizer: torch.optim.Optimizer, gradient: float = 1.0
 
 
 def offered(between: BetweenSteps, key: object = "a request") -> Offer:
-    """What it gives once another thread has described it."""
+    """Wait until another thread has described it."""
     deadline_s = time.monotonic() + 30.0
     while (offer := between.offer(key)) is None:
         assert time.monotonic() < deadline_s
@@ -146,7 +146,7 @@ def offered(between: BetweenSteps, key: object = "a request") -> Offer:
 
 
 def taken(offer: Any, max_bytes: int = 1 << 30) -> Any:
-    """What a joiner makes of an offer."""
+    """Take an offer as a joiner does."""
     arriving = Arriving(max_bytes)
     for source, room in zip(offer.tensors, arriving.unfold(offer.layout), strict=True):
         assert offer.copy(source, room)
@@ -257,7 +257,7 @@ def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
 
     with pytest.raises(ZeroDivisionError):
         optimizer.step(broken)
-    for _ in range(20):
+    for _ in range(5):
         assert between.offer("a request") is None
         time.sleep(0.001)
     step(weight, optimizer)
@@ -284,7 +284,7 @@ def test_every_chunk_is_of_one_step():
     room = torch.empty(200_000, dtype=torch.uint8)
     seen = set()
     try:
-        while len(seen) < 50:
+        while len(seen) < 10:
             if offer.copy(offer.tensors[0], room):
                 (value,) = room.view(torch.float32).unique().tolist()
                 seen.add(value)

@@ -1,10 +1,29 @@
-"""Writers of checkpoints with which a test orders events: ``Checkpointer.make_writer = AtOnce``."""
+"""A model's steps and checkpoints, and writers with which a test orders events.
+
+``Checkpointer.make_writer = AtOnce`` sets the writer.
+"""
 
 from concurrent.futures import Future
 from pathlib import Path
 
+import torch
+
+from gossipdp import GossipDataParallel
+from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpoint_files import never
 from gossipdp.parallel.checkpointer import Write
+
+
+def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of the model that the fixture ``linear`` makes."""
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def steps_saved(directory: Path) -> list[int]:
+    """Return the steps of worker 0's checkpoints, the newest first."""
+    return [saved.facts.step for saved in saved_by(directory, 0)]
 
 
 class AtOnce:
