@@ -33,6 +33,7 @@ from gossipdp.parallel.shards import Agreed, Replica, reshard
 from gossipdp.parallel.startup import Startup
 from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import MAX_BACKLOG
 
@@ -157,6 +158,11 @@ class GossipEngine:
         # What it had done is counted under its former rank.
         self._gradient_steps = self._samples = 0
         self._has_started()
+
+    @property
+    def between_steps(self) -> BetweenSteps:
+        """Return what gives joiners the optimizers' state, and must know of each step."""
+        return self._startup.between_steps
 
     @property
     def step_number(self) -> int:

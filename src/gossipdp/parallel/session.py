@@ -113,6 +113,7 @@ class Session:
             self._hooks = Hooks(
                 module,
                 optimizers,
+                between=self.engine.between_steps,
                 stepped=self.stepped,
                 counting_once=self.batches.counting_once,
                 loaded=self.engine.loaded,

@@ -51,7 +51,7 @@ class Startup:
     """One worker's way into the run, and what it is there; the main thread's.
 
     ``world_size`` is that which the run began with; ``before``, what the worker had counted before;
-    ``thread`` is None until it has been started.
+    ``between_steps`` gives the optimizers' state; ``thread`` is None until it has been started.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Startup:
         self._network = network
         self._resumption = resumption
         self._page = page
-        self._between_steps = BetweenSteps(optimizers)
+        self.between_steps = BetweenSteps(optimizers)
         self._secret = network.secret.encode() if network.secret else None
         self.before = Counts() if resumption is None else resumption.counts
         self.settings = Settings(
@@ -140,7 +140,7 @@ class Startup:
     def close(self) -> None:
         """End the thread, if there is one, and then what it has others do."""
         self._end_thread()
-        self._between_steps.close()
+        self.between_steps.close()
 
     def _end_thread(self) -> None:
         if self.thread is not None:
@@ -253,8 +253,8 @@ class Startup:
             wire_format=options.wire_format,
         )
         self.thread = GossipThread(self.loop)
-        self._between_steps.attach(self._state.device.finish, self.loop.transport.wake)
-        self.loop.transfers.offer = self._between_steps.offer
+        self.between_steps.attach(self._state.device.finish, self.loop.transport.wake)
+        self.loop.transfers.offer = self.between_steps.offer
         self._state.device.finish()
         self.thread.start()
 

@@ -78,9 +78,12 @@ class Parent(torch.optim.Optimizer):
 class Child(Parent):
     """Twice what the parent does, and 1 on top of it, which is a part of the same step."""
 
+    within: Any = staticmethod(lambda: None)
+
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         loss = super().step()
+        self.within()
         with torch.no_grad():
             self.param_groups[0]["params"][0].add_(1.0)
         return loss
@@ -93,7 +96,7 @@ def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrappe
     Parent(nn.Linear(2, 1).parameters(), 0.1)
     child = Child(net.parameters(), 0.5)
     model = wrap(net, child if is_wrapped else sgd(net))
-    boundary, seen = State.boundary, []
+    boundary, seen, given = State.boundary, [], []
 
     def watched(state: State, *args: Any, **kwargs: Any) -> int:
         seen.append(net.weight.detach().clone())
@@ -103,8 +106,12 @@ def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrappe
     net.weight.grad = torch.full((1, 2), 2.0)
     expected = net.weight.detach() - 2 * 0.5 * 2.0 + 1.0
     if is_wrapped:
+        stepping = model._engine.between_steps._stepping
+        child.within = lambda: given.append(not stepping)
         for _ in range(2):
             child.step()
+            given.append(not stepping)
+        assert given == 2 * [False, True], "no joiner gets the state within a step"
         assert model.stats().gradient_steps == 2
         torch.testing.assert_close(torch.stack(seen), torch.stack([expected, expected - 1.0]))
         with pytest.raises(ZeroDivisionError):
@@ -312,7 +319,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
     net = nn.Linear(2, 1)
     model = GossipDataParallel(net, sgd(net))
     startup = model._engine._startup
-    between = startup._between_steps
+    between = startup.between_steps
     work_out = startup._work_out if what == "the graph" else between._described
     assert startup.thread.call(lambda: work_out("a key", awaited.wait)).result() is None
     assert "gossipdp background" in threads()
