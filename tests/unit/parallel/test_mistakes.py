@@ -97,7 +97,6 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
                 {"exchange": Exchange(moments={"exp_avg": 1})},
             )
         ),
-        (lambda: wrap(budget_samples=0), "budget_samples"),
         (lambda: wrap(budget_samples=True), "budget_samples is True; it must be a whole number"),
         (
             lambda: wrap(budget_samples=1234.5),
@@ -111,11 +110,9 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(seed=1.5), "seed is 1.5; it must be a whole number"),
         (lambda: wrap(network={"port": 4000}), r"give gossipdp\.Network"),
         (lambda: wrap(optimizer="sgd"), r"second argument is a torch\.optim.*a str is none"),
-        (lambda: wrap(optimizer=0.1), r"second argument .* a float is none: GossipDataParallel\("),
         (lambda: wrap(NET, NET.parameters()), "second argument .* a Parameter is none"),
         (lambda: wrap(sgd(NET), NET), r"first argument is the module, not a SGD: GossipData.*\("),
         (lambda: wrap(nn.LazyLinear(2), sgd(NET)), "'weight' has no shape yet: .* a batch once"),
-        (lambda: wrap(nn.LazyBatchNorm1d(affine=False), sgd(NET)), "'running_mean' has no shape"),
         (lambda: wrap(optimizer=[]), "at least one"),
         (
             lambda: wrap(FROZEN, sgd(FROZEN)),
@@ -124,8 +121,6 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(outer=0.7), r"outer is 0.7: give gossipdp.OuterStep\(...\)"),
         (lambda: moments({"momentum_buffer": 1}), r"an? AdamW does not keep .* exp_avg, exp"),
         (lambda: moments({"exp_avg": 0}), r"\['exp_avg'\] is 0; it must be at least 1"),
-        (lambda: moments({"exp_avg": 1.5}), "is 1.5; it must be a whole number"),
-        (lambda: moments({"exp_avg": True}), "is True; it must be a whole number"),
         (lambda: moments({3: 1}), "such as {'exp_avg_sq': 16}"),
         (lambda: moments("exp_avg_sq"), "such as {'exp_avg_sq': 16}"),
         (lambda: wrap(NET, sgd(OTHER)), "not part of the module"),

@@ -100,16 +100,12 @@ def test_the_variable_does_as_the_argument(tmp_path: Path, monkeypatch: pytest.M
     assert read(tmp_path).counts[-1].gradient_steps == 3
 
 
-def test_no_log_and_no_thread_without_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOSSIPDP_LOG_DIR", raising=False)
-    model = train(None)
-    assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
-    model.close()
-
-
 def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path: Path) -> None:
     model = train(tmp_path)
     wait_until(lambda: read(tmp_path).counts, "a step is in the log")
+    model.close()
+    model = train(None)  # and without a directory there is none
+    assert (model._monitoring._log, model._monitoring.page) == (None, None)
     model.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 
