@@ -21,7 +21,6 @@ from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
 from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
 from gossipdp.parallel.monitoring import Monitoring, describe
@@ -29,6 +28,7 @@ from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_layout import check_savable
+from gossipdp.parallel.views import named_tensors
 
 logger = logging.getLogger("gossipdp")
 
@@ -218,7 +218,7 @@ def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resump
 
 
 def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
-    """Close the worker that nobody has closed, in the short time that there is at exit."""
+    """Close a worker that is still open, in the short time that there is at exit."""
     detached = finalizer.detach()
     if detached is not None:
         detached[1](EXIT_TIMEOUT_S)

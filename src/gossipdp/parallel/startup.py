@@ -278,7 +278,7 @@ class Startup:
 
         In the network of the first shard two replicas that join at the same time get a rank each,
         as two workers do. Both may take part before they hear of each other, so the first process
-        tells its others the rank only when nobody has disputed it for a time-out. These then find
+        tells its others the rank only when it was undisputed for a time-out. These then find
         it free in the networks of theirs, or held by a replica that has ended. They wait for it in
         a collective: at most for gloo's time-out, of 30 minutes.
 
@@ -309,7 +309,7 @@ class Startup:
             time.sleep(LOOK_AT_RANK_EVERY_S)
 
     def _join(self) -> None:
-        """Join, anew with another rank as often as this one turns out to be another's."""
+        """Join; as often as the rank turns out to be another's, join again with the next."""
         while True:
             try:
                 self._join_once()
@@ -370,7 +370,7 @@ class Startup:
         """Take rank 0's parameters, down a binary tree, and give them on.
 
         A worker trains only after its children in the tree have what it holds, so that all start
-        from the same bits; whoever dies meanwhile is not waited for. In a resumed run everyone has
+        from the same bits; it does not wait for a dead one. In a resumed run every worker has
         a state of its own to start from.
         """
         assert self.thread is not None

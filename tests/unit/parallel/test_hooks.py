@@ -1,4 +1,4 @@
-"""What a script does behind the wrapper's back: clear errors and one warning each."""
+"""Clear errors and one warning each for a script that acts behind the wrapper's back."""
 
 import copy
 import gc
@@ -359,7 +359,7 @@ def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap, what: st
     optimizer = sgd(net)
     wrap(net, optimizer)
     net.frozen = nn.Linear(1, 1).requires_grad_(False)
-    nn.Linear(2, 1)  # of nobody
+    nn.Linear(2, 1)  # no part of it
     optimizer.step()
     if what == "module":
         net.head, name = nn.Linear(1, 1), r"head\.weight"

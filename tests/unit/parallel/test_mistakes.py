@@ -1,4 +1,4 @@
-"""What is refused where it is said: a ValueError that names the value and what to say instead."""
+"""Refusals at the call: a ValueError that names the value and what to give instead."""
 
 import contextlib
 import math

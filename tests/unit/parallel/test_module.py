@@ -321,15 +321,15 @@ def test_loading_a_target_network_breaks_no_exchange_off(wrap, monkeypatch):
 
 
 def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch):
-    net, told = make(), []
-    monkeypatch.setattr(GossipEngine, "loaded", lambda *_: told.append(True))
+    net, loads = make(), []
+    monkeypatch.setattr(GossipEngine, "loaded", lambda *_: loads.append(True))
     wrap(net, torch.optim.SGD(trainable(net), 0.1))
     best, mean = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
     best.load_state_dict(net.state_dict())
     mean.load_state_dict(mean.state_dict())
-    assert not told
+    assert not loads
     net.load_state_dict(best.state_dict())
-    assert told
+    assert loads
 
 
 def test_state_dict_does_not_change_when_training_goes_on(wrap):
@@ -467,7 +467,7 @@ def test_own_nan_ends_the_run_at_the_average_where_that_is_wanted(wrap):
 
 
 def test_the_fingerprint_covers_how_optimizers_group_parameters(wrap):
-    """Of the same tensors: else two workers would cut their chunks differently and not know it."""
+    """Else two workers would cut chunks of the same tensors differently and not know it."""
     models = set()
     for grouping in ([0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0]):
         net = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))

@@ -22,7 +22,7 @@ ADAMW = torch.optim.AdamW
 
 
 def make_net(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A convolution in channels_last, and a layer that is frozen."""
+    """Return a convolution in channels_last, and a layer that is frozen."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 3), nn.Linear(3, 2))
     net[3].requires_grad_(False)
@@ -59,7 +59,7 @@ def is_within(tensor: Tensor, segment: Segment) -> bool:
 
 
 def give(model: GossipDataParallel, value: float) -> None:
-    """An exchange with a worker whose optimizer makes ``value`` of its moment everywhere."""
+    """Exchange with a worker whose optimizer makes ``value`` of its moment everywhere."""
     for segment in moments_of(model):
         for chunk in segment.chunks:
             out = torch.empty_like(chunk.x)
@@ -446,18 +446,18 @@ def test_a_line_says_what_travels_and_what_it_costs(
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """Keeps as ``kept`` what ``make`` makes of the parameter, anew at each step or once."""
+    """Keeps as ``kept`` what ``make`` makes of the parameter, once or at each step."""
 
-    def __init__(self, parameters: Any, make: Callable[[Tensor], Any], *, anew: bool = False):
+    def __init__(self, parameters: Any, make: Callable[[Tensor], Any], *, again: bool = False):
         super().__init__(parameters, {})
-        self._make, self._anew = make, anew
+        self._make, self._again = make, again
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
-                if self._anew or "kept" not in state:
+                if self._again or "kept" not in state:
                     state["kept"] = self._make(parameter)
 
 
@@ -545,7 +545,7 @@ def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(
     wrap: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = make_net()
-    optimizer = OwnOptimizer(list(net.parameters())[:4], torch.ones_like, anew=True)
+    optimizer = OwnOptimizer(list(net.parameters())[:4], torch.ones_like, again=True)
     model = wrap(net, optimizer, exchange=Exchange(moments={"kept": 4}))
     stepped(optimizer, MOST_REPLACED)
     assert age_of(model) > 0
@@ -553,11 +553,11 @@ def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(
     stepped(optimizer, 1)
     assert all(value.eq(1.0).all() for value in kept(optimizer, "kept"))
     assert age_of(model) == 0
-    assert "the OwnOptimizer makes its 'kept' anew at every step, so it" in caplog.text
+    assert "the OwnOptimizer replaces its 'kept' at every step, so it" in caplog.text
     give(model, 3.0)  # such a worker takes nothing
     stepped(optimizer, 2)
     assert all(value.eq(1.0).all() for value in kept(optimizer, "kept"))
-    assert caplog.text.count("anew at every step") == 1
+    assert caplog.text.count("replaces its") == 1
 
 
 def test_after_one_huge_gradient_parameters_are_exchanged_as_before(

@@ -27,7 +27,7 @@ Make = Callable[..., tuple[GossipDataParallel, str]]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes a model that is closed in the end, and gives its status address."""
+    """Make a model that is closed in the end, and give its status address."""
     for variable in ("RANK", "WORLD_SIZE", "GOSSIPDP_STATUS_PORT", "GOSSIPDP_STATUS_HOST"):
         monkeypatch.delenv(variable, raising=False)
     models: list[GossipDataParallel] = []
