@@ -27,12 +27,12 @@ from support.provenance import Provenance
 from support.report import Report, Spread, Table, Target, run_script
 from torch import Tensor
 
-from gossipdp.cli.option_checks import check_output
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import zeros
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
+from gossipdp.rules import at_least_1, check_flags, option, output_file
 
 ETA, ALPHA_TILDE = 0.3, 1.3
 """Of a ring of about ten; what they are does not change how long it takes."""
@@ -45,21 +45,21 @@ LIMIT = 1.15
 class BoundaryBenchmark:
     """Measure what a boundary that carries an exchange adds to the optimizer's step."""
 
-    width: int = 768
+    width: int = option(768, at_least_1)
     """Of the transformer."""
 
-    layers: int = 11
+    layers: int = option(11, at_least_1)
     """Of it: with width 768 and GPT-2's vocabulary 117 million parameters are 11 layers, and
     embeddings that the output shares."""
 
-    rounds: int = 9
+    rounds: int = option(9, at_least_1)
     """Of three steps: alone, with the boundary, and with the boundary where there is an outer step.
     One more goes before, uncounted."""
 
     fused: bool = False
     """AdamW's fused loop in place of torch's default."""
 
-    json: Path | None = None
+    json: Path | None = option(None, output_file)
     """Write the results to this file instead of benchmarks/results."""
 
     quick: bool = False
@@ -68,7 +68,6 @@ class BoundaryBenchmark:
 
 def main() -> None:
     benchmark = tyro.cli(BoundaryBenchmark, config=(tyro.conf.FlagCreatePairsOff,))
-    check_output("--json", benchmark.json)
     report = Report("boundary", "A boundary that carries an exchange", quick=benchmark.quick)
     result = measure(benchmark)
     report.tables.append(
@@ -99,9 +98,7 @@ def measure(benchmark: BoundaryBenchmark) -> dict[str, Any]:
     Raises:
         ValueError: There is nothing to measure.
     """
-    for option in ("width", "layers", "rounds"):
-        if getattr(benchmark, option) < 1:
-            raise ValueError(f"--{option} is {getattr(benchmark, option)}; it must be at least 1")
+    check_flags(benchmark)
     started_s = time.monotonic()
     width, layers, rounds = benchmark.width, benchmark.layers, benchmark.rounds
     if benchmark.quick:

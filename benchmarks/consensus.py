@@ -6,12 +6,12 @@ python benchmarks/consensus.py --workers 16 --graph ring --method a2cid2 --json 
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +24,16 @@ from rich.table import Table
 from support.report import run_script
 
 import gossipdp
-from gossipdp.cli.option_checks import check_output
 from gossipdp.graph import build_graph
 from gossipdp.links.sockets import check_pacing
+from gossipdp.rules import (
+    at_least_1,
+    check_flags,
+    option,
+    output_file,
+    positive_number,
+    whole_number,
+)
 from gossipdp_lab.simulate import Consensus, ConstantTime, LinkModel, Scenario, simulate
 from gossipdp_lab.simulate.command_study import parse_seeds
 
@@ -45,7 +52,7 @@ class ConsensusBenchmark:
     step. The simulator runs the same protocol with exchange durations drawn from those measured.
     """
 
-    workers: int = 16
+    workers: int = option(16, partial(whole_number, least=2))
     """Worker processes."""
 
     graph: str = "ring"
@@ -54,25 +61,25 @@ class ConsensusBenchmark:
     method: MethodName = "a2cid2"
     """a2cid2: accelerated gossip; gossip: plain pairwise averaging."""
 
-    comm_rate: float = 1.0
+    comm_rate: float = option(1.0, positive_number)
     """Exchanges per worker per gradient step."""
 
-    step_ms: float = 50.0
+    step_ms: float = option(50.0, positive_number)
     """How long a gradient step lasts, in milliseconds."""
 
-    steps: int = 400
+    steps: int = option(400, partial(whole_number, least=20))
     """Gradient steps of each worker in each run."""
 
-    floats: int = 100_000
+    floats: int = option(100_000, at_least_1)
     """Length of each worker's vector."""
 
     seeds: str = "0,1,2,3,4"
     """One run for each: a list such as 0,1,2, or how many."""
 
-    link_mbytes: float | None = None
+    link_mbytes: float | None = option(None, positive_number)
     """Cap on what each link sends, in MB/s; by default none."""
 
-    json: Path | None = None
+    json: Path | None = option(None, output_file)
     """Also write the results to this file."""
 
     quick: bool = False
@@ -130,21 +137,7 @@ def run(arguments: ConsensusBenchmark) -> None:
 
 def check(arguments: ConsensusBenchmark) -> list[int]:
     """Return the seeds, or raise ValueError for an invalid list. Quick, without torch."""
-    for option, number, least in (
-        ("--workers", arguments.workers, 2),
-        ("--steps", arguments.steps, 20),
-        ("--floats", arguments.floats, 1),
-    ):
-        if number < least:
-            raise ValueError(f"{option} is {number}; it must be at least {least}")
-    for option, quantity in (
-        ("--comm-rate", arguments.comm_rate),
-        ("--step-ms", arguments.step_ms),
-        ("--link-mbytes", arguments.link_mbytes),
-    ):
-        if quantity is not None and not (math.isfinite(quantity) and quantity > 0):
-            raise ValueError(f"{option} is {quantity}; it must be a positive number")
-    check_output("--json", arguments.json)
+    check_flags(arguments)
     seeds = parse_seeds(arguments.seeds)
     if arguments.link_mbytes is not None:
         check_pacing(arguments.link_mbytes * 1e6)

@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,8 +25,8 @@ from exchange_worker import NUM_ADDRESSES, work
 from support.provenance import Provenance
 from support.report import Report, Spread, Table, Target, run_script
 
-from gossipdp.cli.option_checks import check_output
 from gossipdp.links.tls import make_tls_files
+from gossipdp.rules import at_least_1, check_flags, number, option, output_file
 
 # The order of the table, and what each is.
 CONTENDERS = {
@@ -51,13 +52,13 @@ class ExchangeBenchmark:
     direction, over the wall time of the slower process.
     """
 
-    megabytes: float = 45.0
+    megabytes: float = option(45.0, partial(number, least=1.0))
     """What each process gives the other in a round, in MB."""
 
-    rounds: int = 5
+    rounds: int = option(5, at_least_1)
     """Timed rounds; one more before them warms up."""
 
-    json: Path | None = None
+    json: Path | None = option(None, output_file)
     """Write the results to this file instead of benchmarks/results."""
 
     quick: bool = False
@@ -66,7 +67,6 @@ class ExchangeBenchmark:
 
 def main() -> None:
     benchmark = tyro.cli(ExchangeBenchmark, config=(tyro.conf.FlagCreatePairsOff,))
-    check_output("--json", benchmark.json)
     report = Report("exchange", "Exchange between two processes", quick=benchmark.quick)
     result = measure(benchmark)
     rows = [
@@ -104,10 +104,7 @@ def measure(benchmark: ExchangeBenchmark) -> dict[str, Any]:
         ValueError: Bad input, before any process starts.
         RuntimeError: A process failed; it has said why.
     """
-    if benchmark.megabytes < 1:
-        raise ValueError(f"--megabytes is {benchmark.megabytes:g}; at least 1 is needed")
-    if benchmark.rounds < 1:
-        raise ValueError(f"--rounds is {benchmark.rounds}; at least 1 is needed")
+    check_flags(benchmark)
     started_s, load = time.monotonic(), os.getloadavg()[0]
     megabytes = QUICK_MEGABYTES if benchmark.quick else benchmark.megabytes
     num_values = int(megabytes * 1e6) // 4

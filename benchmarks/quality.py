@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -33,7 +34,7 @@ from rich.console import Console
 from support.report import Missing, Report, results_folder, run_script
 
 from gossipdp import WorkerFailedError
-from gossipdp.cli.option_checks import check_output
+from gossipdp.rules import at_least_1, check_flags, number, option, output_file, whole_number
 from gossipdp_lab.progress_bar import ProgressView
 
 SIZES = {
@@ -53,7 +54,7 @@ class QualityBenchmark:
     size: Literal["tiny", "small", "large"] = "large"
     """tiny and small: 72,000 parameters; large: a million. They differ in steps too."""
 
-    steps: int | None = None
+    steps: int | None = option(None, partial(whole_number, least=32))
     """Gradient steps of each worker, instead of the size's own."""
 
     rows: str = DEFAULT_ROWS
@@ -65,16 +66,16 @@ class QualityBenchmark:
     rates: str = "0.004,0.008,0.016"
     """The grid of learning rates to begin with, each twice the one before."""
 
-    seeds: int = 3
+    seeds: int = option(3, at_least_1)
     """How many runs at the best rate; the seed of the tuning is none of them."""
 
-    workers: int = 4
+    workers: int = option(4, partial(whole_number, least=2))
     """Worker processes, one torch thread each."""
 
     graph: str = "ring"
     """Who exchanges with whom in gossipdp's rows."""
 
-    beta2: float = 0.999
+    beta2: float = option(0.999, partial(number, below=1.0))
     """Of AdamW: the share of the second moment that a step keeps; 0.999 is torch's default."""
 
     timed: bool = False
@@ -87,7 +88,7 @@ class QualityBenchmark:
     minutes: float | None = None
     """Begin no run after so long; what is finished is shown."""
 
-    json: Path | None = None
+    json: Path | None = option(None, output_file)
     """Write the figures to this file alone."""
 
     quick: bool = False
@@ -170,16 +171,7 @@ def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[DataName], l
         raise ValueError(f"--rates is {benchmark.rates!r}; give numbers, with commas") from None
     if rates[0] <= 0 or any(two != 2 * one for one, two in itertools.pairwise(rates)):
         raise ValueError(f"--rates is {benchmark.rates!r}; each is twice the one before")
-    for option, number, least in (
-        ("--seeds", benchmark.seeds, 1),
-        ("--workers", benchmark.workers, 2),
-        ("--steps", benchmark.steps or 32, 32),
-    ):
-        if number < least:
-            raise ValueError(f"{option} is {number}; it must be at least {least}")
-    if not 0 <= benchmark.beta2 < 1:
-        raise ValueError(f"--beta2 is {benchmark.beta2}; it must be at least 0 and less than 1")
-    check_output("--json", benchmark.json)
+    check_flags(benchmark)
     return names, kinds, rates
 
 

@@ -24,6 +24,7 @@ import contextlib
 import os
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +41,14 @@ from support.report import Missing, Report, Table, results_folder, run_script
 from time_to_loss_report import Round, draw, measured_table, rows_as_json, targets
 
 from gossipdp import WorkerFailedError
-from gossipdp.cli.option_checks import check_number, check_output
+from gossipdp.rules import (
+    at_least_1,
+    check_flags,
+    option,
+    output_file,
+    positive_number,
+    whole_number,
+)
 
 NUM_WORKERS = 4
 QUICK_STEPS = 48
@@ -83,7 +91,7 @@ class TimeToLossBenchmark:
 
     tables: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
 
-    rounds: int = 1
+    rounds: int = option(1, at_least_1)
     """How often each row runs; what is quoted wants 5."""
 
     rows: str | None = None
@@ -95,7 +103,7 @@ class TimeToLossBenchmark:
     rates: str = ""
     """Learning rates, instead of the written ones: diloco@64=0.004,gossip=0.032."""
 
-    steps: int = 512
+    steps: int = option(512, partial(whole_number, least=QUICK_STEPS))
     """Gradient steps of each worker, if all are equally fast: more tokens than that no row gets."""
 
     data: DataName = "common"
@@ -107,7 +115,7 @@ class TimeToLossBenchmark:
     runs: Path | None = None
     """Keep finished runs in this file, and take those that it has: a long call may be stopped."""
 
-    json: Path | None = None
+    json: Path | None = option(None, output_file)
     """Write the figures to this file alone; of one table."""
 
     quick: bool = False
@@ -137,15 +145,9 @@ def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
         plan[table] = {name.text: learning_rate(name, given) for name in names}
     if unknown := rows_once(benchmark).difference(*plan.values()):
         raise ValueError(f"--once has {', '.join(sorted(unknown))}: no row of these tables")
-    for option, number, least in (
-        ("--rounds", benchmark.rounds, 1),
-        ("--steps", benchmark.steps, QUICK_STEPS),
-    ):
-        if number < least:
-            raise ValueError(f"{option} is {number}; it must be at least {least}")
+    check_flags(benchmark)
     if benchmark.json is not None and len(plan) > 1:
         raise ValueError("--json takes the figures of one table: name that")
-    check_output("--json", benchmark.json)
     return plan
 
 
@@ -161,7 +163,7 @@ def given_rates(text: str) -> dict[str, float]:
         row, _, rate = pair.partition("=")
         try:
             name = RowName.parse(row.strip()).text
-            given[name] = check_number("the rate", float(rate), is_positive=True)
+            given[name] = positive_number("the rate", rate)
         except ValueError as error:
             raise ValueError(f"--rates has {pair!r}; write ROW=RATE: {error}") from None
     return given

@@ -20,7 +20,7 @@ from support.provenance import Provenance
 from support.report import Report, Spread, Table, Target, run_script
 from update_runs import UpdateRuns, start_up_s
 
-from gossipdp.cli.option_checks import check_output
+from gossipdp.rules import at_least_1, check_flags, option, output_file
 
 QUICK_PARAMETERS = 300_000
 
@@ -34,16 +34,16 @@ class UpdateBenchmark:
     code. The runs are interleaved.
     """
 
-    parameters: int = 11_250_000
+    parameters: int = option(11_250_000, at_least_1)
     """How many."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of parameters and snapshots."""
 
-    runs: int = 5
+    runs: int = option(5, at_least_1)
     """How often each is measured; the figures are medians."""
 
-    json: Path | None = None
+    json: Path | None = option(None, output_file)
     """Write the results to this file instead of benchmarks/results."""
 
     quick: bool = False
@@ -52,7 +52,6 @@ class UpdateBenchmark:
 
 def main() -> None:
     benchmark = tyro.cli(UpdateBenchmark, config=(tyro.conf.FlagCreatePairsOff,))
-    check_output("--json", benchmark.json)
     name = "update" if benchmark.dtype == "float32" else f"update_{benchmark.dtype}"
     report = Report(name, "The arithmetic of an exchange", quick=benchmark.quick)
     result = measure(benchmark)
@@ -87,9 +86,7 @@ def measure(benchmark: UpdateBenchmark) -> dict[str, Any]:
     Raises:
         ValueError: There is nothing to measure.
     """
-    for option, number in (("--parameters", benchmark.parameters), ("--runs", benchmark.runs)):
-        if number < 1:
-            raise ValueError(f"{option} is {number}; it must be at least 1")
+    check_flags(benchmark)
     started_s = time.monotonic()
     num_parameters = QUICK_PARAMETERS if benchmark.quick else benchmark.parameters
     runs = UpdateRuns(num_parameters, benchmark.dtype)

@@ -19,6 +19,7 @@ LAB = SOURCE.with_name("gossipdp_lab")
 LAYERS = {
     "errors": set(),
     "logs": set(),
+    "rules": set(),
     "graph": set(),
     "dynamics": set(),
     "protocol": {"graph"},
@@ -38,7 +39,7 @@ LAB_LAYERS = {
     "report": {"simulate"},
     "demo": {"baselines", "tasks", "simulate", "report"},
 }
-EVERYONE_MAY = {"errors", "logs"}
+EVERYONE_MAY = {"errors", "logs", "rules"}
 # Top-level third-party imports of the pure layers.
 LIBRARIES = {
     "graph": {"networkx", "numpy", "scipy"},

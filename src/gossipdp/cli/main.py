@@ -20,9 +20,9 @@ import tyro
 
 import gossipdp
 from gossipdp import logs
-from gossipdp.cli.option_checks import check_outputs
 from gossipdp.cli.run import split_script
 from gossipdp.errors import GossipError, RendezvousError
+from gossipdp.rules import check_flags
 
 # A subcommand is a module: of this package or, by an entry point, of the lab. It holds the
 # dataclass NameArguments (its docstring is the help) and run(arguments) -> exit status. Importing
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     level: str | None = None
     try:
         arguments, level = _parse(words, command)
-        check_outputs(arguments)
+        check_flags(arguments)
         logs.configure("warning")
         if level is not None:
             os.environ["GOSSIPDP_LOG"] = level  # for the workers too

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gossipdp.rules import option, output_file
+
 if TYPE_CHECKING:
     import networkx as nx
 
@@ -52,7 +54,7 @@ class PlanArguments:
     seed: int = 0
     """Seed of the random graphs."""
 
-    json: Path | None = None
+    json: Path | None = option(None, output_file)
     """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number)."""
 
 

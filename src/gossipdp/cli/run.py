@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gossipdp.cli.option_checks import read_text
+from gossipdp.rules import at_least_0, at_least_1, option, port_number
 
 if TYPE_CHECKING:
     from gossipdp.launcher.launch_plan import LaunchPlan
@@ -53,11 +53,11 @@ class RunArguments:
     Leave it out if torchrun, srun or an indexed Job of Kubernetes started this process.
     It then starts the worker of its rank."""
 
-    nproc_per_replica: int = 1
+    nproc_per_replica: int = option(1, at_least_1)
     """Number of processes that hold one replica of the model, each a shard of it (fully_shard).
     -n is a multiple of it. A replica lives and ends with all of its processes."""
 
-    max_restarts: int = 0
+    max_restarts: int = option(0, at_least_0)
     """Number of times, in all, that this call starts a worker again that has died."""
 
     host: str | None = None
@@ -92,7 +92,7 @@ class RunArguments:
     log_dir: Path | None = None
     """Directory where each worker writes its log, for gossipdp report."""
 
-    status_port: int | None = None
+    status_port: int | None = option(None, port_number)
     """Worker r shows its status for gossipdp top and Prometheus on this port + r.
     With 0 each takes any free port."""
 
@@ -241,9 +241,9 @@ def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) ->
     noun = "worker" if len(addresses) == 1 else "replica"
     words = [f"to add a {noun}: gossipdp run --join {shown}"]
     words += [f"--nproc-per-replica {len(addresses)}"] if len(addresses) > 1 else []
-    for option in ("secret_file", "tls", "log_dir"):
-        value = getattr(arguments, option)
-        words += [] if value is None else [f"--{option.replace('_', '-')} {value}"]
+    for name in ("secret_file", "tls", "log_dir"):
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')} {value}"]
     return " ".join([*words, "SCRIPT"])
 
 
@@ -251,8 +251,6 @@ def _num_workers(arguments: RunArguments) -> int:
     from gossipdp.launcher.schedulers import with_torchrun_names
 
     number, num_shards = arguments.workers, arguments.nproc_per_replica
-    if num_shards < 1:
-        raise ValueError(f"--nproc-per-replica is {num_shards}; it must be at least 1")
     if number is None and arguments.join is not None:
         return num_shards
     if number is None and num_shards > 1:
@@ -279,8 +277,6 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
     from gossipdp.launcher.environment import Environment
     from gossipdp.launcher.local import num_threads
 
-    if arguments.max_restarts < 0:
-        raise ValueError(f"--max-restarts is {arguments.max_restarts}; it must be 0 or more")
     num_local = num_workers
     if arguments.workers is None and arguments.join is None:  # the launcher has others here
         num_local = Environment.read().local_world_size or 1
@@ -291,11 +287,8 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
         variables["GOSSIPDP_TLS"] = str(arguments.tls.absolute())
     if arguments.log_dir is not None:
         variables["GOSSIPDP_LOG_DIR"] = str(arguments.log_dir.absolute())
-    port = arguments.status_port
-    if port is not None:
-        if not 0 <= port < 65536:
-            raise ValueError(f"--status-port is {port}; it must be in 0..65535")
-        variables["GOSSIPDP_STATUS_PORT"] = str(port)
+    if arguments.status_port is not None:
+        variables["GOSSIPDP_STATUS_PORT"] = str(arguments.status_port)
     if arguments.status_host is not None:
         variables["GOSSIPDP_STATUS_HOST"] = arguments.status_host
     return variables
@@ -381,7 +374,13 @@ def read_secret(path: Path | None) -> str | None:
         secret, name = os.environ.get("GOSSIPDP_SECRET") or None, "GOSSIPDP_SECRET"
     else:
         name = f"--secret-file {path}"
-        secret = read_text("--secret-file", path, "a long random text").strip()
+        try:
+            secret = path.read_text("utf-8-sig").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = "is not UTF-8 text"
+            if isinstance(error, OSError):
+                reason = f"cannot be read: {error.strerror}"
+            raise ValueError(f"{name} {reason}; name a file with a long random text") from None
         check_private("--secret-file", path)
     if secret is not None:
         check_secret(secret.encode(), name)

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,7 @@ from gossipdp.launcher.environment import read_addresses, show_address
 from gossipdp.logs import printable
 from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
 from gossipdp.observe.status import Answer, StatusPoll
+from gossipdp.rules import number, option
 
 # So long top waits without an answer, at the beginning or later.
 PATIENCE_S = 10.0
@@ -38,7 +40,7 @@ class TopArguments:
     address: Annotated[str, tyro.conf.Positional] = "127.0.0.1:9400"
     """HOST:PORT, a worker's status port, or several with commas between them."""
 
-    interval: float = 1.0
+    interval: float = option(1.0, partial(number, least=0.1))
     """Seconds between two updates."""
 
     once: bool = False
@@ -50,8 +52,6 @@ class TopArguments:
 
 def run(arguments: TopArguments) -> int:
     """Look until the run is over or Ctrl+C; return 1 if no worker answers."""
-    if not arguments.interval >= 0.1:
-        raise ValueError(f"--interval is {arguments.interval}; it must be at least 0.1 s")
     given = [show_address(*each) for each in read_addresses("the address", arguments.address)]
     if not given:
         raise ValueError("no address; write HOST:PORT, a worker's status port")

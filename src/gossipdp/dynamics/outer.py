@@ -25,8 +25,16 @@ the values read are the new base, so that no part of an optimizer's step is lost
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import partial
+
+from gossipdp.rules import Rule, at_least_1, number, positive_number
+
+RULES: dict[str, Rule] = {
+    "momentum": partial(number, below=1.0),
+    "lr": positive_number,
+    "every": at_least_1,
+}
 
 
 @dataclass(frozen=True)
@@ -68,20 +76,5 @@ class OuterStep:
 
     def __post_init__(self) -> None:
         """Keep the values as Python's numbers; raise ValueError for an invalid one."""
-        for name in ("momentum", "lr"):
-            value = getattr(self, name)
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                raise ValueError(f"the outer step's {name} is {value!r}: give a number") from None
-            object.__setattr__(self, name, number)
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(
-                f"the outer step's momentum is {self.momentum:g}; it must be at least 0 and below 1"
-            )
-        if not (math.isfinite(self.lr) and self.lr > 0.0):
-            raise ValueError(f"the outer step's lr is {self.lr:g}; it must be a positive number")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(
-                f"the outer step's every is {self.every!r}; it must be a whole number, at least 1"
-            )
+        for name, rule in RULES.items():
+            object.__setattr__(self, name, rule(f"the outer step's {name}", getattr(self, name)))

@@ -2,30 +2,24 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from gossipdp.dynamics.chunks import Role
-from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed, zeros
+from gossipdp.dynamics.device import zeros
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import CHUNK_BYTES, Segment, State
-from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.moments import Periods, Place, decay_of
 from gossipdp.parallel.shards import as_sharded, local, reshard
+from gossipdp.parallel.views import AVERAGED_DTYPES, MOST_UNOPTIMIZED, View, views_of
 
 logger = logging.getLogger("gossipdp")
 
 ALIGNMENT_BYTES = 64
-AVERAGED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MOST_UNOPTIMIZED = 2.0
-"""Parameters of no optimizer are averaged at the end if they are at most so many times the trained
-ones: an average network and a target network, and not the frozen base of an adapter."""
 MAX_CHUNK_BYTES = 1 << 22
 """One pass over a chunk is a part of a turn of the gossip thread, which must stay short."""
 CHUNKS_PER_MODEL = 256
@@ -43,54 +37,6 @@ def chunk_bytes_for(model_bytes: int) -> int:
     """
     chunk_bytes = model_bytes // CHUNKS_PER_MODEL
     return min(max(chunk_bytes, CHUNK_BYTES), MAX_CHUNK_BYTES) // CHUNK_BYTES << 20
-
-
-@dataclass(slots=True)
-class _View:
-    """One parameter or buffer and its place in a flat tensor.
-
-    ``held`` is what the module holds, and ``tensor`` where its values are: the same, or of a
-    DTensor the part that this process has.
-    """
-
-    name: str
-    held: Tensor
-    tensor: Tensor
-    owners: list[tuple[dict[str, Tensor | None], str]]
-    role: Role
-    optimizer_index: int
-    is_optimized: bool
-    requires_grad: bool
-    shape: torch.Size
-    stride: tuple[int, ...]
-    segment: int = 0
-    offset: int = 0
-    data_ptr: int = 0
-
-    @property
-    def is_parameter(self) -> bool:
-        return isinstance(self.held, nn.Parameter)
-
-    @property
-    def is_shard(self) -> bool:
-        return self.tensor is not self.held
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Return the view of a flat tensor at this place, with the parameter's own strides."""
-        # as_strided counts from the storage's beginning, and large flats begin later in theirs.
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
-
-    def alone(self, flat: Tensor) -> Tensor:
-        """Return the memory of :meth:`of` as a tensor whose storage holds nothing else.
-
-        What saves models tells tensors apart by their storage: of all that share one, Accelerate
-        saves the first alone, and safetensors' ``save_model`` refuses them.
-        """
-        start = self.offset * flat.itemsize
-        own = flat.view(torch.uint8)[start : start + self.tensor.numel() * flat.itemsize]
-        # As bytes, which DLPack knows whatever the type.
-        alone: Tensor = from_dlpack(to_dlpack(own))
-        return alone.view(flat.dtype).as_strided(self.shape, self.stride)
 
 
 class FlatParameters:
@@ -136,10 +82,7 @@ class FlatParameters:
         self._module = module
         self._optimizers = list(optimizers)
         self._num_optimized = [_num_parameters(optimizer) for optimizer in optimizers]
-        optimizer_of = _optimizer_of(module, optimizers, exchange_frozen)
-        self._views = list(_views(module, optimizer_of, exchange_frozen))
-        _check_device(self._views)
-        _check_memory(module)
+        self._views = views_of(module, optimizers, exchange_frozen)
         if chunk_bytes is None:
             chunk_bytes = chunk_bytes_for(sum(view.tensor.nbytes for view in self._views))
         segments = list(self._move(momentum, outer, chunk_bytes))
@@ -173,7 +116,7 @@ class FlatParameters:
 
         Parameters of no optimizer are apart from those of the first: they have no moments.
         """
-        groups: dict[tuple[Any, ...], list[_View]] = {}
+        groups: dict[tuple[Any, ...], list[View]] = {}
         for view in self._views:
             tensor = view.tensor
             holder = view.optimizer_index, view.is_optimized
@@ -191,7 +134,7 @@ class FlatParameters:
                 chunk_bytes=chunk_bytes,
             )
 
-    def _moved(self, views: Sequence[_View], index: int) -> Tensor:
+    def _moved(self, views: Sequence[View], index: int) -> Tensor:
         """Move tensors of one type and device to one flat tensor, that of segment ``index``."""
         dtype, device = views[0].tensor.dtype, views[0].tensor.device
         alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
@@ -222,7 +165,7 @@ class FlatParameters:
         self.moment_places.append((segment, places))
 
     @staticmethod
-    def _bind(view: _View, flat: Tensor) -> None:
+    def _bind(view: View, flat: Tensor) -> None:
         view.tensor.data = view.alone(flat)
         view.data_ptr = view.tensor.data_ptr()
 
@@ -278,7 +221,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def _watch_frozen(self) -> None:
-        """Warn once where parameters that nobody should change do; a few values of each tell."""
+        """Warn once if parameters that should be frozen change, going by a few values of each."""
         seen = [
             view.tensor.flatten()[:: max(1, view.tensor.numel() // 4)] for view in self._watched
         ]
@@ -296,7 +239,7 @@ class FlatParameters:
                 return
         self._seen = [values.clone() for values in seen]
 
-    def _adopt_replacement(self, view: _View, owner: dict[str, Tensor | None], key: str) -> None:
+    def _adopt_replacement(self, view: View, owner: dict[str, Tensor | None], key: str) -> None:
         new = owner.get(key)
         if view.is_shard and type(new) is nn.Parameter:
             return  # FSDP has gathered it, for a forward pass without a backward pass
@@ -309,7 +252,7 @@ class FlatParameters:
         view.tensor.copy_(new)
         owner[key] = view.tensor
 
-    def _adopt_storage(self, view: _View) -> None:
+    def _adopt_storage(self, view: View) -> None:
         flat = self._flats[view.segment]
         tensor = view.tensor
         if (tensor.dtype, tensor.device, tensor.shape) != (flat.dtype, flat.device, view.shape):
@@ -357,12 +300,12 @@ class FlatParameters:
                 view.tensor.data = view.alone(self._flats[view.segment])
         reshard(self._module)
 
-    def exchanged(self, tensors: Iterable[Tensor]) -> list[_View]:
+    def exchanged(self, tensors: Iterable[Tensor]) -> list[View]:
         """Return those of these parameters and buffers that exchanges change."""
         ids = set(map(id, tensors))
         return [view for view in self._views if id(view.held) in ids and view.role.is_exchanged]
 
-    def forget(self, loaded: Iterable[_View]) -> None:
+    def forget(self, loaded: Iterable[View]) -> None:
         """Drop what exchanges have brought to these, and their momentum."""
         for view in loaded:
             self.state.segments[view.segment].forget(view.offset, view.tensor.numel())
@@ -398,23 +341,18 @@ class FlatParameters:
                 values[name] = as_sharded(value, other)
 
 
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return every distinct parameter and persistent buffer by its first name."""
-    return {view.name: view.tensor for view in _views(module, {}, exchange_frozen=False)}
-
-
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _in_place(view: _View, index: int) -> Tensor:
+def _in_place(view: View, index: int) -> Tensor:
     """Return the memory of a shard, flat, as segment ``index``."""
     view.segment = index
     view.data_ptr = view.tensor.data_ptr()
     return view.tensor.view(-1)
 
 
-def _check_shard(view: _View) -> None:
+def _check_shard(view: View) -> None:
     now = local(view.held)
     if now.data_ptr() != view.data_ptr or now.shape != view.shape:
         raise ModelChangedError(
@@ -426,157 +364,3 @@ def _check_shard(view: _View) -> None:
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
     return tensor.dtype, tensor.device, tensor.shape
-
-
-def _optimizer_of(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange_frozen: bool
-) -> dict[int, int]:
-    """Map the id of every optimized parameter to its optimizer's index."""
-    own = {id(parameter) for parameter in module.parameters()}
-    optimizer_of: dict[int, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in own:
-                    raise ValueError(
-                        f"optimizer {index} updates a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not part of the module; wrap a module "
-                        "that holds every optimized parameter"
-                    )
-                if optimizer_of.setdefault(id(parameter), index) != index:
-                    raise ValueError(
-                        f"optimizers {optimizer_of[id(parameter)]} and {index} update the same "
-                        f"parameter of shape {tuple(parameter.shape)}; give each its own"
-                    )
-    if not optimizer_of:
-        raise ValueError("the optimizer holds none of the module's parameters")
-    held = (parameter for parameter in module.parameters() if id(parameter) in optimizer_of)
-    if not (exchange_frozen or any(parameter.requires_grad for parameter in held)):
-        raise ValueError(
-            "all parameters that the optimizer holds are frozen (requires_grad=False), so nothing "
-            "would train: unfreeze before wrapping, or wrap with exchange=Exchange(frozen=True)"
-        )
-    return optimizer_of
-
-
-def _views(
-    module: nn.Module, optimizer_of: dict[int, int], exchange_frozen: bool
-) -> Iterator[_View]:
-    """Yield every distinct parameter and persistent buffer, in the module's own order."""
-    views: dict[int, _View] = {}
-    for prefix, submodule in module.named_modules():
-        places = [(submodule._parameters, key) for key in submodule._parameters]
-        places += [
-            (submodule._buffers, key)
-            for key in submodule._buffers
-            if key not in submodule._non_persistent_buffers_set
-        ]
-        for owner, key in places:
-            held = owner[key]
-            if held is None:
-                continue
-            if id(held) in views:
-                views[id(held)].owners.append((owner, key))
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            index = optimizer_of.get(id(held))
-            tensor = local(held)
-            views[id(held)] = _View(
-                name=name,
-                held=held,
-                tensor=tensor,
-                owners=[(owner, key)],
-                role=_role(name, held, index is not None, exchange_frozen),
-                optimizer_index=index or 0,
-                is_optimized=index is not None,
-                requires_grad=held.requires_grad,
-                shape=tensor.shape,
-                # The strides of a dense copy: the tensor's own, unless it overlaps itself.
-                stride=torch.empty_like(tensor, device="meta").stride(),
-            )
-    _set_following(list(views.values()))
-    yield from views.values()
-
-
-def _set_following(views: Sequence[_View]) -> None:
-    """Let the parameters of no optimizer be averaged in the end, unless they are a frozen base.
-
-    By their size, and not by what becomes of them: so all workers decide alike, those too that
-    come into a run that goes on.
-    """
-    trained = sum(view.tensor.nbytes for view in views if view.role is Role.TRAINED)
-    others = [
-        view for view in views if view.role is Role.FROZEN and view.tensor.dtype in AVERAGED_DTYPES
-    ]
-    if sum(view.tensor.nbytes for view in others) <= MOST_UNOPTIMIZED * trained:
-        for view in others:
-            view.role = Role.UNOPTIMIZED
-
-
-def _check_device(views: Sequence[_View]) -> None:
-    for view in views:
-        device = view.tensor.device
-        if device.type == "cpu" or (device.type == "cuda" and is_cuda_allowed()):
-            continue
-        way = (
-            f"The exchange of parameters on a GPU has never run on one: set {SWITCH}={ON} to try "
-            "it all the same, or move"
-            if device.type == "cuda"
-            else "Exchanges know the CPU and CUDA devices: move"
-        )
-        raise ValueError(
-            f"{view.name!r} is on {device}. {way} the module to the CPU before wrapping"
-        )
-
-
-def _check_memory(module: nn.Module) -> None:
-    """Refuse memory that is somebody else's too: wrapping gives each parameter its own.
-
-    Two buffers may overlap: views of one table of constants stay equal.
-    """
-    regions = []
-    for name, held in [*module.named_parameters(), *module.named_buffers()]:
-        tensor = local(held)
-        is_parameter = isinstance(held, nn.Parameter)
-        # On a GPU any tensor is.
-        is_shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
-        if is_parameter and is_shared:
-            raise ValueError(
-                f"parameter {name!r} lies in memory that processes share (share_memory()), and "
-                "wrapping would move it to memory of its own: wrap copy.deepcopy(module)"
-            )
-        if tensor.numel() and tensor.layout is torch.strided:
-            sizes = zip(tensor.shape, tensor.stride(), strict=True)
-            extent = 1 + sum((size - 1) * stride for size, stride in sizes)
-            start = tensor.data_ptr()
-            end = start + extent * tensor.itemsize
-            regions.append((str(tensor.device), start, end, name, is_parameter))
-    furthest = ("", 0, 0, "", False)
-    for region in sorted(regions):
-        device, start, end, name, is_parameter = region
-        if device == furthest[0] and start < furthest[2]:
-            if is_parameter or furthest[4]:
-                raise ValueError(
-                    f"{furthest[3]!r} and {name!r} lie in the same memory (tied through .data, or "
-                    "views of one tensor?), and wrapping would part them. Tie them as one "
-                    "parameter, as in decoder.weight = encoder.weight; or give each memory of its "
-                    "own by .clone()"
-                )
-            if end <= furthest[2]:
-                continue
-        furthest = region
-
-
-def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:
-    if not isinstance(tensor, nn.Parameter):
-        # A mask of infinities, say, is a constant: its average would be none.
-        is_averaged = tensor.is_floating_point() and is_finite(local(tensor))
-        return Role.BUFFER if is_averaged else Role.COPIED
-    if not (exchange_frozen or (tensor.requires_grad and is_optimized)):
-        return Role.FROZEN
-    if not tensor.is_floating_point():
-        raise ValueError(
-            f"parameter {name!r} is {tensor.dtype}; gossip averages floating-point parameters "
-            "(hold a complex parameter as its real view)"
-        )
-    return Role.TRAINED

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -19,10 +18,9 @@ from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.gossip.sums import Outcome
-from gossipdp.launcher.environment import check_platform, show_address
+from gossipdp.launcher.environment import check_platform
 from gossipdp.links.clock import since_boot_s
-from gossipdp.links.handshake import FIRST_VISITOR_RANK
-from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
+from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.crossing import Crossing
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -32,7 +30,8 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
 from gossipdp.parallel.startup import Startup
 from gossipdp.parallel.state_transfers import average_over_live
-from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.stats import Consolidated, Stats, view_of
+from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import MAX_BACKLOG
 
@@ -50,16 +49,6 @@ LOOK_AT_THREAD_EVERY_S = 0.05
 CROSSED_FOR_TIMEOUTS = 3
 # Under pace="strict": own demands for an exchange that may be unserved.
 MAX_LAG = 2
-
-# What the gossip thread counts under the names of the statistics.
-STATES: dict[Status, MemberState] = {
-    Status.JOINING: "joining",
-    Status.ALIVE: "training",
-    Status.DONE: "done",
-    Status.LEFT: "left",
-    Status.DEAD: "dead",
-}
-
 
 _engines: "weakref.WeakSet[GossipEngine]" = weakref.WeakSet()
 """The engines of this process that are not closed."""
@@ -162,6 +151,11 @@ class GossipEngine:
         self._has_started()
 
     @property
+    def between_steps(self) -> BetweenSteps:
+        """Return what gives joiners the optimizers' state, and must know of each step."""
+        return self._startup.between_steps
+
+    @property
     def step_number(self) -> int:
         """Return the number of this worker's last gradient step; goes on where a run resumed."""
         return self._before.step + self._gradient_steps
@@ -240,8 +234,8 @@ class GossipEngine:
         to be linked within ``timeout_s``. The protocol's values are read without a lock: each is
         one object, replaced whole by the gossip thread, and a stale one costs a turn.
 
-        While this worker may exchange with nobody nothing is waited for: what ends that may be up
-        to this very thread, as where the parameters are poisoned.
+        Nothing is waited for while this worker may exchange with no other: the end of that may be
+        up to this very thread, as where the parameters are poisoned.
         """
         protocol, thread = self._protocol, self._thread
         pairing = protocol.pairing
@@ -423,7 +417,7 @@ class GossipEngine:
             )
         for chunk in self._state.moment_chunks:  # into the optimizers' state, which is saved next
             chunk.boundary(0.0, wait=True)
-        # Every chunk at one phase, which is therefore 0 for whoever resumes.
+        # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
         self._state.device.finish()
         kinds = ("pending", "c", "outer_g", "outer_m")
@@ -612,44 +606,7 @@ class GossipEngine:
 
     def view(self) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
         """Return all workers that are known, and those next to this one, for the status port."""
-        snapshot, now_s = self._loop.snapshot, self._loop.clock()
-        members = []
-        for member in snapshot.members:
-            samples, steps = snapshot.progress.get(member.rank, (0, 0))
-            stepped_s = snapshot.stepped_s.get(member.rank)
-            address = ""
-            if member.status_host and member.status_port:
-                address = show_address(member.status_host, member.status_port)
-            members.append(
-                MemberStatus(
-                    rank=member.rank,
-                    incarnation=member.incarnation,
-                    state=STATES[member.status],
-                    is_silent=member.rank in snapshot.silent,
-                    gradient_steps=steps,
-                    samples=samples,
-                    status_address=address,
-                    since_step_s=None if stepped_s is None else max(0.0, now_s - stepped_s),
-                )
-            )
-        by_peer = {link.peer: link for link in snapshot.links if link.peer < FIRST_VISITOR_RANK}
-        exchanges, neighbours = snapshot.counters.exchanges_by_neighbour, []
-        for rank in sorted({*snapshot.neighbours, *by_peer, *exchanges}):
-            link = by_peer.get(rank)
-            recent = [each for each in snapshot.recent_exchanges if each.peer == rank]
-            seconds = [each.ended_s - each.started_s for each in recent]
-            neighbours.append(
-                NeighbourStatus(
-                    rank=rank,
-                    is_neighbour=rank in snapshot.neighbours,
-                    is_linked=link is not None,
-                    heard_ago_s=max(0.0, now_s - link.last_heard_s) if link else None,
-                    exchange_seconds=fmean(seconds) if seconds else None,
-                    bytes_sent=link.bytes_sent + link.shared_bytes_sent if link else 0,
-                    bytes_received=link.bytes_received + link.shared_bytes_received if link else 0,
-                )
-            )
-        return tuple(members), tuple(neighbours)
+        return view_of(self._loop.snapshot, self._loop.clock())
 
 
 def is_rate_low(num_steps: int, num_due: int, num_served: int) -> bool:

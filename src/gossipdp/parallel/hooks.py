@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.options import GROUPS
 from gossipdp.parallel.schedule import ProgressLR
+from gossipdp.parallel.training_state import BetweenSteps
 
 logger = logging.getLogger("gossipdp")
 
@@ -43,10 +44,14 @@ _left_alone = weakref.WeakKeyDictionary()
 
 
 class Hooks:
-    """The hooks in optimizers and module; see :meth:`remove`.
+    """One pair of hooks around every optimizer's step, and those of the module; see :meth:`remove`.
+
+    The pair is torch's global one, since steps of optimizers that were not wrapped matter too. Its
+    pre-hook runs before any other of an optimizer, and its post-hook after them.
 
     Args:
         module, optimizers: of the wrapper.
+        between: learns when each of the optimizers steps.
         stepped: called with the index of an optimizer that has stepped.
         counting_once: makes the closure that a step gets count its samples once, however often the
             optimizer calls it.
@@ -58,15 +63,15 @@ class Hooks:
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
+        between: BetweenSteps,
         stepped: Callable[[int], None],
         counting_once: Callable[[Callable[..., Any]], Callable[..., Any]],
         loaded: Callable[[Iterable[Tensor]], None],
     ) -> None:
-        self._optimizers = list(optimizers)
+        self._indices = {optimizer: index for index, optimizer in enumerate(optimizers)}
         self._module = module
-        self._stepped = stepped
+        self._between, self._stepped, self._counting_once = between, stepped, counting_once
         self._parameters = {id(parameter) for parameter in module.parameters()}
-        self._counting_once = counting_once
         self._num_boundaries = 0
         # How many boundaries there had been when the step of an optimizer began, which may be a
         # shell around another.
@@ -79,16 +84,14 @@ class Hooks:
                 handle.remove()
         # Nothing of this goes into the graph of a compiled step().
         disable: Callable[[Any], Any] = torch.compiler.disable
-        self._handles: list[RemovableHandle] = []
-        for index, each in enumerate(optimizers):
-            self._handles.append(each.register_step_pre_hook(disable(self._begins)))
-            self._handles.append(each.register_step_post_hook(disable(self._ended(index))))
-        # Of every module there is: what was registered is looked for at the next step.
-        self._handles.append(register_module_parameter_registration_hook(self._grows))
-        self._handles.append(register_module_module_registration_hook(self._grows))
-        self._handles.append(register_optimizer_step_pre_hook(disable(self._any_begins)))
-        self._handles.append(register_optimizer_step_post_hook(disable(self._any_ended)))
-        # Of every part: whoever loads a part calls the hooks of that part alone.
+        self._handles: list[RemovableHandle] = [
+            register_optimizer_step_pre_hook(disable(self._begins)),
+            register_optimizer_step_post_hook(disable(self._ended)),
+            # Of every module there is: what was registered is looked for at the next step.
+            register_module_parameter_registration_hook(self._grows),
+            register_module_module_registration_hook(self._grows),
+        ]
+        # Of every part: loading a part calls the hooks of that part alone.
         self._handles.extend(
             each.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
                 _LoadedHook(weakref.ref(each), weakref.ref(module), loaded)
@@ -106,29 +109,38 @@ class Hooks:
     def _begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer in _steps_around():
+            return None
+        self._begun[optimizer] = self._num_boundaries
+        if optimizer not in self._indices:
+            return None
+        self._between.begins(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure) or optimizer in _steps_around():
+        if not callable(closure):
             return None
         counted = self._counting_once(closure)
         if "closure" in kwargs:
             return args, kwargs | {"closure": counted}
         return (args[0], counted, *args[2:]), kwargs
 
-    def _ended(
-        self, index: int
-    ) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
-        def ended(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if optimizer in _steps_around():
-                return
-            self._num_boundaries += 1
+    def _ended(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Begin the boundary of an optimizer that was wrapped; else see that it needs none."""
+        around = _steps_around()
+        if optimizer in around:
+            return
+        index = self._indices.get(optimizer)
+        if index is None:
             self._refuse_new_parameters()
-            # GradScaler calls a fused optimizer's step also where it moves nothing. On a device
-            # this waits for the step, as the boundary does anyway.
-            found_inf = getattr(optimizer, "found_inf", None)
-            if found_inf is None or not found_inf:
-                self._stepped(index)
-
-        return ended
+            self._refuse_unwrapped(optimizer, around)
+            return
+        self._between.ended(optimizer)
+        self._num_boundaries += 1
+        self._refuse_new_parameters()
+        # GradScaler calls a fused optimizer's step also where it moves nothing. On a device this
+        # waits for the step, as the boundary does anyway.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not found_inf:
+            self._stepped(index)
 
     def _grows(self, *_: object) -> None:
         self._has_grown = True
@@ -143,17 +155,11 @@ class Hooks:
                 )
         self._has_grown = False
 
-    def _any_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer not in _steps_around():
-            self._begun[optimizer] = self._num_boundaries
-
-    def _any_ended(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Raise where an optimizer that was not wrapped has moved the module's parameters."""
-        self._refuse_new_parameters()
-        around = _steps_around()
-        if optimizer in self._others or any(
-            each in around for each in [optimizer, *self._optimizers]
-        ):
+    def _refuse_unwrapped(
+        self, optimizer: torch.optim.Optimizer, around: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Raise if parameters of the module moved, and no wrapped optimizer stepped meanwhile."""
+        if optimizer in self._others or any(each in around for each in self._indices):
             return
         if self._begun.pop(optimizer, self._num_boundaries) != self._num_boundaries:
             return

@@ -394,9 +394,9 @@ class GossipDataParallel(nn.Module):
         Serves exchanges until every live worker has called it, waiting as long as they show life,
         or for ``timeout_s`` if that is given: then the average goes on without those that still
         train (a training loop may hang). Give all workers the same. While it waits, a line every
-        10 seconds says for whom, and when each was last seen to make a step. If a worker has called
-        it and lives, but gives nothing to the average for a few time-outs, the others go on without
-        that one too. Whoever is left out ends with an average of its own;
+        10 seconds names the others, and when each was last seen to make a step. If a worker has
+        called it and lives, but gives nothing to the average for a few time-outs, the others go on
+        without that one too. A worker that is left out ends with an average of its own;
         ``Consolidated.world_size`` is the number of workers in the average.
 
         Several models are consolidated in the same order on all workers. If two workers wait for

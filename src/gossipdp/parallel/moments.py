@@ -6,7 +6,7 @@ as they average parameters but seldom: it changes slowly.
 
 The optimizer keeps such a tensor in its own state. After its first step, and whenever a state was
 loaded into it, the tensor is replaced by a view of flat memory that holds the same values; the
-optimizer, ``state_dict()`` and whoever saves it see no difference. Exchanges and boundaries treat
+optimizer, ``state_dict()`` and its readers see no difference. Exchanges and boundaries treat
 that memory as they do buffers (:class:`~gossipdp.dynamics.moments.MomentChunk`).
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("gossipdp")
 Periods: TypeAlias = Mapping[str, int]
 """By the name of a tensor in the optimizer's state: one exchange in so many carries it."""
 
-# An optimizer that makes its tensors anew at every step is given up after so many in a row.
+# An optimizer that replaces its tensors at every step is given up after so many in a row.
 MOST_REPLACED = 3
 # Which beta of a parameter group is a tensor's, in optimizers that correct the bias.
 BETAS = {"exp_avg": 0, "exp_avg_sq": 1}
@@ -158,7 +158,7 @@ class Moments:
     Args:
         segments: the moments' flat memory, each with its parameters' places in it.
         optimizers: of the wrapper.
-        is_default: nobody named these moments, so that what cannot travel is left out with a
+        is_default: these moments were not named, so one that cannot travel is left out with a
             warning; else it is an error.
         finish: waits for what is queued on a device.
     """
@@ -196,7 +196,7 @@ class Moments:
 
 
 class _CannotTravelError(Exception):
-    """Why a moment cannot travel. ``is_wrong``: whoever named it should not have."""
+    """A moment cannot travel. ``is_wrong``: to name it was a mistake."""
 
     def __init__(self, reason: str, *, is_wrong: bool) -> None:
         super().__init__(reason)
@@ -241,11 +241,11 @@ class _Kept:
             )
 
     def stepped(self) -> None:
-        """Count a step, and take in what the optimizer has made anew.
+        """Count a step, and take in the tensors that the optimizer has replaced.
 
         A tensor that was replaced is seen at once where an optimizer replaces all of them: one is
         looked at after each step. All are looked at before an average is added, so that none is
-        added to memory that nobody reads.
+        added to memory that is not read.
         """
         if self._moment.steps == 0:
             if not self._may_have_begun():
@@ -259,7 +259,7 @@ class _Kept:
         if self._num_replaced == MOST_REPLACED:
             self._moment.steps = 0
             raise _CannotTravelError(
-                f"the {self._who} makes its {self._moment.name!r} anew at every step",
+                f"the {self._who} replaces its {self._moment.name!r} at every step",
                 is_wrong=False,
             )
 

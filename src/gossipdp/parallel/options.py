@@ -1,18 +1,23 @@
 """The arguments of ``GossipDataParallel``, each with its rule, checked where they are made."""
 
-# ruff: noqa: RUF009 - a field that states its rule is made by a call
-import contextlib
-import dataclasses
 import logging
-import math
-import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.rules import (
+    Checked,
+    at_least_0,
+    at_least_1,
+    one_of,
+    option,
+    port_number,
+    positive_number,
+    whole_number,
+)
 
 logger = logging.getLogger("gossipdp")
 
@@ -24,79 +29,33 @@ USUAL_COMM_RATE = 8.0
 """A higher one gets a warning."""
 
 
-# The rules: each returns the value, numbers as Python's own, which logs and status pages can hold.
-
-
-def one_of(choices: tuple[str, ...], name: str, value: Any) -> Any:
-    """Return the value; raise ValueError unless it is one of these texts."""
-    if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(choices)}")
-    return value
-
-
-def positive_number(name: str, value: Any) -> float:
-    """Return a finite number above 0, also one of NumPy's, as a ``float``; else ValueError."""
-    with contextlib.suppress(TypeError, ValueError):
-        if math.isfinite(number := float(_no_bool(value))) and number > 0:
-            return number
-    raise ValueError(f"{name} must be a positive number, not {value!r}")
-
-
-def whole_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
-    """Return a whole number within bounds, such as 1e6, as an ``int``; else ValueError."""
-    try:
-        is_whole = isinstance(value, float) and value.is_integer()
-        number = int(value) if is_whole else operator.index(_no_bool(value))
-    except TypeError:
-        raise ValueError(f"{name} must be a whole number, not {value!r}: pass an int") from None
-    if number < least or number > most:
-        bounds = f"at least {least}" if most == math.inf else f"in {least}..{most}"
-        raise ValueError(f"{name} must be {bounds}, not {number}")
-    return number
-
-
-def _no_bool(value: Any) -> Any:
-    """Return it; raise TypeError for True and False, which Python takes for 1 and 0."""
-    if isinstance(value, bool):
-        raise TypeError
-    return value
-
-
 def _instance_of(kind: type, name: str, value: Any) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r}: give gossipdp.{kind.__name__}(...)")
     return value
 
 
-_at_least_0, _at_least_1 = partial(whole_number, least=0), partial(whole_number, least=1)
-_port = partial(whole_number, least=0, most=65535)
-
-
-def _option(default: Any, rule: Callable[[str, Any], Any]) -> Any:
-    """Return a dataclass field that follows a rule; None passes too if it is the default."""
-    return field(default=default, metadata={"rule": rule})
-
-
-def _group(kind: type) -> Any:
-    """Return a dataclass field that holds a group of options, by default as the group is."""
-    return field(default_factory=kind, metadata={"rule": partial(_instance_of, kind)})
-
-
-class _Checked:
-    """Options that follow the rules of their fields."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for the first value that is invalid; keep numbers as Python's own."""
-        for option in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, rule = getattr(self, option.name), option.metadata.get("rule")
-            if rule is not None and not (value is None and option.default is None):
-                object.__setattr__(self, option.name, rule(option.name, value))
-
-
 def _wire_format(name: str, value: Any) -> Any:
     from gossipdp.gossip.codec import WIRE_FORMATS  # imports torch, which commands need not
 
     return one_of(WIRE_FORMATS, name, value)
+
+
+def _pace(name: str, value: Any) -> float:
+    from gossipdp.links.sockets import check_pacing
+
+    pace = positive_number(name, value)
+    check_pacing(pace)
+    return pace
+
+
+def _resume(name: str, value: Any) -> PathLike:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(
+            f"{name} is 'auto', a directory or None, not {value!r}: 'auto' goes on from the newest "
+            "checkpoints in directory=, and starts afresh if there are none"
+        )
+    return value
 
 
 def _moments(name: str, given: Any) -> bool | dict[str, int]:
@@ -108,12 +67,12 @@ def _moments(name: str, given: Any) -> bool | dict[str, int]:
             f"{name} is {given!r}: give True, False, or the names of what the optimizer keeps with "
             "one exchange in how many carries it, such as {'exp_avg_sq': 16}"
         )
-    periods = {each: _at_least_1(f"{name}[{each!r}]", n) for each, n in given.items()}
+    periods = {each: at_least_1(f"{name}[{each!r}]", n) for each, n in given.items()}
     return periods or False
 
 
 @dataclass(frozen=True)
-class Exchange(_Checked):
+class Exchange(Checked):
     """The content of an exchange, and its bearing on training; ``GossipDataParallel(exchange=)``.
 
     Args:
@@ -135,14 +94,14 @@ class Exchange(_Checked):
         ValueError: a value is invalid.
     """
 
-    moments: bool | Mapping[str, int] = _option(True, _moments)
+    moments: bool | Mapping[str, int] = option(True, _moments)
     frozen: bool = False
-    pace: Literal["free", "strict"] = _option("free", partial(one_of, ("free", "strict")))
-    on_nonfinite: Literal["stop", "exit"] = _option("stop", partial(one_of, ("stop", "exit")))
+    pace: Literal["free", "strict"] = option("free", partial(one_of, ("free", "strict")))
+    on_nonfinite: Literal["stop", "exit"] = option("stop", partial(one_of, ("stop", "exit")))
 
 
 @dataclass(frozen=True)
-class Counting(_Checked):
+class Counting(Checked):
     """The way in which samples are counted; ``GossipDataParallel(..., counting=Counting(...))``.
 
     Args:
@@ -154,12 +113,12 @@ class Counting(_Checked):
         ValueError: a value is invalid.
     """
 
-    samples_per_step: int | None = _option(None, _at_least_1)
-    batch_dim: int = _option(0, _at_least_0)
+    samples_per_step: int | None = option(None, at_least_1)
+    batch_dim: int = option(0, at_least_0)
 
 
 @dataclass(frozen=True)
-class Network(_Checked):
+class Network(Checked):
     """The addresses, secret and time-outs of a worker; ``GossipDataParallel(..., network=...)``.
 
     Args:
@@ -180,25 +139,17 @@ class Network(_Checked):
     """
 
     host: str | None = None
-    port: int | None = _option(None, _port)
+    port: int | None = option(None, port_number)
     secret: str | None = field(default=None, repr=False)
-    timeout_s: float = _option(5.0, positive_number)
-    start_timeout_s: float = _option(120.0, positive_number)
-    max_bytes_per_s: float | None = _option(None, positive_number)
+    timeout_s: float = option(5.0, positive_number)
+    start_timeout_s: float = option(120.0, positive_number)
+    max_bytes_per_s: float | None = option(None, _pace)
     tls: PathLike | None = None
-    shared_memory: Literal["auto", "off"] = _option("auto", partial(one_of, ("auto", "off")))
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for the first value that is invalid."""
-        from gossipdp.links.sockets import check_pacing
-
-        super().__post_init__()
-        if self.max_bytes_per_s is not None:
-            check_pacing(self.max_bytes_per_s)
+    shared_memory: Literal["auto", "off"] = option("auto", partial(one_of, ("auto", "off")))
 
 
 @dataclass(frozen=True)
-class Checkpoints(_Checked):
+class Checkpoints(Checked):
     """The times and places of checkpoints; ``GossipDataParallel(..., checkpoints=...)``.
 
     Args:
@@ -215,18 +166,13 @@ class Checkpoints(_Checked):
     """
 
     directory: PathLike | None = None
-    every_steps: int | None = _option(None, _at_least_1)
-    keep: int = _option(3, _at_least_1)
-    resume: PathLike | None = None
+    every_steps: int | None = option(None, at_least_1)
+    keep: int = option(3, at_least_1)
+    resume: PathLike | None = option(None, _resume)
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that is invalid."""
         super().__post_init__()
-        if not (self.resume is None or isinstance(self.resume, (str, os.PathLike))):
-            raise ValueError(
-                f"resume is 'auto', a directory or None, not {self.resume!r}: 'auto' goes on from "
-                "the newest checkpoints in directory=, and starts afresh if there are none"
-            )
         if self.directory is None and (self.every_steps or self.resume == "auto"):
             raise ValueError(
                 "every_steps and resume='auto' need a directory: Checkpoints(directory, ...)"
@@ -234,7 +180,7 @@ class Checkpoints(_Checked):
 
 
 @dataclass(frozen=True)
-class Monitor(_Checked):
+class Monitor(Checked):
     """The log and the status port of a worker; ``GossipDataParallel(..., monitor=...)``.
 
     Args:
@@ -250,27 +196,27 @@ class Monitor(_Checked):
     """
 
     log_dir: PathLike | None = None
-    status_port: int | None = _option(None, _port)
+    status_port: int | None = option(None, port_number)
     status_host: str | None = None
 
 
 @dataclass(frozen=True)
-class Options(_Checked):
+class Options(Checked):
     """All arguments of ``GossipDataParallel`` but module and optimizer; see there."""
 
     graph: Any = "ring"
-    comm_rate: float = _option(1.0, positive_number)
-    method: str = _option("a2cid2", partial(one_of, METHODS))
-    wire_format: str = _option("full", _wire_format)
-    outer: OuterStep | None = _option(None, partial(_instance_of, OuterStep))
-    budget_samples: int | None = _option(None, _at_least_1)
-    seed: int = _option(0, whole_number)
+    comm_rate: float = option(1.0, positive_number)
+    method: str = option("a2cid2", partial(one_of, METHODS))
+    wire_format: str = option("full", _wire_format)
+    outer: OuterStep | None = option(None, partial(_instance_of, OuterStep))
+    budget_samples: int | None = option(None, at_least_1)
+    seed: int = option(0, whole_number)
     mesh: Any = None
-    exchange: Exchange = _group(Exchange)
-    counting: Counting = _group(Counting)
-    network: Network = _group(Network)
-    checkpoints: Checkpoints = _group(Checkpoints)
-    monitor: Monitor = _group(Monitor)
+    exchange: Exchange = option(Exchange(), partial(_instance_of, Exchange))
+    counting: Counting = option(Counting(), partial(_instance_of, Counting))
+    network: Network = option(Network(), partial(_instance_of, Network))
+    checkpoints: Checkpoints = option(Checkpoints(), partial(_instance_of, Checkpoints))
+    monitor: Monitor = option(Monitor(), partial(_instance_of, Monitor))
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that is invalid, or has no effect."""

@@ -22,7 +22,6 @@ from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
 from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
 from gossipdp.parallel.monitoring import Monitoring, describe
@@ -31,6 +30,7 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.termination import TERMINATION
+from gossipdp.parallel.views import named_tensors
 
 logger = logging.getLogger("gossipdp")
 
@@ -125,6 +125,7 @@ class Session:
             self._hooks = Hooks(
                 module,
                 optimizers,
+                between=self.engine.between_steps,
                 stepped=self.stepped,
                 counting_once=self.batches.counting_once,
                 loaded=self.engine.loaded,
@@ -249,7 +250,7 @@ def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resump
 
 
 def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
-    """Close the worker that its script has not closed, in the short time that there is at exit."""
+    """Close a worker that is still open, in the short time that there is at exit."""
     detached = finalizer.detach()
     if detached is not None:
         detached[1](EXIT_TIMEOUT_S, is_dropped=True)

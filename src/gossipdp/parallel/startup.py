@@ -51,7 +51,7 @@ class Startup:
     """One worker's way into the run, and what it is there; the main thread's.
 
     ``world_size`` is that which the run began with; ``before``, what the worker had counted before;
-    ``thread`` is None until it has been started.
+    ``between_steps`` gives the optimizers' state; ``thread`` is None until it has been started.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Startup:
         self._network = network
         self._resumption = resumption
         self._page = page
-        self._between_steps = BetweenSteps(optimizers)
+        self.between_steps = BetweenSteps(optimizers)
         self._secret = network.secret.encode() if network.secret else None
         self.before = Counts() if resumption is None else resumption.counts
         self.settings = Settings(
@@ -144,7 +144,7 @@ class Startup:
     def close(self) -> None:
         """End the thread, if there is one, and then what it has others do."""
         self._end_thread()
-        self._between_steps.close()
+        self.between_steps.close()
 
     def _end_thread(self) -> None:
         if self.thread is not None:
@@ -257,8 +257,8 @@ class Startup:
             wire_format=options.wire_format,
         )
         self.thread = GossipThread(self.loop)
-        self._between_steps.attach(self._state.device.finish, self.loop.transport.wake)
-        self.loop.transfers.offer = self._between_steps.offer
+        self.between_steps.attach(self._state.device.finish, self.loop.transport.wake)
+        self.loop.transfers.offer = self.between_steps.offer
         self._state.device.finish()
         self.thread.start()
 
@@ -282,7 +282,7 @@ class Startup:
 
         In the network of the first shard two replicas that join at the same time get a rank each,
         as two workers do. Both may take part before they hear of each other, so the first process
-        tells its others the rank only when nobody has disputed it for a time-out. These then find
+        tells its others the rank only when it was undisputed for a time-out. These then find
         it free in the networks of theirs, or held by a replica that has ended. They wait for it in
         a collective: at most for gloo's time-out, of 30 minutes.
 
@@ -382,7 +382,7 @@ class Startup:
         """Take rank 0's parameters, down a binary tree, and give them on.
 
         A worker trains only after its children in the tree have what it holds, so that all start
-        from the same bits; whoever dies meanwhile is not waited for. In a resumed run everyone has
+        from the same bits; it does not wait for a dead one. In a resumed run every worker has
         a state of its own to start from.
         """
         assert self.thread is not None

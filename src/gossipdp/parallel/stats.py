@@ -1,12 +1,17 @@
-"""The results of a worker: its counts so far, and how the run ended."""
+"""The results of a worker: its counts, its view of the others, and the end of the run."""
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
-from gossipdp.gossip.snapshot import Notice
+from gossipdp.gossip.snapshot import LoopSnapshot, Notice
+from gossipdp.launcher.environment import show_address
+from gossipdp.links.handshake import FIRST_VISITOR_RANK
+from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
+from gossipdp.protocol.members import Status
 
 logger = logging.getLogger("gossipdp")
 
@@ -14,6 +19,15 @@ logger = logging.getLogger("gossipdp")
 # Fewer may be news that was still under way.
 LATER_SHARE = 0.1
 MIN_LATER_STEPS = 50
+
+# What the gossip thread counts under the names of the statistics.
+STATES: dict[Status, MemberState] = {
+    Status.JOINING: "joining",
+    Status.ALIVE: "training",
+    Status.DONE: "done",
+    Status.LEFT: "left",
+    Status.DEAD: "dead",
+}
 
 
 class Stats(Counters, frozen=True, kw_only=True):
@@ -79,3 +93,46 @@ def warn_of_steps_after(rank: int, known: Mapping[int, int], result: Consolidate
             own,
             later,
         )
+
+
+def view_of(
+    snapshot: LoopSnapshot, now_s: float
+) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
+    """Return all workers that are known, and those next to this one, for the status port."""
+    members = []
+    for member in snapshot.members:
+        samples, steps = snapshot.progress.get(member.rank, (0, 0))
+        stepped_s = snapshot.stepped_s.get(member.rank)
+        address = ""
+        if member.status_host and member.status_port:
+            address = show_address(member.status_host, member.status_port)
+        members.append(
+            MemberStatus(
+                rank=member.rank,
+                incarnation=member.incarnation,
+                state=STATES[member.status],
+                is_silent=member.rank in snapshot.silent,
+                gradient_steps=steps,
+                samples=samples,
+                status_address=address,
+                since_step_s=None if stepped_s is None else max(0.0, now_s - stepped_s),
+            )
+        )
+    by_peer = {link.peer: link for link in snapshot.links if link.peer < FIRST_VISITOR_RANK}
+    exchanges, neighbours = snapshot.counters.exchanges_by_neighbour, []
+    for rank in sorted({*snapshot.neighbours, *by_peer, *exchanges}):
+        link = by_peer.get(rank)
+        recent = [each for each in snapshot.recent_exchanges if each.peer == rank]
+        seconds = [each.ended_s - each.started_s for each in recent]
+        neighbours.append(
+            NeighbourStatus(
+                rank=rank,
+                is_neighbour=rank in snapshot.neighbours,
+                is_linked=link is not None,
+                heard_ago_s=max(0.0, now_s - link.last_heard_s) if link else None,
+                exchange_seconds=fmean(seconds) if seconds else None,
+                bytes_sent=link.bytes_sent + link.shared_bytes_sent if link else 0,
+                bytes_received=link.bytes_received + link.shared_bytes_received if link else 0,
+            )
+        )
+    return tuple(members), tuple(neighbours)

@@ -81,27 +81,25 @@ class BetweenSteps:
         self._guard = threading.Condition(threading.Lock())
         self._stepping: set[int] = set()
         self._is_awaited = False
-        self._handles = [each.register_step_pre_hook(self._begins) for each in optimizers]
-        self._handles += [each.register_step_post_hook(self._ends) for each in optimizers]
 
     def attach(self, finish: Callable[[], None], wake: Callable[[], None]) -> None:
         """Set how to wait for a device's queued work, and how to wake the gossip thread."""
         self._finish, self._wake, self._described.wake = finish, wake, wake
 
     def close(self) -> None:
-        """Let the optimizers go."""
-        for handle in self._handles:
-            handle.remove()
+        """Describe nothing more."""
         with self._guard:
             self._stepping.clear()
             self._guard.notify_all()
         self._described.close()
 
-    def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy nothing until the step of this optimizer has ended."""
         with self._guard:
             self._stepping.add(id(optimizer))
 
-    def _ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on once no optimizer steps."""
         self._finish()
         with self._guard:
             self._stepping.discard(id(optimizer))

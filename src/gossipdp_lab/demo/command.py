@@ -12,12 +12,10 @@ from gossipdp_lab.demo.compare import check_compare, compare
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import WorkerResult, train, write_reports
 from gossipdp_lab.demo.watch import fault_line, parse_slow_worker
-from gossipdp_lab.tasks.options import check_numbers
 
 
 def check(arguments: DemoArguments) -> None:
     """Raise ValueError for invalid options; quick, without torch."""
-    check_numbers(arguments, workers=1, samples=1, seed=0)
     if arguments.compare:
         check_compare(arguments)
     parse_slow_worker(arguments.slow_worker, arguments.workers)

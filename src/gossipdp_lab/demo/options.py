@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gossipdp.rules import at_least_1, option, positive_number
 from gossipdp_lab.demo.watch import Fault, least_duration_s, parse_faults
 from gossipdp_lab.tasks.options import RunOptions
 
@@ -26,7 +27,7 @@ class DemoArguments(RunOptions):
     text of Python's standard library, a small byte-level transformer; pystdlib-small: the same
     text, a transformer six times smaller."""
 
-    workers: int = 4
+    workers: int = option(4, at_least_1)
     """Worker processes."""
 
     slow_worker: str | None = None
@@ -44,10 +45,10 @@ class DemoArguments(RunOptions):
     restart: bool = False
     """Start workers that were killed again; they rejoin the run."""
 
-    learning_rate: float | None = None
+    learning_rate: float | None = option(None, positive_number)
     """The optimizer's highest learning rate; by default the workload's own."""
 
-    samples: int | None = None
+    samples: int | None = option(None, at_least_1)
     """Samples to train on, all workers together; by default what takes about half a minute, and
     longer if the faults need it."""
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from gossipdp.cli.option_checks import check_output
+from gossipdp import rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,7 @@ def run(arguments: ReportArguments) -> int:
     directory = arguments.directory
     if not directory.is_dir():
         raise ValueError(f"there is no directory {directory}; give the run's log_dir")
-    output = arguments.output or directory / "report.html"
-    check_output("--output", output)
+    output = rules.output_file("--output", arguments.output or directory / "report.html")
 
     from gossipdp.observe.log import RunLog
     from gossipdp_lab.report.page import render

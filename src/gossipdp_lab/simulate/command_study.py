@@ -13,7 +13,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from gossipdp.cli.option_checks import check_number
+from gossipdp.rules import positive_number
 from gossipdp_lab.simulate.module_objective import digits_objective
 from gossipdp_lab.simulate.objectives import Consensus, Objective, Quadratic
 from gossipdp_lab.simulate.optimizers import Sgd
@@ -167,17 +167,13 @@ def make_study(arguments: SimulateArguments) -> Study:
     """Return the runs that the arguments ask for; raise ValueError for a mistake in them."""
     methods = _words("--methods", arguments.methods)
     seeds = parse_seeds(arguments.seeds)
-    if arguments.processes is not None and arguments.processes < 1:
-        raise ValueError(f"--processes is {arguments.processes}; it must be at least 1")
     if arguments.file is not None:
         return Study(arguments, _cases_of_file(arguments, methods, seeds), methods, seeds)
     graphs = _words("--graph", arguments.graph)
     words = _words("--comm-rate", arguments.comm_rate)
-    rates = [_number("--comm-rate", word) for word in words]
+    rates = [positive_number("--comm-rate", word) for word in words]
     if len(set(rates)) < len(rates):
         raise ValueError(f"--comm-rate is {arguments.comm_rate!r}: each may stand there once")
-    if arguments.workers < 1:
-        raise ValueError(f"--workers is {arguments.workers}; it must be at least 1")
     base = _base_scenario(arguments, seeds[0])
     for method in methods:
         check_method(base, method)
@@ -206,11 +202,7 @@ def _base_scenario(arguments: SimulateArguments, seed: int) -> Scenario:
     optimizer = DIGITS_SGD if arguments.workload.startswith("digits") else Sgd()
     if arguments.learning_rate is not None:
         optimizer = replace(optimizer, learning_rate=arguments.learning_rate)
-    steps, speed, model_mb = arguments.steps, arguments.link_mbps, arguments.model_mb
-    for name, value in (("steps", steps), ("link-mbps", speed), ("model-mb", model_mb)):
-        if value is not None:
-            check_number(f"--{name}", value, is_positive=True)
-    latency_s = check_number("--latency-ms", arguments.latency_ms) / 1e3
+    latency_s, speed, model_mb = arguments.latency_ms / 1e3, arguments.link_mbps, arguments.model_mb
     return Scenario(
         num_workers=arguments.workers,
         objective=objective,
@@ -219,7 +211,7 @@ def _base_scenario(arguments: SimulateArguments, seed: int) -> Scenario:
         compute_time=_compute_time(arguments),
         links=LinkModel(Link(latency_s, math.inf if speed is None else speed * 1e6 / 8)),
         model_bytes=None if model_mb is None else model_mb * 1e6,
-        num_steps=steps or DEFAULT_STEPS,
+        num_steps=arguments.steps or DEFAULT_STEPS,
         seed=seed,
         num_records=NUM_RECORDS if objective.has_gradients else NUM_CONSENSUS_RECORDS,
     )
@@ -270,8 +262,7 @@ def _case(
 
 
 def _compute_time(arguments: SimulateArguments) -> ComputeTime:
-    step_s = check_number("--step-ms", arguments.step_ms, is_positive=True) / 1e3
-    spread = arguments.step_spread
+    step_s, spread = arguments.step_ms / 1e3, arguments.step_spread
     check_step_spread("--step-spread", spread)
     base: ComputeTime = LognormalTime(step_s, spread) if spread else ConstantTime(step_s)
     factors: dict[int, float] = {}
@@ -287,7 +278,7 @@ def _compute_time(arguments: SimulateArguments) -> ComputeTime:
             )
         if rank in factors:
             raise ValueError(f"--slow-worker {text}: rank {rank} is given twice")
-        factors[rank] = _number(f"the factor of --slow-worker {text}", match[2])
+        factors[rank] = positive_number(f"the factor of --slow-worker {text}", match[2])
     return SlowedTime(base, factors) if factors else base
 
 
@@ -366,15 +357,6 @@ def _words(option: str, text: str) -> list[str]:
     if len(set(words)) < len(words):
         raise ValueError(f"{option} is {text!r}: each may stand there once")
     return words
-
-
-def _number(option: str, text: str) -> float:
-    """Return a positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"{option} is {text!r}; it must be a number") from None
-    return check_number(option, value, is_positive=True)
 
 
 def parse_seeds(text: str) -> list[int]:

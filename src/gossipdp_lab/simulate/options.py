@@ -8,6 +8,8 @@ from typing import Literal
 
 import tyro
 
+from gossipdp.rules import at_least_1, number, option, output_file, positive_number
+
 
 @dataclass(frozen=True)
 class SimulateArguments:
@@ -21,7 +23,7 @@ class SimulateArguments:
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
     several with commas."""
 
-    workers: int = 16
+    workers: int = option(16, at_least_1)
     """Number of workers."""
 
     methods: str = "a2cid2,gossip"
@@ -39,7 +41,7 @@ class SimulateArguments:
     """ideal: exchanges happen at random, as in the paper, and take no time. links: the real
     protocol; messages and exchanges take time."""
 
-    steps: float | None = None
+    steps: float | None = option(None, positive_number)
     """Length of the run, in gradient steps of an ordinary worker. The default is 100; for consensus
     it is as long as the workers need to agree."""
 
@@ -49,7 +51,7 @@ class SimulateArguments:
     learning_rate: float | None = None
     """Learning rate of SGD. The default is 0.1, for digits 0.05."""
 
-    step_ms: float = 100.0
+    step_ms: float = option(100.0, positive_number)
     """Mean duration of a gradient step, in milliseconds."""
 
     step_spread: float = 0.0
@@ -60,24 +62,24 @@ class SimulateArguments:
     """Make a worker slower: RANK:FACTOR. 2:4 makes worker 2 four times slower. Separate several
     with commas, or repeat the option."""
 
-    latency_ms: float = 0.5
+    latency_ms: float = option(0.5, number)
     """Time that a message travels, in milliseconds."""
 
-    link_mbps: float | None = None
+    link_mbps: float | None = option(None, positive_number)
     """Speed of every link in each direction, in Mbit/s; by default unlimited."""
 
-    model_mb: float | None = None
+    model_mb: float | None = option(None, positive_number)
     """Megabytes that a worker sends in an exchange; by default the size of its parameters."""
 
-    json: Path | None = None
+    json: Path | None = option(None, output_file)
     """Also write the results to this file."""
 
-    figure: Path | None = None
+    figure: Path | None = option(None, output_file)
     """Draw loss and consensus distance in this file, a PNG; by default one under runs/."""
 
     timeline: bool = False
     """Also draw what each worker does over time, beside --figure, as *-timeline.png."""
 
-    processes: int | None = None
+    processes: int | None = option(None, at_least_1)
     """Number of runs at once. By default one on each core, if that is quicker than one after the
     other."""

@@ -8,12 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from gossipdp_lab.tasks.options import (
-    BytesGptOptions,
-    Cifar10Options,
-    ImageNetOptions,
-    check_numbers,
-)
+from gossipdp.rules import at_least_0, at_least_1, option
+from gossipdp_lab.tasks.options import BytesGptOptions, Cifar10Options, ImageNetOptions
 
 Recipe = (
     Annotated[Cifar10Options, tyro.conf.subcommand("cifar10")]
@@ -33,10 +29,10 @@ class TrainArguments:
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
 
-    workers: int = 4
+    workers: int = option(4, at_least_1)
     """Number of worker processes."""
 
-    max_restarts: int = 0
+    max_restarts: int = option(0, at_least_0)
     """Restarts of workers that died, in all. They rejoin the run."""
 
     pin: bool = False
@@ -50,8 +46,6 @@ def run(arguments: TrainArguments) -> int:
         ValueError: an option is invalid; no worker has started then.
         FileNotFoundError: the data is missing; no worker has started then.
     """
-    check_numbers(arguments, workers=1, max_restarts=0)
-
     from gossipdp.graph import build_graph
 
     options = arguments.recipe

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from gossipdp.rules import at_least_0, at_least_1, check_flags, option, output_file, positive_number
+
 MethodName = Literal["a2cid2", "gossip", "none", "allreduce"]
 METHODS_BY_OPTION = dict.fromkeys(("checkpoint_every", "resume"), ("a2cid2", "gossip", "none"))
 """The methods under which each of these options has an effect."""
-
-
-def check_numbers(options: object, **least: int) -> None:
-    """Raise ValueError for the first of these numbers that is too small, or an invalid rate."""
-    for name, bound in least.items():
-        number = getattr(options, name)
-        if number is not None and number < bound:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is {number}; it must be at least {bound}")
-    for name in ("comm_rate", "learning_rate"):
-        rate = getattr(options, name, None)
-        if rate is not None and not (math.isfinite(rate) and rate > 0):
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is {rate}; it must be a positive number")
 
 
 @dataclass(frozen=True)
@@ -37,13 +24,13 @@ class RunOptions:
     graph: str = "ring"
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
-    comm_rate: float = 1.0
+    comm_rate: float = option(1.0, positive_number)
     """Exchanges per worker per gradient step."""
 
-    seed: int = 0
+    seed: int = option(0, at_least_0)
     """Seed of data order, augmentation and exchange timing. All start from rank 0's model."""
 
-    json: Path | None = None
+    json: Path | None = option(None, output_file)
     """Also write the results to this file."""
 
     output: Path | None = None
@@ -59,16 +46,16 @@ class TrainOptions(RunOptions):
     data: Path | None = None
     """Directory or file of the data."""
 
-    epochs: int = 1
+    epochs: int = option(1, at_least_1)
     """Times that the workers together go through the training data."""
 
-    batch_size: int = 128
+    batch_size: int = option(128, at_least_1)
     """Samples of one gradient step of one worker."""
 
     device: str = "cpu"
     """cpu or cuda. With cuda the workers of a machine take its devices in turn."""
 
-    checkpoint_every: int | None = None
+    checkpoint_every: int | None = option(None, at_least_1)
     """Each worker saves a checkpoint every so many of its gradient steps; by default never."""
 
     resume: bool = False
@@ -76,7 +63,7 @@ class TrainOptions(RunOptions):
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first option that is invalid."""
-        check_numbers(self, epochs=1, batch_size=1, seed=0, checkpoint_every=1)
+        check_flags(self)
         for name, methods in METHODS_BY_OPTION.items():
             if getattr(self, name) not in (None, False) and self.method not in methods:
                 raise ValueError(
@@ -113,7 +100,7 @@ class Cifar10Options(PaperOptions):
     data: Path = Path("data")
     """The folder cifar-10-batches-bin, or the one that holds it."""
 
-    epochs: int = 100
+    epochs: int = option(100, at_least_1)
 
 
 @dataclass(frozen=True)
@@ -130,15 +117,10 @@ class ImageNetOptions(PaperOptions):
     data: Path = Path("data")
     """The folder that holds train/WNID/*.JPEG and val/WNID/*.JPEG."""
 
-    epochs: int = 90
+    epochs: int = option(90, at_least_1)
 
-    loader_processes: int = 4
+    loader_processes: int = option(4, at_least_0)
     """Processes of each worker that read and decode images; 0: the worker itself does."""
-
-    def __post_init__(self) -> None:
-        """Check as :class:`TrainOptions` does, and the options of this recipe."""
-        super().__post_init__()
-        check_numbers(self, loader_processes=0)
 
 
 @dataclass(frozen=True)
@@ -154,28 +136,27 @@ class BytesGptOptions(TrainOptions):
     data: Path | None = None
     """A folder of text, or one file; by default Python's standard library."""
 
-    batch_size: int = 16
+    batch_size: int = option(16, at_least_1)
     """Windows of text in one gradient step of one worker."""
 
-    context: int = 256
+    context: int = option(256, at_least_1)
     """Bytes of a window."""
 
-    width: int = 256
+    width: int = option(256, at_least_1)
     """Length of the vector that stands for each byte within the network."""
 
-    depth: int = 4
+    depth: int = option(4, at_least_1)
     """Transformer blocks."""
 
-    heads: int = 8
+    heads: int = option(8, at_least_1)
     """Attention heads of each block."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = option(1e-3, positive_number)
     """Peak rate of AdamW, for any number of workers."""
 
     def __post_init__(self) -> None:
         """Check as :class:`TrainOptions` does, and the options of this recipe."""
         super().__post_init__()
-        check_numbers(self, context=1, width=1, depth=1, heads=1)
         if self.width % self.heads:
             raise ValueError(
                 f"--width {self.width} is not a multiple of --heads {self.heads}; change one"

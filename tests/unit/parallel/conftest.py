@@ -1,4 +1,4 @@
-"""What several of these tests share."""
+"""Fixtures that several of these tests share."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

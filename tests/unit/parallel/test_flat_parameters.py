@@ -43,11 +43,16 @@ def test_values_identities_shapes_and_tied_weights_stay():
     net = Net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     identities = {name: id(p) for name, p in net.named_parameters()}
-    flatten(net)
+    flat = flatten(net)
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert {name: id(p) for name, p in net.named_parameters()} == identities
     assert net.tied.weight is net.head.weight
+    for segment in flat.state.segments:
+        segment.x.fill_(7)
+    for tensor in [*net.parameters(), *net.norm.buffers()]:
+        assert (tensor == 7).all()
+        assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def test_the_values_of_a_large_model_stay():
@@ -60,16 +65,6 @@ def test_the_values_of_a_large_model_stay():
     for (name, parameter), values in zip(net.named_parameters(), before, strict=True):
         assert torch.equal(parameter, values), name
         assert torch.equal(named[name], values), name
-
-
-def test_every_parameter_is_an_aligned_piece_of_its_segment():
-    net = Net()
-    flat = flatten(net)
-    for segment in flat.state.segments:
-        segment.x.fill_(7)
-    for tensor in [*net.parameters(), *net.norm.buffers()]:
-        assert (tensor == 7).all()
-        assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -169,25 +164,13 @@ def test_description_names_what_differs():
     ]
 
 
-def test_check_passes_after_training_steps():
-    net = Net()
-    optimizer = sgd(net)
-    flat = flatten(net, optimizer=optimizer)
-    net(torch.randn(2, 3, 8, 8)).sum().backward()
-    optimizer.step()
-    flat.check()
-
-
-def test_a_parameter_given_new_data_is_adopted():
+def test_new_data_of_a_parameter_and_a_buffer_assigned_in_forward_are_adopted():
     net = nn.Linear(3, 2)
     flat = flatten(net)
     net.weight.data = torch.full((2, 3), 7.0)
     flat.check()
     assert torch.equal(flat.state.segments[0].x[:6], torch.full((6,), 7.0))
     assert net.weight.data_ptr() == flat.state.segments[0].x.data_ptr()
-
-
-def test_a_buffer_assigned_in_forward_is_adopted():
     net = nn.BatchNorm1d(4)
     flat = flatten(net)
     net.running_mean = torch.full((4,), 3.0)
@@ -198,19 +181,19 @@ def test_a_buffer_assigned_in_forward_is_adopted():
     assert buffers.x[0] == 4.0
 
 
-def test_load_state_dict_with_assign_is_found():
+def test_other_objects_and_groups_are_found_and_freezing_is_no_change():
+    net = Net()
+    optimizer = sgd(net)
+    flat = flatten(net, optimizer=optimizer)
+    net.conv.requires_grad_(False)
+    flat.check()
+    optimizer.add_param_group({"params": [net.frozen.weight]})
+    with pytest.raises(ModelChangedError, match="add parameter groups before wrapping"):
+        flat.check()
     net = nn.Linear(3, 2)
     flat = flatten(net)
     net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
     with pytest.raises(ModelChangedError, match=r"weight.*replaced.*without assign"):
-        flat.check()
-
-
-def test_another_precision_is_found():
-    net = nn.Linear(3, 2)
-    flat = flatten(net)
-    net.to(torch.float64)
-    with pytest.raises(ModelChangedError, match=r"float32.*float64.*before wrapping"):
         flat.check()
 
 
@@ -223,34 +206,6 @@ def test_unfreezing_is_found_unless_frozen_parameters_are_exchanged():
     net = Net()
     flat = flatten(net, exchange_frozen=True)
     net.frozen.requires_grad_(True)
-    flat.check()
-
-
-def test_freezing_later_is_allowed():
-    net = Net()
-    flat = flatten(net)
-    net.conv.requires_grad_(False)
-    flat.check()
-
-
-def test_a_parameter_group_added_later_is_found():
-    net = Net()
-    optimizer = sgd(net)
-    flat = flatten(net, optimizer=optimizer)
-    optimizer.add_param_group({"params": [net.frozen.weight]})
-    with pytest.raises(ModelChangedError, match="before wrapping"):
-        flat.check()
-
-
-def test_binding_elsewhere_and_back():
-    net = nn.Linear(3, 2)
-    flat = flatten(net)
-    own = net.weight.clone()
-    others = [segment.x + 1.0 for segment in flat.state.segments]
-    flat.bind_to(others)
-    assert torch.equal(net.weight, own + 1.0)
-    flat.bind_back()
-    assert torch.equal(net.weight, own)
     flat.check()
 
 

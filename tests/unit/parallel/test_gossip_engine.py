@@ -220,23 +220,3 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch: pytest.M
         torch.testing.assert_close(flat(kind), torch.cat(values), rtol=0.0, atol=1e-6)
     z_saved = flat("model") + flat("pending") + 0.5 * flat("c")
     torch.testing.assert_close(z_saved, torch.cat(z), rtol=0.0, atol=1e-6)
-
-
-def test_what_an_exchange_brings_until_it_is_stopped_is_dropped_by_a_load(
-    wrap: Callable[..., GossipDataParallel],
-) -> None:
-    """The exchange runs until the gossip thread holds it, which is after the load."""
-    net = nn.Linear(2, 3)
-    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
-    engine = model._engine
-    hold = engine._loop.hold
-
-    def last_chunk_then_hold() -> None:
-        for chunk in engine._state.chunks:
-            chunk.exchange(0.0, 1.0 + chunk.x, chunk.x.clone(), 1.5)
-        hold()
-
-    engine._loop.hold = last_chunk_then_hold
-    loaded = {name: torch.full_like(value, 3.0) for name, value in net.state_dict().items()}
-    model.load_state_dict(loaded)
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())

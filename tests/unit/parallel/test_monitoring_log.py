@@ -9,11 +9,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
-from waiting import LONGEST_S, pause, wait_until
+from waiting import LONGEST_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
+from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.gossip.snapshot import Notice
-from gossipdp.observe.log import RunLog, RunLogWriter, WorkerLog, worker_file
+from gossipdp.observe.log import RecentExchange, RunLog, RunLogWriter, WorkerLog, worker_file
 
 
 def train(log_dir: Path | None, num_steps: int = 3, **options: object) -> GossipDataParallel:
@@ -77,6 +78,22 @@ def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(
     assert found == [(notice.rank, notice.kind) for notice in notices]
 
 
+def test_each_exchange_is_written_once_with_its_times(tmp_path: Path) -> None:
+    model = train(tmp_path)
+    log, stats = model._monitoring._log, model._engine.stats()
+    assert log is not None
+    times = [log.writer.started_s + at for at in (1.0, 2.0, 3.0)]
+    ended = tuple(CompletedExchange(1, True, None, at_s, at_s + 0.5, 0.0) for at_s in times)
+    for number in (2, 3):
+        log._stats = lambda number=number: replace(
+            stats, exchanges_initiated=number, recent_exchanges=ended[:number]
+        )
+        log.write_last(lambda: None)
+    model.close()
+    seen = [one for each in read(tmp_path).counts for one in each.recent]
+    assert seen == [RecentExchange(1, True, at, 0.5) for at in (1.0, 2.0, 3.0)]
+
+
 def test_the_secret_is_not_logged(tmp_path: Path) -> None:
     train(tmp_path, network=Network(secret="hush-hush-hush-hush")).close()
     assert b"hush" not in worker_file(tmp_path, 0).read_bytes()
@@ -100,16 +117,12 @@ def test_the_variable_does_as_the_argument(tmp_path: Path, monkeypatch: pytest.M
     assert read(tmp_path).counts[-1].gradient_steps == 3
 
 
-def test_no_log_and_no_thread_without_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOSSIPDP_LOG_DIR", raising=False)
-    model = train(None)
-    assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
-    model.close()
-
-
 def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path: Path) -> None:
     model = train(tmp_path)
     wait_until(lambda: read(tmp_path).counts, "a step is in the log")
+    model.close()
+    model = train(None)  # and without a directory there is none
+    assert (model._monitoring._log, model._monitoring.page) == (None, None)
     model.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 
@@ -178,39 +191,3 @@ def test_a_run_that_resumes_goes_on_with_its_log(tmp_path: Path) -> None:
     worker = read(tmp_path / "log")
     assert worker.counts[-1].gradient_steps == 6
     assert len(worker.lives) == 2
-
-
-def _two_workers(directory: Path) -> None:
-    net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    model = GossipDataParallel(net, optimizer, monitor=Monitor(directory))
-
-    def step() -> None:
-        model(torch.ones(8, 4)).sum().backward()
-        optimizer.step()
-        pause()
-
-    wait_until(
-        lambda: model.stats().gradient_steps >= 5 and model.stats().exchanges >= 3,
-        "three exchanges",
-        step,
-    )
-    model.consolidate()
-
-
-@pytest.mark.processes
-def test_two_workers(workers, tmp_path: Path) -> None:
-    workers(_two_workers, 2, args=(tmp_path,))
-    run_log = RunLog.read(tmp_path)
-    assert list(run_log.workers) == [0, 1]
-    ends = [log.end for log in run_log.workers.values()]
-    assert all(end and end.num_averaged == 2 for end in ends)
-    first, second = (log.counts[-1] for log in run_log.workers.values())
-    # The last exchange may be one end's only, when a record is written.
-    counts = first.exchanges_by_neighbour[1], second.exchanges_by_neighbour[0]
-    assert min(counts) > 0
-    assert abs(counts[0] - counts[1]) <= 1
-    seen = [one for log in run_log.workers.values() for each in log.counts for one in each.recent]
-    assert seen
-    assert all(one.started_s >= 0 and one.duration_s > 0 for one in seen)
-    assert first.bytes_sent + first.shared_bytes_sent > 0

@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from gossipdp import Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.counters import Counters, metrics_of
-from gossipdp.launcher.environment import Environment, show_address
+from gossipdp.launcher.environment import show_address
 from gossipdp.observe.log import RunLog
 from gossipdp.observe.status import METRICS_PATH, ask
 from gossipdp.parallel.checkpointer import Checkpointer
@@ -28,7 +28,7 @@ Make = Callable[..., tuple[GossipDataParallel, str]]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes a model that is closed in the end, and gives its status address."""
+    """Make a model that is closed in the end, and give its status address."""
     for variable in ("RANK", "WORLD_SIZE", "GOSSIPDP_STATUS_PORT", "GOSSIPDP_STATUS_HOST"):
         monkeypatch.delenv(variable, raising=False)
     models: list[GossipDataParallel] = []
@@ -178,11 +178,6 @@ def test_a_loss_for_the_log_and_the_page_is_detached_once(
     assert RunLog.read(tmp_path).workers[0].counts[-1].loss == 2.0
 
 
-def test_without_a_port_nothing_listens(make: Make) -> None:
-    model, address = make()
-    assert (model._monitoring.page, address) == (None, "")
-
-
 def test_the_argument_counts_before_the_variable(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,14 +189,6 @@ def test_the_argument_counts_before_the_variable(
     assert f"worker 0 shows its status at http://{address}/status" in caplog.text
     _, address = make(monitor=Monitor(status_port=0, status_host="127.0.0.1"))
     assert address.startswith("127.0.0.1:")
-
-
-@pytest.mark.parametrize(
-    ("variables", "port"),
-    [({}, None), ({"GOSSIPDP_STATUS_PORT": "0"}, 0), ({"GOSSIPDP_STATUS_PORT": "9400"}, 9400)],
-)
-def test_the_variable(variables: dict[str, str], port: int | None) -> None:
-    assert Environment.read(variables).status_port == port
 
 
 def test_each_rank_has_a_port_of_its_own() -> None:

@@ -192,8 +192,13 @@ ORDINARY: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", ORDINARY)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+# Each in one precision.
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, DTYPES[number % 3]) for number, name in enumerate(ORDINARY)]
+)
 def test_no_ordinary_optimizer_is_taken_for_one(
     wrap: Any, caplog: Any, name: str, dtype: Any
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel, ProgressLR
+from gossipdp import ProgressLR
 
 
 def sgd(lr: float = 0.1) -> torch.optim.Optimizer:
@@ -82,17 +82,3 @@ def test_a_resumed_schedule_goes_on_from_the_first_rates() -> None:
     assert resumed.param_groups[0]["lr"] == pytest.approx(0.4)
     again.load_state_dict(state)
     assert again.get_last_lr() == pytest.approx([0.4])
-
-
-def test_without_a_budget_a_warm_up_is_no_surprise() -> None:
-    """Nothing says where the run ends: an error says so, in place of a rate 100 times too low."""
-    net = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = GossipDataParallel(net, optimizer)
-    schedule = ProgressLR(optimizer, model, {0.5: 0.1, 0.75: 0.01})
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="budget_samples="):
-        schedule.step()
-    model.close()
