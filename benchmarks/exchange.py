@@ -1,4 +1,4 @@
-"""How fast two workers of one machine exchange, side by side with gloo and a bare socket.
+"""The speed of exchanges on one machine, side by side with gloo and a bare socket.
 
     python benchmarks/exchange.py                  writes benchmarks/results/exchange.{json,md}
     python benchmarks/exchange.py --json PATH      writes the figures to PATH alone
@@ -52,7 +52,7 @@ class ExchangeBenchmark:
     """
 
     megabytes: float = 45.0
-    """What each process gives the other in a round, in MB."""
+    """Megabytes that each process gives the other in a round."""
 
     rounds: int = 5
     """Timed rounds; one more before them warms up."""

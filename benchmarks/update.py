@@ -35,13 +35,13 @@ class UpdateBenchmark:
     """
 
     parameters: int = 11_250_000
-    """How many."""
+    """Number of parameters."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of parameters and snapshots."""
 
     runs: int = 5
-    """How often each is measured; the figures are medians."""
+    """Measurements of each; the figures are medians."""
 
     json: Path | None = None
     """Write the results to this file instead of benchmarks/results."""
