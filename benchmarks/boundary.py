@@ -1,4 +1,4 @@
-"""What a step boundary that carries an exchange costs, beside the optimizer's step.
+"""The cost of a step boundary that carries an exchange, beside the optimizer's step.
 
     python benchmarks/boundary.py                  writes benchmarks/results/boundary.{json,md}
     python benchmarks/boundary.py --json PATH      writes the figures to PATH alone
@@ -35,10 +35,10 @@ from gossipdp.parallel.flat_parameters import chunk_bytes_for
 from gossipdp.rules import at_least_1, check_flags, option, output_file
 
 ETA, ALPHA_TILDE = 0.3, 1.3
-"""Of a ring of about ten; what they are does not change how long it takes."""
+"""Those of a ring of about ten; their values do not change how long it takes."""
 
 LIMIT = 1.15
-"""Of a step with its boundary over a step alone."""
+"""The most that a step with its boundary may take, over a step alone."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class BoundaryBenchmark:
     """Measure what a boundary that carries an exchange adds to the optimizer's step."""
 
     width: int = option(768, at_least_1)
-    """Of the transformer."""
+    """Width of the transformer."""
 
     layers: int = option(11, at_least_1)
-    """Of it: with width 768 and GPT-2's vocabulary 117 million parameters are 11 layers, and
+    """Its layers: with width 768 and GPT-2's vocabulary 117 million parameters are 11 layers, and
     embeddings that the output shares."""
 
     rounds: int = option(9, at_least_1)
-    """Of three steps: alone, with the boundary, and with the boundary where there is an outer step.
+    """Rounds of three steps: alone, with the boundary, and with one that takes an outer step.
     One more goes before, uncounted."""
 
     fused: bool = False
@@ -136,7 +136,7 @@ def measure(benchmark: BoundaryBenchmark) -> dict[str, Any]:
 
 
 def gpt_shapes(width: int, num_layers: int) -> list[torch.Size]:
-    """Of a GPT's parameters: embeddings of 50,257 tokens and 1,024 places, and its layers."""
+    """Return a GPT's shapes: embeddings of 50,257 tokens and 1,024 places, and its layers."""
     layer = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     layer += [(3 * width,), (width,), (4 * width,), (width,), *[(width,)] * 4]
     vocabulary = 50_257 if width >= 512 else 1_000

@@ -1,4 +1,4 @@
-"""What a gradient step takes at each worker, and what lies between the workers."""
+"""The conditions of a run: step times of each worker, and the links between them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Condition:
 
     @property
     def compute(self) -> ComputeTime:
-        """How long steps take, by rank."""
+        """Return the step times by rank."""
         base = LognormalTime(self.step_s, self.spread)
         return SlowedTime(base, dict(enumerate(self.slowness)))
 
     def speeds(self, num_workers: int) -> list[float]:
-        """Of each worker, in full batches per ``step_s``."""
+        """Return the speed of each worker, in full batches per ``step_s``."""
         return [1 / factor for factor in self.slowness] or [1.0] * num_workers
 
     def ideal_s(self, num_workers: int, steps: int) -> float:

@@ -1,4 +1,4 @@
-"""How fast real workers come to agree, beside simulated ones.
+"""The rate at which real workers come to agree, beside simulated ones.
 
 python benchmarks/consensus.py --workers 16 --graph ring --method a2cid2 --json PATH
 """
@@ -65,7 +65,7 @@ class ConsensusBenchmark:
     """Exchanges per worker per gradient step."""
 
     step_ms: float = option(50.0, positive_number)
-    """How long a gradient step lasts, in milliseconds."""
+    """Duration of a gradient step, in milliseconds."""
 
     steps: int = option(400, partial(whole_number, least=20))
     """Gradient steps of each worker in each run."""

@@ -1,4 +1,4 @@
-"""What each worker process of consensus.py does: it mixes, and never learns."""
+"""A worker process of consensus.py: it mixes, and never learns."""
 
 import time
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ConsensusTask:
 
 @dataclass(frozen=True)
 class WorkerSeries:
-    """What one worker saw at its start and after each of its steps, ``time.monotonic`` seconds.
+    """The values of one worker at its start and after each step, ``time.monotonic`` seconds.
 
     times_s, initiated: (num_steps + 1,); exchanges that it asked for and completed.
     values: the observed coordinates of its parameters; (num_steps + 1, observed) float32.

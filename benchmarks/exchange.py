@@ -1,4 +1,4 @@
-"""How fast two workers of one machine exchange, side by side with gloo and a bare socket.
+"""The speed of exchanges on one machine, side by side with gloo and a bare socket.
 
     python benchmarks/exchange.py                  writes benchmarks/results/exchange.{json,md}
     python benchmarks/exchange.py --json PATH      writes the figures to PATH alone
@@ -53,7 +53,7 @@ class ExchangeBenchmark:
     """
 
     megabytes: float = option(45.0, partial(number, least=1.0))
-    """What each process gives the other in a round, in MB."""
+    """Megabytes that each process gives the other in a round."""
 
     rounds: int = option(5, at_least_1)
     """Timed rounds; one more before them warms up."""

@@ -202,7 +202,7 @@ class Update(Contender):
 
 
 class ExchangeHandler(LinkEnd):
-    """What the gossip loop does with the chunks of an exchange."""
+    """The gossip loop's work on the chunks of an exchange."""
 
     exchange: Exchange | None = None
 
@@ -316,7 +316,7 @@ NUM_ADDRESSES = 6
 
 
 def work(rank: int, pipe: Connection, num_values: int, directory: Path) -> None:
-    """Serve rounds until told to stop: (name, number) in, (wall seconds, CPU seconds) out.
+    """Serve rounds until asked to stop: (name, number) in, (wall seconds, CPU seconds) out.
 
     ``directory`` holds a certificate and its key, and takes the store of gloo.
     """

@@ -1,4 +1,4 @@
-"""How soon a death is noticed, and how soon a killed worker is back, with real processes.
+"""Time until a death is noticed and until a killed worker is back, with real processes.
 
     python benchmarks/faults.py                    writes benchmarks/results/faults.{json,md}
 

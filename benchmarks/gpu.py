@@ -89,7 +89,7 @@ def measure_update(device: str, num_parameters: int, num_runs: int) -> dict[str,
 
 @dataclass(frozen=True)
 class Task:
-    """What each worker does: turns of ``turn_s`` without a wrapper and with one, by rounds."""
+    """Train in each worker: turns of ``turn_s`` without a wrapper and with one, by rounds."""
 
     device: str
     batch_size: int

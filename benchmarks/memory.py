@@ -1,4 +1,4 @@
-"""How much memory does gossip take, beside DistributedDataParallel?
+"""The memory that gossip takes, beside DistributedDataParallel's.
 
     python benchmarks/memory.py [--rounds 3]
 
@@ -36,7 +36,7 @@ WANTED_BYTES = {"a2cid2": 8.0, "gossip": 4.0, "a2cid2-numba": 8.0}
 """A parameter: c and pending, 4 bytes each; plain averaging has no c."""
 
 CONSTANT_MB = 16.0
-"""What may come on top, whatever the model: a window of chunks, scratch, links, a thread."""
+"""Bytes that may come on top, whatever the model: a window of chunks, scratch, links, a thread."""
 
 
 def measure(key: str) -> list[Added]:

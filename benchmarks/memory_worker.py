@@ -1,4 +1,4 @@
-"""What each worker process of memory.py does: train, look at its memory, wrap, train, look."""
+"""A worker process of memory.py: train, look at its memory, wrap, train, look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each worker process of overlap.py does: the same training loop, in turn with and without.
+"""A worker process of overlap.py: the same training loop, in turn with and without.
 
 All ways to train (the *arms*) live in one process, each with a model of its own, and take turns of
 a second or two. So they meet the same core, the same memory and the same neighbours on the machine.

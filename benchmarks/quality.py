@@ -58,7 +58,7 @@ class QualityBenchmark:
     """Gradient steps of each worker, instead of the size's own."""
 
     rows: str = DEFAULT_ROWS
-    """Which ways to train, with commas."""
+    """Rows to run, with commas between them."""
 
     data: str = "disjoint,common"
     """disjoint: each worker has a stretch of the text of its own; common: all draw from all."""
@@ -67,23 +67,23 @@ class QualityBenchmark:
     """The grid of learning rates to begin with, each twice the one before."""
 
     seeds: int = option(3, at_least_1)
-    """How many runs at the best rate; the seed of the tuning is none of them."""
+    """Runs at the best rate; the seed of the tuning is none of them."""
 
     workers: int = option(4, partial(whole_number, least=2))
     """Worker processes, one torch thread each."""
 
     graph: str = "ring"
-    """Who exchanges with whom in gossipdp's rows."""
+    """The graph of gossipdp's rows."""
 
     beta2: float = option(0.999, partial(number, below=1.0))
-    """Of AdamW: the share of the second moment that a step keeps; 0.999 is torch's default."""
+    """AdamW's beta 2: the share of the second moment that a step keeps; torch's is 0.999."""
 
     timed: bool = False
     """Let a step last 40 ms, as if each worker had a processor of its own; pace is free then, and
     learning rates are those that are best without."""
 
     runs: Path = Path("runs/quality/runs.jsonl")
-    """Where finished runs are kept, and found again."""
+    """The file in which finished runs are kept, and found again."""
 
     minutes: float | None = None
     """Begin no run after so long; what is finished is shown."""

@@ -1,4 +1,4 @@
-"""What quality.py makes of its runs: tables, the comparisons that count, JSON and a chart."""
+"""The report of quality.py: tables, the comparisons that count, JSON and a chart."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 BETA1, WEIGHT_DECAY = 0.9, 0.1
 OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
-"""Of the synchronous rows but ``diloco_gentle``; gossipdp's have its own default."""
+"""The momentum of the synchronous rows but ``diloco_gentle``; gossipdp's have its own default."""
 GENTLE_MOMENTUM = 0.5
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 0.05
 LIGHTHOUSE_JOIN_MS, TORCHFT_TIMEOUT_S = 60_000, 120.0
@@ -405,11 +405,11 @@ class RowName:
 
     @property
     def method(self) -> str:
-        """Of GossipDataParallel."""
+        """Return the method of GossipDataParallel."""
         return KINDS[self.kind].method
 
     def missing(self) -> str | None:
-        """Why it cannot run here; None where it can."""
+        """Say why it cannot run here; None if it can."""
         return missing_package(KINDS[self.kind].needs)
 
     def needs(self, packages: Mapping[str, str]) -> bool:

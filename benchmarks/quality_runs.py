@@ -1,4 +1,4 @@
-"""Which runs quality.py makes: a grid of learning rates, widened, then seeds at the best one.
+"""The runs of quality.py: a grid of learning rates, widened, then seeds at the best one.
 
 Every finished run is a line of a file, found again by its settings: a second call goes on where the
 first was stopped.
@@ -75,7 +75,7 @@ class Runs:
             os.fsync(file.fileno())
 
     def commits(self) -> str:
-        """Of the source by which the runs were made that were found or added."""
+        """Return the commits by which the runs that were found or added were made."""
         return ", ".join(sorted(self._commits))
 
 

@@ -98,7 +98,7 @@ class Setting:
 
 
 class StepsBySpeed(DiLoCo):
-    """DiLoCo in which nobody waits: a worker f times slower takes a step in every f-th round.
+    """DiLoCo without waiting: a worker f times slower takes a step in every f-th round.
 
     A round is a step of the fastest, so that the scenario's step time is theirs. Each worker's
     drift counts alike, however many steps it has.
@@ -129,7 +129,7 @@ OBJECTIVES: dict[str, Callable[[bool], Objective]] = {
     "transformer": BatchedTransformer,
 }
 RATE_FACTORS = {"mlp": 1.0, "transformer": 1 / 8}
-"""Where the search begins, to where it begins for the mlp."""
+"""The start of the search for a rate, relative to that for the mlp."""
 
 
 def shapes(model: str) -> list[torch.Size]:
@@ -179,7 +179,7 @@ def _v(every: int) -> dict[str, int]:
 
 PLAIN_MEAN = OuterStep(momentum=0.0, lr=1.0)
 OUTER = OuterStep(momentum=0.7, lr=1.0)
-"""Of DiLoCo, whose paper has momentum 0.9 and lr 0.7: a row of its own. Gossip's rows name the
+"""DiLoCo's, whose paper has momentum 0.9 and lr 0.7: a row of its own. Gossip's rows name the
 momentum where it is not the library's default."""
 GENTLE = OuterStep(momentum=0.5, lr=1.0)
 
@@ -468,7 +468,7 @@ def result_of(runs: Runs, name: str, setting: Setting) -> list[dict[str, Any]]:
 
 
 def rare_gradients(workers: int, steps: int, beta_2: float) -> Table:
-    """How far each worker's own second moment is from the mean of all, where gradients are rare.
+    """Measure how far each worker's second moment is from the mean of all, for rare gradients.
 
     All workers stand at the same parameters, those of all-reduce with AdamW: so their v differ by
     their batches alone. A coordinate's rarity is the share of all gradients in which it was less

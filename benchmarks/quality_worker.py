@@ -71,7 +71,7 @@ class RunSettings:
 
     @property
     def gossip_options(self) -> dict[str, Any]:
-        """What GossipDataParallel is told. A run that is timed has its default pace.
+        """Return the options of GossipDataParallel. A run that is timed has its default pace.
 
         Elsewhere workers wait, so that a busy machine does not change the comm rate.
         """
@@ -88,7 +88,7 @@ class RunSettings:
 
 
 class Point(msgspec.Struct, frozen=True):
-    """Of a curve: share of the run's tokens, seconds of training, loss in bits a byte.
+    """A point of a curve: share of the run's tokens, seconds of training, loss in bits a byte.
 
     The loss is None where it is no finite number.
     """
@@ -149,7 +149,7 @@ def make_task(
 
 
 def num_parameters(size: Size) -> int:
-    """Of the model."""
+    """Count the parameters of the model."""
     settings = RunSettings("none", "common", 1.0, 0, size)
     return sum(parameter.numel() for parameter in make_task(settings).make_model().parameters())
 
@@ -164,7 +164,7 @@ class Network:
 
     @classmethod
     def of(cls, hosts: Hosts) -> Network:
-        """As it is told to the workers."""
+        """Describe the network to the workers."""
         return cls(tuple(hosts.names), hosts.addresses[0], hosts.interface)
 
     def enter(self, rank: int) -> None:
@@ -227,7 +227,7 @@ def run(
 
 @dataclass(frozen=True)
 class Trained:
-    """What a worker did; marks: seconds from its start at each share of the run."""
+    """The results of a worker; marks: seconds from its start at each share of the run."""
 
     steps: int
     batch_size: int

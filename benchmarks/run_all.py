@@ -71,7 +71,7 @@ BENCHMARKS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one benchmark ended; targets: how many were met, of how many."""
+    """The end of one benchmark; targets: the number met, and the number of all."""
 
     name: str
     seconds: float

@@ -1,4 +1,4 @@
-"""What each worker process of scale.py does: steps that are timed waits, and real exchanges."""
+"""A worker process of scale.py: steps that are timed waits, and real exchanges."""
 
 from __future__ import annotations
 

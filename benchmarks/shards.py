@@ -1,4 +1,4 @@
-"""How fast do sharded replicas train over gossip, and beside HSDP?
+"""The speed of sharded replicas over gossip, beside HSDP's.
 
     python benchmarks/shards.py [--rounds 3] [--quick]
     python benchmarks/shards.py link                each replica behind 100 Mbit/s (root)
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """What every process does; network: the hosts of the processes, by rank, if not this one."""
+    """Train in every process; network: the hosts of the processes, by rank, if not this one."""
 
     case: Case
     wait_s: float
@@ -81,7 +81,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one process: its samples, the time from the first step to the last, and its memory.
+    """The results of one process: samples, time from the first step to the last, memory.
 
     sent_bytes: what its host sent meanwhile, if it is on one of its own.
     """
@@ -205,7 +205,7 @@ def measure(case: Case, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def spread(found: Sequence[dict[str, Any]], name: str, form: str) -> str:
-    """Of all rounds, and of all processes or replicas."""
+    """Return the spread over all rounds, and all processes or replicas."""
     values = [each[name] for each in found]
     flat = [v for each in values for v in (each if isinstance(each, list) else [each])]
     return Spread.of(flat).text(form)

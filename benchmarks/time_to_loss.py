@@ -1,4 +1,4 @@
-"""How soon is a model trained? gossipdp beside what a user would take instead, in one run.
+"""Time until a model is trained: gossipdp beside what a user would take instead, in one run.
 
     python benchmarks/time_to_loss.py slow_link        100 Mbit/s and 20 ms (root)
     python benchmarks/time_to_loss.py slow speeds      one worker 4 times slower; speeds 8:4:2:1
@@ -92,10 +92,10 @@ class TimeToLossBenchmark:
     tables: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
 
     rounds: int = option(1, at_least_1)
-    """How often each row runs; what is quoted wants 5."""
+    """Runs of each row; quoted figures want 5."""
 
     rows: str | None = None
-    """Which ways to train, with commas, instead of the tables' own."""
+    """Rows to run, with commas between them, instead of the tables' own."""
 
     once: str = ""
     """Rows for which the first round is enough, with commas: those that it shows far behind."""
@@ -110,7 +110,7 @@ class TimeToLossBenchmark:
     """common: all workers draw from the whole text; disjoint: each has a stretch of its own."""
 
     graph: str = "ring"
-    """Who exchanges with whom in gossipdp's rows."""
+    """The graph of gossipdp's rows."""
 
     runs: Path | None = None
     """Keep finished runs in this file, and take those that it has: a long call may be stopped."""
@@ -170,7 +170,7 @@ def given_rates(text: str) -> dict[str, float]:
 
 
 def learning_rate(name: RowName, given: dict[str, float]) -> float:
-    """Of a row: what was given for it, or else what is written."""
+    """Return the rate that was given for a row, or else its default."""
     return given.get(name.text, RATES.get(name.text, RATE))
 
 

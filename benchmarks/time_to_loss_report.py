@@ -1,4 +1,4 @@
-"""What time_to_loss makes of its runs: a table, the comparisons that count, JSON and a chart."""
+"""The report of time_to_loss: a table, the comparisons that count, JSON and a chart."""
 
 from __future__ import annotations
 

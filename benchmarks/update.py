@@ -35,13 +35,13 @@ class UpdateBenchmark:
     """
 
     parameters: int = option(11_250_000, at_least_1)
-    """How many."""
+    """Number of parameters."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of parameters and snapshots."""
 
     runs: int = option(5, at_least_1)
-    """How often each is measured; the figures are medians."""
+    """Measurements of each; the figures are medians."""
 
     json: Path | None = option(None, output_file)
     """Write the results to this file instead of benchmarks/results."""

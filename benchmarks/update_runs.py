@@ -22,7 +22,7 @@ from gossipdp.gossip.codec import FORMATS
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 
 ETA, ALPHA_TILDE = 0.3, 1.3
-"""Of a ring of about ten; what they are does not change how long it takes."""
+"""Those of a ring of about ten; their values do not change how long it takes."""
 
 NUM_START_UPS = 3
 """Processes that find what the first has compiled."""

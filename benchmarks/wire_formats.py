@@ -1,4 +1,4 @@
-"""What do fewer bytes cost? Each wire format trains the digits on four real workers.
+"""The cost of fewer bytes: each wire format trains the digits on four real workers.
 
 A ring of four workers, no two with the same images, so that the loss on all images depends on what
 they exchange. The links are TCP (a cap that nothing reaches keeps them from sharing memory), so
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def bytes_per_exchange(self) -> float:
-        """What one worker sends in one exchange; each exchange is two workers'."""
+        """Bytes that one worker sends in one exchange; an exchange has two workers."""
         return self.bytes_sent / self.exchanges
 
 

@@ -50,7 +50,7 @@ class Line:
         self.free_at_s = 0.0
 
     def send(self, now_s: float, num_bytes: int) -> float | None:
-        """When a packet that comes now has left; None where it is dropped."""
+        """Return when a packet that comes now has left; None if it is dropped."""
         start_s = max(now_s, self.free_at_s)
         waiting_bytes = (start_s - now_s) * self.bytes_per_s
         if self.queue_bytes is not None and waiting_bytes + num_bytes > self.queue_bytes:
@@ -60,7 +60,7 @@ class Line:
 
 
 class Switch:
-    """What is on its way between hosts, and when it arrives; no device and no clock.
+    """The packets on their way between hosts, and when each arrives; no device and no clock.
 
     hosts: number by IPv4 address (4 bytes).
     deliver: called with a host's number and the packet when it arrives there.
@@ -106,7 +106,7 @@ class Switch:
                 self._push(arrives_s, target, packet, False)
 
     def next_s(self) -> float:
-        """When something happens next; infinity if nothing is under way."""
+        """Return the time of the next event; infinity if nothing is under way."""
         return self._under_way[0][0] if self._under_way else float("inf")
 
     def _push(self, at_s: float, target: int, packet: bytes, is_before_switch: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a network between namespaces does, measured by plain sockets before it is relied on."""
+"""The rate and the delay of a network between namespaces, measured by plain sockets."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ CLONE_NEWNET = 0x40000000
 
 
 def missing(*commands: str) -> str | None:
-    """Why no namespaces can be had here, in words; None where they can.
+    """Say why namespaces cannot be made here; None if they can.
 
     commands: the programs needed, "ip" apart.
     """

@@ -18,7 +18,7 @@ NAMES = {
 }
 AGREED = 1e-10
 ROUNDING = 1e-12
-"""What rounding of float64 may leave at most, relative to the start."""
+"""The most that rounding of float64 may leave, relative to the start."""
 DIMENSION = 64
 NUM_RECORDS = 200
 

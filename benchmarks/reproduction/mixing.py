@@ -45,7 +45,7 @@ LARGE = 32
 DIMENSION = 16
 NUM_RECORDS = 800
 LABEL_DECADES = 0.36
-"""How far apart two labels of the figure must be."""
+"""The least distance of two labels of the figure."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -175,7 +175,7 @@ class Mixing:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the recursion anew: the next multiplication is by W."""
+        """Restart the recursion: the next multiplication is by W."""
         self._omega = 0.0
         self._before = np.zeros(0)
 

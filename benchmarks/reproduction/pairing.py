@@ -1,4 +1,4 @@
-"""How pairing depends on the duration of exchanges, for every neighbour policy."""
+"""Pairing and the duration of exchanges, for every neighbour policy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FIGURE_ROWS = (
 
 
 CELL = ("method", "graph", "num_workers", "policy", "duration", "is_jittered", "seed")
-"""What runs differ in: the first fields of :class:`Run`."""
+"""The fields in which runs differ: the first of :class:`Run`."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Run(msgspec.Struct, frozen=True):
     num_workers: int
     policy: str
     duration: float
-    """Of an exchange, in gradient steps."""
+    """Duration of an exchange, in gradient steps."""
     is_jittered: bool
     seed: int
     decay_per_exchange: float

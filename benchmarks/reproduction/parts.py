@@ -1,4 +1,4 @@
-"""What the sections of the page share: effort, jobs, fits and estimates, the look of figures."""
+"""Shared parts of the page's sections: effort, jobs, fits and estimates, the look of figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure, and with what.
+    """The extent of the measurements.
 
     quick: tiny settings, to see that everything works; the page says so.
     num_processes: how many processes measure side by side; 1: none beside this one.
@@ -86,7 +86,7 @@ class PowerLaw(NamedTuple):
 
     exponent: float
     standard_error: float
-    """Of the exponent, from the residuals; NaN for two points, which leave none."""
+    """The exponent's, from the residuals; NaN for two points, which leave none."""
     factor: float
 
 
@@ -119,7 +119,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Of one value for each seed."""
+        """Estimate from one value for each seed."""
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
 
     @property

@@ -58,7 +58,7 @@ QUICK = Settings(total_steps=160, largest=8, noise_steps=40.0, num_records=8)
 
 
 CELL = ("data", "graph", "num_workers", "method", "comm_rate", "seed")
-"""What runs differ in; data: "iid", "dirichlet" or "noise" (a flat quadratic)."""
+"""The fields in which runs differ; data: "iid", "dirichlet" or "noise" (a flat quadratic)."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> list[int]:
-        """Of the rings."""
+        """Return the sizes of the rings."""
         return sorted({run.num_workers for run in self.runs if run.graph == "ring"})
 
     def ratios(self, data: str, graph: str, n: int) -> list[float]:

@@ -102,7 +102,7 @@ class BatchedSource(GradientSource):
         return Evaluation(loss=self._task.evaluate(self._model))
 
     def _logits(self, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """Of k workers at once: weights (k, ...), tokens (k, batch, length)."""
+        """Compute k workers at once: weights (k, ...), tokens (k, batch, length)."""
         k, batch, length = tokens.shape
         embedding = weights["embedding.weight"]
         width = embedding.shape[-1]

@@ -20,7 +20,7 @@ WINDOW = 4
 
 
 class LinkEnd(LinkHandler):
-    """Of a transport that has one link and nothing to say over it; anything else is an error."""
+    """Listens to a transport with one link and no messages; anything else is an error."""
 
     link: Link | None = None
 

@@ -23,7 +23,7 @@ class Provenance(msgspec.Struct, frozen=True):
     """See :func:`commit_here`."""
     hardware: str
     seconds: float
-    """How long it took to measure."""
+    """Duration of the measurement."""
 
     @classmethod
     def here(cls, seconds: float) -> Provenance:

@@ -102,7 +102,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Target:
-    """What the value should be at most (or at least)."""
+    """The value should be at most (or at least) this."""
 
     name: str
     value: float

@@ -44,12 +44,12 @@ class RowPlan:
 
     @property
     def batch_size(self) -> int:
-        """Of this worker."""
+        """Return the batch size of this worker."""
         return self.batch_sizes[self.rank]
 
     @property
     def period(self) -> int:
-        """Of this worker."""
+        """Return the period of this worker."""
         return self.periods[self.rank]
 
     @property
@@ -82,7 +82,7 @@ class Row(ABC):
         self.steps = 0
 
     def progress(self) -> float:
-        """Of the whole run, 0 to 1; the run has used up its samples at 1."""
+        """Return the done share of the run, 0 to 1; at 1 its samples are used up."""
         return self.steps / self.plan.own_steps
 
     @abstractmethod
@@ -234,11 +234,11 @@ class DecentDP(Row):
 
 DECENT_DP = {"decent_dp": "decent-dp", "loguru": "loguru"}
 TORCHFT = {"torchft": "torchft", "opentelemetry.exporter.otlp": "torchft"}
-"""What a row imports that gossipdp does not install: modules, and the packages that bring them."""
+"""Modules that rows import and gossipdp does not install, and the packages that bring them."""
 
 
 def missing_package(needs: Mapping[str, str]) -> str | None:
-    """Which of these packages is not installed, and how to have it; None where all are."""
+    """Say which of these packages is missing and how to install it; None if none is."""
     for module, package in needs.items():
         try:
             found = importlib.util.find_spec(module) is not None

@@ -1,4 +1,4 @@
-"""How many bytes this process has sent through its sockets, by the kernel's own count."""
+"""The bytes that this process has sent through its sockets, by the kernel's own count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""boundary.py: what is timed, and its figures."""
+"""boundary.py: a boundary that is timed carries an exchange, and the figures."""
 
 import boundary
 import pytest

@@ -9,9 +9,9 @@ from typing import Any
 import consensus
 import numpy as np
 import pytest
-from consensus import ConsensusBenchmark, make_task, run
-from consensus_series import NetworkSeries, Outcome, summarize
-from consensus_worker import WorkerSeries, start_vector
+from consensus import ConsensusBenchmark, run
+from consensus_series import NetworkSeries, Outcome
+from consensus_worker import WorkerSeries
 
 
 @pytest.mark.parametrize(
@@ -19,37 +19,17 @@ from consensus_worker import WorkerSeries, start_vector
     [
         ({"graph": "circle"}, "circle"),
         ({"workers": 1}, "--workers is 1"),
-        ({"steps": 3}, "--steps is 3"),
-        ({"floats": 0}, "--floats is 0"),
         ({"comm_rate": 0.0}, r"--comm-rate is 0\.0"),
-        ({"step_ms": math.nan}, "--step-ms is nan"),
-        ({"link_mbytes": -1.0}, r"--link-mbytes is -1\.0"),
         ({"link_mbytes": 1e-9}, "max_bytes_per_s"),
         ({"seeds": "a"}, "--seeds is 'a'"),
-        ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
-        ({"json": Path("/")}, "--json / cannot be written"),
     ],
 )
 def test_bad_input_is_refused_before_any_process_starts(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(consensus, "measure", fail)
+    monkeypatch.delattr(consensus, "measure")
     with pytest.raises(ValueError, match=message):
         run(replace(ConsensusBenchmark(), **changes))
-
-
-def test_each_worker_and_each_seed_has_a_vector_of_its_own() -> None:
-    tasks = [make_task(ConsensusBenchmark(floats=100), seed) for seed in (0, 1)]
-    vectors = [start_vector(task, rank) for task in tasks for rank in (0, 1)]
-    assert len({tuple(vector.tolist()) for vector in vectors}) == 4
-    assert all(vector.shape == (100,) for vector in vectors)
-    assert start_vector(tasks[0], 0).equal(vectors[0])
-
-
-# What the workers saw, put together.
 
 
 def worker(rank: int, starts_s: float, values: list[float], initiated: list[int]) -> WorkerSeries:
@@ -93,9 +73,7 @@ def test_the_figures_of_a_run() -> None:
     assert outcome.decay_per_exchange == pytest.approx(0.25)
     assert outcome.achieved_comm_rate == pytest.approx(1.0)
     assert outcome.is_long_enough
-
-
-def test_a_start_that_differs_and_rounding_at_the_end_leave_the_slope() -> None:
+    # Another start, and rounding at the end, leave the slope.
     series = falling(0.25, 300, transient=5.0)
     rounded = replace(series, distances=np.maximum(series.distances, 1e-14))
     assert rounded.outcome().decay_per_exchange == pytest.approx(0.25, rel=1e-3)
@@ -108,14 +86,6 @@ def test_a_run_that_is_too_short_says_so_and_uses_what_is_there() -> None:
     assert outcome.lowest_share == pytest.approx(math.exp(-0.1 * 54))
     with pytest.raises(ValueError, match="too few for a slope"):
         falling(0.01, 60).outcome()
-
-
-def test_summary_over_seeds() -> None:
-    summary = summarize([Outcome(0.2, 1.0, 1e-12), Outcome(0.4, 0.9, 1e-12)])
-    assert summary["decay_per_exchange"] == pytest.approx(0.3)
-    assert summary["decay_per_exchange_spread"] == pytest.approx(0.1 * math.sqrt(2))
-    assert summary["achieved_comm_rate_by_seed"] == [1.0, 0.9]
-    assert summarize([Outcome(0.2, 1.0, 1e-12)])["decay_per_exchange_spread"] == 0.0
 
 
 def test_the_command_measures_each_seed_and_simulates_from_the_durations(

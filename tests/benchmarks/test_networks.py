@@ -7,7 +7,6 @@ from networks.emulated import EmulatedHosts
 from networks.emulator import QUEUE_S, Line, Switch
 from networks.measure import measure
 from networks.namespaces import missing
-from networks.shaped import ShapedHosts
 
 RATE, DELAY_S = 1_000_000.0, 0.020
 ADDRESSES = [bytes([10, 0, 0, number]) for number in range(3)]
@@ -56,15 +55,6 @@ def test_hosts_do_not_share_cables_but_one_host_does() -> None:
     assert sorted(arrival[1] for arrival in net.arrived) == [0, 0, 1]
 
 
-def test_what_is_for_nobody_or_not_ipv4_goes_nowhere() -> None:
-    net = Arrivals()
-    net.switch.take(0, packet(0, 1, 40)[:16] + b"\x0a\x09\x09\x09", 0.0)
-    net.switch.take(0, b"\x60" + packet(0, 1, 40)[1:], 0.0)
-    net.switch.take(0, b"\x45", 0.0)
-    net.run()
-    assert not net.arrived
-
-
 def test_the_switch_drops_what_its_queue_cannot_hold() -> None:
     net = Arrivals()
     size, count = 9000, 80
@@ -93,19 +83,11 @@ def test_a_line_is_never_faster_than_its_rate_and_never_idle_with_work(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("hosts", "most_mbits_per_s", "least_round_trip_ms"),
-    [(EmulatedHosts(2, 40, 10), 40.0, 20.0), (ShapedHosts(2, 200), 200.0, 0.0)],
-    ids=["emulated", "shaped"],
-)
-def test_a_real_network_is_not_the_machine_s_own(
-    hosts: EmulatedHosts | ShapedHosts, most_mbits_per_s: float, least_round_trip_ms: float
-) -> None:
+def test_an_emulated_network_is_slower_than_the_machine_s_own() -> None:
     if (reason := missing("tc")) is not None:
         pytest.skip(reason)
-    with hosts:
+    with EmulatedHosts(2, 40, 10) as hosts:
         measured = measure(hosts, warm_up_s=0.2, measured_s=0.4)
-    # Unshaped it has many times as much; a starved measurer sees bursts, and pauses.
-    assert 0.0 < measured.mbits_per_s < 2.0 * most_mbits_per_s
-    assert measured.round_trip_ms >= least_round_trip_ms
-    assert missing("tc") is None
+    # Without the emulator it is many times as fast; a starved measurer sees bursts, and pauses.
+    assert 0.0 < measured.mbits_per_s < 2.0 * 40.0
+    assert measured.round_trip_ms >= 20.0

@@ -10,8 +10,8 @@ import pytest
 import reproduce
 from hypothesis import given
 from hypothesis import strategies as st
-from reproduction import invariant, mixing, pairing, training
-from reproduction.parts import Effort, Estimate, fit_power_law
+from reproduction import invariant, mixing, pairing
+from reproduction.parts import Effort, fit_power_law
 
 from gossipdp.graph import build_graph
 from gossipdp_lab.simulate import Record, Trace
@@ -48,13 +48,6 @@ def test_the_standard_error_is_that_of_repeated_fits():
 def test_what_is_no_power_law_is_refused(x, y):
     with pytest.raises(ValueError, match="positive points at two or more x"):
         fit_power_law(x, y)
-
-
-def test_estimates():
-    assert Estimate.of([1.0, 3.0]) == pytest.approx((2.0, math.sqrt(2.0)))
-    assert Estimate.of([5.0]) == (5.0, 0.0)
-    assert Estimate.of([0.058, 0.060]).text == "0.059 ± 0.0014"
-    assert Estimate.of([12345.0, 12345.0]).text == "12,345"
 
 
 # Communications to agree
@@ -112,38 +105,6 @@ def test_consensus_rounds_end_where_they_must() -> None:
     assert mixing.consensus_rounds(complete, np.ones((6, 2))).tolist() == [0.0]
 
 
-# Training on rings
-
-
-def made_up_rings(ratio: float) -> training.Result:
-    """A2CiD2 over gossip at rate 2 is one half, but for uneven classes on the ring of 8."""
-    runs = []
-    for data, n in (("iid", 8), ("dirichlet", 8), ("iid", 64), ("dirichlet", 64), ("noise", 64)):
-        for method, rate in training.KINDS:
-            is_odd = (data, n) == ("dirichlet", 8)
-            late = (ratio if is_odd else 0.5) if method == "a2cid2" else 1.0
-            # A2CiD2 is behind in the first 2 of 4 intervals.
-            course = [1.0, 3.0, 3.0, late, late] if method == "a2cid2" else [1.0] * 5
-            runs.append(training.Run(data, "ring", n, method, rate, 0, 0.1, 0.9, late, course))
-    for graph in ("exponential", "complete"):
-        runs += [
-            training.Run(data, graph, 64, method, rate, 0, 0.1, 0.9, 1.0, [1.0] * 5)
-            for data in ("iid", "dirichlet")
-            for method, rate in training.GOSSIP_KINDS
-        ]
-    return training.Result(runs, training.Settings(), [0])
-
-
-def test_the_verdict_is_about_all_rings_and_the_whole_run():
-    worse = training.write(made_up_rings(1.2))[1]
-    assert "**not reproduced**; it holds on 3 of 4 rings" in worse
-    assert "uneven classes: 1.2 on the ring of 8, 0.5 on the ring of 64." in worse
-    assert "ring of 8, uneven classes:" not in worse
-    better = training.write(made_up_rings(0.9))[1]
-    assert "**reproduced**; it holds on 4 of 4 rings" in better
-    assert "stays ahead: ring of 8, same data: 75%; ring of 64, same data: 75%;" in better
-
-
 # Pairing and the invariant
 
 
@@ -165,15 +126,6 @@ def test_a_run_that_hardly_falls_has_a_decay_too():
     falling = [1.0, 0.5, 1e-3, *(1e-3 * math.exp(-0.6 * k) for k in range(1, 50))]
     assert pairing.decay(trace_falling(*falling)) == pytest.approx(0.3)
     assert pairing.late_comm_rate(trace_falling(*falling)) == pytest.approx(1.0)
-
-
-def test_slow_runs_of_fresh_are_found():
-    runs = [
-        pairing.Run("a2cid2", "torus", 16, policy, 1.5, False, seed, decay, decay, 1)
-        for policy, decays in (("fresh", (0.8, 0.1, 0.9)), ("available", (0.01, 0.01, 0.01)))
-        for seed, decay in enumerate(decays)
-    ]
-    assert pairing.Result(runs, 60.0, 16).slow_runs() == [runs[1]]
 
 
 def test_the_invariant_s_verdict_follows_from_the_runs():
@@ -284,18 +236,3 @@ def test_docs_take_no_figures_of_code_that_no_commit_has(tmp_path, monkeypatch, 
     assert reproduce.main(["--only", "invariant"]) == 2
     assert "src or benchmarks have changes that are not committed" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--only", "mixin"], "there is no section 'mixin'; choose among mixing"),
-        (["--processes", "0"], "number of processes is 0"),
-        (["--rewrite"], "not a stored result"),
-    ],
-)
-def test_what_cannot_be_is_refused(tmp_path, capsys, words, message):
-    (tmp_path / "figures").mkdir()
-    (tmp_path / "figures/reproduction-mixing.json").write_text("{}")
-    assert reproduce.main([*words, "--output", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err

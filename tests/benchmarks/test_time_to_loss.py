@@ -48,24 +48,19 @@ def plans(row: str, speeds: list[float], samples: int) -> list[RowPlan]:
     ]
 
 
-def test_the_ideal_time_is_that_of_the_speeds_together() -> None:
+def test_conditions() -> None:
     assert CONDITIONS["equal"].ideal_s(4, 100) == pytest.approx(4.0)
     slow = CONDITIONS["slow"]
     assert slow.speeds(4) == [1.0, 1.0, 0.25, 1.0]
     assert slow.ideal_s(4, 100) == pytest.approx(4.0 * 4 / 3.25)
     draw_s = slow.compute.begin(0)
     assert [draw_s(rank) for rank in range(4)] == pytest.approx([0.04, 0.04, 0.16, 0.04])
+    # A link is as slow for a small model as the real one for a million parameters.
+    hosts = CONDITIONS["gigabit"].hosts(4, 72_000)
+    assert hosts is not None
+    assert hosts.mbits_per_s == pytest.approx(0.072 * CONDITIONS["gigabit"].mbits_per_s)
+    assert slow.hosts(4, 72_000) is None
     assert set(ROWS) == set(CONDITIONS)
-
-
-def test_a_link_is_as_slow_for_a_small_model_as_the_real_one_for_a_million_parameters() -> None:
-    for name in ("gigabit", "slow_link"):
-        condition = CONDITIONS[name]
-        assert condition.mbits_per_s is not None
-        hosts = condition.hosts(4, 72_000)
-        assert hosts is not None
-        assert hosts.mbits_per_s == pytest.approx(0.072 * condition.mbits_per_s)
-    assert CONDITIONS["slow"].hosts(4, 72_000) is None
 
 
 @given(
@@ -83,15 +78,6 @@ def test_workers_that_wait_for_one_another_meet_equally_often(
     turns = max(one.own_steps for one in workers)  # at most: a turn has a step of each
     assert samples <= sum(trained) < samples + sum(trained) / max(1, turns // 16)
     assert [done / sum(trained) for done in trained] == pytest.approx([w.share for w in workers])
-
-
-def test_shares_follow_the_speeds() -> None:
-    speeds = CONDITIONS["slow"].speeds(4)
-    assert RowName.parse("ddp_by_speed").batch_sizes(8, speeds) == [10, 10, 2, 10]
-    assert RowName.parse("ddp").batch_sizes(8, speeds) == [8, 8, 8, 8]
-    assert RowName.parse("diloco_by_speed@16").periods(speeds) == [16, 16, 4, 16]
-    assert RowName.parse("diloco@16").periods(speeds) == [16] * 4
-    assert RowName.parse("gossip@4").gossip_options("ring")["comm_rate"] == 0.25
 
 
 def test_gradients_are_those_of_the_plain_model_and_come_when_a_device_would_have_them(
@@ -217,17 +203,14 @@ def test_every_row_has_a_learning_rate_and_those_given_go_first() -> None:
         ({"tables": ("slwo",)}, "there is no table 'slwo'"),
         ({"rows": "dpp"}, "there is no row 'dpp'"),
         ({"rates": "ddp"}, "write ROW=RATE"),
-        ({"rates": "dpp=1"}, "there is no row 'dpp'"),
-        ({"rates": "ddp=0"}, "must be a positive number"),
-        ({"rounds": 0}, "--rounds is 0"),
         ({"once": "dpp"}, "--once has dpp: no row"),
-        ({"steps": 3}, "--steps is 3"),
         ({"json": Path("figures.json")}, "one table"),
-        ({"tables": ("slow",), "json": Path("/nowhere/at/all.json")}, "does not exist"),
         ({"tables": ("gigabit",), "rows": "diloco_torchft@16"}, "loopback"),
     ],
 )
-def test_bad_input_is_told_before_anything_runs(changes: dict[str, object], message: str) -> None:
+def test_bad_input_is_refused_before_anything_runs(
+    changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         check(replace(TimeToLossBenchmark(), **changes))
 
@@ -235,7 +218,7 @@ def test_bad_input_is_told_before_anything_runs(changes: dict[str, object], mess
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("row", "samples", "words"),
-    [("ddp_bf16_by_speed", 160, 2.0), ("diloco_by_speed@8", 160, 0.8), ("gossip", 160, None)],
+    [("ddp_bf16_by_speed", 160, 2.0), ("gossip", 160, None)],
 )
 def test_a_timed_run_trains_the_budget_on_workers_of_unequal_speed(
     row: str, samples: int, words: float | None

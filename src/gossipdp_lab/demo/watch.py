@@ -453,7 +453,7 @@ def fault_line(result: dict[str, Any]) -> str:
         text += f"noticed after {min(times):.2f} to {max(times):.2f} s by {len(times)} of "
         text += f"{len(result['detected_s'])} others"
     else:
-        text += "nobody noticed"
+        text += "no worker noticed"
     if result["rejoined_s"] is not None:
         text += f", back after {result['rejoined_s']:.1f} s"
     return text

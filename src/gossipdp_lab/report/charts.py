@@ -257,8 +257,10 @@ def timeline(view: RunView) -> Drawing:
         spans = merged(view.spans(rank), MOST_SPANS if count <= MANY_WORKERS else MOST_SPANS // 3)
         label = str(rank) if index % every == 0 else ""
         rows.append({"y": top + row / 2 + 3, "label": label, "paths": _row(spans, x, top, row)})
-        told = [[x(one.start_s), x(one.end_s), duration(one.start_s), _told(one)] for one in spans]
-        shown.append({"top": top, "height": row, "worker": rank, "spans": told})
+        texts = [
+            [x(one.start_s), x(one.end_s), duration(one.start_s), _state_text(one)] for one in spans
+        ]
+        shown.append({"top": top, "height": row, "worker": rank, "spans": texts})
     flags = [
         {
             "x": x(event.time_s),
@@ -293,7 +295,7 @@ def _row(spans: Sequence[Span], x: Scale, top: float, row: float) -> dict[str, s
     return {state: path for state, path in paths.items() if path}
 
 
-def _told(span: Span) -> str:
+def _state_text(span: Span) -> str:
     shares = [(getattr(span, state), state) for state in (*STATES, "exchanging")]
     return ", ".join(f"{state} {share:.0%}" for share, state in shares if share >= 0.005)
 

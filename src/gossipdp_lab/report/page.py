@@ -37,7 +37,7 @@ SECTIONS = {
     "timeline": "Timeline",
     "loss": "Loss",
     "consensus": "How far apart the workers are",
-    "exchanges": "Who exchanged with whom",
+    "exchanges": "Exchanges by edge",
     "throughput": "Link throughput",
     "faults": "Faults",
     "plan": "The plan and the run",

@@ -11,8 +11,7 @@ Its course:
 
     ideal             Poisson edges, as the paper's, and instantaneous exchanges
     links             the real protocol over links                network, engine
-    rounds            lock-step: rounds of all workers, and what they cost over links
-    synchronous       all-reduce, D-PSGD, DiLoCo
+    synchronous       lock-step rounds of all workers: all-reduce, D-PSGD, DiLoCo
     population        x and c of all workers, a row each, and their gradient steps
     trace             the time series                      figures: pictures of it
     study             simulate(scenario, method) -> Trace; many runs; means over seeds

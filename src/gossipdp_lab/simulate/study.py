@@ -17,12 +17,12 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from gossipdp_lab.simulate.ideal import run_ideal
 from gossipdp_lab.simulate.links import run_links
-from gossipdp_lab.simulate.rounds import Rounds
 from gossipdp_lab.simulate.scenario import Scenario
 from gossipdp_lab.simulate.synchronous import (
     AllReduce,
     DiLoCo,
     Dpsgd,
+    Rounds,
     mixing_matrix,
     second_eigenvalue,
 )

@@ -1,8 +1,14 @@
-"""All-reduce and D-PSGD, which communicate at every step, and DiLoCo, which rarely does."""
+"""Lock-step on a virtual clock: all-reduce and D-PSGD at every step, DiLoCo rarely.
+
+They share :class:`Rounds`: a subclass gives the time at which each worker ends a round, from what
+it sends over the links, and changes the rows as the round does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import networkx as nx
@@ -13,10 +19,14 @@ from scipy import sparse
 
 from gossipdp.dynamics import update
 from gossipdp.dynamics.outer import OuterStep
-from gossipdp_lab.simulate.rounds import Rounds
+from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import Scenario
+from gossipdp_lab.simulate.trace import Recorder, Trace
 
 FloatArray = NDArray[np.float64]
+
+CLOCK_TOLERANCE = 1e-9
+"""Sums of step times may be off by this share: a round that ends when a record is due counts."""
 
 MAX_SPARSE_SHARE = 0.1
 """Matrices with more entries than this share are multiplied as dense ones, which is quicker."""
@@ -62,6 +72,129 @@ def quick_to_multiply(matrix: FloatArray) -> Any:
     """Return the matrix, sparse if that is quicker, for products with rows of shape (n, d)."""
     is_sparse = np.count_nonzero(matrix) <= MAX_SPARSE_SHARE * matrix.size
     return sparse.csr_array(matrix) if is_sparse else matrix
+
+
+class Rounds(ABC):
+    """Round after round of all workers; the clock is a list of the times at which each ended one.
+
+    Attributes:
+        number: of the round under way, from 1.
+        starts_alike: whether all workers start from rank 0's row.
+    """
+
+    starts_alike: ClassVar[bool] = True
+
+    def __init__(
+        self, scenario: Scenario, method: str, on_progress: Callable[[float], None]
+    ) -> None:
+        self.scenario = scenario
+        self.ranks = range(scenario.num_workers)
+        self.training = Training.of(scenario, momentum=False, starts_alike=self.starts_alike)
+        self.population = self.training.population
+        self.recorder = Recorder(scenario, method, self.training, on_progress)
+        self.number = 1
+        row = self.population.x[0]
+        model_bytes = scenario.model_bytes or float(row.numel() * row.element_size())
+        self._draw_transfer_s = scenario.links.begin(scenario.seed, model_bytes)
+        self._used: list[tuple[int, int]] = []
+        """The edges of this round, each once for every time that it is used."""
+        self._models_sent = 0.0
+        """By all workers in this round."""
+
+    def run(self) -> Trace:
+        """Simulate all rounds of the scenario."""
+        draw_step_s = self.scenario.compute_time.begin(self.scenario.seed)
+        recorder, num_workers, trace = self.recorder, len(self.ranks), self.recorder.trace
+        worker_exchanges = np.zeros(num_workers, dtype=np.int64)
+        now_s, idle_s, num_exchanges, goes_on = [0.0] * num_workers, 0.0, 0, True
+        while True:
+            computed_s = [begun_s + draw_step_s(rank) for rank, begun_s in enumerate(now_s)]
+            for rank in self.ranks:
+                recorder.interval(rank, "computing", now_s[rank], computed_s[rank])
+            self._used, self._models_sent = [], 0.0
+            ended_s = self.communicate(computed_s)
+            num_rounds = self.number - 1
+            while goes_on and recorder.next_s < max(ended_s) * (1 - CLOCK_TOLERANCE):
+                total_s = math.fsum(now_s)
+                goes_on = recorder.record(
+                    exchanges=num_exchanges,
+                    gradient_steps=num_rounds * num_workers,
+                    idle_share=idle_s / total_s if total_s else 0.0,
+                )
+            if not goes_on:
+                break
+            if self.training.source is None:
+                self.agree()
+            else:
+                self.step(self.training.factor(max(now_s)))
+            idle_s += math.fsum(ended_s) - math.fsum(computed_s)
+            num_exchanges += len(self._used)
+            trace.models_sent += self._models_sent
+            used = np.array(self._used, dtype=np.int64).ravel()
+            worker_exchanges += np.bincount(used, minlength=num_workers)
+            self.number, now_s = self.number + 1, ended_s
+        trace.worker_steps = [num_rounds] * num_workers
+        trace.worker_exchanges = worker_exchanges.tolist()
+        trace.num_events = num_rounds * num_workers + num_exchanges
+        return trace
+
+    @abstractmethod
+    def communicate(self, computed_s: list[float]) -> list[float]:
+        """Return the time at which each worker ends the round, from that of its gradient."""
+
+    @abstractmethod
+    def step(self, factor: float) -> None:
+        """Change the rows as a round with gradients does."""
+
+    @abstractmethod
+    def agree(self) -> None:
+        """Change the rows as a round without gradients does."""
+
+    # --- what communication takes ----------------------------------------------------------
+
+    def all_reduced(self, computed_s: Sequence[float], models: float = 1.0) -> list[float]:
+        """Return the times at which a ring all-reduce ends; all wait for the slowest to compute.
+
+        Over the ring 0, 1, .., n-1, 0 it takes 2 (n - 1) / n * models * model_bytes / bytes_per_s +
+        2 (n - 1) latency_s, of the slowest link (Patarasuk, Yuan 2009).
+        """
+        num_workers = len(self.ranks)
+        edges = [(rank, rank + 1) for rank in self.ranks[:-1]]
+        if num_workers > 2:
+            edges.append((num_workers - 1, 0))
+        hops, slowest_s = 2 * (num_workers - 1), 0.0
+        for i, j in edges:
+            share_s = hops / num_workers * models * self._draw_transfer_s(i, j)
+            slowest_s = max(slowest_s, share_s + hops * self.scenario.links.latency_s(i, j))
+        self._used += edges
+        self._models_sent += hops * models
+        all_computed_s = max(computed_s)
+        end_s = all_computed_s + slowest_s
+        for rank, computed in enumerate(computed_s):
+            self.recorder.interval(rank, "waiting", computed, all_computed_s)
+            self.recorder.interval(rank, "exchanging", all_computed_s, end_s)
+        return [end_s] * len(computed_s)
+
+    def sent_to(self, ready_s: Sequence[float], peers: Sequence[Sequence[int]]) -> list[float]:
+        """Return the times at which each has sent to its peers and received what they sent.
+
+        One network card serves all peers side by side, so that sending takes the sum over them of
+        model_bytes / bytes_per_s, then latency_s to each.
+        """
+        latency_s, interval = self.scenario.links.latency_s, self.recorder.interval
+        sent_s = [
+            ready_s[rank] + sum(self._draw_transfer_s(rank, peer) for peer in peers[rank])
+            for rank in self.ranks
+        ]
+        ended_s = []
+        for rank in self.ranks:
+            arrivals_s = [sent_s[peer] + latency_s(peer, rank) for peer in peers[rank]]
+            ended_s.append(max(sent_s[rank], *arrivals_s) if arrivals_s else sent_s[rank])
+            interval(rank, "exchanging", ready_s[rank], sent_s[rank])
+            interval(rank, "waiting", sent_s[rank], ended_s[rank])
+            self._used += [(rank, peer) for peer in peers[rank] if rank < peer]
+            self._models_sent += len(peers[rank])
+        return ended_s
 
 
 class AllReduce(Rounds):

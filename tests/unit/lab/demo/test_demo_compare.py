@@ -14,7 +14,7 @@ from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 FASTER = Verdict("a2cid2", (2, 4.0), 48_000, 40.0, 16.0, 2.6, 2.61)
 
 
-def test_what_was_gained_in_one_sentence() -> None:
+def test_the_verdict_in_one_sentence() -> None:
     assert str(FASTER) == (
         "While worker 2 was 4 times slower, a2cid2 took 16.0 s and all-reduce 40.0 s for the same "
         "48,000 samples, so a2cid2 was 2.5 times as fast, and both models are as good: 2.610 and "
@@ -28,11 +28,8 @@ def test_what_was_gained_in_one_sentence() -> None:
         ({"gossip_loss": 2.73}, "2.5 times as fast, but its model is 5.0% worse: 2.730 and 2.600"),
         ({"gossip_loss": 2.47}, "2.5 times as fast, and its model is 5.0% better: 2.470"),
         ({"allreduce_s": 16.4}, "a2cid2 was not faster, but both models are as good"),
-        ({"allreduce_s": 16.4, "gossip_loss": 2.73}, "not faster, and its model is 5.0% worse"),
         ({"allreduce_s": 16.4, "gossip_loss": 2.47}, "not faster, but its model is 5.0% better"),
-        ({"allreduce_s": 8.0}, "a2cid2 was slower, but both models are as good"),
         ({"allreduce_s": 8.0, "gossip_loss": 2.73}, "slower, and its model is 5.0% worse"),
-        ({"method": "gossip"}, "gossip took 16.0 s and all-reduce 40.0 s for"),
         ({"slow_worker": (0, 2.5)}, "While worker 0 was 2.5 times slower, a2cid2 took"),
     ],
 )
@@ -41,7 +38,7 @@ def test_the_words_follow_from_the_figures(figures: dict[str, Any], words: str) 
 
 
 @pytest.mark.parametrize("share", [-1, 1])
-def test_where_a_model_is_as_good_ends(share: int) -> None:
+def test_the_limit_of_a_model_that_is_as_good(share: int) -> None:
     at = replace(FASTER, gossip_loss=FASTER.allreduce_loss * (1 + share * 0.999 * AS_GOOD))
     beyond = replace(FASTER, gossip_loss=FASTER.allreduce_loss * (1 + share * 1.001 * AS_GOOD))
     assert "as good" in str(at)

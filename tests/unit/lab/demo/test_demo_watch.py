@@ -1,6 +1,4 @@
 import io
-import math
-import os
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -39,10 +37,6 @@ def test_faults_are_read_in_order_of_time() -> None:
         Fault(3, "kill", 9.0),
     )
     assert parse() == ()
-
-
-def test_all_but_one_may_die() -> None:
-    assert len(parse("0@1,1@1,2@1")) == 3
 
 
 def test_the_run_is_longer_than_its_faults_and_what_they_bring() -> None:
@@ -122,7 +116,7 @@ def test_a_stopped_worker_goes_on_after_its_time() -> None:
     assert scene.missed() == [None]
 
 
-def test_whoever_is_stopped_at_the_end_goes_on_too() -> None:
+def test_a_worker_that_is_stopped_at_the_end_goes_on_too() -> None:
     scene = Scene(Fault(1, "stop", 2.0, 60.0))
     scene.begin_all()
     scene.poll(102.0)
@@ -130,7 +124,7 @@ def test_whoever_is_stopped_at_the_end_goes_on_too() -> None:
     assert scene.sent[1:] == [(1001, signal.SIGCONT)]
 
 
-def test_faults_that_did_not_happen_are_told() -> None:
+def test_faults_that_did_not_happen_say_why() -> None:
     scene = Scene(
         Fault(0, "kill", 1.0), Fault(1, "kill", 1.0), Fault(2, "kill", 1.0), Fault(2, "stop", 9.0)
     )
@@ -138,13 +132,13 @@ def test_faults_that_did_not_happen_are_told() -> None:
     scene.workers[0].take(EndRecord(1.0, 1, 1, 0.0))
     scene.gone.add(1001)
     scene.poll(102.0)
-    # A process that has ended may still take a signal, which kills nobody.
+    # A process that has ended may still take a signal, which kills no other.
     assert scene.sent == [(1002, signal.SIGKILL)]
     ended = "the worker had ended by then"
     assert scene.missed() == [ended, ended, ended, "the run had ended by then"]
 
 
-def test_a_death_that_nobody_asked_for_is_a_failure() -> None:
+def test_an_unplanned_death_is_a_failure() -> None:
     scene = Scene(Fault(0, "kill", 1.0), Fault(1, "kill", 5.0))
     scene.begin_all()
     scene.poll(101.0)
@@ -189,7 +183,7 @@ def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path: Pat
     ]
 
 
-def test_who_was_away_need_not_notice(tmp_path: Path) -> None:
+def test_workers_that_were_away_need_not_notice(tmp_path: Path) -> None:
     scene = Scene(Fault(2, "stop", 5.0, 8.0), Fault(0, "kill", 6.0))
     scene.begin_all()
     scene.poll(105.0)
@@ -203,26 +197,6 @@ def test_who_was_away_need_not_notice(tmp_path: Path) -> None:
     assert stop["detected_s"] == {"1": 5.5}
     assert kill["detected_s"] == {"1": 0.1}
     assert stop["rejoined_s"] is kill["rejoined_s"] is None
-
-
-def test_a_fault_that_did_not_happen_says_why(tmp_path: Path) -> None:
-    scene = Scene(Fault(0, "kill", 5.0))
-    write_log(tmp_path, 0, 100.0)
-    assert results_of(scene, tmp_path) == [
-        {
-            "rank": 0,
-            "kind": "kill",
-            "at_s": 5.0,
-            "detected_s": {},
-            "rejoined_s": None,
-            "missed": "the run had ended by then",
-        }
-    ]
-
-
-def test_the_signals_are_sent_by_os_kill_unless_said_otherwise() -> None:
-    assert FaultInjector((), ())._send is os.kill
-    assert FaultInjector((), [WorkerProgress(began_s=math.pi)]).first_step_s == math.pi
 
 
 # The view.

@@ -110,13 +110,13 @@ def test_cut_links_cost_what_was_in_flight_and_no_more() -> None:
         lost_at_messages=range(60, 20_000, 19),
         keeps_exchanges=True,
     )
-    network.engine.run(until=300.0)
+    network.engine.run(until=150.0)
     outcomes = [
         {end.outcome for end in record.ends.values()} for record in network.exchanges.values()
     ]
     num_torn = outcomes.count({"finished", "stopped"})
-    assert network.num_exchanges > 50
-    assert num_torn >= 10
+    assert network.num_exchanges > 25
+    assert num_torn >= 4
     assert rows.num_torn == num_torn
     rows.settle_drift()
     assert population.drift() == pytest.approx(float(rows.torn.norm()) / 6, rel=1e-9)

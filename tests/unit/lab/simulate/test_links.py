@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -41,7 +40,7 @@ def run(scenario: Scenario, method: str = "a2cid2") -> Trace:
 
 @pytest.mark.parametrize(
     ("method", "scenario"),
-    [("a2cid2", TRAINING), ("gossip", SMALL), ("none", TRAINING), ("released", SMALL)],
+    [("a2cid2", TRAINING), ("gossip", SMALL), ("released", SMALL)],
 )
 def test_same_seed_same_digest(method: str, scenario: Scenario) -> None:
     busy = replace(
@@ -58,9 +57,7 @@ def test_same_seed_same_digest(method: str, scenario: Scenario) -> None:
     ("scenario", "graph", "links"),
     [
         (SMALL, "ring", QUICK),
-        (TRAINING, "star", QUICK),
-        (TRAINING, "ring", LinkModel(Link(0.08, bytes_per_s=1e3), jitter=0.8)),
-        (SMALL, "star", LinkModel(Link(0.08, bytes_per_s=1e3), jitter=0.8)),
+        (TRAINING, "star", LinkModel(Link(0.08, bytes_per_s=1e3), jitter=0.8)),
         (TRAINING, "star", LinkModel(durations_s=[0.02, 0.3])),
     ],
 )
@@ -85,7 +82,7 @@ def test_gossip_has_no_momentum_and_none_no_exchanges() -> None:
     assert np.ptp(none.column("consensus_distance")) == 0
 
 
-def test_what_the_trace_holds() -> None:
+def test_the_trace_of_a_run() -> None:
     trace = run(SMALL)
     last = trace.records[-1]
     assert len(trace.records) == SMALL.num_records + 1
@@ -109,7 +106,7 @@ def test_what_the_trace_holds() -> None:
     assert len({round(interval.end_s % 0.1, 6) for interval in computing}) == 8  # not in step
 
 
-def test_a_run_ends_where_it_is_told() -> None:
+def test_a_run_ends_below_the_asked_consensus_distance() -> None:
     shares: list[float] = []
     scenario = replace(SMALL, num_steps=200, num_records=100, stop_below=1e-3)
     trace = run_links(scenario, "a2cid2", shares.append)
@@ -119,52 +116,21 @@ def test_a_run_ends_where_it_is_told() -> None:
     assert shares[-1] == 1.0
 
 
-def test_the_unit_of_time_has_no_effect() -> None:
-    # Powers of two, so that even rounding is the same.
-    short, long = (
-        run(
-            replace(
-                SMALL,
-                compute_time=ConstantTime(0.125 * unit),
-                links=LinkModel(Link(0.0078125 * unit, bytes_per_s=1024 / unit)),
-            )
-        )
-        for unit in (1, 128)
-    )
-    assert np.array_equal(
-        short.column("consensus_distance"), long.column("consensus_distance"), equal_nan=True
-    )
-    assert short.num_messages == long.num_messages
-
-
 def test_a_transfer_longer_than_the_time_out_is_no_silence() -> None:
     # The time-out is 50 steps; an exchange takes 200.
     links = LinkModel(Link(1e-4, bytes_per_s=1.0))
-    scenario = replace(SMALL, model_bytes=20.0, links=links, num_steps=3000)
+    scenario = replace(SMALL, num_workers=4, model_bytes=20.0, links=links, num_steps=1500)
     trace = run(scenario)
-    assert trace.records[-1].exchanges >= 4 * (3000 / 200 - 5)
+    assert trace.records[-1].exchanges >= 2 * (1500 / 200 - 4)
     assert trace.column("drift").max() < 1e-12
     exchanging = [one for one in trace.intervals if one.activity == "exchanging"]
     assert min(one.end_s - one.start_s for one in exchanging) > 19.9  # none was given up
 
 
-def test_a_slow_link_takes_part_less() -> None:
-    slow = {(3, 4): Link(1e-4, bytes_per_s=10.0)}
-    links = LinkModel(Link(1e-4, bytes_per_s=1e6), overrides=slow)
-    trace = run(replace(SMALL, links=links, num_steps=200))
-    long = [
-        one.rank
-        for one in trace.intervals
-        if one.activity == "exchanging" and one.end_s - one.start_s > 1.0
-    ]
-    assert set(long) == {3, 4}
-    assert trace.worker_exchanges[3] < 0.7 * trace.worker_exchanges[0]
-
-
 def test_a_slow_worker_asks_seldom_and_answers() -> None:
-    scenario = replace(SMALL, compute_time=SlowedTime(ConstantTime(0.1), {2: 5.0}), num_steps=300)
+    scenario = replace(SMALL, compute_time=SlowedTime(ConstantTime(0.1), {2: 5.0}), num_steps=200)
     trace = run(scenario)
-    assert trace.worker_steps[2] == pytest.approx(60, abs=1)
+    assert trace.worker_steps[2] == pytest.approx(40, abs=1)
     assert trace.worker_requests[2] < 0.4 * trace.worker_requests[6]
     assert trace.worker_exchanges[2] - trace.worker_requests[2] > 2 * trace.worker_requests[2]
 
@@ -179,18 +145,6 @@ def test_measured_durations_are_how_long_exchanges_take() -> None:
     assert np.mean(lengths_s) == pytest.approx(0.055, abs=0.005)
 
 
-def test_jitter_changes_when_exchanges_end() -> None:
-    links = LinkModel(Link(1e-4, bytes_per_s=1e3))
-    lengths = {}
-    for jitter in (0.0, 0.5):
-        trace = run(replace(SMALL, links=replace(links, jitter=jitter)))
-        lengths[jitter] = np.array(
-            [one.end_s - one.start_s for one in trace.intervals if one.activity == "exchanging"]
-        )
-    assert lengths[0.0].std() < 1e-3
-    assert lengths[0.5].std() > 0.2 * lengths[0.5].mean()
-
-
 def test_bytes_of_a_row_unless_said_otherwise() -> None:
     links = LinkModel(Link(1e-4, bytes_per_s=1e3))
     rows = run(replace(SMALL, links=links))
@@ -199,48 +153,23 @@ def test_bytes_of_a_row_unless_said_otherwise() -> None:
     assert rows.digest() == said.digest() != other.digest()
 
 
-@pytest.mark.parametrize("factors", [{"eta_factor": 0.25}, {"alpha_tilde_factor": 2.0}])
-def test_factors_change_what_a2cid2_does_and_not_whom_it_meets(factors: dict[str, float]) -> None:
-    plain, changed = run(SMALL), run(replace(SMALL, **factors))  # type: ignore[arg-type]
-    assert plain.intervals == changed.intervals
-    assert plain.column("consensus_distance")[-1] != changed.column("consensus_distance")[-1]
-    assert changed.column("drift").max() < 1e-12
-
-
 def test_without_the_excess_of_alpha_tilde_it_is_gossip() -> None:
     unaccelerated = run(replace(SMALL, alpha_tilde_factor=0.0), "a2cid2")
     gossip = run(SMALL, "gossip")
     assert np.allclose(
         unaccelerated.column("consensus_distance"), gossip.column("consensus_distance"), rtol=1e-12
     )
-
-
-def test_the_comm_rate_does_not_change_the_decay_per_exchange() -> None:
-    decays = [
-        run(
-            replace(SMALL, num_workers=16, comm_rate=comm_rate, num_steps=150 / comm_rate)
-        ).decay_per_exchange()
-        for comm_rate in (0.25, 1.0, 4.0)
-    ]
-    assert max(decays) < 1.15 * min(decays)
-
-
-def test_a_learning_rate_that_decays_goes_by_the_time_of_the_run() -> None:
-    scenario = replace(TRAINING, learning_rate_decay=True)
-    constant, decaying = run(TRAINING, "none"), run(scenario, "none")
-    assert decaying.records[-1].loss != constant.records[-1].loss
-    assert math.isfinite(decaying.records[-1].loss)
+    # The factors change the arithmetic alone, not who meets whom.
+    plain, tuned = run(SMALL), run(replace(SMALL, eta_factor=0.25))
+    assert plain.intervals == tuned.intervals
+    assert plain.column("consensus_distance")[-1] != tuned.column("consensus_distance")[-1]
 
 
 def test_gradients_bring_the_workers_to_the_optimum() -> None:
     trace = run(replace(TRAINING, num_steps=120))
     assert trace.records[-1].loss < 0.1 * trace.records[0].loss
+    decaying = run(replace(TRAINING, num_steps=120, learning_rate_decay=True))
+    assert trace.records[-1].loss != decaying.records[-1].loss < 0.5 * trace.records[0].loss
     # Training steps do not wait for exchanges, however long these take.
     slow = run(replace(TRAINING, links=LinkModel(Link(1e-4, bytes_per_s=10.0))))
     assert slow.worker_steps == [40] * 8
-
-
-def test_one_worker_trains_alone() -> None:
-    trace = run(replace(TRAINING, graph="path", num_workers=1))
-    assert trace.records[-1].exchanges == 0
-    assert trace.worker_steps == [40]

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 from gossipdp_lab.simulate.module_objective import ModuleObjective, RowLayout, digits_objective
 from gossipdp_lab.simulate.objectives import Evaluation, Gradients
-from gossipdp_lab.simulate.optimizers import Sgd
-from gossipdp_lab.simulate.scenario import ConstantTime, Scenario
-from gossipdp_lab.simulate.study import simulate
 
 Batch = tuple[Tensor, Tensor]
 
@@ -195,7 +192,7 @@ def test_batches_of_dicts_and_lists(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.equal(other.gradients([0, 1, 2], x).values, usual.gradients([0, 1, 2], x).values)
 
 
-def test_what_cannot_be_simulated_is_an_error() -> None:
+def test_modules_that_cannot_be_simulated_are_refused() -> None:
     with pytest.raises(ValueError, match="no trainable parameter"):
         objective(nn.Tanh).begin(2, 0)
     with pytest.raises(ValueError, match=r"2 dtypes \(torch\.float32, torch\.float64\)"):
@@ -218,31 +215,6 @@ def test_batches_that_end_are_an_error() -> None:
         source.gradients([1], source.start[:1])
     with pytest.raises(ValueError, match="the batches of rank 1 have come to an end"):
         source.gradients([1], source.start[:1])
-
-
-def test_an_error_of_the_model_itself_is_its_own() -> None:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        raise RuntimeError("of the user's own")
-
-    with pytest.raises(RuntimeError, match="of the user's own"):
-        ModuleObjective(Normalised, loss, Batches).begin(2, 0)
-
-
-def test_digits_are_learnt() -> None:
-    scenario = Scenario(
-        num_workers=4,
-        objective=digits_objective(),
-        optimizer=Sgd(0.1, momentum=0.9),
-        compute_time=ConstantTime(1.0),
-        num_steps=100,
-        num_records=4,
-    )
-    trace = simulate(scenario, "allreduce")
-    loss, accuracy = trace.column("loss"), trace.column("metric")
-    assert loss[0] == pytest.approx(2.3, abs=0.1)
-    assert loss[-1] < 0.15
-    assert trace.records[-1].batch_loss == pytest.approx(loss[-2:].mean(), abs=0.1)
-    assert accuracy[-1] > 0.93
 
 
 def test_images_of_a_dirichlet_distribution_pull_workers_apart() -> None:

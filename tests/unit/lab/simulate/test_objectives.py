@@ -1,4 +1,4 @@
-"""Consensus and quadratic: what they are, and where their runs start."""
+"""Consensus and quadratic: their gradients, noise and drift, and where their runs start."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def test_eigenvalues_are_spaced_evenly_in_their_logarithms() -> None:
     source = Quadratic(dimension=5, mu=0.01, smoothness=1.0).begin(3, 0)
     assert source.eigenvalues.tolist() == pytest.approx([0.01, 10**-1.5, 0.1, 10**-0.5, 1.0])
     assert Quadratic(mu=0, smoothness=0).begin(3, 0).eigenvalues.abs().max() == 0
+    assert Quadratic(heterogeneity=1.0).begin(1, 0).drifts.abs().max() == 0
     assert source.start.dtype == torch.float64
     assert source.start.shape == (3, 5)
 
@@ -66,7 +67,7 @@ def test_noise_has_its_variance_and_each_rank_its_own() -> None:
     assert abs(correlation) < 5 / (2000 * 50) ** 0.5
 
 
-def test_what_a_rank_finds_does_not_depend_on_whom_it_is_asked_with() -> None:
+def test_gradients_of_a_rank_do_not_depend_on_the_others() -> None:
     objective = Quadratic(30, heterogeneity=1.0)
     together, apart = objective.begin(4, 7), objective.begin(4, 7)
     x = torch.ones(4, 30, dtype=torch.float64)
@@ -95,7 +96,7 @@ def test_all_reduce_reaches_the_optimum_and_its_noise_floor() -> None:
 
 
 def settled(num_workers: int, objective: Quadratic, num_steps: float) -> float:
-    """The consensus distance of plain gossip in the second half of a run at learning rate one."""
+    """Return the late consensus distance of plain gossip at learning rate one."""
     scenario = Scenario(
         num_workers=num_workers,
         objective=objective,
@@ -130,16 +131,6 @@ def test_drift_alone_leaves_gossip_at_its_equilibrium() -> None:
     expected = np.trace(moments.reshape(8, 8)) / 8
     assert expected > 1.05 * (mean**2).sum() / 8
     assert settled(8, drift, 1500) == pytest.approx(expected, rel=0.05)
-
-
-def test_arguments_are_checked() -> None:
-    for arguments in ({"dimension": 0}, {"noise_variance": -1.0}, {"mu": 2.0}, {"mu": 0.0}):
-        with pytest.raises(ValueError, match=f"{next(iter(arguments))} is"):
-            Quadratic(**arguments)  # type: ignore[arg-type]
-
-
-def test_one_worker_alone_has_no_drift() -> None:
-    assert Quadratic(heterogeneity=1.0).begin(1, 0).drifts.abs().max() == 0
 
 
 @pytest.mark.parametrize(

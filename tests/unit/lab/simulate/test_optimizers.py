@@ -31,11 +31,8 @@ def torch_optimizer(settings: RowOptimizer, row: Tensor) -> torch.optim.Optimize
 
 SETTINGS = [
     Sgd(0.1),
-    Sgd(0.1, momentum=0.9),
     Sgd(0.05, momentum=0.8, weight_decay=0.1),
-    AdamW(),
     AdamW(0.01, betas=(0.8, 0.95), epsilon=1e-4, weight_decay=0.3),
-    AdamW(weight_decay=0.0),
 ]
 
 
@@ -83,12 +80,3 @@ def test_nothing_that_was_passed_is_changed() -> None:
         assert torch.equal(x, torch.ones(2, 3))
         assert torch.equal(gradients, torch.ones(2, 3))
         assert torch.equal(first, kept)
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"momentum is 1\.0; it must be at least 0 and below 1"):
-        Sgd(momentum=1.0)
-    with pytest.raises(ValueError, match=r"learning_rate is -0\.1"):
-        AdamW(learning_rate=-0.1)
-    with pytest.raises(ValueError, match=r"beta is 1\.5"):
-        AdamW(betas=(0.9, 1.5))

@@ -1,4 +1,4 @@
-"""The outer step and exchanged moments of asynchronous workers."""
+"""DiLoCo by closed forms, and the outer step and moments of asynchronous workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,89 @@ from gossipdp.graph.topology import build_graph
 from gossipdp_lab.simulate.ideal import PoissonEdges
 from gossipdp_lab.simulate.objectives import Quadratic
 from gossipdp_lab.simulate.optimizers import AdamW, Sgd
-from gossipdp_lab.simulate.population import Population, Training
+from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import ConstantTime, Fidelity, Link, LinkModel, Scenario
 from gossipdp_lab.simulate.study import simulate
 from gossipdp_lab.simulate.synchronous import DiLoCo
+
+QUIET = Quadratic(dimension=6, mu=0.5, smoothness=2.0, noise_variance=0.0, heterogeneity=4.0)
+RATE = 0.1
+SCENARIO = Scenario(
+    num_workers=4,
+    objective=QUIET,
+    optimizer=Sgd(RATE),
+    compute_time=ConstantTime(1.0),
+    links=LinkModel(Link(latency_s=0.0)),
+    num_steps=13,
+    num_records=13,
+    sync_every=4,
+)
+NOISY_ROUNDS = replace(SCENARIO, objective=replace(QUIET, noise_variance=1.0))
+AVERAGE = OuterStep(momentum=0.0, lr=1.0)
+
+
+def loss_of(mean: np.ndarray) -> float:
+    source = QUIET.begin(4, 0)
+    away = mean - source.optimum.numpy()
+    return float(0.5 * (away * source.eigenvalues.numpy() * away).sum())
+
+
+@pytest.mark.parametrize("outer", [None, OuterStep(0.5, 0.8)])
+def test_diloco_takes_nesterov_s_step_on_the_mean_of_what_workers_did(
+    outer: OuterStep | None,
+) -> None:
+    trace = simulate(replace(SCENARIO, outer=outer), "diloco")
+    momentum, lr = (0.9, 0.7) if outer is None else (0.5, 0.8)
+    source = QUIET.begin(4, 0)
+    a, optimum = source.eigenvalues.numpy(), source.optimum.numpy()
+    base, m = np.zeros(6), np.zeros(6)
+    expected = []
+    for _ in range(3):
+        mean = base.copy()  # all curve alike, so that the mean row follows the mean gradient
+        for _ in range(4):
+            expected.append(loss_of(mean))
+            mean -= RATE * a * (mean - optimum)
+        g = mean - base
+        m = momentum * m + g
+        base = base + lr * (g + momentum * m)
+    expected.append(loss_of(base))
+    assert trace.column("loss")[:13] == pytest.approx(expected)
+    distances = trace.column("consensus_distance")
+    assert (distances[[0, 4, 8, 12]] < 1e-25).all()
+    assert (distances[[3, 7, 11]] > 1e-3).all()
+    # Three all-reduces of one model, over the ring of four.
+    assert trace.models_sent == 3 * 2 * 3
+    assert trace.column("exchanges")[12] == 12
+    assert trace.column("drift").max() < 1e-12
+
+
+def test_averaging_at_every_step_is_data_parallel_training() -> None:
+    """Under plain SGD the mean of the rows' steps is the step of the mean gradient."""
+    every_step = replace(NOISY_ROUNDS, sync_every=1, outer=AVERAGE)
+    expected, trace = simulate(every_step, "allreduce"), simulate(every_step, "diloco")
+    np.testing.assert_allclose(trace.column("loss"), expected.column("loss"), rtol=1e-9)
+    assert trace.column("consensus_distance").max() < 1e-25
+    assert trace.models_per_step == pytest.approx(expected.models_per_step)
+
+
+def test_diloco_averages_the_moments_that_were_asked_for() -> None:
+    moments = {"exp_avg_sq": 2}
+    scenario = replace(NOISY_ROUNDS, optimizer=AdamW(0.01), exchange_moments=moments, num_steps=8.5)
+    rounds = DiLoCo(scenario, "diloco", lambda share: None)
+    trace = rounds.run()
+    assert trace.worker_steps == [8] * 4
+    assert trace.models_sent == (2 + 1) * 2 * 3
+    spread = {name: float(rows.std(dim=0).max()) for name, rows in rounds.training.state.items()}
+    assert spread["exp_avg"] > 1e-3
+    assert spread["exp_avg_sq"] == 0.0
+
+
+def test_methods_and_moments_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="consensus has none: choose another objective"):
+        simulate(Scenario(), "diloco")
+    with pytest.raises(ValueError, match="which the optimizer does not keep; choose among none"):
+        simulate(replace(SCENARIO, exchange_moments={"exp_avg_sq": 1}), "gossip")
+
 
 NOISY = Quadratic(dimension=6, mu=0.5, smoothness=2.0, noise_variance=1.0, heterogeneity=4.0)
 OUTER = OuterStep(0.7, 0.9, 1)
@@ -28,40 +107,11 @@ def begin(num_workers: int, *, momentum: bool = False, outer: OuterStep | None =
     return Training.of(scenario, momentum=momentum, outer=outer)
 
 
-@pytest.mark.parametrize("num_workers", [2, 8])
-def test_in_lock_step_on_a_complete_graph_it_is_diloco(num_workers: int) -> None:
-    """Let all take H steps, then their outer steps, then average all with all by pairs."""
-    scenario = Scenario(
-        num_workers=num_workers,
-        objective=NOISY,
-        optimizer=AdamW(0.05),
-        compute_time=ConstantTime(1.0),
-        links=LinkModel(Link(latency_s=0.0)),
-        num_steps=20.5,
-        sync_every=4,
-        outer=OUTER,
-    )
-    diloco = DiLoCo(scenario, "diloco", lambda share: None)
-    diloco.run()
-    training = begin(num_workers)
-    population = training.population
-    for step in range(1, 21):
-        for rank in range(num_workers):
-            training.start_step(rank, 0.0)
-        for rank in range(num_workers):
-            training.end_step(rank)
-        if step % 4 == 0:
-            for rank in range(num_workers):
-                population.outer_step(rank)
-            distance = 1
-            while distance < num_workers:  # hypercube: after it all are at the mean
-                sent = population.x.clone()
-                for rank in range(num_workers):
-                    population.apply(rank, sent[rank], sent[rank ^ distance], 0.5)
-                distance *= 2
-    torch.testing.assert_close(population.x, diloco.population.x, rtol=1e-12, atol=1e-13)
-    assert population.consensus_distance() < 1e-25
-    assert population.drift() < 1e-12
+def pair(training: Training) -> PoissonEdges:
+    """Return the edge of two workers, which averages their rows."""
+    constants = Constants.of(build_graph("complete", 2))
+    rates = {"unit_s": 1.0, "eta": 0.0, "alpha_tilde": 0.5}
+    return PoissonEdges(constants, training, **rates, is_released=False, seed=0)
 
 
 def test_ideal_exchanges_of_two_in_lock_step_are_diloco() -> None:
@@ -78,15 +128,7 @@ def test_ideal_exchanges_of_two_in_lock_step_are_diloco() -> None:
     diloco = DiLoCo(scenario, "diloco", lambda share: None)
     diloco.run()
     training = begin(2)
-    edges = PoissonEdges(
-        Constants.of(build_graph("complete", 2)),
-        training,
-        unit_s=1.0,
-        eta=0.0,
-        alpha_tilde=0.5,
-        is_released=False,
-        seed=0,
-    )
+    edges = pair(training)
     for step in range(1, 21):
         for rank in range(2):
             training.start_step(rank, 0.0)
@@ -98,7 +140,7 @@ def test_ideal_exchanges_of_two_in_lock_step_are_diloco() -> None:
     assert edges.models_sent == 10
 
 
-def test_what_flow_and_exchanges_bring_is_no_step_of_the_optimizer() -> None:
+def test_changes_by_flow_and_exchanges_are_no_step_of_the_optimizer() -> None:
     training = begin(4, momentum=True)
     population, generator = training.population, torch.Generator().manual_seed(1)
     population.x.normal_(generator=generator)
@@ -149,16 +191,16 @@ def test_moments_are_averaged_and_their_bytes_count(fidelity: Fidelity) -> None:
             objective=NOISY,
             optimizer=AdamW(0.05),
             fidelity=fidelity,
-            num_steps=100,
-            num_records=8,
+            num_steps=40,
+            num_records=4,
             exchange_moments={} if every is None else {"exp_avg_sq": every},
         )
         return simulate(scenario, "gossip")
 
     plain, each, fourth = run(None), run(1), run(4)
-    assert plain.models_sent == sum(plain.worker_exchanges) > 500
+    assert plain.models_sent == sum(plain.worker_exchanges) > 200
     assert each.models_sent == 2 * sum(each.worker_exchanges)
-    assert fourth.models_sent / sum(fourth.worker_exchanges) == pytest.approx(1.25, abs=0.03)
+    assert fourth.models_sent / sum(fourth.worker_exchanges) == pytest.approx(1.25, abs=0.05)
     assert each.column("loss")[-1] != plain.column("loss")[-1]
 
 
@@ -170,15 +212,7 @@ def test_an_ideal_exchange_averages_the_moments_that_are_due() -> None:
         exchange_moments={"exp_avg": 1, "exp_avg_sq": 2},
     )
     training = Training.of(scenario, momentum=False)
-    edges = PoissonEdges(
-        Constants.of(build_graph("complete", 2)),
-        training,
-        unit_s=1.0,
-        eta=0.0,
-        alpha_tilde=0.5,
-        is_released=False,
-        seed=0,
-    )
+    edges = pair(training)
     averaged = []
     for _ in range(30):
         for name in ("exp_avg", "exp_avg_sq"):
@@ -207,7 +241,7 @@ def test_a_link_is_busy_for_longer_where_moments_travel() -> None:
     plain = simulate(scenario, "gossip")
     both = simulate(replace(scenario, exchange_moments={"exp_avg": 1, "exp_avg_sq": 1}), "gossip")
     # One model takes a step's time, so that the link is always busy: with three models an exchange
-    # there are a third as many, but for the start, when nobody asks yet, and the last one.
+    # there are a third as many except at the start, when none has been asked for, and the last one.
     assert plain.records[-1].exchanges > 40
     assert both.records[-1].exchanges == pytest.approx(plain.records[-1].exchanges / 3, abs=1.5)
 
@@ -224,9 +258,3 @@ def test_a_row_s_optimizer_steps_when_its_step_ends() -> None:
     before = training.population.x[1].clone()
     training.end_step(1)
     assert float((training.population.x[1] - before).abs().max()) < 0.05 * 0.2
-
-
-def test_population_without_an_outer_step_keeps_no_memory_for_it() -> None:
-    population = Population(torch.zeros(2, 3), 3, momentum=False)
-    population.outer_step(0)
-    assert population.base is population.outer_momentum is None

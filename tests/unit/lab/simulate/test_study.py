@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import joblib
 import pytest
 import torch
 
-from gossipdp_lab.simulate import study
 from gossipdp_lab.simulate.objectives import Consensus
 from gossipdp_lab.simulate.scenario import Scenario
 from gossipdp_lab.simulate.study import (
     LEAST_STEPS,
     Ensemble,
     Estimate,
-    Job,
     affordable_steps,
     run_all,
     simulate,
@@ -31,94 +29,70 @@ from gossipdp_lab.simulate.trace import TAIL_LOWEST, Record, Trace, lowest_share
 Progress = Callable[[float], None]
 
 
-def jobs() -> list[Job]:
-    """Return runs of different lengths; none for which numba has to compile."""
-    return [
-        Job(Scenario(graph=graph, num_workers=8, num_steps=steps, seed=seed), method)
-        for seed, steps in ((0, 30), (1, 10), (2, 20))
-        for graph, method in (("ring", "dpsgd"), ("star", "dpsgd"))
-    ]
-
-
-def test_traces_do_not_depend_on_the_number_of_processes() -> None:
-    alone = [trace.digest() for trace in simulate_all(jobs(), processes=1)]
-    together = [trace.digest() for trace in simulate_all(jobs(), processes=2)]
-    assert together == alone
-    assert len(set(alone)) == len(alone)  # so that the order of the jobs shows
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_progress_rises_to_one_and_counts_by_cost(processes: int) -> None:
+def test_tasks_in_this_process() -> None:
     def task(name: str, progress: Progress) -> str:
         progress(0.5)
-        return name
+        return f"{name} {torch.get_num_threads()}"
 
     shares: list[float] = []
-    answers = run_all(
-        task, ["a", "b", "c"], processes=processes, costs=[1, 2, 5], on_progress=shares.append
-    )
-    assert answers == ["a", "b", "c"]
-    assert shares == sorted(shares)
-    assert shares[-1] == 1.0
-    if processes == 1:  # the cheapest first
-        assert shares == pytest.approx([0.5 / 8, 1 / 8, 2 / 8, 3 / 8, 5.5 / 8, 1])
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_torch_computes_with_one_thread_meanwhile(processes: int) -> None:
-    before = torch.get_num_threads()
+    names, before = ["a", "b", "c"], torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        answers = run_all(
-            lambda task, progress: torch.get_num_threads(), [0, 1], processes=processes
-        )
-        assert answers == [1, 1]
+        answers = run_all(task, names, processes=1, costs=[2, 1, 5], on_progress=shares.append)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-def test_no_jobs_and_no_processes() -> None:
+    assert answers == ["a 1", "b 1", "c 1"]
+    # The cheapest first.
+    assert shares == pytest.approx([0.5 / 8, 1 / 8, 2 / 8, 3 / 8, 5.5 / 8, 1])
     assert simulate_all([]) == []
     with pytest.raises(ValueError, match="processes is 0"):
-        simulate_all(jobs(), processes=0)
+        run_all(task, names, processes=0)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_an_exception_keeps_its_type_and_message(processes: int) -> None:
-    bad = [*jobs(), Job(Scenario(num_workers=4), "telepathy")]
-    with pytest.raises(ValueError, match="there is no method 'telepathy'") as caught:
-        simulate_all(bad, processes=processes)
-    if processes == 2:
-        assert "in simulate\n" in str(caught.value.__cause__)
+def test_tasks_in_other_processes() -> None:
+    def task(number: int, progress: Progress) -> tuple[int, int, int]:
+        progress(0.5)
+        if number < 0:
+            raise ValueError("the user's own error")
+        return number, torch.get_num_threads(), os.getpid()
 
-
-def test_a_killed_process_is_an_error() -> None:
-    def die(task: int, progress: Progress) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(joblib.externals.loky.process_executor.TerminatedWorkerError):
-        run_all(die, [0, 1], processes=2)
+    shares: list[float] = []
+    costs = [1.0, 5.0, 2.0]
+    answers = run_all(task, [0, 1, 2], processes=2, costs=costs, on_progress=shares.append)
+    assert [answer[:2] for answer in answers] == [(0, 1), (1, 1), (2, 1)]
+    assert os.getpid() not in {answer[2] for answer in answers}
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    with pytest.raises(ValueError, match="the user's own error") as caught:
+        run_all(task, [0, -1], processes=2)
+    assert "in task\n" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(("seconds_each", "num_here"), [(0.1, 4), (60.0, 1)])
 def test_processes_are_started_where_that_is_quicker(
     monkeypatch: pytest.MonkeyPatch, seconds_each: float, num_here: int
 ) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(joblib, "cpu_count", lambda: 2)
-    monkeypatch.setattr("gossipdp_lab.simulate.study.monotonic", lambda: now_s)
-    here = os.getpid()
+    now_s, elsewhere = 0.0, []
+
+    def parallel(**options: object) -> Callable[[Iterable[Any]], Iterator[Any]]:
+        def run(calls: Iterable[Any]) -> Iterator[Any]:
+            for function, arguments, _ in calls:
+                elsewhere.append(arguments[1])
+                yield function(*arguments)
+
+        return run
 
     def task(number: int, progress: Progress) -> int:
         nonlocal now_s
-        if os.getpid() == here:
-            now_s += seconds_each
-        return os.getpid()
+        now_s += seconds_each
+        return number
 
-    answers = run_all(task, [0, 1, 2, 3])
-    assert answers.count(here) == num_here
-    assert study.WORTH_PROCESSES_S < 60
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 2)
+    monkeypatch.setattr(joblib, "Parallel", parallel)
+    monkeypatch.setattr("gossipdp_lab.simulate.study.monotonic", lambda: now_s)
+    assert run_all(task, [0, 1, 2, 3]) == [0, 1, 2, 3]
+    assert len(elsewhere) == 4 - num_here
 
 
 def trace(distances: list[float], *, steps: list[int] | None = None) -> Trace:
@@ -166,8 +140,6 @@ def test_steps_of_the_slowest_and_the_fastest() -> None:
     ("graph", "method"),
     [
         ("ring", "a2cid2"),
-        ("ring", "gossip"),
-        ("complete", "a2cid2"),
         ("complete", "allreduce"),
         ("star", "gossip"),
         ("star", "dpsgd"),

@@ -65,16 +65,6 @@ def test_without_two_decades_there_is_no_slope(distances: list[float]) -> None:
     assert math.isnan(decay_per_exchange(range(len(distances)), distances))
 
 
-def test_nothing_to_agree_about_is_no_fall() -> None:
-    assert lowest_share(np.zeros(2)) == 1.0
-
-
-def test_columns_and_rates() -> None:
-    trace = Trace("gossip", 4, 0.1, records=[record(), record(exchanges=30, gradient_steps=60)])
-    assert trace.column("exchanges").tolist() == [0.0, 30.0]
-    assert trace.achieved_comm_rate == 1.0
-
-
 def test_the_digest_covers_what_happened_and_not_how_long_it_took() -> None:
     def make(**changes: object) -> Trace:
         trace = Trace("gossip", 2, 0.1, records=[record(loss=float("nan"), drift=1.0)])

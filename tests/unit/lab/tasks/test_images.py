@@ -93,14 +93,6 @@ def test_the_settings_of_the_released_scripts(tmp_path: Path) -> None:
     )
 
 
-def test_imagenets_rate_falls_earlier_in_the_released_scripts(tmp_path: Path) -> None:
-    write_imagenet(tmp_path)
-    recipe = ImageNet(ImageNetOptions(data=tmp_path, batch_size=2, released_settings=True))
-    assert [recipe.rate_factor(at, 256) for at in (0.29, 0.3, 0.6, 0.8)] == pytest.approx(
-        [2, 0.2, 0.02, 0.002]
-    )
-
-
 def test_batches_and_accuracy(tmp_path: Path) -> None:
     write_cifar10(tmp_path)
     recipe = cifar10(tmp_path, batch_size=16)
@@ -114,17 +106,6 @@ def test_batches_and_accuracy(tmp_path: Path) -> None:
     with torch.no_grad():
         constant[1].bias.copy_(torch.arange(10) == labels[0])
     assert recipe.evaluate(constant) == float((labels == labels[0]).double().mean())
-
-
-def test_pixels_are_normalized_channel_by_channel(tmp_path: Path) -> None:
-    write_cifar10(tmp_path)
-    recipe = cifar10(tmp_path, batch_size=4)
-    images = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 3, 1, 1)
-    expected = [
-        (value - mean) / deviation
-        for value, mean, deviation in zip((0, 0.2, 1), recipe.mean, recipe.deviation, strict=True)
-    ]
-    torch.testing.assert_close(recipe.normalize(images).flatten(), torch.tensor(expected))
 
 
 def recipe_of(folder: Path, batch_size: int = 4) -> ImageNet:
@@ -236,21 +217,6 @@ def test_each_crop_is_a_shift_of_its_own_image_and_all_shifts_come():
     assert len(set(came)) == 18
     flips = sum(flipped for _, _, flipped in came)
     assert 240 < flips < 360  # five standard deviations around a half
-
-
-def test_the_order_in_memory_is_channels_last():
-    crops = random_crop_and_flip(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), padding=2)
-    assert crops.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_the_same_seed_gives_the_same_crops():
-    images = torch.randint(256, (32, 3, 32, 32), dtype=torch.uint8)
-    torch.manual_seed(7)
-    first = random_crop_and_flip(images, 4)
-    second = random_crop_and_flip(images, 4)
-    torch.manual_seed(7)
-    assert torch.equal(first, random_crop_and_flip(images, 4))
-    assert not torch.equal(first, second)
 
 
 def test_flips_mirror_about_half():

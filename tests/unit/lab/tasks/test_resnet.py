@@ -59,15 +59,6 @@ def test_names_are_torchvision_s():
     assert names[-2:] == ["fc.weight", "fc.bias"]
 
 
-def test_initial_values():
-    torch.manual_seed(0)
-    net = ResNet((1, 0, 0, 0), 2, small_images=True)
-    block = net.layer1[0]
-    deviation = float(block.conv2.weight.detach().std())
-    assert deviation == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
-    assert torch.equal(block.bn1.weight, torch.ones(64))
-
-
 @pytest.mark.parametrize(("bottleneck", "channels"), [(False, 64), (True, 256)])
 def test_a_block_starts_as_its_shortcut(bottleneck: bool, channels: int):
     net = ResNet((2, 0, 0, 0), 2, bottleneck=bottleneck, small_images=True)

@@ -31,12 +31,6 @@ def test_of_the_library_tests_and_installed_packages_are_left_out(
     assert set(bytes(torch.cat([train, validation]).tolist())) == set(b"kept\0")
 
 
-def test_the_running_python_has_text_enough() -> None:
-    train, validation = read_text(None)
-    assert len(train) > 5_000_000
-    assert len(validation) == pytest.approx(len(train) / 19, rel=0.001)
-
-
 def test_the_pieces_of_a_folder_are_its_whole_text(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", "a" * 1000)
     write(tmp_path, "b/c.md", "ü" * 500)
@@ -63,11 +57,6 @@ def test_disjoint_shares_are_complete_and_of_one_size(tmp_path: Path) -> None:
     assert {len(share) for share in shares} == {len(gpt.train) // 4 // 128}
     with pytest.raises(ValueError, match="less than one batch of 1; use fewer workers"):
         gpt.train_loader(0, 1000, 0)
-
-
-def test_one_file_is_enough(tmp_path: Path) -> None:
-    write(tmp_path, "book.txt", "".join(f"line {number}\n" for number in range(1000)))
-    assert len(read_text(tmp_path / "book.txt")[0]) > 8000
 
 
 @pytest.mark.parametrize(("content", "error"), [("", ValueError), (None, FileNotFoundError)])

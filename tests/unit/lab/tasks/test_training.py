@@ -14,7 +14,6 @@ from gossipdp.parallel.stats import Stats
 from gossipdp_lab.tasks.options import BytesGptOptions
 from gossipdp_lab.tasks.text import Gpt
 from gossipdp_lab.tasks.training import MODEL_FILE, TrainingView, lowest_alive, outcome_table, train
-from gossipdp_lab.tasks.workload import worker_device
 
 OUTCOME = {
     "method": "a2cid2",
@@ -43,10 +42,6 @@ def test_the_row_of_the_papers_tables():
     assert cells == ["a2cid2", "ring", "16", "0.9434", "20.94", "2,391", "2,512"]
 
 
-def test_without_exchanges_there_is_no_graph():
-    assert "ring" not in shown(outcome_table({**OUTCOME, "method": "allreduce"}))
-
-
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,8 +55,7 @@ class Model:
 
     rank, world_size = 0, 1
 
-    def __init__(self, progress: float) -> None:
-        self.at = progress
+    at = 0.0
 
     def progress(self) -> float:
         return self.at
@@ -70,27 +64,18 @@ class Model:
         return [torch.zeros(3)]
 
 
-def shown_progress(steps: dict[float, tuple[float, float]], at: float = 0.0) -> list[str]:
-    """Return the lines after the opening; steps: loss and progress by time."""
-    model, clock = Model(at), Clock()
+def test_a_line_now_and_then():
+    model, clock = Model(), Clock()
     console = Console(file=io.StringIO(), width=120)
     options = BytesGptOptions(epochs=10)
     view = TrainingView(model, options, 1000, console, clock)  # type: ignore[arg-type]
+    steps = {5: (4.0, 0.1), 10: (2.0, 0.2), 11: (9.0, 0.25), 20: (1.0, 0.3)}
     for clock.now, (loss, model.at) in steps.items():
         view.step(torch.tensor(loss, requires_grad=True))
-    return console.file.getvalue().splitlines()[1:]
-
-
-def test_a_line_now_and_then():
-    assert shown_progress({5: (4.0, 0.1), 10: (2.0, 0.2), 11: (9.0, 0.25), 20: (1.0, 0.3)}) == [
+    assert console.file.getvalue().splitlines()[1:] == [
         "  10 s  training:  20%  epoch 2.00 of 10, loss 3.0000, 200 samples/s",
         "  20 s  training:  30%  epoch 3.00 of 10, loss 5.0000, 100 samples/s",
     ]
-
-
-def test_a_slow_first_step_of_a_resumed_run_counts_from_where_the_run_was():
-    (line,) = shown_progress({20: (1.0, 0.6)}, at=0.5)
-    assert "epoch 6.00 of 10, loss 1.0000, 50 samples/s" in line
 
 
 @pytest.mark.parametrize(
@@ -113,13 +98,6 @@ def test_the_lowest_living_rank_reports(rank: int, notices: list[tuple[int, str]
         noticed=tuple(Notice(who, kind, 0.0) for who, kind in notices),
     )
     assert lowest_alive(stats) == lowest
-
-
-def test_devices():
-    assert worker_device("cpu") == torch.device("cpu")
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="torch finds no CUDA device here; choose cpu"):
-            worker_device("cuda")
 
 
 @pytest.fixture

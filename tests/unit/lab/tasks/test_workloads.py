@@ -3,16 +3,26 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipdp_lab.tasks import WORKLOADS, make_workload
+from gossipdp.parallel.options import METHODS
+from gossipdp_lab.tasks import RECIPES, WORKLOADS, make_workload
+from gossipdp_lab.tasks.command import Recipe
 from gossipdp_lab.tasks.digits import Digits
+from gossipdp_lab.tasks.options import MethodName
 from gossipdp_lab.tasks.text import PyStdlib, SmallPyStdlib
-from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, learning_rate_factor
+from gossipdp_lab.tasks.workload import (
+    BatchLoader,
+    Workload,
+    evaluating,
+    learning_rate_factor,
+    worker_device,
+    worker_seed,
+)
 
 MakeWorkload = Callable[..., Workload[Any]]
 
@@ -152,31 +162,6 @@ def test_digits_disjoint_shares_cover_the_training_set_once() -> None:
     assert sorted(rows) == sorted(full)
 
 
-def test_digits_reaches_98_percent_in_seconds() -> None:
-    workload = Digits()
-    torch.manual_seed(0)
-    model = workload.make_model()
-    optimizer = workload.make_optimizer(model)
-    loader = workload.train_loader(0, 1, 0)
-    num_epochs = 6
-    steps = num_epochs * len(loader)
-    batches = (batch for _ in range(num_epochs) for batch in loader)
-    for step, batch in enumerate(batches):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05 * learning_rate_factor(step / steps)
-        loss = workload.loss(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert workload.evaluate(model) >= 0.98
-
-
-def test_an_untrained_transformer_needs_about_eight_bits_per_byte(python_tree: Path) -> None:
-    workload = PyStdlib(data=python_tree)
-    torch.manual_seed(0)
-    assert workload.evaluate(workload.make_model()) == pytest.approx(8, abs=0.3)
-
-
 @pytest.mark.parametrize(("kind", "num_parameters"), [(PyStdlib, 445_952), (SmallPyStdlib, 70_592)])
 def test_the_transformer_is_causal_and_has_tied_embeddings(
     kind: type[PyStdlib], num_parameters: int, python_tree: Path
@@ -249,3 +234,32 @@ def test_dirichlet_shares_of_the_classes(alpha: float) -> None:
     # images of such shares adds a little.
     variance = float((torch.stack(shares) - 0.1).square().mean())
     assert variance == pytest.approx(0.09 / (10 * alpha + 1) + 0.09 / 1437, rel=0.3)
+
+
+def test_every_recipe_has_options_and_a_class() -> None:
+    kinds = [get_args(annotated)[0] for annotated in get_args(Recipe)]
+    assert [kind.recipe for kind in kinds] == list(RECIPES)
+    assert get_args(MethodName) == (*METHODS, "allreduce")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: make_workload("mnist"), "no workload 'mnist'; choose one of digits, pystdlib"),
+        (lambda: make_workload("digits", batch_size=0), "batch_size is 0"),
+        (lambda: Digits(network="transformer"), "no network 'transformer'; choose convolutional"),
+        (lambda: Digits(dirichlet_alpha=0.0), r"dirichlet_alpha is 0\.0; it must be a positive"),
+        (lambda: Digits(disjoint=True, dirichlet_alpha=1.0), "exclude each other"),
+        (lambda: Digits().train_loader(4, 4, 0), "rank is 4; with 4 workers"),
+        (lambda: worker_seed(-1, 4, 0), "rank is -1"),
+        (lambda: worker_seed(0, 1, -1), "seed is -1; it must be 0 or more"),
+        (
+            lambda: BatchLoader(torch.arange(3), batch_size=4, seed=0, gather=lambda rows: rows),
+            "holds 3 samples, less than one batch of 4",
+        ),
+        (lambda: worker_device("tpu"), "--device is 'tpu'; choose cpu or cuda"),
+    ],
+)
+def test_invalid_arguments_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,150 @@
+"""Durations of gradient steps, of messages and of exchanges; scenarios that are refused."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from functools import partial
+from statistics import fmean, pstdev
+from typing import Any
+
+import pytest
+
+from gossipdp_lab.simulate.objectives import Quadratic
+from gossipdp_lab.simulate.optimizers import AdamW, Sgd
+from gossipdp_lab.simulate.scenario import (
+    ComputeTime,
+    ConstantTime,
+    Link,
+    LinkModel,
+    LognormalTime,
+    Scenario,
+    SlowedTime,
+)
+
+MODELS = [
+    ConstantTime(0.2),
+    LognormalTime(0.2, spread=0.5),
+    SlowedTime(LognormalTime(0.2, spread=0.3), {7: 3.0}),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+def test_every_model_has_its_mean_and_draws_by_seed_and_rank(model: ComputeTime) -> None:
+    model = pickle.loads(pickle.dumps(model))
+    assert model.nominal_s == pytest.approx(0.2)
+    draw = model.begin(1)
+    times_s = [draw(0) for _ in range(10_000)]
+    assert fmean(times_s) == pytest.approx(0.2, rel=0.03)
+    assert min(times_s) > 0
+    # What one rank draws does not depend on how often another does.
+    draw = model.begin(1)
+    between = []
+    for _ in range(50):
+        draw(1)
+        between.append(draw(0))
+    assert between == times_s[:50]
+    if not isinstance(model, ConstantTime):
+        other_seed, other_rank = model.begin(2), model.begin(1)
+        assert [other_seed(0) for _ in range(50)] != between
+        assert [other_rank(1) for _ in range(50)] != between
+
+
+def test_lognormal_has_its_spread() -> None:
+    draw = LognormalTime(1.0, spread=0.5).begin(0)
+    logarithms = [math.log(draw(0)) for _ in range(10_000)]
+    assert pstdev(logarithms) == pytest.approx(0.5, rel=0.03)
+
+
+def test_slow_ranks_take_their_factor() -> None:
+    base = LognormalTime(0.1, spread=0.2)
+    slowed, plain = SlowedTime(base, {2: 4.0}).begin(0), base.begin(0)
+    for rank, factor in ((1, 1.0), (2, 4.0)):
+        assert [slowed(rank) for _ in range(5)] == [factor * plain(rank) for _ in range(5)]
+
+
+def test_an_exchange_takes_the_time_of_its_bytes() -> None:
+    transfer_s = LinkModel(Link(0.01, bytes_per_s=1e6)).begin(0, model_bytes=5e5)
+    assert transfer_s(0, 1) == 0.5
+    assert LinkModel().begin(0, model_bytes=1e12)(0, 1) == 0.0
+
+
+def test_some_links_are_different_both_ways() -> None:
+    links = LinkModel(Link(0.01, 1e6), {(2, 1): Link(0.2, 1e3)})
+    transfer_s = links.begin(0, model_bytes=1e3)
+    for sender, receiver in ((1, 2), (2, 1)):
+        assert links.latency_s(sender, receiver) == 0.2
+        assert transfer_s(sender, receiver) == 1.0
+    assert links.latency_s(0, 1) == 0.01
+    assert transfer_s(0, 1) == 1e-3
+
+
+def test_jitter_spreads_the_times_about_the_same_mean() -> None:
+    transfer_s = LinkModel(Link(0.0, 1e6), jitter=0.5).begin(0, model_bytes=1e6)
+    times_s = [transfer_s(0, 1) for _ in range(20_000)]
+    assert fmean(times_s) == pytest.approx(1.0, rel=0.02)
+    assert pstdev(math.log(time_s) for time_s in times_s) == pytest.approx(0.5, rel=0.02)
+
+
+def test_measured_durations_are_of_the_whole_exchange() -> None:
+    links = LinkModel(Link(0.1), durations_s=[0.05, 0.3, 0.6])
+    transfer_s = links.begin(0, model_bytes=1.0)
+    drawn_s = {round(transfer_s(0, 1), 9) for _ in range(100)}
+    assert drawn_s == {0.0, 0.2, 0.5}
+
+
+def test_a_run_draws_by_its_seed() -> None:
+    links = LinkModel(Link(0.0, 1.0), jitter=1.0)
+    first, again, other = (
+        [draw(0, 1) for _ in range(5)]
+        for draw in (links.begin(1, 1.0), links.begin(1, 1.0), links.begin(2, 1.0))
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (ConstantTime, {"step_s": 0.0}, "step_s is 0.0"),
+        (ConstantTime, {"step_s": math.inf}, "step_s is inf"),
+        (LognormalTime, {"step_s": -1.0}, "step_s is -1.0"),
+        (LognormalTime, {"spread": -0.1}, "spread is -0.1"),
+        (LognormalTime, {"spread": 10.0}, "spread is 10, but must be from 0 to 3"),
+        (
+            partial(SlowedTime, ConstantTime()),
+            {"factors": {3: 0.0}},
+            "slow factor of rank 3 is 0.0",
+        ),
+        (LinkModel, {"jitter": math.nan}, "jitter is nan"),
+        (LinkModel, {"durations_s": [0.1, -0.1]}, "-0.1 is no duration"),
+        (LinkModel, {"overrides": {(0, 1): Link(), (1, 0): Link()}}, "given twice"),
+        (LinkModel, {"overrides": {(1, 1): Link()}}, "joins a rank with itself"),
+        (Link, {"latency_s": -1.0}, "latency_s is"),
+        (Link, {"latency_s": math.inf}, "latency_s is"),
+        (Link, {"bytes_per_s": 0.0}, "bytes_per_s is"),
+        (Link, {"bytes_per_s": math.nan}, "bytes_per_s is"),
+        (Scenario, {"comm_rate": 0.0}, "comm_rate is 0.0"),
+        (Scenario, {"num_steps": math.inf}, "num_steps is inf"),
+        (Scenario, {"stop_below": 1.0}, "stop_below is 1.0"),
+        (Scenario, {"num_records": 0}, "num_records is 0"),
+        (Scenario, {"sync_every": 0}, "sync_every is 0"),
+        (Scenario, {"model_bytes": -1}, "model_bytes is -1"),
+        (Scenario, {"fidelity": "real"}, "no fidelity 'real'"),
+        (Scenario, {"alpha_tilde_factor": -0.1}, "alpha_tilde_factor is -0.1"),
+        (Scenario, {"exchange_moments": {"exp_avg_sq": 0}}, "exp_avg_sq"),
+        (Quadratic, {"dimension": 0}, "dimension is"),
+        (Quadratic, {"noise_variance": -1.0}, "noise_variance is"),
+        (Quadratic, {"mu": 2.0}, "mu is"),
+        (Quadratic, {"mu": 0.0}, "mu is"),
+        (Sgd, {"momentum": 1.0}, r"momentum is 1\.0; it must be at least 0 and below 1"),
+        (AdamW, {"learning_rate": -0.1}, r"learning_rate is -0\.1"),
+        (AdamW, {"betas": (0.9, 1.5)}, r"beta is 1\.5"),
+    ],
+)
+def test_bad_settings_are_refused(
+    make: Callable[..., object], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
