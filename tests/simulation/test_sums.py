@@ -5,7 +5,7 @@ Workers run the real protocol and the real sums over real parameters, in float64
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -37,33 +37,46 @@ NUM_CHUNKS = 9
 
 
 class Sums(FaultyNetwork):
-    """Workers without gradients; those of ``mute`` beat, exchange, and give nothing to any sum."""
+    """Workers without gradients; those of ``mute`` beat, exchange, and give nothing to any sum.
 
-    def __init__(self, num_workers: int, graph: str = "exponential", seed: int = 0) -> None:
+    The message of sums of number ``lost`` is lost on its way, on a link that stays up.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        graph: str = "exponential",
+        seed: int = 0,
+        num_chunks: int = NUM_CHUNKS,
+        chunk_s: Callable[[int], float] | None = None,
+    ) -> None:
         constants = Constants.of(build_graph(graph, num_workers, seed=seed))
         generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(num_workers, NUM_CHUNKS, generator=generator, dtype=torch.float64)
-        population = Population(start, NUM_CHUNKS, momentum=True)
+        start = torch.randn(num_workers, num_chunks, generator=generator, dtype=torch.float64)
+        population = Population(start, num_chunks, momentum=True)
         assert population.c is not None
         population.c += torch.randn(start.shape, generator=generator, dtype=torch.float64)
         self.population = population
-        self.rows = AveragedRows(population, NUM_CHUNKS)
+        self.rows = AveragedRows(population, num_chunks)
         self.mute: set[int] = set()
         self.mute_after = 0
         self.num_chunks_sent = 0
+        self.lost = self.num_said = 0
         super().__init__(
-            make_workers(constants, seed=seed, timeout_s=TIMEOUT_S, num_chunks=NUM_CHUNKS),
+            make_workers(constants, seed=seed, timeout_s=TIMEOUT_S, num_chunks=num_chunks),
             constants.edges,
             Conditions(lambda *_: 0.003, lambda *_: 0.01, lambda rank: 0.25),
             averaged=self.rows,
+            chunk_s=chunk_s,
         )
         self.engine.run(until=2.0)
 
     def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
-        is_of_sums = ConsolidationMessage | ReductionMessage | AverageMessage
-        is_mute = rank in self.mute and self.num_chunks_sent >= self.mute_after
-        if is_mute and isinstance(envelope.message, is_of_sums):
-            return "message lost"
+        if isinstance(envelope.message, ConsolidationMessage | ReductionMessage | AverageMessage):
+            self.num_said += 1
+            is_mute = rank in self.mute and self.num_chunks_sent >= self.mute_after
+            if is_mute or self.num_said == self.lost:
+                return "message lost"
         return super().carries(rank, peer, envelope)
 
     def send_chunk(self, wire: Wire, rank: int, peer: int, frame: Frame) -> None:
@@ -102,15 +115,11 @@ class Sums(FaultyNetwork):
     [
         (4, {0}, 0),
         (4, {1}, 0),
-        (4, {3}, 0),
         (4, {0}, 20),
         (4, {1}, 20),
         (4, {3}, 20),
-        (64, {0}, 0),
-        (64, {1}, 20),
-        (64, {63}, 0),
-        (64, {0, 5, 60}, 0),
-        (64, {0, 5, 60}, 20),
+        (12, {0, 4, 11}, 0),
+        (12, {0, 4, 11}, 20),
     ],
     ids=str,
 )
@@ -133,7 +142,7 @@ def test_those_that_beat_and_give_nothing_are_left_out(
         assert torch.equal(committed.result, network.rows.committed[min(others)].result)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 6, 17])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 6])
 def test_all_end_with_the_mean_and_their_distance_to_it(num_workers: int) -> None:
     network = Sums(num_workers, "ring" if num_workers > 2 else "complete")
     given = torch.stack([network.rows.inputs(rank) for rank in range(num_workers)])
@@ -147,17 +156,50 @@ def test_all_end_with_the_mean_and_their_distance_to_it(num_workers: int) -> Non
         assert committed.outcome.num_workers == num_workers
 
 
+@pytest.mark.parametrize("lost", range(1, 36, 2))
+def test_the_end_relies_on_no_single_message(lost: int) -> None:
+    network = Sums(6, "ring", num_chunks=2)
+    network.lost = lost
+    assert network.ends(within_s=60.0) == set(range(6))
+    assert network.num_said >= lost
+
+
+@pytest.mark.parametrize(
+    ("chunk_s", "num_chunks"),
+    [
+        ([0.7] * 2, 32),
+        ([1.34] * 3, 16),
+        ([0.07, 0.07, 2.7, 0.07], 16),
+        ([0.7] * 8, 16),
+    ],
+    ids=["2", "3", "4, of which one is slow", "8"],
+)
+def test_one_epoch_over_slow_links_averages_all(chunk_s: list[float], num_chunks: int) -> None:
+    """Every chunk takes a good part of the time-out, or more than one."""
+    everybody = set(range(len(chunk_s)))
+    network = Sums(
+        len(chunk_s), "complete", num_chunks=num_chunks, chunk_s=lambda rank: chunk_s[rank]
+    )
+    assert network.ends(within_s=1000.0) == everybody
+    for rank in everybody:
+        outcome = network.rows.committed[rank].outcome
+        assert (outcome.num_workers, outcome.without) == (len(chunk_s), {})
+        epoch = network.workers[rank].consolidation.highest
+        assert epoch is not None
+        assert epoch.number == 1
+
+
 def test_the_end_takes_few_links_of_the_leader() -> None:
     """It was linked to every member: as many sockets as workers."""
-    network = Sums(64, "ring")
-    assert network.ends() == set(range(64))
+    network = Sums(16, "ring")
+    assert network.ends() == set(range(16))
     assert len(network._peers(0)) <= 2 + 2
 
 
 # The average while they train on.
 
 
-@pytest.mark.parametrize(("num_workers", "caller"), [(1, 0), (2, 1), (7, 3), (64, 0)])
+@pytest.mark.parametrize(("num_workers", "caller"), [(1, 0), (2, 1), (7, 3)])
 def test_the_average_is_that_of_all_and_changes_nothing(num_workers: int, caller: int) -> None:
     network = Sums(num_workers, "complete")
     mean = network.mean(range(num_workers))
@@ -165,42 +207,37 @@ def test_the_average_is_that_of_all_and_changes_nothing(num_workers: int, caller
     assert average.num_workers == num_workers
     assert average.without == {}
     torch.testing.assert_close(torch.cat(average.values), mean, rtol=1e-12, atol=1e-12)
-    run_on(network, 1.0)
+    network.engine.run(until=network.engine.now + 1.0)
     assert all(worker.averages.is_idle for worker in network.workers.values())
     assert not any(sums._slots for sums in network.sums.values()), "nothing is kept"
     torch.testing.assert_close(network.mean(range(num_workers)), mean, rtol=1e-12, atol=1e-12)
-
-
-def run_on(network: Sums, seconds: float) -> None:
-    network.engine.run(until=network.engine.now + seconds)
 
 
 def test_all_may_ask_at_once() -> None:
     network = Sums(7, "complete")
     mean = network.mean(range(7))
     asked = [network.average(rank) for rank in range(7)]
-    run_on(network, 2.0)
+    network.engine.run(until=4.0)
     for each in asked:
-        torch.testing.assert_close(
-            torch.cat(each.result(timeout=0).values), mean, rtol=1e-12, atol=1e-12
-        )
+        values = torch.cat(each.result(timeout=0).values)
+        torch.testing.assert_close(values, mean, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("victim", [1, 3, 6])
-@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.012, 0.025])
+@pytest.mark.parametrize(
+    ("victim", "after_s"), [(1, 0.0), (3, 0.005), (6, 0.012), (1, 0.012), (3, 0.025)]
+)
 def test_a_death_leaves_the_average_of_those_that_live(victim: int, after_s: float) -> None:
     network = Sums(7, "complete")
     asked = network.average(0)
-    run_on(network, after_s)
+    network.engine.run(until=network.engine.now + after_s)
     network.crash(victim)
     others = [rank for rank in range(7) if rank != victim]
-    run_on(network, 10.0)
+    network.engine.run(until=12.0)
     average = asked.result(timeout=0)
     assert average.num_workers == 6
     # The dead one may have exchanged first; the mean of the others is conserved since.
-    torch.testing.assert_close(
-        torch.cat(average.values), network.mean(others), rtol=1e-12, atol=1e-12
-    )
+    values = torch.cat(average.values)
+    torch.testing.assert_close(values, network.mean(others), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("mute", [1, 6])
@@ -244,7 +281,7 @@ def test_who_is_poisoned_itself_is_told_so() -> None:
         network.asks(0)
 
 
-@pytest.mark.parametrize("lost", range(0, 60, 3))
+@pytest.mark.parametrize("lost", range(0, 60, 6))
 def test_a_lost_link_costs_an_average_nothing_but_time(lost: int) -> None:
     network = Sums(7, "ring")
     mean = network.mean(range(7))

@@ -280,7 +280,7 @@ def run_adversary(adversary: Adversary, log: Callable[[str], None] | None = None
         pauses_s = [engine.now - network.exchanged_s[rank] for rank in honest]
         cost.pause_s = max(cost.pause_s, *pauses_s)
     for rank in honest:
-        engine.at(engine.now + random.random(), partial(network.done_within, rank, WAIT_S))
+        engine.at(engine.now + random.random(), partial(network.done, rank, WAIT_S))
     if adversary.is_ever_done:
         engine.at(engine.now + random.random(), partial(network.done, adversary.rank))
     begin_s = engine.now + 1.0
