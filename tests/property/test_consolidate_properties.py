@@ -35,7 +35,7 @@ from gossipdp_lab.simulate.network import Conditions, make_workers
 
 LATEST_END_S = 120.0
 MOST_INPUTS = 1000
-"""Of one consolidation of four workers; it has a few dozen."""
+"""Bound of one consolidation of four workers; it has a few dozen."""
 OF_THE_END = ConsolidationMessage | ReductionMessage
 
 Process = tuple[int, int]

@@ -14,7 +14,6 @@ from gossipdp.protocol.actions import Begin, Send
 from gossipdp.protocol.members import Membership
 from gossipdp.protocol.messages import ExchangeId, Propose
 from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction
-from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.optimizers import Sgd
 from gossipdp_lab.simulate.population import Population, Training
 
@@ -99,53 +98,41 @@ LARGEST = 8
 """Small ones are enough."""
 
 
-def first_caught(worker_type: type[WorkerProtocol]) -> Outcome:
+def first_caught() -> Outcome:
     for seed in range(MOST):
-        outcome = run_schedule(draw_schedule(seed, largest=LARGEST), worker_type=worker_type)
+        outcome = run_schedule(draw_schedule(seed, largest=LARGEST))
         if outcome.broken:
             return outcome
     raise AssertionError(f"{MOST} schedules found nothing")
 
 
-class Overlapping(WorkerProtocol):
-    """Accepts a proposal while it exchanges with another."""
+def test_an_exchange_accepted_during_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Pairing.asked
 
-    class pairing_type(Pairing):
-        def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
-            if isinstance(self.state, Exchanging):
-                return self.accept(peer, proposal)
-            return super().asked(peer, proposal)
+    def asked(pairing: Pairing, peer: int, proposal: Propose) -> list[PairingAction]:
+        if isinstance(pairing.state, Exchanging):
+            return pairing.accept(peer, proposal)
+        return sound(pairing, peer, proposal)
 
-
-class LosingBusy(WorkerProtocol):
-    """Notes who has to wait, and does not say so: who asked waits for ever."""
-
-    class pairing_type(Pairing):
-        def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
-            actions = super().refuse(peer, proposal)
-            return [action for action in actions if not isinstance(action, Send)]
+    monkeypatch.setattr(Pairing, "asked", asked)
+    assert first_caught().broken == "one exchange at a time"
 
 
-class BuryingNobody(WorkerProtocol):
-    """Declares nobody dead."""
+def test_a_lost_busy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that asked waits for ever."""
+    sound = Pairing.refuse
 
-    class membership_type(Membership):
-        def declare_dead(self, rank: int) -> bool:
-            return False
+    def refuse(pairing: Pairing, peer: int, proposal: Propose) -> list[PairingAction]:
+        actions = sound(pairing, peer, proposal)
+        return [action for action in actions if not isinstance(action, Send)]
 
-
-def test_overlapping_exchanges_are_caught() -> None:
-    assert first_caught(Overlapping).broken == "one exchange at a time"
-
-
-def test_a_lost_busy_is_caught() -> None:
-    assert first_caught(LosingBusy).broken == "no deadlock"
+    monkeypatch.setattr(Pairing, "refuse", refuse)
+    assert first_caught().broken == "no deadlock"
 
 
 def test_the_dead_who_are_not_removed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     # Those who wait for the dead send much: a consolidation without end is cut off early.
     monkeypatch.setattr("simulated_faults.run.ENDED_WITHIN_S", 10.0)
-    outcome = first_caught(BuryingNobody)
+    monkeypatch.setattr(Membership, "declare_dead", lambda *_: False)
     # In the first schedule somebody crashes before, or only during, consolidation.
-    assert outcome.broken in ("views converge", "consolidation ends")
-    assert not run_schedule(draw_schedule(outcome.seed, largest=LARGEST)).broken
+    assert first_caught().broken in ("views converge", "consolidation ends")

@@ -60,7 +60,7 @@ NUM_WORKERS = 8
 TIMEOUT_S, STEP_S, TRANSFER_S = 1.0, 0.25, 0.03
 TRAINING_S = 12.0
 LONGEST_PAUSE_S = 8.0 * TIMEOUT_S
-"""Of an honest worker's exchanges with the other honest ones."""
+"""The longest pause of an honest worker's exchanges with the other honest ones."""
 WAIT_S = 2.0 * TIMEOUT_S
 """For those that are never done: ``consolidate(timeout_s=)``."""
 END_TICKS = PASS_OVER_AFTER + 2 * (STALLED_AFTER + GRACE)

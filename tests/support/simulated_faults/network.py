@@ -29,11 +29,11 @@ from simulated_faults.rows import FaultyPayload
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 10.0
 RECONNECT_S = 0.2
-"""How long after both ends know of a cut they dial again."""
+"""The wait of both ends, once they know of a cut, until they dial again."""
 DIAL_TIMEOUT_S = 1.0
-"""How long until a dial that nobody answers is given up."""
+"""The wait for the answer to a dial."""
 PIECE_S = 0.1
-"""How long some bytes of a chunk take on slow links."""
+"""The time in which some bytes of a chunk move on slow links."""
 
 Answer: TypeAlias = Literal["accepted", "refused", "silence"]
 Loss: TypeAlias = Literal["message lost", "link lost"]

@@ -70,16 +70,14 @@ class Outcome:
 def run_schedule(
     schedule: FaultSchedule,
     log: Callable[[str], None] | None = None,
-    worker_type: type[WorkerProtocol] = WorkerProtocol,
 ) -> Outcome:
     """Run a schedule; an invariant that breaks ends the run, and is in the outcome.
 
     Args:
         schedule: what is run.
         log: told of every message, exchange and fault; None: of nothing, which is quicker.
-        worker_type: the protocol of every worker, such as one that is broken on purpose.
     """
-    run = _Run(schedule, log, worker_type)
+    run = _Run(schedule, log)
     broken, details = "", ""
     try:
         run.train()
@@ -112,10 +110,8 @@ class _Run:
         self,
         schedule: FaultSchedule,
         log: Callable[[str], None] | None,
-        worker_type: type[WorkerProtocol],
     ) -> None:
         self.schedule = schedule
-        self.worker_type = worker_type
         self.log = log
         self.well_after_s = 0.0
         self.random = Random(f"{schedule.seed} run")
@@ -238,7 +234,7 @@ class _Run:
         """Make a new process."""
         schedule = self.schedule
         process_id = self.random.getrandbits(48)
-        return self.worker_type(
+        return WorkerProtocol(
             rank=rank,
             incarnation=incarnation,
             process_id=process_id,

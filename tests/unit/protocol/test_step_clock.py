@@ -30,10 +30,12 @@ def test_no_tick_before_there_is_a_step_duration() -> None:
     for step in range(SKIPPED_STEPS):
         clock.step(float(step))
         assert clock.step_seconds is None
+        assert clock.timed_from_step == SKIPPED_STEPS + 1
         assert clock.ticks_due(step + 0.9) == 0
         assert clock.next_tick_at(step + 0.9) is None
     clock.step(float(SKIPPED_STEPS))
     assert clock.step_seconds == 1.0
+    assert math.isfinite(clock.timed_from_step)
 
 
 def test_median_forgets() -> None:
