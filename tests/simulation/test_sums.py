@@ -20,7 +20,6 @@ from gossipdp.gossip import sums as data_side
 from gossipdp.gossip.sums import BUSY_S
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.messages import (
     AverageMessage,
     ConsolidationMessage,
@@ -292,75 +291,6 @@ def test_a_lost_link_costs_an_average_nothing_but_time(lost: int) -> None:
 
 
 # What is summed, of which precision and role, and how much at once.
-
-
-class Kinds:
-    """Workers with trained parameters in bfloat16, a buffer, a follower and integers."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-        self.states: dict[int, State] = {}
-        self.outcomes: dict[int, Any] = {}
-
-    def state(self, rank: int) -> State:
-        trained = torch.full((96,), self.value, dtype=torch.bfloat16)
-        segments = [
-            Segment(trained, Role.TRAINED, momentum=False, chunk_bytes=32),
-            Segment(torch.tensor([1.0 + rank]), Role.BUFFER),
-            Segment(torch.tensor([10.0 * rank]), Role.UNOPTIMIZED),
-            Segment(torch.tensor([7 + rank, 2**62 + rank]), Role.COPIED),
-        ]
-        self.states[rank] = State(segments)
-        return self.states[rank]
-
-    def forget(self, rank: int) -> None: ...
-
-    def end(self, rank: int, outcome: Any) -> None:
-        self.outcomes[rank] = outcome
-
-
-def of_all_kinds(num_workers: int, value: float) -> tuple[FaultyNetwork, Kinds]:
-    constants = Constants.of(build_graph("complete", num_workers))
-    workers = make_workers(constants, seed=0, timeout_s=TIMEOUT_S, num_chunks=8)
-    for rank, worker in workers.items():
-        arguments = rank, rank, 8, 1, worker._links.__contains__
-        worker.consolidation = Consolidation(*arguments)
-    kinds: Any = Kinds(value)
-    network = FaultyNetwork(
-        workers,
-        constants.edges,
-        Conditions(lambda *_: 0.003, lambda *_: 0.01, lambda rank: 0.25),
-        averaged=kinds,
-    )
-    network.engine.run(until=1.0)
-    return network, kinds
-
-
-def test_equal_copies_in_bfloat16_average_to_themselves() -> None:
-    """Summed in bfloat16 those of 64 would end 6% off."""
-    value = float(torch.tensor(1.1, dtype=torch.bfloat16))
-    network, _ = of_all_kinds(17, value)
-    asked = network.average(3)
-    network.engine.run(until=3.0)
-    *trained, buffer, following = asked.result(timeout=0).values
-    assert torch.equal(torch.cat(trained), torch.full((96,), value))
-    assert buffer.item() == 1.0 + 8.0
-    assert following.item() == 80.0
-
-
-def test_integers_are_those_of_the_lowest_rank_and_are_never_poisoned() -> None:
-    network, kinds = of_all_kinds(5, 1.5)
-    network.crash(0)
-    network.engine.run(until=3.0)
-    for rank in range(1, 5):
-        network.done(rank)
-    network.engine.run(until=6.0)
-    assert kinds.outcomes.keys() == {1, 2, 3, 4}
-    for outcome in kinds.outcomes.values():
-        *_, buffer, following, integers = outcome.values
-        assert buffer.item() == (2.0 + 3.0 + 4.0 + 5.0) / 4
-        assert following.item() == 25.0
-        assert integers.tolist() == [8, 2**62 + 1]
 
 
 def test_a_turn_does_a_few_chunks_and_says_that_work_is_left() -> None:

@@ -56,10 +56,7 @@ class Outcome:
     broken: str
     details: str
     digest: str
-    virtual_s: float
-    well_after_s: float
     hungriest_s: float
-    num_events: int
     num_inputs: int
     num_exchanges: int
     num_torn: int
@@ -91,10 +88,7 @@ def run_schedule(
         broken=broken,
         details=details,
         digest=run.digest(),
-        virtual_s=network.engine.now,
-        well_after_s=run.well_after_s,
         hungriest_s=run.invariants.hungriest_s,
-        num_events=network.engine.num_events,
         num_inputs=run.invariants.num_inputs,
         num_exchanges=network.num_exchanges,
         num_torn=ledger.num_torn,
@@ -113,7 +107,6 @@ class _Run:
     ) -> None:
         self.schedule = schedule
         self.log = log
-        self.well_after_s = 0.0
         self.random = Random(f"{schedule.seed} run")
         self.constants = Constants.of(
             build_graph(schedule.graph, schedule.num_workers, seed=schedule.seed),
@@ -160,7 +153,6 @@ class _Run:
             if engine.now > quiet_s + WELL_WITHIN_S:
                 raise amiss
             engine.run(until=engine.now + LOOK_EVERY_S)
-        self.well_after_s = engine.now - quiet_s
 
     def end(self) -> None:
         """Until all live workers have consolidated."""

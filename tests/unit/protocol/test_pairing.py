@@ -357,18 +357,6 @@ def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked() -> None
     assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(2), 0.9))]
 
 
-def test_with_its_only_other_neighbour_overdue_the_latest_partner_is_asked_again() -> None:
-    pairing = make_pairing(policy=Fresh(Random(0)))
-    pairing.tick()
-    assert isinstance(pairing.state, Proposing)
-    first = pairing.state.peer
-    pairing.receive(first, Accept(own(1), 0.9))
-    pairing.finished(own(1))
-    other = 10 - first
-    assert pairing.tick() == [Send(other, Propose(own(2), 0.9))]
-    assert pairing.overdue([other]) == [Send(first, Propose(own(3), 0.9))]
-
-
 def test_who_stopped_asking_still_answers() -> None:
     pairing = make_pairing()
     pairing.tick()
