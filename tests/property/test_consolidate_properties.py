@@ -35,7 +35,7 @@ from gossipdp_lab.simulate.network import Conditions, make_workers
 
 LATEST_END_S = 120.0
 MOST_INPUTS = 1000
-"""Of one consolidation of four workers; it has a few dozen."""
+"""Bound of one consolidation of four workers; it has a few dozen."""
 OF_THE_END = ConsolidationMessage | ReductionMessage
 
 Process = tuple[int, int]
@@ -291,8 +291,10 @@ def is_of_the_end(action: Action) -> bool:
     return isinstance(action, SendPartial | SendResult | FinishChunk | Commit)
 
 
-@pytest.mark.parametrize("num_workers", range(1, 10))
-@pytest.mark.parametrize(("num_chunks", "num_copied"), [(0, 0), (0, 2), (1, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_workers", "num_chunks", "num_copied"),
+    [(1, 4, 2), (2, 0, 0), (3, 0, 2), (4, 1, 0), (7, 4, 2), (9, 1, 0)],
+)
 def test_undisturbed(num_workers: int, num_chunks: int, num_copied: int) -> None:
     network = Ending(num_workers, num_chunks, num_copied).run()
     network.check_results()
@@ -314,7 +316,7 @@ sizes = st.integers(2, 9)
 small = st.integers(2, 6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(sizes, seeds)
 def test_links_may_be_lost_at_any_event(num_workers: int, seed: int) -> None:
     network = Ending(num_workers, mishaps={"cut": 12}, seed=seed).run()
@@ -324,7 +326,7 @@ def test_links_may_be_lost_at_any_event(num_workers: int, seed: int) -> None:
     assert network.ended[0][1].num_workers == num_workers
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(sizes, seeds, st.sampled_from([0.005, 0.02, 0.1]))
 def test_workers_may_die_at_any_event(num_workers: int, seed: int, likelihood: float) -> None:
     mishaps = {"crash": num_workers - 1, "cut": 4}
@@ -334,7 +336,7 @@ def test_workers_may_die_at_any_event(num_workers: int, seed: int, likelihood: f
     assert network.ended
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 4])
+@pytest.mark.parametrize("num_workers", [2, 4])
 def test_one_death_at_every_event(num_workers: int) -> None:
     """Kill every worker after every number of events of one schedule."""
     for victim in range(num_workers):
@@ -356,7 +358,7 @@ def test_one_death_at_every_event(num_workers: int) -> None:
             raise AssertionError(f"no end after {MOST_INPUTS} events")
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(sizes, seeds)
 def test_restarted_workers_take_part_or_are_left_alone(num_workers: int, seed: int) -> None:
     """No worker hangs and every result is a mean; one that is back after all have left is alone."""
@@ -365,7 +367,7 @@ def test_restarted_workers_take_part_or_are_left_alone(num_workers: int, seed: i
     network.check_results()
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(small, seeds, st.sampled_from([0.01, 0.1]))
 def test_false_deaths_split_only_groups_without_a_common_member(
     num_workers: int, seed: int, likelihood: float

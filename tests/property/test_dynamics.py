@@ -135,7 +135,7 @@ def rounding_bound(script) -> float:
     return (1 + len(script)) * NUM_WORKERS * largest * 2.0**-23
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(events)
 def test_momentum_form_equals_the_papers_equations(script):
     ours = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
@@ -146,7 +146,7 @@ def test_momentum_form_equals_the_papers_equations(script):
         assert torch.allclose(one.x + one.c, other.x_tilde, atol=1e-11 * scale, rtol=0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(events)
 def test_fast_version_equals_the_reference(script):
     reference = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
@@ -157,7 +157,7 @@ def test_fast_version_equals_the_reference(script):
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(script=events)
 def test_the_mean_of_z_moves_only_by_gradient_steps(wire, script):
     """Flow and exchange conserve it to rounding, also with snapshots rounded to bfloat16."""
@@ -170,7 +170,7 @@ def test_the_mean_of_z_moves_only_by_gradient_steps(wire, script):
     assert torch.allclose(total, expected, atol=rounding_bound(script), rtol=0)
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(script=events)
 def test_bfloat16_parameters_keep_their_rounding_remainder(script):
     """X + pending follows the float32 run although x itself holds 8 bits."""

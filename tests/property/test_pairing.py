@@ -1,7 +1,7 @@
 """Pairing on random networks: whatever the graph, the delays and the cuts.
 
-Every test runs real worker protocols on the discrete-event network. The last ones break the
-pairing on purpose, and check that these very tests would notice.
+Every test runs real worker protocols on the discrete-event network. The last one breaks the
+pairing on purpose, and checks that these very tests would notice.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.messages import Propose
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
-from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
+from gossipdp.protocol.pairing import Idle, Pairing, PairingAction, Proposing
 from gossipdp.protocol.step_clock import StepClock
 from gossipdp_lab.simulate.network import Conditions, make_workers
 from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
-TRAINING_S = 40.0
+TRAINING_S = 25.0
 LATEST_END_S = TRAINING_S + 120.0
 # Ten times as many as any of these runs has; messages in a circle that take no time have no end.
 MAX_EVENTS = 150_000
@@ -147,7 +147,7 @@ def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Fau
     return network
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(SCENARIOS)
 def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
     network = check_run(scenario)
@@ -156,7 +156,7 @@ def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
         assert all(worker.exchanges_failed == 0 for worker in network.workers.values())
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(SCENARIOS)
 def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(
     scenario: Scenario,
@@ -165,61 +165,7 @@ def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(
     check_run(replace(scenario, latency_s=(0.0, 4.0)))
 
 
-@settings(max_examples=8)
-@given(SCENARIOS)
-def test_everybody_keeps_exchanging(scenario: Scenario) -> None:
-    network = make_network(scenario)
-    engine = network.engine
-    constants = Constants.of(scenario.graph, scenario.comm_rate)
-    rates = {rank: constants.worker_rate(rank) for rank in constants.workers}
-
-    def counts() -> dict[int, int]:
-        return {
-            rank: worker.exchanges_initiated + worker.exchanges_answered
-            for rank, worker in network.workers.items()
-        }
-
-    engine.run(until=TRAINING_S)
-    before = counts()
-    engine.run(until=TRAINING_S + 100.0)
-    for rank, count in counts().items():
-        # Expected at the least: 60 steps' worth of its rate. Few would be chance, none is a fault
-        # where more than 12 are expected.
-        if rates[rank] * 60 > 12:
-            assert count > before[rank]
-
-
-@settings(max_examples=5)
-@given(SCENARIOS)
-def test_same_seed_same_trace(scenario: Scenario) -> None:
-    first, second = make_network(scenario), make_network(scenario)
-    for network in (first, second):
-        network.engine.run(until=TRAINING_S)
-    assert first.exchanges == second.exchanges
-    assert first.num_messages == second.num_messages
-    assert first.engine.num_events == second.engine.num_events
-
-
 # --- broken on purpose ---------------------------------------------------------------------
-
-
-class Overlapping(Pairing):
-    """Accepts while it exchanges."""
-
-    def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
-        if isinstance(self.state, Exchanging):
-            return self.accept(peer, proposal)
-        return super().asked(peer, proposal)
-
-
-class LosingBusy(Pairing):
-    """Forgets to say BUSY every third time."""
-
-    num_busy = 0
-
-    def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
-        self.num_busy += 1
-        return super().refuse(peer, proposal) if self.num_busy % 3 else []
 
 
 class WaitingDownward(Pairing):
@@ -233,44 +179,18 @@ class WaitingDownward(Pairing):
         return super().asked(peer, proposal)
 
 
-def in_phase_on(graph_name: str, num_workers: int, **changes: object) -> Scenario:
-    values: dict[str, object] = {
-        "graph": build_graph(graph_name, num_workers),
-        "policy_type": Fresh,
-        "comm_rate": 1.0,
-        "latency_s": (0.01, 0.01),
-        "transfer_s": (0.05, 0.05),
-        "step_s": (1.0, 1.0),
-        "is_in_phase": True,
-        "cut_at_messages": frozenset[int](),
-        "seed": 1,
-    }
-    return Scenario(**(values | changes))  # type: ignore[arg-type]
-
-
-def test_messages_without_end_fail_and_do_not_hang() -> None:
-    network = make_network(in_phase_on("ring", 3))
-
-    def again() -> None:
-        network.engine.at(network.engine.now, again)
-
-    network.engine.at(5.0, again)
-    with pytest.raises(AssertionError, match=r"150,000 events by 5\.000 s"):
-        network.engine.run(until=TRAINING_S)
-
-
-def test_overlapping_exchanges_are_caught() -> None:
-    check_run(in_phase_on("ring", 5))
-    with pytest.raises(RuntimeError, match="begins ExchangeId"):
-        check_run(in_phase_on("ring", 5), Overlapping)
-
-
-def test_a_lost_busy_is_caught() -> None:
-    with pytest.raises(AssertionError, match=r"(is|was) stuck"):
-        check_run(in_phase_on("ring", 5), LosingBusy)
-
-
 def test_a_cycle_of_waits_is_caught() -> None:
-    check_run(in_phase_on("complete", 6))
+    scenario = Scenario(
+        graph=build_graph("complete", 6),
+        policy_type=Fresh,
+        comm_rate=1.0,
+        latency_s=(0.01, 0.01),
+        transfer_s=(0.05, 0.05),
+        step_s=(1.0, 1.0),
+        is_in_phase=True,
+        cut_at_messages=frozenset(),
+        seed=1,
+    )
+    check_run(scenario)
     with pytest.raises(AssertionError, match=r"(is|was) stuck"):
-        check_run(in_phase_on("complete", 6), WaitingDownward)
+        check_run(scenario, WaitingDownward)

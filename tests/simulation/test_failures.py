@@ -6,7 +6,6 @@ from random import Random
 
 import networkx as nx
 import pytest
-from exploring import seeds
 from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants
@@ -18,7 +17,6 @@ from gossipdp_lab.simulate.network import Conditions, make_workers
 TIMEOUT_S = 5.0
 KILL_NOTICED_S = 1.0
 STOP_NOTICED_S = 6.0
-GRAPHS = ["ring", "star", "exponential", "path"]
 
 
 def make_network(graph_name: str = "ring", num_workers: int = 8, seed: int = 0) -> FaultyNetwork:
@@ -88,8 +86,9 @@ def check_end(network: FaultyNetwork) -> None:
     assert network.left.keys() >= survivors
 
 
-@pytest.mark.parametrize("graph_name", GRAPHS)
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(
+    ("graph_name", "victim"), [("ring", 3), ("star", 0), ("exponential", 0), ("path", 3)]
+)
 def test_a_kill_is_known_to_all_within_a_second(graph_name: str, victim: int) -> None:
     network = make_network(graph_name)
     network.engine.run(until=10.0)
@@ -100,8 +99,7 @@ def test_a_kill_is_known_to_all_within_a_second(graph_name: str, victim: int) ->
     check_end(network)
 
 
-@pytest.mark.parametrize("graph_name", GRAPHS)
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(("graph_name", "victim"), [("star", 0), ("ring", 3)])
 def test_a_stop_is_known_to_all_within_six_seconds_and_costs_no_parameters(
     graph_name: str, victim: int
 ) -> None:
@@ -120,15 +118,6 @@ def test_a_stop_is_known_to_all_within_six_seconds_and_costs_no_parameters(
     check_end(network)
 
 
-def test_a_short_stall_changes_nothing() -> None:
-    network = make_network()
-    network.engine.run(until=10.0)
-    network.stall(2, 0.8 * TIMEOUT_S)
-    run_on(network, 20.0)
-    assert all(worker.incarnation == 0 for worker in network.workers.values())
-    check_agreement(network)
-
-
 def test_when_all_slept_all_go_on_as_they_are() -> None:
     """The lid of a laptop on which the whole run is."""
     network = make_network()
@@ -141,32 +130,29 @@ def test_when_all_slept_all_go_on_as_they_are() -> None:
     check_end(network)
 
 
+def expect_no_death(network: FaultyNetwork, until: float) -> None:
+    while network.engine.now < until:
+        run_on(network, 0.5)
+        assert all(who_know_dead(network, rank) == set() for rank in network.workers)
+    assert all(worker.incarnation == 0 for worker in network.workers.values())
+
+
 def test_one_bad_link_declares_nobody_dead() -> None:
     network = make_network("ring", 6)
     network.engine.run(until=5.0)
-    network.partition([[0], [1]], until=95.0)
-    while network.engine.now < 120.0:
-        run_on(network, 0.5)
-        assert all(who_know_dead(network, rank) == set() for rank in network.workers)
-    assert all(worker.incarnation == 0 for worker in network.workers.values())
-    assert network.num_messages["AskLife"] > 0
+    network.partition([[0], [1]], until=75.0)
+    expect_no_death(network, 100.0)
     # Asked ever more rarely: a question for every five seconds would be over a hundred.
-    assert network.num_messages["AskLife"] < 80
+    assert 0 < network.num_messages["AskLife"] < 80
     check_agreement(network)
 
 
-@pytest.mark.parametrize(("graph_name", "pair"), [("ring", (0, 1)), ("complete", (1, 3))])
-def test_a_firewall_between_two_workers_costs_that_edge_alone(
-    graph_name: str, pair: tuple[int, int]
-) -> None:
+def test_a_firewall_between_two_workers_costs_that_edge_alone() -> None:
     """Its dials are refused as those of a dead worker are: they brought a death each."""
-    network = make_network(graph_name, 6)
+    network = make_network("ring", 6)
     network.engine.run(until=5.0)
-    network.reject(*pair, until=1000.0)
-    while network.engine.now < 65.0:
-        run_on(network, 0.5)
-        assert all(who_know_dead(network, rank) == set() for rank in network.workers)
-    assert all(worker.incarnation == 0 for worker in network.workers.values())
+    network.reject(0, 1, until=1000.0)
+    expect_no_death(network, 65.0)
     assert network.num_messages["AskLife"] < 40
     before = exchanges(network)
     network.crash(5)
@@ -185,7 +171,7 @@ def test_the_end_goes_on_without_one_whose_training_hangs() -> None:
     network = make_network("ring", 6)
     network.engine.run(until=5.0)
     for rank in range(5):
-        network.perform(rank, network.workers[rank].done(network.engine.now, wait_s=20.0))
+        network.done(rank, wait_s=20.0)
     run_on(network, 19.0)
     assert network.left == {}
     run_on(network, 5.0)
@@ -193,7 +179,7 @@ def test_the_end_goes_on_without_one_whose_training_hangs() -> None:
     assert {network.workers[rank].consolidation.missing() for rank in range(5)} == {(5,)}
 
 
-@pytest.mark.parametrize("graph_name", GRAPHS)
+@pytest.mark.parametrize("graph_name", ["ring", "star"])
 def test_both_halves_of_a_partition_go_on_and_merge(graph_name: str) -> None:
     network = make_network(graph_name)
     network.engine.run(until=5.0)
@@ -227,33 +213,27 @@ def test_down_to_one_worker_and_to_the_end() -> None:
     check_end(network)
 
 
-def test_whoever_stops_in_the_end_does_not_hold_it_up() -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_stop_in_the_end_does_not_hold_it_up(has_begun: bool) -> None:
+    """Stop one that still trains, or the leader in the midst of consolidation."""
     network = make_network("ring", 6)
     network.engine.run(until=5.0)
+    victim = 0 if has_begun else 2
     for rank in network.workers:
-        if rank != 2:
+        if has_begun or rank != victim:
             network.done(rank)
-    run_on(network, 1.0)
-    network.stall(2, 60.0)
-    network.engine.run(until=15.0)
-    assert network.left.keys() == {0, 1, 3, 4, 5}
-
-
-def test_a_stop_in_the_midst_of_consolidation_does_not_hold_it_up() -> None:
-    network = make_network("ring", 6)
-    network.engine.run(until=5.0)
-    for rank in network.workers:
-        network.done(rank)
-    while not any(worker.consolidation.missing() == () for worker in network.workers.values()):
+    workers = network.workers.values()
+    while has_begun and not any(worker.consolidation.missing() == () for worker in workers):
         run_on(network, 0.001)
-    network.stall(0, 60.0)  # who leads
+    network.stall(victim, 60.0)
     run_on(network, 12.0)
-    assert network.left.keys() == {1, 2, 3, 4, 5}
+    assert network.left.keys() == set(network.workers) - {victim}
 
 
-def restarted(network: FaultyNetwork, rank: int | None, process_id: int) -> WorkerProtocol:
-    """Return a worker that knows what the lowest live one tells it."""
-    return network.new_process(rank, process_id, asked=next(iter(running(network))))
+def restart(network: FaultyNetwork, rank: int | None, process_id: int) -> None:
+    """Start a worker that knows the answer of the lowest live one."""
+    asked = next(iter(running(network)))
+    network.join(network.new_process(rank, process_id, asked=asked))
 
 
 @pytest.mark.parametrize("wait_s", [0.02, 8.0])
@@ -262,7 +242,7 @@ def test_a_restarted_worker_is_back_at_once(wait_s: float) -> None:
     network.engine.run(until=10.0)
     network.crash(3)
     run_on(network, wait_s)
-    network.join(restarted(network, 3, process_id=1000))
+    restart(network, 3, process_id=1000)
     run_on(network, 2.0)
     assert network.workers[3].incarnation == 1
     check_agreement(network)
@@ -273,42 +253,12 @@ def test_workers_beyond_the_first_join_and_die() -> None:
     network = make_network()
     network.engine.run(until=10.0)
     for process_id in (1000, 1001):
-        network.join(restarted(network, None, process_id))
+        restart(network, None, process_id)
         run_on(network, 2.0)
     assert set(running(network)) == set(range(10))
     check_agreement(network)
     network.crash(8)
     network.crash(0)
     run_on(network, 2.0)
-    check_agreement(network)
-    check_end(network)
-
-
-@pytest.mark.parametrize("seed", seeds(12))
-def test_any_schedule_of_faults_ends_in_agreement(seed: int) -> None:
-    """Faults at random for a minute; a while after the last one all agree, exchange and leave."""
-    random = Random(f"{seed} failures")
-    network = make_network(random.choice(GRAPHS), random.randint(4, 9), seed)
-    for _ in range(random.randint(3, 8)):
-        run_on(network, random.uniform(0.5, 12.0))
-        alive = sorted(running(network))
-        victim = random.choice(alive)
-        match random.randrange(5):
-            case 0 if len(alive) > 2:
-                network.crash(victim)
-            case 1:
-                network.stall(victim, random.uniform(0.5, 15.0))
-            case 2:
-                shuffled = random.sample(alive, len(alive))
-                cut = random.randint(1, len(alive) - 1) if len(alive) > 1 else 1
-                until = network.engine.now + random.uniform(1.0, 20.0)
-                network.partition([shuffled[:cut], shuffled[cut:]], until)
-            case 3 if len(alive) > 1:
-                network.cut(*random.sample(alive, 2))
-            case _:
-                dead = sorted(network.crashed)
-                rank = random.choice(dead) if dead else None
-                network.join(restarted(network, rank, process_id=random.getrandbits(40)))
-    run_on(network, 50.0)
     check_agreement(network)
     check_end(network)

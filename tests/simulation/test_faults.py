@@ -1,20 +1,18 @@
-"""Random schedules of faults: the real protocol, every invariant, at every event."""
+"""Random schedules of faults, and one worker that lies: every invariant, at every event."""
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from exploring import seeds
+from simulated_faults.adversary import Adversary, draw_adversary, run_adversary
 from simulated_faults.draws import draw_schedule
+from simulated_faults.network import FaultyNetwork, Loss
 from simulated_faults.run import Outcome, run_schedule
 from simulated_faults.schedule import (
     BrokenExchange,
     Crash,
-    EndingFault,
-    EndingKind,
     FaultSchedule,
     Join,
     Partition,
@@ -22,8 +20,13 @@ from simulated_faults.schedule import (
     Stall,
 )
 
-NUM_SCHEDULES = 20
-LARGEST = 12
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph
+from gossipdp.protocol.messages import Accept, Busy, Envelope
+from gossipdp_lab.simulate.network import Conditions, make_workers
+
+NUM_SCHEDULES = 12
+LARGEST = 10
 """`make chaos` runs the large ones too."""
 
 
@@ -38,22 +41,11 @@ def test_no_schedule_breaks_an_invariant(seed: int) -> None:
     expect_whole(draw_schedule(seed, largest=LARGEST))
 
 
-def test_a_large_one_too() -> None:
-    schedule = replace(draw_schedule(1, largest=LARGEST), num_workers=32, graph="ring")
-    assert expect_whole(schedule).num_consolidated > 28
-
-
 def test_the_same_seed_gives_the_same_trace() -> None:
-    first, again = (run_schedule(draw_schedule(3, largest=8)) for _ in range(2))
+    schedule = draw_schedule(3, largest=8)
+    first, again, other = map(run_schedule, (schedule, schedule, replace(schedule, seed=4)))
     assert first == again
-    other = run_schedule(replace(draw_schedule(3, largest=8), seed=4))
     assert other.digest != first.digest
-
-
-def test_schedules_travel_and_print() -> None:
-    schedule = draw_schedule(3)
-    assert pickle.loads(pickle.dumps(schedule)) == schedule == draw_schedule(3)
-    assert all(f"{fault.at_s:.3f} s" in str(schedule) for fault in schedule.faults)
 
 
 def test_partitions_do_not_overlap() -> None:
@@ -76,21 +68,8 @@ def test_a_restarted_worker_and_a_joiner_take_parameters_and_consolidate() -> No
     assert outcome.num_consolidated == 9
 
 
-def test_two_are_left_then_one() -> None:
-    faults = tuple(Crash(1.0 + rank, rank) for rank in range(7))
-    assert expect_whole(FaultSchedule(seed=1, faults=faults)).num_consolidated == 1
-
-
-def test_halves_meet_again_after_each_declared_the_other_dead() -> None:
-    halves = ((0, 1, 2, 3), (4, 5, 6, 7))
-    outcome = expect_whole(FaultSchedule(seed=1, faults=(Partition(1.0, 5.0, halves),)))
-    assert outcome.num_consolidated == 8
-    assert outcome.num_taken_over == 0
-
-
-@pytest.mark.parametrize("duration_s", [0.9, 1.6])
-def test_who_stood_still_keeps_its_parameters(duration_s: float) -> None:
-    outcome = expect_whole(FaultSchedule(seed=1, faults=(Stall(2.0, 3, duration_s),)))
+def test_a_short_stall_costs_nobody_its_parameters() -> None:
+    outcome = expect_whole(FaultSchedule(seed=1, faults=(Stall(2.0, 3, 0.9),)))
     assert outcome.num_taken_over == 0
     assert outcome.num_consolidated == 8
 
@@ -101,25 +80,69 @@ def test_one_that_stands_still_halts_the_others_for_less_than_half_the_timeout()
         expect_whole(
             FaultSchedule(seed=seed, num_workers=4, graph="ring", faults=(Stall(2.0, 1, 0.95),))
         ).hungriest_s
-        for seed in range(11)
+        for seed in range(5)
     ]
-    assert sorted(hungriest_s)[5] < 0.5
+    assert sorted(hungriest_s)[2] < 0.5
 
 
 def test_exchanges_lose_their_link_at_every_point() -> None:
     """Before any data, half way, at one end done and at the other not, after the end."""
     transfer_s, num_torn = 0.03, 0
-    for eighth in range(16):
-        broken = tuple(BrokenExchange(20 + k, eighth / 8 * transfer_s) for k in range(0, 40, 5))
-        schedule = FaultSchedule(seed=eighth, transfer_s=transfer_s, broken_exchanges=broken)
+    for quarter in range(8):
+        broken = tuple(BrokenExchange(20 + k, quarter / 4 * transfer_s) for k in range(0, 40, 5))
+        schedule = FaultSchedule(
+            seed=quarter,
+            num_workers=6,
+            transfer_s=transfer_s,
+            faulty_s=4.0,
+            broken_exchanges=broken,
+        )
         num_torn += expect_whole(schedule).num_torn
     assert num_torn > 0
 
 
-@pytest.mark.parametrize("kind", get_args(EndingKind))
-def test_consolidation_loses_a_link_or_a_worker_at_every_fifth_frame(kind: EndingKind) -> None:
-    """``make chaos`` does so at every frame."""
-    for frame in range(0, 120, 5):
-        ending = (EndingFault(frame, kind),)
-        schedule = FaultSchedule(seed=frame, faulty_s=2.0, num_workers=8, ending=ending)
-        assert expect_whole(schedule).num_consolidated >= 7
+# One worker of eight that holds the key and lies stops the others only for a few time-outs.
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [("stall", "progress"), ("lengths", "ids"), ("members", "gains"), ("deaths",), ("epochs",)],
+    ids=" and ".join,
+)
+def test_each_lie(lies: tuple[str, ...]) -> None:
+    """``make chaos`` draws 200 schedules of several lies, other ones each time."""
+    adversary = Adversary(seed=1, graph="ring", rank=3, lies=lies, share=0.3, is_ever_done=False)
+    assert run_adversary(adversary).broken == []
+
+
+@pytest.mark.parametrize("seed", [71, 1059, 1087])
+def test_drawn_lies(seed: int) -> None:
+    assert run_adversary(draw_adversary(seed)).broken == []
+
+
+class Unanswered(FaultyNetwork):
+    """Rank 0 answers no proposal, and beats."""
+
+    def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
+        if rank == 0 and isinstance(envelope.message, Accept | Busy):
+            return "message lost"
+        return envelope
+
+
+def test_who_answers_no_proposal_is_waited_for_no_longer_than_the_time_out() -> None:
+    constants = Constants.of(build_graph("ring", 5))
+    network = Unanswered(
+        make_workers(constants, seed=0, timeout_s=1.0),
+        constants.edges,
+        Conditions(lambda *_: 0.001, lambda *_: 0.01, lambda rank: 0.2),
+        keeps_exchanges=True,
+    )
+    network.engine.run(until=30.0)
+    for rank in (1, 2, 3, 4):
+        ended_s = [
+            exchange.ends[rank].ended
+            for exchange in network.exchanges.values()
+            if rank in exchange.ends and exchange.is_complete
+        ]
+        assert len(ended_s) > 10
+        assert ended_s[-1] > 25.0

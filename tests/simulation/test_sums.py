@@ -5,7 +5,7 @@ Workers run the real protocol and the real sums over real parameters, in float64
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from gossipdp.gossip import sums as data_side
 from gossipdp.gossip.sums import BUSY_S
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.messages import (
     AverageMessage,
     ConsolidationMessage,
@@ -37,33 +36,46 @@ NUM_CHUNKS = 9
 
 
 class Sums(FaultyNetwork):
-    """Workers without gradients; those of ``mute`` beat, exchange, and give nothing to any sum."""
+    """Workers without gradients; those of ``mute`` beat, exchange, and give nothing to any sum.
 
-    def __init__(self, num_workers: int, graph: str = "exponential", seed: int = 0) -> None:
+    The message of sums of number ``lost`` is lost on its way, on a link that stays up.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        graph: str = "exponential",
+        seed: int = 0,
+        num_chunks: int = NUM_CHUNKS,
+        chunk_s: Callable[[int], float] | None = None,
+    ) -> None:
         constants = Constants.of(build_graph(graph, num_workers, seed=seed))
         generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(num_workers, NUM_CHUNKS, generator=generator, dtype=torch.float64)
-        population = Population(start, NUM_CHUNKS, momentum=True)
+        start = torch.randn(num_workers, num_chunks, generator=generator, dtype=torch.float64)
+        population = Population(start, num_chunks, momentum=True)
         assert population.c is not None
         population.c += torch.randn(start.shape, generator=generator, dtype=torch.float64)
         self.population = population
-        self.rows = AveragedRows(population, NUM_CHUNKS)
+        self.rows = AveragedRows(population, num_chunks)
         self.mute: set[int] = set()
         self.mute_after = 0
         self.num_chunks_sent = 0
+        self.lost = self.num_said = 0
         super().__init__(
-            make_workers(constants, seed=seed, timeout_s=TIMEOUT_S, num_chunks=NUM_CHUNKS),
+            make_workers(constants, seed=seed, timeout_s=TIMEOUT_S, num_chunks=num_chunks),
             constants.edges,
             Conditions(lambda *_: 0.003, lambda *_: 0.01, lambda rank: 0.25),
             averaged=self.rows,
+            chunk_s=chunk_s,
         )
         self.engine.run(until=2.0)
 
     def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
-        is_of_sums = ConsolidationMessage | ReductionMessage | AverageMessage
-        is_mute = rank in self.mute and self.num_chunks_sent >= self.mute_after
-        if is_mute and isinstance(envelope.message, is_of_sums):
-            return "message lost"
+        if isinstance(envelope.message, ConsolidationMessage | ReductionMessage | AverageMessage):
+            self.num_said += 1
+            is_mute = rank in self.mute and self.num_chunks_sent >= self.mute_after
+            if is_mute or self.num_said == self.lost:
+                return "message lost"
         return super().carries(rank, peer, envelope)
 
     def send_chunk(self, wire: Wire, rank: int, peer: int, frame: Frame) -> None:
@@ -102,15 +114,11 @@ class Sums(FaultyNetwork):
     [
         (4, {0}, 0),
         (4, {1}, 0),
-        (4, {3}, 0),
         (4, {0}, 20),
         (4, {1}, 20),
         (4, {3}, 20),
-        (64, {0}, 0),
-        (64, {1}, 20),
-        (64, {63}, 0),
-        (64, {0, 5, 60}, 0),
-        (64, {0, 5, 60}, 20),
+        (12, {0, 4, 11}, 0),
+        (12, {0, 4, 11}, 20),
     ],
     ids=str,
 )
@@ -133,7 +141,7 @@ def test_those_that_beat_and_give_nothing_are_left_out(
         assert torch.equal(committed.result, network.rows.committed[min(others)].result)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 6, 17])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 6])
 def test_all_end_with_the_mean_and_their_distance_to_it(num_workers: int) -> None:
     network = Sums(num_workers, "ring" if num_workers > 2 else "complete")
     given = torch.stack([network.rows.inputs(rank) for rank in range(num_workers)])
@@ -147,17 +155,50 @@ def test_all_end_with_the_mean_and_their_distance_to_it(num_workers: int) -> Non
         assert committed.outcome.num_workers == num_workers
 
 
+@pytest.mark.parametrize("lost", range(1, 36, 2))
+def test_the_end_relies_on_no_single_message(lost: int) -> None:
+    network = Sums(6, "ring", num_chunks=2)
+    network.lost = lost
+    assert network.ends(within_s=60.0) == set(range(6))
+    assert network.num_said >= lost
+
+
+@pytest.mark.parametrize(
+    ("chunk_s", "num_chunks"),
+    [
+        ([0.7] * 2, 32),
+        ([1.34] * 3, 16),
+        ([0.07, 0.07, 2.7, 0.07], 16),
+        ([0.7] * 8, 16),
+    ],
+    ids=["2", "3", "4, of which one is slow", "8"],
+)
+def test_one_epoch_over_slow_links_averages_all(chunk_s: list[float], num_chunks: int) -> None:
+    """Every chunk takes a good part of the time-out, or more than one."""
+    everybody = set(range(len(chunk_s)))
+    network = Sums(
+        len(chunk_s), "complete", num_chunks=num_chunks, chunk_s=lambda rank: chunk_s[rank]
+    )
+    assert network.ends(within_s=1000.0) == everybody
+    for rank in everybody:
+        outcome = network.rows.committed[rank].outcome
+        assert (outcome.num_workers, outcome.without) == (len(chunk_s), {})
+        epoch = network.workers[rank].consolidation.highest
+        assert epoch is not None
+        assert epoch.number == 1
+
+
 def test_the_end_takes_few_links_of_the_leader() -> None:
     """It was linked to every member: as many sockets as workers."""
-    network = Sums(64, "ring")
-    assert network.ends() == set(range(64))
+    network = Sums(16, "ring")
+    assert network.ends() == set(range(16))
     assert len(network._peers(0)) <= 2 + 2
 
 
 # The average while they train on.
 
 
-@pytest.mark.parametrize(("num_workers", "caller"), [(1, 0), (2, 1), (7, 3), (64, 0)])
+@pytest.mark.parametrize(("num_workers", "caller"), [(1, 0), (2, 1), (7, 3)])
 def test_the_average_is_that_of_all_and_changes_nothing(num_workers: int, caller: int) -> None:
     network = Sums(num_workers, "complete")
     mean = network.mean(range(num_workers))
@@ -165,42 +206,37 @@ def test_the_average_is_that_of_all_and_changes_nothing(num_workers: int, caller
     assert average.num_workers == num_workers
     assert average.without == {}
     torch.testing.assert_close(torch.cat(average.values), mean, rtol=1e-12, atol=1e-12)
-    run_on(network, 1.0)
+    network.engine.run(until=network.engine.now + 1.0)
     assert all(worker.averages.is_idle for worker in network.workers.values())
     assert not any(sums._slots for sums in network.sums.values()), "nothing is kept"
     torch.testing.assert_close(network.mean(range(num_workers)), mean, rtol=1e-12, atol=1e-12)
-
-
-def run_on(network: Sums, seconds: float) -> None:
-    network.engine.run(until=network.engine.now + seconds)
 
 
 def test_all_may_ask_at_once() -> None:
     network = Sums(7, "complete")
     mean = network.mean(range(7))
     asked = [network.average(rank) for rank in range(7)]
-    run_on(network, 2.0)
+    network.engine.run(until=4.0)
     for each in asked:
-        torch.testing.assert_close(
-            torch.cat(each.result(timeout=0).values), mean, rtol=1e-12, atol=1e-12
-        )
+        values = torch.cat(each.result(timeout=0).values)
+        torch.testing.assert_close(values, mean, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("victim", [1, 3, 6])
-@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.012, 0.025])
+@pytest.mark.parametrize(
+    ("victim", "after_s"), [(1, 0.0), (3, 0.005), (6, 0.012), (1, 0.012), (3, 0.025)]
+)
 def test_a_death_leaves_the_average_of_those_that_live(victim: int, after_s: float) -> None:
     network = Sums(7, "complete")
     asked = network.average(0)
-    run_on(network, after_s)
+    network.engine.run(until=network.engine.now + after_s)
     network.crash(victim)
     others = [rank for rank in range(7) if rank != victim]
-    run_on(network, 10.0)
+    network.engine.run(until=12.0)
     average = asked.result(timeout=0)
     assert average.num_workers == 6
     # The dead one may have exchanged first; the mean of the others is conserved since.
-    torch.testing.assert_close(
-        torch.cat(average.values), network.mean(others), rtol=1e-12, atol=1e-12
-    )
+    values = torch.cat(average.values)
+    torch.testing.assert_close(values, network.mean(others), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("mute", [1, 6])
@@ -244,7 +280,7 @@ def test_who_is_poisoned_itself_is_told_so() -> None:
         network.asks(0)
 
 
-@pytest.mark.parametrize("lost", range(0, 60, 3))
+@pytest.mark.parametrize("lost", range(0, 60, 6))
 def test_a_lost_link_costs_an_average_nothing_but_time(lost: int) -> None:
     network = Sums(7, "ring")
     mean = network.mean(range(7))
@@ -255,75 +291,6 @@ def test_a_lost_link_costs_an_average_nothing_but_time(lost: int) -> None:
 
 
 # What is summed, of which precision and role, and how much at once.
-
-
-class Kinds:
-    """Workers with trained parameters in bfloat16, a buffer, a follower and integers."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-        self.states: dict[int, State] = {}
-        self.outcomes: dict[int, Any] = {}
-
-    def state(self, rank: int) -> State:
-        trained = torch.full((96,), self.value, dtype=torch.bfloat16)
-        segments = [
-            Segment(trained, Role.TRAINED, momentum=False, chunk_bytes=32),
-            Segment(torch.tensor([1.0 + rank]), Role.BUFFER),
-            Segment(torch.tensor([10.0 * rank]), Role.UNOPTIMIZED),
-            Segment(torch.tensor([7 + rank, 2**62 + rank]), Role.COPIED),
-        ]
-        self.states[rank] = State(segments)
-        return self.states[rank]
-
-    def forget(self, rank: int) -> None: ...
-
-    def end(self, rank: int, outcome: Any) -> None:
-        self.outcomes[rank] = outcome
-
-
-def of_all_kinds(num_workers: int, value: float) -> tuple[FaultyNetwork, Kinds]:
-    constants = Constants.of(build_graph("complete", num_workers))
-    workers = make_workers(constants, seed=0, timeout_s=TIMEOUT_S, num_chunks=8)
-    for rank, worker in workers.items():
-        arguments = rank, rank, 8, 1, worker._links.__contains__
-        worker.consolidation = Consolidation(*arguments)
-    kinds: Any = Kinds(value)
-    network = FaultyNetwork(
-        workers,
-        constants.edges,
-        Conditions(lambda *_: 0.003, lambda *_: 0.01, lambda rank: 0.25),
-        averaged=kinds,
-    )
-    network.engine.run(until=1.0)
-    return network, kinds
-
-
-def test_equal_copies_in_bfloat16_average_to_themselves() -> None:
-    """Summed in bfloat16 those of 64 would end 6% off."""
-    value = float(torch.tensor(1.1, dtype=torch.bfloat16))
-    network, _ = of_all_kinds(17, value)
-    asked = network.average(3)
-    network.engine.run(until=3.0)
-    *trained, buffer, following = asked.result(timeout=0).values
-    assert torch.equal(torch.cat(trained), torch.full((96,), value))
-    assert buffer.item() == 1.0 + 8.0
-    assert following.item() == 80.0
-
-
-def test_integers_are_those_of_the_lowest_rank_and_are_never_poisoned() -> None:
-    network, kinds = of_all_kinds(5, 1.5)
-    network.crash(0)
-    network.engine.run(until=3.0)
-    for rank in range(1, 5):
-        network.done(rank)
-    network.engine.run(until=6.0)
-    assert kinds.outcomes.keys() == {1, 2, 3, 4}
-    for outcome in kinds.outcomes.values():
-        *_, buffer, following, integers = outcome.values
-        assert buffer.item() == (2.0 + 3.0 + 4.0 + 5.0) / 4
-        assert following.item() == 25.0
-        assert integers.tolist() == [8, 2**62 + 1]
 
 
 def test_a_turn_does_a_few_chunks_and_says_that_work_is_left() -> None:

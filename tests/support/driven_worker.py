@@ -6,15 +6,9 @@ from typing import Any, TypeVar
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.actions import (
-    Send,
-)
+from gossipdp.protocol.actions import Send
 from gossipdp.protocol.members import Member, Status
-from gossipdp.protocol.messages import (
-    Envelope,
-    Heartbeat,
-    Message,
-)
+from gossipdp.protocol.messages import Envelope, ExchangeId, Heartbeat, Message, Propose
 from gossipdp.protocol.worker import Action, WorkerProtocol
 
 TIMEOUT_S = 5.0
@@ -27,7 +21,7 @@ def member(rank: int, status: Status = Status.ALIVE, incarnation: int = 0) -> Me
 
 
 def make_worker(*linked: int, **changes: Any) -> WorkerProtocol:
-    """Rank 1 of a ring of six: its neighbours are 0 and 2."""
+    """Make rank 1 of a ring of six: its neighbours are 0 and 2."""
     own = member(1)
     arguments: dict[str, Any] = {
         "rank": 1,
@@ -51,12 +45,13 @@ def of_type(actions: Sequence[Action], kind: type[Kind]) -> list[Kind]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def said(actions: Sequence[Action], peer: int) -> list[Message]:
+def said(actions: Sequence[Action], peer: int | None = None) -> list[Message]:
+    """Return the messages sent, without heartbeats."""
     return [
         action.message.message
         for action in actions
         if isinstance(action, Send)
-        and action.peer == peer
+        and peer in (None, action.peer)
         and not isinstance(action.message.message, Heartbeat)
     ]
 
@@ -70,6 +65,11 @@ def run(worker: WorkerProtocol, start: float, end: float, talking: Sequence[int]
             actions += worker.heard(peer, now)
         actions += worker.poll(now)
     return actions
+
+
+def ask(peer: int, counter: int = 1) -> Envelope:
+    """Propose an exchange, as ``peer`` does."""
+    return Envelope(Propose(ExchangeId(peer, 0, counter), 0.6))
 
 
 def tell(*members: Member) -> Envelope:

@@ -102,8 +102,6 @@ class Pairing:
 
     Every input returns the actions to perform, in order. Links are FIFO while they last; the
     driver reports a lost link with :meth:`lost`, and nothing from that link afterwards.
-    Broken subclasses, for tests, override :meth:`asked`, :meth:`accept`, :meth:`park` or
-    :meth:`refuse`.
     """
 
     def __init__(

@@ -99,9 +99,6 @@ def _input(
 class WorkerProtocol:
     """The protocol of one worker.
 
-    A subclass may name other types of its parts in ``pairing_type`` and ``membership_type``, such
-    as broken ones for tests.
-
     Args:
         rank, incarnation, process_id, host, port, status_address: this worker, as others will
             know it; it shows its status at the last.
@@ -121,9 +118,6 @@ class WorkerProtocol:
     ends in exactly one of :meth:`finished`, :meth:`failed` or an action ``Stop``. On ``Stop`` and
     after :meth:`failed` the driver closes the link to that peer.
     """
-
-    pairing_type: type[Pairing] = Pairing
-    membership_type: type[Membership] = Membership
 
     def __init__(
         self,
@@ -150,7 +144,7 @@ class WorkerProtocol:
         self.rank = rank
         self.timeout_s = timeout_s
         status = Status.JOINING if is_joining else Status.ALIVE
-        self.membership = self.membership_type(
+        self.membership = Membership(
             Member(rank, incarnation, process_id, status, host, port, *status_address),
             len(constants.workers),
         )
@@ -161,7 +155,7 @@ class WorkerProtocol:
             rank, graph, has_momentum=method == "a2cid2", work_out=work_out
         )
         self.clock = StepClock(0.0, Random(random.getrandbits(64)))
-        self.pairing = self.pairing_type(
+        self.pairing = Pairing(
             rank=rank,
             incarnation=incarnation,
             policy=policy_type(Random(random.getrandbits(64))),

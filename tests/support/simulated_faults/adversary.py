@@ -60,7 +60,7 @@ NUM_WORKERS = 8
 TIMEOUT_S, STEP_S, TRANSFER_S = 1.0, 0.25, 0.03
 TRAINING_S = 12.0
 LONGEST_PAUSE_S = 8.0 * TIMEOUT_S
-"""Of an honest worker's exchanges with the other honest ones."""
+"""The longest pause of an honest worker's exchanges with the other honest ones."""
 WAIT_S = 2.0 * TIMEOUT_S
 """For those that are never done: ``consolidate(timeout_s=)``."""
 END_TICKS = PASS_OVER_AFTER + 2 * (STALLED_AFTER + GRACE)
@@ -280,7 +280,7 @@ def run_adversary(adversary: Adversary, log: Callable[[str], None] | None = None
         pauses_s = [engine.now - network.exchanged_s[rank] for rank in honest]
         cost.pause_s = max(cost.pause_s, *pauses_s)
     for rank in honest:
-        engine.at(engine.now + random.random(), partial(network.done_within, rank, WAIT_S))
+        engine.at(engine.now + random.random(), partial(network.done, rank, WAIT_S))
     if adversary.is_ever_done:
         engine.at(engine.now + random.random(), partial(network.done, adversary.rank))
     begin_s = engine.now + 1.0

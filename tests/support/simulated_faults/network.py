@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from random import Random
@@ -27,9 +29,11 @@ from simulated_faults.rows import FaultyPayload
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 10.0
 RECONNECT_S = 0.2
-"""How long after both ends know of a cut they dial again."""
+"""The wait of both ends, once they know of a cut, until they dial again."""
 DIAL_TIMEOUT_S = 1.0
-"""How long until a dial that nobody answers is given up."""
+"""The wait for the answer to a dial."""
+PIECE_S = 0.1
+"""The time in which some bytes of a chunk move on slow links."""
 
 Answer: TypeAlias = Literal["accepted", "refused", "silence"]
 Loss: TypeAlias = Literal["message lost", "link lost"]
@@ -49,6 +53,8 @@ class FaultyNetwork(VirtualNetwork):
         lost_at_messages: the numbers of those messages, counted over the network, at whose
             sending their link is cut.
         detection_s: how long until the second rank learns that its link to the first was cut.
+        chunk_s: how long a chunk of a sum takes to leave or to reach a rank, for each that does so
+            at a time; None: no time. A link carries one chunk after another.
 
     Attributes:
         crashed: ranks whose process is gone.
@@ -67,6 +73,7 @@ class FaultyNetwork(VirtualNetwork):
         averaged: AveragedRows | None = None,
         lost_at_messages: Collection[int] = (),
         detection_s: Callable[[int, int], float] = lambda sender, receiver: 0.01,
+        chunk_s: Callable[[int], float] | None = None,
         keeps_exchanges: bool = False,
     ) -> None:
         self.crashed: set[int] = set()
@@ -89,6 +96,10 @@ class FaultyNetwork(VirtualNetwork):
         self.sums: dict[WorkerProtocol, Sums] = {}
         self._ends_of: dict[Wire, dict[int, SimulatedLink]] = {}
         self._pumping: set[int] = set()
+        self._chunk_s = chunk_s
+        self._queues: dict[tuple[Wire, int], deque[Frame]] = {}
+        self._moving: Counter[tuple[str, int]] = Counter()
+        """Chunks that leave a rank, or come to it, just now."""
         super().__init__(
             workers, edges, conditions, self._faulty_payload, keeps_exchanges=keeps_exchanges
         )
@@ -102,9 +113,9 @@ class FaultyNetwork(VirtualNetwork):
         """Return whether the process of ``worker`` is still there."""
         return self.workers.get(worker.rank) is worker and worker.rank not in self.crashed
 
-    def done(self, rank: int) -> None:
-        """``rank`` trains no more; once all are done they consolidate."""
-        self.perform(rank, self.workers[rank].done(self.engine.now))
+    def done(self, rank: int, wait_s: float = math.inf) -> None:
+        """End the training of ``rank``, which waits so long for the others to be done too."""
+        self.perform(rank, self.workers[rank].done(self.engine.now, wait_s))
 
     # --- faults ----------------------------------------------------------------------------
 
@@ -190,10 +201,6 @@ class FaultyNetwork(VirtualNetwork):
         self._rejected.add(pair)
         self.cut(first, second)
         self.engine.at(until, partial(self._rejected.discard, pair), priority=-1)
-
-    def done_within(self, rank: int, wait_s: float) -> None:
-        """``rank`` trains no more, and waits so long for those that still do."""
-        self.perform(rank, self.workers[rank].done(self.engine.now, wait_s))
 
     def join(self, worker: WorkerProtocol) -> None:
         """Start a process that takes parameters from a live worker before it trains.
@@ -315,6 +322,7 @@ class FaultyNetwork(VirtualNetwork):
 
     def poll(self, rank: int) -> None:
         if not self._can_hold_up() or not self.stands_still(rank, partial(self.poll, rank)):
+            self._sums(rank).note_progress()
             super().poll(rank)
 
     def send(self, rank: int, peer: int, envelope: Envelope) -> None:
@@ -523,9 +531,46 @@ class FaultyNetwork(VirtualNetwork):
 
     def send_chunk(self, wire: Wire, rank: int, peer: int, frame: Frame) -> None:
         """Put one chunk of a sum on a wire."""
+        if self._chunk_s is not None:
+            queue = self._queues.setdefault((wire, rank), deque())
+            queue.append(frame)
+            if len(queue) == 1:
+                self._begin_chunk(wire, rank, peer)
+            return
         latency_s = self.conditions.latency_s(rank, peer)
         arrives = wire.carry_message(rank, self.engine.now, latency_s)
         self.engine.at(arrives, partial(self._chunk_arrived, wire, rank, peer, frame))
+
+    def _begin_chunk(self, wire: Wire, rank: int, peer: int) -> None:
+        assert self._chunk_s is not None
+        self._moving["from", rank] += 1
+        self._moving["to", peer] += 1
+        link, (frame_type, key, _) = self._link(peer, rank), self._queues[wire, rank][0]
+        if link is not None:
+            sums: Any = self._sums(peer)
+            sums.landing(link, frame_type, key)  # its header comes first
+        seconds = max(
+            self._moving["from", rank] * self._chunk_s(rank),
+            self._moving["to", peer] * self._chunk_s(peer),
+        )
+        self._move_chunk(wire, rank, peer, seconds)
+
+    def _move_chunk(self, wire: Wire, rank: int, peer: int, left_s: float) -> None:
+        """Move some bytes of a chunk, or let it arrive and begin the next."""
+        queue = self._queues[wire, rank]
+        sender, receiver = self._link(rank, peer), self._link(peer, rank)
+        if left_s > 0.0 and wire.is_up and sender is not None and receiver is not None:
+            sender.chunk_bytes_sent[queue[0][0]] += 1
+            receiver.chunk_bytes_received[queue[0][0]] += 1
+            piece_s = min(left_s, PIECE_S)
+            again = partial(self._move_chunk, wire, rank, peer, left_s - piece_s)
+            self.engine.at(self.engine.now + piece_s, again)
+            return
+        self._moving["from", rank] -= 1
+        self._moving["to", peer] -= 1
+        self._chunk_arrived(wire, rank, peer, queue.popleft())
+        if queue:
+            self._begin_chunk(wire, rank, peer)
 
     def _chunk_arrived(self, wire: Wire, rank: int, peer: int, frame: Frame) -> None:
         again = partial(self._chunk_arrived, wire, rank, peer, frame)

@@ -56,10 +56,7 @@ class Outcome:
     broken: str
     details: str
     digest: str
-    virtual_s: float
-    well_after_s: float
     hungriest_s: float
-    num_events: int
     num_inputs: int
     num_exchanges: int
     num_torn: int
@@ -70,16 +67,14 @@ class Outcome:
 def run_schedule(
     schedule: FaultSchedule,
     log: Callable[[str], None] | None = None,
-    worker_type: type[WorkerProtocol] = WorkerProtocol,
 ) -> Outcome:
     """Run a schedule; an invariant that breaks ends the run, and is in the outcome.
 
     Args:
         schedule: what is run.
         log: told of every message, exchange and fault; None: of nothing, which is quicker.
-        worker_type: the protocol of every worker, such as one that is broken on purpose.
     """
-    run = _Run(schedule, log, worker_type)
+    run = _Run(schedule, log)
     broken, details = "", ""
     try:
         run.train()
@@ -93,10 +88,7 @@ def run_schedule(
         broken=broken,
         details=details,
         digest=run.digest(),
-        virtual_s=network.engine.now,
-        well_after_s=run.well_after_s,
         hungriest_s=run.invariants.hungriest_s,
-        num_events=network.engine.num_events,
         num_inputs=run.invariants.num_inputs,
         num_exchanges=network.num_exchanges,
         num_torn=ledger.num_torn,
@@ -112,12 +104,9 @@ class _Run:
         self,
         schedule: FaultSchedule,
         log: Callable[[str], None] | None,
-        worker_type: type[WorkerProtocol],
     ) -> None:
         self.schedule = schedule
-        self.worker_type = worker_type
         self.log = log
-        self.well_after_s = 0.0
         self.random = Random(f"{schedule.seed} run")
         self.constants = Constants.of(
             build_graph(schedule.graph, schedule.num_workers, seed=schedule.seed),
@@ -164,7 +153,6 @@ class _Run:
             if engine.now > quiet_s + WELL_WITHIN_S:
                 raise amiss
             engine.run(until=engine.now + LOOK_EVERY_S)
-        self.well_after_s = engine.now - quiet_s
 
     def end(self) -> None:
         """Until all live workers have consolidated."""
@@ -238,7 +226,7 @@ class _Run:
         """Make a new process."""
         schedule = self.schedule
         process_id = self.random.getrandbits(48)
-        return self.worker_type(
+        return WorkerProtocol(
             rank=rank,
             incarnation=incarnation,
             process_id=process_id,

@@ -1,13 +1,12 @@
 """The faults of a simulated run and their times, declared in advance.
 
-A :class:`FaultSchedule` is everything that a run under faults depends on. It is frozen, prints as
-text that a person can read, and the same schedule gives the same run to the last bit. Where a
-fault cannot happen when its time has come (its worker has crashed meanwhile), nothing happens.
+A :class:`FaultSchedule` is everything that a run under faults depends on. It is frozen, and the
+same schedule gives the same run to the last bit. A fault that cannot happen when its time has come,
+since its worker has crashed meanwhile, is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -154,46 +153,3 @@ class FaultSchedule:
     def num_joins(self) -> int:
         """Workers that try to join beyond the first ones."""
         return sum(isinstance(fault, Join) for fault in self.faults)
-
-    def __str__(self) -> str:
-        jitter = f" + up to {self.latency_jitter_s * 1e3:.3g}" if self.latency_jitter_s else ""
-        lines = [
-            f"schedule {self.seed}: {self.num_workers} workers, {self.graph}, {self.method}, "
-            f"policy {self.policy}, comm rate {self.comm_rate}",
-            f"  time-out {self.timeout_s} s, step {self.step_s:.3g} s, latency "
-            f"{self.latency_s * 1e3:.3g}{jitter} ms, transfer {self.transfer_s * 1e3:.3g} ms",
-            f"  faults begin within {self.faulty_s} s:",
-            *(f"    {describe(fault)}" for fault in self.faults),
-        ]
-        if self.lost_at_messages:
-            lines.append(f"  links lost at the messages {_listed(self.lost_at_messages)}")
-        lines += [
-            f"  the link of begin {broken.begin} is lost {broken.delay_s * 1e3:.3g} ms later"
-            for broken in self.broken_exchanges
-        ]
-        lines.append(f"  all are done within {self.done_within_s:.3g} s; then, in consolidation:")
-        lines += [f"    frame {ending.frame}: {ending.kind}" for ending in self.ending]
-        return "\n".join(lines)
-
-
-def describe(fault: Fault) -> str:
-    """One fault in words."""
-    match fault:
-        case Crash(rank=rank):
-            what = f"rank {rank} crashes"
-        case Restart(rank=rank, asked=asked):
-            what = f"rank {rank} is started again, by way of live worker no. {asked}"
-        case Join(asked=asked):
-            what = f"a new worker joins, by way of live worker no. {asked}"
-        case Stall(rank=rank, duration_s=duration_s):
-            what = f"rank {rank} stands still for {duration_s:.3f} s"
-        case Partition(duration_s=duration_s, groups=groups):
-            sides = " | ".join(_listed(group) for group in groups)
-            what = f"parted for {duration_s:.3f} s: {sides}"
-        case Cut(first=first, second=second):
-            what = f"the link {first}-{second} is lost"
-    return f"{fault.at_s:7.3f} s: {what}"
-
-
-def _listed(numbers: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))

@@ -21,7 +21,7 @@ from simulated_faults.network import FaultyNetwork
 from simulated_faults.schedule import FaultSchedule, Partition, Stall
 
 LEAVES_AFTER_S = 0.25
-"""Who has left ends its process once what it said has arrived."""
+"""A worker that has left ends its process once what it said has arrived."""
 
 
 @final

@@ -1,10 +1,25 @@
-import dataclasses
+"""The constants of a graph, its spectrum, and the graph over the live workers."""
+
+from __future__ import annotations
+
 import math
 
+import networkx as nx
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gossipdp.graph.constants as constants_module
-from gossipdp.graph import Constants, build_graph, without
+from gossipdp.graph.constants import (
+    Constants,
+    LiveGraph,
+    dense_spectrum,
+    laplacian_matrix,
+    sparse_spectrum,
+    spectrum,
+)
+from gossipdp.graph.topology import GRAPH_NAMES, build_graph, without
 
 
 def of(name, num_workers, comm_rate=1.0):
@@ -63,16 +78,6 @@ def test_hypercube_closed_forms(dimension):
     assert constants.chi2 == pytest.approx((2**dimension - 1) / 2**dimension)
 
 
-@pytest.mark.parametrize("name", ["ring", "star", "torus", "erdos-renyi"])
-def test_scaling_with_the_comm_rate(name):
-    one, three = of(name, 12), of(name, 12, 3.0)
-    assert three.eta == pytest.approx(3 * one.eta)
-    assert three.alpha_tilde == pytest.approx(one.alpha_tilde)
-    assert three.chi1 == pytest.approx(one.chi1 / 3)
-    assert three.chi2 == pytest.approx(one.chi2 / 3)
-    assert three.exchanges_per_unit_time == pytest.approx(3 * one.exchanges_per_unit_time)
-
-
 def test_formulas_of_eta_and_alpha_tilde():
     constants = of("path", 9)
     assert constants.eta == pytest.approx(1 / (2 * math.sqrt(constants.chi1 * constants.chi2)))
@@ -87,12 +92,6 @@ def test_default_rates_keep_every_worker_within_its_budget():
     assert constants.neighbours(0) == {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5}
     assert list(of("ring", 5).neighbours(2)) == [1, 3]
     assert of("ring", 64).exchanges_per_unit_time == pytest.approx(32.0)
-
-
-def test_neighbours_cannot_be_changed_through_the_answer():
-    constants = of("ring", 4)
-    constants.neighbours(0).clear()
-    assert constants.neighbours(0) == {1: 0.5, 3: 0.5}
 
 
 def test_one_worker():
@@ -113,34 +112,101 @@ def test_after_deaths_ranks_have_gaps():
     assert constants.neighbours(1) == {2: 0.5, 5: 0.5}
 
 
-def test_equal_graphs_have_equal_constants():
-    assert of("torus", 12) == of("torus", 12)
-    assert hash(of("torus", 12)) == hash(of("torus", 12))
-    assert of("torus", 12).chi1 == of("torus", 12).chi1
-
-
-def test_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        of("ring", 3).rates = ()
-
-
-def test_a_ring_of_4096_workers():
-    constants = of("ring", 4096)
-    assert constants.chi1 == pytest.approx(1 / (1 - math.cos(2 * math.pi / 4096)), rel=1e-6)
-    assert constants.chi2 == pytest.approx(4095 / 4096, rel=1e-6)
-
-
 def test_the_same_graph_and_rates_are_worked_out_once(monkeypatch):
-    from gossipdp.graph import constants as module
-    from gossipdp.graph.constants import spectrum
-
     asked = []
     monkeypatch.setattr(
-        module, "spectrum", lambda *given: asked.append(given[0]) or spectrum(*given)
+        constants_module, "spectrum", lambda *given: asked.append(given[0]) or spectrum(*given)
     )
-    module._spectrum_of.cache_clear()
+    constants_module._spectrum_of.cache_clear()
     first, same = of("ring", 5), of("ring", 5)
     assert (first.chi1, first.chi2) == (same.chi1, same.chi2)
     other = of("ring", 5, comm_rate=2.0)
     assert other.chi1 == pytest.approx(first.chi1 / 2)
     assert asked == [5, 5]
+
+
+# The spectrum.
+
+
+def edges_and_rates(name, num_workers):
+    edges = np.array(build_graph(name, num_workers).edges)
+    return edges, np.random.default_rng(0).uniform(0.2, 1.0, len(edges))
+
+
+@pytest.mark.parametrize("name", GRAPH_NAMES)
+@pytest.mark.parametrize("solve", [dense_spectrum, sparse_spectrum])
+def test_both_solvers_agree_with_the_pseudo_inverse(name, solve):
+    edges, rates = edges_and_rates(name, 16)
+    laplacian = laplacian_matrix(16, edges, rates)
+    pseudo_inverse = np.linalg.pinv(laplacian)
+    difference = np.eye(16)[edges[:, 0]] - np.eye(16)[edges[:, 1]]
+    expected = np.einsum("ei,ij,ej->e", difference, pseudo_inverse, difference)
+    lambda_2, resistances = solve(16, edges, rates)
+    assert lambda_2 == pytest.approx(np.linalg.eigvalsh(laplacian)[1], rel=1e-9)
+    np.testing.assert_allclose(resistances, expected, rtol=1e-9)
+
+
+def test_the_sparse_solver_works_in_blocks():
+    # More workers than one block of columns holds, against the dense solver.
+    edges, rates = edges_and_rates("random-regular", 600)
+    expected = dense_spectrum(600, edges, rates)
+    lambda_2, resistances = spectrum(600, edges, rates)
+    assert lambda_2 == pytest.approx(expected.lambda_2, rel=1e-9)
+    np.testing.assert_allclose(resistances, expected.resistances, rtol=1e-9)
+
+
+def test_the_sparse_solver_gives_the_same_bits_twice():
+    edges, rates = edges_and_rates("torus", 300)
+    first, second = (spectrum(300, edges, rates) for _ in range(2))
+    assert first.lambda_2 == second.lambda_2
+    assert np.array_equal(first.resistances, second.resistances)
+
+
+# The graph over the live workers.
+
+
+def live_graph(name: str = "ring", num_workers: int = 8, comm_rate: float = 1.0) -> LiveGraph:
+    return LiveGraph(Constants.of(build_graph(name, num_workers), comm_rate))
+
+
+def test_all_alive_is_the_original() -> None:
+    live = live_graph()
+    assert live.constants(range(8)) is live.original
+
+
+@pytest.mark.parametrize("name", GRAPH_NAMES)
+@pytest.mark.parametrize("comm_rate", [0.5, 3.0])
+def test_the_comm_rate_is_that_of_the_busiest_worker(name: str, comm_rate: float) -> None:
+    assert live_graph(name, 8, comm_rate).comm_rate == pytest.approx(comm_rate)
+
+
+def test_after_deaths_it_is_the_graph_without_the_dead_at_the_same_rate() -> None:
+    live = live_graph("torus", 12, 2.0)
+    expected = Constants.of(without(build_graph("torus", 12), [0, 7]), 2.0)
+    constants = live.constants(set(range(12)) - {0, 7})
+    assert constants.edges == expected.edges
+    assert constants.rates == pytest.approx(expected.rates)
+    assert live.constants(set(range(12)) - {7, 0}) is constants, "worked out once"
+
+
+def test_one_worker_and_one_joiner() -> None:
+    live = live_graph()
+    assert live.constants({3}).edges == ()
+    assert LiveGraph(Constants.of(build_graph("ring", 1))).constants({0, 1}).edges == ((0, 1),)
+
+
+@given(
+    name=st.sampled_from(["ring", "star", "path", "exponential"]),
+    live=st.sets(st.integers(0, 15), min_size=1),
+)
+def test_any_set_of_survivors_and_joiners_is_connected(name: str, live: set[int]) -> None:
+    """Ranks from 8 on are joiners; all of the first 8 may be dead."""
+    graph = live_graph(name).graph(live)
+    assert set(graph) == live
+    assert nx.is_connected(graph)
+    joiners = [rank for rank in live if rank >= 8]
+    others = sorted(live)
+    for rank in joiners:
+        position = others.index(rank)
+        following = {others[(position + step) % len(others)] for step in (1, 2)} - {rank}
+        assert following <= set(graph[rank])

@@ -23,7 +23,7 @@ def edges(graph):
     [
         (name, num_workers)
         for name in GRAPH_NAMES
-        for num_workers in (*range(1, 18), 31, 64)
+        for num_workers in (1, 2, 3, 4, 5, 8, 13, 16, 64)
         if name != "hypercube" or num_workers.bit_count() == 1
     ],
 )
@@ -36,11 +36,6 @@ def test_every_graph_is_simple_connected_and_on_ranks(name, num_workers):
     assert graph.number_of_edges() >= num_workers - 1
     assert name in graph.name
     assert str(num_workers) in graph.name
-
-
-@pytest.mark.parametrize("name", GRAPH_NAMES)
-def test_two_workers_share_one_edge(name):
-    assert edges(build_graph(name, 2)) == [(0, 1)]
 
 
 @pytest.mark.parametrize("name", GRAPH_NAMES)
@@ -151,11 +146,3 @@ class TestWithout:
         same.remove_node(0)
         without(graph, [1, 2])
         assert len(graph) == 6
-
-    def test_the_name_says_who_is_missing(self):
-        assert without(build_graph("ring", 6), [4, 1]).name == "ring (6 workers) without 1, 4"
-
-    def test_one_survivor(self):
-        graph = without(build_graph("complete", 4), [0, 1, 3])
-        assert list(graph) == [2]
-        assert edges(graph) == []

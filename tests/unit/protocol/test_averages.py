@@ -77,13 +77,6 @@ def test_the_silent_are_not_waited_for_and_are_named() -> None:
     assert actions[-1] == AverageEnded(epoch(1), 2, {2: "it is silent"})
 
 
-def test_a_worker_that_cannot_give_itself_is_told_so() -> None:
-    root = worker(0)
-    root.ask({0, 1})
-    actions = root.cannot_give(epoch(1), 0, "NaN")
-    assert actions == [AverageEnded(epoch(1), 0, {0: "NaN"})]
-
-
 def test_a_caller_that_was_started_again_takes_the_place_of_itself() -> None:
     """Its numbers begin anywhere, so those of its former life may be higher."""
     leaf = worker(1)

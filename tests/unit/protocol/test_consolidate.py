@@ -66,15 +66,6 @@ def test_an_infinite_distance_is_the_largest_that_can_be_said() -> None:
     assert decode(encode(told)) == told
 
 
-def test_waits_for_whoever_still_trains() -> None:
-    machine = worker(0)
-    assert machine.review(view(3, worker2=Status.ALIVE)) == []
-    assert machine.missing() == (2,)
-    assert machine.receive(1, begin(4, 1, 2)) == [], "not a member"
-    assert machine.review(view(3))[0] == Send(1, begin(5, 0, 1, 2)), "above epoch 4"
-    assert machine.missing() == ()
-
-
 def test_an_inner_worker_from_begin_to_release() -> None:
     machine = worker(1)
     assert machine.review(view(5)) == []
@@ -188,16 +179,6 @@ def test_a_leader_fetches_the_result_that_a_member_holds() -> None:
     assert machine.receive(2, Distance(epoch(2, 1), 0.0)) == [
         Commit(epoch(1), 0.25, 3),
         Send(2, CommitEpoch(epoch(2, 1), 0.25)),
-    ]
-
-
-def test_everything_is_asked_for_again_on_a_new_link() -> None:
-    machine = worker(0, num_chunks=3)
-    machine.review(view(2))
-    machine.partial_landed(1, epoch(1), 0)
-    assert machine.link_lost(1) == [
-        Send(1, begin(1, 0, 1)),
-        Send(1, PullPartials(epoch(1), 1, 3)),
     ]
 
 

@@ -1,11 +1,12 @@
 """Membership and progress: which record wins, what a worker does about its own, how one joins."""
 
+import itertools
+
 import msgspec
 import pytest
 
 from gossipdp.protocol.members import (
     MAX_INCARNATION,
-    MAX_JOINERS,
     MAX_LEAP,
     MAX_RANK,
     Member,
@@ -54,26 +55,19 @@ def test_news_costs_what_is_new_and_not_what_is_known() -> None:
     assert brought_to == table.version
 
 
-def test_higher_incarnation_beats_higher_status() -> None:
-    table = view()
-    assert table.merge(Member(1, 1, 5, Status.DEAD))
-    assert table.merge(Member(1, 2, 5, Status.ALIVE))
-    assert not table.merge(Member(1, 1, 5, Status.DEAD))
-    assert record(table, 1).status is Status.ALIVE
-
-
-def test_status_only_rises_within_a_life() -> None:
-    table = view()
-    for status in (Status.DONE, Status.ALIVE, Status.LEFT, Status.DONE):
-        table.merge(Member(1, 1, 5, status))
-    assert record(table, 1).status is Status.LEFT
-
-
-def test_process_id_breaks_the_tie_of_two_lives() -> None:
-    table = view()
-    table.merge(Member(1, 1, 5, Status.DONE))
-    assert table.merge(Member(1, 1, 6, Status.ALIVE))
-    assert record(table, 1).process_id == 6
+def test_higher_incarnation_beats_process_id_beats_status() -> None:
+    ascending = [
+        Member(1, incarnation, process_id, status)
+        for incarnation in (1, 2)
+        for process_id in (5, 6)
+        for status in (Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD)
+    ]
+    for older, newer in itertools.pairwise(ascending):
+        table = view()
+        assert table.merge(older)
+        assert table.merge(newer)
+        assert not table.merge(older)
+        assert record(table, 1) == newer
 
 
 def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status() -> None:
@@ -110,20 +104,24 @@ def test_no_single_record_takes_the_lives_of_a_rank(rank: int) -> None:
     assert table.merge(Member(rank, 1 + MAX_LEAP, 9))
 
 
-def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever() -> None:
+def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 20
+    monkeypatch.setattr("gossipdp.protocol.members.MAX_JOINERS", most)
     table = Membership(Member(0, 1, 7), num_workers=2)
     table.merge(Member(1, 0, 5, Status.DEAD))
-    table.merge_all(Member(rank, 0, rank) for rank in range(2, 3 * MAX_JOINERS))
-    assert len(table.members()) == 2 + MAX_JOINERS
-    for rank in (*range(2, 2 + MAX_JOINERS - 1), 1):
+    table.merge_all(Member(rank, 0, rank) for rank in range(2, 3 * most))
+    assert len(table.members()) == 2 + most
+    for rank in (*range(2, 2 + most - 1), 1):
         table.declare_dead(rank)
     table.forget(100.0, 60.0)
     table.forget(159.0, 60.0)
-    assert len(table.addresses()) == 1 + MAX_JOINERS
+    assert len(table.addresses()) == 1 + most
     version = table.version
     table.forget(160.0, 60.0)
     assert table.version > version
-    assert table.addresses().keys() == {1, 1 + MAX_JOINERS}, "those of the start may come back"
+    assert table.addresses().keys() == {1, 1 + most}, "those of the start may come back"
     assert not table.merge(Member(2, 0, 2, Status.DEAD)), "what others have not forgotten yet"
     assert table.merge(Member(2, 1, 9, Status.JOINING))
 
@@ -142,27 +140,14 @@ def test_one_that_never_joins_is_forgotten_too_until_it_lives() -> None:
 def test_news_comes_in_parts() -> None:
     table = view()
     table.merge_all(Member(rank, 0, rank) for rank in (9, 5, 3, 7))
-    told, version = table.news(0, 2)
-    assert [member.rank for member in told] == [0, 9]
-    told, version = table.news(version, 2)
-    assert [member.rank for member in told] == [3, 5]
-    told, version = table.news(version, 2)
-    assert [member.rank for member in told] == [7]
-    assert table.news(version, 2) == ((), version)
-
-
-def test_news_is_what_changed_since() -> None:
-    table = view()
-    everything, version = table.news()
-    assert everything == (table.own,)
+    version = 0
+    for ranks in ([0, 9], [3, 5], [7], []):
+        told, version = table.news(version, 2)
+        assert [member.rank for member in told] == ranks
+    assert not table.merge(Member(3, 0, 3)), "nothing new"
     assert table.news(version) == ((), version)
-    table.merge(Member(3, 1, 1))
-    table.merge(Member(2, 1, 1))
-    changed, newer = table.news(version)
-    assert [member.rank for member in changed] == [2, 3]
-    assert newer > version
-    assert not table.merge(Member(3, 1, 1))
-    assert table.news(newer) == ((), newer)
+    table.merge(Member(2, 0, 2))
+    assert [member.rank for member in table.news(version)[0]] == [2]
 
 
 def test_live_ranks() -> None:
@@ -191,18 +176,12 @@ def test_a_joiner_is_known_but_does_not_take_part_before_it_lives() -> None:
     assert table.declare_dead(2), "its address refuses connections"
 
 
-def test_mistakes_are_refused() -> None:
+def test_who_has_left_does_not_come_back() -> None:
     table = view()
     with pytest.raises(ValueError, match="worker 0 cannot declare itself dead"):
         table.declare_dead(0)
     table.set_status(Status.LEFT)
     assert not table.set_status(Status.DONE), "a status only rises"
-    assert table.own.status is Status.LEFT
-
-
-def test_who_has_left_does_not_come_back() -> None:
-    table = view()
-    table.set_status(Status.LEFT)
     table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
     assert record(table, 0).status is Status.DEAD
     assert table.own.incarnation == 1
@@ -218,20 +197,12 @@ def test_who_has_left_does_not_come_back() -> None:
         [0, MAX_INCARNATION + 1, 2, 0, "h", 1],
         [0, 1, 2**63, 0, "h", 1],
         [0, 1, 2, 0, "h" * 256, 1],
-        [0, 1, 2, 0, "h", 1, 2],
-        [0, 1, 2, 0, "h", 1, "h", 70000],
-        [0, 1, 2, 0, "h", 1, "h" * 256, 1],
         [0, 1, 2, 0, "h", 1, "h", 1, "more"],
     ],
 )
 def test_ill_typed_members_do_not_decode(fields: list[object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Member)
-
-
-def test_a_member_survives_the_wire() -> None:
-    member = Member(MAX_RANK, MAX_INCARNATION, 2**63 - 1, Status.DONE, "::1", 65535, "::", 9400)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(member), type=Member) == member
 
 
 # --- progress ------------------------------------------------------------------------------
@@ -279,11 +250,6 @@ def test_news_of_progress_is_what_changed_since_in_parts() -> None:
         heard += part[0]
         version = part[1]
     assert sorted(heard) == list(progress.news()[0])
-
-
-def test_progress_cannot_be_taken_back() -> None:
-    with pytest.raises(ValueError, match="samples=-1"):
-        Progress(0, 11).add(samples=-1)
 
 
 def test_a_stop_is_heard_of_and_not_taken_back() -> None:

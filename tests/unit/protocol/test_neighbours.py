@@ -139,13 +139,6 @@ def test_a_joiner_is_in_the_graph_once_it_lives() -> None:
     assert other.rebuild(view, 1.0, has_ended=False).neighbours == {0, 2, 8}
 
 
-def test_plain_gossip_has_no_mixing() -> None:
-    neighbourhood, view = make(has_momentum=False), members(r1=Status.DEAD)
-    neighbourhood.review(view)
-    assert neighbourhood.rebuild(view, 5.0, has_ended=False).eta == 0.0
-    assert neighbourhood.alpha_tilde == 0.5
-
-
 def test_after_the_exchanges_neighbours_alone_are_worked_out() -> None:
     neighbourhood, view = make(), members(r1=Status.LEFT)
     neighbourhood.review(view)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 
 import pytest
@@ -20,7 +20,14 @@ from gossipdp.protocol.messages import (
     ProtocolError,
 )
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
-from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, Pairing, Proposing
+from gossipdp.protocol.pairing import (
+    MAX_BACKLOG,
+    Exchanging,
+    Idle,
+    Pairing,
+    PairingAction,
+    Proposing,
+)
 
 
 class InRankOrder(NeighbourPolicy):
@@ -67,11 +74,48 @@ def test_tick_proposes_to_the_first_of_the_policy() -> None:
     assert pairing.state == Proposing(2, own(1), 0.9, (8,))
 
 
-def test_tick_without_neighbours_keeps_the_demand_until_one_appears() -> None:
-    pairing = make_pairing(neighbours=())
-    assert pairing.tick() == []
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda pairing: pairing.lost(2),
+        lambda pairing: pairing.overdue([2]),
+        lambda pairing: pairing.set_available({8: 0.5}),
+    ],
+    ids=["lost", "overdue", "unavailable"],
+)
+def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(
+    event: Callable[[Pairing], list[PairingAction]],
+) -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    assert event(pairing) == [Send(8, Propose(own(2), 0.9))]
+    assert pairing.lost(8) == []
+    assert (pairing.state, pairing.backlog) == (Idle(), 1)
+    pairing.set_available({})
+    assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(3), 0.9))]
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (lambda pairing, id: pairing.lost(2), "the link was lost"),
+        (lambda pairing, id: pairing.abort("NaN"), "NaN"),
+        (lambda pairing, id: pairing.failed(id), None),
+    ],
+    ids=["lost", "own abort", "failed"],
+)
+def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(
+    event: Callable[[Pairing, ExchangeId], list[PairingAction]], reason: str | None
+) -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    assert pairing.receive(2, Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6, initiator=True)]
+    assert pairing.is_initiating
+    actions = event(pairing, own(1))
+    stops = [] if reason is None else [Stop(2, own(1), reason)]
+    aborts = [Send(2, Abort(own(1), "NaN"))] if reason == "NaN" else []
+    assert actions == [*aborts, *stops, Send(8, Propose(own(2), 0.9))]
     assert pairing.backlog == 1
-    assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(1), 0.9))]
 
 
 def test_backlog_is_capped() -> None:
@@ -90,13 +134,6 @@ def test_idle_accepts_with_the_smaller_gain() -> None:
             Begin(9, id, agreed, initiator=False),
         ]
         assert pairing.state == Exchanging(9, id, initiator=False)
-
-
-def test_initiator_begins_with_the_gain_of_accept() -> None:
-    pairing = make_pairing()
-    pairing.tick()
-    assert pairing.receive(2, Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6, initiator=True)]
-    assert pairing.is_initiating
 
 
 def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only() -> None:
@@ -266,13 +303,6 @@ def test_abort_stops_the_exchange_at_either_end() -> None:
     assert propose == Send(8, Propose(own(2), 0.9))  # the demand lives on, the peer is left out
 
 
-def test_own_abort_tells_the_peer() -> None:
-    pairing = make_pairing()
-    id = answered(pairing, 2)
-    assert pairing.abort("NaN") == [Send(2, Abort(id, "NaN")), Stop(2, id, "NaN")]
-    assert pairing.abort("NaN") == []
-
-
 def test_foreign_ids_are_dropped() -> None:
     pairing = make_pairing()
     pairing.tick()
@@ -282,21 +312,6 @@ def test_foreign_ids_are_dropped() -> None:
     assert pairing.finished(own(1)) == []
     assert pairing.failed(own(1)) == []
     assert pairing.state == Proposing(2, own(1), 0.9, (8,))
-
-
-def test_lost_link_moves_the_proposal_on_and_keeps_the_demand() -> None:
-    pairing = make_pairing()
-    pairing.tick()
-    assert pairing.lost(2) == [Send(8, Propose(own(2), 0.9))]
-    assert pairing.lost(8) == []
-    assert (pairing.state, pairing.backlog) == (Idle(), 1)
-
-
-def test_lost_link_stops_its_exchange() -> None:
-    pairing = make_pairing()
-    id = answered(pairing, 2)
-    pairing.receive(8, ask(8))
-    assert pairing.lost(2) == [Stop(2, id, "the link was lost"), Send(8, Free())]
 
 
 def test_lost_link_forgets_parked_and_waiters() -> None:
@@ -342,55 +357,14 @@ def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked() -> None
     assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(2), 0.9))]
 
 
-def test_with_its_only_other_neighbour_overdue_the_latest_partner_is_asked_again() -> None:
-    pairing = make_pairing(policy=Fresh(Random(0)))
-    pairing.tick()
-    assert isinstance(pairing.state, Proposing)
-    first = pairing.state.peer
-    pairing.receive(first, Accept(own(1), 0.9))
-    pairing.finished(own(1))
-    other = 10 - first
-    assert pairing.tick() == [Send(other, Propose(own(2), 0.9))]
-    assert pairing.overdue([other]) == [Send(first, Propose(own(3), 0.9))]
-
-
-def test_an_idle_worker_with_a_demand_asks_those_that_are_left() -> None:
-    pairing = make_pairing()
-    pairing.tick()
-    for counter, peer in ((1, 2), (2, 8)):
-        pairing.receive(peer, Busy(own(counter)))
-    assert (pairing.state, pairing.backlog) == (Idle(), 1)
-    assert pairing.overdue([8]) == [Send(2, Propose(own(3), 0.9))]
-
-
-def test_unavailable_neighbour_is_not_waited_for() -> None:
-    pairing = make_pairing()
-    pairing.tick()
-    assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(2), 0.9))]
-
-
-def test_failed_exchange_keeps_the_demand_and_leaves_the_peer_out() -> None:
-    pairing = make_pairing()
-    pairing.tick()
-    pairing.receive(2, Accept(own(1), 0.9))
-    assert pairing.failed(own(1)) == [Send(8, Propose(own(2), 0.9))]
-    assert pairing.backlog == 1
-
-
 def test_who_stopped_asking_still_answers() -> None:
-    pairing = make_pairing()
-    pairing.stop_asking()
-    assert pairing.tick() == []
-    assert pairing.receive(2, Free()) == [Send(2, Pass())]
-    pairing.finished(answered(pairing, 2))
-    assert pairing.state == Idle()
-
-
-def test_open_proposal_runs_its_course_after_stop_asking() -> None:
     pairing = make_pairing()
     pairing.tick()
     pairing.stop_asking()
     assert pairing.receive(2, Busy(own(1))) == []
+    assert pairing.tick() == []
+    assert pairing.receive(2, Free()) == [Send(2, Pass())]
+    pairing.finished(answered(pairing, 2))
     assert pairing.state == Idle()
 
 

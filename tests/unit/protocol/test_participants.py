@@ -6,8 +6,10 @@ from consolidation import begin, begun, epoch, process, ticks, view, worker
 from gossipdp.protocol.actions import Finished
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.messages import (
+    Average,
     BeginEpoch,
     Distance,
+    Held,
     LeftOut,
     NewerEpoch,
     Progressed,
@@ -133,18 +135,9 @@ def test_a_worker_that_cannot_give_says_so_and_is_left_out() -> None:
 def test_who_holds_the_result_and_does_not_send_it_is_left_out() -> None:
     machine = worker(1, num_chunks=1)
     machine.review(view(3, worker0=Status.DEAD))
-    from gossipdp.protocol.messages import Average, Held
-
     machine.receive(2, Held(epoch(1, 1), Average(epoch(1), 3, 0.25)))
     ticks(machine, STALLED_AFTER)
     assert set(machine.left_out) == {2}
-
-
-def test_one_that_is_left_out_alone_ends_alone() -> None:
-    machine = worker(1, num_chunks=0)
-    machine.review(view(2))
-    actions = ticks(machine, PASS_OVER_AFTER)
-    assert Finished() in actions
 
 
 def test_accuser_and_accused_come_last_in_the_next_tree() -> None:

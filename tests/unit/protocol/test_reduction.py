@@ -43,9 +43,13 @@ def pull(start, stop):
     return PullPartials(EPOCH, start, stop)
 
 
-@pytest.mark.parametrize("num_members", range(1, 70))
 @pytest.mark.parametrize("has_suspects", [False, True])
-def test_a_tree_is_binary_flat_and_has_its_last_members_as_leaves(num_members, has_suspects):
+def test_a_tree_is_binary_flat_and_has_its_last_members_as_leaves(has_suspects):
+    for num_members in range(1, 70):
+        check_tree(num_members, has_suspects)
+
+
+def check_tree(num_members, has_suspects):
     ranks = list(range(100, 100 + num_members))
     parents = tree(ranks, has_suspects=has_suspects)
     assert list(parents) == ranks
@@ -190,15 +194,6 @@ def judged(blame: Blame):
     return verdicts[-1]
 
 
-def test_whom_the_root_awaits_and_hears_is_left_out_at_once():
-    blame = Blame(0)
-    assert blame.tick() is None
-    blame.said(0, stalled(1))
-    assert judged(blame) == {1: "1 it is"}
-    assert blame.tick() is None
-    assert blame.suspects == set()
-
-
 def test_whom_the_root_does_not_hear_may_be_heard_by_others():
     blame = Blame(0)
     blame.said(0, stalled(1, is_heard=False))
@@ -226,15 +221,6 @@ def test_who_waits_for_another_itself_is_not_to_blame():
     blame.said(1, stalled(3))
     assert judged(blame) == {}
     assert blame.suspects == {1, 3}
-
-
-def test_an_accusation_of_this_moment_does_not_count_yet():
-    blame = Blame(0)
-    blame.said(3, stalled(7))
-    assert [blame.tick() for _ in range(GRACE - 1)] == [None] * (GRACE - 1)
-    blame.said(0, stalled(1))  # which waits for 3, and is about to say so
-    assert blame.tick() == {}
-    assert blame.suspects == {3, 7}
 
 
 def test_an_attempt_never_ends_without_a_consequence():

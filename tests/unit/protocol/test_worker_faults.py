@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from driven_worker import TIMEOUT_S, make_worker, member, of_type, run, said, tell
+from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 
 from gossipdp.protocol.actions import (
     Begin,
@@ -24,7 +24,6 @@ from gossipdp.protocol.messages import (
     ExchangeId,
     Heartbeat,
     NewerEpoch,
-    Propose,
     decode,
     encode,
 )
@@ -37,7 +36,7 @@ from gossipdp.protocol.worker import WorkerProtocol
 def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives() -> None:
     """A peer that accepts and then sends only heartbeats once held both ends for ever."""
     worker = make_worker(0, 2)
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
+    worker.receive(0, ask(0), 1.0)
     assert of_type(run(worker, 1.0, 4.0, [0, 2]), Stop) == []
     worker.progressed(4.0)
     assert of_type(run(worker, 4.0, 4.0 + 0.99 * TIMEOUT_S, [0, 2]), Stop) == []
@@ -53,7 +52,7 @@ def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer() -> None:
     worker, now, held_s = make_worker(0, 2), 1.0, 0.0
     for counter in range(1, 1000):
         worker.link_up(0, now)
-        actions = worker.receive(0, Envelope(Propose(ExchangeId(0, 0, counter), 0.6)), now)
+        actions = worker.receive(0, ask(0, counter), now)
         if not of_type(actions, Begin):
             assert isinstance(said(actions, 0)[0], Busy)
             assert worker.pairing.available.keys() == {2}
@@ -69,30 +68,22 @@ def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer() -> None:
 
 def test_who_was_shunned_is_welcome_again_once_an_exchange_ends_well() -> None:
     worker = make_worker(0, 2)
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
+    worker.receive(0, ask(0), 1.0)
     run(worker, 1.0, 1.2 + TIMEOUT_S, [0, 2])
     worker.link_up(0, 7.0)
     assert worker.pairing.available.keys() == {2}
     run(worker, 7.0, 1.5 + 2 * TIMEOUT_S, [0, 2])
     assert worker.pairing.available.keys() == {0, 2}
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 2), 0.6)), 12.0)
+    worker.receive(0, ask(0, 2), 12.0)
     worker.finished(ExchangeId(0, 0, 2), 12.1)
     assert worker.exchanges_answered == 1
     # It is forgiven: the next time it is shunned for as long as the first time.
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 3), 0.6)), 12.2)
+    worker.receive(0, ask(0, 3), 12.2)
     run(worker, 12.2, 12.4 + TIMEOUT_S, [0, 2])
     worker.link_up(0, 18.0)
     assert worker.pairing.available.keys() == {2}
     run(worker, 18.0, 12.6 + 2 * TIMEOUT_S, [0, 2])
     assert worker.pairing.available.keys() == {0, 2}
-
-
-def test_its_own_sleep_ends_no_exchange() -> None:
-    worker = make_worker(0, 2)
-    run(worker, 0.0, 1.0, [0, 2])
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
-    actions = worker.poll(1.0 + 3 * TIMEOUT_S)
-    assert of_type(actions, Stop) == []
 
 
 def test_who_accepts_with_more_than_was_proposed_loses_its_link() -> None:
@@ -145,7 +136,7 @@ GIVEN = {
 def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
     worker = make_worker(0, 2)
     run(worker, 0.0, 4.0, [0, 2])
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 4.0)
+    worker.receive(0, ask(0), 4.0)
     now = 4.0 + 3600.0
     parameters = inspect.signature(getattr(WorkerProtocol, first)).parameters.values()
     given = {
@@ -180,7 +171,7 @@ def test_a_long_stall_changes_nothing_here() -> None:
     """Its parameters stay, an exchange goes on if its link does, and it is asked and answers."""
     worker = make_worker(0, 2)
     run(worker, 0.0, 1.0, [0, 2])
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
+    worker.receive(0, ask(0), 1.0)
     actions = worker.poll(1.0 + 2 * TIMEOUT_S)
     assert of_type(actions, Stop) == []
     assert worker.can_donate
@@ -194,17 +185,20 @@ def test_declared_dead_meanwhile_it_goes_on_in_its_next_life() -> None:
     run(worker, 0.0, 1.0, [0, 2])
     worker.receive(0, tell(member(1, Status.DEAD)), 1.0 + 2 * TIMEOUT_S)
     assert worker.incarnation == 1 == worker.pairing.incarnation
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 11.1)
+    worker.receive(0, ask(0), 11.1)
     assert worker.pairing.state != Idle()
     assert worker.can_donate
 
 
 def test_poison_answers_busy_and_gives_nothing() -> None:
     worker = make_worker(0, 2)
-    worker.poisoned(0.5)
+    worker.receive(0, ask(0), 0.1)
+    abort, stop = worker.poisoned(0.5)[:2]
+    assert isinstance(abort, Send)
+    assert isinstance(stop, Stop)
     assert not worker.can_donate
-    ask = Envelope(Propose(ExchangeId(0, 0, 1), 0.6))
-    assert isinstance(said(worker.receive(0, ask, 0.6), 0)[0], Busy)
+    worker.release(0.6)
+    assert isinstance(said(worker.receive(2, ask(2), 0.7), 2)[0], Busy)
 
 
 # --- a training loop that hangs ------------------------------------------------------------
@@ -223,16 +217,6 @@ def test_the_average_goes_on_without_one_whose_training_hangs() -> None:
     assert [rank for rank, _ in begun.members] == [1, 2]
     assert worker.membership.get(0) == member(0), "nobody is declared dead"
     assert worker.answer_joiner(1).is_ending
-
-
-def test_when_another_took_its_last_step_is_known() -> None:
-    worker, other = make_worker(0, 2), make_worker(rank=0, process_id=70)
-    assert worker.progress.stepped_at(0) is None
-    other.step(8, 1.0)
-    news = other.progress.news()[0]
-    worker.receive(2, Envelope(Heartbeat(), (), news), 2.0)
-    worker.receive(2, Envelope(Heartbeat(), (), news), 3.0)
-    assert worker.progress.stepped_at(0) == 2.0
 
 
 # --- nothing that others say makes a message too long --------------------------------------

@@ -1,15 +1,19 @@
-"""The account of x + c/2 notices what it is there to notice."""
+"""The ledger and the invariants notice what they are there to notice."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from simulated_faults.draws import draw_schedule
 from simulated_faults.ledger import InvariantBroken, Ledger
 from simulated_faults.rows import FaultyRows
+from simulated_faults.run import Outcome, run_schedule
 
 from gossipdp.dynamics.phase import Phase
-from gossipdp.protocol.actions import Begin
-from gossipdp.protocol.messages import ExchangeId
+from gossipdp.protocol.actions import Begin, Send
+from gossipdp.protocol.members import Membership
+from gossipdp.protocol.messages import ExchangeId, Propose
+from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction
 from gossipdp_lab.simulate.optimizers import Sgd
 from gossipdp_lab.simulate.population import Population, Training
 
@@ -85,3 +89,50 @@ def test_who_takes_over_a_row_has_it_whole_and_that_is_no_drift(momentum: bool) 
     ledger.took_over(0, 1, 1.0)
     assert ledger.z(0).tolist() == ledger.z(1).tolist()
     ledger.check_sum(1.0)
+
+
+# Protocols broken on purpose: the schedules of `test_faults` catch each within 50.
+
+MOST = 50
+LARGEST = 8
+"""Small ones are enough."""
+
+
+def first_caught() -> Outcome:
+    for seed in range(MOST):
+        outcome = run_schedule(draw_schedule(seed, largest=LARGEST))
+        if outcome.broken:
+            return outcome
+    raise AssertionError(f"{MOST} schedules found nothing")
+
+
+def test_an_exchange_accepted_during_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Pairing.asked
+
+    def asked(pairing: Pairing, peer: int, proposal: Propose) -> list[PairingAction]:
+        if isinstance(pairing.state, Exchanging):
+            return pairing.accept(peer, proposal)
+        return sound(pairing, peer, proposal)
+
+    monkeypatch.setattr(Pairing, "asked", asked)
+    assert first_caught().broken == "one exchange at a time"
+
+
+def test_a_lost_busy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that asked waits for ever."""
+    sound = Pairing.refuse
+
+    def refuse(pairing: Pairing, peer: int, proposal: Propose) -> list[PairingAction]:
+        actions = sound(pairing, peer, proposal)
+        return [action for action in actions if not isinstance(action, Send)]
+
+    monkeypatch.setattr(Pairing, "refuse", refuse)
+    assert first_caught().broken == "no deadlock"
+
+
+def test_the_dead_who_are_not_removed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Those who wait for the dead send much: a consolidation without end is cut off early.
+    monkeypatch.setattr("simulated_faults.run.ENDED_WITHIN_S", 10.0)
+    monkeypatch.setattr(Membership, "declare_dead", lambda *_: False)
+    # In the first schedule somebody crashes before, or only during, consolidation.
+    assert first_caught().broken in ("views converge", "consolidation ends")
