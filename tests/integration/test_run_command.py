@@ -1,13 +1,10 @@
 """``gossipdp run``, the real command line: what is shown, and what is left."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
-from waiting import LONGEST_S
 
 pytestmark = pytest.mark.processes
 
@@ -61,22 +58,3 @@ def test_a_full_disk_under_its_own_lines_ends_no_run(
         )
     assert done.returncode == 0
     assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
-
-
-def test_nothing_is_left_when_gossipdp_run_is_killed(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
-    script = tmp_path / "stay.py"
-    script.write_text("import time\nprint('here', flush=True)\ntime.sleep(3600)\n")
-    with subprocess.Popen(
-        [sys.executable, "-m", "gossipdp.cli.main", "run", "-n", "2", str(script)],
-        stdout=subprocess.PIPE,
-        env=without_torch,
-    ) as supervisor:
-        assert supervisor.stdout is not None
-        assert [supervisor.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
-        workers = psutil.Process(supervisor.pid).children()
-        supervisor.send_signal(signal.SIGKILL)
-    assert len(workers) == 2
-    _, alive = psutil.wait_procs(workers, timeout=LONGEST_S)
-    assert not alive
