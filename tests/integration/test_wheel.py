@@ -69,15 +69,6 @@ def test_its_metadata_name_the_command_and_the_extras(dist: Path) -> None:
     assert "gossipdp = gossipdp.cli.main:main" in entry
 
 
-def test_the_source_tree_builds_the_wheel_that_the_sdist_builds(dist: Path, tmp_path: Path) -> None:
-    run(
-        sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path),
-        str(ROOT),
-    )  # fmt: skip
-    name = f"{NAME}-py3-none-any.whl"
-    assert contents(tmp_path / name) == contents(dist / name)
-
-
 def test_the_sdist_holds_what_tests_and_docs_need(dist: Path) -> None:
     with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
