@@ -191,13 +191,13 @@ def new_authority(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], A
 
 @pytest.fixture(scope="session")
 def authority(new_authority: Callable[[str], Authority]) -> Authority:
-    """The authority of the run under test."""
+    """Make the authority of the run under test."""
     return new_authority("the run's authority")
 
 
 @pytest.fixture(scope="session")
 def run_tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    """The one certificate of a run, and its key."""
+    """Make the one certificate of a run, and its key."""
     return make_tls_files(tmp_path_factory.mktemp("tls"))
 
 

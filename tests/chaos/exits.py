@@ -108,7 +108,7 @@ class TrainingRun:
         self.wait_until(lambda: all(self.saved(rank) for rank in (0, 1)))
 
     def saved(self, rank: int) -> list[int]:
-        """The steps at which there are checkpoints, the newest first."""
+        """Return the steps at which there are checkpoints, the newest first."""
         directory = self.directory / "checkpoints"
         found = saved_in(directory) if directory.exists() else {}
         return [file.facts.steps for file in found.get(rank, ())]

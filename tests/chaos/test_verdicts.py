@@ -81,7 +81,7 @@ END = Consolidated(DISTANCE, world_size=4, samples=640, gradient_steps=40)
 
 
 def ends(average: dict[str, torch.Tensor], **changes: object) -> list[str]:
-    """What is wrong where worker 4 alone ends so."""
+    """Return the faults found where worker 4 alone ends so."""
     averages = {rank: average if rank == 4 else MEAN for rank in INPUTS}
     told = {rank: replace(END, **(changes if rank == 4 else {})) for rank in INPUTS}
     return wrong_end(INPUTS, averages, told, ["weight"])

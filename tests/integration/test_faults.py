@@ -76,12 +76,12 @@ class Worker:
         time.sleep(pause_s)
 
     def note(self, event: str) -> None:
-        """When it was seen first."""
+        """Note the time at which it was seen first."""
         if event not in self.seen:
             self.seen[event] = time.monotonic()
 
     def train(self, seconds: float) -> None:
-        """From when this worker began."""
+        """Train until so long after this worker began."""
         while time.monotonic() < self.began_s + seconds:
             self.step()
 
@@ -89,7 +89,7 @@ class Worker:
         wait_until(condition, lambda: f"worker {self.model.rank} has seen {self.seen}", self.step)
 
     def noticed(self, kind: str, rank: int | None = None) -> bool:
-        """Whether this worker has noticed that, of ``rank`` or of anybody."""
+        """Return whether this worker has noticed that of ``rank``, or of any if it is None."""
         return any(
             notice.kind == kind and rank in (None, notice.rank)
             for notice in self.model.stats().noticed
@@ -144,7 +144,7 @@ class Worker:
 
 
 def diaries(directory: Path) -> list[dict[str, Any]]:
-    """Of those who came to the end, which all must have come to with the same bits."""
+    """Return the diaries of all that came to the end, with the same bits."""
     found = [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
     assert found
     assert len({each["bits"] for each in found}) == 1
@@ -398,7 +398,7 @@ def test_one_that_dies_while_joining_is_not_waited_for_and_may_come_again(
 
 
 def join_beyond_the_first(directory: Path, num_first: int) -> Worker:
-    """The first processes are the run, and the others join it without a rank."""
+    """Let the first processes be the run, and the others join it without a rank."""
     rank = int(os.environ["RANK"])
     address = directory / "address"
     os.environ["WORLD_SIZE"] = str(num_first)
@@ -505,7 +505,7 @@ def test_averaged_goes_on_without_a_worker_that_fails_meanwhile(
 
 
 def hang(directory: Path) -> None:
-    """The training loop of rank 2 does, while its gossip thread beats."""
+    """Hang in the training loop of rank 2, while its gossip thread beats."""
     worker = Worker(directory)
     worker.train_until_exchanged()
     if worker.model.rank == 2:

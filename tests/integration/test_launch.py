@@ -147,7 +147,7 @@ def test_after_the_start_the_others_go_on(
     polls: list[int] = []
 
     def let_go_on() -> None:
-        """Some turns later: by then a launcher that ends the others has done so."""
+        """Write it some turns later: by then a launcher that ends the others has done so."""
         if polls:
             polls.append(len(polls))
         if len(polls) == 5:

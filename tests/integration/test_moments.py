@@ -20,7 +20,7 @@ NUM_STEPS = 60
 
 
 def make(**options: Any) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
-    """A net of three chunks."""
+    """Make a net of three chunks."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 700), nn.ReLU(), nn.Linear(700, 900))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.98))
@@ -41,7 +41,7 @@ def moments(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> Tens
 
 
 def train(choice: Any, options: dict[str, Any]) -> Any:
-    """The moments at the end, parameters and statistics."""
+    """Train; return the moments at the end, parameters and statistics."""
     network = Network(**options.pop("network", {}))
     model, optimizer = make(
         exchange=Exchange(moments=choice, pace="strict"), network=network, **options
@@ -55,7 +55,7 @@ def train(choice: Any, options: dict[str, Any]) -> Any:
 
 
 def spread(results: Any) -> float:
-    """Standard deviation over workers, as a share of their mean, over all coordinates."""
+    """Return the standard deviation over workers as a share of their mean, over coordinates."""
     held = torch.stack([each for each, _, _ in results]).double()
     return float(held.std(dim=0).mean() / held.mean())
 
@@ -69,7 +69,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def spread_alone(workers: Callable) -> float:
-    """Of workers that exchange parameters, and no moments."""
+    """Return the spread of workers that exchange parameters, and no moments."""
     return spread(workers(train, 2, (False, {})))
 
 

@@ -64,7 +64,7 @@ def train(steps: int, options: dict[str, Any], directory: Path | None) -> tuple[
 
 
 def expected_sum(starts: Sequence[Held], ends: Sequence[Held], steps: int) -> Tensor:
-    r"""What the sum of z over workers must be at the end, whatever exchanges there were.
+    r"""Return the sum of z over workers at the end, which must be so whatever exchanges there were.
 
     With the outer rate 1 an outer step adds :math:`u = \\mu m`. Summed over a worker's outer steps,
     :math:`m_k = \\mu m_{k-1} + g_k` gives

@@ -136,7 +136,7 @@ def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers: Callable, c
 
 
 def wait_for_all(model: GossipDataParallel) -> None:
-    """A barrier for tests, through the user's own process group beside gossipdp."""
+    """Wait for all workers through the user's own process group beside gossipdp."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     dist.barrier()

@@ -36,7 +36,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An sdist, and the wheel that was built from it."""
+    """Build an sdist, and the wheel that was built from it."""
     target = tmp_path_factory.mktemp("dist")
     run(
         sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(ROOT)

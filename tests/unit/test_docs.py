@@ -84,7 +84,7 @@ def options_of(*command: str) -> set[str]:
 
 
 def calls_in(text: str) -> list[list[str]]:
-    """The words of every call of our command, in indented lines and in inline code."""
+    """Return the words of every call of our command, in indented lines and in inline code."""
     shown = re.findall(r"^    (?:\$ )?gossipdp (.*)$", text, re.M)
     inline = re.findall(r"`gossipdp ([^`]+)`", text)
     return [re.sub(r"  #.*", "", call).split() for call in shown + inline]
@@ -176,7 +176,7 @@ def test_there_are_programs_and_signatures():
 def run_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str], dict[str, Any]]]:
-    """Runs a program as one worker; its names when it has ended."""
+    """Run a program as one worker; its names when it has ended."""
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -282,7 +282,7 @@ def test_json_and_yaml_blocks_can_be_read():
 
 
 def transcripts() -> list[tuple[list[str], str]]:
-    """The words of each such call, and what it is shown to print."""
+    """Return the words of each such call, and what it is shown to print."""
     found = []
     for page in PAGES:
         for call, shown in re.findall(
