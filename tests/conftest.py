@@ -19,7 +19,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from listed_skips import ListedSkips, read_list
+from listed_skips import ListedSkips, names_of, read_list
 from run_processes import VARIABLES
 
 from gossipdp.launcher.local import launch, start_fork_server
@@ -50,8 +50,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests of ``long.txt``."""
-    names = {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}
-    if names & LONG:
+    if names_of(item.nodeid) & LONG:
         item.add_marker("long")
 
 
@@ -76,7 +75,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the fork server before any test can; settle threads and signals for all tests.
 
     A process has only one fork server: made by a test that wants another preload, it would let
-    every worker of the session import torch anew, seconds of CPU time each. The tensors of tests
+    every worker of the session import torch again, seconds of CPU time each. The tensors of tests
     are small, and on a busy machine torch's threads spin while they wait for each other. What a
     shell runs in the background, with all that it starts, would ignore Ctrl+C.
     """
@@ -93,7 +92,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def with_warnings_as_errors(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it in a worker as the tests themselves are run."""
+    """Call it in a worker with warnings as errors, as the tests themselves are run."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
     return function(*args)
@@ -114,7 +113,7 @@ def workers() -> Workers:
         timeout_s: float = 200,
         **options: Any,
     ) -> list[Any]:
-        # Test modules are on nobody's import path, so they travel by value.
+        # No import path leads to test modules, so they travel by value.
         module = sys.modules[function.__module__]
         if TESTS in Path(getattr(module, "__file__", "/")).parents:
             cloudpickle.register_pickle_by_value(module)
@@ -141,7 +140,7 @@ class Authority:
         )
 
     def issue(self, first_day: float = -1, last_day: float = 365) -> TlsFiles:
-        """A new worker's files; its certificate is valid between two days from now."""
+        """Return a new worker's files; its certificate is valid between two days from now."""
         number = next(self._numbers)
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"worker {number}")])
@@ -192,13 +191,13 @@ def new_authority(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], A
 
 @pytest.fixture(scope="session")
 def authority(new_authority: Callable[[str], Authority]) -> Authority:
-    """The authority of the run under test."""
+    """Make the authority of the run under test."""
     return new_authority("the run's authority")
 
 
 @pytest.fixture(scope="session")
 def run_tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    """The one certificate of a run, and its key."""
+    """Make the one certificate of a run, and its key."""
     return make_tls_files(tmp_path_factory.mktemp("tls"))
 
 

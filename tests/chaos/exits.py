@@ -1,8 +1,6 @@
 """``make chaos``: however a run that trains ends, nothing of it is left but its checkpoints.
 
-    .venv/bin/python -m pytest tests/chaos/exits.py
-
-Some of these ends are also in ``make test``: ``tests/integration/test_exit_training.py``.
+.venv/bin/python -m pytest tests/chaos/exits.py
 """
 
 import signal
@@ -69,7 +67,7 @@ model.consolidate()
 class TrainingRun:
     """A ``gossipdp run`` of two workers; :meth:`look` notes all that is to be gone at its end."""
 
-    def __init__(self, directory: Path, ending: str, *options: str) -> None:
+    def __init__(self, directory: Path, ending: str) -> None:
         self.directory = directory / "run"
         self.directory.mkdir()
         # Loaders listen on Unix sockets there, whose names have at most 107 bytes.
@@ -77,7 +75,7 @@ class TrainingRun:
         script = directory / "train.py"
         script.write_text(SCRIPT)
         self.output = (directory / "output").open("wb")
-        words = ["run", "-n", "2", *options, str(script), str(self.directory), ending]
+        words = ["run", "-n", "2", str(script), str(self.directory), ending]
         self.supervisor = psutil.Popen(
             [sys.executable, "-m", "gossipdp.cli.main", *words],
             stdout=self.output,
@@ -110,7 +108,7 @@ class TrainingRun:
         self.wait_until(lambda: all(self.saved(rank) for rank in (0, 1)))
 
     def saved(self, rank: int) -> list[int]:
-        """The steps at which there are checkpoints, the newest first."""
+        """Return the steps at which there are checkpoints, the newest first."""
         directory = self.directory / "checkpoints"
         found = saved_in(directory) if directory.exists() else {}
         return [file.facts.steps for file in found.get(rank, ())]
@@ -150,9 +148,9 @@ class TrainingRun:
         self._temporary.cleanup()
 
 
-def check_the_end(directory: Path, ending: str) -> None:
-    """One run to the end named."""
-    run = TrainingRun(directory, ending)
+@pytest.mark.parametrize("ending", ["end", "exception", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_nothing_is_left(tmp_path: Path, ending: str) -> None:
+    run = TrainingRun(tmp_path, ending)
     try:
         run.wait_until_all_train()
         run.look()
@@ -174,8 +172,3 @@ def check_the_end(directory: Path, ending: str) -> None:
             assert average.exists() == (ending == "end")
     finally:
         run.close()
-
-
-@pytest.mark.parametrize("ending", ["end", "exception", "SIGINT", "SIGTERM", "SIGKILL"])
-def test_nothing_is_left(tmp_path: Path, ending: str) -> None:
-    check_the_end(tmp_path, ending)

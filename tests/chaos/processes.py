@@ -123,7 +123,7 @@ def cut_file(directory: Path, cut: Cut) -> Path:
 
 
 def train_with_cuts(arguments: DemoArguments, least_s: float, rank_cuts: Sequence[Cut]) -> None:
-    """The demo's worker, whose gossip thread closes links to those it is cut off from."""
+    """Run the demo's worker, whose gossip thread closes links to those it is cut off from."""
     rank = int(os.environ["RANK"])
     log = RunLogTail(worker_file(arguments.directory, rank))
     own = [cut for cut in rank_cuts if rank in cut.ranks]
@@ -241,7 +241,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
 
 
 def _taken_for_dead(run_log: RunLog, befallen: set[int]) -> list[str]:
-    """Deaths that a worker noticed while it trained, of others to whom nothing was done.
+    """Return deaths that a worker noticed while it trained, of others to whom nothing was done.
 
     After that processes end, and one that dials them may find them gone before it hears why.
     """
@@ -273,7 +273,7 @@ def _accuracy(path: Path) -> float:
 
 
 def late_notices(faults: Sequence[dict[str, Any]], kind: str, limit_s: float) -> list[str]:
-    """Who noticed a fault later than it should, or never."""
+    """Return who noticed a fault later than it should, or never."""
     return [
         f"worker {witness} noticed after {detected_s} s that worker {fault['rank']} was gone"
         for fault in faults
@@ -284,7 +284,7 @@ def late_notices(faults: Sequence[dict[str, Any]], kind: str, limit_s: float) ->
 
 
 def late_stops(plan: Plan, results: Sequence[dict[str, Any]]) -> list[str]:
-    """Who did not notice that a worker stood still for longer than the time-out."""
+    """Return who did not notice that a worker stood still for longer than the time-out."""
     long_enough = [
         result
         for fault, result in zip(plan.faults, results, strict=True)
@@ -294,7 +294,7 @@ def late_stops(plan: Plan, results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def not_back(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Who was killed and did not come back, and whose return nobody noticed."""
+    """Return who was killed and did not come back, and whose return nobody noticed."""
     return [
         f"worker {result['rank']}, killed at {result['at_s']} s, was not seen again"
         for result in results

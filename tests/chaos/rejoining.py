@@ -67,13 +67,13 @@ class Host(RunCommand):
         return {line.split()[0]: line.split()[1:] for line in lines}
 
     def lives(self, event: str = "exchanged") -> list[int]:
-        """The processes, of any host, that came as far as this, the earliest first."""
+        """Return the processes, of any host, that came as far as this, the earliest first."""
         pids = [int(path.name) for path in self.logs.glob("[0-9]*")]
         reached = [(self.events(pid)[event][0], pid) for pid in pids if event in self.events(pid)]
         return [pid for _, pid in sorted(reached, key=lambda each: float(each[0]))]
 
     def workers(self) -> list[int]:
-        """Of this host, that train."""
+        """Return the processes of this host that train."""
         here = {child.pid for child in psutil.Process(self.process.pid).children()}
         return [pid for pid in self.lives() if pid in here]
 

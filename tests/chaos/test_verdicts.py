@@ -1,7 +1,8 @@
-"""The verdicts of ``soak.py`` and ``many.py``: they pass what is right, and nothing else."""
+"""The plans of ``processes.py``; the verdicts of ``soak.py`` and ``many.py`` pass what is right."""
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from known_average import (
     wrong_end,
     wrong_steps,
 )
+from run_processes import load_script
 from trends import averaged_over, trend
 
 from gossipdp import Consolidated
@@ -62,6 +64,7 @@ def test_stretches_are_averaged() -> None:
     )
 
 
+processes = load_script(Path(__file__).with_name("processes.py"))
 INPUTS = {
     rank: {
         "weight": torch.randn(1000, generator=torch.Generator().manual_seed(rank)),
@@ -78,7 +81,7 @@ END = Consolidated(DISTANCE, world_size=4, samples=640, gradient_steps=40)
 
 
 def ends(average: dict[str, torch.Tensor], **changes: object) -> list[str]:
-    """What is wrong where worker 4 alone ends so."""
+    """Return the faults found where worker 4 alone ends so."""
     averages = {rank: average if rank == 4 else MEAN for rank in INPUTS}
     told = {rank: replace(END, **(changes if rank == 4 else {})) for rank in INPUTS}
     return wrong_end(INPUTS, averages, told, ["weight"])
@@ -146,3 +149,15 @@ def test_an_error_in_the_output_is_found_but_for_that_of_a_killed_worker_s_loade
         own[-1],
         "[1] OSError: Too many open files",
     ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_follows_from_its_seed_and_can_be_done(seed: int) -> None:
+    plan = processes.draw_plan(seed, 60.0)
+    assert str(plan) == str(processes.draw_plan(seed, 60.0))
+    assert f"--seed {seed} --seconds 60" in str(plan)
+    assert (plan.faults[0].rank, plan.faults[0].kind) == (0, "kill")
+    assert all(event.at_s + event.for_s < 60 for event in (*plan.faults, *plan.cuts))
+    for fault in plan.faults:
+        away = {other.rank for other in plan.faults if 0 <= fault.at_s - other.at_s <= 8}
+        assert len(away) <= processes.NUM_WORKERS - 2

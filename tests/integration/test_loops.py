@@ -55,8 +55,8 @@ def wrap(
     )
 
 
-def batches(model: GossipDataParallel, **options: Any) -> Iterator[Any]:
-    loader = DataLoader(data_of(model.rank), batch_size=BATCH, shuffle=True, **options)
+def batches(model: GossipDataParallel) -> Iterator[Any]:
+    loader = DataLoader(data_of(model.rank), batch_size=BATCH, shuffle=True)
     for batch in model.batches(loader):
         yield batch
         time.sleep(0.002)  # leaves the other worker time, as a GPU would
@@ -169,19 +169,6 @@ def followers(method: str) -> tuple[nn.Module, GossipDataParallel]:
     return net, model
 
 
-def compiled(method: str) -> tuple[nn.Module, GossipDataParallel]:
-    """The module is compiled after it was wrapped, and called in place of the wrapper."""
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    model = wrap(net, optimizer, method)
-    forward = torch.compile(net, backend="eager")
-    for batch in batches(model):
-        optimizer.zero_grad()
-        loss_of(forward, batch).backward()
-        optimizer.step()
-    return net, model
-
-
 class Adapted(nn.Module):
     """A frozen linear layer with a trained adapter of low rank (LoRA)."""
 
@@ -209,7 +196,7 @@ class Checkpointed(nn.Module):
 
 
 def adapter(method: str) -> tuple[nn.Module, GossipDataParallel]:
-    """With checkpointed activations, and a loader whose processes are spawned."""
+    """With checkpointed activations."""
     torch.manual_seed(int(os.environ["RANK"]))
     layers = [nn.Linear(8, 64), nn.ReLU(), Checkpointed(Adapted(nn.Linear(64, 64), 2)), nn.ReLU()]
     net = nn.Sequential(*layers, Adapted(nn.Linear(64, 2), 1))
@@ -218,8 +205,7 @@ def adapter(method: str) -> tuple[nn.Module, GossipDataParallel]:
     optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     model = wrap(net, optimizer, method)
     base = {name: value.clone() for name, value in net.state_dict().items() if "base" in name}
-    spawned = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
-    for batch in batches(model, **(spawned if method != "none" else {})):
+    for batch in batches(model):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()
@@ -228,7 +214,7 @@ def adapter(method: str) -> tuple[nn.Module, GossipDataParallel]:
     return net, model
 
 
-LOOPS = {each.__name__: each for each in (sam, lbfgs, followers, compiled, adapter)}
+LOOPS = {each.__name__: each for each in (sam, lbfgs, followers, adapter)}
 
 
 def run_loop(name: str, method: str) -> tuple[Tensor, Any, Any]:
@@ -301,7 +287,7 @@ def at_own_speed(steps: Path) -> list[tuple[float, float, float]]:
     model = GossipDataParallel(net, optimizer)
     schedule = ProgressLR(optimizer, model, "linear", warmup=0.2, start=0.0)
     rates = []
-    loader = DataLoader(TensorDataset(torch.ones(300, 4)), batch_size=4)
+    loader = DataLoader(TensorDataset(torch.ones(160, 4)), batch_size=4)
     for _, epoch in model.epochs(loader, 2):
         for (inputs,) in epoch:
             optimizer.zero_grad()
@@ -358,30 +344,3 @@ def drop_or_stay(ended: Path) -> Any:
 
 def test_a_dropped_model_does_not_hold_up_the_others(workers: Callable, tmp_path: Path) -> None:
     assert workers(drop_or_stay, 2, (tmp_path / "ended",)) == [1, None]
-
-
-def step_counters(caplog_like: list[str]) -> list[str]:
-    """Return the warnings of two workers, of which a scheduler of torch's counts the steps."""
-    import logging
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            caplog_like.append(record.getMessage())
-
-    logging.getLogger("gossipdp").addHandler(Keep())
-    net = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    model = GossipDataParallel(net, optimizer)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    for _ in range(10):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        schedule.step()
-    model.consolidate()
-    return [text for text in caplog_like if "ProgressLR" in text]
-
-
-def test_a_scheduler_that_counts_steps_is_told_once(workers: Callable) -> None:
-    for warnings in workers(step_counters, 2, ([],)):
-        (warning,) = warnings
-        assert warning.startswith("OneCycleLR counts this worker's own steps")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from waiting import wait_until
 
 from gossipdp import Exchange, GossipDataParallel, Network, OuterStep
-from gossipdp.errors import GossipError
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +20,7 @@ NUM_STEPS = 60
 
 
 def make(**options: Any) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
-    """A net of three chunks."""
+    """Make a net of three chunks."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 700), nn.ReLU(), nn.Linear(700, 900))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.98))
@@ -42,7 +41,7 @@ def moments(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> Tens
 
 
 def train(choice: Any, options: dict[str, Any]) -> Any:
-    """The moments at the end, parameters and statistics."""
+    """Train; return the moments at the end, parameters and statistics."""
     network = Network(**options.pop("network", {}))
     model, optimizer = make(
         exchange=Exchange(moments=choice, pace="strict"), network=network, **options
@@ -56,7 +55,7 @@ def train(choice: Any, options: dict[str, Any]) -> Any:
 
 
 def spread(results: Any) -> float:
-    """Standard deviation over workers, as a share of their mean, over all coordinates."""
+    """Return the standard deviation over workers as a share of their mean, over coordinates."""
     held = torch.stack([each for each, _, _ in results]).double()
     return float(held.std(dim=0).mean() / held.mean())
 
@@ -70,15 +69,15 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def spread_alone(workers: Callable) -> float:
-    """Of workers that exchange parameters, and no moments."""
-    return spread(workers(train, 4, (False, {})))
+    """Return the spread of workers that exchange parameters, and no moments."""
+    return spread(workers(train, 2, (False, {})))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_second_moments_of_workers_with_different_data_come_together(
     workers: Callable, spread_alone: float, case: str
 ) -> None:
-    results = workers(train, 4, ({"exp_avg_sq": 1}, CASES[case]))
+    results = workers(train, 2, ({"exp_avg_sq": 1}, CASES[case]))
     assert spread_alone > 0.5
     # In 60 steps of beta2 = 0.98 each worker's own data make 70% of what it would hold alone.
     assert spread(results) < 0.2 * spread_alone
@@ -88,30 +87,13 @@ def test_second_moments_of_workers_with_different_data_come_together(
 
 
 def test_seldom_exchanged_moments_cost_few_bytes(workers: Callable, spread_alone: float) -> None:
-    results = workers(train, 4, ({"exp_avg_sq": 8}, {"network": {"shared_memory": "off"}}))
+    results = workers(train, 2, ({"exp_avg_sq": 8}, {"network": {"shared_memory": "off"}}))
     num_floats = results[0][1].numel()
     num_bytes = sum(stats.bytes_sent for _, _, stats in results)
     exchanges = sum(stats.exchanges for _, _, stats in results)
     # One model each way, 1/8 more, the start parameters, the averages at the end, and messages.
     assert spread(results) < 0.6 * spread_alone
     assert num_bytes / (4 * num_floats) < 1.3 * exchanges + 10
-
-
-def meet(periods: list[int]) -> str:
-    """Return how one that is refused says why."""
-    period = periods[int(os.environ["RANK"])]
-    try:
-        make(
-            exchange=Exchange(moments={"exp_avg_sq": period}), network=Network(start_timeout_s=60.0)
-        )
-    except GossipError as error:
-        return str(error)
-    return "met"
-
-
-def test_workers_of_two_periods_are_refused_with_both(workers: Callable) -> None:
-    said = workers(meet, 2, ([16, 4],))
-    assert any("in one exchange of 4" in text and "of 16" in text for text in said), said
 
 
 def die_once(directory: Path) -> Any:

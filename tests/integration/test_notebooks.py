@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def shortened(name: str, *changes: tuple[str, str]) -> nbformat.NotebookNode:
-    """The notebook with shorter runs: every change must find its place."""
+    """Return the notebook with shorter runs: every change must find its place."""
     notebook = nbformat.read(DIRECTORY / f"{name}.ipynb", as_version=4)
     for old, new in changes:
         assert sum(cell.source.count(old) for cell in notebook.cells) == 1

@@ -39,14 +39,7 @@ def apart(n: int, num_values: int, steps: int) -> float:
     return steps * LEARNING_RATE**2 * num_values * (1 - 1 / n)
 
 
-@pytest.mark.parametrize(
-    ("method", "graph"),
-    [
-        ("none", "ring"),
-        ("gossip", "complete"),
-        ("a2cid2", "ring"),
-    ],
-)
+@pytest.mark.parametrize(("method", "graph"), [("gossip", "complete"), ("a2cid2", "ring")])
 def test_exchanges_hold_workers_together(
     workers: Callable[..., Any], method: str, graph: str
 ) -> None:
@@ -57,9 +50,6 @@ def test_exchanges_hold_workers_together(
     distances = {outcome.consensus_distance for outcome, _ in results}
     assert len(distances) == 1
     share = distances.pop() / apart(n, num_values, steps)
-    if method == "none":
-        assert share == pytest.approx(1, rel=0.05)
-        return
     # Each exchange halves the distance of a pair. On four workers at one exchange a step the noise
     # of about three steps is left. A tenth of the exchanges would leave that of about twenty.
     assert share * steps < 8
@@ -68,7 +58,7 @@ def test_exchanges_hold_workers_together(
 
 def test_one_exchange_in_a_thousand_steps(workers: Callable[..., Any]) -> None:
     """Minutes may pass between two exchanges: nobody is taken for dead, and what comes, mixes."""
-    n, steps = 3, 9_000
+    n, steps = 3, 6_000
     options = {
         "graph": "ring",
         "comm_rate": 1e-3,
@@ -77,9 +67,9 @@ def test_one_exchange_in_a_thousand_steps(workers: Callable[..., Any]) -> None:
     }
     results = workers(walk, n, ("gossip", 64, steps, options))
     completed = sum(stats.exchanges_initiated for _, stats in results)
-    # Each asks first within 2000 steps, then every 1000 to 3000: at least 3 times, at most 9. The
-    # last one of each may come too late to be completed.
-    assert n * 2 <= completed <= n * 9
+    # Each asks first within 2000 steps, then every 1000 to 3000: at least twice, at most 6
+    # times. The last one of each may come too late to be completed.
+    assert n <= completed <= n * 6
     assert all(not stats.noticed for _, stats in results)
     assert results[0][0].gradient_steps == n * steps
     assert results[0][0].world_size == n

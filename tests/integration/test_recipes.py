@@ -50,7 +50,7 @@ def in_folder(make: Callable[[Path], TrainOptions], folder: Path) -> TrainOption
 
 
 def words_of(options: TrainOptions) -> list[str]:
-    """The options as they are written on a command line."""
+    """Return the options as they are written on a command line."""
     words = []
     for name, value in vars(options).items():
         if value is not None and not isinstance(value, bool):

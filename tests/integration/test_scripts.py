@@ -112,10 +112,3 @@ def test_a_mistake_in_a_script_is_shown_and_each_end_is_named(
     assert re.search(
         r"^gossipdp: worker [01] ended with exit code 1; .*all are ended", done.stderr, re.M
     )
-
-
-def test_a_mistake_in_a_command_is_one_line():
-    done = run([str(BIN / "gossipdp"), "demo", "--graph", "nonsense"])
-    assert done.returncode == 2
-    assert done.stderr.startswith("gossipdp: error: unknown graph 'nonsense'")
-    assert done.stderr.count("\n") == 1

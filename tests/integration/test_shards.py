@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "shards.md"
 
 
 def program(call: str) -> str:
-    """The indented block of docs/shards.md in which ``call`` is."""
+    """Return the indented block of docs/shards.md in which ``call`` is."""
     blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", PAGE.read_text(), re.M)
     (found,) = [textwrap.dedent(block) for block in blocks if call in block]
     return found

@@ -29,7 +29,7 @@ def address_of(model: GossipDataParallel, directory: Path) -> None:
 
 
 def joining_variables(directory: Path) -> dict[str, str]:
-    """What ``gossipdp run --join`` tells this process of a replica that joins."""
+    """Return what ``gossipdp run --join`` gives this process of a replica that joins."""
     paths = [directory / str(each) for each in range(NUM_SHARDS)]
     while not all(path.exists() for path in paths):
         time.sleep(0.01)

@@ -55,7 +55,7 @@ class Watcher:
         self._poll = StatusPoll()
 
     def poll(self) -> None:
-        """Called by the launcher; once ``act`` says so the workers may end."""
+        """Look at the job, for the launcher; once ``act`` says so the workers may end."""
         if self._board is None:
             if (self.directory / "address").exists():
                 self.first = (self.directory / "address").read_text()

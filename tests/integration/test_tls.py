@@ -1,16 +1,13 @@
-"""TLS in whole runs: ``gossipdp run --tls`` and the arguments of ``GossipDataParallel``."""
+"""TLS in whole runs, given by the variable of ``gossipdp run --tls`` or as an argument."""
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_processes import VARIABLES
 from waiting import pause, wait_until
 
 from gossipdp import GossipDataParallel, Network
@@ -21,46 +18,8 @@ from gossipdp.launcher.launch_plan import ask_run_id
 from gossipdp.links import tls
 from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
 
-SCRIPT = """
-import torch
-from gossipdp import GossipDataParallel, Network
-from gossipdp.links.tls import TlsStream
 
-torch.manual_seed(0)
-net = torch.nn.Linear(50, 20)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-model = GossipDataParallel(net, optimizer, graph="complete", network=Network(start_timeout_s=60))
-while model.stats().exchanges < 3:
-    optimizer.zero_grad()
-    model(torch.randn(8, 50)).square().mean().backward()
-    optimizer.step()
-links = list(model._engine._loop.transport.links.values())
-secured = all(isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links)
-result = model.consolidate()
-total = sum(parameter.double().sum().item() for parameter in net.parameters())
-print(f"links {len(links) > 0} secured {secured} workers {result.world_size} total {total!r}")
-"""
-
-
-@pytest.mark.processes
-def test_a_run_over_tls(run_tls: TlsFiles, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    words = ["run", "-n", "2", "--tls", f"{run_tls.cert.parent}", str(script)]
-    done = subprocess.run(
-        [sys.executable, "-m", "gossipdp.cli.main", *words],
-        capture_output=True,
-        text=True,
-        env=VARIABLES,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    ends = set(done.stdout.splitlines())
-    assert len(ends) == 1, ends  # the same bits on all
-    assert next(iter(ends)).startswith("links True secured True workers 2 total ")
-
-
-def train_while_keys_are_renewed(files: TlsFiles) -> tuple[list[bool], int, int, int, list[Any]]:
+def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]]:
     """Whether links are secured, deaths noticed, workers averaged, keys renewed, and the end."""
     tls.MAX_RECORDS = 300
     said: list[str] = []
@@ -70,7 +29,7 @@ def train_while_keys_are_renewed(files: TlsFiles) -> tuple[list[bool], int, int,
     logging.getLogger("gossipdp").addHandler(handler)
     net = torch.nn.Linear(50, 20)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    network = Network(start_timeout_s=60, shared_memory="off", tls=files.cert.parent)
+    network = Network(start_timeout_s=60, shared_memory="off")  # TLS is given by the environment
     model = GossipDataParallel(net, optimizer, graph="complete", network=network)
 
     def ended() -> list[str]:
@@ -104,7 +63,8 @@ def are_secured(model: GossipDataParallel) -> list[bool]:
 def test_under_an_own_authority_training_goes_on_while_links_get_new_keys(
     workers: Callable[..., Any], authority: Any
 ) -> None:
-    found = workers(train_while_keys_are_renewed, 2, args=(authority.issue(),))
+    tls = {"GOSSIPDP_TLS": str(authority.issue().cert.parent)}
+    found = workers(train_while_keys_are_renewed, 2, environment=tls)
     for secured, num_deaths, num_workers, _, end in found:
         assert all(secured)
         assert (num_deaths, num_workers) == (0, 2)
@@ -130,35 +90,6 @@ def test_one_clear_error_before_any_worker_starts(
         assert message in shown.err
         assert len(shown.err.strip().splitlines()) == 1
         assert "started" not in shown.out
-
-
-def wrap(**arguments: Any) -> GossipDataParallel:
-    net = torch.nn.Linear(2, 2)
-    return GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1), **arguments)
-
-
-def test_the_arguments_are_checked_when_a_module_is_wrapped(
-    authority: Any, run_tls: TlsFiles
-) -> None:
-    with pytest.raises(ValueError, match="has expired"):
-        wrap(network=Network(tls=authority.issue(-9, -1).cert.parent))
-    wrap(network=Network(tls=str(run_tls.cert.parent))).close()
-
-
-def refuse_plain(directory: str) -> str:
-    """Worker 1 has TLS, worker 0 has none."""
-    tls = directory if os.environ["RANK"] == "1" else None
-    try:
-        wrap(network=Network(start_timeout_s=60, tls=tls)).close()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "wrapped"
-
-
-@pytest.mark.processes
-def test_a_worker_without_tls_among_others(workers: Callable[..., Any], run_tls: TlsFiles) -> None:
-    found = workers(refuse_plain, 2, args=(str(run_tls.cert.parent),))
-    assert any("RefusedError" in text and "TLS is used here" in text for text in found), found
 
 
 def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:

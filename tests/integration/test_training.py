@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-import signal
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from known_average import assert_is_mean, phase_and_starts, phase_by_hand, quietly, x_of, z_of
 from threadpoolctl import threadpool_limits
 from torch import nn
-from waiting import FOR_EVER_S, wait_until
+from waiting import wait_until
 
-from gossipdp import Counting, Exchange, GossipDataParallel, Network
+from gossipdp import Counting, Exchange, GossipDataParallel, Network, OuterStep
 from gossipdp.errors import WorkerFailedError
 
 pytestmark = pytest.mark.processes
@@ -72,17 +72,21 @@ def train_and_consolidate(method: str, graph: str, optimizer_name: str, options:
     if method in ("a2cid2", "gossip"):
         train_until_exchanged(model, optimizer)
     z = quietly(model, lambda _: wait_for_all(model), lambda: z_of(model))
+    own, middle = flat(net), None
+    if method == "none":  # all stand still, so the average in mid training is that of the end
+        with model.averaged():
+            middle = flat(net)
+        assert torch.equal(flat(net), own)
+        wait_for_all(model)
     result = model.consolidate()
-    return start, flat(net), model.stats(), result, z, x_of(model)
+    return start, flat(net), model.stats(), result, z, x_of(model), own, middle
 
 
 CASES = {
     "a2cid2 on a ring": (4, ("a2cid2", "ring", "SGD", {})),
     "gossip, odd number": (3, ("gossip", "complete", "AdamW", {})),
-    "two workers": (2, ("a2cid2", "ring", "AdamW", {})),
     "star, bfloat16": (4, ("a2cid2", "star", "SGD", {"bfloat16": True})),
-    "strict pace": (4, ("a2cid2", "ring", "SGD", {"exchange": Exchange(pace="strict")})),
-    "none": (2, ("none", "ring", "SGD", {})),
+    "none": (3, ("none", "ring", "SGD", {})),
 }
 
 
@@ -90,12 +94,17 @@ CASES = {
 def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers: Callable, case: str) -> None:
     num_workers, arguments = CASES[case]
     results = workers(train_and_consolidate, num_workers, arguments)
-    starts, ends, stats, outcomes, brought, averages = zip(*results, strict=True)
+    starts, ends, stats, outcomes, brought, averages, owns, middles = zip(*results, strict=True)
     for start, end in zip(starts, ends, strict=True):
         assert torch.equal(start, starts[0])
         assert torch.equal(end, ends[0])
     assert not torch.equal(starts[0], ends[0])
-    assert_is_mean(averages[0], brought)
+    for average in averages:
+        assert_is_mean(average, brought)
+    if case == "none":
+        for middle in middles:
+            # BatchNorm's count of batches, the only integer, is one's own here.
+            assert (~torch.isclose(middle, sum(owns) / num_workers, atol=1e-5)).sum() <= 1
     assert set(outcomes) == {outcomes[0]}
     assert outcomes[0].world_size == num_workers
     steps = [each.gradient_steps for each in stats]
@@ -126,37 +135,11 @@ def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers: Callable, c
             free_s = exchange.ended_s
 
 
-def average_in_mid_training() -> Any:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    model = GossipDataParallel(net, optimizer, method="none")
-    train(model, optimizer, 5 * (model.rank + 1))
-    own = flat(net)
-    # Nobody steps any more: what every worker averages must be the mean of all.
-    model.eval()
-    wait_for_all(model)
-    with model.averaged():
-        average = flat(net)
-    assert torch.equal(flat(net), own)
-    wait_for_all(model)
-    model.consolidate()
-    return own, average, flat(net)
-
-
 def wait_for_all(model: GossipDataParallel) -> None:
-    """A barrier for tests, through the user's own process group beside gossipdp."""
+    """Wait for all workers through the user's own process group beside gossipdp."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     dist.barrier()
-
-
-def test_averaged_is_the_mean_of_all_and_leaves_everything_as_it_was(workers: Callable) -> None:
-    results = workers(average_in_mid_training, 3)
-    mean = sum(own for own, *_ in results) / 3
-    for _, average, final in results:
-        # BatchNorm's count of batches, the only integer, is one's own here and rank 0's at the end.
-        assert (~torch.isclose(average, mean, atol=1e-5)).sum() <= 1
-        assert (~torch.isclose(final, mean, atol=1e-5)).sum() <= 1
 
 
 def pause_and_serve(served: Path) -> Any:
@@ -218,27 +201,6 @@ def test_the_gossip_thread_is_one_and_starts_no_other(workers: Callable) -> None
         assert num_threads == 2
 
 
-def share_the_process_group() -> float:
-
-    dist.init_process_group("gloo")
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer)
-    total = torch.zeros(1)
-    for _ in range(10):
-        train(model, optimizer, 2)
-        total = torch.ones(1)
-        dist.all_reduce(total)
-    model.consolidate()
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    return total.item()
-
-
-def test_the_users_own_process_group_goes_on_working(workers: Callable) -> None:
-    assert workers(share_the_process_group, 3) == [9.0] * 3
-
-
 def load_in_mid_training() -> Any:
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -267,74 +229,6 @@ def test_loading_drops_what_exchanges_had_brought(workers: Callable) -> None:
         assert max(errors.values()) < 1e-5
 
 
-def members(model: GossipDataParallel) -> Any:
-    return model._engine._protocol.membership.members()
-
-
-def poison_one() -> str:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer, graph="complete")
-    train(model, optimizer, 10)
-    if model.rank == 1:
-        with torch.no_grad():
-            net[0].weight[3, 3] = math.nan
-        try:
-            wait_until(lambda: False, "the NaN is found", lambda: train(model, optimizer, 1))
-        except Exception as error:
-            model.close()
-            return f"{type(error).__name__}: {error}"
-        return "not found"
-    # Until an exchange has found it: once the others consolidate, none would.
-    wait_until(
-        lambda: not {each.rank: each.is_live for each in members(model)}[1],
-        "worker 1 has left",
-        lambda: train(model, optimizer, 10),
-    )
-    train(model, optimizer, 60)
-    model.consolidate()
-    return "finite" if bool(torch.isfinite(flat(net)).all()) else "poisoned"
-
-
-def test_poison_is_found_said_and_not_spread(workers: Callable) -> None:
-    first, second, third = workers(poison_one, 3)
-    assert first == third == "finite"
-    assert second.startswith("PoisonedError: the parameters of worker 1 hold NaN")
-
-
-def die_in_mid_training(folder: str) -> None:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer, graph="ring")
-    train(model, optimizer, 15)
-    if model.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    deadline_s = time.monotonic() + 30
-    while members(model)[0].is_live:
-        assert time.monotonic() < deadline_s
-        train(model, optimizer, 10)
-    train(model, optimizer, 60)
-
-    def meet(word: str) -> None:
-        (Path(folder) / f"{word}-{model.rank}").touch()
-        deadline_s = time.monotonic() + 30
-        while len(list(Path(folder).glob(f"{word}-*"))) < 3:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.002)
-
-    z = quietly(model, meet, lambda: z_of(model))
-    result = model.consolidate()
-    torch.save((flat(net), result.world_size, z, x_of(model)), f"{folder}/{model.rank}.pt")
-
-
-def test_the_others_go_on_and_consolidate_when_rank_0_is_killed(workers: Callable, tmp_path: Path):
-    with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
-        workers(die_in_mid_training, 4, (str(tmp_path),))
-    ends = [torch.load(tmp_path / f"{rank}.pt") for rank in (1, 2, 3)]
-    assert all(torch.equal(end, ends[0][0]) and n == 3 for end, n, *_ in ends)
-    assert_is_mean(ends[0][3], [z for _, _, z, _ in ends])
-
-
 def mix_for_a_while() -> tuple[float, float, list[float], int]:
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -354,6 +248,10 @@ def test_the_phase_is_what_the_exchanges_of_a_run_make_of_it(workers: Callable) 
         assert num_failed == 0
         assert len(starts) >= 3
         assert math.isclose(phase, phase_by_hand(eta, now_s, starts), rel_tol=1e-9)
+
+
+def end_by_steps_and_by_budget() -> list[tuple[float, list[str]]]:
+    return [end_by("steps"), end_by("budget")]
 
 
 def end_by(what: str) -> tuple[float, list[str]]:
@@ -388,51 +286,53 @@ def end_by(what: str) -> tuple[float, list[str]]:
 
 
 def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers: Callable) -> None:
-    (mean, first), (other, second) = workers(end_by, 2, ("steps",))
+    one, two = workers(end_by_steps_and_by_budget, 2)
+    (mean, first), (other, second) = one[0], two[0]
     assert mean == other
     assert mean < -0.9
     assert len(first) == 1
     assert first[0].startswith("worker 0 ended after 40 steps of its own, and then the others made")
     assert second == []
-    (_, first), (_, second) = workers(end_by, 2, ("budget",))
-    assert first == second == []
+    assert one[1][1] == two[1][1] == []
 
 
-def differ(what: str, directory: Path) -> None:
-    odd = os.environ["RANK"] == "1"
-    net = nn.Linear(8, 3 if odd and what == "model" else 2)
+def differ() -> None:
+    """Make a model of another shape on worker 1."""
+    net = nn.Linear(8, 3 if os.environ["RANK"] == "1" else 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    options: dict[str, Any] = {"network": Network(start_timeout_s=60.0)}
-    if odd and what == "secret":
-        options["secret"] = "another"
-    elif odd and what == "method":
-        options["method"] = "gossip"
-    elif odd and what == "graph":
-        options["graph"] = "complete"
-    elif odd and what == "comm_rate":
-        options["comm_rate"] = 2.0
-    elif odd and what == "absent":
-        time.sleep(FOR_EVER_S)
-    elif what == "absent":
-        options["network"] = Network(start_timeout_s=3.0)
-        (directory / os.environ["RANK"]).touch()
-        wait_until(lambda: len(os.listdir(directory)) == 3, "the others are here")
-    GossipDataParallel(net, optimizer, **options).consolidate()
+    GossipDataParallel(net, optimizer, network=Network(start_timeout_s=60.0)).consolidate()
+
+
+def test_workers_that_do_not_fit_are_one_clear_error(workers: Callable) -> None:
+    message = r"models differ.*weight.*\(3, 8\) here and.*\(2, 8\) on worker 0"
+    with pytest.raises(WorkerFailedError, match=message):
+        workers(differ, 3)
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("options", "message"),
     [
-        ("model", r"models differ.*weight.*\(3, 8\) here and.*\(2, 8\) on worker 0"),
-        ("secret", "secret"),
-        ("method", "method is 'gossip' here and 'a2cid2' on worker 0"),
-        ("graph", "graph is 'complete.* here and 'ring"),
-        ("comm_rate", "comm_rate is '2' here and '1' on worker 0"),
-        ("absent", "worker 1 did not arrive within 3 s; present: 0, 2, 3"),
+        ({"method": "gossip"}, "method is 'gossip' here and 'a2cid2' on"),
+        ({"comm_rate": 2.0}, "comm_rate is '2' here and '1' on"),
+        ({"wire_format": "lattice8"}, "wire_format is 'lattice8' here and 'full' on"),
+        (
+            {"outer": OuterStep(momentum=0.9)},
+            r"method is 'a2cid2 with OuterStep\(momentum=0.9, .*\)' here and 'a2cid2' on",
+        ),
+        (
+            {"exchange": Exchange(moments={"momentum_buffer": 4})},
+            r"the models differ, .*momentum_buffer in one exchange of 4,.* here and none on",
+        ),
     ],
 )
-def test_workers_that_do_not_fit_are_one_clear_error(
-    workers: Callable, what: str, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(WorkerFailedError, match=message):
-        workers(differ, 4, (what, tmp_path))
+def test_what_all_workers_must_have_alike_is_told_to_the_others(options, message: str) -> None:
+    def settings(**options: Any) -> Any:
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model = GossipDataParallel(net, optimizer, **options)
+        model.close()
+        return model._engine._startup.settings
+
+    found = settings(**options).difference(settings())
+    assert found is not None
+    assert re.match(message, found), found

@@ -36,7 +36,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An sdist, and the wheel that was built from it."""
+    """Build an sdist, and the wheel that was built from it."""
     target = tmp_path_factory.mktemp("dist")
     run(
         sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(ROOT)
@@ -67,15 +67,6 @@ def test_its_metadata_name_the_command_and_the_extras(dist: Path) -> None:
     assert {"lightning", "transformers", "ray", "lab", "dev"} <= extras
     entry = wheel[f"{NAME}.dist-info/entry_points.txt"].decode()
     assert "gossipdp = gossipdp.cli.main:main" in entry
-
-
-def test_the_source_tree_builds_the_wheel_that_the_sdist_builds(dist: Path, tmp_path: Path) -> None:
-    run(
-        sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path),
-        str(ROOT),
-    )  # fmt: skip
-    name = f"{NAME}-py3-none-any.whl"
-    assert contents(tmp_path / name) == contents(dist / name)
 
 
 def test_the_sdist_holds_what_tests_and_docs_need(dist: Path) -> None:

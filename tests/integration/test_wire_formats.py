@@ -1,6 +1,5 @@
-"""Wire formats between real processes, in shared memory and over TCP; differing ones refused."""
+"""Wire formats between real processes, in shared memory and over TCP."""
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from gossipdp import Exchange, GossipDataParallel, Network
-from gossipdp.errors import GossipError
 
 pytestmark = pytest.mark.processes
 
@@ -54,22 +52,3 @@ def test_a_code_of_8_bits_trains_real_workers(
     # The first exchange of two workers finds out how far apart they are.
     repeated = sum(each.chunks_repeated for each in stats)
     assert 0 < repeated < 0.5 * sum(each.chunks_exchanged for each in stats)
-
-
-def meet(formats: list[str]) -> str:
-    """Return how one that is refused says why."""
-    net = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    wire_format = formats[int(os.environ["RANK"])]
-    try:
-        GossipDataParallel(
-            net, optimizer, wire_format=wire_format, network=Network(start_timeout_s=60.0)
-        )
-    except GossipError as error:
-        return str(error)
-    return "met"
-
-
-def test_workers_of_two_formats_are_refused_with_both_names(workers: Callable) -> None:
-    said = workers(meet, 2, (["bfloat16", "lattice8"],))
-    assert any("'lattice8'" in text and "'bfloat16'" in text for text in said), said

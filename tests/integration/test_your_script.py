@@ -26,7 +26,7 @@ SAMPLES = 4 * 1440
 
 
 def changes() -> dict[str, str]:
-    """The changes by the headings that they stand under."""
+    """Return the changes by the headings that they stand under."""
     sections = re.split(r"^## (.*)\n", PAGE, flags=re.M)[1:]
     found = {}
     for heading, text in zip(sections[::2], sections[1::2], strict=True):
@@ -37,7 +37,7 @@ def changes() -> dict[str, str]:
 
 
 def applied(change: str) -> str:
-    """The script after a change, whose parts must each fit one place, one after the other."""
+    """Return the script after a change, whose parts must each fit one place, in this order."""
     done, rest = "", SCRIPT
     for part in re.split(r"^\.\.\.\n", change, flags=re.M):
         lines = part.splitlines(keepends=True)
@@ -186,7 +186,7 @@ def run_programs(programs: dict[str, list[Run]], directory: Path) -> dict[str, d
 def seen(
     workers: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, Any]]]:
-    """What all programs leave, by worker: one start of two workers runs them all."""
+    """Return the outcomes of all programs, by worker: one start of two workers runs them all."""
     scripts = {"The script": SCRIPT} | {name: applied(each) for name, each in changes().items()}
 
     def other(name: str, old: str, new: str) -> str:

@@ -1,24 +1,11 @@
 """The catalogue of mutants fits the code; ``make mutants`` applies it."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
+from run_processes import load_script
 
-def load_run() -> ModuleType:
-    """``run.py``, which is on nobody's import path."""
-    spec = importlib.util.spec_from_file_location("mutants_run", Path(__file__).with_name("run.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-run = load_run()
+run = load_script(Path(__file__).with_name("run.py"))
 MUTANTS = run.load()
 PACKAGES = {path.parent.name for path in (Path(run.ROOT) / run.SOURCE).glob("*/*/__init__.py")}
 

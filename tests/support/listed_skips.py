@@ -41,9 +41,14 @@ class ListedSkips:
         return report
 
     def _is_listed(self, nodeid: str, reason: str) -> bool:
-        test = nodeid.partition("[")[0]
-        names = {test, test.partition("::")[0]}
+        names = names_of(nodeid)
         return any(name in names and fnmatchcase(reason, why) for name, why in self.entries)
+
+
+def names_of(nodeid: str) -> set[str]:
+    """Return the names under which a list may have a test: its case, the test and its file."""
+    test = nodeid.partition("[")[0]
+    return {nodeid, test, test.partition("::")[0]}
 
 
 def read_list(text: str) -> list[tuple[str, str]]:

@@ -1,11 +1,13 @@
-"""Helpers of tests that start ``gossipdp run`` and look at its processes."""
+"""Helpers of tests that load scripts, or start ``gossipdp run`` and look at its processes."""
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 from waiting import LONGEST_S, wait_until
@@ -17,6 +19,17 @@ VARIABLES = {
     for name, value in os.environ.items()
     if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
 } | {"PYTHONWARNINGS": "error"}
+
+
+def load_script(path: Path) -> ModuleType:
+    """Import a script that is on no import path."""
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def runs(pid: int) -> bool:

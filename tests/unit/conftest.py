@@ -19,7 +19,7 @@ def world(run_tls: TlsFiles) -> Iterator[World]:
 
 @pytest.fixture
 def open_descriptors() -> Callable[[], set[tuple[str, str]]]:
-    """The process's open sockets and event descriptors, as (number, what)."""
+    """Return a function that lists open sockets and event descriptors, as (number, kind)."""
 
     def look() -> set[tuple[str, str]]:
         found = set()

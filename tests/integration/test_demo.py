@@ -1,4 +1,4 @@
-"""``gossipdp demo`` with faults: from the command's arguments to its JSON."""
+"""``gossipdp demo`` with faults, and its comparison: from the arguments to JSON and picture."""
 
 import json
 import math
@@ -11,12 +11,14 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from matplotlib.image import imread
 from waiting import LONGEST_S
 
 from gossipdp.observe.log import RunLog
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo import watch as demo_watch
 from gossipdp_lab.demo.command import run
+from gossipdp_lab.demo.compare import Verdict
 from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import DIGEST
 from gossipdp_lab.demo.watch import FaultInjector
@@ -113,10 +115,31 @@ def test_killing_all_but_one_leaves_a_result(
     assert results["test_accuracy"] >= 0.95
 
 
-def test_a_fault_that_comes_too_late_is_an_error(
+def test_both_train_the_same_and_the_sentence_is_that_of_their_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, results = demo(tmp_path, workers=2, kill="1@300s", samples=640)
-    assert code == 1
-    assert results["faults"][0]["missed"] == "the run had ended by then"
-    assert "did not kill worker 1 at 300 s: the run had ended by then" in capsys.readouterr().out
+    results = tmp_path / "results.json"
+    arguments = DemoArguments(
+        compare=True, workers=2, samples=320, output=tmp_path / "run", json=results
+    )
+    assert run(arguments) == 0
+    found = json.loads(results.read_text())
+    assert found.keys() == {"verdict", "times_as_fast", "worse_by", "allreduce", "a2cid2"}
+    runs = [found["allreduce"], found["a2cid2"]]
+    for method, one in zip(("allreduce", "a2cid2"), runs, strict=True):
+        assert one["slow_worker"] == {"rank": 1, "factor": 4.0, "by": "waiting"}
+        assert one["configuration"]["method"] == method
+        assert 0 < one["validation_bits_per_byte"] < 8
+    # By gossip a worker learns the total when the news reaches it.
+    assert runs[0]["samples"] == 320
+    assert runs[1]["samples"] >= 320
+    assert len({worker["gradient_steps"] for worker in runs[0]["workers"]}) == 1
+    times = [one["train_seconds"] for one in runs]
+    losses = [one["validation_bits_per_byte"] for one in runs]
+    verdict = Verdict("a2cid2", (1, 4.0), 320, *times, *losses)
+    assert found["verdict"] == str(verdict)
+    assert found["times_as_fast"] == times[0] / times[1]
+    assert " ".join(str(verdict).split()) in " ".join(capsys.readouterr().out.split())
+    assert imread(tmp_path / "run" / "comparison.png").shape[1] >= 1200
+    for method in ("allreduce", "a2cid2"):
+        assert (tmp_path / "run" / method / "report.html").is_file()
