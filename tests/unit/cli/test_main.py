@@ -48,7 +48,7 @@ def test_help_fits_on_a_screen_names_every_command_and_imports_nothing_slow() ->
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunArguments, int]]:
-    """The arguments of ``gossipdp run``, and the level of the log, instead of a run."""
+    """Note the arguments of ``gossipdp run`` and the level of the log, instead of a run."""
     seen: list[tuple[RunArguments, int]] = []
 
     def run(arguments: RunArguments) -> int:
