@@ -101,12 +101,12 @@ def test_a_failure_is_one_workers_and_is_told_at_the_end(tmp_path: Path) -> None
 def test_where_the_meeting_is_lost_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Known(integration._HostedMeeting):
+    class Known(integration.Meeting):
         def __init__(self, num_workers: int) -> None:
             super().__init__(num_workers)
             (tmp_path / "meeting").write_text(str(os.getpid()))
 
-    monkeypatch.setattr(integration, "_HostedMeeting", Known)
+    monkeypatch.setattr(integration, "Meeting", Known)
     with pytest.raises(WorkerFailedError, match="worker 1 failed"):
         launch(make_train(), 3, args=(tmp_path, "loses the meeting"))
     ended = sorted(path.name for path in tmp_path.glob("* ended over *"))

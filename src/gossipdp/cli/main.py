@@ -117,7 +117,12 @@ def _parse(words: list[str], command: str) -> tuple[Any, str | None]:
         start = words.index(command) + 1
         options, script = split_script(words[start:])
         words = [*words[:start], *options]
-    kinds = [_annotated[_arguments_of(name), tyro.conf.subcommand(name)] for name in COMMANDS]
+    kinds = []
+    for name in COMMANDS:
+        kind = _arguments_of(name)
+        # The list of all commands has a line or two for each, so that it fits on a screen.
+        short = None if command else kind.__doc__.partition("\n\n")[0]
+        kinds.append(_annotated[kind, tyro.conf.subcommand(name, description=short)])
     chosen = _annotated[functools.reduce(operator.or_, kinds), tyro.conf.arg(name="")]
     call = dataclasses.make_dataclass(
         "Call", [("arguments", chosen)], bases=(Common,), kw_only=True, frozen=True

@@ -14,29 +14,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gossipdp.launcher.environment import (
+    Environment,
+    check_platform,
+    check_secret,
+    is_loopback,
+    read_addresses,
+    show_address,
+)
+from gossipdp.launcher.schedulers import with_torchrun_names
+from gossipdp.links.tls import Tls, TlsFiles, check_private, tls_files
 from gossipdp.rules import at_least_0, at_least_1, option, port_number
 
 if TYPE_CHECKING:
     from gossipdp.launcher.launch_plan import LaunchPlan
-    from gossipdp.links.tls import TlsFiles
 
 # Variables of another launcher that started us: they would mislead a worker.
 NOT_INHERITED = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GOSSIPDP_REPLICA",
-    "GOSSIPDP_REPLICAS",
-    "GOSSIPDP_STORE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GOSSIPDP_JOIN",
-    "GOSSIPDP_RESTARTS",
-    "GOSSIPDP_REPORT",
-    "GOSSIPDP_RUN_ID",
-    "GOSSIPDP_SECRET",
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *("GOSSIPDP_REPLICA", "GOSSIPDP_REPLICAS", "GOSSIPDP_STORE", "GOSSIPDP_JOIN"),
+    *("GOSSIPDP_RESTARTS", "GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
 )
 
 
@@ -137,15 +135,8 @@ def run(arguments: RunArguments) -> int:
         0 if all succeeded, the last time each was started; 1 if any failed; 128 + the signal
         that ended the run (130 on Ctrl+C).
     """
-    from gossipdp.launcher.environment import check_platform
     from gossipdp.launcher.local import ScriptWorker
-    from gossipdp.launcher.supervisor import (
-        Failure,
-        Supervisor,
-        WorkerProcess,
-        describe,
-        shown_rank,
-    )
+    from gossipdp.launcher.supervisor import Failure, Supervisor, describe, shown_rank
 
     check_platform()
     # Options are checked before a port is taken.
@@ -158,7 +149,7 @@ def run(arguments: RunArguments) -> int:
     num_restarts = 0
     some_go_on = False
 
-    def start_process(own: Mapping[str, str]) -> WorkerProcess:
+    def start_process(own: Mapping[str, str]) -> ScriptWorker:
         inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
         return ScriptWorker([sys.executable, *script], {**inherited, **own})
 
@@ -235,8 +226,6 @@ def stopped_line(saved: Iterable[tuple[int, str]]) -> str:
 
 def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) -> str:
     """Return the line that says how to add a worker, or a replica, to the run."""
-    from gossipdp.launcher.environment import show_address
-
     shown = ",".join(show_address(*each) for each in addresses)
     noun = "worker" if len(addresses) == 1 else "replica"
     words = [f"to add a {noun}: gossipdp run --join {shown}"]
@@ -248,8 +237,6 @@ def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) ->
 
 
 def _num_workers(arguments: RunArguments) -> int:
-    from gossipdp.launcher.schedulers import with_torchrun_names
-
     number, num_shards = arguments.workers, arguments.nproc_per_replica
     if number is None and arguments.join is not None:
         return num_shards
@@ -274,7 +261,6 @@ def _num_workers(arguments: RunArguments) -> int:
 
 def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, str]:
     """Return variables of all workers here: their share of the cores, and addresses."""
-    from gossipdp.launcher.environment import Environment
     from gossipdp.launcher.local import num_threads
 
     num_local = num_workers
@@ -295,13 +281,10 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
 
 
 def _plan(
-    arguments: RunArguments, num_local: int, tls: "TlsFiles | None", secret: str | None
+    arguments: RunArguments, num_local: int, tls: TlsFiles | None, secret: str | None
 ) -> "LaunchPlan":
     """Build the launch plan: a run on this host or on several, or workers that join one."""
-    from gossipdp.launcher.environment import read_addresses
     from gossipdp.launcher.launch_plan import LaunchPlan, ask_join_infos
-    from gossipdp.launcher.rendezvous import is_loopback
-    from gossipdp.links.tls import Tls
 
     num_shards = arguments.nproc_per_replica
     several = arguments.nnodes != 1 or arguments.rendezvous is not None
@@ -367,9 +350,6 @@ def read_secret(path: Path | None) -> str | None:
     Raises:
         ValueError: the file cannot be read, is open to everybody, or holds too little.
     """
-    from gossipdp.launcher.environment import check_secret
-    from gossipdp.links.tls import check_private
-
     if path is None:
         secret, name = os.environ.get("GOSSIPDP_SECRET") or None, "GOSSIPDP_SECRET"
     else:
@@ -387,10 +367,8 @@ def read_secret(path: Path | None) -> str | None:
     return secret
 
 
-def _tls_files(arguments: RunArguments) -> "TlsFiles | None":
+def _tls_files(arguments: RunArguments) -> TlsFiles | None:
     """Return the files of ``--tls``, or of GOSSIPDP_TLS, which are checked once here."""
-    from gossipdp.links.tls import Tls, tls_files
-
     directory = arguments.tls or os.environ.get("GOSSIPDP_TLS")
     if not directory:
         return None

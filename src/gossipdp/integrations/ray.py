@@ -48,7 +48,7 @@ def launch(
     if max_restarts < 0:
         raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
     ray = _import_ray()
-    meeting = ray.remote(_HostedMeeting).options(num_cpus=0).remote(world_size)
+    meeting = ray.remote(Meeting).options(num_cpus=0).remote(world_size)
     options = {"num_cpus": 1, **(actor_options or {})}
     options |= {"max_restarts": max_restarts, "max_task_retries": max_restarts}
     actors = [ray.remote(_Worker).options(**options).remote() for _ in range(world_size)]
@@ -102,19 +102,18 @@ def _has_begun(meeting: Any) -> bool:
 
 
 class Meeting:
-    """A meeting place: the store of one run, and the latest addresses for restarted workers.
-
-    It does not know Ray, which keeps it as an actor of its own.
+    """The actor that keeps the store of one run, and the latest addresses for restarted workers.
 
     Args:
         num_workers: of the run.
-        host: an address of this machine that the workers reach.
+        host: an address of this machine that the workers reach; by default this Ray node's.
 
     Raises:
         RendezvousError: the address is not of this machine.
     """
 
-    def __init__(self, num_workers: int, host: str) -> None:
+    def __init__(self, num_workers: int, host: str | None = None) -> None:
+        host = host or _import_ray().util.get_node_ip_address()
         self._plan = LaunchPlan.on_one_host(num_workers, host)
         self._plan.open()
         self._num_starts = [0] * num_workers
@@ -151,13 +150,6 @@ class Meeting:
     def close(self) -> None:
         """End the store."""
         self._plan.close()
-
-
-class _HostedMeeting(Meeting):
-    """The actor that keeps a meeting, on the address of the node where it runs."""
-
-    def __init__(self, num_workers: int) -> None:
-        super().__init__(num_workers, _import_ray().util.get_node_ip_address())
 
 
 class _Worker:

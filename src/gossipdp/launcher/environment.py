@@ -227,11 +227,8 @@ class Environment:
     def announced_host(self, bound: str) -> str:
         """Return the address that a worker listening on ``bound`` announces to the others.
 
-        It is ``bound`` itself. If ``bound`` stands for all addresses, it is the one that routes to
-        MASTER_ADDR.
-
-        Raises:
-            RendezvousError: see :meth:`choose_host`.
+        It is ``bound`` itself, or if that stands for all addresses, the one that routes to
+        MASTER_ADDR. Raise as :meth:`choose_host` does.
         """
         return self._routed_host() if ipaddress.ip_address(bound).is_unspecified else bound
 
@@ -252,20 +249,29 @@ class Environment:
         return host
 
 
-def routed_address(host: str) -> str:
-    """Return the numeric address of this machine that leads to a host; OSError: none does."""
-    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing; picks the route
-        return str(probe.getsockname()[0])
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or address leads to this machine alone.
+
+    Example:
+        >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("10.0.0.1")
+        (True, True, False)
+    """
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(each)).is_loopback for each in found)
 
 
 def _look_up(name: str, host: str, *, route: bool = False) -> str:
     """Return the numeric address of a host, or with ``route`` the one of ours that leads there."""
     try:
-        if route:
-            return routed_address(host)
-        return str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0])
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        if not route:
+            return str(address[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; picks the route
+            return str(probe.getsockname()[0])
     except OSError as error:
         raise RendezvousError(
             f"cannot reach {name} {host!r} ({error}); check the name and the network"
@@ -273,7 +279,7 @@ def _look_up(name: str, host: str, *, route: bool = False) -> str:
 
 
 def key_prefix(run_id: str | None, restart_count: int) -> str:
-    """Return :attr:`Environment.key_prefix`; without a run id it says "default"."""
+    """Return the prefix of all our keys, so that others may share the store."""
     return f"gossipdp/{run_id or 'default'}/{restart_count}/"
 
 

@@ -33,15 +33,8 @@ LOST_AFTER_S = 300.0
 # The variables of torchrun that the one worker of a launched supervisor inherits. GROUP_RANK, the
 # number of this host, is not among them: Slurm counts hosts in its own way.
 INHERITED = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
 )
 # A worker that joins needs one of them to live.
 MAX_JOIN_ADDRESSES = 32

@@ -17,7 +17,6 @@ import ipaddress
 import itertools
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
-from gossipdp.launcher.environment import Environment, check_secret, shard_run_id
+from gossipdp.launcher.environment import Environment, check_secret, is_loopback, shard_run_id
 from gossipdp.launcher.reports import Report, send_report
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
@@ -35,7 +34,6 @@ from gossipdp.launcher.store import (
     MAX_RUN_ID,
     connect,
     have_begun,
-    proof_of,
     ready_key,
 )
 from gossipdp.logs import printable
@@ -438,18 +436,9 @@ class Rendezvous:
         store.set(self._prefix + key, msgspec.json.encode(value).decode())
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address leads to this machine alone.
-
-    Example:
-        >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("10.0.0.1")
-        (True, True, False)
-    """
-    try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(str(each)).is_loopback for each in found)
+def proof_of(secret: bytes, text: str) -> str:
+    """Return the proof that the author of ``text`` knows the secret."""
+    return hmac.new(secret, f"gossipdp rendezvous {text}".encode(), hashlib.sha256).hexdigest()
 
 
 def _listed(ranks: list[int]) -> str:

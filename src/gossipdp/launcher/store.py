@@ -6,8 +6,6 @@ workers have begun. ``torch`` is imported only when a store is opened.
 """
 
 import errno
-import hashlib
-import hmac
 import ipaddress
 import logging
 import os
@@ -199,8 +197,3 @@ def reach(address: tuple[str, int]) -> "Store":
     socket.create_connection(address, CONNECT_S).close()
     timeout = timedelta(seconds=CONNECT_S)
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def proof_of(secret: bytes, text: str) -> str:
-    """Return the proof that the author of ``text`` knows the secret."""
-    return hmac.new(secret, f"gossipdp rendezvous {text}".encode(), hashlib.sha256).hexdigest()

@@ -1,5 +1,6 @@
 """Mistakes in a call: exit status 2 and words that say what to do, before anything starts."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,14 @@ TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "GOS
 WORDS = [
     ("", "Expected one of {run, plan,", "gossipdp --help"),
     ("bogus", "Unrecognized options: bogus", "Available subcommands: run, plan, top, tls-init"),
-    ("plan --bogus 1", "Unrecognized options: --bogus", "gossipdp --help"),
-    ("plan 3", "Unrecognized options: 3", "gossipdp --help"),
+    ("plan 3 --bogus 1", "Unrecognized options: 3", "gossipdp --help"),
     ("plan --workers x", "Error parsing --workers", "['x']"),
     ("run --nodes 2", "Perhaps you meant:", "--nnodes INT"),
     ("run -n two train.py", "Error parsing -n/--nproc-per-node/--workers", "['two']"),
     ("tls-init", "Missing from gossipdp tls-init", "gossipdp tls-init --help"),
     ("top --interval", "Missing value for argument '--interval'", "gossipdp top --help"),
-    ("demo --workload mnist", "invalid choice 'mnist' for argument '--workload'", "'digits'"),
     ("demo --method a2cid", "invalid choice 'a2cid' for argument '--method'", "'a2cid2'"),
-    ("demo --comm-rate x", "Error parsing --comm-rate", "'x'"),
-    ("report", "Missing from gossipdp report", "gossipdp report --help"),
     ("train", "Expected one of {cifar10, imagenet, bytes-gpt}", "--help"),
-    ("train mnist", "Unrecognized options: mnist", "cifar10, imagenet, bytes-gpt"),
     # values that the class of the options refuses
     ("train cifar10 --epochs 0", "--epochs is 0; it must be at least 1", "--help"),
     ("train imagenet --batch-size 0", "--batch-size is 0", "--help"),
@@ -38,7 +34,6 @@ WORDS = [
     ("train bytes-gpt --context 0", "--context is 0", "--help"),
     ("train bytes-gpt --learning-rate 0", "--learning-rate is 0", "--help"),
     ("train bytes-gpt --resume --method allreduce", "--resume has no effect with", "--help"),
-    ("simulate --workload juggling", "invalid choice 'juggling'", "'consensus'"),
 ]
 
 
@@ -64,6 +59,7 @@ MISTAKES = [
     ("report .", ". holds no log of a worker"),
     ("top here", "the address is 'here'; write HOST:PORT"),
     ("top ,", "the address is"),
+    ("top ''", "no address; write HOST:PORT"),
     ("top --interval 0", "--interval is 0.0; it must be a number of at least 0.1"),
     # run
     ("run train.py", "-n (--workers) is missing; say how many workers to start"),
@@ -174,7 +170,7 @@ def test_a_mistake_in_the_call_is_one_line(
     monkeypatch.setattr(
         "gossipdp.launcher.local.launch", lambda *_, **__: pytest.fail("a worker was started")
     )
-    assert main(words.split()) == 2
+    assert main(shlex.split(words)) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("gossipdp: error: ")
     assert message in shown.err

@@ -1,3 +1,5 @@
+"""``gossipdp plan``, and ``gossipdp tls-init``."""
+
 import json
 import subprocess
 import sys
@@ -6,69 +8,53 @@ from pathlib import Path
 import pytest
 
 from gossipdp.cli.main import main
+from gossipdp.cli.plan import WRITTEN
+from gossipdp.links.tls import Tls, tls_files
 
 
-def plan(**options):
-    """The status of the command with these options."""
-    words = [
-        word
-        for name, value in options.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    return main(["plan", *words])
+def plan(words: str) -> int:
+    return main(["plan", *words.split()])
 
 
 def test_the_table_and_the_verdict(capsys):
-    assert plan(workers=64, graph="ring", comm_rate=1.0) == 0
+    assert plan("--workers 64") == 0
     printed = capsys.readouterr().out
     for expected in ("ring (64 workers)", "207.673", "0.984375", "0.0349704", "7.26238", "14.5"):
         assert expected in printed
-    assert "exchanges per unit time" in printed
     assert "A2CiD2 helps here: yes" in printed
-    assert "Learning rate, as a multiple of all-reduce's" in printed
 
 
 @pytest.mark.parametrize(("graph", "workers"), [("complete", 8), ("ring", 1)])
 def test_where_it_does_not_help(capsys, graph, workers):
-    assert plan(workers=workers, graph=graph) == 0
+    assert plan(f"--workers {workers} --graph {graph}") == 0
     assert "A2CiD2 helps here: no" in capsys.readouterr().out
 
 
 def test_json(tmp_path):
     path = tmp_path / "plan.json"
-    assert plan(workers=16, graph="ring", comm_rate=2.0, json=path) == 0
+    assert plan(f"--workers 16 --comm-rate 2 --json {path}") == 0
     written = json.loads(path.read_text())
-    assert written.keys() == {
-        "chi1",
-        "chi2",
-        "eta",
-        "alpha_tilde",
-        "exchanges_per_unit_time",
-        "edges",
-    }
-    assert written["exchanges_per_unit_time"] == pytest.approx(16.0)
-    assert written["edges"] == 16
+    assert written.keys() == {*WRITTEN, "edges"}
+    assert (written["exchanges_per_unit_time"], written["edges"]) == (pytest.approx(16.0), 16)
     assert written["chi2"] == pytest.approx(15 / 32)
 
 
 def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    edges = Path("[red].edges")
-    edges.write_text("0 1\n1 2\n")
-    assert plan(edge_list=edges) == 0
+    Path("[red].edges").write_text("0 1\n1 2\n")
+    assert plan("--edge-list [red].edges") == 0
     assert "[red].edges" in capsys.readouterr().out
 
 
 def test_where_the_file_cannot_be_written_nothing_is_searched(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gossipdp.graph.plan", None)
     for path in (tmp_path, tmp_path / "missing" / "plan.json"):
-        assert plan(workers=4, json=path) == 2
+        assert plan(f"--workers 4 --json {path}") == 2
         assert f"--json {path}" in capsys.readouterr().err
 
 
 def test_where_writing_fails_the_figures_are_shown(capsys):
-    assert plan(workers=4, json=Path("/dev/full")) == 2
+    assert plan("--workers 4 --json /dev/full") == 2
     printed = capsys.readouterr()
     assert "A2CiD2 helps here" in printed.out
     assert "No space left" in printed.err
@@ -81,3 +67,11 @@ def test_a_plan_imports_neither_torch_nor_the_simulator():
         "assert not {'torch', 'scipy', 'gossipdp_lab.simulate'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def test_tls_init_makes_a_pair_that_opens_links_and_overwrites_none(tmp_path, capsys):
+    assert main(["tls-init", str(tmp_path / "tls")]) == 0
+    Tls(tls_files(tmp_path / "tls"))
+    assert f"gossipdp run -n 4 --tls {tmp_path / 'tls'} train.py" in capsys.readouterr().out
+    assert main(["tls-init", str(tmp_path / "tls")]) == 2
+    assert "cert.pem is there already" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from gossipdp.cli.main import main
 from gossipdp.cli.top import Top, TopArguments, draw
 from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
 from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
@@ -83,7 +82,7 @@ def test_a_dead_worker_s_address_leads_to_the_others() -> None:
     assert "2 workers:" in world.output.getvalue()
 
 
-def test_once_prints_one_table_with_everybody() -> None:
+def test_once_prints_one_table_with_all_workers() -> None:
     world = World()
     assert world.top(once=True) == 0
     lines = world.output.getvalue().splitlines()
@@ -113,18 +112,13 @@ def test_live_it_draws_again_and_ends_with_the_run(capsys: pytest.CaptureFixture
     assert "100%" in text
 
 
-def test_live_without_a_terminal_it_prints_tables() -> None:
-    world = World(ends_s=2.5, budget_samples=400)
-    assert world.top() == 0
-    assert world.output.getvalue().count("run 7f") == 4
-
-
-def test_on_a_dumb_terminal_it_prints_tables_while_the_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_without_a_terminal_or_on_a_dumb_one_it_prints_tables(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
     world = World(ends_s=2.5, budget_samples=400)
-    assert world.top(is_terminal=True) == 0
+    assert world.top(is_terminal=is_terminal) == 0
     assert world.output.getvalue().count("run 7f") == 4
 
 
@@ -176,10 +170,6 @@ def test_what_others_answer_commands_no_terminal(capsys: pytest.CaptureFixture[s
 
 def test_ctrl_c_is_how_one_leaves() -> None:
     assert World().top(interval=100.0) == 0
-
-
-def test_no_address_is_a_mistake() -> None:
-    assert main(["top", ""]) == 2
 
 
 def job(num_workers: int, ill: Mapping[int, str] | None = None, **facts: Any) -> JobStatus:

@@ -14,13 +14,14 @@ from gossipdp import Checkpoints, GossipDataParallel
 from gossipdp.integrations.accelerate import gossip_data_parallel, torch_optimizer
 
 
-def reset() -> None:
+def accelerator_of(**arguments: Any) -> accelerate.Accelerator:
+    """Make an accelerator as the first of its process."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return accelerate.Accelerator(cpu=True, **arguments)
 
 
 def train(wrapped: bool, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    reset()
-    accelerator = accelerate.Accelerator(cpu=True, **arguments)
+    accelerator = accelerator_of(**arguments)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -57,32 +58,24 @@ def test_one_worker_is_the_loop_alone(arguments: dict[str, Any], steps: int) -> 
 
 
 def test_several_optimizers_step_their_own_parameters() -> None:
-    reset()
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerator_of()
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net]
-    net, *optimizers = accelerator.prepare(net, *optimizers)
+    inner = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net]
+    net, *optimizers = accelerator.prepare(net, *inner)
     model = gossip_data_parallel(accelerator, net, optimizers)
     accelerator.backward(model(torch.ones(8, 4)).sum())
     for optimizer in optimizers:
         optimizer.step()
     assert model.consolidate().samples == 8
-
-
-def test_the_optimizer_within_all_shells_is_the_one_that_steps() -> None:
-    reset()
-    accelerate.Accelerator(cpu=True)
-    optimizer = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+    # Within all shells is the one that steps.
     shell = accelerate.optimizer.AcceleratedOptimizer
-    for wrapped in (optimizer, shell(optimizer), shell(shell(optimizer))):
-        assert torch_optimizer(wrapped) is optimizer
+    assert torch_optimizer(inner[0]) is torch_optimizer(shell(optimizers[0])) is inner[0]
 
 
 @pytest.mark.parametrize("are_several", [False, True])
 def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several: bool) -> None:
-    reset()
     before = set(threading.enumerate())
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerator_of()
     net = nn.Linear(4, 2)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
@@ -93,9 +86,7 @@ def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several: bool)
 
 def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) -> None:
     def train(stop_after: int, **options: Any) -> list[list[float]]:
-        reset()
-        accelerator = accelerate.Accelerator(
-            cpu=True,
+        accelerator = accelerator_of(
             dataloader_config=accelerate.DataLoaderConfiguration(use_seedable_sampler=True),
         )
         torch.manual_seed(3)
@@ -136,8 +127,7 @@ class Tied(nn.Module):
 
 
 def test_what_accelerate_saves_is_whole(tmp_path: Path) -> None:
-    reset()
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerator_of()
     net = Tied()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     net, optimizer = accelerator.prepare(net, optimizer)

@@ -1,19 +1,19 @@
 """The strategy on one worker: Lightning's own training, bit for bit; and whose rank it has."""
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from gossipdp import Checkpoints, Monitor
 from gossipdp.integrations.lightning import GossipStrategy
+from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.termination import Termination
 
@@ -92,15 +92,10 @@ class Manual(Module):
 
 
 def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path: Path) -> None:
-    strategy = GossipStrategy(budget_samples=20)
+    strategy = GossipStrategy(budget_samples=20, monitor=Monitor(log_dir=tmp_path / "log"))
     fit(tmp_path, strategy, Manual(), max_epochs=2)
     assert strategy.gossip.stats().samples == 24
-
-
-def test_what_a_step_returns_that_is_no_loss_is_not_logged(tmp_path: Path) -> None:
-    strategy = GossipStrategy(budget_samples=20, monitor=Monitor(log_dir=tmp_path / "log"))
-    fit(tmp_path, strategy, Manual(), max_epochs=1)
-    assert strategy.consolidated is not None
+    assert strategy.consolidated is not None  # a step's result that is no loss is not logged
 
 
 def test_an_error_in_training_ends_the_part_in_the_run(tmp_path: Path) -> None:
@@ -120,7 +115,7 @@ def test_an_error_in_training_ends_the_part_in_the_run(tmp_path: Path) -> None:
 class Terminated(Module):
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         if index == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return super().training_step(batch, index)
 
 
@@ -144,6 +139,20 @@ def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("sigterm")
+def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
+    def handle(number: int, frame: Any) -> None:
+        heard.append(number)
+
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, handle)
+    strategy = GossipStrategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    with pytest.raises(SystemExit):
+        fit(tmp_path, strategy, Terminated())
+    assert heard == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == handle
+
+
+@pytest.mark.usefixtures("sigterm")
 def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path: Path) -> None:
     class Looking(Module):
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
@@ -155,40 +164,16 @@ def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path: Pat
     assert handlers == [signal.SIG_DFL] * 2
 
 
-@pytest.mark.usefixtures("sigterm")
-def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
-    def handle(number: int, frame: Any) -> None:
-        heard.append(number)
-
-    heard: list[int] = []
-    signal.signal(signal.SIGTERM, handle)
-    with pytest.raises(SystemExit):
-        fit(
-            tmp_path,
-            GossipStrategy(checkpoints=Checkpoints(tmp_path / "checkpoints")),
-            Terminated(),
-        )
-    assert heard == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) == handle
+def test_the_rank_is_the_worker_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    own = Environment(3, 4, 1, store_host="127.0.0.1", store_port=29500)
+    monkeypatch.setattr(Environment, "read", lambda: own)
+    strategy = GossipStrategy()
+    assert (strategy.global_rank, strategy.local_rank) == (3, 1)
+    assert not strategy.is_global_zero
+    assert rank_zero_only.rank == 3
 
 
-def test_the_rank_is_the_worker_s() -> None:
-    variables = {
-        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    }  # fmt: skip
-    from lightning.pytorch.utilities import rank_zero_only
-
-    try:
-        with mock.patch.dict(os.environ, variables):
-            strategy = GossipStrategy()
-        assert (strategy.global_rank, strategy.local_rank) == (3, 1)
-        assert not strategy.is_global_zero
-        assert rank_zero_only.rank == 3
-    finally:
-        rank_zero_only.rank = 0
-
-
-def test_what_does_not_go_together_is_refused() -> None:
+def test_there_is_no_model_before_training() -> None:
     with pytest.raises(RuntimeError, match=r"Trainer.fit\(\) makes it"):
         _ = GossipStrategy().gossip

@@ -1,6 +1,7 @@
 """The callback on one worker: the Trainer's own training, bit for bit."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,39 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.layers(inputs), labels)}
 
 
-def train(
-    folder: Path, *callbacks: Any, optimizers: Any = (None, None), **arguments: Any
-) -> nn.Module:
+def trainer(
+    folder: Path, *callbacks: Any, model: nn.Module | None = None, **options: Any
+) -> transformers.Trainer:
     generator = torch.Generator().manual_seed(1)
     data = [
         {"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(n % 2)}
         for n in range(40)
     ]
+    optimizers = options.pop("optimizers", (None, None))
     args = transformers.TrainingArguments(
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True,
-        **{"max_steps": 7, "save_strategy": "no", **arguments},
+        **{"max_steps": 7, "save_strategy": "no", **options},
     )  # fmt: skip
+    return transformers.Trainer(
+        model or Model(), args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks),
+        optimizers=optimizers,
+    )  # fmt: skip
+
+
+def train(folder: Path, *callbacks: Any, **options: Any) -> nn.Module:
     model = Model()
-    trainer = transformers.Trainer(
-        model, args, train_dataset=data, callbacks=list(callbacks), optimizers=optimizers
-    )
-    trainer.train()
+    trainer(folder, *callbacks, model=model, **options).train()
     return model
+
+
+class Stepping(transformers.TrainerCallback):
+    """Calls ``step(**others)`` at the end of each step."""
+
+    def __init__(self, step: Callable[..., object]) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.step(**others)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}])
@@ -64,83 +80,48 @@ def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
     assert gossip.progress() == 1.0
 
 
-def test_a_copy_of_the_model_is_not_counted(tmp_path: Path) -> None:
-    class Distiller(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            teacher = copy.deepcopy(others["model"])
-            teacher(inputs=torch.ones(5, 4), labels=torch.zeros(5, dtype=torch.long))
+def test_copies_of_the_model_and_evaluations_are_not_counted(tmp_path: Path) -> None:
+    def distil(model: nn.Module, **others: Any) -> None:
+        teacher = copy.deepcopy(model)
+        teacher(inputs=torch.ones(5, 4), labels=torch.zeros(5, dtype=torch.long))
 
     gossip = GossipCallback()
-    train(tmp_path, gossip, Distiller(), max_steps=2)
+    train(tmp_path, gossip, Stepping(distil), max_steps=2, eval_strategy="steps", eval_steps=1)
     assert gossip.model.stats().samples == 16
 
 
 def test_training_again_after_an_exception_ends_the_part_before(tmp_path: Path) -> None:
-    class Failing(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            wrappers.append(gossip.model)
-            if len(wrappers) == 1:
-                raise KeyError("the user's")
+    def fail_once(**others: Any) -> None:
+        wrappers.append(gossip.model)
+        if len(wrappers) == 1:
+            raise KeyError("the user's")
 
     wrappers: list[Any] = []
     gossip = GossipCallback()
-    data = [{"inputs": torch.ones(4), "labels": torch.tensor(0)}] * 16
-    args = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
-        max_steps=2,
-    )  # fmt: skip
-    trainer = transformers.Trainer(Model(), args, train_dataset=data, callbacks=[gossip, Failing()])
+    trained = trainer(tmp_path, gossip, Stepping(fail_once), max_steps=2)
     with pytest.raises(KeyError, match="the user's"):
-        trainer.train()
-    trainer.train()
+        trained.train()
+    trained.train()
     with pytest.raises(RuntimeError, match="closed"):
         wrappers[0].consolidate()
     assert wrappers[0].stats().samples == 8
     assert gossip.model.stats().samples == 16
 
 
-def test_evaluation_is_not_counted(tmp_path: Path) -> None:
-    gossip = GossipCallback()
-    data = [{"inputs": torch.ones(4), "labels": torch.tensor(0)}] * 16
-    args = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
-        max_steps=2, eval_strategy="steps", eval_steps=1,
-    )  # fmt: skip
-    transformers.Trainer(
-        Model(), args, train_dataset=data, eval_dataset=data, callbacks=[gossip]
-    ).train()
-    assert gossip.model.stats().samples == 16
-
-
 def test_a_schedule_follows_the_whole_run(tmp_path: Path) -> None:
     rates: list[float] = []
-
-    class Recorder(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            rates.append(others["optimizer"].param_groups[0]["lr"])
-
     # The Trainer steps the optimizer that it is given, over a model of its own here.
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gossip = GossipCallback(budget_samples=64)
-    schedule = ProgressLR(optimizer, gossip, {0.5: 0.1})
-    args = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
-        max_steps=100,
-    )  # fmt: skip
-    data = [{"inputs": torch.ones(4), "labels": torch.tensor(0)}] * 40
-    transformers.Trainer(
-        model, args, train_dataset=data, optimizers=(optimizer, schedule),
-        callbacks=[gossip, Recorder()],
-    ).train()  # fmt: skip
+    note = Stepping(lambda optimizer, **others: rates.append(optimizer.param_groups[0]["lr"]))
+    optimizers = optimizer, ProgressLR(optimizer, gossip, {0.5: 0.1})
+    trainer(tmp_path, gossip, note, model=model, optimizers=optimizers, max_steps=100).train()
     assert rates == pytest.approx([0.1] * 3 + [0.01] * 5)
 
 
-def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"Trainer.train\(\) makes it"):
         _ = GossipCallback().model
     with pytest.raises(ValueError, match="load_best_model_at_end"):
-        train(
-            tmp_path, GossipCallback(), load_best_model_at_end=True, metric_for_best_model="loss",
-            save_strategy="no",
-        )  # fmt: skip
+        train(tmp_path, GossipCallback(), load_best_model_at_end=True, metric_for_best_model="loss")

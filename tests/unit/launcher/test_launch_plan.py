@@ -108,7 +108,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
 
 
 def own_address() -> str:
-    """An address of this machine that is not loopback."""
+    """Return an address of this machine that is not loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 9))

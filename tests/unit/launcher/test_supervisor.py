@@ -356,7 +356,7 @@ def test_who_waits_for_a_restart_when_all_end_stays_away(make: Make) -> None:
     setting.crash(0)
     setting.step(10)
     setting.supervisor.end()
-    setting.workers[1].how = setting.workers[2].how = Ending("was told to")
+    setting.workers[1].how = setting.workers[2].how = Ending("ended as asked")
     assert not setting.step(20)
     assert setting.restarted == []
 

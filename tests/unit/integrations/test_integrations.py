@@ -1,0 +1,118 @@
+"""Integrations without their frameworks: a worker before there is a model, and Ray's meeting."""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from gossipdp.errors import RendezvousError
+from gossipdp.integrations import single_process
+from gossipdp.integrations.ray import Meeting, launch
+from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.store import connect, ready_key
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("transformers", "transformers", "transformers"),
+        ("accelerate", "accelerate", "transformers"),
+        ("lightning", "lightning.pytorch.strategies", "lightning"),
+    ],
+)
+def test_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, module: str, package: str, extra: str
+) -> None:
+    importlib.import_module(package)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"gossipdp.integrations.{module}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'gossipdp\[{extra}\]'"):
+        importlib.import_module(f"gossipdp.integrations.{module}")
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'gossipdp\[ray\]'"):
+        launch(print, 1)
+
+
+def launched(rank: int, num_workers: int = 4, **others: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        **others,
+    }
+
+
+def test_a_worker_is_named_and_its_launcher_hidden() -> None:
+    with mock.patch.dict(os.environ, launched(2)):
+        with single_process() as worker:
+            assert (worker.rank, worker.world_size, worker.is_first) == (2, 4, False)
+            assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & set(os.environ)
+        assert os.environ["RANK"] == "2"
+
+
+def seed_of(seed: int, variables: dict[str, str]) -> int:
+    with mock.patch.dict(os.environ, variables), single_process(seed) as worker:
+        return worker.seed
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**40])
+def test_seeds_are_small_enough_for_numpy_and_differ(seed: int) -> None:
+    seeds = [seed_of(seed, launched(rank, 64)) for rank in range(64)]
+    seeds += [seed_of(seed, launched(rank, 64, GOSSIPDP_RESTARTS="1")) for rank in range(64)]
+    assert len(set(seeds)) == 128
+    assert all(0 <= each < 2**32 for each in seeds)
+    assert seeds[3] == seed_of(seed, launched(3, 64))
+
+
+def test_those_that_join_have_seeds_of_their_own() -> None:
+    joining = {"GOSSIPDP_JOIN": "127.0.0.1:4", "GOSSIPDP_RUN_ID": "a", "GOSSIPDP_SECRET": 16 * "s"}
+    assert seed_of(0, joining) != seed_of(0, joining)
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting(3, "127.0.0.1")
+    yield made
+    made.close()
+
+
+def all_begin(first: Environment) -> None:
+    store = connect(first, 10)
+    for rank in range(3):
+        store.set(ready_key(first.key_prefix, rank), "1")
+    store.get(ready_key(first.key_prefix, 2))  # set() does not wait until the store has it
+
+
+def test_first_starts_meet_at_the_store(meeting: Meeting) -> None:
+    environments = [Environment.read(meeting.variables(rank)) for rank in range(3)]
+    assert [environment.rank for environment in environments] == [0, 1, 2]
+    assert not any(environment.is_joining for environment in environments)
+    assert {environment.local_rank for environment in environments} == {0}
+    assert not meeting.has_begun()
+    all_begin(environments[0])
+    assert meeting.has_begun()
+
+
+def test_a_second_start_joins_the_others_by_their_latest_addresses(meeting: Meeting) -> None:
+    first = [Environment.read(meeting.variables(rank)) for rank in range(3)]
+    all_begin(first[0])
+    meeting.note_addresses({0: ("10.0.0.1", 1), 1: ("10.0.0.2", 2), 2: ("10.0.0.3", 3)})
+    again = Environment.read(meeting.variables(1))
+    assert (again.rank, again.num_restarts) == (1, 1)
+    assert set(again.join) == {("10.0.0.1", 1), ("10.0.0.3", 3)}
+    assert (again.run_id, again.secret) == (first[1].run_id, first[1].secret)
+    assert Environment.read(meeting.variables(1)).num_restarts == 2
+
+
+def test_a_death_before_all_have_begun_is_the_runs(meeting: Meeting) -> None:
+    meeting.variables(2)
+    with pytest.raises(RendezvousError, match="worker 2 died before all workers had begun"):
+        meeting.variables(2)
