@@ -15,11 +15,11 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK)) $(BIN)/
 demo: $(VENV)/lab.installed
 	$(BIN)/gossipdp demo $(or $(ARGS),--compare)
 
-# In three processes, as many tests mostly wait for workers, a file whole in one of them, in the
+# In four processes, as many tests mostly wait for workers, a file whole in one of them, in the
 # order of tests/conftest.py, without those of tests/long.txt; ARGS="-k pairing" for some tests,
 # ARGS="-n 0" for one process. The slowest tests are named at the end.
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15 -m "not long" \
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15 -m "not long" \
 	  $(ARGS)
 
 lint: $(VENV)/dev.installed

@@ -194,13 +194,13 @@ def test_how_long_an_epoch_is_may_be_given(small: Wrap) -> None:
     assert model.stats().samples == 16
 
 
-def train_epochs(wrap: Wrap, *counts: int, break_after: int = -1) -> tuple[Any, list[list[int]]]:
+def train_epochs(small: Wrap, *counts: int, break_after: int = -1) -> tuple[Any, list[list[int]]]:
     """Call epochs() for each count in turn, of 20 samples an epoch; return the epochs of the steps.
 
     The loop over the first call breaks off after ``break_after`` steps.
     """
-    model, net, optimizer = wrap()
-    loader = DataLoader(TensorDataset(torch.ones(20, 2)), batch_size=10)
+    model, net, optimizer = small()
+    loader = DataLoader(TensorDataset(torch.ones(20, 3)), batch_size=10)
     found: list[list[int]] = []
     for count in counts:
         found.append([])
@@ -215,55 +215,55 @@ def train_epochs(wrap: Wrap, *counts: int, break_after: int = -1) -> tuple[Any, 
     return model, found
 
 
-def test_a_second_call_of_epochs_lengthens_the_run(wrap: Wrap) -> None:
-    model, found = train_epochs(wrap, 2, 1)
+def test_a_second_call_of_epochs_lengthens_the_run(small: Wrap) -> None:
+    model, found = train_epochs(small, 2, 1)
     assert found == [[0, 0, 1, 1], [2, 2]]
     assert model.progress() == 1.0
     assert model.consolidate().samples == 60
 
 
-def test_a_loop_that_was_broken_off_goes_on_where_it_was(wrap: Wrap) -> None:
-    model, found = train_epochs(wrap, 2, 3, break_after=3)
+def test_a_loop_that_was_broken_off_goes_on_where_it_was(small: Wrap) -> None:
+    model, found = train_epochs(small, 2, 3, break_after=3)
     assert found == [[0, 0, 1], [1, 2, 2]]
     assert model.consolidate().samples == 60
 
 
 @pytest.mark.parametrize("ends", [GossipDataParallel.consolidate, GossipDataParallel.close])
 def test_a_loop_after_the_end_is_an_error(
-    wrap: Wrap, ends: Callable[[GossipDataParallel], object]
+    small: Wrap, ends: Callable[[GossipDataParallel], object]
 ) -> None:
     """As is going on with a loop in whose body the run ended."""
-    model, net, optimizer = wrap(budget_samples=30)
-    batches = model.batches([torch.ones(10, 2)])
+    model, net, optimizer = small(budget_samples=30)
+    batches = model.batches([torch.ones(10, 3)])
     step(net, optimizer, next(batches))
     ends(model)
     with pytest.raises(RuntimeError, match=r"the run has ended .* wrap .* once more"):
         next(batches)
     assert model.finished
     with pytest.raises(RuntimeError, match="the run has ended"):
-        model.batches([torch.ones(10, 2)])
-    model, _, _ = wrap()
+        model.batches([torch.ones(10, 3)])
+    model, _, _ = small()
     ends(model)
     with pytest.raises(RuntimeError, match="the run has ended"):
-        model.epochs(DataLoader(TensorDataset(torch.ones(20, 2))), 1)
+        model.epochs(DataLoader(TensorDataset(torch.ones(20, 3))), 1)
 
 
-def test_the_run_may_end_in_the_body_of_its_last_batch(wrap: Wrap) -> None:
-    model, net, optimizer = wrap(budget_samples=20)
-    for batch in model.batches([torch.ones(10, 2)]):
+def test_the_run_may_end_in_the_body_of_its_last_batch(small: Wrap) -> None:
+    model, net, optimizer = small(budget_samples=20)
+    for batch in model.batches([torch.ones(10, 3)]):
         step(net, optimizer, batch)
         if model.finished:
             assert model.consolidate().samples == 20
 
 
-def test_a_loop_without_a_step_says_so(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
-    model, net, optimizer = wrap(budget_samples=20)
-    for batch in model.batches([torch.ones(10, 2)]):
+def test_a_loop_without_a_step_says_so(small: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+    model, net, optimizer = small(budget_samples=20)
+    for batch in model.batches([torch.ones(10, 3)]):
         step(net, optimizer, batch)
     assert not caplog.text
-    assert list(model.batches([torch.ones(10, 2)])) == []
+    assert list(model.batches([torch.ones(10, 3)])) == []
     assert "batches() of 20 samples yields nothing: the workers have trained on 20" in caplog.text
-    model, _, _ = wrap()
+    model, _, _ = small()
     model.stop()
-    assert list(model.epochs(DataLoader(TensorDataset(torch.ones(20, 2))), 1)) == []
+    assert list(model.epochs(DataLoader(TensorDataset(torch.ones(20, 3))), 1)) == []
     assert "epochs() up to 1 yields nothing: model.stop() has ended the run" in caplog.text

@@ -1,0 +1,209 @@
+"""Real workers at the end of a run, and the lines that their users read."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_processes import VARIABLES
+from torch import nn
+from waiting import wait_until
+
+from gossipdp import Checkpoints, Counting, GossipDataParallel, Network, WorkerFailedError
+
+pytestmark = pytest.mark.processes
+
+
+def wrap(log: Path, **options: Any) -> tuple[GossipDataParallel, Callable[[], None]]:
+    """Return a wrapped model, and a function that makes a step; its warnings go to ``log``."""
+    logging.getLogger("gossipdp").addHandler(logging.FileHandler(log / f"{os.getpid()}.log"))
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer, network=Network(timeout_s=1.0), **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def train(model: GossipDataParallel, step: Callable[[], None]) -> None:
+    for _ in model.batches([torch.ones(8, 4)]):
+        step()
+
+
+def said_in(log: Path) -> str:
+    """Return what all workers have said since the last call."""
+    paths = list(log.glob("*.log"))
+    said = "".join(path.read_text() for path in paths)
+    for path in paths:
+        path.unlink()
+    return said
+
+
+def forget(log: Path, averages: bool) -> None:
+    model, step = wrap(log, budget_samples=64)
+    train(model, step)
+    if averages:
+        model.save_averaged(log / f"{model.rank}.pt")
+
+
+def test_a_forgotten_consolidate_is_said_once(workers: Callable[..., Any], tmp_path: Path) -> None:
+    workers(forget, 2, (tmp_path, False))
+    assert said_in(tmp_path).count("ends without consolidate(): its module holds its own") == 1
+    workers(forget, 2, (tmp_path, True))
+    assert "ends without" not in said_in(tmp_path)
+
+
+def go_on(directory: Path) -> int:
+    model, step = wrap(
+        directory, budget_samples=64, checkpoints=Checkpoints(directory, resume="auto")
+    )
+    train(model, step)
+    model.save_checkpoint()
+    return model.consolidate().samples
+
+
+def test_a_resumed_run_says_where_it_goes_on_and_that_nothing_is_left(
+    workers: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert min(workers(go_on, 2, (tmp_path,))) >= 64
+    assert "goes on" not in said_in(tmp_path)
+    assert min(workers(go_on, 2, (tmp_path,))) >= 64
+    said = said_in(tmp_path)
+    assert said.count("the run goes on from step ") == 1
+    assert f"in {tmp_path}\n" in said
+    assert said.count("batches() of 64 samples yields nothing: the workers have") == 1
+
+
+def lead(directory: Path) -> None:
+    """Worker 0 leads and is killed; worker 1 sees that it leads, and 2 that it does not."""
+    model, step = wrap(directory, counting=Counting(samples_per_step=8))
+    if model.rank == 0:
+        while not model.stats().exchanges:
+            step()
+            assert model.is_lead
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def look() -> None:
+        step()
+        if model.is_lead:
+            assert model.rank == 1
+            (directory / "moved").touch()
+
+    wait_until((directory / "moved").exists, "another worker leads", look)
+    model.consolidate()
+    (directory / f"worker {model.rank}: {model.is_lead}").touch()
+
+
+def test_the_lead_moves_when_it_dies(workers: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
+        workers(lead, 3, (tmp_path,))
+    ends = sorted(path.name for path in tmp_path.glob("worker *"))
+    assert ends == ["worker 1: True", "worker 2: False"]
+
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+
+if os.environ.get("GOSSIPDP_RESTARTS", "0") != "0":  # a new life, as slow to start as a large model
+    (Path(sys.argv[1]) / "again").touch()
+    time.sleep(1000)
+
+import torch
+from gossipdp import Checkpoints, GossipDataParallel, Network
+
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+directory = Path(sys.argv[1])
+
+def wrap(**options):
+    return GossipDataParallel(net, optimizer, network=Network(timeout_s=1.0), **options)
+
+def step():
+    optimizer.zero_grad()
+    net(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+DIES_AT_THE_END = """
+again, deadline_s = directory / "again", time.monotonic() + 120
+model = wrap(budget_samples=400)
+for batch in model.batches([torch.ones(8, 4)]):
+    step()
+if model.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while not again.exists():
+    assert time.monotonic() < deadline_s
+    time.sleep(0.01)
+print(model.rank, model.consolidate().world_size)
+"""
+
+GOES_ON = """
+model = wrap(budget_samples=8_000_000, checkpoints=Checkpoints(directory, resume="auto"))
+for batch in model.batches([torch.ones(8, 4)]):
+    step()
+    (directory / f"trains-{model.rank}").touch()
+    time.sleep(0.01)
+"""
+
+
+def command(tmp_path: Path, script: str, n: int, *options: str) -> list[str]:
+    """Write the script; return the command that runs it on ``n`` workers."""
+    path, directory = tmp_path / "train.py", tmp_path / "files"
+    path.write_text(HEAD + script)
+    directory.mkdir(exist_ok=True)
+    start = [sys.executable, "-m", "gossipdp", "run", "-n", str(n)]
+    return [*start, *options, str(path), str(directory)]
+
+
+def run(tmp_path: Path, script: str, n: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script by ``gossipdp run`` to its end."""
+    return subprocess.run(
+        command(tmp_path, script, n, *options),
+        capture_output=True,
+        text=True,
+        env=VARIABLES,
+        check=False,
+        timeout=200,
+    )
+
+
+def test_a_death_near_the_end_leaves_the_run_complete(tmp_path: Path) -> None:
+    done = run(tmp_path, DIES_AT_THE_END, 2, "--max-restarts", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 1\n"
+    assert "is started again in 0.1 s (restart 1 of 3)" in done.stderr
+    assert "gossipdp: worker 1 is ended: the run is complete without it\n" in done.stderr
+    assert "restart 2" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_saves_and_says_so_in_one_line(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    launcher = subprocess.Popen(
+        command(tmp_path, GOES_ON, 2), stderr=subprocess.PIPE, text=True, env=VARIABLES
+    )
+    try:
+        wait_until(lambda: len(list(files.glob("trains-*"))) == 2, "both workers train")
+        launcher.send_signal(signal.SIGINT)
+        _, said = launcher.communicate(timeout=100)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGINT, said
+    assert "Traceback" not in said
+    starting, stopped = said.splitlines()
+    assert starting.startswith("gossipdp: starting 2 workers")
+    assert stopped.startswith("gossipdp: stopped at step")
+    assert stopped.endswith(f'; start it again with resume="auto" to go on from {files}')
+    assert len(list(files.glob("worker-*/step-*.safetensors"))) == 2
