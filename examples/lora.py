@@ -1,4 +1,4 @@
-"""How many bytes an exchange carries: all weights trained, or adapters of low rank (LoRA) alone.
+"""The bytes of an exchange if all weights are trained, or adapters of low rank (LoRA) alone.
 
     gossipdp run -n 2 examples/lora.py
 

@@ -20,7 +20,7 @@ LOADING = {"script": "src", "img": "src", "source": "src", "iframe": "src", "lin
 
 
 class _Page(HTMLParser):
-    """What one page links to, loads, and can be linked to."""
+    """The links, files and anchors of one page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

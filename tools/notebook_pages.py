@@ -27,7 +27,7 @@ def execute(path: Path) -> None:
 
 
 def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
-    """The page of a notebook, and its figures by file name."""
+    """Return the page of a notebook, and its figures by file name."""
     notebook = nbformat.read(path, as_version=4)
     figures: dict[str, bytes] = {}
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""How docstrings become the site's reference: reStructuredText's roles as Markdown.
+"""The site's reference from docstrings: reStructuredText's roles as Markdown.
 
 A role such as ``:class:`~gossipdp.graph.Plan``` becomes the name that a reader knows, ``Plan``;
 LaTeX becomes plain characters, since the site runs no script that could set it.
@@ -39,13 +39,13 @@ class ReferenceStyle(Extension):
     """Rewrites each docstring before it is parsed."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
-        """Called for each object that griffe has read."""
+        """Rewrite each object that griffe has read."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
 
 def as_markdown(docstring: str) -> str:
-    """The same text without reStructuredText's roles and directives."""
+    """Return the text without reStructuredText's roles and directives."""
     docstring = MATH_BLOCK.sub(_math_block, docstring)
     docstring = MATH.sub(lambda formula: f"`{_characters(formula[1])}`", docstring)
     docstring = ROLE.sub(_name, docstring)

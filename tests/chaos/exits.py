@@ -114,7 +114,7 @@ class TrainingRun:
         return [file.facts.steps for file in found.get(rank, ())]
 
     def steps(self, rank: int) -> int:
-        """How many it has made, all its lives together."""
+        """Return the number that it has made in all of its lives."""
         return int((self.directory / f"steps-{rank}").read_bytes())
 
     def look(self) -> None:

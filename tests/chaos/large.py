@@ -118,7 +118,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class End:
-    """What one worker tells."""
+    """One worker's report."""
 
     rank: int
     num_averaged: int

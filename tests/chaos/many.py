@@ -44,7 +44,7 @@ BYTES_PER_WORKER = 200 << 20
 
 @dataclass(frozen=True)
 class End:
-    """What one worker tells; times are those of one clock of the machine, in seconds."""
+    """One worker's report; times are in seconds, by the one clock of the machine."""
 
     rank: int
     joined_s: float

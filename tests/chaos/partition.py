@@ -135,7 +135,7 @@ def wait_for_first_steps(directory: Path, runs: list[subprocess.Popen[str]]) -> 
 
 
 def exchanges(log: WorkerLog, with_ranks: set[int], from_s: float, to_s: float) -> int:
-    """How many with these workers were recorded between two moments, in seconds since 1970."""
+    """Return the number with these workers, recorded between two times in seconds since 1970."""
     counts = [
         sum(record.exchanges_by_neighbour.get(rank, 0) for rank in with_ranks)
         for record in log.counts

@@ -71,7 +71,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """What befalls a run; times count from its first gradient step."""
+    """The events of a run; times count from its first gradient step."""
 
     seed: int
     faults: tuple[Fault, ...]
@@ -155,7 +155,7 @@ def train_with_cuts(arguments: DemoArguments, least_s: float, rank_cuts: Sequenc
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended; ``problems`` says what should not have come about."""
+    """The end of a run; ``problems`` lists what went wrong."""
 
     accuracy: float
     faults: list[dict[str, Any]]

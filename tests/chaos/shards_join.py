@@ -66,7 +66,7 @@ def test_a_replica_joins_by_the_line_that_the_run_prints(
     came.mkdir()
 
     def processes(replica: int) -> list[int]:
-        """Of this replica's lives that came into the run, those of the second shard."""
+        """Return the second shard's lives, of those of this replica that came into the run."""
         return [int(path.name.split()[1]) for path in came.glob(f"{replica}.1 *")]
 
     def start(name: str, *words: str) -> RunCommand:

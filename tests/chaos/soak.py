@@ -64,7 +64,7 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Pace:
-    """How often things happen, in a run so long; all in seconds."""
+    """The periods of events in a run of this duration, in seconds."""
 
     duration_s: float
     kill_every_s: float

@@ -21,7 +21,7 @@ NUM_VALUES, LEARNING_RATE, MOMENTUM = 20_000, 0.125, 0.5
 
 
 class Held(NamedTuple):
-    """What a worker holds: x + c/2 and pending, the steps since its last outer step, momentum."""
+    """A worker's state: x + c/2 and pending, the steps since its last outer step, momentum."""
 
     z: Tensor
     g: Tensor

@@ -35,7 +35,7 @@ def walk(method: str, num_values: int, steps: int, options: dict[str, Any]) -> t
 
 
 def apart(n: int, num_values: int, steps: int) -> float:
-    """How far apart workers are that never exchange."""
+    """Return the distance between workers that never exchange."""
     return steps * LEARNING_RATE**2 * num_values * (1 - 1 / n)
 
 

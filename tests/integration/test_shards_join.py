@@ -48,7 +48,7 @@ class Lagging(Startup):
 
 
 def join_at_once(directory: Path) -> Seen:
-    """Of three replicas the first is the run, and the others join it at the same time.
+    """Run as one of three replicas: the first is the run, and the others join it at once.
 
     The learning rate is 0: parameters stay as they were at the start of the run.
     """

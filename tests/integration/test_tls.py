@@ -20,7 +20,7 @@ from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
 
 
 def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]]:
-    """Whether links are secured, deaths noticed, workers averaged, keys renewed, and the end."""
+    """Return which links are secured, the deaths, workers averaged and new keys, and the end."""
     tls.MAX_RECORDS = 300
     said: list[str] = []
     logging.getLogger("gossipdp").setLevel("INFO")
@@ -54,7 +54,7 @@ def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]
 
 
 def are_secured(model: GossipDataParallel) -> list[bool]:
-    """Of each link that is up."""
+    """Return whether each link that is up is secured."""
     links = list(model._engine._loop.transport.links.values())
     return [isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links]
 
@@ -93,7 +93,7 @@ def test_one_clear_error_before_any_worker_starts(
 
 
 def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
-    """Of three processes the first two are the run, and the last joins it."""
+    """Run as one of three processes: two begin the run, and the last joins it."""
     address = directory / "address"
     joins = os.environ["RANK"] == "2"
     os.environ["WORLD_SIZE"] = "2"

@@ -1,4 +1,4 @@
-"""What is given to others: the contents of wheel and sdist, and the command once installed."""
+"""The distribution: the contents of wheel and sdist, and the command once installed."""
 
 import email
 import os

@@ -95,7 +95,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: ``killed``, ``killed (time-out)``, ``SURVIVED`` or ``ERROR``."""
+    """The fate of a mutant: ``killed``, ``killed (time-out)``, ``SURVIVED`` or ``ERROR``."""
 
     mutant: Mutant
     verdict: str
@@ -104,7 +104,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether the tests noticed."""
+        """Return whether the tests noticed."""
         return self.verdict.startswith("killed")
 
 

@@ -11,7 +11,7 @@ import secrets
 
 _asked = os.environ.get("GOSSIPDP_EXPLORE", "")
 SEED: int | None = None
-"""Where fresh examples begin; None: the fixed set is run."""
+"""The first fresh seed; None: the fixed set is run."""
 if _asked:
     SEED = secrets.randbelow(10**9) + 2 if _asked == "1" else int(_asked)
     os.environ["GOSSIPDP_EXPLORE"] = str(SEED)  # the same in processes that pytest starts

@@ -27,7 +27,7 @@ QUIET_S = 2.0
 PATIENCE_S = 300.0
 ROUNDING = 2.0**-24  # of float32
 DISTANCE_TOLERANCE = 1e-4
-"""Of sums in float32 of millions of squares, which the consensus distance is made of."""
+"""The relative error of float32 sums of millions of squares: the consensus distance is one."""
 
 State = Mapping[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""What is said of extras is true: each that is named exists, and all are installed in one way."""
+"""Extras: each that a page names exists, and all are installed in one way."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Who is ended, who goes on and who is started again: by the clock of the test."""
+"""Workers that are ended, go on or are started again, by the clock of the test."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Whose samples are counted, where training ends, and the error of a loop that counts nothing."""
+"""The samples that are counted, the end of training, and loops that count nothing."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
