@@ -50,7 +50,6 @@ def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(
 def decay_per_exchange(series: list[Mixed], step_s: float) -> tuple[float, float]:
     """Return the decay of the consensus distance per exchange, and its least share of the first.
 
-
     At a row of moments each worker counts by what it saw last.
     """
     moments = np.arange(
