@@ -4,6 +4,7 @@ import datetime
 import functools
 import gc
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from listed_skips import ListedSkips, names_of, read_list
 from run_processes import VARIABLES
 
+from gossipdp import logs
 from gossipdp.launcher.local import launch, start_fork_server
 from gossipdp.links.tls import TlsFiles, make_tls_files, tls_files
 
@@ -96,6 +98,14 @@ def with_warnings_as_errors(function: Callable[..., Any], *args: Any) -> Any:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
     return function(*args)
+
+
+def pytest_runtest_teardown() -> None:
+    """Leave no handler of ours behind: it would write to the standard error of the test before."""
+    logger = logging.getLogger("gossipdp")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    logs._handler = logs._is_lead = None
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,9 @@ configuration Python shows warnings and errors on standard error and hides the r
 NullHandler is attached, which would hide the warnings too. The command line's ``--log-level`` and
 the variable GOSSIPDP_LOG choose another level and attach a handler of our own.
 
+A warning about the whole run, marked by ``extra=OF_RUN``, comes from one worker alone: the others
+would repeat it. At level info all show theirs.
+
 Strangers on the network cannot flood the log: :class:`OnceLog` warns once of each, and
 :func:`printable` bounds their text.
 """
@@ -12,13 +15,32 @@ Strangers on the network cannot flood the log: :class:`OnceLog` warns once of ea
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Literal, final, get_args
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 MAX_WARNINGS = 1024
+OF_RUN = {"is_of_run": True}
 
 _handler: logging.Handler | None = None
+_is_lead: Callable[[], bool] | None = None
+
+
+def speak_for_run(is_lead: Callable[[], bool] | None) -> None:
+    """Let warnings about the run pass while ``is_lead()``; None: on the worker of RANK 0."""
+    global _is_lead  # noqa: PLW0603 (the run of this process)
+    _is_lead = is_lead
+
+
+def _passes(record: logging.LogRecord) -> bool:
+    if not getattr(record, "is_of_run", False) or _logger.isEnabledFor(logging.INFO):
+        return True
+    return os.environ.get("RANK", "0") == "0" if _is_lead is None else _is_lead()
+
+
+_logger = logging.getLogger("gossipdp")
+_logger.addFilter(_passes)
 
 
 def configure(level: str | None = None) -> None:
@@ -44,18 +66,17 @@ def configure(level: str | None = None) -> None:
             return
     if level.lower() not in LEVELS:
         raise ValueError(f"{name} is {level!r}; choose one of {', '.join(LEVELS)}")
-    logger = logging.getLogger("gossipdp")
     if _handler is not None:
-        logger.removeHandler(_handler)
+        _logger.removeHandler(_handler)
     rank = os.environ.get("RANK")
     who = f"gossipdp worker {rank}" if rank else "gossipdp"
     _handler = logging.StreamHandler(sys.stderr)
     _handler.setFormatter(
         logging.Formatter(f"%(asctime)s {who} %(levelname)s: %(message)s", "%H:%M:%S")
     )
-    logger.addHandler(_handler)
-    logger.setLevel(level.upper())
-    logger.propagate = False
+    _logger.addHandler(_handler)
+    _logger.setLevel(level.upper())
+    _logger.propagate = False
 
 
 def printable(text: str, most: int = 200) -> str:

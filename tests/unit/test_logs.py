@@ -1,22 +1,15 @@
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from gossipdp import logs
+from gossipdp.logs import OF_RUN
 
 
 @pytest.fixture(autouse=True)
-def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    logger = logging.getLogger("gossipdp")
-    before = logger.level, logger.propagate, list(logger.handlers)
-    # As in a new process, whatever ran in this one.
-    logger.propagate, logger.handlers = True, []
-    monkeypatch.setattr(logs, "_handler", None)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOSSIPDP_LOG", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    yield
-    logger.level, logger.propagate, logger.handlers = before
 
 
 def test_by_default_nothing_is_attached() -> None:
@@ -49,3 +42,27 @@ def test_an_unknown_level_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOSSIPDP_LOG", "loud")
     with pytest.raises(ValueError, match="GOSSIPDP_LOG is 'loud'; choose one of debug, info"):
         logs.configure()
+
+
+@pytest.mark.parametrize(
+    "case",  # RANK, whether the worker leads, the level, whether it speaks
+    [
+        ("0", None, "warning", True),
+        ("1", None, "warning", False),
+        ("1", True, "warning", True),
+        ("0", False, "warning", False),
+        ("1", False, "info", True),
+    ],
+)
+def test_one_worker_speaks_for_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    case: tuple[str, bool | None, str, bool],
+) -> None:
+    rank, is_lead, level, is_said = case
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(logs, "_is_lead", None if is_lead is None else lambda: is_lead)
+    with caplog.at_level(level.upper(), "gossipdp"):
+        logging.getLogger("gossipdp").warning("of the run", extra=OF_RUN)
+        logging.getLogger("gossipdp").warning("of a worker")
+    assert caplog.messages == ["of the run", "of a worker"][0 if is_said else 1 :]

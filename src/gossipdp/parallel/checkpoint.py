@@ -46,6 +46,7 @@ from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp.gossip.snapshot import Notice
+from gossipdp.logs import OF_RUN
 from gossipdp.parallel import state_layout
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
 from gossipdp.protocol.members import Member, ProgressEntry, Status
@@ -341,18 +342,18 @@ def find_resumption(
     left_behind = sorted(outlived(newest))
     for each in left_behind:
         logger.warning(
-            "worker %d: %s is passed over: its worker died while the others went on",
-            rank,
+            "%s is passed over: its worker died while the others went on",
             by_rank[each][0].path,
+            extra=OF_RUN,
         )
     ranks = sorted(by_rank.keys() - left_behind)
     missing = sorted(set(range(first.world_size)).difference(ranks))
-    if missing and (rank in missing or not is_same_number):
+    if missing:
         logger.warning(
-            "worker %d: workers %s have no checkpoint, so the average of the others takes their "
-            "place",
-            rank,
+            "no checkpoint of %s %s: the average of the others takes its place",
+            "worker" if len(missing) == 1 else "workers",
             ", ".join(map(str, missing)),
+            extra=OF_RUN,
         )
     # Its own, or that of rank modulo how many there are, or the next that is whole.
     turn = ranks.index(rank) if rank in ranks else rank % len(ranks)
@@ -361,8 +362,7 @@ def find_resumption(
     if good is None:
         raise DamagedFileError(f"no checkpoint in {source} is whole")
     facts, tensors, training = good
-    if rank == 0:
-        _warn_of_outer_step(facts.outer, outer)
+    _warn_of_outer_step(facts.outer, outer)
     step, is_own = facts.step, is_same_number and base == rank
     if not is_own:
         goods = (good if each == base else _newest_good(by_rank[each], layout) for each in ranks)
@@ -445,7 +445,7 @@ def _warn_of_outer_step(saved: str, outer: str) -> None:
         change = f"no outer step: {outer} begins without momentum"
     else:
         change = f"{saved}: its momentum goes on in {outer}"
-    logger.warning("the checkpoints were saved with %s", change)
+    logger.warning("the checkpoints were saved with %s", change, extra=OF_RUN)
 
 
 def _newest_good(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gossipdp.logs import OF_RUN
 from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.options import Options
 
@@ -27,8 +28,7 @@ STEPS_WITHOUT_SAMPLES = 3
 class CountedBatches:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
-    Calls ``between`` two batches, and is ``within`` a context while it yields. ``is_lead`` says
-    whether this worker speaks for the run.
+    Calls ``between`` two batches, and is ``within`` a context while it yields.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class CountedBatches:
         position: DataPosition,
         total_samples: Callable[[], int],
         is_stopped: Callable[[], bool],
-        is_lead: Callable[[], bool],
         options: Options,
         *,
         between: Callable[[], None],
@@ -45,7 +44,6 @@ class CountedBatches:
         self.budget_samples = options.budget_samples
         self._position = position
         self._total_samples, self._is_stopped = total_samples, is_stopped
-        self._is_lead = is_lead
         self._between, self._within = between, within
         self._samples_per_step = options.counting.samples_per_step
         self._batch_dim = options.counting.batch_dim
@@ -75,7 +73,7 @@ class CountedBatches:
         )
         if self.budget_samples is not None:
             raise RuntimeError(f"the budget would never be used up: {problem}")
-        logger.warning("%s", problem)
+        logger.warning("%s", problem, extra=OF_RUN)
 
     def count_forward(self, batch: Any) -> None:
         """Count a batch of a loop of the user's own; one that was yielded here is counted.
@@ -158,13 +156,13 @@ class CountedBatches:
     def _say_if_ended(self, loop: str) -> None:
         """Warn about a loop without a step, once a run."""
         budget = self.budget_samples
-        if budget is None or not self._has_ended(budget) or not self._is_lead():
+        if budget is None or not self._has_ended(budget):
             return
         if self._is_stopped():
             why = "model.stop() has ended the run"
         else:
             why = f"the workers have trained on {self._total_samples()} samples already"
-        logger.warning("%s yields nothing: %s", loop, why)
+        logger.warning("%s yields nothing: %s", loop, why, extra=OF_RUN)
 
     def _all_until(self, samples: int, loader: Iterable[Batch]) -> Iterator[Batch]:
         with self._yielding():

@@ -13,6 +13,7 @@ from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import CHUNK_BYTES, Segment, State
 from gossipdp.errors import ModelChangedError
+from gossipdp.logs import OF_RUN
 from gossipdp.parallel.moments import Periods, Place, decay_of
 from gossipdp.parallel.shards import as_sharded, local, reshard
 from gossipdp.parallel.views import AVERAGED_DTYPES, MOST_UNOPTIMIZED, View, views_of
@@ -234,6 +235,7 @@ class FlatParameters:
                     "exchange=Exchange(frozen=True)",
                     view.name,
                     MOST_UNOPTIMIZED,
+                    extra=OF_RUN,
                 )
                 self._watched = []
                 return

@@ -20,6 +20,7 @@ from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import check_platform
 from gossipdp.links.clock import since_boot_s
+from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.crossing import Crossing
@@ -129,6 +130,8 @@ class GossipEngine:
             self.close()
             raise
         _engines.add(self)
+        own = weakref.ref(self)
+        speak_for_run(lambda: (engine := own()) is None or engine.is_lead)
         line = cost(self._state, self._loop.codec, optimizers)
         if line is not None and self.rank == 0:
             logger.info(line)
@@ -264,6 +267,7 @@ class GossipEngine:
                 self.rank,
                 100 * served / due,
                 self._options.comm_rate,
+                extra=OF_RUN,
             )
 
     @property
@@ -520,6 +524,7 @@ class GossipEngine:
                 outcome.num_workers,
                 len(known),
                 "".join(reasons),
+                extra=OF_RUN,
             )
         return Consolidated(
             consensus_distance=math.fsum(distances),
@@ -548,7 +553,9 @@ class GossipEngine:
             if time.monotonic() >= line_due_s:
                 line_due_s += WAIT_LINE_EVERY_S
                 waits_for = _missing(self._loop.snapshot, since_boot_s())
-                logger.warning("worker %d waits in consolidate(): %s", self.rank, waits_for)
+                logger.warning(
+                    "worker %d waits in consolidate(): %s", self.rank, waits_for, extra=OF_RUN
+                )
 
     def _refuse_crossing(self, crossing: Crossing) -> None:
         """Raise where peers wait at the end of another model for this worker, which waits here."""

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from gossipdp.errors import ModelChangedError
+from gossipdp.logs import OF_RUN
 from gossipdp.parallel.options import GROUPS
 from gossipdp.parallel.schedule import ProgressLR
 from gossipdp.parallel.training_state import BetweenSteps
@@ -347,5 +348,6 @@ def warn_of_step_counters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 "on a slow one: use gossipdp.ProgressLR(optimizer, model, shape), which follows "
                 "the progress of the whole run",
                 kind.__name__,
+                extra=OF_RUN,
             )
             return

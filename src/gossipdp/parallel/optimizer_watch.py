@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossipdp.logs import OF_RUN
 from gossipdp.parallel.shards import local
 
 logger = logging.getLogger("gossipdp")
@@ -100,6 +101,7 @@ class OptimizerWatch:
                 "before they were wrapped, which moves them: let it look at the parameters "
                 "(the parameter, and not its storage) in each step",
                 type(self._optimizer).__name__,
+                extra=OF_RUN,
             )
 
     def _find_copy(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -141,6 +143,7 @@ class OptimizerWatch:
                 key,
                 name,
                 key,
+                extra=OF_RUN,
             )
             return
         raise ValueError(

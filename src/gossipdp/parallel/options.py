@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.logs import OF_RUN
 from gossipdp.rules import (
     Checked,
     at_least_0,
@@ -227,6 +228,7 @@ class Options(Checked):
                 "than a few seldom help. For one exchange in 100 steps give 0.01",
                 self.comm_rate,
                 self.comm_rate,
+                extra=OF_RUN,
             )
         if self.method in GOSSIP_METHODS:
             return

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from gossipdp.launcher.environment import Environment
+from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
@@ -94,7 +95,6 @@ class Session:
                 position,
                 self.engine.total_samples,
                 lambda: self.engine.is_stopped,
-                lambda: self.engine.is_lead,
                 options,
                 between=self.checkpointer.take_due,
                 within=self.checkpointer.of_batches,
@@ -114,13 +114,14 @@ class Session:
             exchanged = choice if isinstance(choice, Mapping) else ()
             names = {id(parameter): name for name, parameter in module.named_parameters()}
             self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
-            if resumption is not None and self.engine.is_lead:
+            if resumption is not None:
                 saving = options.checkpoints
                 logger.warning(
                     "the run goes on from step %d (pass %d through the data) in %s",
                     resumption.counts.step,
                     resumption.training["position"]["epoch"],
                     saving.directory if saving.resume == "auto" else saving.resume,
+                    extra=OF_RUN,
                 )
             self._hooks = Hooks(
                 module,
@@ -154,6 +155,7 @@ class Session:
                     "a worker that joins or starts again cannot take over this one's optimizer, "
                     "since %s",
                     error,
+                    extra=OF_RUN,
                 )
 
     def _begin_forward(self, batch: Any) -> None:
