@@ -43,6 +43,8 @@ TURN_WHILE_WAITING_S = 0.002
 # Of a worker, before the share of its demands that was served is worth a warning: links have come
 # up by then. Where exchanges are rare, so few demands may be those of hours.
 MIN_STEPS_FOR_RATE_WARNING = 200
+# A short run need not know it.
+MIN_SECONDS_FOR_RATE_WARNING = 60.0
 MIN_TICKS_FOR_RATE_WARNING = 20
 RATE_WARNING_BELOW = 0.8
 LOOK_AT_THREAD_EVERY_S = 0.05
@@ -113,6 +115,7 @@ class GossipEngine:
         )
         self._first_link_due_s: float | None = None
         self._rate_warning_due = True
+        self._began_s = time.monotonic()
         self._is_averaged = self._has_stopped = False
         self.averaged_at_step = -1
         self._lead: int | None = None  # after consolidate()
@@ -258,7 +261,8 @@ class GossipEngine:
     def _warn_of_low_rate(self) -> None:
         snapshot = self._loop.snapshot
         due, served = snapshot.num_ticks, snapshot.counters.exchanges_initiated
-        if is_rate_low(self._gradient_steps, due, served):
+        seconds = time.monotonic() - self._began_s
+        if is_rate_low(self._gradient_steps, due, served, seconds):
             self._rate_warning_due = False
             logger.warning(
                 "worker %d exchanges at %.0f%% of the comm rate %g: links or neighbours are too "
@@ -616,12 +620,14 @@ class GossipEngine:
         return view_of(self._loop.snapshot, self._loop.clock())
 
 
-def is_rate_low(num_steps: int, num_due: int, num_served: int) -> bool:
+def is_rate_low(num_steps: int, num_due: int, num_served: int, seconds: float) -> bool:
     """Return whether a worker is served too few of the exchanges that it has asked for.
 
     Those that wait in its backlog are not late yet.
     """
     if num_steps < MIN_STEPS_FOR_RATE_WARNING or num_due < MIN_TICKS_FOR_RATE_WARNING:
+        return False
+    if seconds < MIN_SECONDS_FOR_RATE_WARNING:
         return False
     return num_served + MAX_BACKLOG < RATE_WARNING_BELOW * num_due
 

@@ -102,7 +102,10 @@ def test_strict_pace_lets_go_of_a_worker_that_is_poisoned_meanwhile() -> None:
 def test_a_low_rate_is_told_from_a_backlog(
     num_steps: int, num_due: int, num_served: int, is_low: bool
 ) -> None:
-    assert is_rate_low(num_steps, num_due, num_served) is is_low
+    assert is_rate_low(num_steps, num_due, num_served, seconds=60.0) is is_low
+    assert not is_rate_low(num_steps, num_due, num_served, seconds=59.0), (
+        "a short run need not care"
+    )
 
 
 def test_an_exchange_counts_for_both_of_its_ends(wrap: Callable[..., GossipDataParallel]) -> None:
