@@ -211,9 +211,14 @@ def load_in_mid_training() -> Any:
         k: torch.randn_like(v) if v.is_floating_point() else v for k, v in net.state_dict().items()
     }
     wait_for_all(model)
+    # Until all have loaded: an exchange in between would bring what the other had before.
+    loop: Any = model._engine._loop
+    release, loop.release = loop.release, lambda: None
     model.load_state_dict(target)
     loaded = all(torch.equal(v, target[k]) for k, v in net.state_dict().items())
     wait_for_all(model)
+    loop.release = release
+    model._engine._thread.call(release).result()
     result = model.consolidate()
     return (
         loaded,
