@@ -39,9 +39,9 @@ SECONDS ?= 60
 fuzz: $(VENV)/fuzz.installed
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
-# The tests of tests/long.txt, then faults: fresh examples of the properties, 1,000 schedules of the simulated network, two minutes
-# with real processes, two hosts that lose each other (root only), the demo, restarts and joins by
-# gossipdp run, and all the ways in which a run may end.
+# The tests of tests/long.txt, then faults: fresh examples of the properties, 1,000 schedules of the
+# simulated network, two minutes with real processes, two hosts that lose each other (root only),
+# the demo, restarts and joins by gossipdp run, and all the ways in which a run may end.
 chaos: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests --ignore tests/property \
 	  --ignore tests/simulation

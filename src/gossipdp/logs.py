@@ -27,8 +27,8 @@ _handler: logging.Handler | None = None
 _is_lead: Callable[[], bool] | None = None
 
 
-def speak_for_run(is_lead: Callable[[], bool] | None) -> None:
-    """Let warnings about the run pass while ``is_lead()``; None: on the worker of RANK 0."""
+def speak_for_run(is_lead: Callable[[], bool]) -> None:
+    """Let warnings about the run pass while ``is_lead()``; before it, on the worker of RANK 0."""
     global _is_lead  # noqa: PLW0603 (the run of this process)
     _is_lead = is_lead
 

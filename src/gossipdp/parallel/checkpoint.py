@@ -350,7 +350,7 @@ def find_resumption(
     missing = sorted(set(range(first.world_size)).difference(ranks))
     if missing:
         logger.warning(
-            "no checkpoint of %s %s: the average of the others takes its place",
+            "no checkpoint of %s %s: the average of the others stands in",
             "worker" if len(missing) == 1 else "workers",
             ", ".join(map(str, missing)),
             extra=OF_RUN,

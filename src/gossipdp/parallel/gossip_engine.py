@@ -224,7 +224,7 @@ class GossipEngine:
                 is_stopped=self._has_stopped or snapshot.is_stopped,
                 is_poisoned=self._loop.poisoned is not None,
                 is_ending=self.is_end_asked(),
-                is_lead=self._leads(),
+                is_lead=self._replica.is_sharded and self._leads(),
             )
         )
         return self._agreed.samples
@@ -500,7 +500,7 @@ class GossipEngine:
             self._come_again(error)
             outcome = self._wait_for_average(timeout_s)
         self._lead = self._replica.first_says(outcome.lead)
-        self._startup.mark_consolidated()
+        self._startup.rendezvous.mark_consolidated()
         averaged = self._state.averaged_chunks + self._state.copied_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)

@@ -51,7 +51,8 @@ class Startup:
     """One worker's way into the run, and what it is there; the main thread's.
 
     ``world_size`` is that which the run began with; ``before``, what the worker had counted before;
-    ``between_steps`` gives the optimizers' state; ``thread`` is None until it has been started.
+    ``between_steps`` gives the optimizers' state; ``rendezvous`` reports to the launcher;
+    ``thread`` is None until it has been started.
     """
 
     rank: int
@@ -96,12 +97,12 @@ class Startup:
             wire_format=options.wire_format,
             start="afresh" if resumption is None else resumption.start,
         )
-        self._rendezvous = Rendezvous.open(self._environment, network.start_timeout_s)
+        self.rendezvous = Rendezvous.open(self._environment, network.start_timeout_s)
 
     def start(self) -> None:
         """Come into the run: with all others at its start, or into one that goes on."""
         environment = self._environment
-        if self._rendezvous.joins:
+        if self.rendezvous.joins:
             if environment.needs_rank and self._replica.is_sharded:
                 self._join_with_one_rank()
             else:
@@ -117,7 +118,7 @@ class Startup:
             self._meet()
             self._take_start()
             self._call(self.loop.start_exchanging)
-        self._rendezvous.mark_ready(self.rank)
+        self.rendezvous.mark_ready(self.rank)
 
     def come_again(self, superseded: SupersededError) -> None:
         """Take another rank: two that joined at the same time had been given the same one.
@@ -126,20 +127,16 @@ class Startup:
         """
         self._give_up_rank(superseded)
         self._join()
-        self._rendezvous.mark_ready(self.rank)
+        self.rendezvous.mark_ready(self.rank)
 
     def _give_up_rank(self, superseded: SupersededError) -> None:
-        if not (self._rendezvous.joins and self._environment.needs_rank):
+        if not (self.rendezvous.joins and self._environment.needs_rank):
             raise superseded
         logger.warning(
             "worker %d takes another rank: one that joined at the same time has this one",
             self.rank,
         )
         self._end_thread()
-
-    def mark_consolidated(self) -> None:
-        """Say that this worker holds the average of the run."""
-        self._rendezvous.mark_consolidated()
 
     def close(self) -> None:
         """End the thread, if there is one, and then what it has others do."""
@@ -192,7 +189,7 @@ class Startup:
         listener, host = self._listen()
         try:
             address = host, listener.getsockname()[1]
-            meeting = self._rendezvous.meet(address, self.settings, self._secret)
+            meeting = self.rendezvous.meet(address, self.settings, self._secret)
         except BaseException:
             listener.close()
             raise
