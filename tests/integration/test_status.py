@@ -2,13 +2,16 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
 from torch import nn
+from waiting import wait_until
 
 from gossipdp import GossipDataParallel, Monitor, Network, WorkerFailedError
 from gossipdp.launcher.environment import show_address
@@ -54,6 +57,16 @@ class Watcher:
         self._board: StatusBoard | None = None
         self._poll = StatusPoll()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._poll.__exit__(*error)
+        wait_until(
+            lambda: not [each for each in threading.enumerate() if "gossipdp-ask" in each.name],
+            "the threads that ask have ended",
+        )
+
     def poll(self) -> None:
         """Look at the job, for the launcher; once ``act`` says so the workers may end."""
         if self._board is None:
@@ -82,8 +95,8 @@ def test_one_address_shows_the_whole_job(workers: Callable, tmp_path: Path) -> N
             and all(worker.samples_per_second for worker in job.workers)
         )
 
-    watcher = Watcher(tmp_path, is_all_there)
-    workers(train, NUM_WORKERS, (tmp_path,), on_poll=watcher.poll)
+    with Watcher(tmp_path, is_all_there) as watcher:
+        workers(train, NUM_WORKERS, (tmp_path,), on_poll=watcher.poll)
     job = next(job for job in watcher.seen if is_all_there(job))
     assert job.num_answering == NUM_WORKERS
     assert (job.graph, job.method) == ("ring (4 workers)", "a2cid2")
@@ -105,8 +118,10 @@ def test_the_death_of_the_worker_asked_first_is_seen_from_the_others(
             os.kill(first.process_id, signal.SIGKILL)
         return bool(killed) and states(job)[0] == "dead" and job.num_answering == 3
 
-    watcher = Watcher(tmp_path, kill_and_see)
-    with pytest.raises(WorkerFailedError, match="SIGKILL"):
+    with (
+        Watcher(tmp_path, kill_and_see) as watcher,
+        pytest.raises(WorkerFailedError, match="SIGKILL"),
+    ):
         workers(train, NUM_WORKERS, (tmp_path,), on_poll=watcher.poll)
     job = next(job for job in watcher.seen if job.num_answering == 3 and "dead" in states(job))
     assert (0, "dead") in [(notice.rank, notice.kind) for notice in job.notices]
