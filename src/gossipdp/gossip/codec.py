@@ -22,10 +22,11 @@ stays positive. Integer buffers and frozen parameters are not exchanged.
 
 import math
 import struct
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias, final
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ PAGE_BYTES = 4096
 _CHECKSUM = struct.Struct("<I")
 
 Allocate: TypeAlias = Callable[[int], memoryview]
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,22 @@ class PoisonFound(Exception):
         self.ours = ours
 
 
+def _timed(
+    method: Callable[Concatenate["Codec", _Given], _Result],
+) -> Callable[Concatenate["Codec", _Given], _Result]:
+    """Add the duration of a call to the codec's ``busy_s``."""
+
+    @wraps(method)
+    def timed(self: "Codec", /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        started_s = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.busy_s += time.perf_counter() - started_s
+
+    return timed
+
+
 @final
 class Codec:
     """Turns one worker's chunks into bytes and the peer's bytes into differences.
@@ -101,6 +120,8 @@ class Codec:
     def __init__(
         self, wire_format: WireFormat, state: State, allocate: Allocate | None = None
     ) -> None:
+        self.busy_s = 0.0
+        """Time spent on arrays so far, in which other threads may run Python."""
         self.window = wire_format.window
         self.most_queued = wire_format.most_queued
         self._format = wire_format
@@ -207,6 +228,7 @@ class Codec:
         repeated = chunk.num_elements * torch.bfloat16.itemsize
         return self._bytes(slot, repeated if repeats else self.num_bytes(chunk))
 
+    @_timed
     def encode(self, chunk: Chunk, theta: float) -> None:
         """Take a snapshot at the phase ``theta`` and write its bytes to :meth:`room`.
 
@@ -220,6 +242,7 @@ class Codec:
 
     # Certain chunks.
 
+    @_timed
     def exchange(
         self, chunk: Chunk, theta: float, payload: memoryview, gain: float, *, is_encoded: bool
     ) -> float:
@@ -260,6 +283,7 @@ class Codec:
                 scratch.codes[: chunk.num_elements]
             )
 
+    @_timed
     def decode(self, chunk: Chunk, payload: memoryview) -> bool:
         """Decode the peer's code against our snapshot; return whether that could be done."""
         slot, scratch = self._code_slot(chunk), self._scratch[chunk.pending.dtype]
@@ -278,6 +302,7 @@ class Codec:
         )
         return _CHECKSUM.unpack_from(payload) == (checksum,)
 
+    @_timed
     def exchange_decoded(self, chunk: Chunk, theta: float, gain: float) -> float:
         """Apply what was decoded; return the squared norm of the difference.
 
@@ -305,6 +330,7 @@ class Codec:
             raise PoisonFound(ours=True)
         return self.room(chunk, repeats=True)
 
+    @_timed
     def exchange_repeated(
         self, chunk: Chunk, theta: float, payload: memoryview, gain: float
     ) -> float:

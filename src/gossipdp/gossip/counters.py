@@ -20,14 +20,14 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True)
 class Metric:
-    """The description of a field: ``counter`` if it only grows, else ``gauge``.
+    """The description of a field: a ``counter`` only grows, a ``gauge`` does not; or a ``word``.
 
     The unit stands in the field's name. A field that holds a dictionary has one value for each key,
     and ``label`` says what the keys are.
     """
 
     help: str
-    kind: Literal["counter", "gauge"] = "counter"
+    kind: Literal["counter", "gauge", "word"] = "counter"
     label: str = ""
 
 
@@ -52,6 +52,17 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     achieved_comm_rate: Annotated[
         float, Metric("2 * exchanges_initiated / gradient_steps.", "gauge")
     ] = math.nan
+    aimed_comm_rate: Annotated[
+        float, Metric("Exchanges per gradient step that this worker aims at now.", "gauge")
+    ] = math.nan
+    comm_rate_bound: Annotated[
+        str,
+        Metric(
+            "What keeps that from being higher: fixed (it was given), start, ceiling, link or "
+            "processor.",
+            "word",
+        ),
+    ] = "fixed"
     edge_distance: Annotated[
         float,
         Metric("Half the mean squared distance to the partner, last 16 exchanges.", "gauge"),

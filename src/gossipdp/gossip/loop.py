@@ -7,6 +7,7 @@ parameters only through their chunks (:mod:`~gossipdp.dynamics.chunks`).
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from gossipdp.dynamics.state import State
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
 from gossipdp.gossip.codec import PoisonFound, make_codec
 from gossipdp.gossip.exchange import CompletedExchange, Exchange
+from gossipdp.gossip.processor import IdleWatch
 from gossipdp.gossip.snapshot import Publisher
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
@@ -95,6 +97,8 @@ class GossipLoop(LinkHandler):
         self.sums = Sums(
             state, protocol, self._links, self.perform, clock, poisoned=self._poisoned_at_end
         )
+        self.idle_watch: IdleWatch | None = None
+        """What training leaves of the processor; set once, by the training thread."""
         self._is_busy = False  # sums have work left for the next turn
         self._owners: dict[FrameType, Transfers | Sums] = {
             **dict.fromkeys(STATE_TYPES, self.transfers),
@@ -132,12 +136,18 @@ class GossipLoop(LinkHandler):
                 self.perform(self.protocol.heard(peer, link.last_heard_s))
         self._note_progress(now)
         self.perform(self.protocol.poll(now))
+        self._look_at_processor(now)
         self._report_addresses(now)
         addresses = self.protocol.membership.addresses()
         for peer in self._dialer.due(addresses, now):
             self.transport.dial(peer, *addresses[peer])
         self._pump()
         self.snapshot = self._publisher.snapshot(now)
+
+    def _look_at_processor(self, now: float) -> None:
+        rate, watch = self.protocol.exchange_rate, self.idle_watch
+        if rate is not None and watch is not None and (idle := watch.look(now)) is not None:
+            rate.saw_idle(idle.core, idle.thread)
 
     def _report_addresses(self, now: float) -> None:
         """Report the live workers' addresses to the supervisor, if they have changed."""
@@ -456,6 +466,8 @@ class GossipLoop(LinkHandler):
         )
         self._publisher.exchanged(completed, exchange.num_applied, exchange.num_repeated)
         self._stop_exchange()
+        if self.protocol.exchange_rate is not None:
+            self.protocol.exchange_rate.took_processor(time.thread_time(), self.codec.busy_s)
         self.perform(self.protocol.finished(exchange.id, now))
 
     def _stop(self, peer: int, reason: str) -> None:

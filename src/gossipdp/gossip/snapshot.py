@@ -139,7 +139,7 @@ class Publisher:
         sent, received, shared_sent, shared_received = _summed(
             [self._ended_bytes, *(each for _, each in links)]
         )
-        step_seconds = protocol.clock.step_seconds
+        step_seconds, rate = protocol.clock.step_seconds, protocol.exchange_rate
         return LoopSnapshot(
             counters=Counters(
                 step_seconds=math.nan if step_seconds is None else step_seconds,
@@ -147,6 +147,10 @@ class Publisher:
                 exchanges_answered=protocol.exchanges_answered,
                 exchanges_failed=protocol.exchanges_failed,
                 exchanges_by_neighbour=self._by_neighbour,
+                aimed_comm_rate=protocol.neighbourhood.graph.comm_rate
+                if rate is None
+                else rate.rate,
+                comm_rate_bound="fixed" if rate is None else rate.bound,
                 edge_distance=self._edge_distance,
                 exchange_seconds=self._exchange_seconds,
                 chunks_exchanged=self._num_chunks,

@@ -13,6 +13,7 @@ import torch
 
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.loop import LONGEST_TURN_S, GossipLoop
+from gossipdp.gossip.processor import IdleWatch
 
 logger = logging.getLogger("gossipdp")
 
@@ -121,6 +122,8 @@ class GossipThread:
         No step is overlooked: the loop publishes ``_wake_at_step`` before it looks for steps a last
         time, and a step is queued here before that is read.
         """
+        if self._loop.idle_watch is None:
+            self._loop.idle_watch = IdleWatch()
         self._steps.append((samples, self._loop.clock()))
         self._num_steps += 1
         if self._num_steps >= self._wake_at_step:

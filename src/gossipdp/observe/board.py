@@ -113,7 +113,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     run_id: str
     method: str
     graph: str
-    comm_rate: float
+    comm_rate: float | str
     num_workers: int
     samples: int
     heard_ago_s: float

@@ -46,7 +46,7 @@ def worker_file(directory: Path, rank: int) -> Path:
 class KnownConfiguration(TypedDict, total=False):
     """The part of a configuration that readers of a log compute with."""
 
-    comm_rate: float
+    comm_rate: float | str
     parameters: int
     edges: list[tuple[Rank, Rank]]
 
@@ -482,7 +482,7 @@ def _sum(before: Counters, counters: Counters) -> Counters:
     totals: dict[str, Any] = {}
     for name, metric in metrics_of(Counters).items():
         then, now = getattr(before, name), getattr(counters, name)
-        if metric.kind == "gauge":
+        if metric.kind != "counter":
             totals[name] = now
         elif metric.label:
             keys = sorted(then.keys() | now.keys())

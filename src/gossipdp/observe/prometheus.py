@@ -50,10 +50,13 @@ def metrics_text(status: WorkerStatus) -> bytes:
 
 def _families(status: WorkerStatus) -> Iterator[tuple[str, Metric, _Samples]]:
     about = {name: getattr(status, name) for name in ("run_id", "method", "graph", "host", "state")}
-    about["comm_rate"] = f"{status.comm_rate:g}"
+    about["comm_rate"] = str(status.comm_rate)
     yield "info", Metric("The run of this worker; always 1.", "gauge"), [(about, 1)]
     for name, metric in metrics_of(WorkerStatus).items():
         value = getattr(status, name)
+        if metric.kind == "word":
+            yield name, Metric(metric.help, "gauge"), [({"word": value}, 1)]
+            continue
         if metric.label:
             yield name, metric, [({metric.label: key}, each) for key, each in value.items()]
         else:

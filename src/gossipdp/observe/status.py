@@ -123,7 +123,7 @@ class WorkerStatus(Counters, frozen=True):
     run_id: str
     method: str
     graph: str
-    comm_rate: float
+    comm_rate: float | str
     host: str
     process_id: int
     state: Literal["training", "averaging"]

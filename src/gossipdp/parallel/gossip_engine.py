@@ -104,7 +104,7 @@ class GossipEngine:
             momentum=options.method == "a2cid2",
             outer=options.outer,
             exchange_frozen=options.exchange.frozen,
-            moments=chosen_moments(choice, optimizers, options.comm_rate),
+            moments=chosen_moments(choice, optimizers, options.fixed_comm_rate or 1.0),
         )
         self._state = self._flat.state
         self._moments = Moments(
@@ -207,7 +207,7 @@ class GossipEngine:
             self._thread.step(samples)
             if self._options.exchange.pace == "strict":
                 self._keep_pace()
-            elif self._rate_warning_due:
+            elif self._rate_warning_due and self._protocol.exchange_rate is None:
                 self._warn_of_low_rate()
         return samples
 

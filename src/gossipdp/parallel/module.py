@@ -115,7 +115,7 @@ class GossipDataParallel(nn.Module):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         graph: Any = "ring",
-        comm_rate: float = 1.0,
+        comm_rate: float | Literal["auto"] = 1.0,
         method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
         wire_format: Literal["full", "bfloat16", "lattice8"] = "full",
         outer: OuterStep | None = None,

@@ -26,6 +26,7 @@ PathLike = str | os.PathLike[str]
 
 METHODS = ("a2cid2", "gossip", "none")
 GOSSIP_METHODS = ("a2cid2", "gossip")
+AUTO = "auto"
 USUAL_COMM_RATE = 8.0
 """A higher one gets a warning."""
 
@@ -57,6 +58,14 @@ def _resume(name: str, value: Any) -> PathLike:
             "checkpoints in directory=, and starts afresh if there are none"
         )
     return value
+
+
+def _comm_rate(name: str, value: Any) -> float | str:
+    if isinstance(value, str):
+        if value != AUTO:
+            raise ValueError(f"{name} is {value!r}; give 'auto', or exchanges per gradient step")
+        return value
+    return positive_number(name, value)
 
 
 def _moments(name: str, given: Any) -> bool | dict[str, int]:
@@ -206,7 +215,7 @@ class Options(Checked):
     """All arguments of ``GossipDataParallel`` but module and optimizer; see there."""
 
     graph: Any = "ring"
-    comm_rate: float = option(1.0, positive_number)
+    comm_rate: float | str = option(1.0, _comm_rate)
     method: str = option("a2cid2", partial(one_of, METHODS))
     wire_format: str = option("full", _wire_format)
     outer: OuterStep | None = option(None, partial(_instance_of, OuterStep))
@@ -222,7 +231,7 @@ class Options(Checked):
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that is invalid, or has no effect."""
         super().__post_init__()
-        if self.comm_rate > USUAL_COMM_RATE:
+        if self.fixed_comm_rate is not None and self.fixed_comm_rate > USUAL_COMM_RATE:
             logger.warning(
                 "comm_rate=%g asks for %g exchanges in every gradient step. 1 is usual, and more "
                 "than a few seldom help. For one exchange in 100 steps give 0.01",
@@ -243,6 +252,11 @@ class Options(Checked):
                     f"{name}={given!r} is of the exchanges of gossip, and method={self.method!r} "
                     f"has none: leave it {default!r}"
                 )
+
+    @property
+    def fixed_comm_rate(self) -> float | None:
+        """Return the comm rate that was asked for; None: it sets itself."""
+        return None if isinstance(self.comm_rate, str) else self.comm_rate
 
     @property
     def exchange_method(self) -> str:

@@ -37,6 +37,7 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.neighbours import Place
 from gossipdp.protocol.worker import WorkerProtocol
@@ -93,7 +94,7 @@ class Startup:
             tensors=(*flat.description(), *flat.state.description()),
             method=options.exchange_method,
             graph="",
-            comm_rate=f"{options.comm_rate:g}",
+            comm_rate=str(options.comm_rate),
             wire_format=options.wire_format,
             start="afresh" if resumption is None else resumption.start,
         )
@@ -155,9 +156,10 @@ class Startup:
         if self._page is not None:
             self._page.bind(rank)
         graph = build_graph(options.graph, num_workers, seed=options.seed)
-        self._constants = Constants.of(graph, options.comm_rate)
         # The phase is measured in communication periods, so eta is that of comm rate 1.
         unit = Constants.of(graph)
+        fixed = options.fixed_comm_rate
+        self._constants = unit if fixed is None else Constants.of(graph, fixed)
         is_original, self._method = rank < num_workers, options.method
         has_eta = self._method == "a2cid2" and is_original
         self.phase = Phase(
@@ -232,6 +234,7 @@ class Startup:
             is_joining=is_joining,
             work_out=self._work_out,
             status_address=("", 0) if self._page is None else self._page.announced(host),
+            exchange_rate=ExchangeRate() if options.fixed_comm_rate is None else None,
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())

@@ -35,6 +35,7 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.averages import FIRST_NUMBER, LiveAverages
 from gossipdp.protocol.consolidate import Consolidation
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.link_health import LinkHealth
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
@@ -102,7 +103,8 @@ class WorkerProtocol:
     Args:
         rank, incarnation, process_id, host, port, status_address: this worker, as others will
             know it; it shows its status at the last.
-        constants: the graph with its rates, at the wanted comm rate.
+        constants: the graph with its rates, at the wanted comm rate; at 1 with ``exchange_rate``.
+        exchange_rate: what the worker can afford, if the comm rate sets itself.
         method: "a2cid2", "gossip", or "none": no ticks, and BUSY to every proposal.
         policy_type: the order in which neighbours are asked.
         timeout_s: a peer that is silent for this long is suspect: this worker waits for nothing
@@ -138,11 +140,13 @@ class WorkerProtocol:
         live_graph: LiveGraph | None = None,
         work_out: WorkOut = at_once,
         status_address: tuple[str, int] = ("", 0),
+        exchange_rate: ExchangeRate | None = None,
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
         self.rank = rank
         self.timeout_s = timeout_s
+        self.exchange_rate = exchange_rate
         status = Status.JOINING if is_joining else Status.ALIVE
         self.membership = Membership(
             Member(rank, incarnation, process_id, status, host, port, *status_address),
@@ -181,6 +185,8 @@ class WorkerProtocol:
         )
         # When the last byte of the running exchange came or left.
         self._progressed_at = -math.inf
+        self._began_at = -math.inf
+        self._is_spent = False  # it has exchanged as much as it can afford for now
         self.exchanges_initiated = 0
         self.exchanges_answered = 0
         self.exchanges_failed = 0
@@ -223,6 +229,9 @@ class WorkerProtocol:
         """Count a gradient step on ``samples`` samples, which ended."""
         self.progress.add(samples, now=now)
         self.clock.step(now)
+        rate = self.exchange_rate
+        if rate is not None and rate.stepped(self.clock.step_seconds):
+            self._set_clock_rate()
         return self._ticks(now)
 
     @_input
@@ -344,6 +353,8 @@ class WorkerProtocol:
             self.exchanges_initiated += state.initiator
             self.exchanges_answered += not state.initiator
             self._presence.pardon(state.peer)
+            if self.exchange_rate is not None:
+                self.exchange_rate.exchanged(now - self._began_at)
         return self.pairing.finished(id)
 
     @_input
@@ -479,6 +490,10 @@ class WorkerProtocol:
             actions += self._end_standstill(now)
         if self._presence.welcomes_back(now):
             self._recheck()
+        if self._is_spent and self._affords_another_at(now) <= now:
+            self._is_spent = False
+            self._recheck()
+            actions += [] if self._closed_for else self.pairing.open()
         actions += [*self._ticks(now), *self.detector.poll(now, self._presence.witnesses)]
         if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
@@ -617,7 +632,7 @@ class WorkerProtocol:
         for action in [*settled, *self._consolidate(now)]:
             match action:
                 case Begin():
-                    self.progressed(now)
+                    self._begin(now)
                     outward.append(action)
                 case Send():
                     if isinstance(action.message, Propose):
@@ -658,7 +673,24 @@ class WorkerProtocol:
         return actions
 
     def _set_clock_rate(self) -> None:
-        self.clock.set_rate(self.neighbourhood.worker_rate / 2 if self._has_method else 0.0)
+        rate = self.neighbourhood.worker_rate / 2 if self._has_method else 0.0
+        self.clock.set_rate(rate if self.exchange_rate is None else rate * self.exchange_rate.rate)
+
+    def _begin(self, now: float) -> None:
+        """Note that an exchange begins, and be closed from its end on if it cost the last."""
+        self.progressed(now)
+        self._began_at = now
+        if self.exchange_rate is None:
+            return
+        self.exchange_rate.began(now)
+        if self._affords_another_at(now) > now and not self._is_spent:
+            self._is_spent = True
+            self._recheck()
+            self.pairing.close()  # without a word: it is exchanging, and answers BUSY anyway
+
+    def _affords_another_at(self, now: float) -> float:
+        assert self.exchange_rate is not None
+        return self.exchange_rate.opens_at(now)
 
     # --- when this worker does not exchange ------------------------------------------------
 
@@ -680,7 +712,7 @@ class WorkerProtocol:
             return []
         if not self.is_done:
             self.clock.resume(now)
-        return self.pairing.open()
+        return [] if self._is_spent else self.pairing.open()
 
     def _find_quiet_time(self) -> None:
         """Find until when no heartbeat is due and no link is late, unless there is news.
@@ -695,6 +727,7 @@ class WorkerProtocol:
             self.neighbourhood.next_deadline(),
             self._patience_ends_at(),
             self._waits_until if self.consolidation.waits_for_all else math.inf,
+            self._affords_another_at(self._last_input) if self._is_spent else math.inf,
         )
         self._quiet_version = self.membership.version
 

@@ -49,6 +49,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         method=protocol_method.get(method, "a2cid2"),
         policy_type=find_policy(scenario.neighbour_policy),
         timeout_s=TIMEOUT_STEPS * scenario.compute_time.nominal_s + TIMEOUT_LATENCIES * longest_s,
+        sets_own_rate=scenario.comm_rate == "auto",
     )
     for worker in workers.values():
         worker.pairing.alpha_tilde = 0.5 + (worker.alpha_tilde - 0.5) * scenario.alpha_tilde_factor

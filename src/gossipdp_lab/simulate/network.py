@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.protocol.actions import Begin, Send
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.messages import Envelope, ExchangeId
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.worker import Action, Method, WorkerProtocol
@@ -35,10 +36,12 @@ def make_workers(
     policy_type: type[NeighbourPolicy] = Fresh,
     timeout_s: float = 5.0,
     num_chunks: int = 1,
+    sets_own_rate: bool = False,
 ) -> dict[int, WorkerProtocol]:
     """Make a protocol for every worker of the graph, each with its own random source.
 
-    They know one another from the start, as after a rendezvous.
+    They know one another from the start, as after a rendezvous. ``sets_own_rate``: each exchanges
+    as often as its links allow, and ``constants`` are those of comm rate 1.
     """
     live_graph = LiveGraph(constants)
     workers = {
@@ -55,6 +58,7 @@ def make_workers(
             random=Random(f"{seed} {rank} 0"),  # as a real worker of that seed
             num_chunks=num_chunks,
             live_graph=live_graph,
+            exchange_rate=ExchangeRate() if sets_own_rate else None,
         )
         for rank in constants.workers
     }

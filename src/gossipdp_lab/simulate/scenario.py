@@ -219,7 +219,8 @@ class Scenario:
         num_workers: number of workers.
         objective: the loss that the workers minimise.
         optimizer: the optimizer of each worker.
-        comm_rate: r, exchanges per worker per gradient step.
+        comm_rate: r, exchanges per worker per gradient step; "auto": as many as each worker's links
+            allow, at "links" only.
         fidelity: "ideal", the paper's edges: they fire as Poisson processes, and exchanges are
             instantaneous (gradients come by ``compute_time``, in the paper they are Poisson events
             too); "links", the real protocol: messages and data take their time.
@@ -247,7 +248,7 @@ class Scenario:
     num_workers: int = 16
     objective: Objective = field(default_factory=Consensus)
     optimizer: RowOptimizer = field(default_factory=Sgd)
-    comm_rate: float = 1.0
+    comm_rate: float | Literal["auto"] = 1.0
     fidelity: Fidelity = "ideal"
     neighbour_policy: str = "fresh"
     compute_time: ComputeTime = field(default_factory=ConstantTime)
@@ -269,6 +270,8 @@ class Scenario:
     def __post_init__(self) -> None:
         for name in ("comm_rate", "num_steps", "eta_factor"):
             value = getattr(self, name)
+            if name == "comm_rate" and value == "auto" and self.fidelity == "links":
+                continue
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}; it must be a positive number")
         if not (math.isfinite(self.alpha_tilde_factor) and self.alpha_tilde_factor >= 0):
@@ -299,4 +302,4 @@ class Scenario:
 
     def make_constants(self) -> Constants:
         """Return the graph's rates and constants, at :attr:`comm_rate`."""
-        return Constants.of(self.make_graph(), self.comm_rate)
+        return Constants.of(self.make_graph(), 1.0 if self.comm_rate == "auto" else self.comm_rate)

@@ -1,0 +1,146 @@
+"""The exchange rate that a worker can afford: ``comm_rate="auto"``.
+
+A worker takes part in
+
+    r = min(4, t / (2 d), (0.015 + c / 2) t / p, (0.015 + i / 2) t / q)
+
+exchanges a step, where, for one exchange, d is its duration and p the processor time that gossip
+takes, of which q is spent in Python; t is the duration of a gradient step. c is the share of one
+core that the machine leaves idle, and i the share of time for which the training thread is idle:
+while that thread runs Python, gossip's Python stops it, however many cores there are. So exchanges
+fill half of a worker's time at most, and take no more than 1.5% of what training would use itself.
+More than 4 a step bring no more (docs/quality.md).
+
+Half of them it asks for. It answers others too, whose rates are their own, and who may afford more:
+so it also holds itself to 1.5 r in all. Beyond that it is closed, to its own demands too, until it
+can afford another exchange (:meth:`ExchangeRate.opens_at`).
+
+All of these are running means. The rate in force changes only when the one that they allow is a
+quarter away from it: a rate that trembles would change the gaps between exchanges for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias, final
+
+Bound: TypeAlias = Literal["start", "ceiling", "link", "processor"]
+"""What keeps the rate from being higher."""
+
+CEILING = 4.0
+START_RATE = 1.0
+NUM_TO_KNOW = 4
+"""Exchanges, and their durations, after which the rate is no longer ``START_RATE``."""
+LINK_SHARE = 0.5
+PROCESSOR_SHARE, IDLE_SHARE = 0.015, 0.5
+HYSTERESIS = 1.25
+SPARE = 1.5
+"""Exchanges in all, asked for and answered, for each one at the rate in force."""
+BURST = 4.0
+"""Exchanges that a worker may save up while nobody asks."""
+
+
+@final
+class _Mean:
+    """The running mean of a quantity: exact at first, then over about the last ten."""
+
+    def __init__(self) -> None:
+        self.value = math.nan
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value = value if self.count == 1 else self.value + self._weight * (value - self.value)
+
+    @property
+    def _weight(self) -> float:
+        return max(0.1, 1 / self.count)
+
+
+@final
+class ExchangeRate:
+    """One worker's rate, in exchanges a gradient step, from what it has measured.
+
+    Attributes:
+        rate: in force now.
+        bound: what keeps it from being higher.
+    """
+
+    def __init__(self) -> None:
+        self.rate = START_RATE
+        self.bound: Bound = "start"
+        self._duration_s = _Mean()
+        self._processor_s, self._python_s = _Mean(), _Mean()
+        self._idle_core, self._idle_thread = _Mean(), _Mean()
+        self._taken_s: tuple[float, float] | None = None  # when the last exchange ended
+        self._tokens, self._tokens_at = BURST, -math.inf
+        self._step_s: float | None = None
+
+    def exchanged(self, duration_s: float) -> None:
+        """Count an exchange that ended well, and took so long from its agreement."""
+        self._duration_s.add(duration_s)
+
+    def took_processor(self, processor_s: float, arrays_s: float) -> None:
+        """Note the processor time that gossip has taken so far, once after each exchange.
+
+        ``arrays_s``: of that, the time spent on arrays, outside of Python.
+        """
+        if self._taken_s is not None:
+            before_s, arrays_before_s = self._taken_s
+            taken_s = max(0.0, processor_s - before_s)
+            self._processor_s.add(taken_s)
+            self._python_s.add(max(0.0, taken_s - (arrays_s - arrays_before_s)))
+        self._taken_s = processor_s, arrays_s
+
+    def saw_idle(self, core: float, thread: float) -> None:
+        """Note what was left idle in about the last second: see ``c`` and ``i`` above."""
+        self._idle_core.add(min(1.0, max(0.0, core)))
+        self._idle_thread.add(min(1.0, max(0.0, thread)))
+
+    def stepped(self, step_s: float | None) -> bool:
+        """Look at the duration of a gradient step; return whether another rate is in force now."""
+        self._step_s = step_s
+        if step_s is None or self._duration_s.count < NUM_TO_KNOW:
+            return False
+        allowed, bound = self._allowed(step_s)
+        is_near = self.rate / HYSTERESIS <= allowed <= self.rate * HYSTERESIS
+        if self.bound != "start" and is_near and (allowed < CEILING or self.rate == CEILING):
+            return False
+        has_changed = allowed != self.rate
+        self.rate, self.bound = allowed, bound
+        return has_changed
+
+    def _allowed(self, step_s: float) -> tuple[float, Bound]:
+        allowed: dict[Bound, float] = {"ceiling": CEILING}
+        allowed["link"] = LINK_SHARE * step_s / max(self._duration_s.value, 1e-9)
+        if self._processor_s.count and self._idle_core.count:
+            allowed["processor"] = step_s * min(
+                (PROCESSOR_SHARE + IDLE_SHARE * idle.value) / max(taken_s.value, 1e-9)
+                for idle, taken_s in (
+                    (self._idle_core, self._processor_s),
+                    (self._idle_thread, self._python_s),
+                )
+            )
+        bound = min(allowed, key=lambda each: allowed[each])
+        return allowed[bound], bound
+
+    # --- in all, asked for and answered ----------------------------------------------------
+
+    def began(self, now: float) -> None:
+        """Take what an exchange costs, asked for or answered, which begins."""
+        self._earn(now)
+        self._tokens -= 1.0
+
+    def opens_at(self, now: float) -> float:
+        """Return when the worker can afford another exchange: now, or later."""
+        self._earn(now)
+        missing = 1.0 - self._tokens
+        if self._step_s is None or missing <= 0.0:
+            return now
+        return now + missing * self._step_s / (SPARE * self.rate)
+
+    def _earn(self, now: float) -> None:
+        if self._step_s is not None and now > self._tokens_at:
+            earned = (now - self._tokens_at) * SPARE * self.rate / self._step_s
+            self._tokens = min(BURST, self._tokens + earned)
+        self._tokens_at = max(now, self._tokens_at)
