@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
+from gossipdp.protocol.exchange_rate import CEILING, SPARE
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.step_clock import SKIPPED_STEPS, StepClock
-from gossipdp_lab.simulate.network import Conditions, VirtualNetwork, make_workers
+from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp_lab.simulate.network import Conditions, Payload, VirtualNetwork, make_workers
 
 FIRST_STEPS = SKIPPED_STEPS + 1  # without a tick
 
@@ -92,3 +95,58 @@ def test_messages_are_bounded_with_saturated_links(
 ) -> None:
     network = train(graph_name, num_workers, num_steps=40, comm_rate=100.0, transfer_s=0.5)
     assert messages_per_exchange(network) < most
+
+
+# Rates that set themselves.
+
+
+def train_by_own_rates(
+    graph_name: str,
+    num_workers: int,
+    transfer_s: Callable[[int, int], float],
+    *,
+    num_steps: int,
+    payload: Payload | None = None,
+    prepare: Callable[[dict[int, WorkerProtocol]], None] = lambda workers: None,
+) -> VirtualNetwork:
+    constants = Constants.of(build_graph(graph_name, num_workers))
+    workers = make_workers(constants, seed=0, sets_own_rate=True)
+    prepare(workers)
+    conditions = Conditions(lambda *_: 0.001, transfer_s, lambda rank: 1.0)
+    network = VirtualNetwork(workers, constants.edges, conditions, payload)
+    network.engine.run(until=num_steps + 0.5)
+    return network
+
+
+def taken_part_in(worker: WorkerProtocol) -> float:
+    """Return how many exchanges a step this worker took part in."""
+    return (worker.exchanges_initiated + worker.exchanges_answered) / worker.clock.steps
+
+
+@pytest.mark.parametrize(
+    ("transfer_s", "expected", "bound"),
+    [(0.001, CEILING, "ceiling"), (1.0, 0.5, "link"), (4.0, 1 / 8, "link")],
+)
+def test_a_rate_sets_itself_by_the_links(transfer_s: float, expected: float, bound: str) -> None:
+    network = train_by_own_rates("ring", 8, lambda *_: transfer_s, num_steps=200)
+    for worker in network.workers.values():
+        assert worker.exchange_rate is not None
+        assert worker.exchange_rate.bound == bound
+        assert worker.exchange_rate.rate == pytest.approx(expected, rel=0.3)
+        assert taken_part_in(worker) == pytest.approx(expected, rel=0.3)
+
+
+def test_neighbours_that_can_afford_more_do_not_overload_a_worker() -> None:
+    def tire(workers: dict[int, WorkerProtocol]) -> None:
+        rate = workers[0].exchange_rate
+        assert rate is not None
+        rate.saw_idle(0.0, 0.0)
+        for number in range(2):
+            rate.took_processor(0.1 * number, 0.0)  # 0.015 of a step of 1 s: 0.15 exchanges
+
+    network = train_by_own_rates("ring", 8, lambda *_: 0.001, num_steps=200, prepare=tire)
+    rates = {rank: taken_part_in(worker) for rank, worker in network.workers.items()}
+    assert 0.14 < rates[0] < SPARE * 0.15 + 0.03
+    # Next to it they have one neighbour, and may not ask it twice in a row.
+    assert min(rates[1], rates[7]) > 1.2
+    assert rates[4] == pytest.approx(CEILING, rel=0.1)

@@ -137,7 +137,7 @@ class ExchangeRate:
         missing = 1.0 - self._tokens
         if self._step_s is None or missing <= 0.0:
             return now
-        return now + missing * self._step_s / (SPARE * self.rate)
+        return self._tokens_at + missing * self._step_s / (SPARE * self.rate)
 
     def _earn(self, now: float) -> None:
         if self._step_s is not None and now > self._tokens_at:

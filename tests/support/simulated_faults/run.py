@@ -12,6 +12,7 @@ import torch
 from gossipdp.dynamics.phase import Phase
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.objectives import Quadratic
@@ -110,7 +111,7 @@ class _Run:
         self.random = Random(f"{schedule.seed} run")
         self.constants = Constants.of(
             build_graph(schedule.graph, schedule.num_workers, seed=schedule.seed),
-            schedule.comm_rate,
+            1.0 if schedule.comm_rate == "auto" else schedule.comm_rate,
         )
         self.live_graph = LiveGraph(self.constants)
         self.phases: dict[int, Phase] = {}
@@ -240,4 +241,5 @@ class _Run:
             num_chunks=NUM_CHUNKS,
             is_joining=is_joining,
             live_graph=self.live_graph,
+            exchange_rate=ExchangeRate() if schedule.comm_rate == "auto" else None,
         )

@@ -123,7 +123,7 @@ class FaultSchedule:
     seed: int
     graph: str = "ring"
     num_workers: int = 8
-    comm_rate: float = 1.0
+    comm_rate: float | Literal["auto"] = 1.0
     method: Method = "a2cid2"
     policy: str = "fresh"
     timeout_s: float = 1.0

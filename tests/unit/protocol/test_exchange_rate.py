@@ -1,0 +1,189 @@
+"""The rate that a worker can afford: its bounds, its hysteresis, and what it allows."""
+
+import pytest
+from driven_worker import ask, make_worker, said
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipdp.protocol.exchange_rate import (
+    BURST,
+    CEILING,
+    HYSTERESIS,
+    NUM_TO_KNOW,
+    SPARE,
+    START_RATE,
+    ExchangeRate,
+)
+from gossipdp.protocol.messages import Accept, Busy, Envelope, ExchangeId, Free, Propose
+from gossipdp.protocol.worker import Action
+
+STEP_S = 0.1
+
+
+def rate_after(
+    duration_s: float,
+    *,
+    processor_s: float = 0.0,
+    arrays_s: float = 0.0,
+    idle: tuple[float, float] | None = None,
+    step_s: float = STEP_S,
+) -> ExchangeRate:
+    """Return a rate that has seen some equal exchanges; ``idle``: a core, the training thread."""
+    rate = ExchangeRate()
+    for number in range(NUM_TO_KNOW):
+        rate.exchanged(duration_s)
+        rate.took_processor(number * processor_s, number * arrays_s)
+    if idle is not None:
+        rate.saw_idle(*idle)
+    rate.stepped(step_s)
+    return rate
+
+
+def test_before_it_knows_an_exchange_it_starts_at_one_a_step() -> None:
+    rate = ExchangeRate()
+    for _ in range(NUM_TO_KNOW - 1):
+        rate.exchanged(10.0)
+    assert not rate.stepped(STEP_S)
+    assert (rate.rate, rate.bound) == (START_RATE, "start")
+    rate.exchanged(10.0)
+    assert not rate.stepped(None)
+    assert rate.stepped(STEP_S)
+    assert rate.bound == "link"
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected", "bound"),
+    [
+        ({"duration_s": 0.001}, CEILING, "ceiling"),
+        ({"duration_s": 0.2}, 0.25, "link"),
+        ({"duration_s": 1.0, "step_s": 4.0}, 2.0, "link"),
+        # The share of a core that is never idle, and half of what is.
+        ({"duration_s": 0.001, "processor_s": 0.01, "idle": (0.0, 1.0)}, 0.15, "processor"),
+        ({"duration_s": 0.001, "processor_s": 0.1, "idle": (0.8, 1.0)}, 0.415, "processor"),
+        # While training runs Python, the Python of gossip stops it, and arrays do not.
+        (
+            {"duration_s": 0.001, "processor_s": 0.01, "arrays_s": 0.006, "idle": (1.0, 0.0)},
+            0.375,
+            "processor",
+        ),
+        # Nothing is known of the processor.
+        ({"duration_s": 0.001, "processor_s": 9.0}, CEILING, "ceiling"),
+    ],
+)
+def test_the_smallest_bound_holds(taken: dict[str, float], expected: float, bound: str) -> None:
+    rate = rate_after(**taken)  # type: ignore[arg-type]
+    assert rate.rate == pytest.approx(expected)
+    assert rate.bound == bound
+
+
+def test_a_rate_that_trembles_stays() -> None:
+    rate = rate_after(0.2)
+    assert rate.rate == 0.25
+    for step_s in (
+        0.85 * STEP_S,
+        1.2 * STEP_S,
+        1.01 * STEP_S / HYSTERESIS,
+        0.99 * STEP_S * HYSTERESIS,
+    ):
+        assert not rate.stepped(step_s)
+    assert rate.rate == 0.25
+    assert rate.stepped(1.3 * STEP_S)
+    assert rate.rate == pytest.approx(1.3 * 0.25)
+    # The ceiling is reached, and not nearly.
+    assert rate.stepped(0.9 * CEILING / 0.25 * STEP_S)
+    assert rate.stepped(2 * CEILING / 0.25 * STEP_S)
+    assert rate.rate == CEILING
+
+
+@given(
+    waits_s=st.lists(st.floats(0.0, 5.0, allow_subnormal=False), max_size=60),
+    duration_s=st.floats(0.001, 10.0),
+)
+def test_in_all_it_takes_part_in_no_more_than_it_saves_up(
+    waits_s: list[float], duration_s: float
+) -> None:
+    rate = rate_after(duration_s)
+    now, started = 3.0, 3.0
+    num_begun = 0
+    for wait_s in waits_s:
+        now += wait_s
+        if rate.opens_at(now) > now:
+            # Then it is open: a poll at that time is never in vain.
+            now = rate.opens_at(now)
+            assert rate.opens_at(now) <= now + 1e-9 * now
+        rate.began(now)
+        num_begun += 1
+    afforded = BURST + (now - started) * SPARE * rate.rate / STEP_S
+    assert num_begun <= afforded + 1e-6
+
+
+def test_a_worker_that_cannot_afford_more_says_busy_and_then_free() -> None:
+    rate = rate_after(0.2)  # one exchange in 4 steps, 1.5 in all
+    worker = make_worker(0, 2, exchange_rate=rate)
+    now, num_exchanges = 100.0, 0
+    worker.poll(now)
+    while True:
+        peer = 2 * (num_exchanges % 2)
+        answers = said(worker.receive(peer, ask(peer, num_exchanges + 1), now), peer)
+        if isinstance(answers[0], Busy):
+            break
+        assert isinstance(answers[0], Accept)
+        worker.finished(ExchangeId(peer, 0, num_exchanges + 1), now)
+        num_exchanges += 1
+    assert num_exchanges == BURST
+    opens_at = worker.next_deadline(now)
+    assert opens_at == pytest.approx(now + STEP_S / (SPARE * rate.rate))
+    assert said(worker.poll(opens_at - 1e-3)) == []
+    assert said(worker.poll(opens_at), peer) == [Free()]
+
+
+def test_while_it_cannot_afford_more_its_own_demands_wait_too() -> None:
+    rate = rate_after(0.01, step_s=1.0)
+    worker = make_worker(0, exchange_rate=rate)
+    now, actions = 0.0, list[Action]()
+    while not said(actions, 0):
+        worker.heard(0, now)
+        actions = worker.step(8, now)
+        now += 1.0
+    (proposal,) = said(actions, 0)
+    assert isinstance(proposal, Propose)
+    for _ in range(int(BURST) - 1):
+        rate.began(now)
+    worker.receive(0, Envelope(Accept(proposal.id, 0.5)), now)
+    assert said(worker.finished(proposal.id, now), 0) == []
+    worker.step(8, now)  # four demands more
+    worker.step(8, now + 1e-6)
+    opens_at = rate.opens_at(now)
+    assert opens_at == pytest.approx(now + 1.0 / (SPARE * CEILING), abs=1e-5)
+    for at_s, is_asked in ((opens_at - 1e-3, False), (opens_at, True)):
+        asked = any(isinstance(each, Propose) for each in said(worker.poll(at_s), 0))
+        assert asked is is_asked
+
+
+def test_held_for_another_reason_it_stays_closed_when_it_can_afford_more() -> None:
+    rate = rate_after(0.2)
+    worker = make_worker(0, 2, exchange_rate=rate)
+    worker.poll(100.0)
+    for number in range(int(BURST)):
+        worker.receive(0, ask(0, number + 1), 100.0)
+        worker.finished(ExchangeId(0, 0, number + 1), 100.0)
+    worker.hold(100.0)
+    later = 100.0 + 2 * STEP_S / (SPARE * rate.rate)
+    worker.poll(later)
+    assert not worker.pairing.answers
+    worker.release(later)
+    assert worker.pairing.answers
+
+
+def test_released_while_it_cannot_afford_more_it_stays_closed() -> None:
+    rate = rate_after(0.2)
+    worker = make_worker(0, 2, exchange_rate=rate)
+    worker.poll(100.0)
+    worker.hold(100.0)
+    worker.release(100.0)
+    for number in range(int(BURST)):
+        worker.receive(0, ask(0, number + 1), 100.0)
+        worker.finished(ExchangeId(0, 0, number + 1), 100.0)
+    worker.hold(100.0)
+    worker.release(100.0)
+    assert not worker.pairing.answers
