@@ -103,7 +103,7 @@ def test_messages_are_bounded_with_saturated_links(
 def train_by_own_rates(
     transfer_s: float, prepare: Callable[[dict[int, WorkerProtocol]], None] = lambda workers: None
 ) -> tuple[VirtualNetwork, dict[int, float]]:
-    """Train a ring of eight for 200 steps; return each one's exchanges a step in the last 100 too."""
+    """Train a ring of eight for 200 steps; return each one's exchanges a step at last."""
     constants = Constants.of(build_graph("ring", 8))
     workers = make_workers(constants, seed=0, sets_own_rate=True)
     prepare(workers)

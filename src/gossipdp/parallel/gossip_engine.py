@@ -104,7 +104,7 @@ class GossipEngine:
             momentum=options.method == "a2cid2",
             outer=options.outer,
             exchange_frozen=options.exchange.frozen,
-            moments=chosen_moments(choice, optimizers, options.fixed_comm_rate or 1.0),
+            moments=chosen_moments(choice, optimizers, options.fixed_comm_rate),
         )
         self._state = self._flat.state
         self._moments = Moments(

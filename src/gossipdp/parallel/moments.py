@@ -54,6 +54,11 @@ and settings, not from an optimizer's state: all workers must decide alike, befo
 """
 
 LONGEST_PERIOD = 16
+AUTO_PERIOD = 2
+"""The period where workers choose the numbers of their exchanges: half of all numbers carry."""
+SHARE_OF_MEMORY = 1 / 24
+"""Under ``comm_rate="auto"`` a moment travels each time this share of its memory has passed: six
+times in a quarter of it, in which six exchanges of each mix up to 64 workers."""
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> Kind | None:
@@ -77,24 +82,36 @@ def default_period(decay: float, comm_rate: float) -> int:
     return max(1, min(LONGEST_PERIOD, int(num_exchanges)))
 
 
-def _default(optimizer: torch.optim.Optimizer, comm_rate: float) -> Periods:
+def steps_between(decay: float) -> float:
+    """Return after how many gradient steps a moment travels again, where the rate sets itself.
+
+    Example:
+        >>> [round(steps_between(decay), 1) for decay in (0.9, 0.95, 0.99, 0.999)]
+        [0.4, 0.8, 4.2, 41.7]
+    """
+    return SHARE_OF_MEMORY / max(1.0 - decay, 1e-9)
+
+
+def _default(optimizer: torch.optim.Optimizer, comm_rate: float | None) -> Periods:
     kind = _kind(optimizer)
     # With amsgrad one worker's largest gradient would stay in its peers' maxima for ever.
     has_maximum = any(group.get("amsgrad") for group in optimizer.param_groups)
     if kind is None or has_maximum:
         return {}
+    if comm_rate is None:
+        return dict.fromkeys(kind.travels, AUTO_PERIOD)
     return {name: default_period(decay_of(name, optimizer), comm_rate) for name in kind.travels}
 
 
 def chosen_moments(
-    choice: bool | Periods, optimizers: Sequence[torch.optim.Optimizer], comm_rate: float
+    choice: bool | Periods, optimizers: Sequence[torch.optim.Optimizer], comm_rate: float | None
 ) -> list[Periods]:
     """Return what travels of each optimizer's state.
 
     A name that is given goes for every optimizer that keeps such a tensor, or of which nothing is
     known.
 
-    By default nothing of one with ``amsgrad=True``.
+    By default nothing of one with ``amsgrad=True``. ``comm_rate``: None if it sets itself.
 
     Raises:
         ValueError: a name is given that none of these optimizers keeps.

@@ -32,12 +32,13 @@ from gossipdp.links.tls import Tls, tls_files
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.moments import steps_between
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
-from gossipdp.protocol.exchange_rate import ExchangeRate
+from gossipdp.protocol.exchange_rate import ExchangeRate, Numbering
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.neighbours import Place
 from gossipdp.protocol.worker import WorkerProtocol
@@ -235,6 +236,7 @@ class Startup:
             work_out=self._work_out,
             status_address=("", 0) if self._page is None else self._page.announced(host),
             exchange_rate=ExchangeRate() if options.fixed_comm_rate is None else None,
+            numbering=self._numbering(),
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
@@ -261,6 +263,25 @@ class Startup:
         self.loop.transfers.offer = self.between_steps.offer
         self._state.device.finish()
         self.thread.start()
+
+    def _numbering(self) -> Numbering | None:
+        """Return the choice of the exchanges that carry moments, where the comm rate sets itself.
+
+        Periods that the user gave count exchanges, and stay.
+        """
+        options, state = self._options, self._state
+        decays = [each.moment.decay for each in state.moments if each.moment is not None]
+        if (
+            options.fixed_comm_rate is not None
+            or options.exchange.moments is not True
+            or not decays
+        ):
+            return None
+        num_chunks = len(state.chunks)
+        return Numbering(
+            lambda number: len(state.carried(number)) > num_chunks,
+            steps_between(min(decays)),
+        )
 
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
         settings = self.settings

@@ -22,6 +22,7 @@ quarter away from it: a rate that trembles would change the gaps between exchang
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, TypeAlias, final
 
 Bound: TypeAlias = Literal["start", "ceiling", "link", "processor"]
@@ -36,6 +37,7 @@ PROCESSOR_SHARE, IDLE_SHARE = 0.015, 0.5
 HYSTERESIS = 1.25
 SPARE = 1.5
 """Exchanges in all, asked for and answered, for each one at the rate in force."""
+MOST_SKIPPED = 16
 BURST = 4.0
 """Exchanges that a worker may save up while nobody asks."""
 
@@ -144,3 +146,41 @@ class ExchangeRate:
             earned = (now - self._tokens_at) * SPARE * self.rate / self._step_s
             self._tokens = min(BURST, self._tokens + earned)
         self._tokens_at = max(now, self._tokens_at)
+
+
+@final
+class Numbering:
+    """The numbers of the exchanges that a worker asks for, so that moments travel in time.
+
+    The number of an exchange says whether the optimizer's moments travel with it, and the worker
+    that asks for it chooses the number. They are due ``every_steps`` gradient steps after the last
+    exchange with them, whoever asked for it. So they travel as often on a slow link, where one in
+    many exchanges would be too few, as on a fast one, where it would be more than they need.
+
+    Args:
+        carries: whether moments travel with the exchange of a number.
+        every_steps: gradient steps; at most 1: with every exchange.
+    """
+
+    def __init__(self, carries: Callable[[int], bool], every_steps: float) -> None:
+        self._carries = carries
+        self._every_steps = every_steps
+        self._since = 0
+
+    def step(self) -> None:
+        """Count a gradient step."""
+        self._since += 1
+
+    def began(self, number: int) -> None:
+        """Note an exchange that begins."""
+        if self._carries(number):
+            self._since = 0
+
+    def from_(self, number: int) -> int:
+        """Return the first number from this one on that carries moments if, and only if, due.
+
+        This one, if there is none near: moments may have been given up.
+        """
+        is_due = self._since >= self._every_steps
+        near = range(number, number + MOST_SKIPPED)
+        return next((each for each in near if self._carries(each) == is_due), number)

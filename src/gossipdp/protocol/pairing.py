@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.protocol.exchange_rate import Numbering
 from gossipdp.protocol.messages import (
     Abort,
     Accept,
@@ -99,13 +100,21 @@ class Pairing:
         incarnation: this worker's life, part of every exchange id.
         policy: the order in which neighbours are asked.
         alpha_tilde: this worker's gain; settable. Both ends use the smaller of their two.
+        numbering: chooses the numbers of this worker's exchanges, by which both ends know what
+            travels.
 
     Every input returns the actions to perform, in order. Links are FIFO while they last; the
     driver reports a lost link with :meth:`lost`, and nothing from that link afterwards.
     """
 
     def __init__(
-        self, *, rank: int, incarnation: int, policy: NeighbourPolicy, alpha_tilde: float
+        self,
+        *,
+        rank: int,
+        incarnation: int,
+        policy: NeighbourPolicy,
+        alpha_tilde: float,
+        numbering: Numbering | None = None,
     ) -> None:
         self.rank = rank
         self.incarnation = incarnation
@@ -118,6 +127,7 @@ class Pairing:
         self.backlog = 0
         """Demands not served yet, at most :data:`MAX_BACKLOG`."""
         self._counter = 0
+        self._numbering = numbering
         self._vain_ticks = 0  # since the last exchange
         self._asks = True
         self.answers = True
@@ -383,6 +393,8 @@ class Pairing:
             return []
         peer, *rest = untried
         self._counter += 1
+        if self._numbering is not None:
+            self._counter = self._numbering.from_(self._counter)
         id = ExchangeId(self.rank, self.incarnation, self._counter)
         self.state = Proposing(peer, id, self.alpha_tilde, tuple(rest))
         return [Send(peer, Propose(id, self.alpha_tilde))]

@@ -35,7 +35,7 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.averages import FIRST_NUMBER, LiveAverages
 from gossipdp.protocol.consolidate import Consolidation
-from gossipdp.protocol.exchange_rate import ExchangeRate
+from gossipdp.protocol.exchange_rate import ExchangeRate, Numbering
 from gossipdp.protocol.link_health import LinkHealth
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
@@ -104,7 +104,8 @@ class WorkerProtocol:
         rank, incarnation, process_id, host, port, status_address: this worker, as others will
             know it; it shows its status at the last.
         constants: the graph with its rates, at the wanted comm rate; at 1 with ``exchange_rate``.
-        exchange_rate: what the worker can afford, if the comm rate sets itself.
+        exchange_rate, numbering: what the worker can afford, if the comm rate sets itself, and
+            when the optimizer's moments travel.
         method: "a2cid2", "gossip", or "none": no ticks, and BUSY to every proposal.
         policy_type: the order in which neighbours are asked.
         timeout_s: a peer that is silent for this long is suspect: this worker waits for nothing
@@ -141,12 +142,13 @@ class WorkerProtocol:
         work_out: WorkOut = at_once,
         status_address: tuple[str, int] = ("", 0),
         exchange_rate: ExchangeRate | None = None,
+        numbering: Numbering | None = None,
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
         self.rank = rank
         self.timeout_s = timeout_s
-        self.exchange_rate = exchange_rate
+        self.exchange_rate, self._numbering = exchange_rate, numbering
         status = Status.JOINING if is_joining else Status.ALIVE
         self.membership = Membership(
             Member(rank, incarnation, process_id, status, host, port, *status_address),
@@ -164,6 +166,7 @@ class WorkerProtocol:
             incarnation=incarnation,
             policy=policy_type(Random(random.getrandbits(64))),
             alpha_tilde=self.alpha_tilde,
+            numbering=numbering,
         )
         self.consolidation = Consolidation(
             rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
@@ -230,6 +233,8 @@ class WorkerProtocol:
         self.progress.add(samples, now=now)
         self.clock.step(now)
         rate = self.exchange_rate
+        if self._numbering is not None:
+            self._numbering.step()
         if rate is not None and rate.stepped(self.clock.step_seconds):
             self._set_clock_rate()
         return self._ticks(now)
@@ -632,7 +637,7 @@ class WorkerProtocol:
         for action in [*settled, *self._consolidate(now)]:
             match action:
                 case Begin():
-                    self._begin(now)
+                    self._begin(action.id, now)
                     outward.append(action)
                 case Send():
                     if isinstance(action.message, Propose):
@@ -676,10 +681,12 @@ class WorkerProtocol:
         rate = self.neighbourhood.worker_rate / 2 if self._has_method else 0.0
         self.clock.set_rate(rate if self.exchange_rate is None else rate * self.exchange_rate.rate)
 
-    def _begin(self, now: float) -> None:
+    def _begin(self, id: ExchangeId, now: float) -> None:
         """Note that an exchange begins, and be closed from its end on if it cost the last."""
         self.progressed(now)
         self._began_at = now
+        if self._numbering is not None:
+            self._numbering.began(id.counter)
         if self.exchange_rate is None:
             return
         self.exchange_rate.began(now)
