@@ -14,7 +14,6 @@ import pytest
 from matplotlib.image import imread
 from waiting import LONGEST_S
 
-from gossipdp.observe.log import RunLog
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo import watch as demo_watch
 from gossipdp_lab.demo.command import run
@@ -22,6 +21,7 @@ from gossipdp_lab.demo.compare import Verdict
 from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import DIGEST
 from gossipdp_lab.demo.watch import FaultInjector
+from gossipdp_lab.report.run_log import RunLog
 
 pytestmark = pytest.mark.processes
 

@@ -29,11 +29,10 @@ from gossipdp.observe.log import (
     EndRecord,
     NoticeRecord,
     Record,
-    RunLog,
-    RunLogTail,
     StartRecord,
     worker_file,
 )
+from gossipdp_lab.report.run_log import RunLog, RunLogTail
 
 if TYPE_CHECKING:
     from gossipdp.launcher.supervisor import Failure

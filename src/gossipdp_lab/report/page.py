@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import gossipdp
-from gossipdp.observe.log import RunLog
 from gossipdp_lab.report.charts import (
     EVENT_WORDS,
     HALF_WIDTH,
@@ -27,6 +26,7 @@ from gossipdp_lab.report.charts import (
     number,
     timeline,
 )
+from gossipdp_lab.report.run_log import RunLog
 from gossipdp_lab.report.view import Event, Points, RunView
 
 if TYPE_CHECKING:

@@ -17,12 +17,11 @@ from gossipdp.observe.log import (
     EndRecord,
     NoticeRecord,
     RecentExchange,
-    RunLog,
-    RunLogTail,
     RunLogWriter,
     StartRecord,
     worker_file,
 )
+from gossipdp_lab.report.run_log import RunLog, RunLogTail
 
 RECENT = (RecentExchange(1, True, 4.5, 0.002), RecentExchange(3, False, 4.7, 0.003))
 SOME = Counters(

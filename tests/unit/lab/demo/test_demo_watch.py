@@ -8,13 +8,7 @@ from rich.console import Console
 
 from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.supervisor import Ending, Failure
-from gossipdp.observe.log import (
-    BeganRecord,
-    EndRecord,
-    RunLog,
-    RunLogWriter,
-    worker_file,
-)
+from gossipdp.observe.log import BeganRecord, EndRecord, RunLogWriter, worker_file
 from gossipdp_lab.demo.watch import (
     Fault,
     FaultInjector,
@@ -24,6 +18,7 @@ from gossipdp_lab.demo.watch import (
     least_duration_s,
     parse_faults,
 )
+from gossipdp_lab.report.run_log import RunLog
 
 
 def parse(kill: str | None = None, stop: str | None = None, **options: Any) -> tuple[Fault, ...]:

@@ -19,14 +19,13 @@ from gossipdp.observe.log import (
     EndRecord,
     NoticeRecord,
     RecentExchange,
-    RunLog,
     RunLogWriter,
     StartRecord,
     ValuesRecord,
-    WorkerLog,
 )
 from gossipdp_lab.report.charts import Scale, duration, number
 from gossipdp_lab.report.page import render
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView, spans_of
 
 SECTIONS = [
