@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gossipdp.rules import at_least_1
 from gossipdp_lab.simulate.objectives import Evaluation, Gradients, GradientSource, Objective
 from gossipdp_lab.tasks.digits import Digits, NetworkName
 
@@ -77,15 +78,13 @@ class ModuleObjective(Objective):
         metric_name: str | None = None,
         max_rows: int = 64,
     ) -> None:
-        if max_rows < 1:
-            raise ValueError(f"max_rows is {max_rows}; it must be at least 1")
         self._name = name
         self._metric_name = metric_name
         self.make_model = make_model
         self.loss = loss
         self.batches = batches
         self.judge = evaluate
-        self.max_rows = max_rows
+        self.max_rows = at_least_1("max_rows", max_rows)
 
     @property
     def name(self) -> str:
