@@ -15,7 +15,7 @@ from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.protocol.worker import Method
 from gossipdp_lab.simulate.network import Conditions, Payload, VirtualNetwork, make_workers
-from gossipdp_lab.simulate.policies import find_policy
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import Scenario, StepTimes
 from gossipdp_lab.simulate.trace import Activity, Recorder, Trace
@@ -47,7 +47,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         constants,
         seed=scenario.seed,
         method=protocol_method.get(method, "a2cid2"),
-        policy_type=find_policy(scenario.neighbour_policy),
+        policy_type=NEIGHBOUR_POLICIES[scenario.neighbour_policy],
         timeout_s=TIMEOUT_STEPS * scenario.compute_time.nominal_s + TIMEOUT_LATENCIES * longest_s,
     )
     for worker in workers.values():

@@ -18,6 +18,7 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.rules import Checked, at_least_1, number, one_of, option, positive_number
 from gossipdp_lab.simulate.objectives import Consensus, Objective
 from gossipdp_lab.simulate.optimizers import RowOptimizer, Sgd
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
 StepTimes: TypeAlias = Callable[[int], float]
 """Draws how long the next gradient step of a rank takes, in seconds."""
@@ -236,7 +237,7 @@ class Scenario(Checked):
     optimizer: RowOptimizer = field(default_factory=Sgd)
     comm_rate: float = option(1.0, positive_number)
     fidelity: Fidelity = option("ideal", partial(one_of, ("ideal", "links")))
-    neighbour_policy: str = "fresh"
+    neighbour_policy: str = option("fresh", partial(one_of, tuple(NEIGHBOUR_POLICIES)))
     compute_time: ComputeTime = field(default_factory=ConstantTime)
     links: LinkModel = field(default_factory=LinkModel)
     model_bytes: float | None = option(None, positive_number)

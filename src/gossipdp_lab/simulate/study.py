@@ -193,11 +193,13 @@ def simulate_all(
         ['a2cid2', 'gossip']
     """
     costs = [job.scenario.num_workers * job.scenario.num_steps for job in jobs]
-    return run_all(_simulate, jobs, processes=processes, costs=costs, on_progress=on_progress)
-
-
-def _simulate(job: Job, on_progress: Progress) -> Trace:
-    return simulate(job.scenario, job.method, on_progress)
+    return run_all(
+        lambda job, progress: simulate(job.scenario, job.method, progress),
+        jobs,
+        processes=processes,
+        costs=costs,
+        on_progress=on_progress,
+    )
 
 
 def run_all(

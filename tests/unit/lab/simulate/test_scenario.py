@@ -131,6 +131,7 @@ def test_a_run_draws_by_its_seed() -> None:
         (Scenario, {"num_records": 0}, "num_records is 0"),
         (Scenario, {"sync_every": 0}, "sync_every is 0"),
         (Scenario, {"model_bytes": -1}, "model_bytes is -1"),
+        (Scenario, {"neighbour_policy": "best"}, "unknown neighbour_policy 'best'"),
         (Scenario, {"fidelity": "real"}, "unknown fidelity 'real'"),
         (Scenario, {"alpha_tilde_factor": -0.1}, "alpha_tilde_factor is -0.1"),
         (Scenario, {"exchange_moments": {"exp_avg_sq": 0}}, "exp_avg_sq"),
