@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self, TypedDict, TypeVar
 
 import msgspec
 
+from gossipdp.gossip.counters import Rank
 from gossipdp.observe.log import (
     FILE_PATTERN,
     BeganRecord,
@@ -26,6 +27,14 @@ from gossipdp.observe.log import (
 )
 
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
+
+
+class KnownConfiguration(TypedDict, total=False):
+    """The part of a configuration that readers of a log compute with."""
+
+    comm_rate: float
+    parameters: int
+    edges: list[tuple[Rank, Rank]]
 
 
 class RunLogTail:
@@ -74,6 +83,13 @@ class WorkerLog:
             ValueError: as :meth:`RunLog.read`.
         """
         records = read_records(path)
+        for number, each in enumerate(records, start=1):
+            try:
+                if isinstance(each, StartRecord):
+                    msgspec.convert(each.configuration, KnownConfiguration)
+            except msgspec.ValidationError as error:
+                place = f"{path}, line {number}"
+                raise ValueError(f"{place} holds an invalid configuration: {error}") from error
 
         def of(kind: type[_Kind]) -> tuple[_Kind, ...]:
             return tuple(record for record in records if isinstance(record, kind))
