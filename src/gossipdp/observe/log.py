@@ -2,7 +2,7 @@
 
 A file starts with a ``start`` record. ``counts`` records follow, each with totals up to then.
 ``began`` is written when a process makes its first gradient step, ``notice`` when the worker
-notices a change in another's life, ``values`` when the script logs something, ``consolidating``
+notices a change in a worker's life, ``values`` when the script logs something, ``consolidating``
 when the worker has nothing left to do but to wait for the others, and ``end`` when it has the
 average. Time (``time_s``) is in seconds since the worker's first start, whose date is in ``start``.
 The log of a worker that was started again goes on where it ended, with a ``start`` record of the
@@ -30,7 +30,7 @@ from gossipdp.links.clock import since_boot_s
 logger = logging.getLogger("gossipdp")
 
 FILE_PATTERN = "worker-*.jsonl"
-FORMAT = 3
+FORMAT = 4
 """Written into each start record; a reader refuses others."""
 
 Value = bool | int | float | str
@@ -59,6 +59,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
         configuration: of the wrapper, in words and numbers.
         boot_id: of the boot since which ``started_s`` counts; empty if it is not known.
         run_id: of the run; the log of one that resumes holds the runs before it too.
+        time_s: 0 for the first process of the worker.
     """
 
     rank: Rank
@@ -70,6 +71,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     format: int = 1  # the first one had no such field
     boot_id: str = ""
     run_id: str = ""
+    time_s: float = 0.0
 
 
 class RecentExchange(msgspec.Struct, frozen=True, array_like=True):
@@ -131,12 +133,13 @@ class BeganRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="began"):
 
 
 class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
-    """A notice about worker ``rank``, such as "dead"; ``at_s`` is by ``since_boot_s``."""
+    """A notice about worker ``rank``; see :class:`gossipdp.gossip.snapshot.Notice`."""
 
     rank: Rank
     what: str
     at_s: float
     time_s: float = 0.0
+    silent_s: float | None = None
 
 
 _Later = CountsRecord | ValuesRecord | ConsolidatingRecord | EndRecord | BeganRecord | NoticeRecord
@@ -174,7 +177,9 @@ class WorkerLog:
 
     Attributes:
         start, restart: of the first process, and of the last if there was more than one.
-        last_s: time of the last record that has one.
+        last_s: time of the last record.
+        processes: the times of the first and the last record of each process, the first one first;
+            a killed process lived a little longer.
     """
 
     start: StartRecord
@@ -186,6 +191,7 @@ class WorkerLog:
     consolidating: ConsolidatingRecord | None = None
     last_s: float = 0.0
     restart: StartRecord | None = None
+    processes: tuple[tuple[float, float], ...] = ()
 
     @property
     def latest_start(self) -> StartRecord:
@@ -298,9 +304,21 @@ def read_worker(path: Path) -> WorkerLog | None:
         notices=of(NoticeRecord),
         values=of(ValuesRecord),
         consolidating=waits[-1] if waits else None,
-        last_s=max(0.0 if isinstance(each, StartRecord) else each.time_s for each in records),
+        last_s=max(each.time_s for each in records),
         restart=starts[-1] if len(starts) > 1 else None,
+        processes=_processes(records),
     )
+
+
+def _processes(records: list[Record]) -> tuple[tuple[float, float], ...]:
+    """Return the times of the first and the last record of each process."""
+    times: list[tuple[float, float]] = []
+    for each in records:
+        if isinstance(each, StartRecord):
+            times.append((each.time_s, each.time_s))
+        else:
+            times[-1] = (times[-1][0], max(each.time_s, times[-1][1]))
+    return tuple(times)
 
 
 def whole_lines(content: bytes) -> list[bytes]:
@@ -393,18 +411,20 @@ class RunLogWriter:
             elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
             self.started_s -= max(elapsed_s, self._before.last_s)
         process = (rank, num_workers, os.getpid(), date_s, dict(configuration), now_s)
-        self._write(StartRecord(*process, FORMAT, self._boot_id, self._run_id))
+        at = self._boot_id, self._run_id, self._time(now_s)
+        self._write(StartRecord(*process, FORMAT, *at))
 
     def began(self, at_s: float | None = None) -> None:
         """Write that this process has made its first gradient step, now or at ``at_s``."""
         at_s = self._clock() if at_s is None else at_s
         self._write(BeganRecord(os.getpid(), at_s, self._time(at_s)))
 
-    def notice(self, rank: int, what: str, at_s: float) -> None:
-        """Write a notice about another worker; beyond 10,000 nothing more."""
+    def notice(self, rank: int, what: str, at_s: float, silent_s: float | None = None) -> None:
+        """Write a notice about a worker; beyond 10,000 nothing more."""
         self._num_notices += 1
         if self._num_notices <= MAX_NOTICES:
-            self._write(NoticeRecord(rank, what, at_s, self._time(at_s)))
+            silent_s = None if silent_s is None else round(silent_s, 3)
+            self._write(NoticeRecord(rank, what, at_s, self._time(at_s), silent_s))
 
     def counts(
         self,

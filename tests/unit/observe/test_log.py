@@ -166,7 +166,7 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
             log.start(rank=0, num_workers=2, configuration={})
             log.began()
             log.counts(SOME)
-            log.notice(1, "dead", 101.5)
+            log.notice(1, "answered", 101.5, 8.2004)
         with path.open("ab") as file:
             file.write(b'{"kind": "st')  # killed in mid-write
     worker = RunLog.read(tmp_path).workers[0]
@@ -176,7 +176,7 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
     assert (last.samples, last.exchanges_initiated, last.shared_bytes_received) == (16, 6, 40)
     assert last.exchanges_by_neighbour == {1: 4, 3: 10}
     assert last.edge_distance == 0.25, "a gauge is no sum"
-    assert worker.notices[0] == NoticeRecord(1, "dead", 101.5, 1.5)
+    assert worker.notices[0] == NoticeRecord(1, "answered", 101.5, 1.5, 8.2)
     assert worker.lives[1].time_s >= 0
 
 
@@ -245,7 +245,7 @@ def test_notices_beyond_the_most_are_left_out(
     with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock())) as log:
         log.start(rank=0, num_workers=2, configuration={})
         for _ in range(13):
-            log.notice(1, "stopped", 101.0)
+            log.notice(1, "silent", 101.0)
     assert len(RunLog.read(tmp_path).workers[0].notices) == 10
 
 
@@ -273,10 +273,10 @@ def test_a_full_disk_leaves_lines_out_and_says_so_once(
     with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock())) as log:
         log.start(rank=0, num_workers=2, configuration={})
         log._file = FullDisk(log._file, [5, None])
-        for what in ("dead", "rejoined", "stopped"):
+        for what in ("lost", "answered", "silent"):
             log.notice(1, what, 101.0)
     notices = RunLog.read(tmp_path).workers[0].notices
-    assert [notice.what for notice in notices] == ["stopped"]
+    assert [notice.what for notice in notices] == ["silent"]
     assert len(caplog.records) == 1
     assert "training goes on" in caplog.text
 
