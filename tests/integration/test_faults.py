@@ -261,7 +261,7 @@ def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(
             notices = [notice for notice in end["noticed"] if notice["rank"] == 1]
             kinds = [notice["kind"] for notice in notices]
             assert [kind for kind in kinds if kind != "silent"] == ["lost", "answered"]
-            assert notices[-1]["silent_s"] >= SILENCE_S
+            assert notices[-1]["silent_s"] >= 0.9 * SILENCE_S
         assert end["restarts"] == [0, 0, 0], "no other life began"
     # It says of itself, once, that it was stopped, and loses none of the others, who were not.
     stops = [each["silent_s"] for each in ends[1]["noticed"] if each["rank"] == 1]

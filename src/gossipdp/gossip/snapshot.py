@@ -39,7 +39,8 @@ class Notice:
             rank; ``stopped``: this worker itself did not run for the time-out.
         at_s: :func:`~gossipdp.links.clock.since_boot_s`, the same for all of one machine.
         number: of this worker's notices so far, this one included.
-        silent_s: how long nothing had been heard of it, or ``stopped``; None if it is not known.
+        silent_s: how long nothing had been heard of the worker, or of its former process; of a
+            ``stopped`` one, how long it did not run. None if it is not known.
     """
 
     rank: int
@@ -290,5 +291,4 @@ class Noticed:
     def _end_silence(self, rank: int, kind: NoticeKind, now_s: float) -> None:
         self._lost.discard(rank)
         since = self._since.pop(rank, None)
-        silent_s = None if since is None or kind == "restarted" else now_s - since
-        self.note(rank, kind, now_s, silent_s)
+        self.note(rank, kind, now_s, None if since is None else now_s - since)

@@ -434,26 +434,33 @@ class StatusBoard:
         return tuple(links)
 
     def _notices(self, now_s: float) -> tuple[NoticeStatus, ...]:
-        """Return every event once, however many noticed it, oldest first."""
+        """Return every event once, however many noticed it, oldest first.
+
+        One that was stopped itself notices late what happened meanwhile, and since when.
+        """
         events = sorted(
             (now_s - source.answered_s + each.ago_s, each.rank, each.kind, each.silent_s or 0.0)
             for source in self._sources.values()
             if source.status is not None
             for each in source.status.notices
         )
-        last: dict[tuple[int, str], float] = {}
-        place: dict[tuple[int, str], int] = {}
+        # Of the last event of each kind: its place, the last time it was noticed, and since when.
+        last: dict[tuple[int, str], tuple[int, float, float | None]] = {}
         notices: list[NoticeStatus] = []
         for ago_s, rank, kind, silent_s in reversed(events):
-            event = rank, kind
-            if last.get(event, math.inf) - ago_s > SAME_EVENT_S:
-                place[event] = len(notices)
+            since_s = ago_s + silent_s if silent_s else None
+            place, last_s, known_s = last.get((rank, kind), (0, math.inf, None))
+            apart_s = last_s - ago_s
+            if since_s is not None and known_s is not None:
+                apart_s = min(apart_s, abs(since_s - known_s))
+            if apart_s > SAME_EVENT_S:
+                place, known_s = len(notices), None
                 notices.append(NoticeStatus(rank, kind, ago_s))
-            last[event] = ago_s
-            known = notices[place[event]]
-            # Not all have heard it themselves; the longest silence is that of who knows most.
-            if silent_s > (known.silent_s or 0.0):
-                notices[place[event]] = msgspec.structs.replace(known, silent_s=silent_s)
+            if since_s is not None and since_s > (known_s or 0.0):
+                known_s = since_s
+                silent_s = since_s - notices[place].ago_s
+                notices[place] = msgspec.structs.replace(notices[place], silent_s=silent_s)
+            last[rank, kind] = place, ago_s, known_s
         return tuple(notices)
 
 

@@ -34,7 +34,7 @@ class Event:
     """A change in a worker's life; ``witnesses`` noticed it, and none if its own log holds it.
 
     ``what`` is the kind of a notice, or ``began``: a later process of the worker made its first
-    gradient step. ``silent_s``: see :class:`gossipdp.gossip.snapshot.Notice`; the longest.
+    gradient step. ``silent_s``: see :class:`gossipdp.gossip.snapshot.Notice`; at ``time_s``.
     """
 
     time_s: float
@@ -43,6 +43,22 @@ class Event:
     witnesses: tuple[int, ...] = ()
     last_noticed_s: float = 0.0
     silent_s: float | None = None
+
+
+class _Sighting(NamedTuple):
+    """A notice; ``since_s`` is when the worker was heard last, if it is known."""
+
+    time_s: float
+    witness: int
+    since_s: float | None
+
+    def belongs_to(self, group: Sequence[_Sighting]) -> bool:
+        """Return whether this is the event that an earlier ``group`` noticed."""
+        return self.time_s <= group[0].time_s + SAME_EVENT_S or any(
+            abs(self.since_s - each.since_s) <= NEWS_S
+            for each in group
+            if self.since_s is not None and each.since_s is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -322,25 +338,33 @@ class RunView:
 
     @cached_property
     def events(self) -> list[Event]:
-        """Return losses, silences, returns and joins, the earliest first."""
-        noticed: dict[tuple[int, str], list[tuple[float, int, float]]] = defaultdict(list)
+        """Return losses, silences, returns and joins, the earliest first.
+
+        One that was stopped itself notices late what happened meanwhile, and since when.
+        """
+        noticed: dict[tuple[int, str], list[_Sighting]] = defaultdict(list)
         events = []
         for witness, worker in self.workers.items():
             for notice in worker.notices:
-                seen = (self.at(witness, notice.time_s), witness, notice.silent_s or 0.0)
-                noticed[notice.rank, notice.what].append(seen)
+                time_s = self.at(witness, notice.time_s)
+                since_s = None if notice.silent_s is None else time_s - notice.silent_s
+                noticed[notice.rank, notice.what].append(_Sighting(time_s, witness, since_s))
             for life in worker.lives[1:]:
                 events.append(Event(self.at(witness, life.time_s), witness, "began"))
         for (rank, what), sightings in noticed.items():
-            groups: list[list[tuple[float, int, float]]] = []
+            groups: list[list[_Sighting]] = []
             for one in sorted(sightings):
-                if not groups or one[0] > groups[-1][0][0] + SAME_EVENT_S:
+                if not groups or not one.belongs_to(groups[-1]):
                     groups.append([])
                 groups[-1].append(one)
             for group in groups:
-                witnesses = tuple(sorted({witness for _, witness, _ in group}))
-                silent_s = max(each for _, _, each in group) or None
-                events.append(Event(group[0][0], rank, what, witnesses, group[-1][0], silent_s))
+                witnesses = tuple(sorted({each.witness for each in group}))
+                first_s, last_s = group[0].time_s, group[-1].time_s
+                since_s = min(
+                    (each.since_s for each in group if each.since_s is not None), default=None
+                )
+                silent_s = None if since_s is None else first_s - since_s
+                events.append(Event(first_s, rank, what, witnesses, last_s, silent_s))
         return sorted(events, key=lambda event: (event.time_s, event.rank))
 
     def known_of(self, event: Event) -> str:

@@ -448,7 +448,7 @@ def test_one_that_was_lost_answers_again_after_the_whole_silence():
     assert seen(*linked) == expected
     assert seen(*linked, (member(1, 1), False, 9.2, 9.2)) == [*expected, ("answered", 9.2, 8.2)]
     again = member(1, 1, 7, restarts=1)
-    assert seen(*lost, (again, False, 9.0, 9.0)) == [*expected, ("restarted", 9.0, None)]
+    assert seen(*lost, (again, False, 9.0, 9.0)) == [*expected, ("restarted", 9.0, 8.0)]
     # Found silent and lost in one turn.
     at_once = seen(lost[0], (dead, False, None, 6.5), (member(1, 1), False, None, 9.0))
     assert at_once == [("lost", 6.5, 5.5), ("answered", 9.0, 8.0)]

@@ -122,17 +122,21 @@ def test_the_view_outlives_the_worker_that_was_asked_first() -> None:
     assert address_of(0) not in job.board.addresses()
 
 
-def test_the_longest_known_silence_is_told_of_an_event() -> None:
-    """Who had no link to the worker does not know how long it was silent."""
-    job, told = Job(0), {0: (3.0, 1.0), 1: (2.5, 8.2), 2: (2.0, None)}
-    job.look({0: status(0, 3)})
-    seen = job.look(
-        {
-            rank: status(rank, 3, notices=(NoticeStatus(2, "answered", ago_s, silent_s),))
-            for rank, (ago_s, silent_s) in told.items()
-        }
-    )
-    assert seen.notices == (NoticeStatus(2, "answered", 3.0, 8.2),)
+def test_all_that_notice_an_event_are_one_event() -> None:
+    """One has no link to the worker; one was stopped itself and hears of it ten seconds late."""
+    job = Job(0)
+    told = {0: (13.0, 1.0), 1: (12.5, 1.6), 2: (12.0, None), 3: (3.0, 11.0)}
+    job.look({0: status(0, 5)})
+    answers = {
+        rank: status(rank, 5, notices=(NoticeStatus(4, "lost", ago_s, silent_s),))
+        for rank, (ago_s, silent_s) in told.items()
+    }
+    (notice,) = job.look(answers).notices
+    assert (notice.rank, notice.kind, notice.ago_s) == (4, "lost", 13.0)
+    assert notice.silent_s == pytest.approx(1.1)
+    answers[3] = status(3, 5, notices=(NoticeStatus(4, "lost", 3.0, 1.0),))
+    job.now_s -= 1.0  # at the same time
+    assert [each.ago_s for each in job.look(answers).notices] == [13.0, 3.0], "another loss"
 
 
 def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard() -> None:

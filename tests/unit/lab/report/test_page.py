@@ -301,6 +301,19 @@ def test_notices_of_one_loss_are_one_event() -> None:
     assert lost[0].last_noticed_s == pytest.approx(4.5)
 
 
+def test_one_that_was_stopped_itself_notices_late_and_no_other_event() -> None:
+    log = a_run(4)
+    late = (NoticeRecord(1, "lost", 0.0, 10.0, 6.0), NoticeRecord(1, "lost", 0.0, 40.0, 36.0))
+    for rank, notices in ((0, late[:1]), (2, late[1:]), (3, ())):
+        log.workers[rank] = dataclasses.replace(log.workers[rank], notices=notices)
+    (lost,) = (event for event in RunView(log).events if event.what == "lost")
+    assert (lost.time_s, lost.witnesses) == (10.0, (0, 2))
+    assert lost.silent_s == pytest.approx(6.0)
+    again = (NoticeRecord(1, "lost", 0.0, 40.0, 6.0),)
+    log.workers[2] = dataclasses.replace(log.workers[2], notices=again)
+    assert sum(event.what == "lost" for event in RunView(log).events) == 2
+
+
 def lost_one(*notices: tuple[str, float, float | None], **changes: object) -> RunView:
     """Return a run of three in which worker 0 noticed this of worker 1, whose log has no end."""
     log = a_run(3)
