@@ -253,7 +253,7 @@ def _taken_for_dead(run_log: RunLog, befallen: set[int]) -> list[str]:
         found += [
             f"worker {witness} took worker {notice.rank} for dead, to which nothing was done"
             for notice in log.notices
-            if notice.what == "dead" and notice.rank not in befallen and notice.at_s < ended_s
+            if notice.what == "lost" and notice.rank not in befallen and notice.at_s < ended_s
         ]
     return found
 

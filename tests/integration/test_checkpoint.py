@@ -204,7 +204,7 @@ def outlive(directory: str) -> Any:
     if model.rank == 1:
         model.save_checkpoint()
         os.kill(os.getpid(), signal.SIGKILL)
-    train_until_noticed("dead", model, optimizer)
+    train_until_noticed("lost", model, optimizer)
     train(model, optimizer, 10)
     model.save_checkpoint()
     model.close()
@@ -252,7 +252,7 @@ def die_in_mid_write(directory: str) -> None:
 def save_die_and_come_back(directory: str) -> None:
     model, optimizer = make_model(directory, network=Network(timeout_s=2.0))
     if model.rank == 0:
-        train_until_noticed("rejoined", model, optimizer)
+        train_until_noticed("restarted", model, optimizer)
     else:
         wait_until(
             lambda: model.stats().exchanges > 0, "an exchange", lambda: train(model, optimizer, 1)

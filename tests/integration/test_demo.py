@@ -69,11 +69,11 @@ def test_kills_and_a_stop_are_noticed_and_those_killed_come_back(
         if self.first_step_s is not None:
             _, stop = self.injections
             if stop.happened_s is None:
-                knows = witnesses(0, "dead") >= {1, 2, 3}
+                knows = witnesses(0, "lost") >= {1, 2, 3}
                 stop.fault = replace(stop.fault, at_s=0.0 if knows else math.inf)
             elif stop.goes_on_s is not None:
-                stop.goes_on_s = self._clock() if witnesses(2, "dead") >= {1, 3} else math.inf
-            elif all(witnesses(rank, "rejoined") for rank in (0, 2)):
+                stop.goes_on_s = self._clock() if witnesses(2, "lost") >= {1, 3} else math.inf
+            elif witnesses(0, "restarted") and witnesses(2, "answered"):
                 (tmp_path / "run" / "all-back").touch()
         poll(self)
 

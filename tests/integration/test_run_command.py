@@ -11,6 +11,8 @@ import psutil
 import pytest
 from waiting import LONGEST_S, wait_until
 
+from gossipdp.observe.log import RunLog
+
 pytestmark = pytest.mark.processes
 
 # Light: begins without a model.
@@ -115,9 +117,13 @@ def test_where_nobody_can_be_started_the_others_go_on(
 
 # Both begin; then worker 0 fails, and worker 1 goes on.
 FAILING = """
-import os, sys, time
+import os, pathlib, sys, time
 from gossipdp.launcher.reports import Report, send_report
+from gossipdp.observe.log import RunLogWriter, worker_file
 
+rank = int(os.environ["RANK"])
+log = RunLogWriter(worker_file(pathlib.Path(os.environ["GOSSIPDP_LOG_DIR"]), rank))
+log.start(rank=rank, num_workers=2, configuration={})
 send_report(Report(begins=True))
 if os.environ["RANK"] == "1":
     open(sys.argv[1], "w").close()
@@ -135,7 +141,8 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
 ) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(tmp_path / "begun")]
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
+    words += [str(script), str(tmp_path / "begun")]
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, env=without_torch, check=False
     )
@@ -146,6 +153,10 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
     traceback, _, last = done.stderr.rpartition("gossipdp: ")
     assert traceback.count("ValueError: no good") == 1
     assert last == "at the end: worker 0 ended with exit code 1\n"
+    # The report says how it ended: the process itself could not.
+    workers = RunLog.read(tmp_path / "logs").workers
+    assert [each.reason for each in workers[0].process_ends] == ["ended with exit code 1"]
+    assert workers[1].process_ends == ()
 
 
 def test_a_full_disk_under_its_own_lines_ends_no_run(

@@ -132,7 +132,7 @@ def test_a_replica_that_lost_a_process_comes_back(workers: Callable) -> None:
     assert [seen.steps for seen in all_seen[2:]] == [21, 21]
     assert all_seen[2].facts["began after"] == all_seen[3].facts["began after"] > 0
     for seen in all_seen[:2]:
-        assert "dead" in seen.facts["noticed"]
+        assert "lost" in seen.facts["noticed"]
 
 
 def test_all_processes_save_the_same_step_when_asked_to_end(

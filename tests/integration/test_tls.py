@@ -46,7 +46,7 @@ def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]
         lambda: f"300 exchanges and 3 ends of links: {model.stats().exchanges}, {ended()}",
         step,
     )
-    num_deaths = sum(notice.kind == "dead" for notice in model.stats().noticed)
+    num_deaths = sum(notice.kind == "lost" for notice in model.stats().noticed)
     secured = are_secured(model)
     num_workers = model.consolidate().world_size
     num_renewed = sum("its TLS key" in text for text in ended())

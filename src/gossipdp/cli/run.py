@@ -137,6 +137,7 @@ def run(arguments: RunArguments) -> int:
     """
     from gossipdp.launcher.local import ScriptWorker
     from gossipdp.launcher.supervisor import Failure, Supervisor, describe, shown_rank
+    from gossipdp.observe.log import worker_file, write_process_end
 
     check_platform()
     # Options are checked before a port is taken.
@@ -162,6 +163,9 @@ def run(arguments: RunArguments) -> int:
             count = f"restart {num_restarts} of {arguments.max_restarts}"
             then = f"it is started again in {failure.restart_in_s:.1f} s ({count})"
         _tell(f"worker {shown_rank(failure.rank)} {failure.ending.reason}; {then}")
+        if arguments.log_dir is not None and failure.rank >= 0:
+            path = worker_file(arguments.log_dir, failure.rank)
+            write_process_end(path, failure.process_id, failure.ending.reason)
 
     def look() -> None:
         nonlocal others_may_join

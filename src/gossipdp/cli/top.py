@@ -20,7 +20,7 @@ from rich.text import Text
 from gossipdp.launcher.environment import read_addresses, show_address
 from gossipdp.logs import printable
 from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
-from gossipdp.observe.status import Answer, StatusPoll
+from gossipdp.observe.status import Answer, StatusPoll, notice_words
 from gossipdp.rules import number, option
 
 # So long top waits without an answer, at the beginning or later.
@@ -31,7 +31,7 @@ WAIT_FOR_ANSWERS_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class TopArguments:
-    """Show a running job live: workers, speed, loss, links, who is slow or dead.
+    """Show a running job live: workers, speed, loss, links, who is slow or lost.
 
     Give the status port of any worker, as set by gossipdp run --status-port. top finds the other
     workers from there, and goes on if that worker dies.
@@ -174,7 +174,7 @@ def _say(text: str, code: int) -> int:
 # The screen: a head, the workers, the links, the latest notices. States without a style have the
 # terminal's own colour.
 STYLES = {
-    "dead": "bold red",
+    "lost": "bold red",
     "cut off": "bold red",
     "silent": "red",
     "no answer": "yellow",
@@ -186,12 +186,6 @@ STYLES = {
     "left": "dim",
 }
 WELL = ("training", "averaging", "left")
-NOTICED = {
-    "dead": "was found dead",
-    "stopped": "fell silent",
-    "rejoined": "is back",
-    "joined": "joined",
-}
 MAX_LINKS, MAX_NOTICES = 8, 5
 # The head of the page, the gap, the table's heading, and a line for workers that do not fit.
 OTHER_LINES = 7
@@ -223,8 +217,8 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
     if notices:
         parts.append(Text(""))
     for each in notices:
-        what = NOTICED.get(each.kind, printable(each.kind))
-        style = STYLES.get({"stopped": "silent"}.get(each.kind, each.kind), "")
+        what = notice_words(each.kind, each.silent_s)
+        style = STYLES.get(each.kind, "")
         parts.append(Text(f"{_duration(each.ago_s)} ago: worker {each.rank} {what}", style=style))
     if is_stale:
         silence = f"no worker answers since {_duration(job.heard_ago_s)}"
@@ -315,12 +309,14 @@ def _worker(worker: JobWorker) -> dict[str, str]:
         state = f"slow {worker.step_factor:.1f}x"
     elif state == "idle" and worker.since_step_s is not None:
         state = f"idle {_duration(worker.since_step_s)}"
+    elif state == "silent" and worker.silent_s is not None:
+        state = f"silent {_duration(worker.silent_s)}"
     linked = worker.neighbours
     links = "-" if linked is None else " ".join(map(str, linked)) or "none"
     place = f"{printable(worker.host)} ({worker.process_id})" if worker.host else "-"
     return {
         "worker": str(worker.rank),
-        "state": f"{state}, life {worker.incarnation + 1}" if worker.incarnation else state,
+        "state": f"{state}, life {worker.restarts + 1}" if worker.restarts else state,
         "steps": f"{worker.gradient_steps:,}",
         "step": _milliseconds(worker.step_seconds),
         "samples/s": _show(worker.samples_per_second, ",.0f"),

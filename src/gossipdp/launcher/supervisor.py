@@ -63,12 +63,14 @@ class Failure:
 
     ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet. It is
     started again in ``restart_in_s`` seconds; None: never. ``before``: how its earlier lives ended.
+    ``process_id``: of a replica's first process; 0 if none was started.
     """
 
     rank: int
     ending: Ending
     restart_in_s: float | None = None
     before: tuple[Ending, ...] = ()
+    process_id: int = 0
 
 
 class WorkerProcess(abc.ABC):
@@ -461,9 +463,9 @@ class Supervisor:
         if self.ending or ending.reason:
             worker.kill_group()  # what it started and left behind, such as loader processes
         if not self.ending and ending.reason:
-            self._fail(local_rank, ending, now)
+            self._fail(local_rank, ending, now, worker.pid)
 
-    def _fail(self, local_rank: int, ending: Ending, now: float) -> None:
+    def _fail(self, local_rank: int, ending: Ending, now: float, process_id: int = 0) -> None:
         """Handle a life of this worker that failed, or could not begin."""
         lives = self._lives[local_rank]
         may_restart = self._have_all_begun() and self._num_restarts_left > 0
@@ -472,7 +474,7 @@ class Supervisor:
         if self.is_complete and not lives.consolidated and may_restart:
             self._miss_end(lives, ending.reason)
             return
-        failure = Failure(lives.rank, ending, before=lives.endings)
+        failure = Failure(lives.rank, ending, before=lives.endings, process_id=process_id)
         lives.endings += (ending,)
         if may_restart and not self.is_complete:
             self._num_restarts_left -= 1

@@ -522,8 +522,8 @@ class GossipEngine:
         if outcome.num_workers < len(known):
             reasons = [f"; worker {rank}: {why}" for rank, why in outcome.without.items()]
             logger.warning(
-                "worker %d: the average is over %d of %d workers; the others died, still train, or "
-                "went on without this one%s",
+                "worker %d: the average is over %d of %d workers; the others are lost, still "
+                "train, or went on without this one%s",
                 self.rank,
                 outcome.num_workers,
                 len(known),

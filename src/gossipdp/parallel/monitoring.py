@@ -264,7 +264,7 @@ class RunLogging:
         for notice in stats.noticed:
             if notice.number > self._num_noticed:
                 self._num_noticed = notice.number
-                self.writer.notice(notice.rank, notice.kind, notice.at_s)
+                self.writer.notice(notice.rank, notice.kind, notice.at_s, notice.silent_s)
         # In consolidate() exchanges go on after the last step.
         counted = self._gradient_steps, stats.exchanges
         is_due = finally_ and counted != self._recorded
@@ -395,10 +395,11 @@ class StatusPage:
         members, neighbours = engine.view()
         # Copied in one step, whatever the training loop does.
         losses, logged = list(self._losses.copy()), self._values.copy()
-        lives = [each.incarnation for each in members if each.rank == engine.rank]
+        own = [each for each in members if each.rank == engine.rank]
         return WorkerStatus(
             rank=stats.rank,
-            incarnation=max(lives, default=engine.incarnation),
+            incarnation=max((each.incarnation for each in own), default=engine.incarnation),
+            restarts=max((each.restarts for each in own), default=0),
             num_workers=stats.world_size,
             run_id=engine.run_id,
             method=options.method,
@@ -414,8 +415,8 @@ class StatusPage:
             members=members,
             neighbours=neighbours,
             notices=tuple(
-                NoticeStatus(notice.rank, notice.kind, max(0.0, now_s - notice.at_s))
-                for notice in stats.noticed[-MAX_NOTICES:]
+                NoticeStatus(each.rank, each.kind, max(0.0, now_s - each.at_s), each.silent_s)
+                for each in stats.noticed[-MAX_NOTICES:]
             ),
             **{name: getattr(stats, name) for name in metrics_of(Counters)},
         )

@@ -58,6 +58,7 @@ class Startup:
     rank: int
     world_size: int
     incarnation = 0
+    restarts = 0
     run_id: str
     phase: Phase
     protocol: WorkerProtocol
@@ -232,6 +233,7 @@ class Startup:
             is_joining=is_joining,
             work_out=self._work_out,
             status_address=("", 0) if self._page is None else self._page.announced(host),
+            restarts=self.restarts,
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
@@ -349,6 +351,8 @@ class Startup:
             )
             wanted = None if environment.needs_rank else environment.rank
             rank, incarnation = first_incarnation(answer.members, wanted)
+            before = (each.restarts + 1 for each in answer.members if each.rank == rank)
+            self.restarts = next(before, 0)
             self._take_place(rank, answer.num_workers, incarnation)
         except BaseException:
             listener.close()
@@ -373,7 +377,7 @@ class Startup:
         self.before = Counts(max([steps, *(each.facts.step for each in saved)]), steps, samples)
         self._call(lambda: self.loop.serve_state((), lambda: None))
         self._call(self.loop.joined)
-        logger.info("worker %d joined the run, in its life %d", rank, incarnation)
+        logger.info("worker %d joined the run, in its life %d", rank, 1 + self.restarts)
 
     def _take_start(self) -> None:
         """Take rank 0's parameters, down a binary tree, and give them on.

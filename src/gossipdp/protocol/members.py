@@ -66,7 +66,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """One worker as the network knows it.
 
     It listens for links at ``host`` and ``port``. It shows its status to people at ``status_host``
-    and ``status_port`` (port 0: nowhere); nothing here uses those.
+    and ``status_port`` (port 0: nowhere), and ``restarts`` counts the processes of this rank before
+    this one; nothing here uses those. The incarnation also rises when the same process goes on
+    after others have given it up.
     """
 
     rank: Rank
@@ -77,6 +79,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     port: Port = 0
     status_host: Host = ""
     status_port: Port = 0
+    restarts: Incarnation = 0
 
     @property
     def is_live(self) -> bool:
@@ -93,7 +96,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return self._order > other._order
 
     @property
-    def _order(self) -> tuple[int, int, int, str, int, str, int]:
+    def _order(self) -> tuple[int, int, int, str, int, str, int, int]:
         return (
             self.incarnation,
             self.process_id,
@@ -102,6 +105,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             self.port,
             self.status_host,
             self.status_port,
+            self.restarts,
         )
 
 

@@ -149,7 +149,7 @@ class WorkerProgress:
     """The latest of one worker.
 
     Attributes:
-        state: by its own log, or by another's while the worker is dead or silent.
+        state: by its own log, or by another's while the worker is lost or silent.
         began_s: of its first process's first gradient step, by ``since_boot_s``.
         counts: its latest record.
         loss: the latest that it logged.
@@ -186,19 +186,20 @@ class WorkerProgress:
         """Take a notice of another worker about this one."""
         if self.ended:
             return
-        if what == "dead":
-            self.state = "dead"
-        elif what == "stopped" and self.state == "training":
+        if what == "lost":
+            self.state = "lost"
+        elif what == "silent" and self.state == "training":
             self.state = "silent"
-        elif what == "rejoined":
+        elif what in ("answered", "restarted"):
             self.state = "training"
 
     def job_worker(self, rank: int) -> JobWorker:
         """Return the worker's row in the table of ``gossipdp top``."""
         facts = facts_of(self.counts) | {"loss": self.loss}
-        if self.state in ("dead", "silent"):
+        if self.state in ("lost", "silent"):
             facts["samples_per_second"] = None
         lives_before = max(0, self.num_lives - 1)
+        facts["restarts"] = lives_before
         return JobWorker(rank, lives_before, self.state, True, "", **facts)
 
 
@@ -426,11 +427,11 @@ def fault_results(injections: Sequence[Injection], run_log: RunLog) -> list[dict
         result: dict[str, Any] = {"rank": fault.rank, "kind": fault.kind, "at_s": fault.at_s}
         result |= {"detected_s": {}, "rejoined_s": None}
         if happened_s is not None and each.is_confirmed:
-            kinds = ("dead",) if fault.kind == "kill" else ("stopped", "dead")
+            kinds = ("lost",) if fault.kind == "kill" else ("silent", "lost")
             since_s = dict.fromkeys(run_log.workers, happened_s)
             detected = _noticed_by(run_log, fault.rank, kinds, since_s)
             # Only from who saw it go: to one that came back meanwhile all others are new.
-            back = _noticed_by(run_log, fault.rank, ("rejoined",), detected)
+            back = _noticed_by(run_log, fault.rank, ("answered", "restarted"), detected)
             result["at_s"] = round(happened_s - min(began, default=0.0), 3)
             result["detected_s"] = {
                 str(rank): round(detected[rank] - happened_s, 3) if rank in detected else None

@@ -225,12 +225,12 @@ def _outcome_lines(outcome: dict[str, Any], options: TrainOptions, rank: int) ->
 
 
 def lowest_alive(stats: Stats) -> int:
-    """Return the lowest rank that is not known to be dead."""
-    dead: set[int] = set()
+    """Return the lowest rank that is not known to be lost."""
+    lost: set[int] = set()
     ranks: set[int] = {*range(stats.world_size), stats.rank}
     for notice in stats.noticed:
-        if notice.kind == "dead":
-            dead.add(notice.rank)
-        elif notice.kind == "rejoined":
-            dead.discard(notice.rank)
-    return min(ranks - dead)
+        if notice.kind == "lost":
+            lost.add(notice.rank)
+        elif notice.kind in ("answered", "restarted"):
+            lost.discard(notice.rank)
+    return min(ranks - lost)

@@ -154,6 +154,17 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
     assert [each for each in asked if each.suspect == 2] == []
     assert worker.suspects() == frozenset()
     assert worker.membership.live() == tuple(range(6))
+    # It knows of its own that it stood still, once.
+    is_input = first not in ("next_deadline", "progressed", "wrap")
+    assert worker.num_standstills == 1
+    assert worker.stood_still_s == pytest.approx(3600.0, abs=0 if is_input else TIMEOUT_S)
+
+
+def test_a_pause_that_nobody_could_notice_is_no_standstill() -> None:
+    worker = make_worker(0, 2)
+    run(worker, 0.0, 4.0, [0, 2])
+    worker.poll(4.0 + 0.9 * TIMEOUT_S)
+    assert worker.num_standstills == 0
 
 
 def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for() -> None:

@@ -169,9 +169,9 @@ def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path: Pat
     scene.poll(105.05)
     scene.fail(0)
     write_log(tmp_path, 0, 100.0)
-    write_log(tmp_path, 1, 101.0, (0, "dead", 103.0), (0, "dead", 105.25), (0, "rejoined", 107.05))
+    write_log(tmp_path, 1, 101.0, (0, "lost", 103.0), (0, "lost", 105.25), (0, "restarted", 107.05))
     # This one came back later: to it all others are new.
-    write_log(tmp_path, 2, 102.0, (0, "rejoined", 106.55))
+    write_log(tmp_path, 2, 102.0, (0, "restarted", 106.55))
     assert results_of(scene, tmp_path) == [
         {
             "rank": 0,
@@ -190,7 +190,7 @@ def test_workers_that_were_away_need_not_notice(tmp_path: Path) -> None:
     scene.poll(106.0)
     scene.fail(0)
     write_log(tmp_path, 0, 100.0)
-    write_log(tmp_path, 1, 101.0, (0, "dead", 106.1), (2, "stopped", 110.5), (2, "dead", 111.0))
+    write_log(tmp_path, 1, 101.0, (0, "lost", 106.1), (2, "silent", 110.5), (2, "lost", 111.0))
     write_log(tmp_path, 2, 102.0)
     scene.poll(114.0)
     stop, kill = results_of(scene, tmp_path)
@@ -302,13 +302,13 @@ def test_the_dead_and_the_silent_are_shown(tmp_path: Path) -> None:
     writer = RunLogWriter(worker_file(tmp_path, 0), clock=clock, run_id="7f", goes_on=True)
     with closing(writer) as log, view:
         clock.now = 5.0
-        log.notice(1, "stopped", 1.0)
+        log.notice(1, "silent", 1.0)
         view.poll()
         assert "2 workers: 1 training, 1 silent" in output.getvalue()
-        for what, state in (("dead", "dead"), ("rejoined", "training"), ("dead", "dead")):
+        for what, state in (("lost", "lost"), ("restarted", "training"), ("lost", "lost")):
             log.notice(1, what, 2.0)
             view.poll()
             assert view.workers[1].state == state
         clock.now = 10.0
         view.poll()
-    assert "2 workers: 1 training, 1 dead" in output.getvalue()
+    assert "2 workers: 1 training, 1 lost" in output.getvalue()

@@ -82,11 +82,12 @@ def test_a_line_now_and_then():
     ("rank", "notices", "lowest"),
     [
         (2, [], 0),
-        (2, [(0, "dead")], 1),
-        (2, [(0, "dead"), (1, "dead")], 2),
-        (2, [(0, "dead"), (0, "rejoined")], 0),
-        (2, [(0, "stopped")], 0),
-        (5, [(0, "dead"), (1, "dead"), (2, "dead"), (3, "dead")], 5),
+        (2, [(0, "lost")], 1),
+        (2, [(0, "lost"), (1, "lost")], 2),
+        (2, [(0, "lost"), (0, "restarted")], 0),
+        (2, [(0, "lost"), (0, "answered")], 0),
+        (2, [(0, "silent")], 0),
+        (5, [(0, "lost"), (1, "lost"), (2, "lost"), (3, "lost")], 5),
     ],
 )
 def test_the_lowest_living_rank_reports(rank: int, notices: list[tuple[int, str]], lowest: int):
