@@ -27,7 +27,7 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import Environment, check_secret, is_loopback, shard_run_id
-from gossipdp.launcher.reports import Report, send_report
+from gossipdp.launcher.reports import Report, say_instead_of_traceback, send_report
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
     CLOSE_AFTER_S,
@@ -54,6 +54,7 @@ MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
 SAY_AFTER_S = 30.0
 # The key under which a worker that was refused leaves its reason: the start fails for all.
 _REFUSAL = "refusal"
+MAX_REFUSAL = 1100
 
 # Name and shape of everything that is exchanged, in order.
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
@@ -228,6 +229,7 @@ class Rendezvous:
                 reference = self._agree(self._store, settings, secret)
                 arrivals = self._gather(self._store, _ListenAddress(*address))
         except (RefusedError, RendezvousError):
+            say_instead_of_traceback()
             raise
         except msgspec.MsgspecError as error:
             raise RendezvousError(
@@ -306,9 +308,10 @@ class Rendezvous:
         refused = self._difference(store, settings, secret, found)
         if refused is not None:
             text = f"worker {rank} cannot join: {printable(refused, 1000)}; start all workers alike"
-            # The others would wait for this worker, which does not come.
-            store.set(f"{self._prefix}{_REFUSAL}", text)
-            raise RefusedError(text)
+            # The others would wait for this worker, which does not come. If worker 0 is the odd
+            # one, all are refused; they give one reason.
+            first = store.compare_set(f"{self._prefix}{_REFUSAL}", "", text)
+            raise RefusedError(printable(first.decode(errors="replace"), MAX_REFUSAL))
         return found
 
     def _reference(self, settings: Settings, secret: bytes | None) -> _Reference:
@@ -388,7 +391,7 @@ class Rendezvous:
         while not store.check([self._prefix + key for key in keys]):
             if store.check([self._prefix + _REFUSAL]):
                 refusal = store.get(self._prefix + _REFUSAL).decode(errors="replace")
-                raise RendezvousError(printable(refusal, 1100))
+                raise RendezvousError(printable(refusal, MAX_REFUSAL))
             waited_s = self._clock() - began
             if waited_s >= self._timeout_s:
                 raise RendezvousError(self._absence(store))
