@@ -469,8 +469,8 @@ def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, 
     rates = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         rate = group.get("initial_lr", group.get("lr"))
-        is_number = isinstance(rate, (int, float, Tensor)) and math.isfinite(rate)
-        rates.append(float(rate) if is_number else 0.0)
+        number = float(rate) if isinstance(rate, (int, float, Tensor)) else 0.0
+        rates.append(number if math.isfinite(number) else 0.0)
     return tuple(rates[:MAX_RATES])
 
 
