@@ -68,6 +68,7 @@ def test_a_forgotten_consolidate_is_said_once(workers: Callable[..., Any], tmp_p
 def begin(log: Path) -> None:
     rate = 0.01 * 3 ** int(os.environ["RANK"])
     wrap(log, rate)[0].consolidate()
+    wrap(log, rate, method="none")[0].consolidate()
 
 
 def test_unlike_learning_rates_are_said_once(workers: Callable[..., Any], tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class CountedBatches:
         self._samples_per_step = options.counting.samples_per_step
         self._batch_dim = options.counting.batch_dim
         self._is_yielding = self._is_repeat = self._may_repeat = False
-        self._is_closed = False
+        self._is_closed = self._is_share_looked_at = False
         self._counted = self._all_counted = 0
         # Of the calls of epochs() that are over; the last one may be under way, or broken off.
         self._epochs_before = self._samples_before = self._num_epochs = 0
@@ -232,7 +232,9 @@ class CountedBatches:
     def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, each counted, pass after pass without end."""
         self._counted = 0
-        _warn_of_fixed_share(loader)
+        if not self._is_share_looked_at:
+            self._is_share_looked_at = True
+            _warn_of_fixed_share(loader)
         while True:
             for batch in self._position.epoch(loader):
                 self._count(batch)

@@ -200,7 +200,7 @@ class Startup:
         except BaseException:
             listener.close()
             raise
-        if self._environment.shard == 0:
+        if self._environment.shard == 0 and self._options.method != "none":
             warn_of_unlike_rates(meeting.learning_rates)
         # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
         others = (

@@ -286,6 +286,7 @@ def test_a_sampler_that_fixes_each_worker_s_share_gets_a_warning(
         else DataLoader(SHARED, 3, sampler=sampler)
     )
     model, net, optimizer = small(budget_samples=20)
+    next(model.batches(loader))  # a loop that is broken off
     for (batch,) in model.batches(loader):
         step(net, optimizer, batch)
     assert sampler.epoch == 3
