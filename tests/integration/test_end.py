@@ -20,11 +20,13 @@ from gossipdp import Checkpoints, Counting, GossipDataParallel, Network, WorkerF
 pytestmark = pytest.mark.processes
 
 
-def wrap(log: Path, **options: Any) -> tuple[GossipDataParallel, Callable[[], None]]:
+def wrap(
+    log: Path, rate: float = 0.01, **options: Any
+) -> tuple[GossipDataParallel, Callable[[], None]]:
     """Return a wrapped model, and a function that makes a step; its warnings go to ``log``."""
     logging.getLogger("gossipdp").addHandler(logging.FileHandler(log / f"{os.getpid()}.log"))
     net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
     model = GossipDataParallel(net, optimizer, network=Network(timeout_s=1.0), **options)
 
     def step() -> None:
@@ -61,6 +63,18 @@ def test_a_forgotten_consolidate_is_said_once(workers: Callable[..., Any], tmp_p
     assert said_in(tmp_path).count("ends without consolidate(): its module holds its own") == 1
     workers(forget, 2, (tmp_path, True))
     assert "ends without" not in said_in(tmp_path)
+
+
+def begin(log: Path) -> None:
+    rate = 0.01 * 3 ** int(os.environ["RANK"])
+    wrap(log, rate)[0].consolidate()
+    wrap(log, rate, method="none")[0].consolidate()
+
+
+def test_unlike_learning_rates_are_said_once(workers: Callable[..., Any], tmp_path: Path) -> None:
+    workers(begin, 3, (tmp_path,))
+    said = "worker 1 begins with a learning rate of 0.03, and worker 0 with 0.01: exchanges"
+    assert said_in(tmp_path).count(said) == 1
 
 
 def go_on(directory: Path) -> int:

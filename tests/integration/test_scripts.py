@@ -100,6 +100,41 @@ def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path: Path)
     assert done.stdout == "closed\n"
 
 
+UNLIKE = """
+import os, torch
+from gossipdp import GossipDataParallel
+
+net = torch.nn.Linear(2, 5 if os.environ["RANK"] == "0" else 4)
+GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+"""
+
+
+def test_workers_with_unlike_models_end_with_one_sentence(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(UNLIKE)
+    done = run([str(BIN / "gossipdp"), "run", "-n", "3", str(script)])
+    assert done.returncode == 1
+    first, sentence, *ends = done.stderr.splitlines()
+    assert "starting 3 workers" in first
+    assert re.match(
+        r"gossipdp: worker [12] cannot join: the models differ, .* of shape \(4, 2\) here and "
+        r".* of shape \(5, 2\) on worker 0; start all workers alike$",
+        sentence,
+    ), done.stderr
+    for line in ends:
+        assert re.match("gossipdp: worker . ended with exit code 1; .* all are ended", line), line
+
+
+def test_a_script_that_wants_a_process_group_ends_with_the_advice_for_it(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom gossipdp import GossipDataParallel\n"
+        "torch.utils.data.DistributedSampler([1])\n"
+    )
+    done = run([sys.executable, str(script)])
+    assert done.stderr.splitlines()[-1].startswith("no process group was started, and gossipdp")
+
+
 def test_a_mistake_in_a_script_is_shown_and_each_end_is_named(
     tmp_path: Path, without_torch: dict[str, str]
 ):

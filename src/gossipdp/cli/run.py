@@ -183,6 +183,7 @@ def run(arguments: RunArguments) -> int:
         on_missed_end=lambda rank, reason: _tell(
             f"worker {shown_rank(rank)} {reason or 'is ended'}: the run is complete without it"
         ),
+        on_sentence=_tell,
     )
     if not plan.launcher_variables:
         noun = "worker" if num_workers == 1 else "workers"

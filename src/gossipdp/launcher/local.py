@@ -28,7 +28,7 @@ from gossipdp import logs
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import check_platform
 from gossipdp.launcher.launch_plan import LaunchPlan
-from gossipdp.launcher.reports import report_variables
+from gossipdp.launcher.reports import advice_on, report_variables
 from gossipdp.launcher.supervisor import (
     Ending,
     Failure,
@@ -318,7 +318,8 @@ def _report(error: BaseException) -> tuple[str, str]:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         return f"ended with exit code {code}", str(error)
-    return f"raised {type(error).__name__}", "".join(traceback.format_exception(error))
+    shown = "".join(traceback.format_exception(error))
+    return f"raised {type(error).__name__}", shown + advice_on(error)
 
 
 def _end_with_parent() -> None:

@@ -170,7 +170,7 @@ class ReplicaProcess(WorkerProcess):
         return [thing for each in self._running.values() for thing in each.waits_for()]
 
     def take_reports(self) -> list[Report]:
-        """Return the reports of the first process, and that it begins once all of them do."""
+        """Return the first process's reports, all sentences, and that it begins once all do."""
         passed_on = []
         for shard, process in enumerate(self.processes):
             for report in process.take_reports():
@@ -180,6 +180,7 @@ class ReplicaProcess(WorkerProcess):
                     passed_on.append(msgspec.structs.replace(report, begins=None))
                 else:
                     self._join_infos[shard].take(report)
+                    passed_on += [Report(says=report.says)] if report.says else []
         if len(self._begun) == len(self.processes):
             self._begun.clear()
             passed_on.append(Report(begins=True))
@@ -294,6 +295,7 @@ class Supervisor:
         on_failure: called once for each failure, with whether the others go on.
         on_missed_end: called with the rank of each worker that died, and was started again or would
             have been, when the run was complete; and with the reason for its end, "" if we end it.
+        on_sentence: called once with each sentence that workers have for the user.
         clock: seconds, monotonic.
 
     Attributes:
@@ -313,11 +315,13 @@ class Supervisor:
         max_restarts: int = 0,
         on_failure: Callable[[Failure, bool], None] = lambda failure, others_go_on: None,
         on_missed_end: Callable[[int, str], None] = lambda rank, reason: None,
+        on_sentence: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._start_process, self._clock = plan, start_process, clock
         self._num_restarts_left, self._on_failure = max_restarts, on_failure
-        self._on_missed_end = on_missed_end
+        self._on_missed_end, self._on_sentence = on_missed_end, on_sentence
+        self._sentences: set[str] = set()
         self.running: dict[int, WorkerProcess] = {}
         self.workers: dict[int, WorkerProcess] = {}
         self.failures: list[Failure] = []
@@ -437,7 +441,7 @@ class Supervisor:
         lives.takes_part = lives.consolidated = lives.saves = False
 
     def _take_reports(self) -> None:
-        """Note the workers' reports: who trains, where all are, and the rank of a joiner."""
+        """Note the workers' reports: who trains, where all are, the rank of a joiner, advice."""
         for local_rank, worker in self.workers.items():
             lives = self._lives[local_rank]
             for report in worker.take_reports():
@@ -451,6 +455,9 @@ class Supervisor:
                     self.saved[lives.rank] = report.saved
                 if report.rank is not None:
                     lives.rank = report.rank
+                if report.says is not None and report.says not in self._sentences:
+                    self._sentences.add(report.says)
+                    self._on_sentence(report.says)
                 self._join_info.take(report)
 
     def _have_all_begun(self) -> bool:

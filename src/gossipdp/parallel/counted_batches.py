@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import math
 import weakref
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel.data_position import DataPosition
@@ -23,6 +25,8 @@ Batch = TypeVar("Batch")
 
 STEPS_WITHOUT_SAMPLES = 3
 """After so many steps without one counted sample something is wrong with the loop."""
+PASSES_IN_ONE_ORDER = 2
+"""A loop that counts each batch twice, as for two views of it, is then in its second pass."""
 
 
 class CountedBatches:
@@ -48,11 +52,12 @@ class CountedBatches:
         self._samples_per_step = options.counting.samples_per_step
         self._batch_dim = options.counting.batch_dim
         self._is_yielding = self._is_repeat = self._may_repeat = False
-        self._is_closed = False
+        self._is_closed = self._is_share_looked_at = False
         self._counted = self._all_counted = 0
         # Of the calls of epochs() that are over; the last one may be under way, or broken off.
         self._epochs_before = self._samples_before = self._num_epochs = 0
         self._forwarded: list[weakref.ref[Tensor]] = []  # what the forward passes of a step were of
+        self._samplers: weakref.WeakSet[DistributedSampler[Any]] = weakref.WeakSet()
 
     def take_counted(self) -> int:
         """Return the samples of the step that has just ended."""
@@ -74,6 +79,33 @@ class CountedBatches:
         if self.budget_samples is not None:
             raise RuntimeError(f"the budget would never be used up: {problem}")
         logger.warning("%s", problem, extra=OF_RUN)
+
+    def check_order(self, num_steps: int) -> None:
+        """Say so, once, where a loop of the user's own never calls its sampler's ``set_epoch``.
+
+        Nothing leads from a loop to its sampler, so all objects are looked at, once. Other samplers
+        of the script, as for evaluation, may well stay at epoch 0, so none may have left it.
+        """
+        if self._is_yielding or self._samples_per_step is not None:
+            return
+        if num_steps == STEPS_WITHOUT_SAMPLES:
+            for each in gc.get_referrers(DistributedSampler):
+                if type(each) is DistributedSampler and each.shuffle and each.num_replicas > 1:
+                    self._samplers.add(each)
+        samples = max((each.num_samples for each in self._samplers), default=None)
+        if samples is None or self._all_counted <= PASSES_IN_ONE_ORDER * samples:
+            return
+        if all(each.epoch == 0 for each in self._samplers):
+            logger.warning(
+                "the DistributedSampler is still at epoch 0 after %d samples of this worker, and "
+                "gives it %d a pass: each pass brings the same share of the data in the same "
+                "order. Call sampler.set_epoch(epoch) before each pass, or loop over "
+                "model.epochs(loader, n), which does",
+                self._all_counted,
+                samples,
+                extra=OF_RUN,
+            )
+        self._samplers.clear()
 
     def count_forward(self, batch: Any) -> None:
         """Count a batch of a loop of the user's own; one that was yielded here is counted.
@@ -200,6 +232,9 @@ class CountedBatches:
     def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, each counted, pass after pass without end."""
         self._counted = 0
+        if not self._is_share_looked_at:
+            self._is_share_looked_at = True
+            _warn_of_fixed_share(loader)
         while True:
             for batch in self._position.epoch(loader):
                 self._count(batch)
@@ -230,6 +265,21 @@ class CountedBatches:
                 yield
             finally:
                 self._is_yielding = False
+
+
+def _warn_of_fixed_share(loader: Any) -> None:
+    """Warn of a sampler that shows each worker its own share of the data in every pass."""
+    of_batches = getattr(loader, "batch_sampler", None)
+    for each in (getattr(loader, "sampler", None), getattr(of_batches, "sampler", None)):
+        if isinstance(each, DistributedSampler) and not each.shuffle and each.num_replicas > 1:
+            logger.warning(
+                "the loader's DistributedSampler has shuffle=False, so each worker trains on one "
+                "share of the data alone: that of a slow worker counts less, and that of a dead "
+                "one is lost. In its place write DataLoader(..., shuffle=True, "
+                "generator=torch.Generator().manual_seed(model.worker_seed))",
+                extra=OF_RUN,
+            )
+            return
 
 
 def _batch_size(batch: Any, batch_dim: int) -> int | None:

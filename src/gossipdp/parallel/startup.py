@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from gossipdp.links.handshake import Identity
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, tls_files
+from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -45,6 +47,9 @@ logger = logging.getLogger("gossipdp")
 
 LOOK_AT_PROGRESS_EVERY_S = 1.0
 LOOK_AT_RANK_EVERY_S = 0.05
+# More parameter groups than that are not compared.
+MAX_RATES = 64
+RATES_AGREE_WITHIN = 0.01
 
 
 class Startup:
@@ -190,10 +195,14 @@ class Startup:
         listener, host = self._listen()
         try:
             address = host, listener.getsockname()[1]
-            meeting = self.rendezvous.meet(address, self.settings, self._secret)
+            # A resumed optimizer has the rate of its own step.
+            rates = learning_rates(self._optimizers) if self._resumption is None else ()
+            meeting = self.rendezvous.meet(address, self.settings, self._secret, rates)
         except BaseException:
             listener.close()
             raise
+        if self._environment.shard == 0 and self._options.method != "none":
+            warn_of_unlike_rates(meeting.learning_rates)
         # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
         others = (
             Member(rank, 0, 0, Status.ALIVE, *address)
@@ -454,3 +463,33 @@ def wait_while_it_advances(
                 done, deadline_s = advance(), time.monotonic() + timeout_s
             elif time.monotonic() >= deadline_s:
                 raise
+
+
+def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, ...]:
+    """Return the first learning rate of each parameter group; 0 stands for none.
+
+    A scheduler that was made already notes it before it sets its own.
+    """
+    rates = []
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        rate = group.get("initial_lr", group.get("lr"))
+        number = float(rate) if isinstance(rate, (int, float, Tensor)) else 0.0
+        rates.append(number if math.isfinite(number) else 0.0)
+    return tuple(rates[:MAX_RATES])
+
+
+def warn_of_unlike_rates(rates: Mapping[int, tuple[float, ...]]) -> None:
+    """Warn, once a run, of the first worker that has another learning rate than worker 0."""
+    for rank, theirs in sorted(rates.items()):
+        for first, rate in zip(rates[0], theirs, strict=False):
+            if not math.isclose(first, rate, rel_tol=RATES_AGREE_WITHIN):
+                logger.warning(
+                    "worker %d begins with a learning rate of %g, and worker 0 with %g: exchanges "
+                    "average their parameters, so the run follows neither. Give all workers the "
+                    "same rate, and do not scale it by the rank",
+                    rank,
+                    rate,
+                    first,
+                    extra=OF_RUN,
+                )
+                return

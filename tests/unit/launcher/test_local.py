@@ -2,14 +2,19 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from run_processes import wait_until_gone
 from waiting import wait_until
 
+from gossipdp.errors import RendezvousError
+from gossipdp.launcher import local, reports
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher.reports import Report
 from gossipdp.launcher.supervisor import Supervisor, describe
 
 
@@ -46,6 +51,92 @@ def test_failures_are_named_once_and_the_rest_is_ended(capfd: pytest.CaptureFixt
         "workers 1, 2 ended with exit code 1",
     ]
     assert capfd.readouterr().err.count("ValueError: no good") == 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("own_hook", [False, True])
+def test_why_a_run_cannot_start_is_said_once_and_without_tracebacks(
+    own_hook: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A hook of the user's own shows the error as it likes."""
+    code = (
+        "import sys\n"
+        "from gossipdp.errors import RendezvousError\n"
+        "from gossipdp.launcher.reports import say_instead_of_traceback\n"
+        f"if {own_hook}: sys.excepthook = lambda kind, *_: sys.stderr.write(kind.__name__)\n"
+        "say_instead_of_traceback()\n"
+        "raise RendezvousError('the models differ')"
+    )
+    sentences: list[str] = []
+    _, supervisor = supervise(code, 2, on_sentence=sentences.append)
+    assert {failure.ending.reason for failure in supervisor.failures} == {"ended with exit code 1"}
+    shown = capfd.readouterr().err
+    if own_hook:
+        assert (sentences, shown.replace("RendezvousError", "")) == ([], "")
+        assert shown
+    else:
+        assert (sentences, shown) == (["the models differ"], "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(RendezvousError, "nobody came"), (KeyError, "of the script's own")]
+)
+def test_without_a_launcher_and_for_other_errors_python_shows_the_traceback(
+    kind: type[Exception],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    reports.say_instead_of_traceback()
+    assert sys.excepthook is not sys.__excepthook__
+    if kind is KeyError:
+        monkeypatch.setattr(reports, "send_report", lambda report: True)
+    sys.excepthook(kind, kind(text), None)
+    assert text in capsys.readouterr().err
+
+
+def ask_for_the_rank() -> None:
+    torch.distributed.get_rank()
+
+
+def leave_a_sampler_in() -> None:
+    torch.utils.data.DistributedSampler([0] * 10)
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (ask_for_the_rank, "use model.rank, model.world_size and model.is_lead in place of dist"),
+        (leave_a_sampler_in, "in place of DistributedSampler(data) give the loader shuffle=True"),
+    ],
+)
+def test_a_script_that_asks_for_a_process_group_is_told_what_to_write(
+    call: Callable[[], None],
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ValueError, match="process group has not been initialized") as raised:
+        call()
+    assert f"gossipdp needs none: {advice}" in reports.advice_on(raised.value)
+    reason, shown = local._report(raised.value)
+    assert reason == "raised ValueError"
+    assert shown.splitlines()[-1] == reports.advice_on(raised.value)
+    # At the end of a script: to its launcher, or, without one, to the log.
+    monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
+    sent: list[Report] = []
+    for is_taken in (True, False):
+        monkeypatch.setattr(
+            reports, "send_report", lambda report, taken=is_taken: (sent.append(report), taken)[1]
+        )
+        reports.advise_at_exit()
+    assert sent == [Report(says=reports.advice_on(raised.value))] * 2
+    assert caplog.messages == [sent[0].says]
+    for other in (None, ValueError("another")):
+        monkeypatch.setattr(sys, "last_value", other)
+        reports.advise_at_exit()
+    assert len(sent) == 2
 
 
 @pytest.mark.processes

@@ -168,6 +168,20 @@ def test_a_difference_ends_the_start_for_all(
         assert str(waiting.value) == str(refused.value)
 
 
+def test_workers_that_are_all_refused_give_one_reason() -> None:
+    """Worker 0 is the odd one."""
+    store = HashStore()
+    with pytest.raises(RendezvousError):
+        Alone(environment(0), store).meet(msgspec.structs.replace(SETTINGS, graph="star"))
+    reasons = []
+    for rank in (2, 1):
+        with pytest.raises(RefusedError) as refused:
+            Alone(environment(rank), store).meet()
+        reasons.append(str(refused.value))
+    assert reasons[0].startswith("worker 2 cannot join: graph is 'ring-3' here and 'star' on")
+    assert reasons == [reasons[0]] * 2
+
+
 def test_who_never_arrives_is_named(caplog: pytest.LogCaptureFixture) -> None:
     store = HashStore()
     store.set(f"{KEYS}arrivals/2", "1")

@@ -77,6 +77,7 @@ class Setting:
         self.failures: list[tuple[int, bool]] = []
         self.restarted: list[tuple[int, float]] = []
         self.missed: list[tuple[int, str]] = []
+        self.sentences: list[str] = []
         self.num_start_failures = 0
         self.plan = plan or plan_of(3)
         self.supervisor = Supervisor(
@@ -85,6 +86,7 @@ class Setting:
             max_restarts=max_restarts,
             on_failure=lambda failure, go_on: self.failures.append((failure.rank, go_on)),
             on_missed_end=lambda rank, reason: self.missed.append((rank, reason)),
+            on_sentence=self.sentences.append,
             clock=lambda: self.now,
         )
         self.workers: dict[int, Scripted] = {}
@@ -530,6 +532,21 @@ def test_a_replica_begins_when_all_of_its_processes_do(replicas: Replicas) -> No
     second.report(begins=True)
     assert replica.take_reports() == [Report(begins=True)]
     assert replica.take_reports() == []
+
+
+def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(make: Make) -> None:
+    setting = make()
+    setting.report(says="do this")
+    setting.workers[1].report(says="do that")
+    setting.workers[2].report(says="do this")
+    setting.step(1)
+    assert setting.sentences == ["do this", "do that"]
+
+
+def test_a_sentence_of_any_process_is_passed_on(replicas: Replicas) -> None:
+    replica = replicas.start(0)
+    replicas.processes["0.1"].report(says="do this")
+    assert replica.take_reports() == [Report(says="do this")]
 
 
 def test_who_comes_back_joins_the_network_of_its_own_shard(replicas: Replicas) -> None:
