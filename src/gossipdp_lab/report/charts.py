@@ -272,10 +272,10 @@ def timeline(view: RunView) -> Drawing:
         for event in view.events
         if event.rank in tops
     ]
-    drawn = {"rows": rows, "flags": flags, "data": {"rows": shown}}
-    drawn["cuts"] = [
+    cuts = [
         (x(pause.at_s), f"no worker ran for {duration(pause.length_s)}") for pause in view.pauses
     ]
+    drawn: Drawing = {"rows": rows, "flags": flags, "cuts": cuts, "data": {"rows": shown}}
     return _time_axis(x, count, row) | drawn
 
 

@@ -431,18 +431,29 @@ class RunView:
     def standstills(self) -> dict[int, tuple[float, list[int]]]:
         """Return by rank the longest time without a step of workers that beat, and who saw it.
 
-        A time that began as the worker fell silent, or its process ended, is known as that.
+        A time that began as the worker fell silent, or its process ended, is known as that. One
+        that stood still itself saw no steps of others meanwhile.
         """
         longest: dict[int, tuple[float, list[int]]] = {}
         for witness, worker in self.workers.items():
             for record in worker.counts:
+                now_s = self.at(witness, record.time_s)
                 for rank, idle_s in record.idle_s.items():
-                    if self._was_away(rank, self.at(witness, record.time_s) - idle_s):
+                    was_stopped = self._was_stopped(witness, now_s - idle_s, now_s)
+                    if was_stopped or self._was_away(rank, now_s - idle_s):
                         continue
                     most_s, witnesses = longest.get(rank, (0.0, []))
                     seen_by = witnesses if witness in witnesses else [*witnesses, witness]
                     longest[rank] = (max(most_s, idle_s), seen_by)
         return dict(sorted(longest.items()))
+
+    def _was_stopped(self, rank: int, since_s: float, until_s: float) -> bool:
+        """Return whether a worker stood still itself at any moment between these times."""
+        return any(
+            since_s <= one.time_s and one.time_s - (one.silent_s or 0.0) <= until_s
+            for one in self.events
+            if one.rank == rank and one.what == "stopped"
+        )
 
     def _was_away(self, rank: int, since_s: float) -> bool:
         """Return whether a worker is known to have been silent, stopped or dead since then."""

@@ -395,6 +395,16 @@ def test_a_standstill_that_is_known_to_be_a_silence_is_not_guessed_about() -> No
     assert standstills(8.5, 7.5) == [1]
 
 
+def test_one_that_was_stopped_itself_saw_no_steps_of_others() -> None:
+    log = a_run(3)
+    stop = NoticeRecord(2, "stopped", 61.3, 11.3, 8.1)
+    for at_s, seen in ((11.2, []), (12.0, []), (20.0, [0])):
+        counts = CountsRecord(at_s, gradient_steps=600, samples=4800, idle_s={0: 8.3})
+        worker = dataclasses.replace(log.workers[2], notices=(stop,), counts=(counts,))
+        log.workers[2] = dataclasses.replace(worker, last_s=20.0)
+        assert list(RunView(log).standstills()) == seen, at_s
+
+
 def two_lives(directory: Path) -> None:
     """Write the logs of two workers that train for 20 s, and 88 s later for 20 s more."""
     began_s, now = 1.7e9, [0.0]
