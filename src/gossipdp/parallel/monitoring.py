@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import gossipdp
 from gossipdp.errors import RendezvousError
 from gossipdp.gossip.counters import Counters, metrics_of
-from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.environment import Environment, show_address
 from gossipdp.links.clock import boot_id, since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
@@ -478,7 +478,7 @@ def describe(
     parameters = list(module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     described: dict[str, Any] = {
-        "graph": graph_name(graph),
+        "graph": graph.name,
         "workers": num_workers,
         "budget_samples": options.budget_samples,
         **{name: getattr(options, name) for name in OPTIONS},
@@ -497,8 +497,8 @@ def describe(
             f"Python {platform.python_version()}"
         ),
     }
-    if graph.number_of_edges() <= MAX_EDGES:  # a reader of the log computes with them
-        described["edges"] = sorted(sorted(edge) for edge in graph.edges)
+    if len(graph.edges) <= MAX_EDGES:  # a reader of the log computes with them
+        described["edges"] = graph.edges
     return {name: value for name, value in described.items() if value not in (None, "")}
 
 
