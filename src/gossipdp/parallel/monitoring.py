@@ -32,7 +32,6 @@ from gossipdp.launcher.environment import Environment, show_address
 from gossipdp.links.clock import boot_id, since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
 from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
-from gossipdp.observe.server import Page, StatusServer
 from gossipdp.observe.status import (
     METRICS_PATH,
     STATUS_PATH,
@@ -45,6 +44,7 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
 
 if TYPE_CHECKING:
+    from gossipdp.observe.server import Page, StatusServer
     from gossipdp.parallel.gossip_engine import GossipEngine
 
 logger = logging.getLogger("gossipdp")
@@ -331,6 +331,8 @@ class StatusPage:
                 f"{port}, and 65535 is the last"
             )
         self.close()
+        from gossipdp.observe.server import StatusServer  # and http.server, for few runs
+
         try:
             self._server = StatusServer(self._host, port)
         except RendezvousError as error:
@@ -358,6 +360,7 @@ class StatusPage:
         options: Options,
     ) -> None:
         """Answer from now on."""
+        from gossipdp.observe.server import Page
 
         def status() -> WorkerStatus:
             return self._status(engine, stats(), budget(), options)
