@@ -79,7 +79,7 @@ def measure(case: Case) -> Start:
         words = [worker, str(path), case.what, str(case.num_values)]
         command = [sys.executable, *(launcher if case.num_workers > 1 else []), *words]
         subprocess.run(command, env=environment, check=True, timeout=300)
-        return Start.of(json.loads(path.read_text("utf-8"))["stages"])
+        return Start.of(json.loads(path.read_text("utf-8")))
 
 
 def summary(runs: list[Start]) -> dict[str, Spread]:
