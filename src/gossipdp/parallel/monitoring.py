@@ -27,12 +27,11 @@ from torch import Tensor, nn
 import gossipdp
 from gossipdp.errors import RendezvousError
 from gossipdp.gossip.counters import Counters, metrics_of
-from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.environment import Environment, show_address
 from gossipdp.links.clock import boot_id, since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
 from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
-from gossipdp.observe.server import Page, StatusServer
 from gossipdp.observe.status import (
     METRICS_PATH,
     STATUS_PATH,
@@ -45,6 +44,7 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
 
 if TYPE_CHECKING:
+    from gossipdp.observe.server import Page, StatusServer
     from gossipdp.parallel.gossip_engine import GossipEngine
 
 logger = logging.getLogger("gossipdp")
@@ -331,6 +331,8 @@ class StatusPage:
                 f"{port}, and 65535 is the last"
             )
         self.close()
+        from gossipdp.observe.server import StatusServer  # and http.server, for few runs
+
         try:
             self._server = StatusServer(self._host, port)
         except RendezvousError as error:
@@ -358,6 +360,7 @@ class StatusPage:
         options: Options,
     ) -> None:
         """Answer from now on."""
+        from gossipdp.observe.server import Page
 
         def status() -> WorkerStatus:
             return self._status(engine, stats(), budget(), options)
@@ -479,7 +482,7 @@ def describe(
     parameters = list(module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     described: dict[str, Any] = {
-        "graph": graph_name(graph),
+        "graph": graph.name,
         "workers": num_workers,
         "budget_samples": options.budget_samples,
         **{name: getattr(options, name) for name in OPTIONS},
@@ -498,8 +501,8 @@ def describe(
             f"Python {platform.python_version()}"
         ),
     }
-    if graph.number_of_edges() <= MAX_EDGES:  # a reader of the log computes with them
-        described["edges"] = sorted(sorted(edge) for edge in graph.edges)
+    if len(graph.edges) <= MAX_EDGES:  # a reader of the log computes with them
+        described["edges"] = graph.edges
     return {name: value for name, value in described.items() if value not in (None, "")}
 
 

@@ -23,7 +23,7 @@ from gossipdp.gossip.joining import RunEndingError, ask_members
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import Identity
@@ -175,9 +175,7 @@ class Startup:
             self._state.drop_momentum()
         # Random graphs of one name may differ between versions.
         digest = hashlib.sha256(repr(self._constants.edges).encode()).hexdigest()[:8]
-        self.settings = msgspec.structs.replace(
-            self.settings, graph=f"{graph_name(graph)} {digest}"
-        )
+        self.settings = msgspec.structs.replace(self.settings, graph=f"{graph.name} {digest}")
 
     def _listen(self) -> tuple[Listener, str]:
         """Return what listens, and the host to announce."""

@@ -328,14 +328,11 @@ def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
     edges, comm_rate = view.configuration.get("edges"), view.configuration.get("comm_rate")
     if not view.gossips or not edges or comm_rate is None:
         return None
-    import networkx as nx
-
     from gossipdp.graph.constants import Constants
     from gossipdp.graph.promise import plan
+    from gossipdp.graph.topology import Graph
 
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(range(view.log.num_workers))
-    graph.add_edges_from(map(tuple, edges))
+    graph = Graph(range(view.log.num_workers), edges)
     constants = Constants.of(graph, comm_rate)
     shares = {
         (worker, neighbour): rate / constants.exchanges_per_unit_time

@@ -15,7 +15,7 @@ TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "GOS
 WORDS = [
     ("", "Expected one of {run, plan,", "gossipdp --help"),
     ("bogus", "Unrecognized options: bogus", "Available subcommands: run, plan, top, tls-init"),
-    ("plan 3 --bogus 1", "Unrecognized options: 3", "gossipdp --help"),
+    ("plan 3 --bogus 1", "Unrecognized options: 3", "gossipdp plan --help"),
     ("plan --workers x", "Error parsing --workers", "['x']"),
     ("run --nodes 2", "Perhaps you meant:", "--nnodes INT"),
     ("run -n two train.py", "Error parsing -n/--nproc-per-node/--workers", "['two']"),
