@@ -84,6 +84,11 @@ class SynchronousDataParallel(DistributedDataParallel):
         }
         self._log.start(rank=rank, num_workers=num_workers, configuration=configuration)
 
+    @property
+    def is_lead(self) -> bool:
+        """True on worker 0, whose death would end the run, as that of any other."""
+        return self.rank == 0
+
     def progress(self) -> float:
         """Return the progress of the whole run, 0 to 1."""
         samples = self._num_steps * self._batch_size * self.world_size

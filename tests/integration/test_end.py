@@ -13,21 +13,22 @@ import pytest
 import torch
 from run_processes import VARIABLES
 from torch import nn
-from waiting import wait_until
+from waiting import FOR_EVER_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Network, WorkerFailedError
+from gossipdp.links.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
 
 
 def wrap(
-    log: Path, rate: float = 0.01, **options: Any
+    log: Path, rate: float = 0.01, timeout_s: float = 1.0, **options: Any
 ) -> tuple[GossipDataParallel, Callable[[], None]]:
     """Return a wrapped model, and a function that makes a step; its warnings go to ``log``."""
     logging.getLogger("gossipdp").addHandler(logging.FileHandler(log / f"{os.getpid()}.log"))
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=rate)
-    model = GossipDataParallel(net, optimizer, network=Network(timeout_s=1.0), **options)
+    model = GossipDataParallel(net, optimizer, network=Network(timeout_s=timeout_s), **options)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -51,16 +52,26 @@ def said_in(log: Path) -> str:
     return said
 
 
-def forget(log: Path, averages: bool) -> None:
-    model, step = wrap(log, budget_samples=64)
-    train(model, step)
-    if averages:
+def has_noticed_a_death(model: GossipDataParallel) -> bool:
+    return "lost" in [notice.kind for notice in model.stats().noticed]
+
+
+def forget(log: Path, saves: bool) -> None:
+    model, step = wrap(log, timeout_s=FOR_EVER_S, counting=Counting(samples_per_step=8))
+    step()  # of each worker: a budget might be used up by one of them
+    with model.averaged():  # an evaluation
+        pass
+    if saves:
         model.save_averaged(log / f"{model.rank}.pt")
+    if model.rank > 0:
+        wait_until(lambda: has_noticed_a_death(model), "worker 0 has ended")
 
 
 def test_a_forgotten_consolidate_is_said_once(workers: Callable[..., Any], tmp_path: Path) -> None:
     workers(forget, 2, (tmp_path, False))
-    assert said_in(tmp_path).count("ends without consolidate(): its module holds its own") == 1
+    said = said_in(tmp_path)
+    assert said.count("ends without consolidate(): its module holds its own") == 1
+    assert "worker 0 ends" in said
     workers(forget, 2, (tmp_path, True))
     assert "ends without" not in said_in(tmp_path)
 
@@ -75,6 +86,24 @@ def test_unlike_learning_rates_are_said_once(workers: Callable[..., Any], tmp_pa
     workers(begin, 3, (tmp_path,))
     said = "worker 1 begins with a learning rate of 0.03, and worker 0 with 0.01: exchanges"
     assert said_in(tmp_path).count(said) == 1
+
+
+def forget_long_after_a_death(log: Path) -> None:
+    model, step = wrap(log, timeout_s=1.0, counting=Counting(samples_per_step=8))
+    step()
+    if model.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_until(lambda: has_noticed_a_death(model), "worker 0 is dead")
+    (death,) = model.stats().noticed
+    wait_until(lambda: since_boot_s() > death.at_s + 1.0, "the death is a time-out ago")
+
+
+def test_another_worker_says_it_where_the_first_was_killed(
+    workers: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
+        workers(forget_long_after_a_death, 2, (tmp_path,))
+    assert "worker 1 ends without consolidate()" in said_in(tmp_path)
 
 
 def go_on(directory: Path) -> int:
@@ -141,7 +170,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 directory = Path(sys.argv[1])
 
 def wrap(**options):
-    return GossipDataParallel(net, optimizer, network=Network(timeout_s=1.0), **options)
+    return GossipDataParallel(net, optimizer, network=Network(timeout_s=timeout_s), **options)
 
 def step():
     optimizer.zero_grad()

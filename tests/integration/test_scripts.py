@@ -10,7 +10,8 @@ from run_processes import VARIABLES
 
 pytestmark = pytest.mark.processes
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 # Two workers: each is a new interpreter, seconds of CPU time until it has torch.
 RUN = [str(BIN / "gossipdp"), "run", "-n", "2"]
@@ -21,11 +22,39 @@ TORCHRUN = [
 
 
 def run(
-    command: list[str], variables: dict[str, str] = VARIABLES
+    command: list[str], variables: dict[str, str] = VARIABLES, directory: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, env=variables
-    )
+        command, capture_output=True, text=True, timeout=280, check=False, env=variables,
+        cwd=directory,
+    )  # fmt: skip
+
+
+def first_script(page: str) -> str:
+    """Return the new side of README's diff, or the first Python of another page."""
+    kind, block = re.findall(
+        r"^```(diff|python)\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M
+    )[0]
+    if kind == "python":
+        return block
+    return "".join(line[1:] for line in block.splitlines(keepends=True) if line[0] in " +")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("command", [RUN, TORCHRUN], ids=["gossipdp run", "torchrun"])
+def test_the_first_script_of_a_page_runs_without_a_warning(
+    command: list[str], page: str, tmp_path: Path
+):
+    """Warnings of Python's are errors; those of the library's log go to the standard error."""
+    script = tmp_path / "train.py"
+    script.write_text(first_script(page))
+    variables = VARIABLES | {"OMP_NUM_THREADS": "1"}  # else torchrun says that it sets it
+    done = run([*command, str(script)], variables, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == (command is RUN), said
+    assert all(line.startswith("gossipdp: starting 2 workers; ") for line in said)
+    assert all(f"worker {rank}: " in done.stdout for rank in range(2))
 
 
 def test_the_complete_example_under_our_launcher(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -207,7 +208,7 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
         if others + 3 + len(links) + len(job.workers) > height:  # links go before workers do
             links = []
         max_workers = max(3, height - others - (3 + len(links) if links else 0))
-    parts: list[RenderableType] = [_head(job), _progress(job), Text("")]
+    parts: list[RenderableType] = [_head(job), _progress(job, width), Text("")]
     parts += _workers(job.workers, width, max_workers)
     if links:
         others = len(job.links) - len(links)
@@ -228,7 +229,7 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
 
 def summary(job: JobStatus) -> str:
     """Return the page in one line."""
-    return f"{_states(job)} · {' · '.join(_progress_facts(job))}"
+    return f"{_states(job)} · {_progress_facts(job)}"
 
 
 def _head(job: JobStatus) -> Text:
@@ -247,23 +248,27 @@ def _counted(states: Sequence[str]) -> str:
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
-def _progress_facts(job: JobStatus) -> list[str]:
+def _progress_facts(job: JobStatus, width: float = math.inf) -> str:
+    """Return what is known of the run; distance, then loss, are left out rather than cut."""
     of_all = f" of {job.budget_samples:,}" if job.budget_samples else ""
     facts = [
         f"{job.samples:,}{of_all} samples",
         f"{_show(job.samples_per_second, ',.0f')} samples/s",
-        f"loss {_show(job.loss, '.4f')}",
     ]
+    less_important = [f"loss {_show(job.loss, '.4f')}"]
     if job.edge_distance is not None:
-        facts.append(f"distance {job.edge_distance:.2g}")
+        less_important.append(f"distance {job.edge_distance:.2g}")
+    end = []
     left = (job.budget_samples or 0) - job.samples
     if left > 0 and job.samples_per_second:
-        facts.append(f"{_duration(left / job.samples_per_second)} left")
-    return facts
+        end = [f"{_duration(left / job.samples_per_second)} left"]
+    while less_important and len(" · ".join(facts + less_important + end)) > width:
+        less_important.pop()
+    return " · ".join(facts + less_important + end)
 
 
-def _progress(job: JobStatus) -> RenderableType:
-    text = Text(" · ".join(_progress_facts(job)), no_wrap=True, overflow="ellipsis")
+def _progress(job: JobStatus, width: int) -> RenderableType:
+    text = Text(_progress_facts(job, width), no_wrap=True, overflow="ellipsis")
     if not job.budget_samples:
         return text
     share = min(1.0, job.samples / job.budget_samples)

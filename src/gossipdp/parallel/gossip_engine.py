@@ -70,7 +70,6 @@ class GossipEngine:
         run_id, graph: of the run; the graph's name.
         is_consolidating: ``consolidate()`` was called.
         is_end_asked: says whether this process was asked to end (SIGTERM).
-        averaged_at_step: the step after which :meth:`averaged` was last entered; -1: never.
     """
 
     rank: int
@@ -117,7 +116,6 @@ class GossipEngine:
         self._rate_warning_due = True
         self._began_s = time.monotonic()
         self._is_averaged = self._has_stopped = False
-        self.averaged_at_step = -1
         self._lead: int | None = None  # after consolidate()
         self._agreed = Agreed()
         self._startup = Startup(
@@ -292,11 +290,15 @@ class GossipEngine:
     def speaks_at_exit(self) -> bool:
         """Return whether this worker has trained with others, and is the first that is not dead.
 
-        Those that have left count too: the workers of one script end in no order.
+        Those that have left count too, and those that were found dead within the last time-out: the
+        workers of one script end in no order, and one that ends without an average is found dead.
         """
-        members = self._loop.snapshot.members
-        ranks = [member.rank for member in members if member.status is not Status.DEAD]
-        return self._gradient_steps > 0 and len(members) > 1 and self.rank == min(ranks)
+        snapshot = self._loop.snapshot
+        members = snapshot.members
+        ended_s = since_boot_s() - self._options.network.timeout_s
+        ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
+        ranks = {member.rank for member in members if member.status is not Status.DEAD}
+        return self._gradient_steps > 0 and len(members) > 1 and self.rank == min(ranks | ending)
 
     def total_samples(self) -> int:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
@@ -475,7 +477,7 @@ class GossipEngine:
         self._refuse_poison("they are not averaged with the others'")
         values = average_over_live(self._thread, self._loop).values
         average = self._copies(lambda chunk, room: room.copy_(values[chunk.index]))
-        self._is_averaged, self.averaged_at_step = True, self.step_number
+        self._is_averaged = True
         self._flat.bind_to(average)
         try:
             yield

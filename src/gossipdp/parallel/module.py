@@ -500,6 +500,7 @@ class GossipDataParallel(nn.Module):
             state = copied_state(self.module, is_kept=is_writer)
         if is_writer:
             write_state(path, state)
+        self._session.average_saved_at_step = self._engine.step_number
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any

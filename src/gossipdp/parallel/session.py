@@ -69,6 +69,7 @@ class Session:
         self._unchecked = set(range(len(optimizers)))
         self._process_id = os.getpid()
         self.num_steps = 0
+        self.average_saved_at_step = -1
         position = DataPosition()
         # What was opened is closed in the reverse order, wherever this fails.
         with contextlib.ExitStack() as opened:
@@ -182,12 +183,15 @@ class Session:
         self.batches.check_counted(self.num_steps)
 
     def _warn_of_no_average(self) -> None:
-        """Say, once a run, that a script ends by itself and never asked for the average."""
+        """Say, once a run, that a script ends by itself and has not saved the average.
+
+        An evaluation of it, as after each epoch, does not excuse a save of the module afterwards.
+        """
         engine = self.engine
         failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
         if os.getpid() != self._process_id or failed or TERMINATION.is_asked:
             return
-        if not engine.speaks_at_exit or engine.averaged_at_step == engine.step_number:
+        if not engine.speaks_at_exit or self.average_saved_at_step == engine.step_number:
             return
         newest = self.checkpointer.newest
         logger.warning(

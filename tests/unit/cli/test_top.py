@@ -224,6 +224,15 @@ def test_columns_are_left_out_rather_than_cut(width: int, num_columns: int) -> N
     assert len(headings.split()) == num_columns
 
 
+@pytest.mark.parametrize(("width", "num_facts"), [(66, 3), (80, 4), (100, 5)])
+def test_facts_of_the_run_are_left_out_rather_than_cut(width: int, num_facts: int) -> None:
+    facts = {"samples_per_second": 1234.0, "loss": 2.0580, "edge_distance": 0.0094}
+    run = msgspec.structs.replace(job(3), samples=108_480, budget_samples=1_200_000, **facts)
+    (line,) = (line for line in drawn(run, width, None) if " of 1,200,000 samples" in line)
+    assert len(line.split(" · ")) == num_facts
+    assert line.rstrip().endswith(" left")
+
+
 def test_of_too_many_workers_those_that_are_ill_are_shown() -> None:
     links = tuple(LinkStatus((rank, rank + 1), rank != 3, 7, 0.01) for rank in range(59))
     many = job(60, {17: "slow", 50: "lost"}, links=links)
