@@ -586,6 +586,17 @@ def test_the_death_of_one_process_ends_the_others(replicas: Replicas) -> None:
     assert replica.poll() == Ending("lost its process 1, which died of signal 9 (SIGKILL)")
 
 
+def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(replicas: Replicas) -> None:
+    replica = replicas.start(1)
+    first, second = replicas.processes.values()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        replica.send(number)
+    assert first.signals == second.signals == [signal.SIGSTOP, signal.SIGCONT]
+    second.how = KILLED
+    assert replica.poll() is None
+    assert first.is_killed
+
+
 def test_who_was_asked_to_end_is_not_killed_for_it(replicas: Replicas) -> None:
     """The first to end leaves the others the time to save."""
     replica = replicas.start(0)
