@@ -221,7 +221,7 @@ class FaultInjector:
         for place in list(self._kills):
             self.ended(place, "")
         for event in self._single.values():
-            self._miss(event, self._places(event), "the run had ended by then")
+            self._miss(event, "the run had ended by then")
         self._single.clear()
         num_missed = sum(record.missed is not None for record in self.records)
         self._say(f"faults: {len(self.records) - num_missed} done, {num_missed} missed")
@@ -236,20 +236,20 @@ class FaultInjector:
         return [place for place in places if 0 <= place < len(self._targets)]
 
     def _inject(self, event: Event, now: float) -> None:
-        clause, places = self._plan.clauses[event.clause], self._places(event)
+        clause = self._plan.clauses[event.clause]
         assert self.first_step_s is not None
         since_s = now - self.first_step_s
         if clause.kind == "slow" and clause.for_s is None:
             for place in [p for p, slow in self._slow.items() if slow.clause == event.clause]:
                 self._speed_up(place, now)
         if clause.every and since_s >= event.at_s + clause.time_s:
-            self._miss(event, places, "the launcher did not run at that time")
+            self._miss(event, "the launcher did not run at that time")
             return
-        able = [place for place in places if not self._obstacle(event, place)]
-        if not able:
-            self._miss(event, places, self._obstacle(event, places[0]) if places else "")
+        obstacles = {place: self._obstacle(event, place) for place in self._places(event)}
+        place = next((place for place, obstacle in obstacles.items() if not obstacle), None)
+        if place is None:
+            self._miss(event, next(iter(obstacles.values()), ""))
             return
-        place = able[0]
         target = self._targets[place]
         assert target.process is not None
         record = FaultRecord(
@@ -258,7 +258,7 @@ class FaultInjector:
             target.rank,
             clause.kind,
             for_s=clause.for_s,
-            factor=clause.factor if clause.kind == "slow" else None,
+            factor=self._factor(event),
             clock_s=round(now, 3),
         )
         self._say(str(record))
@@ -309,17 +309,18 @@ class FaultInjector:
                 process.send(signal.SIGSTOP)
                 self._stopped[place] = process
 
-    def _miss(self, event: Event, places: Sequence[int], reason: str) -> None:
-        """Record an event that did not happen; none if its worker lives elsewhere."""
+    def _miss(self, event: Event, reason: str) -> None:
+        """Record an event that did not happen, unless its worker is another supervisor's."""
         clause = self._plan.clauses[event.clause]
-        rank = self._targets[places[0]].rank if places else None
-        if rank is None and not self._targets:  # the run has ended before its first look
-            rank = event.ranks[0]
-        if rank is not None:
-            factor = clause.factor if clause.kind == "slow" else None
+        for place in self._places(event)[:1]:
+            rank, factor = self._targets[place].rank, self._factor(event)
             record = FaultRecord(event.at_s, None, rank, clause.kind, clause.for_s, factor, reason)
             self._say(str(record))
             self._write(record)
+
+    def _factor(self, event: Event) -> float | None:
+        clause = self._plan.clauses[event.clause]
+        return clause.factor if clause.kind == "slow" else None
 
     def _tell(self, now: float, text: str) -> None:
         assert self.first_step_s is not None

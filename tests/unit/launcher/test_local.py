@@ -3,13 +3,14 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_processes import wait_until_gone
 from waiting import wait_until
 
 from gossipdp.launcher.launch_plan import LaunchPlan
-from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher.local import ForkedWorker, ScriptWorker
 from gossipdp.launcher.supervisor import Supervisor, describe
 
 
@@ -99,3 +100,16 @@ def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path: Path) -> None:
     ended_by, supervisor = supervise(code, 2, max_restarts=1)
     assert (ended_by, supervisor.failures) == (None, [])
     wait_until_gone([int(path.read_text())])
+
+
+def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *signalled: sent.append(signalled))
+    worker = ForkedWorker.__new__(ForkedWorker)
+    worker.pid, worker._process = 7, SimpleNamespace(exitcode=None)
+    worker.send(signal.SIGSTOP)
+    worker._process = SimpleNamespace(exitcode=0)
+    worker.send(signal.SIGCONT)
+    assert sent == [(7, signal.SIGSTOP)]
