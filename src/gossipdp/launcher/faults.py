@@ -224,7 +224,9 @@ class FaultInjector:
             self._miss(event, "the run had ended by then")
         self._single.clear()
         num_missed = sum(record.missed is not None for record in self.records)
-        self._say(f"faults: {len(self.records) - num_missed} done, {num_missed} missed")
+        did_begin = self.first_step_s is not None
+        why = "" if did_begin else "; not all workers here had made a gradient step"
+        self._say(f"faults: {len(self.records) - num_missed} done, {num_missed} missed{why}")
 
     def _places(self, event: Event) -> list[int]:
         """Return the places of the workers here that may take it, in the order to try them."""

@@ -97,6 +97,15 @@ def test_times_count_from_the_moment_when_all_train() -> None:
     assert scene.lines == ["  5.0 s  worker 0 killed"]
 
 
+def test_a_run_without_gradient_steps_has_no_faults_and_is_told_why() -> None:
+    scene = Scene("kill every 1s; stop 1s 0")
+    scene.training = {0, 1}
+    assert scene.at(0, 5) == []
+    assert scene.missed() == ["the run had ended by then"]
+    why = "not all workers here had made a gradient step"
+    assert scene.lines[-1] == f"faults: 0 done, 1 missed; {why}"
+
+
 def test_a_stopped_worker_goes_on_after_its_time() -> None:
     scene = Scene("stop 3s 1 at 2s")
     assert scene.at(0, 2, 4.9) == [(2, 1, STOP)]

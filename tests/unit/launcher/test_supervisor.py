@@ -619,6 +619,8 @@ def test_a_replica_begins_when_all_of_its_processes_do(replicas: Replicas) -> No
     assert replica.take_reports() == [Report(addresses=addresses)]
     second.report(begins=True)
     assert replica.take_reports() == [Report(begins=True)]
+    first.report(trains=True)
+    assert replica.take_reports() == [Report(trains=True)]
     assert replica.take_reports() == []
 
 
