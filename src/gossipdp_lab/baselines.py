@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.reports import Report, send_report
 from gossipdp.links.clock import boot_id
 from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.parallel.module import seed_of
@@ -108,6 +109,7 @@ class SynchronousDataParallel(DistributedDataParallel):
         self._waited_s += self.waited_in_step_s()
         if self._num_steps == 1:
             self._log.began()
+            send_report(Report(trains=True))
         if self._log.wait_s() <= 0:
             self._write_record()
 

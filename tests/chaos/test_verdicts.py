@@ -156,8 +156,10 @@ def test_a_plan_follows_from_its_seed_and_can_be_done(seed: int) -> None:
     plan = processes.draw_plan(seed, 60.0)
     assert str(plan) == str(processes.draw_plan(seed, 60.0))
     assert f"--seed {seed} --seconds 60" in str(plan)
-    assert (plan.faults[0].rank, plan.faults[0].kind) == (0, "kill")
-    assert all(event.at_s + event.for_s < 60 for event in (*plan.faults, *plan.cuts))
-    for fault in plan.faults:
-        away = {other.rank for other in plan.faults if 0 <= fault.at_s - other.at_s <= 8}
+    clauses = plan.faults.clauses
+    assert (clauses[0].rank, clauses[0].kind) == (0, "kill")
+    assert all(clause.time_s + (clause.for_s or 0.0) < 60 for clause in clauses)
+    assert all(cut.at_s + cut.for_s < 60 for cut in plan.cuts)
+    for clause in clauses:
+        away = {other.rank for other in clauses if 0 <= clause.time_s - other.time_s <= 8}
         assert len(away) <= processes.NUM_WORKERS - 2

@@ -1,5 +1,6 @@
 """``gossipdp run``, the real command line: its lines, and its restarts."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import RunCommand, runs
 from waiting import LONGEST_S, wait_until
 
 from gossipdp.observe.log import RunLog
@@ -174,3 +176,91 @@ def test_a_full_disk_under_its_own_lines_ends_no_run(
         )
     assert done.returncode == 0
     assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
+
+
+TRAINING = """
+import os, sys, torch
+from pathlib import Path
+from gossipdp import GossipDataParallel
+
+files = Path(sys.argv[1])
+module = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+model = GossipDataParallel(module, optimizer)
+(files / f"life-{model.rank}-{os.getpid()}").touch()
+while not (files / "end").exists():
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+model.consolidate()
+(files / f"done-{model.rank}").touch()
+"""
+
+
+def test_faults_are_done_to_a_script_which_ends_well(tmp_path: Path) -> None:
+    script, files, log = tmp_path / "train.py", tmp_path / "files", tmp_path / "log"
+    files.mkdir()
+    script.write_text(TRAINING)
+    plan = "kill 1 at 0.5s; stop 0.5s 0 at 1s; slow 2x 2 at 1s; kill 1 at 1h"
+    words = ["-n", "3", "--max-restarts", "1", "--log-dir", str(log), "--faults", plan]
+    run = RunCommand(tmp_path / "output", [*words, str(script), str(files)])
+    try:
+        lines = log / "faults-0.jsonl"
+        run.wait_for(lambda: lines.exists() and lines.read_text().count("\n") == 3)
+        run.wait_for(lambda: len(list(files.glob("life-1-*"))) == 2)
+        (files / "end").touch()
+        assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    assert {path.name for path in files.glob("done-*")} == {"done-0", "done-1", "done-2"}
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert sorted((each["kind"], each["rank"], each["planned_s"]) for each in records) == [
+        ("kill", 1, 0.5),
+        ("kill", 1, 3600.0),
+        ("slow", 2, 1.0),
+        ("stop", 0, 1.0),
+    ]
+    assert records[-1]["missed"] == "the run had ended by then"
+    for each in records[:-1]:
+        assert each["missed"] is None
+        assert each["at_s"] >= each["planned_s"]
+    shown = run.output.read_text()
+    for line in ("worker 1 killed", "worker 0 stopped for 0.5 s", "worker 2 2 times slower"):
+        assert line in shown
+    assert "faults: 3 done, 1 missed" in shown
+
+
+# Both train until SIGTERM comes, and have a long time for what they do then.
+ENDLESS = """
+import signal, sys, time
+from pathlib import Path
+from gossipdp.launcher.reports import Report, send_report
+
+def end(*args):
+    Path(sys.argv[1]).touch()
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+send_report(Report(begins=True, saves=True))
+send_report(Report(trains=True))
+time.sleep(3600)
+"""
+
+
+def test_ctrl_c_ends_a_worker_that_stands_still(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
+    script, ended = tmp_path / "train.py", tmp_path / "ended"
+    script.write_text(ENDLESS)
+    words = ["-n", "2", "--faults", "stop 1h 1; kill 0", str(script), str(ended)]
+    run = RunCommand(tmp_path / "output", words, environment=without_torch)
+    try:
+        run.wait_for(lambda: "that was --faults, and the others" in run.output.read_text())
+        (worker,) = psutil.Process(run.process.pid).children()
+        wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, "the worker stands still")
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(LONGEST_S) == 130
+    finally:
+        run.stop()
+    assert not runs(worker.pid)
+    assert ended.exists(), "it was killed, and could not act on SIGTERM"
+    assert "without --max-restarts they stay away" in run.output.read_text()

@@ -19,6 +19,7 @@ from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import check_platform
+from gossipdp.launcher.reports import Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
@@ -202,6 +203,8 @@ class GossipEngine:
             samples = self._agree(samples)
             self._gradient_steps += 1
             self._samples += samples
+            if self._gradient_steps == 1:
+                send_report(Report(trains=True))
             self._thread.step(samples)
             if self._options.exchange.pace == "strict":
                 self._keep_pace()

@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from waiting import wait_until
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher import local, reports
 from gossipdp.launcher.launch_plan import LaunchPlan
-from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher.local import ForkedWorker, ScriptWorker
 from gossipdp.launcher.reports import Report
 from gossipdp.launcher.supervisor import Supervisor, describe
 
@@ -190,3 +191,16 @@ def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path: Path) -> None:
     ended_by, supervisor = supervise(code, 2, max_restarts=1)
     assert (ended_by, supervisor.failures) == (None, [])
     wait_until_gone([int(path.read_text())])
+
+
+def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *signalled: sent.append(signalled))
+    worker = ForkedWorker.__new__(ForkedWorker)
+    worker.pid, worker._process = 7, SimpleNamespace(exitcode=None)
+    worker.send(signal.SIGSTOP)
+    worker._process = SimpleNamespace(exitcode=0)
+    worker.send(signal.SIGCONT)
+    assert sent == [(7, signal.SIGSTOP)]
