@@ -248,11 +248,11 @@ class FaultInjector:
             self._miss(event, "the launcher did not run at that time")
             return
         obstacles = {place: self._obstacle(event, place) for place in self._places(event)}
-        place = next((place for place, obstacle in obstacles.items() if not obstacle), None)
-        if place is None:
+        chosen = next((place for place, obstacle in obstacles.items() if not obstacle), None)
+        if chosen is None:
             self._miss(event, next(iter(obstacles.values()), ""))
             return
-        target = self._targets[place]
+        target = self._targets[chosen]
         assert target.process is not None
         record = FaultRecord(
             event.at_s,
@@ -267,12 +267,12 @@ class FaultInjector:
         for_s = math.inf if clause.for_s is None else clause.for_s
         if clause.kind == "kill":
             target.process.send(signal.SIGKILL)
-            self._kills[place] = record  # until the supervisor has reaped it
+            self._kills[chosen] = record  # until the supervisor has reaped it
             return
         if clause.kind == "stop":
-            self._stops[place] = now + for_s
+            self._stops[chosen] = now + for_s
         else:
-            self._slow[place] = _Slow(event.clause, clause.factor, now + for_s, now, now)
+            self._slow[chosen] = _Slow(event.clause, clause.factor, now + for_s, now, now)
         self._write(record)
 
     def _obstacle(self, event: Event, place: int) -> str:
