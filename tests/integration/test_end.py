@@ -13,6 +13,7 @@ import pytest
 import torch
 from run_processes import VARIABLES
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from waiting import FOR_EVER_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Network, WorkerFailedError
@@ -104,6 +105,33 @@ def test_another_worker_says_it_where_the_first_was_killed(
     with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
         workers(forget_long_after_a_death, 2, (tmp_path,))
     assert "worker 1 ends without consolidate()" in said_in(tmp_path)
+
+
+def draw(log: Path, changes: Callable[[GossipDataParallel], object], resumes: bool) -> None:
+    torch.manual_seed(5)
+    saving = Checkpoints(log / "saved", resume="auto") if resumes else None
+    model, step = wrap(log, budget_samples=1000, checkpoints=saving)
+    changes(model)
+    loader = DataLoader(TensorDataset(torch.zeros(64, 4)), 8, shuffle=True)
+    next(model.batches(loader))
+    next(model.batches(loader))
+    step()
+    if resumes:
+        model.save_checkpoint()
+    model.consolidate()
+
+
+def test_workers_that_draw_the_same_batches_are_warned_once(
+    workers: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Not where they are seeded apart; nor where a run goes on, with states of its own."""
+    said = "all workers go through the data in the same order, since torch has the same random"
+    workers(draw, 3, (tmp_path, lambda model: None, True))
+    assert said_in(tmp_path).count(said) == 1
+    workers(draw, 2, (tmp_path, lambda model: None, True))
+    assert said not in said_in(tmp_path)
+    workers(draw, 2, (tmp_path, lambda model: torch.manual_seed(model.rank + 1), False))
+    assert said not in said_in(tmp_path)
 
 
 def go_on(directory: Path) -> int:

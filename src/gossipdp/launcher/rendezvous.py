@@ -125,12 +125,24 @@ class _Reference(msgspec.Struct, frozen=True):
             raise ValueError("the run id is too long or holds control characters")
 
 
+class Habits(msgspec.Struct, frozen=True):
+    """How a worker begins to train: nothing that a run needs, but the others may find it odd.
+
+    Attributes:
+        learning_rates: of its parameter groups; none if it resumes.
+        random_state: a digest of torch's random state; empty if it resumes.
+    """
+
+    learning_rates: tuple[float, ...] = ()
+    random_state: str = ""
+
+
 class _Arrival(msgspec.Struct, frozen=True):
-    """What each worker publishes: the address on which it listens, and its learning rates."""
+    """What each worker publishes: the address on which it listens, and its habits."""
 
     host: str
     port: int
-    learning_rates: tuple[float, ...] = ()
+    habits: Habits = Habits()
 
     def __post_init__(self) -> None:
         """Check the address; msgspec turns the ValueError into its ValidationError."""
@@ -143,11 +155,11 @@ class _Arrival(msgspec.Struct, frozen=True):
 class RendezvousResult:
     """The outcome of a rendezvous: the run's id and secret, and by rank what workers published.
 
-    That is (host, port), and the learning rates.
+    That is (host, port), and how each begins to train.
     """
 
     addresses: Mapping[int, tuple[str, int]]
-    learning_rates: Mapping[int, tuple[float, ...]]
+    habits: Mapping[int, Habits]
     run_id: str
     secret: bytes = dataclasses.field(repr=False)
 
@@ -211,7 +223,7 @@ class Rendezvous:
         address: tuple[str, int],
         settings: Settings,
         secret: bytes | None = None,
-        learning_rates: tuple[float, ...] = (),
+        habits: Habits | None = None,
     ) -> RendezvousResult:
         """Publish this worker's address, compare settings with worker 0's, wait for all.
 
@@ -219,7 +231,7 @@ class Rendezvous:
             address: where this worker listens: a numeric host that the others reach, and a port.
             settings: compared field by field with worker 0's.
             secret: all workers' common secret, instead of GOSSIPDP_SECRET.
-            learning_rates: this worker's, for the others to see.
+            habits: this worker's, for the others to see.
 
         Raises:
             RefusedError: this worker's settings or secret differ from worker 0's, or another has
@@ -231,7 +243,7 @@ class Rendezvous:
             check_secret(secret)
         secret = secret or environment.secret
         where = f"the store at {environment.store_host}:{environment.store_port}"
-        own = _Arrival(*address, learning_rates)
+        own = _Arrival(*address, habits or Habits())
         try:
             if self._store is None:
                 reference = self._reference(settings, secret)
@@ -254,8 +266,8 @@ class Rendezvous:
             ) from error
         addresses = {rank: (arrival.host, arrival.port) for rank, arrival in arrivals.items()}
         made = (reference.secret or "").encode()
-        rates = {rank: arrival.learning_rates for rank, arrival in arrivals.items()}
-        meeting = RendezvousResult(addresses, rates, reference.run_id, secret or made)
+        all_habits = {rank: arrival.habits for rank, arrival in arrivals.items()}
+        meeting = RendezvousResult(addresses, all_habits, reference.run_id, secret or made)
         if self._number == 0:  # a worker that comes back joins the run of the first model
             known = meeting.secret.decode() or None
             send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp.logs import OF_RUN
@@ -25,6 +26,9 @@ Batch = TypeVar("Batch")
 
 STEPS_WITHOUT_SAMPLES = 3
 """After so many steps without one counted sample something is wrong with the loop."""
+IN_AN_OWN_ORDER = (
+    "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(model.worker_seed))"
+)
 PASSES_IN_ONE_ORDER = 2
 """A loop that counts each batch twice, as for two views of it, is then in its second pass."""
 
@@ -32,7 +36,8 @@ PASSES_IN_ONE_ORDER = 2
 class CountedBatches:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
-    Calls ``between`` two batches, and is ``within`` a context while it yields.
+    Calls ``between`` two batches, and is ``within`` a context while it yields. ``draws_alike`` says
+    whether all workers draw the same random numbers.
     """
 
     def __init__(
@@ -42,17 +47,19 @@ class CountedBatches:
         is_stopped: Callable[[], bool],
         options: Options,
         *,
+        draws_alike: Callable[[], bool],
         between: Callable[[], None],
         within: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.budget_samples = options.budget_samples
         self._position = position
         self._total_samples, self._is_stopped = total_samples, is_stopped
+        self._draws_alike = draws_alike
         self._between, self._within = between, within
         self._samples_per_step = options.counting.samples_per_step
         self._batch_dim = options.counting.batch_dim
         self._is_yielding = self._is_repeat = self._may_repeat = False
-        self._is_closed = self._is_share_looked_at = False
+        self._is_closed = self._is_sampler_looked_at = False
         self._counted = self._all_counted = 0
         # Of the calls of epochs() that are over; the last one may be under way, or broken off.
         self._epochs_before = self._samples_before = self._num_epochs = 0
@@ -232,9 +239,9 @@ class CountedBatches:
     def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, each counted, pass after pass without end."""
         self._counted = 0
-        if not self._is_share_looked_at:
-            self._is_share_looked_at = True
-            _warn_of_fixed_share(loader)
+        if not self._is_sampler_looked_at:
+            self._is_sampler_looked_at = True
+            self._check_sampler(loader)
         while True:
             for batch in self._position.epoch(loader):
                 self._count(batch)
@@ -244,6 +251,26 @@ class CountedBatches:
                     "the loader yielded no batch: it is empty, or it is an iterator that can "
                     "be gone through only once (pass the loader itself)"
                 )
+
+    def _check_sampler(self, loader: Any) -> None:
+        """Say so where a worker never sees much of the data, or where all see the same batches."""
+        of_batches = getattr(loader, "batch_sampler", None)
+        for each in (getattr(loader, "sampler", None), getattr(of_batches, "sampler", None)):
+            if isinstance(each, DistributedSampler) and not each.shuffle and each.num_replicas > 1:
+                problem = (
+                    "the loader's DistributedSampler has shuffle=False, so each worker trains on "
+                    "one share of the data alone: that of a slow worker counts less, and that of a "
+                    "dead one is lost. In its place write"
+                )
+            elif type(each) is RandomSampler and each.generator is None and self._draws_alike():
+                problem = (
+                    "all workers go through the data in the same order, since torch has the same "
+                    "random state on all of them. Unless each has data of its own, write"
+                )
+            else:
+                continue
+            logger.warning("%s %s", problem, IN_AN_OWN_ORDER, extra=OF_RUN)
+            return
 
     def _count(self, batch: Any) -> None:
         if self._samples_per_step is not None:
@@ -265,21 +292,6 @@ class CountedBatches:
                 yield
             finally:
                 self._is_yielding = False
-
-
-def _warn_of_fixed_share(loader: Any) -> None:
-    """Warn of a sampler that shows each worker its own share of the data in every pass."""
-    of_batches = getattr(loader, "batch_sampler", None)
-    for each in (getattr(loader, "sampler", None), getattr(of_batches, "sampler", None)):
-        if isinstance(each, DistributedSampler) and not each.shuffle and each.num_replicas > 1:
-            logger.warning(
-                "the loader's DistributedSampler has shuffle=False, so each worker trains on one "
-                "share of the data alone: that of a slow worker counts less, and that of a dead "
-                "one is lost. In its place write DataLoader(..., shuffle=True, "
-                "generator=torch.Generator().manual_seed(model.worker_seed))",
-                extra=OF_RUN,
-            )
-            return
 
 
 def _batch_size(batch: Any, batch_dim: int) -> int | None:

@@ -30,7 +30,7 @@ from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.startup import Startup
+from gossipdp.parallel.startup import Startup, random_state
 from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats, view_of
 from gossipdp.parallel.training_state import BetweenSteps
@@ -159,6 +159,11 @@ class GossipEngine:
     def between_steps(self) -> BetweenSteps:
         """Return what gives joiners the optimizers' state, and must know of each step."""
         return self._startup.between_steps
+
+    @property
+    def draws_alike(self) -> bool:
+        """Return whether all workers began with the random state that torch still has here."""
+        return self.world_size > 1 and self._startup.common_random_state == random_state()
 
     @property
     def step_number(self) -> int:

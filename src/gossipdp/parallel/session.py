@@ -97,6 +97,7 @@ class Session:
                 self.engine.total_samples,
                 lambda: self.engine.is_stopped,
                 options,
+                draws_alike=lambda: self.engine.draws_alike,
                 between=self.checkpointer.take_due,
                 within=self.checkpointer.of_batches,
             )

@@ -24,7 +24,7 @@ from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.launcher.rendezvous import Rendezvous, Settings
+from gossipdp.launcher.rendezvous import Habits, Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import Identity
 from gossipdp.links.sockets import Listener, listen
@@ -57,6 +57,7 @@ class Startup:
 
     ``world_size`` is that which the run began with; ``before``, what the worker had counted before;
     ``between_steps`` gives the optimizers' state; ``rendezvous`` reports to the launcher;
+    ``common_random_state`` is torch's random state if all workers began with the same, else empty;
     ``thread`` is None until it has been started.
     """
 
@@ -64,6 +65,7 @@ class Startup:
     world_size: int
     incarnation = 0
     restarts = 0
+    common_random_state = ""
     run_id: str
     phase: Phase
     protocol: WorkerProtocol
@@ -193,14 +195,17 @@ class Startup:
         listener, host = self._listen()
         try:
             address = host, listener.getsockname()[1]
-            # A resumed optimizer has the rate of its own step.
-            rates = learning_rates(self._optimizers) if self._resumption is None else ()
-            meeting = self.rendezvous.meet(address, self.settings, self._secret, rates)
+            habits = Habits()
+            if self._resumption is None:  # a resumed optimizer has the rate of its own step
+                habits = Habits(learning_rates(self._optimizers), random_state())
+            meeting = self.rendezvous.meet(address, self.settings, self._secret, habits)
         except BaseException:
             listener.close()
             raise
         if self._environment.shard == 0 and self._options.method != "none":
-            warn_of_unlike_rates(meeting.learning_rates)
+            warn_of_unlike_rates(meeting.habits)
+            if len({each.random_state for each in meeting.habits.values()}) == 1:
+                self.common_random_state = habits.random_state
         # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
         others = (
             Member(rank, 0, 0, Status.ALIVE, *address)
@@ -476,10 +481,15 @@ def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, 
     return tuple(rates[:MAX_RATES])
 
 
-def warn_of_unlike_rates(rates: Mapping[int, tuple[float, ...]]) -> None:
+def random_state() -> str:
+    """Return a digest of torch's random state, from which a loader draws its order by default."""
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+
+
+def warn_of_unlike_rates(habits: Mapping[int, Habits]) -> None:
     """Warn, once a run, of the first worker that has another learning rate than worker 0."""
-    for rank, theirs in sorted(rates.items()):
-        for first, rate in zip(rates[0], theirs, strict=False):
+    for rank, theirs in sorted(habits.items()):
+        for first, rate in zip(habits[0].learning_rates, theirs.learning_rates, strict=False):
             if not math.isclose(first, rate, rel_tol=RATES_AGREE_WITHIN):
                 logger.warning(
                     "worker %d begins with a learning rate of %g, and worker 0 with %g: exchanges "

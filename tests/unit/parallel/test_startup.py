@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from gossipdp.launcher.rendezvous import Habits
 from gossipdp.parallel import startup
 from gossipdp.parallel.startup import (
     learning_rates,
@@ -85,6 +86,7 @@ def test_unlike_rates_get_one_warning(
     theirs: tuple[float, ...], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = (0.01, 0.001)
-    warn_of_unlike_rates({0: own, 3: theirs, 2: theirs, 1: own})
+    rates = {0: own, 3: theirs, 2: theirs, 1: own}
+    warn_of_unlike_rates({rank: Habits(each) for rank, each in rates.items()})
     assert len(caplog.messages) == bool(said)
     assert said in caplog.text
