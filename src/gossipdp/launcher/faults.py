@@ -248,10 +248,11 @@ class FaultInjector:
             self._miss(event, "the launcher did not run at that time")
             return
         obstacles = {place: self._obstacle(event, place) for place in self._places(event)}
-        place = next((place for place, obstacle in obstacles.items() if not obstacle), None)
-        if place is None:
+        able = [place for place, obstacle in obstacles.items() if not obstacle]
+        if not able:
             self._miss(event, next(iter(obstacles.values()), ""))
             return
+        place = able[0]
         target = self._targets[place]
         assert target.process is not None
         record = FaultRecord(
