@@ -225,9 +225,11 @@ def fault_results(records: Sequence[FaultRecord], run_log: RunLog) -> list[dict[
             assert record.clock_s is not None
             kinds = ("lost",) if record.kind == "kill" else ("silent", "lost")
             since_s = dict.fromkeys(run_log.workers, record.clock_s)
-            detected = _noticed_by(run_log, record.rank, kinds, since_s)
+            later = [each.clock_s for each in records if _befalls_again(each, record)]
+            until_s = min((at_s for at_s in later if at_s is not None), default=math.inf)
+            detected = _noticed_by(run_log, record.rank, kinds, since_s, until_s)
             # Only from who saw it go: to one that came back meanwhile all others are new.
-            back = _noticed_by(run_log, record.rank, ("answered", "restarted"), detected)
+            back = _noticed_by(run_log, record.rank, ("answered", "restarted"), detected, until_s)
             result["detected_s"] = {
                 str(rank): round(detected[rank] - record.clock_s, 3) if rank in detected else None
                 for rank in _witnesses(record, records, run_log)
@@ -257,14 +259,25 @@ def fault_line(result: dict[str, Any]) -> str:
     return text
 
 
+def _befalls_again(later: FaultRecord, record: FaultRecord) -> bool:
+    """Return whether a fault is a later one of the same worker, that others may notice."""
+    if later.clock_s is None or record.clock_s is None or later.kind == "slow":
+        return False
+    return later.rank == record.rank and later.clock_s > record.clock_s
+
+
 def _noticed_by(
-    run_log: RunLog, rank: int, kinds: Collection[str], since_s: Mapping[int, float]
+    run_log: RunLog,
+    rank: int,
+    kinds: Collection[str],
+    since_s: Mapping[int, float],
+    until_s: float,
 ) -> dict[int, float]:
     """Return when each worker of ``since_s`` first noticed this, from its own time on."""
     found: dict[int, float] = {}
     for witness, from_s in since_s.items():
         for notice in run_log.workers[witness].notices:
-            if notice.rank == rank and notice.what in kinds and notice.at_s >= from_s:
+            if notice.rank == rank and notice.what in kinds and from_s <= notice.at_s < until_s:
                 found.setdefault(witness, notice.at_s)
     return found
 
