@@ -198,7 +198,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 directory = Path(sys.argv[1])
 
 def wrap(**options):
-    return GossipDataParallel(net, optimizer, network=Network(timeout_s=timeout_s), **options)
+    return GossipDataParallel(net, optimizer, network=Network(timeout_s=1.0), **options)
 
 def step():
     optimizer.zero_grad()

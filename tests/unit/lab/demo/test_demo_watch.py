@@ -88,7 +88,7 @@ def test_workers_that_were_away_need_not_notice(tmp_path: Path) -> None:
 
 def test_a_notice_belongs_to_the_last_fault_of_its_worker(tmp_path: Path) -> None:
     write_log(tmp_path, 0, 100.0)
-    write_log(tmp_path, 1, 101.0, (0, "dead", 109.25), (0, "rejoined", 111.0))
+    write_log(tmp_path, 1, 101.0, (0, "lost", 109.25), (0, "restarted", 111.0))
     write_log(tmp_path, 2, 102.0)
     records = [did("stop", 0, 5.0, 1.0), did("slow", 0, 8.5), did("kill", 0, 9.0)]
     stop, _, kill = fault_results(records, RunLog.read(tmp_path))
