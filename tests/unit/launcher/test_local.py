@@ -1,12 +1,9 @@
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from run_processes import wait_until_gone
-from waiting import wait_until
 
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.local import ScriptWorker
@@ -25,14 +22,6 @@ def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervi
 
 
 @pytest.mark.processes
-def test_output_variables_and_success(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)"
-    status, supervisor = supervise(code, 3)
-    assert (status, supervisor.failures) == (None, [])
-    assert sorted(capfd.readouterr().out.splitlines()) == ["0 3", "1 3", "2 3"]
-
-
-@pytest.mark.processes
 def test_failures_are_named_once_and_the_rest_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import os, time\n"
@@ -46,38 +35,6 @@ def test_failures_are_named_once_and_the_rest_is_ended(capfd: pytest.CaptureFixt
         "workers 1, 2 ended with exit code 1",
     ]
     assert capfd.readouterr().err.count("ValueError: no good") == 2
-
-
-@pytest.mark.processes
-def test_a_signal_ends_all_workers_and_what_they_started(tmp_path: Path) -> None:
-    # The worker ignores the signal, so SIGKILL must follow, for its own child too.
-    code = (
-        "import os, signal, subprocess, time\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '3600'])\n"
-        f"name = {str(tmp_path)!r} + '/' + os.environ['RANK']\n"
-        "open(name + '.part', 'w').write(f'{os.getpid()} {child.pid}')\n"
-        "os.rename(name + '.part', name)\n"
-        "time.sleep(3600)\n"
-    )
-
-    def interrupt() -> None:
-        wait_until(
-            lambda: len([path for path in tmp_path.iterdir() if not path.suffix]) == 2,
-            "both workers ignore signals",
-        )
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    status, supervisor = supervise(code, 2)
-    thread.join()
-    assert status == signal.SIGTERM
-    assert supervisor.failures == []
-    pids = [int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()]
-    assert len(pids) == 4
-    wait_until_gone(pids)
 
 
 @pytest.mark.processes

@@ -41,15 +41,6 @@ def test_one_that_is_due_while_the_last_is_written_is_taken_after_that(
     assert steps_saved(tmp_path) == [6, 2], "at the beginning of the seventh step"
 
 
-def test_the_last_one_due_is_taken_at_the_end(trained, tmp_path):
-    model, optimizer = trained
-    for _ in range(2):
-        step(model, optimizer)
-    assert steps_saved(tmp_path) == []
-    model.consolidate()
-    assert steps_saved(tmp_path) == [2]
-
-
 # A large model, which no line closes. Its checkpoint is written when that is waited for.
 NOT_CLOSED = """
 import sys, threading
@@ -111,13 +102,6 @@ def test_each_part_is_closed_whatever_another_raises(linear, tmp_path, monkeypat
         with pytest.raises(OSError, match="no such thread"):
             model.close()
     assert steps_saved(tmp_path) == [2]
-
-
-def test_no_checkpoint_within_averaged(trained):
-    model, _ = trained
-    with model.averaged(), pytest.raises(RuntimeError, match=r"within model\.averaged"):
-        model.save_checkpoint()
-    assert model._engine._protocol.pairing.answers
 
 
 def test_none_is_taken_between_the_forward_passes_of_one_step(linear, tmp_path, monkeypatch):

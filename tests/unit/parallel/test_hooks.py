@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gossipdp import Exchange, GossipDataParallel, ProgressLR
+from gossipdp import GossipDataParallel, ProgressLR
 from gossipdp.dynamics.state import State
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel import gossip_engine, session
@@ -176,20 +176,6 @@ def test_a_forward_pass_that_is_computed_again_for_the_backward_pass_counts_once
     assert model.stats().samples == 14
 
 
-def test_gradients_are_accumulated_within_no_sync_and_without_it(wrap) -> None:
-    net = nn.Linear(2, 1, bias=False)
-    optimizer = sgd(net)
-    model = wrap(net, optimizer)
-    before = net.weight.detach().clone()
-    with model.no_sync():
-        model(torch.ones(4, 2)).sum().backward()
-    model(torch.ones(4, 2)).sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(net.weight.detach(), before - 0.1 * 8.0)
-    assert (model.stats().gradient_steps, model.stats().samples) == (1, 8)
-    model.close()
-
-
 def test_wrapping_twice_is_an_error(wrap) -> None:
     net = nn.Linear(2, 1)
     optimizer = sgd(net)
@@ -199,11 +185,6 @@ def test_wrapping_twice_is_an_error(wrap) -> None:
             wrap(again, optimizer)
     model.close()
     wrap(net, optimizer)
-
-
-def test_a_model_of_frozen_parameters_may_be_exchanged(wrap) -> None:
-    net = nn.Linear(2, 1).requires_grad_(False)
-    wrap(net, sgd(net), exchange=Exchange(frozen=True))
 
 
 def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(wrap, caplog) -> None:

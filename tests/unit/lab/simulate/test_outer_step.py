@@ -32,7 +32,6 @@ SCENARIO = Scenario(
     sync_every=4,
 )
 NOISY_ROUNDS = replace(SCENARIO, objective=replace(QUIET, noise_variance=1.0))
-AVERAGE = OuterStep(momentum=0.0, lr=1.0)
 
 
 def loss_of(mean: np.ndarray) -> float:
@@ -68,15 +67,6 @@ def test_diloco_takes_nesterov_s_step_on_the_mean_of_what_workers_did(
     assert trace.models_sent == 3 * 2 * 3
     assert trace.column("exchanges")[12] == 12
     assert trace.column("drift").max() < 1e-12
-
-
-def test_averaging_at_every_step_is_data_parallel_training() -> None:
-    """Under plain SGD the mean of the rows' steps is the step of the mean gradient."""
-    every_step = replace(NOISY_ROUNDS, sync_every=1, outer=AVERAGE)
-    expected, trace = simulate(every_step, "allreduce"), simulate(every_step, "diloco")
-    np.testing.assert_allclose(trace.column("loss"), expected.column("loss"), rtol=1e-9)
-    assert trace.column("consensus_distance").max() < 1e-25
-    assert trace.models_per_step == pytest.approx(expected.models_per_step)
 
 
 def test_diloco_averages_the_moments_that_were_asked_for() -> None:

@@ -22,12 +22,6 @@ def record(**changes: float) -> Record:
     return Record(**values)  # type: ignore[arg-type]
 
 
-def test_the_slope_is_exact_on_an_exponential() -> None:
-    exchanges = np.linspace(0.0, 100.0, 51)
-    distances = 5.0 * np.exp(-0.37 * exchanges)
-    assert decay_per_exchange(exchanges, distances) == pytest.approx(0.37)
-
-
 def test_transient_and_floor_are_left_out() -> None:
     exchanges = np.arange(60.0)
     distances = np.maximum(np.exp(-1.0 * exchanges), 1e-12)
