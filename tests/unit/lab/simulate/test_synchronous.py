@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -70,7 +70,7 @@ def test_sparse_and_dense_multiplication_agree(name: str, n: int) -> None:
     np.testing.assert_allclose(quick_to_multiply(matrix) @ rows, matrix @ rows, atol=1e-14)
 
 
-INSTANT = LinkModel(Link(latency_s=0.0))
+EVEN = Scenario(num_workers=4, compute_time=ConstantTime(1.0), links=LinkModel(Link(latency_s=0.0)))
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,8 @@ def run(
 
 
 def test_all_reduce_takes_the_step_of_the_mean_gradient_everywhere() -> None:
-    scenario = Scenario(
-        num_workers=4,
-        objective=Pull(),
-        optimizer=Sgd(0.5, momentum=0.5),
-        compute_time=ConstantTime(1.0),
-        links=INSTANT,
-        num_steps=3,
-        num_records=3,
+    scenario = replace(
+        EVEN, objective=Pull(), optimizer=Sgd(0.5, momentum=0.5), num_steps=3, num_records=3
     )
     shares: list[float] = []
     trace = run(scenario, "allreduce", shares.append)
@@ -137,14 +131,8 @@ def test_all_reduce_takes_the_step_of_the_mean_gradient_everywhere() -> None:
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
 def test_the_cost_of_an_all_reduce_is_that_of_its_slowest_link(num_workers: int) -> None:
     links = LinkModel(Link(0.01, 1000.0), overrides={(1, 0): Link(0.02, 500.0)})
-    scenario = Scenario(
-        num_workers=num_workers,
-        compute_time=ConstantTime(1.0),
-        links=links,
-        model_bytes=400.0,
-        num_steps=40,
-        num_records=4,
-    )
+    changes = {"model_bytes": 400.0, "num_steps": 40, "num_records": 4}
+    scenario = replace(EVEN, num_workers=num_workers, links=links, **changes)
     trace = run(scenario, "allreduce")
     hops = 2 * (num_workers - 1)
     round_s = 1.0 + hops / num_workers * 400 / 500 + hops * 0.02
@@ -157,10 +145,7 @@ def test_the_cost_of_an_all_reduce_is_that_of_its_slowest_link(num_workers: int)
 
 def test_all_reduce_waits_for_the_slowest() -> None:
     slowed = SlowedTime(ConstantTime(1.0), {2: 3.0})
-    scenario = Scenario(
-        num_workers=4, compute_time=slowed, links=INSTANT, num_steps=12, keep_timeline=True
-    )
-    trace = run(scenario, "allreduce")
+    trace = run(replace(EVEN, compute_time=slowed, num_steps=12, keep_timeline=True), "allreduce")
     assert trace.worker_steps == [4] * 4
     assert trace.records[-1].idle_share == pytest.approx(3 * 2 / 12)
     first = [one[1:] for one in trace.intervals if one.end_s <= 3 and one.rank == 1]
@@ -168,16 +153,8 @@ def test_all_reduce_waits_for_the_slowest() -> None:
 
 
 def test_dpsgd_is_mixing_and_each_workers_own_update() -> None:
-    scenario = Scenario(
-        graph="path",
-        num_workers=5,
-        objective=Pull(),
-        optimizer=Sgd(0.1, momentum=0.9),
-        compute_time=ConstantTime(1.0),
-        links=INSTANT,
-        num_steps=4,
-        num_records=4,
-    )
+    pulled = {"objective": Pull(), "optimizer": Sgd(0.1, momentum=0.9)}
+    scenario = replace(EVEN, graph="path", num_workers=5, num_steps=4, num_records=4, **pulled)
     trace = run(scenario, "dpsgd")
     matrix = mixing_matrix(build_graph("path", 5))
     targets = np.arange(5.0)
@@ -196,14 +173,8 @@ def test_dpsgd_is_mixing_and_each_workers_own_update() -> None:
 
 
 def test_dpsgd_waits_for_neighbours_only() -> None:
-    scenario = Scenario(
-        graph="path",
-        num_workers=4,
-        compute_time=SlowedTime(ConstantTime(1.0), {0: 10.0}),
-        links=INSTANT,
-        num_steps=35,
-        keep_timeline=True,
-    )
+    slowed = SlowedTime(ConstantTime(1.0), {0: 10.0})
+    scenario = replace(EVEN, graph="path", compute_time=slowed, num_steps=35, keep_timeline=True)
     trace = run(scenario, "dpsgd")
     starts = {
         rank: [
@@ -221,13 +192,9 @@ def test_dpsgd_waits_for_neighbours_only() -> None:
 
 
 def test_one_card_sends_to_all_neighbours() -> None:
-    scenario = Scenario(
-        graph="star",
-        num_workers=5,
-        compute_time=ConstantTime(1.0),
-        links=LinkModel(Link(0.25, 1000.0)),
-        model_bytes=500.0,
-        num_steps=14,
+    links = LinkModel(Link(0.25, 1000.0))
+    scenario = replace(
+        EVEN, graph="star", num_workers=5, links=links, model_bytes=500.0, num_steps=14
     )
     trace = run(scenario, "dpsgd")
     # The hub sends four copies: 1 + 4 * 0.5 + 0.25 for the leaves; the hub itself ends at 3.0,
