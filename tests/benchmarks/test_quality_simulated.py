@@ -1,7 +1,5 @@
 """The simulated benchmark of quality: its model's gradients, its search, its memory of runs."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """update.py: what it compares with, and its figures."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -193,25 +193,6 @@ def test_a_second_moment_of_bfloat16_stays_positive_where_gradients_become_rare(
         assert net.weight.isfinite().all()
 
 
-def test_its_age_is_counted_and_taken_from_a_state_that_is_loaded(wrap: Callable) -> None:
-    net = make_net()
-    optimizer = ADAMW(net.parameters())
-    model = wrap(net, optimizer)
-    assert age_of(model) == 0
-    train(model, optimizer, 7)
-    assert age_of(model) == 7
-    other_net = make_net()
-    other = ADAMW(other_net.parameters())
-    train(other_net, other, 30)
-    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-    expected = [value.clone() for value in kept(other)]
-    for one, value in zip(kept(optimizer), expected, strict=True):
-        assert torch.equal(one, value)
-    train(model, optimizer, 1)
-    assert age_of(model) == 31
-    assert all(is_within(value, moments_of(model)[0]) for value in kept(optimizer))
-
-
 def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(
     wrap: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,20 +66,6 @@ def test_only_what_is_trained_has_one(make: Make) -> None:
         torch.testing.assert_close(chunks[0].outer.base, chunks[0].x, rtol=0, atol=0)
 
 
-def test_loading_a_model_begins_it_anew(make: Make) -> None:
-    model, optimizer, chunks = make(outer=EACH)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    for _ in range(2):
-        step(model, optimizer)
-        outer_steps(chunks)
-    (chunk,) = chunks
-    assert chunk.outer is not None
-    assert chunk.outer.m.any()
-    model.load_state_dict(saved)
-    assert not chunk.outer.m.any()
-    assert torch.equal(chunk.outer.base, chunk.x)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_carries_it_on(make: Make, tmp_path: Path, dtype: torch.dtype) -> None:
     saving = Checkpoints(tmp_path, resume="auto")

@@ -1,7 +1,5 @@
 """Rows on a network whose links are cut: what is lost is counted, and nothing else is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from reference import MomentumState

@@ -1,7 +1,5 @@
 """``gossipdp simulate``: refused options, the study of valid ones, and its output."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -58,7 +56,6 @@ def strict(path: Path) -> Any:
         ("--methods gossip,gossip", "each may stand there once"),
         ("--comm-rate 1,1.0", "each may stand there once"),
         ("--comm-rate fast", "--comm-rate is 'fast'; it must be a positive number"),
-        ("--graph circle", "circle"),
         ("--graph hypercube --workers 7", "hypercube"),
         ("--workers 0", "--workers is 0"),
         ("--steps nan", "--steps is nan"),

@@ -1,7 +1,5 @@
 """Poisson edges: rates, arithmetic against the reference, and the decay rates of the paper."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import networkx as nx

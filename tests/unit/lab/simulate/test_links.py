@@ -1,7 +1,5 @@
 """Runs over links: determinism, conservation, effects of the scenario, content of the trace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Torch modules as objectives: gradients of rows are those of the module, however computed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 

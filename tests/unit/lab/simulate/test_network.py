@@ -1,7 +1,5 @@
 """Events in order of time, order on a link, and runs from first step to last farewell."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

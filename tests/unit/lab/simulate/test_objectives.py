@@ -1,7 +1,5 @@
 """Consensus and quadratic: their gradients, noise and drift, and where their runs start."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

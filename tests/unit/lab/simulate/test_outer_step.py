@@ -1,7 +1,5 @@
 """DiLoCo by closed forms, and the outer step and moments of asynchronous workers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Durations of gradient steps, of messages and of exchanges; scenarios that are refused."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable

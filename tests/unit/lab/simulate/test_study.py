@@ -1,7 +1,5 @@
 """Many runs over processes, means and spreads over seeds, and the length of runs that agree."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator

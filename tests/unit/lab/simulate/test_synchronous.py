@@ -1,7 +1,5 @@
 """All-reduce and D-PSGD: mixing matrices, arithmetic, costs and records."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

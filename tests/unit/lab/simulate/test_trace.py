@@ -1,7 +1,5 @@
 """Traces: slopes, columns, digests."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
