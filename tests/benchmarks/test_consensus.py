@@ -1,7 +1,6 @@
 """consensus.py: its arguments, and how two figures come out of what workers saw."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,15 +76,6 @@ def test_the_figures_of_a_run() -> None:
     series = falling(0.25, 300, transient=5.0)
     rounded = replace(series, distances=np.maximum(series.distances, 1e-14))
     assert rounded.outcome().decay_per_exchange == pytest.approx(0.25, rel=1e-3)
-
-
-def test_a_run_that_is_too_short_says_so_and_uses_what_is_there() -> None:
-    outcome = falling(0.1, 60).outcome()
-    assert not outcome.is_long_enough
-    assert outcome.decay_per_exchange == pytest.approx(0.1)
-    assert outcome.lowest_share == pytest.approx(math.exp(-0.1 * 54))
-    with pytest.raises(ValueError, match="too few for a slope"):
-        falling(0.01, 60).outcome()
 
 
 @pytest.mark.processes

@@ -23,12 +23,10 @@ from quality_runs import (
     TUNING_SEED,
     Measured,
     NoBestRateError,
-    Runs,
     measure,
     next_rate,
 )
 from quality_worker import NUM_MARKS, Point, RunResult, RunSettings, Size, num_parameters, run
-from support.provenance import commit_here
 from torch import nn
 
 from gossipdp import WorkerFailedError
@@ -99,29 +97,6 @@ def test_all_seeds_run_at_the_rate_that_is_best_for_another_seed_without_a_condi
     assert found.is_tuned
     assert list(found.results) == [1, 2]  # the third is not to be had now
     assert not measure(SETTINGS, RATES, 3, lambda _: None).is_tuned
-
-
-def test_finished_runs_are_found_again_by_all_of_their_settings(tmp_path: Path):
-    path = tmp_path / "folder" / "runs.jsonl"
-    runs = Runs(path)
-    runs.add(SETTINGS, result(3.0))
-    runs.add(replace(SETTINGS, seed=1), result(None))
-    again = Runs(path)
-    assert again.find(SETTINGS) == result(3.0)
-    assert again.find(replace(SETTINGS, seed=1)) == result(None)
-    changes = (
-        replace(SETTINGS, row="none"),
-        replace(SETTINGS, learning_rate=0.002),
-        replace(SETTINGS, data="common"),
-        replace(SETTINGS, size=replace(SIZE, steps=5)),
-        replace(SETTINGS, graph="complete"),
-        replace(SETTINGS, beta2=0.95),
-    )
-    assert not any(map(again.find, changes))
-    assert again.commits() == commit_here()
-    path.write_bytes(path.read_bytes() + b"{\n")
-    with pytest.raises(ValueError, match="line 3 is no finished run"):
-        Runs(path)
 
 
 def test_a_row_is_a_kind_and_a_period():

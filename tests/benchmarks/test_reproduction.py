@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from reproduction import invariant, mixing, pairing
 from reproduction.parts import Effort, fit_power_law
 
-from gossipdp.graph import build_graph
 from gossipdp_lab.simulate import Record, Trace
-from gossipdp_lab.simulate.synchronous import mixing_matrix
 
 SIZES = [8, 16, 32, 64, 128, 256]
 
@@ -80,17 +78,6 @@ def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
         rounds.restart()
     plain = mixing.Mixing(np.array([[value]]))
     assert plain.multiply(plain.multiply(np.ones((1, 1))))[0, 0] == pytest.approx(value**2)
-
-
-def test_consensus_rounds_end_where_they_must() -> None:
-    complete = mixing_matrix(build_graph("complete", 6))
-    start = np.arange(12.0).reshape(6, 2)
-    assert len(mixing.consensus_rounds(complete, start)) == 2
-    assert (
-        len(mixing.consensus_rounds(mixing_matrix(build_graph("path", 6)), start, max_rounds=5))
-        == 6
-    )
-    assert mixing.consensus_rounds(complete, np.ones((6, 2))).tolist() == [0.0]
 
 
 # Pairing and the invariant

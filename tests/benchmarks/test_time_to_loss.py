@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import time_to_loss
 import torch
-from conditions import CONDITIONS, Condition, TimedCompute
+from conditions import Condition, TimedCompute
 from hypothesis import given
 from hypothesis import strategies as st
 from networks.namespaces import missing
@@ -17,7 +17,7 @@ from quality_rows import RowName, make_optimizer
 from quality_runs import Runs
 from quality_worker import Point, RunResult, RunSettings, Size, make_task, num_parameters, run
 from support.rows import RowPlan
-from time_to_loss import ROWS, TimeToLossBenchmark, check, measure_round
+from time_to_loss import TimeToLossBenchmark, check, measure_round
 from time_to_loss_report import Round, draw, measured_table, rows_as_json, targets, timed_losses
 
 SIZE = Size(width=16, depth=2, context=16, batch_size=2, steps=40)
@@ -45,21 +45,6 @@ def plans(row: str, speeds: list[float], samples: int) -> list[RowPlan]:
         RowPlan(rank, samples, 0, sizes, periods, lambda all_: make_optimizer(all_, 0.999))
         for rank in range(len(speeds))
     ]
-
-
-def test_conditions() -> None:
-    assert CONDITIONS["equal"].ideal_s(4, 100) == pytest.approx(4.0)
-    slow = CONDITIONS["slow"]
-    assert slow.speeds(4) == [1.0, 1.0, 0.25, 1.0]
-    assert slow.ideal_s(4, 100) == pytest.approx(4.0 * 4 / 3.25)
-    draw_s = slow.compute.begin(0)
-    assert [draw_s(rank) for rank in range(4)] == pytest.approx([0.04, 0.04, 0.16, 0.04])
-    # A link is as slow for a small model as the real one for a million parameters.
-    hosts = CONDITIONS["gigabit"].hosts(4, 72_000)
-    assert hosts is not None
-    assert hosts.mbits_per_s == pytest.approx(0.072 * CONDITIONS["gigabit"].mbits_per_s)
-    assert slow.hosts(4, 72_000) is None
-    assert set(ROWS) == set(CONDITIONS)
 
 
 @given(
