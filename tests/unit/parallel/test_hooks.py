@@ -66,24 +66,7 @@ def test_a_shell_around_an_optimizer_may_be_wrapped_or_what_is_in_it(wrap, kind,
     assert model.stats().gradient_steps == 2
 
 
-class Parent(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(group["lr"] * parameter.grad)
-        return loss
-
-
-class Child(Parent):
+class Child(torch.optim.SGD):
     """Twice what the parent does, and 1 on top of it, which is a part of the same step."""
 
     within: Any = staticmethod(lambda: None)
@@ -101,7 +84,7 @@ class Child(Parent):
 def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrapped: bool) -> None:
     """Torch hooks into the classes one by one, as soon as there is an instance of each."""
     net = nn.Linear(2, 1, bias=False)
-    Parent(nn.Linear(2, 1).parameters(), 0.1)
+    sgd(nn.Linear(2, 1))
     child = Child(net.parameters(), 0.5)
     model = wrap(net, child if is_wrapped else sgd(net))
     boundary, seen, given = State.boundary, [], []

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Checkpoints, Counting, Exchange, ModelChangedError, OuterStep, PoisonedError
+from gossipdp.dynamics.chunks import Chunk
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.gossip_engine import GossipEngine
 
@@ -54,6 +55,14 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 def assert_bitwise_equal(one: nn.Module, other: nn.Module) -> None:
     for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+def leave_pending(engine: GossipEngine, total: float) -> list[Chunk]:
+    """Leave in each chunk what brings its values to ``total``, as exchanges do."""
+    for chunk in engine._state.averaged_chunks:
+        chunk.pending.copy_(total - chunk.x)
+        chunk.restored()
+    return engine._state.averaged_chunks
 
 
 def plain_step(model, optimizer, step: int) -> None:
@@ -187,11 +196,9 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
     engine = wrap(net, [first, second], exchange=Exchange(pace="strict"))._engine
-    for segment in engine._flat.state.segments:
-        for chunk in segment.chunks:
-            chunk.x.fill_(1.0)
-            chunk.pending.copy_(2.0 - chunk.x)
-            chunk.restored()
+    for parameter in net.parameters():
+        parameter.data.fill_(1.0)
+    leave_pending(engine, 2.0)
     backlogs = chain([5], repeat(0))  # looked at once a turn
 
     class Behind:
@@ -441,10 +448,7 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap, tmp_p
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     model = wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
-    chunks = [chunk for segment in model._engine._flat.state.segments for chunk in segment.chunks]
-    for chunk in chunks:
-        chunk.pending.copy_(2.0 - chunk.x)
-        chunk.restored()
+    chunks = leave_pending(model._engine, 2.0)
     before = copy.deepcopy(net.state_dict())
     with model.averaged():
         assert not torch.equal(net.weight, before["weight"])
@@ -495,10 +499,7 @@ def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap,
         raise KeyboardInterrupt
 
     monkeypatch.setattr(model._engine, "_wait_for_average", interrupt)
-    for segment in model._engine._flat.state.segments:
-        for chunk in segment.chunks:
-            chunk.pending.copy_(2.0 - chunk.x)
-            chunk.restored()
+    leave_pending(model._engine, 2.0)
     with pytest.raises(KeyboardInterrupt):
         model.consolidate()
     model.close()

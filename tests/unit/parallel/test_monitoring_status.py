@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,20 @@ Make = Callable[..., tuple[GossipDataParallel, str]]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch, wrap: Callable[..., GossipDataParallel]) -> Make:
     """Make a model that is closed in the end, and give its status address."""
     for variable in ("RANK", "WORLD_SIZE", "GOSSIPDP_STATUS_PORT", "GOSSIPDP_STATUS_HOST"):
         monkeypatch.delenv(variable, raising=False)
-    models: list[GossipDataParallel] = []
 
     def make_model(**options: Any) -> tuple[GossipDataParallel, str]:
         net = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model = GossipDataParallel(net, optimizer, **options)
-        models.append(model)
+        model = wrap(net, optimizer, **options)
         page = model._monitoring.page
         shows = page is not None and page._server is not None
         return model, show_address(*page.announced("")) if shows else ""
 
-    yield make_model
-    for model in models:
-        model.close()
+    return make_model
 
 
 def train(model: GossipDataParallel, steps: int) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,24 +17,20 @@ Make = Callable[..., tuple[GossipDataParallel, torch.optim.Optimizer, list[Chunk
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(wrap: Callable[..., GossipDataParallel]) -> Make:
     """``make(**options)``: a wrapped model, its optimizer and its trained chunks."""
-    models = []
 
-    def wrap(
+    def call(
         *, dtype: torch.dtype = torch.float32, **options: object
     ) -> tuple[GossipDataParallel, torch.optim.Optimizer, list[Chunk]]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).to(dtype)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model = GossipDataParallel(net, optimizer, counting=Counting(samples_per_step=1), **options)  # type: ignore[arg-type]
-        models.append(model)
-        state = model._engine._state  # type: ignore[attr-defined]
-        return model, optimizer, [chunk for chunk in state.chunks if chunk.outer is not None]
+        model = wrap(net, optimizer, counting=Counting(samples_per_step=1), **options)
+        chunks = model._engine._state.chunks
+        return model, optimizer, [chunk for chunk in chunks if chunk.outer is not None]
 
-    yield wrap
-    for model in models:
-        model.close()
+    return call
 
 
 EACH = OuterStep(every=1)

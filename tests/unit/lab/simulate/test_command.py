@@ -215,16 +215,6 @@ def test_several_graphs_and_rates() -> None:
     assert "at fidelity ideal links cost only allreduce time, at a latency of 0.5 ms;" in said
 
 
-def test_digits_with_a_slow_worker() -> None:
-    words = "--workload digits --workers 4 --steps 12 --seeds 2 --slow-worker 1:3"
-    written, _ = results(f"{words} --methods gossip")
-    gossip = written["methods"]["gossip"]
-    assert written["metric_name"] == "test_accuracy"
-    assert gossip["gradient_steps_of_slowest_worker"] < 6
-    assert gossip["gradient_steps_of_fastest_worker"] >= 11
-    assert gossip["metric"][-1] > gossip["metric"][0]
-
-
 def test_methods_that_never_agree_or_diverge() -> None:
     _, said = results("--workers 4 --methods none,allreduce --seeds 1")
     assert "none: workers that exchange nothing never agree" in said
