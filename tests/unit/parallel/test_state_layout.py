@@ -110,13 +110,6 @@ LAYOUT, TENSORS = pack(
 )
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=150, deadline=None)
-def test_garbage_is_a_value_error_or_a_plain_value(data: bytes) -> None:
-    with contextlib.suppress(ValueError):
-        decode(data).unpack([])
-
-
 @given(st.data())
 @settings(max_examples=250, deadline=None)
 def test_damage_is_a_value_error_or_another_state(data: st.DataObject) -> None:
