@@ -19,10 +19,8 @@ from quality_report import (
 )
 from quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
 from quality_runs import (
-    MOST_WIDENINGS,
     TUNING_SEED,
     Measured,
-    NoBestRateError,
     measure,
     next_rate,
 )
@@ -70,13 +68,6 @@ def test_the_grid_is_widened_until_the_best_has_neighbours(best: float, expected
     while (rate := next_rate(tried, RATES)) is not None:
         tried[rate] = abs(math.log2(rate / best))
     assert list(tried) == pytest.approx(expected)
-
-
-def test_a_rate_that_diverged_is_a_neighbour_and_a_grid_without_end_an_error():
-    assert next_rate({0.004: 3.0, 0.008: math.inf}, RATES) == 0.002
-    tried = {0.004 * 2**power: -float(power) for power in range(2 + MOST_WIDENINGS)}
-    with pytest.raises(NoBestRateError, match="still at the end"):
-        next_rate(tried, RATES)
 
 
 def test_all_seeds_run_at_the_rate_that_is_best_for_another_seed_without_a_condition():
