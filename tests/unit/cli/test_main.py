@@ -73,8 +73,6 @@ def test_everything_after_the_script_is_the_scripts(ran: list) -> None:
 @pytest.mark.parametrize(
     ("words", "options", "script"),
     [
-        ("-n 4 a.py -x", "-n 4", "a.py -x"),
-        ("--workers=4 a.py", "--workers=4", "a.py"),
         ("-n 4 -m pkg.mod --x 1", "-n 4", "-m pkg.mod --x 1"),
         ("-n 4 -- a.py", "-n 4", "a.py"),
         ("--help", "--help", ""),

@@ -44,13 +44,6 @@ def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys, monkeyp
     assert "[red].edges" in capsys.readouterr().out
 
 
-def test_where_the_file_cannot_be_written_nothing_is_searched(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gossipdp.graph.plan", None)
-    for path in (tmp_path, tmp_path / "missing" / "plan.json"):
-        assert plan(f"--workers 4 --json {path}") == 2
-        assert f"--json {path}" in capsys.readouterr().err
-
-
 def test_where_writing_fails_the_figures_are_shown(capsys):
     assert plan("--workers 4 --json /dev/full") == 2
     printed = capsys.readouterr()

@@ -1,7 +1,5 @@
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from run_processes import wait_until_gone
-from waiting import wait_until
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher import local, reports
@@ -28,14 +25,6 @@ def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervi
 
     supervisor = Supervisor(plan, start, **options)
     return supervisor.run(), supervisor
-
-
-@pytest.mark.processes
-def test_output_variables_and_success(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)"
-    status, supervisor = supervise(code, 3)
-    assert (status, supervisor.failures) == (None, [])
-    assert sorted(capfd.readouterr().out.splitlines()) == ["0 3", "1 3", "2 3"]
 
 
 @pytest.mark.processes
@@ -138,38 +127,6 @@ def test_a_script_that_asks_for_a_process_group_is_told_what_to_write(
         monkeypatch.setattr(sys, "last_value", other)
         reports.advise_at_exit()
     assert len(sent) == 2
-
-
-@pytest.mark.processes
-def test_a_signal_ends_all_workers_and_what_they_started(tmp_path: Path) -> None:
-    # The worker ignores the signal, so SIGKILL must follow, for its own child too.
-    code = (
-        "import os, signal, subprocess, time\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '3600'])\n"
-        f"name = {str(tmp_path)!r} + '/' + os.environ['RANK']\n"
-        "open(name + '.part', 'w').write(f'{os.getpid()} {child.pid}')\n"
-        "os.rename(name + '.part', name)\n"
-        "time.sleep(3600)\n"
-    )
-
-    def interrupt() -> None:
-        wait_until(
-            lambda: len([path for path in tmp_path.iterdir() if not path.suffix]) == 2,
-            "both workers ignore signals",
-        )
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    status, supervisor = supervise(code, 2)
-    thread.join()
-    assert status == signal.SIGTERM
-    assert supervisor.failures == []
-    pids = [int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()]
-    assert len(pids) == 4
-    wait_until_gone(pids)
 
 
 @pytest.mark.processes

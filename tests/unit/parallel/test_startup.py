@@ -18,20 +18,6 @@ from gossipdp.parallel.startup import (
 )
 
 
-def test_a_transfer_that_advances_is_waited_for_beyond_the_time_limit() -> None:
-    ended: Future[None] = Future()
-    chunks = count()
-
-    def advance() -> int:
-        number = next(chunks)
-        if number == 20:
-            ended.set_result(None)
-        return number
-
-    wait_while_it_advances(ended, advance, timeout_s=0.001)
-    assert ended.done()
-
-
 def test_each_advance_gives_it_the_whole_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the test's clock a look takes 1 s, the limit is 5 s, and something comes every fourth."""
     now_s = count()
