@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
