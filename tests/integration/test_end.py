@@ -135,11 +135,9 @@ def test_workers_that_draw_the_same_batches_are_warned_once(
 
 
 def go_on(directory: Path) -> int:
-    model, step = wrap(
-        directory, budget_samples=64, checkpoints=Checkpoints(directory, resume="auto")
-    )
+    saving = Checkpoints(directory, every_steps=1000, resume="auto")
+    model, step = wrap(directory, budget_samples=64, checkpoints=saving)
     train(model, step)
-    model.save_checkpoint()
     return model.consolidate().samples
 
 
