@@ -103,8 +103,9 @@ def test_what_one_replica_saved_goes_on_over_four_processes(one_mesh: list[Any])
 
 def test_all_processes_of_a_replica_resume_from_the_same_step(one_mesh: list[Any]) -> None:
     steps = [more["resumed from"] for *_, more in one_mesh]
-    assert steps[0] == steps[1] == one_mesh[0][2].steps // 5 * 5 - 5
-    assert steps[2] == steps[3] == one_mesh[2][2].steps // 5 * 5
+    # One of replica 0 has lost the checkpoint of its end, and goes on from the one before.
+    assert steps[0] == steps[1] == (one_mesh[0][2].steps - 1) // 5 * 5
+    assert steps[2] == steps[3] == one_mesh[2][2].steps
     assert all(more["moments"] == {"DTensor"} for *_, more in one_mesh)
 
 

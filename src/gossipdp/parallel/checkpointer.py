@@ -239,7 +239,7 @@ class Checkpointer:
         self._written = self._writer.begin(write)
 
     def take_last(self) -> None:
-        """Take a last checkpoint where some were asked for: started again, the run is at its end."""
+        """Take a last checkpoint if some were asked for: started again, the run is at its end."""
         self._wait_for_writer()
         self._has_looked = False
         if self._saving.every_steps is not None and self._engine.step_number > self._drafted_step:
