@@ -6,8 +6,6 @@ callers do not expect, a value out of bounds, a message that does not survive be
 ``make fuzz`` and, with hypothesis, by ``tests/property/test_link_parsers.py``.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections import Counter

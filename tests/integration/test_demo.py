@@ -50,9 +50,7 @@ def train_until_all_are_back(arguments: DemoArguments, *others: Any) -> None:
     demo_training.train_worker(arguments, *others)
 
 
-def test_kills_and_a_stop_are_noticed_and_those_killed_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kills_and_a_stop_are_noticed_and_those_killed_come_back(tmp_path, monkeypatch):
     poll, deadline_s = FaultInjector.poll, time.monotonic() + 2 * LONGEST_S
 
     def witnesses(rank: int, what: str) -> set[int]:
@@ -99,9 +97,7 @@ def test_kills_and_a_stop_are_noticed_and_those_killed_come_back(
     assert {end.num_averaged for end in ends if end} == {4}
 
 
-def test_killing_all_but_one_leaves_a_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killing_all_but_one_leaves_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_watch, "AFTER_S", 2.0)
     code, results = demo(tmp_path, workers=3, kill="0@0.5s,2@1s")
     assert code == 0
@@ -115,9 +111,7 @@ def test_killing_all_but_one_leaves_a_result(
     assert results["test_accuracy"] >= 0.95
 
 
-def test_both_train_the_same_and_the_sentence_is_that_of_their_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_train_the_same_and_the_sentence_is_that_of_their_figures(tmp_path, capsys):
     results = tmp_path / "results.json"
     arguments = DemoArguments(
         compare=True, workers=2, samples=320, output=tmp_path / "run", json=results

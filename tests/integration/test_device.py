@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +123,7 @@ def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, An
     ],
     ids=["device", "mixed", "cuda", "mixed-cuda"],
 )
-def test_training_on_a_device(
-    kinds: tuple[str, str],
-    wire_format: str,
-    workers: Callable[..., list[dict[str, Any]]],
-    tmp_path: Path,
-) -> None:
+def test_training_on_a_device(kinds, wire_format, workers, tmp_path):
     one, other = results = workers(train, 2, args=(kinds, wire_format, str(tmp_path)))
     assert torch.equal(one["final"], other["final"])
     for kind, result in zip(kinds, results, strict=True):

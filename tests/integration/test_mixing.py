@@ -1,8 +1,5 @@
 """Real worker processes mix as fast as theory says, and conserve the mean."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 from mixing_run import Mixed, MixingTask, mix, observed, start_vector
@@ -23,9 +20,7 @@ AGREED = 1e-6
     ],
     ids=["a2cid2", "a2cid2-large"],
 )
-def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(
-    workers: Callable, task: MixingTask, tmp_path: Path
-) -> None:
+def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, task, tmp_path):
     series = workers(mix, NUM_WORKERS, (task, tmp_path))
     starts = np.stack([observed(task, start_vector(task, rank)) for rank in range(NUM_WORKERS)])
     for rank, each in enumerate(series):

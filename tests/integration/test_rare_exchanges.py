@@ -1,6 +1,5 @@
 """Exchanges hold real workers together against noise, however rare or slow they are."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,9 +39,7 @@ def apart(n: int, num_values: int, steps: int) -> float:
 
 
 @pytest.mark.parametrize(("method", "graph"), [("gossip", "complete"), ("a2cid2", "ring")])
-def test_exchanges_hold_workers_together(
-    workers: Callable[..., Any], method: str, graph: str
-) -> None:
+def test_exchanges_hold_workers_together(workers, method, graph):
     """Noise that drives workers apart: with exchanges the distance is that of a few steps."""
     n, steps, num_values = 4, 150, 50_000
     options = {"graph": graph, "exchange": Exchange(pace="strict")}
@@ -56,7 +53,7 @@ def test_exchanges_hold_workers_together(
     assert sum(stats.exchanges_failed for _, stats in results) == 0
 
 
-def test_one_exchange_in_a_thousand_steps(workers: Callable[..., Any]) -> None:
+def test_one_exchange_in_a_thousand_steps(workers):
     """Minutes may pass between two exchanges: nobody is taken for dead, and what comes, mixes."""
     n, steps = 3, 6_000
     options = {
@@ -75,7 +72,7 @@ def test_one_exchange_in_a_thousand_steps(workers: Callable[..., Any]) -> None:
     assert results[0][0].world_size == n
 
 
-def test_an_exchange_that_takes_longer_than_the_time_out(workers: Callable[..., Any]) -> None:
+def test_an_exchange_that_takes_longer_than_the_time_out(workers):
     """The time-out is for no progress. Here 8 MB at 4 MB/s take twice as long, and go well."""
     num_values = 2_000_000
     options = {

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -43,9 +42,7 @@ class Lines:
         return int(rank), int(restarts), join, int(pid)
 
 
-def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_a_killed_worker_is_started_again_and_told_where_the_others_are(tmp_path, without_torch):
     script, end = tmp_path / "script.py", tmp_path / "end"
     script.write_text(SCRIPT)
     words = ["-m", "gossipdp.cli.main", "run", "-n3", "--max-restarts", "3"]
@@ -77,9 +74,7 @@ def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
     assert errors.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")
 
 
-def test_where_nobody_can_be_started_the_others_go_on(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_where_nobody_can_be_started_the_others_go_on(tmp_path, without_torch):
     script, end, errors = tmp_path / "script.py", tmp_path / "end", tmp_path / "errors"
     script.write_text(SCRIPT)
     words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--max-restarts", "6"]
@@ -130,9 +125,7 @@ print("went on")
 """
 
 
-def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_path, without_torch):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     words = ["-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(tmp_path / "begun")]
@@ -148,9 +141,7 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
     assert last == "at the end: worker 0 ended with exit code 1\n"
 
 
-def test_a_full_disk_under_its_own_lines_ends_no_run(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
     script, lines = tmp_path / "train.py", tmp_path / "lines"
     lines.mkdir()
     script.write_text(

@@ -28,7 +28,7 @@ def run(
     )
 
 
-def test_the_complete_example_under_our_launcher(tmp_path: Path):
+def test_the_complete_example_under_our_launcher(tmp_path):
     """test_your_script.py resumes it; here it has processes of its own, and loaders' processes."""
     options = ["--epochs", "3", "--output", str(tmp_path)]
     done = run([*RUN, str(EXAMPLES / "complete.py"), *options])
@@ -53,7 +53,7 @@ print(f"met {ranks}\\n", end="")  # one write a line: the workers share one stan
 """
 
 
-def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s(tmp_path: Path):
+def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s(tmp_path):
     """Both meet at torchrun's own store."""
     script = tmp_path / "beside.py"
     script.write_text(BESIDE)
@@ -91,7 +91,7 @@ collector.join()
 """
 
 
-def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path: Path):
+def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path):
     """Python ends a daemon at exit; within torch that would end the process, by SIGABRT."""
     script = tmp_path / "dropped.py"
     script.write_text(DROPPED)
@@ -100,9 +100,7 @@ def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path: Path)
     assert done.stdout == "closed\n"
 
 
-def test_a_mistake_in_a_script_is_shown_and_each_end_is_named(
-    tmp_path: Path, without_torch: dict[str, str]
-):
+def test_a_mistake_in_a_script_is_shown_and_each_end_is_named(tmp_path, without_torch):
     script = tmp_path / "train.py"
     script.write_text("from gossipdp.graph import build_graph\nbuild_graph('nonsense', 2)\n")
     done = run([str(BIN / "gossipdp"), "run", "-n", "2", str(script)], without_torch)

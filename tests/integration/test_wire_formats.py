@@ -1,7 +1,6 @@
 """Wire formats between real processes, in shared memory and over TCP."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,9 +38,7 @@ def train(wire_format: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("num_workers", "options"), [(2, {}), (4, {"max_bytes_per_s": 4e9})], ids=["memory", "TCP"]
 )
-def test_a_code_of_8_bits_trains_real_workers(
-    workers: Callable, num_workers: int, options: dict
-) -> None:
+def test_a_code_of_8_bits_trains_real_workers(workers, num_workers, options):
     results = workers(train, num_workers, ("lattice8", options))
     ends, stats, outcomes = zip(*results, strict=True)
     assert all(torch.equal(end, ends[0]) for end in ends)

@@ -42,9 +42,7 @@ chunk_types = st.sampled_from([kind for kind in FrameType if kind not in KEYLESS
 
 
 @given(chunk_types, unsigned(40), st.integers(1, MAX_CHUNK_BYTES), keys, unsigned(40))
-def test_headers_round_trip(
-    frame_type: FrameType, sequence: int, length: int, key: ChunkKey, num_read: int
-) -> None:
+def test_headers_round_trip(frame_type, sequence, length, key, num_read):
     data = pack_header(TAG, frame_type, sequence, length, pack_key(key), num_read=num_read)
     header = parse_header(data, TAG, sequence)
     assert (header.frame_type, header.length, header.key) == (frame_type, length, key)
@@ -53,9 +51,7 @@ def test_headers_round_trip(
 
 
 @given(st.integers(1, MAX_CHUNK_BYTES), keys, st.integers(1, 2**16 - 1), unsigned(58))
-def test_headers_of_chunks_read_in_place_round_trip(
-    length: int, key: ChunkKey, segment: int, place: int
-) -> None:
+def test_headers_of_chunks_read_in_place_round_trip(length, key, segment, place):
     offset = 64 * place
     data = pack_header(
         TAG, FrameType.EXCHANGE_CHUNK, 0, length, pack_key(key), segment=segment, offset=offset
@@ -74,7 +70,7 @@ def take(machine: Handshake, data: bytes) -> None:
 
 
 @given(st.data())
-def test_a_changed_handshake_never_opens_a_link(data: st.DataObject) -> None:
+def test_a_changed_handshake_never_opens_a_link(data):
     """Whatever byte of whatever message changes on the way: never a link between others, or of
     another run, or without the proofs of both.
     """
@@ -104,7 +100,7 @@ def test_a_changed_handshake_never_opens_a_link(data: st.DataObject) -> None:
 
 
 @given(st.integers(1, 60))
-def test_bytes_may_come_in_any_pieces(size: int) -> None:
+def test_bytes_may_come_in_any_pieces(size):
     dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
     acceptor = Handshake(identity(1), SECRET, dialler=False)
     for _ in range(4):
@@ -131,14 +127,14 @@ targets, mutation = module("targets"), module("mutation")
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)
-def test_what_is_really_said_passes_every_target(name: str) -> None:
+def test_what_is_really_said_passes_every_target(name):
     for seed in targets.SEEDS[name]():
         targets.TARGETS[name](seed)
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)
 @given(data=st.data())
-def test_any_bytes_pass_every_target(name: str, data: st.DataObject) -> None:
+def test_any_bytes_pass_every_target(name, data):
     """Random ones, and real ones with a few bytes changed."""
     said = bytearray(
         data.draw(st.sampled_from(targets.SEEDS[name]()) | st.binary(max_size=300), label="said")
@@ -152,7 +148,7 @@ def test_any_bytes_pass_every_target(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", mutation.MUTATIONS)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_nearly_valid_messages_pass_every_target(name: str, seed: int) -> None:
+def test_nearly_valid_messages_pass_every_target(name, seed):
     """A value of a message replaced, repeated, dropped or moved."""
     chance = random.Random(seed)
     said = chance.choice(targets.SEEDS[name]())

@@ -4,8 +4,6 @@ Every test runs real worker protocols on the discrete-event network. The last on
 pairing on purpose, and checks that these very tests would notice.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -149,7 +147,7 @@ def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Fau
 
 @settings(max_examples=40)
 @given(SCENARIOS)
-def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
+def test_no_overlap_no_deadlock_and_both_ends_agree(scenario):
     network = check_run(scenario)
     if not scenario.cut_at_messages:
         assert all(record.is_complete for record in network.exchanges.values())
@@ -158,9 +156,7 @@ def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
 
 @settings(max_examples=6)
 @given(SCENARIOS)
-def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(
-    scenario: Scenario,
-) -> None:
+def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(scenario):
     """Latencies vary by most of the time-out: peers are overdue, and heard again, all the time."""
     check_run(replace(scenario, latency_s=(0.0, 4.0)))
 
@@ -179,7 +175,7 @@ class WaitingDownward(Pairing):
         return super().asked(peer, proposal)
 
 
-def test_a_cycle_of_waits_is_caught() -> None:
+def test_a_cycle_of_waits_is_caught():
     scenario = Scenario(
         graph=build_graph("complete", 6),
         policy_type=Fresh,

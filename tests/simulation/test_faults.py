@@ -1,7 +1,5 @@
 """Random schedules of faults, and one worker that lies: every invariant, at every event."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Worker processes that only mix: each begins with a vector of its own and never learns."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

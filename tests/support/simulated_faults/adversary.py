@@ -6,8 +6,6 @@ accepts; it makes up records of members, their incarnations and deaths, progress
 consolidation. What does not decode ends its link, as in the runtime.
 """
 
-from __future__ import annotations
-
 import random as random_module
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ same schedule gives the same run to the last bit. A fault that cannot happen whe
 since its worker has crashed meanwhile, is left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 from links import World
 
@@ -18,7 +17,7 @@ from gossipdp.graph.constants import Constants
 from gossipdp.links import tls
 from gossipdp.links.sockets import listen
 from gossipdp.links.tcp import TcpTransport
-from gossipdp.links.tls import Tls, TlsFiles
+from gossipdp.links.tls import Tls
 from gossipdp.protocol.pairing import Idle
 from gossipdp.protocol.worker import WorkerProtocol
 
@@ -102,9 +101,7 @@ class Pair:
         return total
 
 
-def test_new_keys_come_between_exchanges_and_the_mean_is_conserved(
-    run_tls: TlsFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_keys_come_between_exchanges_and_the_mean_is_conserved(run_tls, monkeypatch):
     """Closed in the middle, a link has brought one end chunks that the other never gets."""
     monkeypatch.setattr(tls, "MAX_RECORDS", 200)  # an exchange takes a tenth of that
     pair = Pair(Tls(run_tls))

@@ -1,7 +1,5 @@
 """Verdicts of the failure detector: when, and on whose word."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from random import Random
 

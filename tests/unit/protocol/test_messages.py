@@ -1,7 +1,5 @@
 """The wire format of control messages: each arrives as it was sent, and nothing else does."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec
@@ -66,7 +64,7 @@ MESSAGES: list[Message] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_round_trip_with_news(message: Message) -> None:
+def test_round_trip_with_news(message):
     envelope = Envelope(
         message,
         (Member(0, 2, 2**62, Status.DONE, "10.0.0.1", 4000, "10.0.0.9", 9400),),
@@ -76,7 +74,7 @@ def test_round_trip_with_news(message: Message) -> None:
 
 
 @pytest.mark.parametrize("alpha_tilde", [math.nan, math.inf, -math.inf, 0.0, -1.0])
-def test_gain_must_be_a_positive_number(alpha_tilde: float) -> None:
+def test_gain_must_be_a_positive_number(alpha_tilde):
     with pytest.raises(ProtocolError):
         decode(encode(Envelope(Propose(ID, alpha_tilde))))
 
@@ -101,13 +99,13 @@ def test_gain_must_be_a_positive_number(alpha_tilde: float) -> None:
         [["Free"], [[0, 0, 0, 7, "host", 1]], []],
     ],
 )
-def test_other_types_are_refused(value: object) -> None:
+def test_other_types_are_refused(value):
     with pytest.raises(ProtocolError, match="malformed"):
         decode(msgspec.msgpack.encode(value))
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_decode_or_raise_protocol_error(data: bytes) -> None:
+def test_any_bytes_decode_or_raise_protocol_error(data):
     try:
         decode(data)
     except ProtocolError:
@@ -115,9 +113,7 @@ def test_any_bytes_decode_or_raise_protocol_error(data: bytes) -> None:
 
 
 @given(st.sampled_from(MESSAGES), st.data())
-def test_damaged_messages_decode_or_raise_protocol_error(
-    message: Message, data: st.DataObject
-) -> None:
+def test_damaged_messages_decode_or_raise_protocol_error(message, data):
     encoded = bytearray(encode(Envelope(message)))
     position = data.draw(st.integers(0, len(encoded) - 1))
     encoded[position] = data.draw(st.integers(0, 255))

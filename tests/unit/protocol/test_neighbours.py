@@ -1,7 +1,5 @@
 """The neighbour policy of the runtime, and the graph over the live workers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable
 from random import Random

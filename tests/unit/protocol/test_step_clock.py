@@ -1,7 +1,5 @@
 """The step clock: virtual time, the running median, ticks that meet their rate."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

@@ -1,7 +1,5 @@
 """WorkerProtocol beyond its parts: links, silence, news, the end of training."""
 
-from __future__ import annotations
-
 import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, run, said
 

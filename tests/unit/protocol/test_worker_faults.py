@@ -1,7 +1,5 @@
 """WorkerProtocol when others fail, and after it failed itself."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
