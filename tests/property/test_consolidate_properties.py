@@ -291,26 +291,6 @@ def is_of_the_end(action: Action) -> bool:
     return isinstance(action, SendPartial | SendResult | FinishChunk | Commit)
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "num_chunks", "num_copied"),
-    [(1, 4, 2), (2, 0, 0), (3, 0, 2), (4, 1, 0), (7, 4, 2), (9, 1, 0)],
-)
-def test_undisturbed(num_workers, num_chunks, num_copied):
-    network = Ending(num_workers, num_chunks, num_copied).run()
-    network.check_results()
-    network.check_agreement()
-    assert len(network.ended) == num_workers
-    worker, outcome = network.ended[0]
-    assert outcome.num_workers == num_workers
-    exact = [network.expected(network.origins[worker], chunk) for chunk in range(num_chunks)]
-    squared = [
-        (x - mean) ** 2
-        for inputs in network.inputs.values()
-        for x, mean in zip(inputs, exact, strict=True)
-    ]
-    assert outcome.consensus_distance == pytest.approx(sum(squared) / num_workers, rel=1e-12)
-
-
 seeds = st.integers(0, 2**32)
 sizes = st.integers(2, 9)
 small = st.integers(2, 6)

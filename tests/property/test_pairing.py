@@ -10,6 +10,7 @@ from typing import Any
 
 import networkx as nx
 import pytest
+from driven_worker import InPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_faults.network import FaultyNetwork
@@ -27,13 +28,6 @@ TRAINING_S = 25.0
 LATEST_END_S = TRAINING_S + 120.0
 # Ten times as many as any of these runs has; messages in a circle that take no time have no end.
 MAX_EVENTS = 150_000
-
-
-class InPhase(Random):
-    """Ticks of all workers at the same moments: each gap is exactly its mean."""
-
-    def uniform(self, a: float, b: float) -> float:
-        return 1.0
 
 
 @dataclass(frozen=True)

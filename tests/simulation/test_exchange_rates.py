@@ -1,8 +1,7 @@
 """The rate of exchanges, their partners, and their cost in messages."""
 
-from random import Random
-
 import pytest
+from driven_worker import InPhase
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
@@ -11,13 +10,6 @@ from gossipdp.protocol.step_clock import SKIPPED_STEPS, StepClock
 from gossipdp_lab.simulate.network import Conditions, VirtualNetwork, make_workers
 
 FIRST_STEPS = SKIPPED_STEPS + 1  # without a tick
-
-
-class InPhase(Random):
-    """Ticks of all workers at the same moments: each gap is exactly its mean."""
-
-    def uniform(self, a: float, b: float) -> float:
-        return 1.0
 
 
 def train(

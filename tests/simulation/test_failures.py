@@ -114,18 +114,6 @@ def test_a_stop_is_known_to_all_within_six_seconds_and_costs_no_parameters(graph
     check_end(network)
 
 
-def test_when_all_slept_all_go_on_as_they_are():
-    """The lid of a laptop on which the whole run is."""
-    network = make_network()
-    network.engine.run(until=10.0)
-    for rank in network.workers:
-        network.stall(rank, 3600.0 + 0.01 * rank)
-    run_on(network, 3620.0)
-    assert all(worker.incarnation == 0 for worker in network.workers.values())
-    check_agreement(network)
-    check_end(network)
-
-
 def expect_no_death(network: FaultyNetwork, until: float) -> None:
     while network.engine.now < until:
         run_on(network, 0.5)
@@ -161,18 +149,6 @@ def test_a_firewall_between_two_workers_costs_that_edge_alone():
         network.done(rank)
     run_on(network, 12 * TIMEOUT_S)
     assert network.left.keys() == {0, 1, 2, 3, 4}
-
-
-def test_the_end_goes_on_without_one_whose_training_hangs():
-    network = make_network("ring", 6)
-    network.engine.run(until=5.0)
-    for rank in range(5):
-        network.done(rank, wait_s=20.0)
-    run_on(network, 19.0)
-    assert network.left == {}
-    run_on(network, 5.0)
-    assert network.left.keys() == {0, 1, 2, 3, 4}
-    assert {network.workers[rank].consolidation.missing() for rank in range(5)} == {(5,)}
 
 
 @pytest.mark.parametrize("graph_name", ["ring", "star"])

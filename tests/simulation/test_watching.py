@@ -32,30 +32,6 @@ def begin(ledger: Ledger, alpha_tildes: tuple[float, float] = (0.8, 0.8)) -> lis
     ]
 
 
-@pytest.mark.parametrize("momentum", [False, True])
-def test_a_whole_exchange_conserves_the_sum(momentum):
-    ledger, _ = make(momentum=momentum)
-    first, second = begin(ledger)
-    ledger.data_arrived(0, ID, second, 1.1)
-    ledger.check_sum(1.1)
-    ledger.data_arrived(1, ID, first, 1.2)
-    ledger.exchange_ended(0, ID, 1.2)
-    ledger.exchange_ended(1, ID, 1.2)
-    ledger.check_sum(1.2)
-    assert ledger.num_torn == 0
-
-
-def test_a_torn_exchange_is_counted_and_so_is_what_it_did():
-    ledger, _ = make()
-    _, second = begin(ledger)
-    ledger.data_arrived(0, ID, second, 1.1)
-    ledger.exchange_ended(0, ID, 1.1)
-    ledger.exchange_ended(1, ID, 1.2)
-    ledger.check_sum(1.2)
-    assert ledger.num_torn == 1
-    assert ledger.torn.tolist() == pytest.approx([4 * 0.65, -4 * 0.65])
-
-
 def test_two_gains_in_one_exchange_are_noticed():
     ledger, _ = make()
     first, second = begin(ledger, (0.8, 0.7))
@@ -76,17 +52,6 @@ def test_a_row_that_changes_by_itself_is_noticed():
     population.x[2, 0] += 1e-6
     with pytest.raises(InvariantBroken, match=r"the mean of x \+ c/2 is conserved"):
         ledger.check_sum(1.0)
-
-
-@pytest.mark.parametrize("momentum", [False, True])
-def test_who_takes_over_a_row_has_it_whole_and_that_is_no_drift(momentum):
-    ledger, population = make(momentum=momentum)
-    if population.c is not None:
-        population.c[1] += 1.0
-        population.expected_sum += 0.5
-    ledger.took_over(0, 1, 1.0)
-    assert ledger.z(0).tolist() == ledger.z(1).tolist()
-    ledger.check_sum(1.0)
 
 
 # Protocols broken on purpose: the schedules of `test_faults` catch each within 50.

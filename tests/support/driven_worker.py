@@ -16,6 +16,13 @@ RING = Constants.of(build_graph("ring", 6))
 Kind = TypeVar("Kind")
 
 
+class InPhase(Random):
+    """Ticks of all workers at the same moments: each gap is exactly its mean."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return 1.0
+
+
 def member(rank: int, status: Status = Status.ALIVE, incarnation: int = 0) -> Member:
     return Member(rank, incarnation, 70 + rank, status, "10.0.0.1", 4000 + rank)
 

@@ -136,17 +136,6 @@ class FaultSchedule:
     ending: tuple[EndingFault, ...] = ()
     done_within_s: float = 1.0
 
-    def __post_init__(self) -> None:
-        heals_at_s = 0.0
-        for fault in sorted(self.faults, key=lambda fault: fault.at_s):
-            if isinstance(fault, Partition):
-                if fault.at_s <= heals_at_s:
-                    raise ValueError(
-                        f"a partition at {fault.at_s} s begins before the one up to {heals_at_s} s "
-                        "has healed: let them follow one another"
-                    )
-                heals_at_s = fault.at_s + fault.duration_s
-
     @property
     def num_joins(self) -> int:
         """Workers that try to join beyond the first ones."""

@@ -2,7 +2,6 @@
 
 import math
 import threading
-from random import Random
 
 import pytest
 import torch
@@ -13,53 +12,6 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment, State
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_chunk_follows_the_equations_wherever_it_is_flowed(seed):
-    """In float64, with y = x + pending, whichever of boundary and exchange flows first."""
-    random = Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    y, theta, alpha_tilde = torch.randn(9, generator=generator).double(), 0.0, 1.7
-    c = torch.zeros_like(y)
-    segment = Segment(y.clone(), Role.TRAINED)
-    (chunk,) = State([segment]).chunks
-    for _ in range(40):
-        now = theta + random.choice((0.0, 0.1, 0.7))
-        share, theta = 0.5 * (1.0 - math.exp(-2.0 * (now - theta))), now
-        y, c = y + share * c, (1.0 - 2.0 * share) * c
-        out, peers = torch.empty_like(y), torch.randn(9, generator=generator).double()
-        event = random.choice(("boundary", "flow", "exchange", "both", "step"))
-        if event == "exchange":
-            assert chunk.snapshot(theta, out)
-            if random.random() < 0.5:
-                assert chunk.boundary(theta)
-            norm = chunk.exchange(theta, out, peers, alpha_tilde)
-        elif event == "both":
-            norm = chunk.snapshot_and_exchange(theta, out, peers, alpha_tilde)
-        if event in ("exchange", "both"):
-            torch.testing.assert_close(out, y)
-            assert norm == pytest.approx(float(((y - peers) ** 2).sum()))
-            delta = y - peers
-            y, c = y - 0.5 * delta, c - (alpha_tilde - 0.5) * delta
-        elif event == "flow":
-            chunk.flow(theta)
-        else:
-            assert chunk.boundary(theta)
-            assert not chunk.pending.any()
-        if event == "step":
-            chunk.x.sub_(1.0)
-            y = y - 1.0
-        z = torch.empty_like(y)
-        # Of the phase that the chunk was flowed to: a step and a snapshot leave it where it was.
-        chunk.read_z(z)
-        torch.testing.assert_close(z, y + 0.5 * c)
-    chunk.flow(theta)
-    held = torch.empty_like(y)
-    chunk.read(held)
-    torch.testing.assert_close(held, y)
-    assert chunk.boundary(math.inf)
-    torch.testing.assert_close(chunk.x, y + 0.5 * c)
 
 
 @pytest.mark.parametrize("role", [Role.TRAINED, Role.BUFFER])

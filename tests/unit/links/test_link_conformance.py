@@ -280,13 +280,6 @@ def test_sending_too_much_is_the_senders_error(pair):
         there.send_chunk(FrameType.CONTROL, key(0), memoryview(b"x"))
 
 
-def test_a_killed_peer_is_noticed(pair, world):
-    first, second, _, _ = pair
-    world.close(second)
-    world.until(lambda: first.handler.of("link_down"))
-    assert first.handler.of("link_down")[0][1] == "closed by the peer"
-
-
 def test_last_words_before_the_transport_closes(pair, world):
     first, second, there, back = pair
     there.send_control(b"unread by the time it closes")

@@ -19,13 +19,7 @@ import torch
 from links import has_ended, in_child
 
 from gossipdp.links import shared_memory, sockets, tcp_link
-from gossipdp.links.frames import (
-    MAX_SEGMENT,
-    ChunkKey,
-    FrameType,
-    pack_header,
-    run_tag,
-)
+from gossipdp.links.frames import MAX_SEGMENT, ChunkKey, FrameType, pack_header, run_tag
 from gossipdp.links.shared_memory import MAX_SEGMENT_BYTES, SharedSegment, map_peers_segment
 
 EXCHANGE = FrameType.EXCHANGE_CHUNK

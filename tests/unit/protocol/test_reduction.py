@@ -5,14 +5,7 @@ from consolidation import epoch
 
 from gossipdp.protocol.actions import FinishChunk, Send, SendPartial
 from gossipdp.protocol.messages import Progressed, PullPartials, Stalled
-from gossipdp.protocol.reduction import (
-    GRACE,
-    STALLED_AFTER,
-    WINDOW,
-    Blame,
-    Reduction,
-    tree,
-)
+from gossipdp.protocol.reduction import GRACE, STALLED_AFTER, WINDOW, Blame, Reduction, tree
 
 EPOCH = epoch(1)
 
