@@ -48,6 +48,8 @@ X = torch.arange(8.0)
 class FakeLink(MemoryLink):
     """A link on which all leaves at once, or when the test calls :meth:`drain`."""
 
+    is_aging = False
+
     def __init__(self, peer: int, leaves_at_once: bool = True) -> None:
         super().__init__(peer)
         self.leaves_at_once = leaves_at_once
@@ -343,6 +345,26 @@ def test_the_answer_to_a_proposal_leaves_before_snapshots_are_taken():
     assert not worker.links[1].chunks
     worker.loop.writable(worker.links[1])
     assert worker.links[1].chunks
+
+
+def test_a_link_whose_key_is_old_ends_when_its_peer_asks_and_nothing_is_under_way():
+    """Closed in the middle, it has brought one end chunks that the other never gets."""
+    worker = Worker()
+    link, key = worker.links[1], ChunkKey(1, 0, 99, 0)
+    assert Accept in worker.answers_to_a_proposal(1)
+    worker.loop.protocol.hold(worker.now)
+    worker.loop.writable(link)
+    link.is_aging = True
+    assert worker.answers_to_a_proposal(1) == [Busy], "the peer's chunk is yet to come"
+    room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, X.nbytes)
+    worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
+    worker.loop.writable(link)
+    link.leaves_at_once = False
+    link.send_chunk(FrameType.STATE_CHUNK, key, memoryview(b"state"))
+    assert worker.answers_to_a_proposal(1) == [Busy], "the peer has yet to read it"
+    link.drain()
+    worker.answers_to_a_proposal(1)
+    assert link.closed_for.startswith("its TLS key has protected half of what one may")
 
 
 # Notices of the others' lives.

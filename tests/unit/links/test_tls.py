@@ -64,12 +64,9 @@ def locked(key: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
-        *(
-            (name, None, r"cannot read .*other\.pem: No such file")
-            for name in ("cert", "key", "ca")
-        ),
-        *((name, b"\x30\x82\xff", r"other\.pem is no PEM file") for name in ("cert", "key", "ca")),
-        *((name, b"no certificate", r"other\.pem.*PEM") for name in ("cert", "key", "ca")),
+        ("cert", None, r"cannot read .*other\.pem: No such file"),
+        ("key", b"\x30\x82\xff", r"other\.pem is no PEM file"),
+        ("ca", b"no certificate", r"other\.pem.*PEM"),
         ("key", lambda files, other: other.key.read_bytes(), "the key is not that of the cert"),
         ("key", lambda files, other: locked(files.key.read_bytes()), "is encrypted, and workers"),
         ("ca", lambda files, other: other.ca.read_bytes(), "is of no use with the authority"),
@@ -195,7 +192,7 @@ def test_a_link_is_made_anew_before_its_key_has_protected_too_much(world, monkey
     monkeypatch.setattr(tls_module, "MAX_RECORDS", 10)
     first, second = world.tls(0), world.tls(1)
     payload = memoryview(bytes(50_000))
-    longest = 0
+    longest, is_due = 0, False
     for number in range(16):
         if not first.handler.links:
             world.join(first, second)
@@ -203,6 +200,7 @@ def test_a_link_is_made_anew_before_its_key_has_protected_too_much(world, monkey
         there.send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, number), payload)
         world.until(lambda there=there: there.closed or not there.queued_chunks, first)
         longest = max(longest, there.bytes_sent)
+        is_due |= there.is_aging and not there.closed
         world.settle(turns=5)
     assert len(second.handler.of("chunk")) == 16  # it ends between two frames
     assert len(first.handler.of("link_up")) > 4
@@ -210,6 +208,7 @@ def test_a_link_is_made_anew_before_its_key_has_protected_too_much(world, monkey
         "its TLS key has protected as much as one may; a new link takes its place"
     }
     assert longest < 10 * tls_module.RECORD_BYTES + 2 * len(payload)
+    assert is_due, "half way a new link is due, which may wait"
 
 
 def test_a_link_that_never_runs_out_of_chunks_is_made_anew_too(world, monkeypatch):

@@ -226,13 +226,6 @@ def test_an_attempt_never_ends_without_a_consequence():
     assert blame.suspects == {1}
 
 
-def test_who_says_that_it_cannot_give_is_left_out_at_once():
-    blame = Blame(0)
-    blame.said(6, stalled(6))
-    blame.said(2, stalled(6))
-    assert judged(blame) == {6: "6 it is"}
-
-
 def test_what_was_said_of_an_earlier_attempt_does_not_count():
     blame = Blame(0)
     blame.said(0, stalled(1))
