@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import networkx
 import torch
+from driven_worker import protocol_of
 from links import LoneOwner, Recorder
 
 from gossipdp.graph.constants import Constants
@@ -42,7 +43,7 @@ from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Send
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import Envelope, ProtocolError, decode, encode
-from gossipdp.protocol.worker import Action, WorkerProtocol
+from gossipdp.protocol.worker import Action
 
 TAG = run_tag("run")
 SECRET = b"secret"
@@ -279,19 +280,7 @@ def protocol_worker(data: bytes) -> None:
     The first byte of each record is its length in bytes and the second names its sender,
     so that the fuzzer may cut and join real messages.
     """
-    worker = WorkerProtocol(
-        rank=0,
-        incarnation=0,
-        process_id=100,
-        host="127.0.0.1",
-        port=4000,
-        constants=_ring(),
-        method="a2cid2",
-        timeout_s=5.0,
-        random=random.Random(0),
-        num_chunks=2,
-        num_copied_chunks=1,
-    )
+    worker = protocol_of(0, process_id=100, constants=_ring(), num_chunks=2, num_copied_chunks=1)
     now = 0.0
     for peer in (1, 2, 3):
         _say(worker.link_up(peer, now))

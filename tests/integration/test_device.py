@@ -1,8 +1,4 @@
-"""Training with parameters on a device that works late: the whole way, in real processes.
-
-The device is the stand-in of ``tests/support/deferred_device.py``, for every operation of training
-and gossip alike; on a machine with a CUDA device also that.
-"""
+"""Training with parameters on a device that works late: a stand-in, or a CUDA device."""
 
 import contextlib
 import itertools

@@ -1,9 +1,4 @@
-"""Training loops that people write, each on real workers: they must mix, and end equal.
-
-Every worker has data of its own, so without exchanges the workers drift apart: each loop runs once
-with exchanges and once with ``method="none"``, and the first must leave less than a third of the
-consensus distance of the second.
-"""
+"""Training loops that people write, on workers with unlike data: they mix, and end equal."""
 
 import copy
 import gc

@@ -1,10 +1,4 @@
-"""Consolidation under mishaps at any of its frames, in the simulated network.
-
-Links keep their order. All else is drawn: each way of a link takes from a hundredth of a
-millisecond to a thirtieth of a second, so the events of different links come in any order. The
-numbers that workers bring are float64 of many magnitudes, so a wrong order or a chunk counted twice
-shows in the bits.
-"""
+"""Consolidation under mishaps at any of its frames, in the simulated network."""
 
 from __future__ import annotations
 

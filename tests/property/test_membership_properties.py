@@ -41,13 +41,6 @@ def test_any_order_and_repetition_gives_the_same_table(records, shuffler):
     assert observer(again) == observer(records)
 
 
-@given(st.lists(members, max_size=6), st.lists(members, max_size=6), st.lists(members, max_size=6))
-def test_merging_tables_is_associative(first, second, third):
-    left = observer([*observer(first + second), *third])
-    right = observer([*first, *observer(second + third)])
-    assert left == right
-
-
 @given(st.lists(entries, max_size=20), st.randoms(use_true_random=False))
 def test_progress_merges_in_any_order_and_never_falls(records, shuffler):
     def merged(sequence: list[ProgressEntry]) -> Progress:

@@ -1,8 +1,4 @@
-"""Pairing on random networks: whatever the graph, the delays and the cuts.
-
-Every test runs real worker protocols on the discrete-event network. The last one breaks the
-pairing on purpose, and checks that these very tests would notice.
-"""
+"""Pairing of real protocols on random networks, whatever the graph, the delays and the cuts."""
 
 from dataclasses import dataclass, replace
 from random import Random

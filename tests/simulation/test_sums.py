@@ -1,7 +1,4 @@
-"""Sums over a tree in the simulated network: what they come to, and who may hold them up.
-
-Workers run the real protocol and the real sums over real parameters, in float64.
-"""
+"""Sums over a tree in the simulated network: what they come to, and who may hold them up."""
 
 from collections.abc import Callable, Collection
 from typing import Any

@@ -1,8 +1,4 @@
-"""Two threads on a device that works late leave the state as if all were done at once.
-
-The device is a stand-in (``tests/support/deferred_device.py``), the threads are this one, on two
-streams; while one waits for its stream, the other has its turn.
-"""
+"""Two threads on a device that works late leave the state as if all were done at once."""
 
 import math
 import threading

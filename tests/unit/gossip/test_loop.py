@@ -4,10 +4,10 @@ import gc
 import math
 import weakref
 from collections.abc import Collection
-from random import Random
 
 import pytest
 import torch
+from driven_worker import TIMEOUT_S, protocol_of
 from links import MemoryLink, NoNetwork
 from reference import MomentumState
 
@@ -39,9 +39,7 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
-from gossipdp.protocol.worker import WorkerProtocol
 
-TIMEOUT_S = 5.0
 X = torch.arange(8.0)
 
 
@@ -77,17 +75,9 @@ class Worker:
         self.now = 0.0
         self.segment = Segment(x.clone(), Role.TRAINED, chunk_bytes=chunk_bytes)
         state, self.phase = State([self.segment]), Phase(0.4, 1.0)
-        protocol = WorkerProtocol(
-            rank=0,
-            incarnation=0,
-            process_id=5,
-            host="127.0.0.1",
-            port=1,
-            constants=Constants.of(build_graph("ring", 3)),
-            method="a2cid2",
-            timeout_s=TIMEOUT_S,
-            random=Random(0),
-            num_chunks=len(self.segment.chunks),
+        constants = Constants.of(build_graph("ring", 3))
+        protocol = protocol_of(
+            0, process_id=5, constants=constants, num_chunks=len(self.segment.chunks)
         )
         protocol.membership.merge_all(
             Member(rank, 0, 7, Status.ALIVE, *self.address(rank)) for rank in (1, 2)
