@@ -145,9 +145,7 @@ def exchanges(log: WorkerLog, with_ranks: set[int], from_s: float, to_s: float) 
 
 
 @pytest.mark.timeout(300)
-def test_both_halves_go_on_and_merge_when_the_partition_heals(
-    hosts: Hosts, runs: list[subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_both_halves_go_on_and_merge_when_the_partition_heals(hosts, runs, tmp_path):
     directory = tmp_path / "run"
     wait_for_first_steps(directory, runs)
     time.sleep(CUT_AT_S)

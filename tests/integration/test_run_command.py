@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import RunCommand, runs
+from run_processes import RunCommand, run_python, runs
 from waiting import LONGEST_S, wait_until
 
 from gossipdp.observe.log import RunLog
@@ -32,89 +34,85 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
-class Lines:
-    """The lines of a run."""
+class Run:
+    """A ``gossipdp run`` of the script; ``lives`` are the process ids by rank."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        self.source = process.stdout
+    def __init__(self, directory: Path, process: subprocess.Popen[str], n: int) -> None:
+        self.process, self.errors, self._end = process, directory / "errors", directory / "end"
+        self.lives: dict[int, int] = {}
+        for _ in range(n):
+            self.next_life()
 
-    def next_life(self) -> tuple[int, int, str, int]:
-        """(rank, restarts, join addresses, process id) of the next life that begins."""
-        line = self.source.readline()
+    def next_life(self) -> tuple[int, int, str]:
+        """Return (rank, restarts, join addresses) of the next life that begins."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         word, rank, restarts, join, pid = line.split()
         assert word == "life", line
-        return int(rank), int(restarts), join, int(pid)
+        self.lives[int(rank)] = int(pid)
+        return int(rank), int(restarts), join
+
+    def finish(self) -> None:
+        self._end.touch()
+        assert self.process.wait(LONGEST_S) == 0, self.errors.read_text()
 
 
-def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
-    script, end = tmp_path / "script.py", tmp_path / "end"
+@contextmanager
+def running(
+    directory: Path, environment: dict[str, str], n: int, max_restarts: int
+) -> Iterator[Run]:
+    script = directory / "script.py"
     script.write_text(SCRIPT)
-    words = ["-m", "gossipdp.cli.main", "run", "-n3", "--max-restarts", "3"]
-    with subprocess.Popen(
-        [sys.executable, *words, str(script), str(end)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=without_torch,
-    ) as run:
-        watchdog = threading.Timer(LONGEST_S, run.kill)  # else a failure would wait for ever
+    words = ["-m", "gossipdp.cli.main", "run", "-n", str(n), "--max-restarts", str(max_restarts)]
+    with (
+        (directory / "errors").open("wb") as errors,
+        subprocess.Popen(
+            [sys.executable, *words, str(script), str(directory / "end")],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        ) as process,
+    ):
+        watchdog = threading.Timer(LONGEST_S, process.kill)  # else a failure would wait for ever
         watchdog.start()
-        lines = Lines(run)
-        lives = {rank: pid for rank, _, _, pid in (lines.next_life() for _ in range(3))}
-        assert lives.keys() == {0, 1, 2}
+        try:
+            yield Run(directory, process, n)
+        finally:
+            watchdog.cancel()
+            process.kill()
+
+
+def test_a_killed_worker_is_started_again_and_told_where_the_others_are(tmp_path, without_torch):
+    with running(tmp_path, without_torch, 3, max_restarts=3) as run:
+        assert run.lives.keys() == {0, 1, 2}
         for victim, others, count in ((2, (1, 0), 1), (1, (2, 0), 1), (1, (2, 0), 2)):
-            os.kill(lives[victim], signal.SIGKILL)
-            rank, restarts, join, pid = lines.next_life()
-            assert (rank, restarts) == (victim, count)
-            assert join == ",".join(f"127.0.0.1:{1000 + other}" for other in others)
+            os.kill(run.lives[victim], signal.SIGKILL)
+            joins = ",".join(f"127.0.0.1:{1000 + other}" for other in others)
+            assert run.next_life() == (victim, count, joins)
+            pid = run.lives[victim]
             assert os.getpgid(pid) == pid
-            assert psutil.Process(pid).ppid() == run.pid
-            lives[victim] = pid
-        end.touch()
-        _, errors = run.communicate(timeout=LONGEST_S)
-        watchdog.cancel()
-        assert run.returncode == 0, errors
+            assert psutil.Process(pid).ppid() == run.process.pid
+        run.finish()
+    errors = run.errors.read_text()
     assert "worker 2 died of signal 9 (SIGKILL); it is started again in 0.1 s (" in errors
     assert errors.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")
 
 
-def test_where_nobody_can_be_started_the_others_go_on(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
-    script, end, errors = tmp_path / "script.py", tmp_path / "end", tmp_path / "errors"
-    script.write_text(SCRIPT)
-    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--max-restarts", "6"]
-    with (
-        errors.open("wb") as stream,
-        subprocess.Popen(
-            [sys.executable, *words, str(script), str(end)],
-            stdout=subprocess.PIPE,
-            stderr=stream,
-            text=True,
-            env=without_torch,
-        ) as run,
-    ):
-        watchdog = threading.Timer(LONGEST_S, run.kill)
-        watchdog.start()
-        lines = Lines(run)
-        lives = {rank: pid for rank, _, _, pid in (lines.next_life() for _ in range(2))}
-        supervisor = psutil.Process(run.pid)
+def test_where_nobody_can_be_started_the_others_go_on(tmp_path, without_torch):
+    with running(tmp_path, without_torch, 2, max_restarts=6) as run:
+        supervisor, said = psutil.Process(run.process.pid), run.errors.read_text
         wait_until((tmp_path / "torch" / "distributed.py.imported").exists, "torch is imported")
         limit = supervisor.rlimit(psutil.RLIMIT_NOFILE)
         supervisor.rlimit(psutil.RLIMIT_NOFILE, (3, limit[1]))
-        os.kill(lives[1], signal.SIGKILL)
-        wait_until(lambda: errors.read_text().count("could not be started") >= 2, errors.read_text)
-        assert psutil.pid_exists(lives[0])
+        os.kill(run.lives[1], signal.SIGKILL)
+        wait_until(lambda: said().count("could not be started") >= 2, said)
+        assert psutil.pid_exists(run.lives[0])
         supervisor.rlimit(psutil.RLIMIT_NOFILE, limit)
-        rank, restarts, _, _ = lines.next_life()
+        rank, restarts, _ = run.next_life()
         assert rank == 1
         assert restarts >= 3
-        end.touch()
-        assert run.wait(LONGEST_S) == 0, errors.read_text()
-        watchdog.cancel()
+        run.finish()
 
 
 # Both begin; then worker 0 fails, and worker 1 goes on.
@@ -138,16 +136,11 @@ print("went on")
 """
 
 
-def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_path, without_torch):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
-    words += [str(script), str(tmp_path / "begun")]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=without_torch, check=False
-    )
+    done = run_python(*words, str(script), str(tmp_path / "begun"), environment=without_torch)
     assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
     assert done.returncode == 1
     assert done.stdout == "went on\n"
@@ -161,9 +154,7 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
     assert workers[1].process_ends == ()
 
 
-def test_a_full_disk_under_its_own_lines_ends_no_run(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
     script, lines = tmp_path / "train.py", tmp_path / "lines"
     lines.mkdir()
     script.write_text(

@@ -24,10 +24,8 @@ TORCHRUN = [
 def run(
     command: list[str], variables: dict[str, str] = VARIABLES, directory: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, env=variables,
-        cwd=directory,
-    )  # fmt: skip
+    options = {"env": variables, "cwd": directory, "timeout": 280}
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def first_script(page: str) -> str:
@@ -57,7 +55,7 @@ def test_the_first_script_of_a_page_runs_without_a_warning(
     assert all(f"worker {rank}: " in done.stdout for rank in range(2))
 
 
-def test_the_complete_example_under_our_launcher(tmp_path: Path):
+def test_the_complete_example_under_our_launcher(tmp_path):
     """test_your_script.py resumes it; here it has processes of its own, and loaders' processes."""
     options = ["--epochs", "3", "--output", str(tmp_path)]
     done = run([*RUN, str(EXAMPLES / "complete.py"), *options])
@@ -82,7 +80,7 @@ print(f"met {ranks}\\n", end="")  # one write a line: the workers share one stan
 """
 
 
-def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s(tmp_path: Path):
+def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s(tmp_path):
     """Both meet at torchrun's own store."""
     script = tmp_path / "beside.py"
     script.write_text(BESIDE)
@@ -120,7 +118,7 @@ collector.join()
 """
 
 
-def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path: Path):
+def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path):
     """Python ends a daemon at exit; within torch that would end the process, by SIGABRT."""
     script = tmp_path / "dropped.py"
     script.write_text(DROPPED)

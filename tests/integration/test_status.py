@@ -86,7 +86,7 @@ def states(job: JobStatus) -> list[str]:
     return [worker.state for worker in job.workers]
 
 
-def test_one_address_shows_the_whole_job(workers: Callable, tmp_path: Path) -> None:
+def test_one_address_shows_the_whole_job(workers, tmp_path):
     def is_all_there(job: JobStatus) -> bool:
         return (
             states(job) == ["training"] * 3 + ["slow"]
@@ -104,9 +104,7 @@ def test_one_address_shows_the_whole_job(workers: Callable, tmp_path: Path) -> N
     assert job.workers[0].neighbours == (1, 3)
 
 
-def test_the_death_of_the_worker_asked_first_is_seen_from_the_others(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_the_death_of_the_worker_asked_first_is_seen_from_the_others(workers, tmp_path):
     killed: list[int] = []
 
     def kill_and_see(job: JobStatus) -> bool:

@@ -1,7 +1,4 @@
-"""The script of docs/your_script.md, every change that it shows, and the examples, on two workers.
-
-One start of two workers runs them all, one after the other.
-"""
+"""The script of docs/your_script.md, every change that it shows, and the examples."""
 
 import gc
 import os

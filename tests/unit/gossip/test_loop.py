@@ -4,10 +4,10 @@ import gc
 import math
 import weakref
 from collections.abc import Collection
-from random import Random
 
 import pytest
 import torch
+from driven_worker import TIMEOUT_S, protocol_of
 from links import MemoryLink, NoNetwork
 from reference import MomentumState
 
@@ -39,14 +39,14 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
-from gossipdp.protocol.worker import WorkerProtocol
 
-TIMEOUT_S = 5.0
 X = torch.arange(8.0)
 
 
 class FakeLink(MemoryLink):
     """A link on which all leaves at once, or when the test calls :meth:`drain`."""
+
+    is_aging = False
 
     def __init__(self, peer: int, leaves_at_once: bool = True) -> None:
         super().__init__(peer)
@@ -75,17 +75,9 @@ class Worker:
         self.now = 0.0
         self.segment = Segment(x.clone(), Role.TRAINED, chunk_bytes=chunk_bytes)
         state, self.phase = State([self.segment]), Phase(0.4, 1.0)
-        protocol = WorkerProtocol(
-            rank=0,
-            incarnation=0,
-            process_id=5,
-            host="127.0.0.1",
-            port=1,
-            constants=Constants.of(build_graph("ring", 3)),
-            method="a2cid2",
-            timeout_s=TIMEOUT_S,
-            random=Random(0),
-            num_chunks=len(self.segment.chunks),
+        constants = Constants.of(build_graph("ring", 3))
+        protocol = protocol_of(
+            0, process_id=5, constants=constants, num_chunks=len(self.segment.chunks)
         )
         protocol.membership.merge_all(
             Member(rank, 0, 7, Status.ALIVE, *self.address(rank)) for rank in (1, 2)
@@ -343,6 +335,26 @@ def test_the_answer_to_a_proposal_leaves_before_snapshots_are_taken():
     assert not worker.links[1].chunks
     worker.loop.writable(worker.links[1])
     assert worker.links[1].chunks
+
+
+def test_a_link_whose_key_is_old_ends_when_its_peer_asks_and_nothing_is_under_way():
+    """Closed in the middle, it has brought one end chunks that the other never gets."""
+    worker = Worker()
+    link, key = worker.links[1], ChunkKey(1, 0, 99, 0)
+    assert Accept in worker.answers_to_a_proposal(1)
+    worker.loop.protocol.hold(worker.now)
+    worker.loop.writable(link)
+    link.is_aging = True
+    assert worker.answers_to_a_proposal(1) == [Busy], "the peer's chunk is yet to come"
+    room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, X.nbytes)
+    worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
+    worker.loop.writable(link)
+    link.leaves_at_once = False
+    link.send_chunk(FrameType.STATE_CHUNK, key, memoryview(b"state"))
+    assert worker.answers_to_a_proposal(1) == [Busy], "the peer has yet to read it"
+    link.drain()
+    worker.answers_to_a_proposal(1)
+    assert link.closed_for.startswith("its TLS key has protected half of what one may")
 
 
 # Notices of the others' lives.

@@ -1,21 +1,13 @@
 """WorkerProtocol when others fail, and after it failed itself."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 
-from gossipdp.protocol.actions import (
-    Begin,
-    Send,
-    Stop,
-    Unlink,
-)
+from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
-    Accept,
     AskLife,
     BeginEpoch,
     Busy,
@@ -27,7 +19,7 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
-from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
+from gossipdp.protocol.pairing import Exchanging, Idle
 from gossipdp.protocol.worker import WorkerProtocol
 
 # --- exchanges that stand still, and what breaks the rules --------------------------------
@@ -84,21 +76,6 @@ def test_who_was_shunned_is_welcome_again_once_an_exchange_ends_well() -> None:
     assert worker.pairing.available.keys() == {2}
     run(worker, 18.0, 12.6 + 2 * TIMEOUT_S, [0, 2])
     assert worker.pairing.available.keys() == {0, 2}
-
-
-def test_who_accepts_with_more_than_was_proposed_loses_its_link() -> None:
-    worker = make_worker(0, 2)
-    for _ in range(100):
-        if isinstance(worker.pairing.state, Proposing):
-            break
-        worker._settle(worker.pairing.tick(), 0.1)
-    state = worker.pairing.state
-    assert isinstance(state, Proposing)
-    accept = Accept(state.id, state.alpha_tilde * 1.01)
-    actions = worker.receive(state.peer, Envelope(accept), 0.2)
-    assert [action.peer for action in of_type(actions, Unlink)] == [state.peer]
-    assert of_type(actions, Begin) == []
-    assert worker.live_links == {2 - state.peer}
 
 
 def test_an_epoch_out_of_all_order_closes_the_link() -> None:
