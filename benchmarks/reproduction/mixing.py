@@ -154,7 +154,7 @@ def _synchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
         chebyshev=method == "dpsgd-chebyshev",
         until=TAIL[1],
     )
-    communications = np.arange(len(distances)) * float(built.number_of_edges())
+    communications = np.arange(len(distances)) * float(len(built.edges))
     return 1.0 / decay_per_exchange(communications, distances, lowest=TAIL[1])
 
 
@@ -235,7 +235,7 @@ def _predict(graph: str, method: str, num_workers: int) -> float:
     built = build_graph(graph, num_workers)
     gamma = second_eigenvalue(lazy_matrix(built))
     per_round = gamma**2 if method == "dpsgd" else chebyshev_limit(gamma)
-    return built.number_of_edges() / -math.log(per_round)
+    return len(built.edges) / -math.log(per_round)
 
 
 def _decay_bound(graph: str, method: str, num_workers: int) -> float:

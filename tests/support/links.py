@@ -11,14 +11,7 @@ from typing import Any, cast
 import msgspec
 from waiting import wait_until
 
-from gossipdp.links.frames import (
-    HEADER_BYTES,
-    ChunkKey,
-    FrameType,
-    check_length,
-    pack_key,
-    run_tag,
-)
+from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType, check_length, pack_key, run_tag
 from gossipdp.links.handshake import Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler, Transport
 from gossipdp.links.shared_memory import SlotMemory

@@ -2,11 +2,13 @@
 
 A file starts with a ``start`` record. ``counts`` records follow, each with totals up to then.
 ``began`` is written when a process makes its first gradient step, ``notice`` when the worker
-notices a change in another's life, ``values`` when the script logs something, ``consolidating``
+notices a change in a worker's life, ``values`` when the script logs something, ``consolidating``
 when the worker has nothing left to do but to wait for the others, and ``end`` when it has the
-average. Time (``time_s``) is in seconds since the worker's first start, whose date is in ``start``.
-The log of a worker that was started again goes on where it ended, with a ``start`` record of the
-new process.
+average. If the worker's process fails, its launcher appends ``process_end``.
+
+Time (``time_s``) is in seconds since the worker's first start, whose date is in ``start``. The log
+of a worker that was started again goes on where it ended, with a ``start`` record of the new
+process.
 
 A ``counts`` record is due ``interval_s`` after the last, and from 2000 intervals on after 1/2000 of
 the time so far. So T seconds give at most 2000 (1 + ln(T / 2000 interval_s)) of them: at 0.2 s
@@ -24,12 +26,12 @@ from typing import Annotated, Any
 import msgspec
 
 from gossipdp.gossip.counters import MAX_WORKERS, Counters, Rank, decode, metrics_of
-from gossipdp.links.clock import since_boot_s
+from gossipdp.links.clock import boot_id, since_boot_s
 
 logger = logging.getLogger("gossipdp")
 
 FILE_PATTERN = "worker-*.jsonl"
-FORMAT = 3
+FORMAT = 4
 """Written into each start record; a reader refuses others."""
 
 Value = bool | int | float | str
@@ -50,6 +52,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
         configuration: of the wrapper, in words and numbers.
         boot_id: of the boot since which ``started_s`` counts; empty if it is not known.
         run_id: of the run; the log of one that resumes holds the runs before it too.
+        time_s: 0 for the first process of the worker.
     """
 
     rank: Rank
@@ -61,6 +64,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     format: int = 1  # the first one had no such field
     boot_id: str = ""
     run_id: str = ""
+    time_s: float = 0.0
 
 
 class RecentExchange(msgspec.Struct, frozen=True, array_like=True):
@@ -122,16 +126,28 @@ class BeganRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="began"):
 
 
 class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
-    """A notice about worker ``rank``, such as "dead"; ``at_s`` is by ``since_boot_s``."""
+    """A notice about worker ``rank``; see :class:`gossipdp.gossip.snapshot.Notice`."""
 
     rank: Rank
     what: str
     at_s: float
     time_s: float = 0.0
+    silent_s: float | None = None
 
 
-_Later = CountsRecord | ValuesRecord | ConsolidatingRecord | EndRecord | BeganRecord | NoticeRecord
-Record = StartRecord | _Later
+class ProcessEndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="process_end"):
+    """The end of the process that wrote the log until here; its launcher writes it.
+
+    ``reason`` completes "its process ...", such as "died of signal 9 (SIGKILL)".
+    """
+
+    time_s: float
+    reason: str
+
+
+_Of_training = CountsRecord | ValuesRecord | ConsolidatingRecord | EndRecord
+_Of_lives = BeganRecord | NoticeRecord | ProcessEndRecord
+Record = StartRecord | _Of_training | _Of_lives
 
 _encoder = msgspec.json.Encoder()
 
@@ -158,12 +174,6 @@ def read_records(path: Path) -> list[Record]:
                 f"format {FORMAT} only: read it with the version that wrote it, or run again"
             )
     return parsed(path, lines)
-
-
-def last_time_s(records: Sequence[Record]) -> float:
-    """Return the time of the last record that has one; 0 without any."""
-    times_s = (each.time_s for each in records if not isinstance(each, StartRecord))
-    return max(times_s, default=0.0)
 
 
 def whole_lines(content: bytes) -> list[bytes]:
@@ -224,7 +234,7 @@ class RunLogWriter:
         if not (resumes or (starts and starts[-1].run_id == run_id)):
             before, starts = [], []
         self._first = starts[0] if starts else None
-        self._last_s = last_time_s(before)
+        self._last_s = _last_time_s(before)
         self._path = path
         self._file = path.open("ab", buffering=0)
         kept = whole_lines(path.read_bytes()) if before else []
@@ -251,25 +261,23 @@ class RunLogWriter:
         """Write a start record; time counts from here, or from the first process's start."""
         now_s, date_s = self._clock(), self._date()
         self.started_s = self._recorded_s = now_s
-        if (first := self._first) is not None:
-            # Dates count only if the machine was started since. The date may have been set back:
-            # time goes on from the last record at least.
-            is_same_boot = self._boot_id and self._boot_id == first.boot_id
-            elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
-            self.started_s -= max(elapsed_s, self._last_s)
+        if self._first is not None:
+            self.started_s -= _elapsed_s(self._first, self._last_s, now_s, date_s, self._boot_id)
         process = (rank, num_workers, os.getpid(), date_s, dict(configuration), now_s)
-        self._write(StartRecord(*process, FORMAT, self._boot_id, self._run_id))
+        at = self._boot_id, self._run_id, self._time(now_s)
+        self._write(StartRecord(*process, FORMAT, *at))
 
     def began(self, at_s: float | None = None) -> None:
         """Write that this process has made its first gradient step, now or at ``at_s``."""
         at_s = self._clock() if at_s is None else at_s
         self._write(BeganRecord(os.getpid(), at_s, self._time(at_s)))
 
-    def notice(self, rank: int, what: str, at_s: float) -> None:
-        """Write a notice about another worker; beyond 10,000 nothing more."""
+    def notice(self, rank: int, what: str, at_s: float, silent_s: float | None = None) -> None:
+        """Write a notice about a worker; beyond 10,000 nothing more."""
         self._num_notices += 1
         if self._num_notices <= MAX_NOTICES:
-            self._write(NoticeRecord(rank, what, at_s, self._time(at_s)))
+            silent_s = None if silent_s is None else round(silent_s, 3)
+            self._write(NoticeRecord(rank, what, at_s, self._time(at_s), silent_s))
 
     def counts(
         self,
@@ -327,6 +335,44 @@ class RunLogWriter:
                 self._is_failing = True
                 text = "cannot write the log %s (%s): training goes on, and lines are missing"
                 logger.warning(text, self._path, error)
+
+
+def write_process_end(path: Path, process_id: int, reason: str) -> None:
+    """Write into a worker's log, as its launcher, that its process has failed.
+
+    Nothing is written if there is no log of this process. A full disk costs the line.
+    """
+    try:
+        records = read_records(path) if path.exists() else []
+        starts = [each for each in records if isinstance(each, StartRecord)]
+        if not starts or starts[-1].process_id != process_id:
+            return
+        now = since_boot_s(), time.time(), boot_id()
+        time_s = _elapsed_s(starts[0], _last_time_s(records), *now)
+        lines = whole_lines(path.read_bytes())
+        with path.open("r+b", buffering=0) as file:
+            file.truncate(sum(map(len, lines)))  # the process may have died in mid-line
+            file.seek(0, os.SEEK_END)
+            file.write(_encoder.encode(ProcessEndRecord(round(time_s, 4), reason)) + b"\n")
+    except (OSError, ValueError) as error:
+        logger.warning("cannot write the end of a worker's process into %s (%s)", path, error)
+
+
+def _last_time_s(records: Sequence[Record]) -> float:
+    return max((each.time_s for each in records), default=0.0)
+
+
+def _elapsed_s(
+    first: StartRecord, last_s: float, now_s: float, date_s: float, boot_id: str
+) -> float:
+    """Return the time since the worker's first start, at the end of its log so far or later.
+
+    Dates count only if the machine was started since. The date may have been set back: time goes on
+    from the last record at least.
+    """
+    is_same_boot = boot_id and boot_id == first.boot_id
+    elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
+    return max(elapsed_s, last_s)
 
 
 def _log_before(path: Path) -> list[Record]:

@@ -66,7 +66,9 @@ class Member(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_un
     """One worker as the network knows it. Of two records of one rank the greater one counts.
 
     It listens for links at ``host`` and ``port``. It shows its status to people at ``status_host``
-    and ``status_port`` (port 0: nowhere); nothing here uses those.
+    and ``status_port`` (port 0: nowhere), and ``restarts`` counts the processes of this rank before
+    this one; nothing here uses those. The incarnation also rises when the same process goes on
+    after others have given it up.
     """
 
     rank: Rank
@@ -77,6 +79,7 @@ class Member(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_un
     port: Port = 0
     status_host: Host = ""
     status_port: Port = 0
+    restarts: Incarnation = 0
 
     @property
     def is_live(self) -> bool:

@@ -101,8 +101,8 @@ class WorkerProtocol:
     """The protocol of one worker.
 
     Args:
-        rank, incarnation, process_id, host, port, status_address: this worker, as others will
-            know it; it shows its status at the last.
+        rank, incarnation, process_id, host, port, status_address, restarts: this worker, as others
+            will know it: see :class:`~gossipdp.protocol.members.Member`.
         constants: the graph with its rates, at the wanted comm rate.
         method: "a2cid2", "gossip", or "none": no ticks, and BUSY to every proposal.
         policy_type: the order in which neighbours are asked.
@@ -139,12 +139,13 @@ class WorkerProtocol:
         live_graph: LiveGraph | None = None,
         work_out: WorkOut = at_once,
         status_address: tuple[str, int] = ("", 0),
+        restarts: int = 0,
     ) -> None:
         self.rank = rank
         self.timeout_s = positive_number("timeout_s", timeout_s)
         status = Status.JOINING if is_joining else Status.ALIVE
         self.membership = Membership(
-            Member(rank, incarnation, process_id, status, host, port, *status_address),
+            Member(rank, incarnation, process_id, status, host, port, *status_address, restarts),
             len(constants.workers),
         )
         self.progress = Progress(rank, process_id)
@@ -184,6 +185,9 @@ class WorkerProtocol:
         self.exchanges_answered = 0
         self.exchanges_failed = 0
         self.proposals_unanswered = 0
+        self.num_standstills = 0
+        self.stood_still_s = 0.0
+        """How long this worker itself last did not run, if for the time-out or longer."""
         self.is_done = False
         self._has_method = method != "none"
         # Worked out for this version of membership; -1: work it out again.
@@ -570,6 +574,9 @@ class WorkerProtocol:
         slept_s = now - self._last_input
         if not self.timeout_s / 2 < slept_s < math.inf:
             return
+        if slept_s >= self.timeout_s:
+            self.num_standstills += 1
+            self.stood_still_s = slept_s
         self.progressed(now)
         self._links.slept(now)
         self.detector.slept(now)

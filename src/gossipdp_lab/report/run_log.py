@@ -16,11 +16,11 @@ from gossipdp.observe.log import (
     CountsRecord,
     EndRecord,
     NoticeRecord,
+    ProcessEndRecord,
     Record,
     StartRecord,
     Value,
     ValuesRecord,
-    last_time_s,
     parsed,
     read_records,
     whole_lines,
@@ -62,7 +62,10 @@ class WorkerLog:
 
     Attributes:
         start, restart: of the first process, and of the last if there was more than one.
-        last_s: time of the last record that has one.
+        last_s: time of the last record.
+        processes: the times of the first and the last record of each process, the first one first;
+            a killed process may have lived a little longer.
+        process_ends: of the processes that failed, as far as their launcher wrote it.
     """
 
     start: StartRecord
@@ -74,6 +77,8 @@ class WorkerLog:
     consolidating: ConsolidatingRecord | None = None
     last_s: float = 0.0
     restart: StartRecord | None = None
+    processes: tuple[tuple[float, float], ...] = ()
+    process_ends: tuple[ProcessEndRecord, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -105,8 +110,10 @@ class WorkerLog:
             notices=of(NoticeRecord),
             values=of(ValuesRecord),
             consolidating=waits[-1] if waits else None,
-            last_s=last_time_s(records),
+            last_s=max(each.time_s for each in records),
             restart=starts[-1] if len(starts) > 1 else None,
+            processes=_processes(records),
+            process_ends=of(ProcessEndRecord),
         )
 
     @property
@@ -122,6 +129,17 @@ class WorkerLog:
     def last_values(self) -> dict[str, Value | None]:
         """Return the latest of each value that the script logged."""
         return {name: value for record in self.values for name, value in record.values.items()}
+
+
+def _processes(records: list[Record]) -> tuple[tuple[float, float], ...]:
+    """Return the times of the first and the last record of each process."""
+    times: list[tuple[float, float]] = []
+    for each in records:
+        if isinstance(each, StartRecord):
+            times.append((each.time_s, each.time_s))
+        else:
+            times[-1] = (times[-1][0], max(each.time_s, times[-1][1]))
+    return tuple(times)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from random import Random
-from typing import Literal, TypeAlias, final
-
-import networkx as nx
+from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph
+from gossipdp.graph.topology import Graph, build_graph
 from gossipdp.rules import Checked, at_least_1, number, one_of, option, positive_number
 from gossipdp_lab.simulate.objectives import Consensus, Objective
 from gossipdp_lab.simulate.optimizers import RowOptimizer, Sgd
 from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 StepTimes: TypeAlias = Callable[[int], float]
 """Draws how long the next gradient step of a rank takes, in seconds."""
@@ -264,7 +265,7 @@ class Scenario(Checked):
         """Return the latest end of the run, in virtual seconds."""
         return self.num_steps * self.compute_time.nominal_s
 
-    def make_graph(self) -> nx.Graph[int]:
+    def make_graph(self) -> Graph:
         """Build and check the graph."""
         return build_graph(self.graph, self.num_workers, seed=self.graph_seed)
 

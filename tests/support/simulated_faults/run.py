@@ -1,7 +1,5 @@
 """One run under a schedule of faults: the real protocol, small parameters, every invariant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

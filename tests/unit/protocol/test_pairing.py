@@ -1,8 +1,6 @@
 """Every transition of the pairing state machine, one at a time."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from random import Random
 
 import pytest
@@ -20,14 +18,7 @@ from gossipdp.protocol.messages import (
     ProtocolError,
 )
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
-from gossipdp.protocol.pairing import (
-    MAX_BACKLOG,
-    Exchanging,
-    Idle,
-    Pairing,
-    PairingAction,
-    Proposing,
-)
+from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, Pairing, Proposing
 
 
 class InRankOrder(NeighbourPolicy):
@@ -68,7 +59,7 @@ def answered(pairing: Pairing, peer: int, counter: int = 1) -> ExchangeId:
     return id
 
 
-def test_tick_proposes_to_the_first_of_the_policy() -> None:
+def test_tick_proposes_to_the_first_of_the_policy():
     pairing = make_pairing()
     assert pairing.tick() == [Send(2, Propose(own(1), 0.9))]
     assert pairing.state == Proposing(2, own(1), 0.9, (8,))
@@ -83,9 +74,7 @@ def test_tick_proposes_to_the_first_of_the_policy() -> None:
     ],
     ids=["lost", "overdue", "unavailable"],
 )
-def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(
-    event: Callable[[Pairing], list[PairingAction]],
-) -> None:
+def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event):
     pairing = make_pairing()
     pairing.tick()
     assert event(pairing) == [Send(8, Propose(own(2), 0.9))]
@@ -104,9 +93,7 @@ def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(
     ],
     ids=["lost", "own abort", "failed"],
 )
-def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(
-    event: Callable[[Pairing, ExchangeId], list[PairingAction]], reason: str | None
-) -> None:
+def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(event, reason):
     pairing = make_pairing()
     pairing.tick()
     assert pairing.receive(2, Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6, initiator=True)]
@@ -118,14 +105,14 @@ def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(
     assert pairing.backlog == 1
 
 
-def test_backlog_is_capped() -> None:
+def test_backlog_is_capped():
     pairing = make_pairing()
     for _ in range(10):
         pairing.tick()
     assert pairing.backlog == MAX_BACKLOG == 4
 
 
-def test_idle_accepts_with_the_smaller_gain() -> None:
+def test_idle_accepts_with_the_smaller_gain():
     for theirs, agreed in ((0.7, 0.7), (1.5, 0.9)):
         pairing = make_pairing()
         id = ExchangeId(9, 0, 1)
@@ -136,7 +123,7 @@ def test_idle_accepts_with_the_smaller_gain() -> None:
         assert pairing.state == Exchanging(9, id, initiator=False)
 
 
-def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only() -> None:
+def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only():
     pairing = make_pairing()
     id = answered(pairing, 2)
     assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
@@ -148,7 +135,7 @@ def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only() -> Non
     assert pairing.receive(1, Pass()) == []
 
 
-def test_loss_of_the_freed_waiter_frees_the_next() -> None:
+def test_loss_of_the_freed_waiter_frees_the_next():
     for is_lost in (True, False):
         pairing = make_pairing()
         id = answered(pairing, 2)
@@ -158,7 +145,7 @@ def test_loss_of_the_freed_waiter_frees_the_next() -> None:
         assert (pairing.lost(8) if is_lost else pairing.overdue([8])) == [Send(1, Free())]
 
 
-def test_while_one_free_is_unanswered_nobody_else_is_freed() -> None:
+def test_while_one_free_is_unanswered_nobody_else_is_freed():
     """Between FREE and its answer another worker asks, and its exchange ends."""
     pairing = make_pairing()
     id = answered(pairing, 2)
@@ -169,7 +156,7 @@ def test_while_one_free_is_unanswered_nobody_else_is_freed() -> None:
     assert pairing.receive(8, Pass()) == [Send(1, Free())]
 
 
-def test_backlog_is_served_before_waiters() -> None:
+def test_backlog_is_served_before_waiters():
     pairing = make_pairing()
     id = answered(pairing, 2)
     pairing.receive(8, ask(8))
@@ -180,7 +167,7 @@ def test_backlog_is_served_before_waiters() -> None:
     assert pairing.backlog == 1
 
 
-def test_initiated_exchange_takes_one_demand_and_answered_none() -> None:
+def test_initiated_exchange_takes_one_demand_and_answered_none():
     pairing = make_pairing()
     pairing.tick()
     pairing.tick()
@@ -198,14 +185,14 @@ def test_initiated_exchange_takes_one_demand_and_answered_none() -> None:
     assert policy.log == [(2, True), (8, False)]
 
 
-def test_proposing_parks_lower_and_refuses_higher_ranks() -> None:
+def test_proposing_parks_lower_and_refuses_higher_ranks():
     pairing = make_pairing()
     pairing.tick()
     assert pairing.receive(4, ask(4)) == []
     assert pairing.receive(6, ask(6)) == [Send(6, Busy(ask(6).id))]
 
 
-def test_accepted_proposal_refuses_the_parked() -> None:
+def test_accepted_proposal_refuses_the_parked():
     pairing = make_pairing()
     pairing.tick()
     pairing.receive(4, ask(4))
@@ -218,7 +205,7 @@ def test_accepted_proposal_refuses_the_parked() -> None:
     assert pairing.finished(own(1)) == [Send(4, Free())]
 
 
-def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others() -> None:
+def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others():
     pairing = make_pairing()
     pairing.tick()
     pairing.receive(4, ask(4))
@@ -231,7 +218,7 @@ def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others() -> 
     assert pairing.backlog == 1
 
 
-def test_crossing_proposals_merge_into_that_of_the_lower_rank() -> None:
+def test_crossing_proposals_merge_into_that_of_the_lower_rank():
     higher = make_pairing(rank=5, neighbours=(2,))
     higher.tick()
     higher.receive(4, ask(4))
@@ -248,7 +235,7 @@ def test_crossing_proposals_merge_into_that_of_the_lower_rank() -> None:
     assert lower.receive(8, Accept(own(1), 0.9)) == [Begin(8, own(1), 0.9, initiator=True)]
 
 
-def test_free_is_answered_by_propose_only_with_a_demand() -> None:
+def test_free_is_answered_by_propose_only_with_a_demand():
     pairing = make_pairing()
     assert pairing.receive(8, Free()) == [Send(8, Pass())]
     pairing.tick()
@@ -259,7 +246,7 @@ def test_free_is_answered_by_propose_only_with_a_demand() -> None:
     assert pairing.receive(8, Free()) == [Send(8, Propose(own(3), 0.9))]
 
 
-def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed() -> None:
+def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed():
     fresh = Fresh(Random(0))
     pairing = Pairing(rank=5, incarnation=3, policy=fresh, alpha_tilde=0.9)
     pairing.set_available({2: 0.5, 8: 0.5})
@@ -270,7 +257,7 @@ def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed() -> None:
     assert pairing.receive(2, Free()) == [Send(2, Propose(own(2), 0.9))]
 
 
-def test_unexpected_accept_is_cancelled() -> None:
+def test_unexpected_accept_is_cancelled():
     pairing = make_pairing()
     assert pairing.receive(2, Accept(own(7), 0.9)) == [Send(2, Cancel(own(7)))]
     pairing.tick()
@@ -278,7 +265,7 @@ def test_unexpected_accept_is_cancelled() -> None:
     assert pairing.state == Proposing(2, own(1), 0.9, (8,))
 
 
-def test_cancel_stops_the_answered_exchange_only() -> None:
+def test_cancel_stops_the_answered_exchange_only():
     pairing = make_pairing()
     id = answered(pairing, 2)
     assert pairing.receive(2, Cancel(ExchangeId(2, 0, 9))) == []
@@ -293,7 +280,7 @@ def test_cancel_stops_the_answered_exchange_only() -> None:
     assert isinstance(pairing.state, Exchanging)
 
 
-def test_abort_stops_the_exchange_at_either_end() -> None:
+def test_abort_stops_the_exchange_at_either_end():
     pairing = make_pairing()
     pairing.tick()
     pairing.receive(2, Accept(own(1), 0.9))
@@ -303,7 +290,7 @@ def test_abort_stops_the_exchange_at_either_end() -> None:
     assert propose == Send(8, Propose(own(2), 0.9))  # the demand lives on, the peer is left out
 
 
-def test_foreign_ids_are_dropped() -> None:
+def test_foreign_ids_are_dropped():
     pairing = make_pairing()
     pairing.tick()
     assert pairing.receive(2, Busy(own(9))) == []
@@ -314,7 +301,7 @@ def test_foreign_ids_are_dropped() -> None:
     assert pairing.state == Proposing(2, own(1), 0.9, (8,))
 
 
-def test_lost_link_forgets_parked_and_waiters() -> None:
+def test_lost_link_forgets_parked_and_waiters():
     pairing = make_pairing()
     pairing.tick()
     pairing.receive(4, ask(4))
@@ -324,7 +311,7 @@ def test_lost_link_forgets_parked_and_waiters() -> None:
     assert pairing.finished(own(1)) == []
 
 
-def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on() -> None:
+def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on():
     pairing = make_pairing()
     pairing.tick()
     assert pairing.overdue([2]) == [Send(8, Propose(own(2), 0.9))]
@@ -335,7 +322,7 @@ def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on() -
     assert pairing.silent(8) == [Stop(8, own(2), "the peer fell silent")]
 
 
-def test_whom_it_put_off_is_told_before_it_is_forgotten() -> None:
+def test_whom_it_put_off_is_told_before_it_is_forgotten():
     pairing = make_pairing()
     pairing.tick()
     pairing.receive(4, ask(4))
@@ -346,7 +333,7 @@ def test_whom_it_put_off_is_told_before_it_is_forgotten() -> None:
     assert pairing.state == Idle()
 
 
-def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked() -> None:
+def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked():
     pairing = make_pairing()
     pairing.tick()
     pairing.receive(4, ask(4))
@@ -357,7 +344,7 @@ def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked() -> None
     assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(2), 0.9))]
 
 
-def test_who_stopped_asking_still_answers() -> None:
+def test_who_stopped_asking_still_answers():
     pairing = make_pairing()
     pairing.tick()
     pairing.stop_asking()
@@ -368,7 +355,7 @@ def test_who_stopped_asking_still_answers() -> None:
     assert pairing.state == Idle()
 
 
-def test_closed_answers_busy_withdraws_and_opens_again() -> None:
+def test_closed_answers_busy_withdraws_and_opens_again():
     pairing = make_pairing()
     pairing.tick()
     pairing.receive(4, ask(4))
@@ -382,7 +369,7 @@ def test_closed_answers_busy_withdraws_and_opens_again() -> None:
     assert pairing.receive(8, Busy(own(3))) == [Send(4, Free())]
 
 
-def test_running_exchange_outlives_close() -> None:
+def test_running_exchange_outlives_close():
     pairing = make_pairing()
     id = answered(pairing, 2)
     pairing.receive(8, ask(8))
@@ -391,7 +378,7 @@ def test_running_exchange_outlives_close() -> None:
     assert pairing.open() == [Send(8, Free())]
 
 
-def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal() -> None:
+def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal():
     pairing = make_pairing()
     pairing.tick()
     pairing.alpha_tilde = 0.6  # on a new graph
@@ -399,7 +386,7 @@ def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal() 
     assert actions == [Begin(2, own(1), 0.8, initiator=True)]
 
 
-def test_an_accept_with_more_than_was_proposed_is_refused() -> None:
+def test_an_accept_with_more_than_was_proposed_is_refused():
     pairing = make_pairing()
     pairing.tick()
     with pytest.raises(ProtocolError, match=r"gain of 0\.91"):

@@ -1,7 +1,5 @@
 """The neighbour policies: one suite for all, then what sets each apart."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from random import Random
