@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from reproduction import invariant, mixing, pairing
 from reproduction.parts import Effort, fit_power_law
 
+from gossipdp.graph import build_graph
 from gossipdp_lab.simulate import Record, Trace
+from gossipdp_lab.simulate.synchronous import second_eigenvalue
 
 SIZES = [8, 16, 32, 64, 128, 256]
 
@@ -78,6 +80,11 @@ def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
         rounds.restart()
     plain = mixing.Mixing(np.array([[value]]))
     assert plain.multiply(plain.multiply(np.ones((1, 1))))[0, 0] == pytest.approx(value**2)
+
+
+def test_lazy_rounds_have_a_rate_on_a_complete_graph() -> None:
+    lazy = mixing.lazy_matrix(build_graph("complete", 9))
+    assert second_eigenvalue(lazy) == pytest.approx(0.5)
 
 
 # Pairing and the invariant

@@ -12,8 +12,9 @@ import pytest
 from run_processes import VARIABLES
 
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import BeganRecord, RunLog, RunLogTail, WorkerLog, worker_file
+from gossipdp.observe.log import BeganRecord, worker_file
 from gossipdp_lab.demo.training import DIGEST, METRIC
+from gossipdp_lab.report.run_log import RunLog, RunLogTail, WorkerLog
 
 pytestmark = pytest.mark.processes
 

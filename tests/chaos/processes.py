@@ -32,7 +32,7 @@ from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.supervisor import Failure
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import BeganRecord, RunLog, RunLogTail, worker_file
+from gossipdp.observe.log import BeganRecord, worker_file
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import (
@@ -42,6 +42,7 @@ from gossipdp_lab.demo.training import (
     train_worker,
 )
 from gossipdp_lab.demo.watch import WorkerProgress, fault_results
+from gossipdp_lab.report.run_log import RunLog, RunLogTail
 from gossipdp_lab.tasks import make_workload
 
 NUM_WORKERS = 6

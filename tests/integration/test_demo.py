@@ -16,12 +16,12 @@ from waiting import LONGEST_S
 
 from gossipdp.launcher import faults
 from gossipdp.launcher.faults import FaultInjector, Target
-from gossipdp.observe.log import RunLog
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo.command import run
 from gossipdp_lab.demo.compare import Verdict
 from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import DIGEST
+from gossipdp_lab.report.run_log import RunLog
 
 pytestmark = pytest.mark.processes
 

@@ -15,7 +15,7 @@ import pytest
 from run_processes import RunCommand, run_python, runs
 from waiting import LONGEST_S, wait_until
 
-from gossipdp.observe.log import RunLog
+from gossipdp_lab.report.run_log import RunLog
 
 pytestmark = pytest.mark.processes
 

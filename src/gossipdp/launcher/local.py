@@ -39,6 +39,7 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
+from gossipdp.rules import at_least_0, at_least_1
 
 # What the fork server imports once. By name, as nothing here may import what lies above. Nothing
 # in them computes on import: a thread pool that computing starts does not survive the fork.
@@ -105,10 +106,8 @@ def launch(
         ['/home/me', '/home/me']
     """
     check_platform()
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; launch at least one")
-    if max_restarts < 0:
-        raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
+    at_least_1("world_size", world_size)
+    at_least_0("max_restarts", max_restarts)
     if nproc_per_replica < 1 or world_size % nproc_per_replica:
         raise ValueError(
             f"world_size is {world_size}; it counts processes, and must be a multiple of "

@@ -37,6 +37,7 @@ from gossipdp.launcher.store import (
     ready_key,
 )
 from gossipdp.logs import printable
+from gossipdp.rules import port_number
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -147,8 +148,7 @@ class _Arrival(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         """Check the address; msgspec turns the ValueError into its ValidationError."""
         ipaddress.ip_address(self.host)
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"port {self.port} is not in 0..65535")
+        port_number("port", self.port)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,6 @@ from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
-from gossipdp.parallel.crossing import Crossing
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
@@ -36,6 +35,7 @@ from gossipdp.parallel.stats import Consolidated, Stats, view_of
 from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import MAX_BACKLOG
+from gossipdp.protocol.participants import Crossing
 
 logger = logging.getLogger("gossipdp")
 

@@ -43,11 +43,9 @@ def _wire_format(name: str, value: Any) -> Any:
 
 
 def _pace(name: str, value: Any) -> float:
-    from gossipdp.links.sockets import check_pacing
+    from gossipdp.links.sockets import pace_of_links
 
-    pace = positive_number(name, value)
-    check_pacing(pace)
-    return pace
+    return pace_of_links(name, value)
 
 
 def _resume(name: str, value: Any) -> PathLike:

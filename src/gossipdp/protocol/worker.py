@@ -66,6 +66,7 @@ from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, 
 from gossipdp.protocol.presence import CloseIfSilent, Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
 from gossipdp.protocol.step_clock import StepClock
+from gossipdp.rules import positive_number
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
 Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
@@ -140,10 +141,8 @@ class WorkerProtocol:
         status_address: tuple[str, int] = ("", 0),
         restarts: int = 0,
     ) -> None:
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
         self.rank = rank
-        self.timeout_s = timeout_s
+        self.timeout_s = positive_number("timeout_s", timeout_s)
         status = Status.JOINING if is_joining else Status.ALIVE
         self.membership = Membership(
             Member(rank, incarnation, process_id, status, host, port, *status_address, restarts),

@@ -17,9 +17,10 @@ from rich.markup import escape
 
 from gossipdp import logs
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import FILE_PATTERN, RunLog, read_worker, worker_file
+from gossipdp.observe.log import FILE_PATTERN, worker_file
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.watch import LiveView, fault_results
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 if TYPE_CHECKING:
     from gossipdp.launcher.faults import FaultRecord
@@ -233,7 +234,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     model.log(**configuration)
     began_s = since_boot_s()
     if int(os.environ.get("GOSSIPDP_RESTARTS") or 0) > 0:
-        before = read_worker(worker_file(arguments.directory, rank))
+        before = WorkerLog.read(worker_file(arguments.directory, rank))
         began_s = before.lives[0].at_s if before and before.lives else began_s
 
     def progress() -> float:

@@ -27,11 +27,10 @@ from gossipdp.observe.log import (
     EndRecord,
     NoticeRecord,
     Record,
-    RunLog,
-    RunLogTail,
     StartRecord,
     worker_file,
 )
+from gossipdp_lab.report.run_log import RunLog, RunLogTail
 
 # All workers that can notice a fault have noticed it after this time.
 KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 6.0

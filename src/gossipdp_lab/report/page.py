@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import gossipdp
-from gossipdp.observe.log import RunLog
 from gossipdp_lab.report.charts import (
     HALF_WIDTH,
     Drawing,
@@ -28,6 +27,7 @@ from gossipdp_lab.report.charts import (
     number,
     timeline,
 )
+from gossipdp_lab.report.run_log import RunLog
 from gossipdp_lab.report.view import Event, Pause, Points, RunView
 
 if TYPE_CHECKING:

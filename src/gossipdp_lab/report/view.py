@@ -16,7 +16,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from gossipdp.observe.log import GROWTH, CountsRecord, RunLog, WorkerLog
+from gossipdp.observe.log import GROWTH, CountsRecord
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 Points = list[tuple[float, float]]
 

@@ -26,7 +26,7 @@ from gossipdp_lab.simulate.scenario import (
     LognormalTime,
     Scenario,
     SlowedTime,
-    check_step_spread,
+    step_spread,
 )
 from gossipdp_lab.simulate.study import (
     SYNCHRONOUS,
@@ -262,8 +262,7 @@ def _case(
 
 
 def _compute_time(arguments: SimulateArguments) -> ComputeTime:
-    step_s, spread = arguments.step_ms / 1e3, arguments.step_spread
-    check_step_spread("--step-spread", spread)
+    step_s, spread = arguments.step_ms / 1e3, step_spread("--step-spread", arguments.step_spread)
     base: ComputeTime = LognormalTime(step_s, spread) if spread else ConstantTime(step_s)
     factors: dict[int, float] = {}
     for text in (word.strip() for each in arguments.slow_worker for word in each.split(",")):

@@ -32,7 +32,7 @@ MAX_SPARSE_SHARE = 0.1
 """Matrices with more entries than this share are multiplied as dense ones, which is quicker."""
 
 
-def mixing_matrix(graph: Graph, *, lazy: bool = False) -> FloatArray:
+def mixing_matrix(graph: Graph) -> FloatArray:
     """Return Metropolis-Hastings weights: symmetric, non-negative, rows and columns sum to one.
 
         w_ij = 1 / (1 + max(deg_i, deg_j)) on edges,   w_ii = 1 - sum_j w_ij
@@ -42,8 +42,6 @@ def mixing_matrix(graph: Graph, *, lazy: bool = False) -> FloatArray:
 
     Args:
         graph: ranks 0..n-1.
-        lazy: return (I + W) / 2, whose eigenvalues are not negative. On a complete graph W itself
-            is the mean: one round, and no rate to speak of.
 
     Returns:
         W; (n, n).
@@ -53,8 +51,6 @@ def mixing_matrix(graph: Graph, *, lazy: bool = False) -> FloatArray:
     for i, j in graph.edges:
         matrix[i, j] = matrix[j, i] = 1.0 / (1.0 + max(len(graph[i]), len(graph[j])))
     np.fill_diagonal(matrix, 1.0 - matrix.sum(axis=1))
-    if lazy:
-        matrix = 0.5 * (np.eye(num_workers) + matrix)
     return matrix
 
 

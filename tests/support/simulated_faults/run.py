@@ -14,7 +14,7 @@ from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.objectives import Quadratic
 from gossipdp_lab.simulate.optimizers import Sgd
-from gossipdp_lab.simulate.policies import find_policy
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate.population import Population, Training
 from simulated_faults.averaged_rows import AveragedRows
 from simulated_faults.ledger import InvariantBroken, Ledger
@@ -232,7 +232,7 @@ class _Run:
             port=process_id % 65536,
             constants=self.constants,
             method=schedule.method,
-            policy_type=find_policy(schedule.policy),
+            policy_type=NEIGHBOUR_POLICIES[schedule.policy],
             timeout_s=schedule.timeout_s,
             random=Random(f"{schedule.seed} {rank} {process_id}"),
             num_chunks=NUM_CHUNKS,

@@ -139,18 +139,16 @@ def test_a_cap_of_any_size_reaches_the_kernel_whole_at_both_ends(world, rate):
 
 def test_a_cap_that_is_invalid_or_that_the_system_cannot_hold(monkeypatch):
     for rate in (0.0, -1.0, 0.5, float("nan"), float("inf"), 1e30):
-        with pytest.raises(
-            ValueError, match=r"max_bytes_per_s must be None \(no cap\) or a number"
-        ):
-            sockets.check_pacing(rate)
-    sockets.check_pacing(1e6)
+        with pytest.raises(ValueError, match=r"cap is .*; it must be a number of at least 1"):
+            sockets.pace_of_links("cap", rate)
+    assert sockets.pace_of_links("cap", 1_000_000) == 1e6
     another_system = (sys, "platform", "darwin")
     no_such_option = (sockets, "SO_MAX_PACING_RATE", 999)
     another_option = (sockets, "SO_MAX_PACING_RATE", 12)
     for change in (another_system, no_such_option, another_option):
         monkeypatch.setattr(*change)
-        with pytest.raises(ValueError, match="needs a Linux kernel that paces TCP"):
-            sockets.check_pacing(1e6)
+        with pytest.raises(ValueError, match="cap needs a Linux kernel that paces TCP"):
+            sockets.pace_of_links("cap", 1e6)
         monkeypatch.undo()
 
 

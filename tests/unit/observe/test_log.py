@@ -18,13 +18,12 @@ from gossipdp.observe.log import (
     EndRecord,
     NoticeRecord,
     RecentExchange,
-    RunLog,
-    RunLogTail,
     RunLogWriter,
     StartRecord,
     worker_file,
     write_process_end,
 )
+from gossipdp_lab.report.run_log import RunLog, RunLogTail
 
 RECENT = (RecentExchange(1, True, 4.5, 0.002), RecentExchange(3, False, 4.7, 0.003))
 SOME = Counters(

@@ -14,7 +14,8 @@ from waiting import LONGEST_S, wait_until
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.gossip.snapshot import Notice
-from gossipdp.observe.log import RecentExchange, RunLog, RunLogWriter, WorkerLog, worker_file
+from gossipdp.observe.log import RecentExchange, RunLogWriter, worker_file
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 
 def train(log_dir: Path | None, num_steps: int = 3, **options: object) -> GossipDataParallel:

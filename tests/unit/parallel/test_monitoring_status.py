@@ -17,11 +17,11 @@ from waiting import wait_until
 from gossipdp import Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.launcher.environment import show_address
-from gossipdp.observe.log import RunLog
 from gossipdp.observe.status import METRICS_PATH, ask
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.monitoring import MEAN_OF_LOSSES, StatusPage
 from gossipdp.parallel.stats import Stats
+from gossipdp_lab.report.run_log import RunLog
 
 Make = Callable[..., tuple[GossipDataParallel, str]]
 

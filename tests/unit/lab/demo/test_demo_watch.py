@@ -8,8 +8,9 @@ from rich.console import Console
 from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultRecord
-from gossipdp.observe.log import RunLog, RunLogWriter, worker_file
+from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp_lab.demo.watch import LiveView, fault_results, least_duration_s
+from gossipdp_lab.report.run_log import RunLog
 
 
 def least_s(text: str, *, restart: bool = False) -> float:

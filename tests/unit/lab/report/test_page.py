@@ -22,15 +22,14 @@ from gossipdp.observe.log import (
     NoticeRecord,
     ProcessEndRecord,
     RecentExchange,
-    RunLog,
     RunLogWriter,
     StartRecord,
     ValuesRecord,
-    WorkerLog,
     worker_file,
 )
 from gossipdp_lab.report.charts import Scale, duration, number
 from gossipdp_lab.report.page import render
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView, spans_of
 
 SECTIONS = [
