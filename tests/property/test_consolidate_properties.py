@@ -40,7 +40,7 @@ class Ending(FaultyNetwork):
     """Workers that end their training at drawn moments, and mishaps while they consolidate.
 
     Args:
-        num_chunks, num_copied: float and integer chunks of each worker, of one number each.
+        num_chunks: float chunks of each worker, of one number each; one of an integer follows.
         mishaps: how many of each kind may happen: crash, cut, restart, false death.
         likelihood: of a mishap at one input that has to do with consolidation.
         at_inputs: what happens at such an input of that number, besides.
@@ -55,7 +55,6 @@ class Ending(FaultyNetwork):
         self,
         num_workers: int,
         num_chunks: int = 3,
-        num_copied: int = 1,
         *,
         seed: int = 0,
         mishaps: dict[str, int] | None = None,
@@ -64,7 +63,7 @@ class Ending(FaultyNetwork):
         machine_type: type[Consolidation] = Consolidation,
     ) -> None:
         self.random = Random(seed)
-        self.num_chunks, self.num_copied = num_chunks, num_copied
+        self.num_chunks = num_chunks
         self.mishaps = Counter(mishaps or {})
         self.likelihood = likelihood
         self.at_inputs = at_inputs or {}
@@ -105,7 +104,7 @@ class Ending(FaultyNetwork):
     def give_machine(self, worker: WorkerProtocol) -> None:
         own, is_linked = worker.membership.own, worker._links.__contains__
         worker.consolidation = self.machine_type(
-            own.rank, own.process_id, self.num_chunks, self.num_copied, is_linked
+            own.rank, own.process_id, self.num_chunks, 1, is_linked
         )
 
     def end_training(self, worker: WorkerProtocol) -> None:
@@ -119,12 +118,12 @@ class Ending(FaultyNetwork):
         random = self.random
         floats = [random.uniform(-1, 1) * 10 ** random.randrange(8) for _ in range(self.num_chunks)]
         self.inputs[process_of(self.workers[rank])] = floats
-        integers = [random.getrandbits(30) for _ in range(self.num_copied)]
+        integer = torch.tensor([random.getrandbits(30)])
         return State(
             [
                 *(Segment(torch.tensor([each], dtype=torch.float64), Role.TRAINED, momentum=False)
                   for each in floats),
-                *(Segment(torch.tensor([each]), Role.COPIED) for each in integers),
+                Segment(integer, Role.COPIED),
             ]
         )  # fmt: skip
 

@@ -184,6 +184,11 @@ class World:
             self.until(lambda: there.is_shared and back.is_shared)
         return there, back
 
+    def pair(self, make: Callable[[int], Node]) -> tuple[Node, Node, Link, Link]:
+        """Make workers 0 and 1, and link them, 0 dialling."""
+        first, second = make(0), make(1)
+        return first, second, *self.join(first, second)
+
 
 class Clock:
     """Seconds that pass when the test says so."""

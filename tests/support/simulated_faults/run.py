@@ -175,9 +175,8 @@ class _Run:
         return self.network.digest(self.population.x.numpy().tobytes())
 
     def _done(self, worker: WorkerProtocol) -> None:
-        network = self.network
-        if network.workers[worker.rank] is worker and worker.rank not in network.crashed:
-            network.done(worker.rank)
+        if self.network.lives(worker):
+            self.network.done(worker.rank)
 
     # --- faults ----------------------------------------------------------------------------
 

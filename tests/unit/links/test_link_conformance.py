@@ -30,8 +30,7 @@ def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def pair(make: Callable[..., Any], world: Any) -> tuple[Any, Any, Link, Link]:
-    first, second = make(0), make(1)
-    return first, second, *world.join(first, second)
+    return world.pair(make)
 
 
 def test_up_once_on_both_sides_with_the_peers_identity(pair, world):

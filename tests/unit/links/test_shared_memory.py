@@ -109,8 +109,7 @@ def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world):
 
     # Another test's failure or thread may still hold some.
     of_others = look()
-    first, second = world.shared(0), world.shared(1)
-    world.join(first, second)
+    first, *_ = world.pair(world.shared)
 
     with contextlib.closing(stranger(first)):
         first.transport.poll(0.0)
@@ -136,8 +135,7 @@ def stranger(node: Any) -> socket.socket:
 
 
 def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world):
-    first, second = world.shared(0), world.shared(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.shared)
     sent = [
         (EXCHANGE, first.payload(b"a" * 100), True),
         (FrameType.STATE_CHUNK, first.payload(b"b" * 100), False),
@@ -156,8 +154,7 @@ def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world):
 
 
 def test_a_chunk_counts_until_the_peer_has_read_it(world):
-    first, second = world.shared(0), world.shared(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.shared)
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     world.settle(first)
     assert there.queued_bytes == 0
@@ -177,8 +174,7 @@ def test_a_chunk_counts_until_the_peer_has_read_it(world):
 def test_a_turn_that_ends_between_frames_read_at_once(world, monkeypatch):
     """No event tells of what was read ahead."""
     monkeypatch.setattr(tcp_link, "TURN_BYTES", 150)
-    first, second = world.shared(0), world.shared(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.shared)
     payload = first.payload(bytes(100))
     for index in range(8):
         there.send_chunk(EXCHANGE, key(index), payload)
@@ -216,8 +212,7 @@ def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world):
 
 def test_memory_given_up_ends_when_both_have_let_go_of_it(world):
     before = num_mapped()
-    first, second = world.shared(0), world.shared(1)
-    there, _ = world.join(first, second)
+    first, second, there, _ = world.pair(world.shared)
     assert num_mapped() == before + 4
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     first.transport.poll(0.0)
@@ -231,8 +226,7 @@ def test_memory_given_up_ends_when_both_have_let_go_of_it(world):
 
 
 def test_memory_is_kept_where_the_lost_peer_had_read_all(world):
-    first, second = world.shared(0), world.shared(1)
-    there, _ = world.join(first, second)
+    first, second, there, _ = world.pair(world.shared)
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     world.until(lambda: there.queued_chunks == 0)
     there.close("enough")
@@ -242,8 +236,7 @@ def test_memory_is_kept_where_the_lost_peer_had_read_all(world):
 
 
 def test_who_has_memory_later_shares_it_later(world):
-    first, second = world.tcp(0), world.tcp(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.tcp)
     world.settle()
     second.memory = second.transport.allocate(PAGE)
     world.settle()
@@ -338,8 +331,7 @@ def guests() -> Iterator[list[socket.socket]]:
 
 
 def test_packets_that_are_no_memory_socket(world, guests):
-    first, second = world.shared(0), world.shared(1)
-    there, _ = world.join(first, second)
+    first, second, there, _ = world.pair(world.shared)
     segment = SharedSegment(PAGE, 7)
     size = shared_memory._OFFER.size
     token = first.transport.links[1].peer_memory.token
@@ -373,8 +365,7 @@ def test_packets_that_are_no_memory_socket(world, guests):
 
 
 def test_an_offer_for_a_link_that_is_no_more_is_dropped(world, caplog):
-    first, second = world.shared(0), world.shared(1)
-    world.join(first, second)
+    first, second, *_ = world.pair(world.shared)
     memory_socket = second.transport.links[0].peer_memory.socket
     segment = SharedSegment(PAGE, 9)
     before = num_mapped()
@@ -425,8 +416,7 @@ def test_another_user_is_not_heard(world):
 
 
 def test_a_second_memory_socket_ends_the_link(world):
-    first, second = world.shared(0), world.shared(1)
-    world.join(first, second)
+    first, second, *_ = world.pair(world.shared)
     header = pack_header(run_tag("run"), FrameType.MEMORY_SOCKET, 2, 32)
     first.transport.links[1].stream.send([header + bytes(32)])
     world.until(lambda: second.handler.of("link_down"))

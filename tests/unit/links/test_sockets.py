@@ -26,8 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 def test_the_child_has_none_of_the_parents_descriptors(world, open_descriptors):
     before = open_descriptors()
-    first, second = world.tcp(0), world.tcp(1)
-    world.join(first, second)
+    first, second, *_ = world.pair(world.tcp)
     guest = socket.create_connection((second.host, second.port))
     world.settle()
     unused = listen("127.0.0.1", 0)
@@ -43,8 +42,7 @@ def test_the_child_has_none_of_the_parents_descriptors(world, open_descriptors):
 
 
 def test_the_parents_links_live_on_and_the_child_may_forget_its_copies(world):
-    first, second = world.tcp(0), world.tcp(1)
-    there, _ = world.join(first, second)
+    first, second, there, _ = world.pair(world.tcp)
 
     def child() -> str:
         first.transport.wake()

@@ -164,8 +164,7 @@ def test_no_listening_on_a_port_in_use_or_at_another_machine_s_address(world):
 
 
 def test_a_port_may_be_taken_again_at_once(world):
-    first, second = world.tcp(0), world.tcp(1)
-    world.join(first, second)
+    first, second, *_ = world.pair(world.tcp)
     world.close(second)
     world.until(lambda: not first.handler.links)
     again = world.tcp(1, port=second.port, incarnation=1)
@@ -336,8 +335,7 @@ def test_a_peer_that_never_reads(world, size, most):
 
     ``most`` frames are far more than the bound, and without one still fit in memory.
     """
-    first, second = world.tcp(0), world.tcp(1)
-    there, _ = world.join(first, second)
+    first, _, there, _ = world.pair(world.tcp)
     for number in itertools.takewhile(lambda _: not there.closed, range(most)):
         there.send_control(bytes(size))
         if number < 100:
@@ -348,8 +346,7 @@ def test_a_peer_that_never_reads(world, size, most):
 
 
 def test_what_a_peer_said_before_it_went_is_heard_although_writing_failed(world):
-    first, second = world.tcp(0), world.tcp(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.tcp)
     back.send_control(b"last words")
     second.transport.poll(0.0)
     world.close(second)

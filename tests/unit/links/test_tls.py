@@ -214,8 +214,7 @@ def test_a_link_is_made_anew_before_its_key_has_protected_too_much(world, monkey
 def test_a_link_that_never_runs_out_of_chunks_is_made_anew_too(world, monkeypatch):
     """No turn ends between two of its frames: the socket is full at the end of each."""
     monkeypatch.setattr(tls_module, "MAX_RECORDS", 1000)
-    first, second = world.tls(0), world.tls(1)
-    there, _ = world.join(first, second)
+    _, _, there, _ = world.pair(world.tls)
     payload = memoryview(bytes(1 << 20))
     for number in range(100):
         there.send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, number), payload)
@@ -225,8 +224,7 @@ def test_a_link_that_never_runs_out_of_chunks_is_made_anew_too(world, monkeypatc
 
 
 def test_a_link_that_the_peer_closed_says_so_where_writing_finds_it_first(world):
-    first, second = world.tls(0), world.tls(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.tls)
     back.close("enough")
     world.settle(second)
     for _ in range(3):  # the kernel takes the first
@@ -261,8 +259,7 @@ def test_nothing_of_tls_is_made_before_the_first_byte(world, monkeypatch):
 )
 def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(world, end, reason):
     """TLS ends behind a piece of a frame, the connection does not: no event will follow."""
-    first, second = world.tls(0), world.tls(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.tls)
     world.settle(turns=3)
     there.send_control(b"good")
     first.transport.poll(0.0)
@@ -278,8 +275,7 @@ def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(world, end, reason):
 
 
 def test_the_wire_shows_nothing_of_a_message(world):
-    first, second = world.tls(0), world.tls(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.tls)
     message, chunk = b"the parameters of the model", b"weights!" * 1000
     there.send_control(message)
     there.send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, 0), memoryview(chunk))

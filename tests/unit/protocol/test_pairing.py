@@ -44,6 +44,13 @@ def make_pairing(
     return pairing
 
 
+def proposing() -> Pairing:
+    """Return one that has asked worker 2."""
+    pairing = make_pairing()
+    pairing.tick()
+    return pairing
+
+
 def own(counter: int) -> ExchangeId:
     return ExchangeId(5, 3, counter)
 
@@ -75,8 +82,7 @@ def test_tick_proposes_to_the_first_of_the_policy():
     ids=["lost", "overdue", "unavailable"],
 )
 def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event):
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     assert event(pairing) == [Send(8, Propose(own(2), 0.9))]
     assert pairing.lost(8) == []
     assert (pairing.state, pairing.backlog) == (Idle(), 1)
@@ -94,8 +100,7 @@ def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event)
     ids=["lost", "own abort", "failed"],
 )
 def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(event, reason):
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     assert pairing.receive(2, Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6, initiator=True)]
     assert pairing.is_initiating
     actions = event(pairing, own(1))
@@ -168,8 +173,7 @@ def test_backlog_is_served_before_waiters():
 
 
 def test_initiated_exchange_takes_one_demand_and_answered_none():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.tick()
     pairing.receive(2, Accept(own(1), 0.9))
     pairing.finished(own(1))
@@ -186,15 +190,13 @@ def test_initiated_exchange_takes_one_demand_and_answered_none():
 
 
 def test_proposing_parks_lower_and_refuses_higher_ranks():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     assert pairing.receive(4, ask(4)) == []
     assert pairing.receive(6, ask(6)) == [Send(6, Busy(ask(6).id))]
 
 
 def test_accepted_proposal_refuses_the_parked():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.receive(4, ask(4))
     pairing.receive(3, ask(3))
     assert pairing.receive(2, Accept(own(1), 0.9)) == [
@@ -206,8 +208,7 @@ def test_accepted_proposal_refuses_the_parked():
 
 
 def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.receive(4, ask(4))
     pairing.receive(3, ask(3))
     assert pairing.receive(2, Busy(own(1))) == [
@@ -273,16 +274,14 @@ def test_cancel_stops_the_answered_exchange_only():
     assert isinstance(pairing.receive(2, Cancel(id))[0], Stop)
     assert pairing.state == Idle()
 
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.receive(2, Accept(own(1), 0.9))
     assert pairing.receive(2, Cancel(own(1))) == []
     assert isinstance(pairing.state, Exchanging)
 
 
 def test_abort_stops_the_exchange_at_either_end():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.receive(2, Accept(own(1), 0.9))
     stop, propose = pairing.receive(2, Abort(own(1), "NaN"))
     assert isinstance(stop, Stop)
@@ -291,8 +290,7 @@ def test_abort_stops_the_exchange_at_either_end():
 
 
 def test_foreign_ids_are_dropped():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     assert pairing.receive(2, Busy(own(9))) == []
     assert pairing.receive(8, Busy(own(1))) == []
     assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
@@ -302,8 +300,7 @@ def test_foreign_ids_are_dropped():
 
 
 def test_lost_link_forgets_parked_and_waiters():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.receive(4, ask(4))
     pairing.receive(6, ask(6))
     assert pairing.lost(4) == pairing.lost(6) == []
@@ -312,8 +309,7 @@ def test_lost_link_forgets_parked_and_waiters():
 
 
 def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     assert pairing.overdue([2]) == [Send(8, Propose(own(2), 0.9))]
     assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
     pairing.receive(8, Accept(own(2), 0.9))
@@ -323,8 +319,7 @@ def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on():
 
 
 def test_whom_it_put_off_is_told_before_it_is_forgotten():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.receive(4, ask(4))
     assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
     assert pairing.overdue([4, 8]) == [Send(4, Busy(ask(4).id)), Send(4, Free()), Send(8, Free())]
@@ -334,8 +329,7 @@ def test_whom_it_put_off_is_told_before_it_is_forgotten():
 
 
 def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.receive(4, ask(4))
     told = [Send(4, Busy(ask(4).id)), Send(4, Free())]
     assert pairing.overdue([2, 4, 8]) == told
@@ -345,8 +339,7 @@ def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked():
 
 
 def test_who_stopped_asking_still_answers():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.stop_asking()
     assert pairing.receive(2, Busy(own(1))) == []
     assert pairing.tick() == []
@@ -356,8 +349,7 @@ def test_who_stopped_asking_still_answers():
 
 
 def test_closed_answers_busy_withdraws_and_opens_again():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.receive(4, ask(4))
     assert pairing.close() == [Send(4, Busy(ask(4).id))]
     assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
@@ -379,16 +371,14 @@ def test_running_exchange_outlives_close():
 
 
 def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.alpha_tilde = 0.6  # on a new graph
     actions = pairing.receive(2, Accept(own(1), 0.8))
     assert actions == [Begin(2, own(1), 0.8, initiator=True)]
 
 
 def test_an_accept_with_more_than_was_proposed_is_refused():
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     with pytest.raises(ProtocolError, match=r"gain of 0\.91"):
         pairing.receive(2, Accept(own(1), 0.91))
     pairing.lost(2)
