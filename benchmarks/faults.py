@@ -2,9 +2,10 @@
 
     python benchmarks/faults.py                    writes benchmarks/results/faults.{json,md}
 
-Runs of `gossipdp demo --kill RANK@TIME --restart`: kill -9 of another rank in each. Noticed: from
-the kill to the notice of each worker that lives; back: until another worker noticed that the killed
-one takes part again, after a start of Python, the import of torch and a neighbour's state.
+Runs of `gossipdp demo --faults "kill RANK at TIME" --restart`: kill -9 of another rank in each.
+Noticed: from the kill to the notice of each worker that lives; back: until another worker noticed
+that the killed one takes part again, after a start of Python, the import of torch and a neighbour's
+state.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def main() -> None:
         rank = number % NUM_WORKERS
         print(f"round {number + 1} of {rounds}: kill worker {rank}", flush=True)
         arguments = ["--workers", str(NUM_WORKERS), "--seed", str(number)]
-        result = demo([*arguments, "--kill", f"{rank}@{KILLED_AT_S:g}s", "--restart"])
+        plan = f"kill {rank} at {KILLED_AT_S:g}s"
+        result = demo([*arguments, "--faults", plan, "--restart"])
         (fault,) = result["faults"]
         kills.append(fault)
     # Who noticed nothing counts as never.

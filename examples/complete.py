@@ -73,8 +73,7 @@ order = torch.Generator().manual_seed(model.worker_seed)
 workers = {"num_workers": 2, "persistent_workers": True}
 loader = DataLoader(data, batch_size=32, shuffle=True, generator=order, **workers)
 
-best_path = options.output / "best.pt"
-best = torch.load(best_path)["accuracy"] if best_path.exists() else 0.0
+best_path, new_path = options.output / "best.pt", options.output / "best.new"
 for epoch, batches in model.epochs(loader, options.epochs):
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -88,9 +87,11 @@ for epoch, batches in model.epochs(loader, options.epochs):
     if model.is_lead:  # the others train on meanwhile
         with model.averaged():
             accuracy = accuracy_of(ema, *valid)
+            # From the file: another worker may have led before, in this start or an earlier one.
+            best = torch.load(best_path)["accuracy"] if best_path.exists() else 0.0
             if accuracy > best:
-                best = accuracy
-                torch.save({"accuracy": best, "net": ema.module.state_dict()}, best_path)
+                torch.save({"accuracy": accuracy, "net": ema.module.state_dict()}, new_path)
+                new_path.replace(best_path)
         model.log(accuracy=accuracy)
         print(f"epoch {epoch}: accuracy {accuracy:.4f}", flush=True)
 

@@ -68,6 +68,22 @@ def output_file(name: str, path: Path) -> Path:
 
 
 positive_number = partial(number, is_positive=True)
+
+
+def comm_rate(name: str, value: Any) -> float | str:
+    """Return exchanges per gradient step, or "auto"."""
+    if not isinstance(value, str):
+        return positive_number(name, value)
+    if value != "auto":
+        raise ValueError(f"{name} is {value!r}; give 'auto', or exchanges per gradient step")
+    return value
+
+
+def shown_rate(rate: float | str) -> str:
+    """Return a comm rate as its user would write it."""
+    return rate if isinstance(rate, str) else f"{rate:g}"
+
+
 at_least_0, at_least_1 = partial(whole_number, least=0), partial(whole_number, least=1)
 port_number = partial(whole_number, least=0, most=65535)
 

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.reports import Report, send_report
 from gossipdp.links.clock import boot_id
 from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.parallel.module import seed_of
@@ -84,6 +85,11 @@ class SynchronousDataParallel(DistributedDataParallel):
         }
         self._log.start(rank=rank, num_workers=num_workers, configuration=configuration)
 
+    @property
+    def is_lead(self) -> bool:
+        """True on worker 0, whose death would end the run, as that of any other."""
+        return self.rank == 0
+
     def progress(self) -> float:
         """Return the progress of the whole run, 0 to 1."""
         samples = self._num_steps * self._batch_size * self.world_size
@@ -103,6 +109,7 @@ class SynchronousDataParallel(DistributedDataParallel):
         self._waited_s += self.waited_in_step_s()
         if self._num_steps == 1:
             self._log.began()
+            send_report(Report(trains=True))
         if self._log.wait_s() <= 0:
             self._write_record()
 

@@ -1,7 +1,6 @@
 """consensus.py: its arguments, and how two figures come out of what workers saw."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import consensus
 import numpy as np
 import pytest
 from consensus import ConsensusBenchmark, run
-from consensus_series import NetworkSeries, Outcome
+from consensus_series import NetworkSeries
 from consensus_worker import WorkerSeries
 
 
@@ -77,47 +76,6 @@ def test_the_figures_of_a_run() -> None:
     series = falling(0.25, 300, transient=5.0)
     rounded = replace(series, distances=np.maximum(series.distances, 1e-14))
     assert rounded.outcome().decay_per_exchange == pytest.approx(0.25, rel=1e-3)
-
-
-def test_a_run_that_is_too_short_says_so_and_uses_what_is_there() -> None:
-    outcome = falling(0.1, 60).outcome()
-    assert not outcome.is_long_enough
-    assert outcome.decay_per_exchange == pytest.approx(0.1)
-    assert outcome.lowest_share == pytest.approx(math.exp(-0.1 * 54))
-    with pytest.raises(ValueError, match="too few for a slope"):
-        falling(0.01, 60).outcome()
-
-
-def test_the_command_measures_each_seed_and_simulates_from_the_durations(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drawn_from = []
-
-    def measure(task: Any, num_workers: int, advance: Any) -> Any:
-        advance(1.0)
-        return Outcome(0.2, 1.0, 1e-12), [0.001 * (task.seed + 1), 0.004], task.seed
-
-    def simulate_task(task: Any, num_workers: int, exchange_s: Any, advance: Any) -> Any:
-        drawn_from.append((task.seed, num_workers, list(exchange_s)))
-        return [Outcome(0.2, 0.9, 1e-3), Outcome(0.3, 0.9, 1e-3)]
-
-    monkeypatch.setattr(consensus, "measure", measure)
-    monkeypatch.setattr(consensus, "simulate_task", simulate_task)
-    path = tmp_path / "bench.json"
-    run(ConsensusBenchmark(workers=8, seeds="0,4", json=path))
-    durations_s = [0.001, 0.004, 0.005, 0.004]
-    assert drawn_from == [(0, 8, durations_s), (4, 8, durations_s)]
-    written = json.loads(path.read_text())
-    assert written["measured"]["decay_per_exchange"] == pytest.approx(0.2)
-    assert written["measured"]["exchange_s"]["median"] == pytest.approx(0.004)
-    assert written["measured"]["exchanges"] == 2
-    assert written["measured"]["failed_exchanges"] == 4
-    assert written["simulated"]["decay_per_exchange"] == pytest.approx(0.25)
-    assert written["configuration"]["seeds"] == [0, 4]
-    assert written["configuration"]["link_mbytes"] is None
-    output = capsys.readouterr().out
-    assert "1.250" in output
-    assert output.count("short: the consensus distance fell to 0.001") == 4
 
 
 @pytest.mark.processes

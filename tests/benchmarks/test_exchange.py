@@ -1,7 +1,5 @@
 """exchange.py: its arguments and its figures."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -37,13 +37,6 @@ class Arrivals:
             self.switch.advance(self.now_s)
 
 
-def test_a_packet_takes_both_cables_and_the_delay() -> None:
-    net = Arrivals()
-    net.switch.take(0, packet(0, 2, 1000), 5.0)
-    net.run()
-    assert net.arrived == [(pytest.approx(5.0 + 0.001 + DELAY_S + 0.001), 2, 1000)]
-
-
 def test_hosts_do_not_share_cables_but_one_host_does() -> None:
     net = Arrivals()
     net.switch.take(0, packet(0, 1, 1000), 0.0)

@@ -13,27 +13,18 @@ import torch
 from conditions import CONDITIONS
 from quality import QualityBenchmark, check, measure_all
 from quality_report import (
-    EASY,
-    draw,
     loss_std,
     mean_loss,
     reached,
-    rows_as_json,
-    tables,
-    targets,
 )
 from quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
 from quality_runs import (
-    MOST_WIDENINGS,
     TUNING_SEED,
     Measured,
-    NoBestRateError,
-    Runs,
     measure,
     next_rate,
 )
 from quality_worker import NUM_MARKS, Point, RunResult, RunSettings, Size, num_parameters, run
-from support.provenance import commit_here
 from torch import nn
 
 from gossipdp import WorkerFailedError
@@ -79,13 +70,6 @@ def test_the_grid_is_widened_until_the_best_has_neighbours(best: float, expected
     assert list(tried) == pytest.approx(expected)
 
 
-def test_a_rate_that_diverged_is_a_neighbour_and_a_grid_without_end_an_error():
-    assert next_rate({0.004: 3.0, 0.008: math.inf}, RATES) == 0.002
-    tried = {0.004 * 2**power: -float(power) for power in range(2 + MOST_WIDENINGS)}
-    with pytest.raises(NoBestRateError, match="still at the end"):
-        next_rate(tried, RATES)
-
-
 def test_all_seeds_run_at_the_rate_that_is_best_for_another_seed_without_a_condition():
     asked: list[RunSettings] = []
 
@@ -106,29 +90,6 @@ def test_all_seeds_run_at_the_rate_that_is_best_for_another_seed_without_a_condi
     assert not measure(SETTINGS, RATES, 3, lambda _: None).is_tuned
 
 
-def test_finished_runs_are_found_again_by_all_of_their_settings(tmp_path: Path):
-    path = tmp_path / "folder" / "runs.jsonl"
-    runs = Runs(path)
-    runs.add(SETTINGS, result(3.0))
-    runs.add(replace(SETTINGS, seed=1), result(None))
-    again = Runs(path)
-    assert again.find(SETTINGS) == result(3.0)
-    assert again.find(replace(SETTINGS, seed=1)) == result(None)
-    changes = (
-        replace(SETTINGS, row="none"),
-        replace(SETTINGS, learning_rate=0.002),
-        replace(SETTINGS, data="common"),
-        replace(SETTINGS, size=replace(SIZE, steps=5)),
-        replace(SETTINGS, graph="complete"),
-        replace(SETTINGS, beta2=0.95),
-    )
-    assert not any(map(again.find, changes))
-    assert again.commits() == commit_here()
-    path.write_bytes(path.read_bytes() + b"{\n")
-    with pytest.raises(ValueError, match="line 3 is no finished run"):
-        Runs(path)
-
-
 def test_a_row_is_a_kind_and_a_period():
     assert RowName.parse("diloco@32") == RowName("diloco@32", "diloco", 32)
     assert RowName.parse("ddp").period is None
@@ -141,26 +102,16 @@ def test_a_row_is_a_kind_and_a_period():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("dpp", "there is no row 'dpp'"),
-        ("diloco", "needs a period, such as diloco@16"),
-        ("ddp@4", "has no period: write ddp"),
-        ("diloco@0", "at least 1"),
-        ("gossip@2/3", "@1/3 is for gossip"),
-    ],
-)
-def test_a_row_that_does_not_exist_is_refused(text: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        RowName.parse(text)
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data": "disjoint,other"}, "choose disjoint, common or both"),
         ({"rates": "0.004,0.009"}, "twice the one before"),
         ({"seeds": 0}, "--seeds is 0"),
+        ({"rows": "dpp"}, "there is no row 'dpp'"),
+        ({"rows": "diloco"}, "needs a period, such as diloco@16"),
+        ({"rows": "ddp@4"}, "has no period: write ddp"),
+        ({"rows": "diloco@0"}, "at least 1"),
+        ({"rows": "gossip@2/3"}, "@1/3 is for gossip"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(changes: dict[str, object], message: str):
@@ -187,33 +138,12 @@ def test_the_outer_step_is_nesterovs():
 
 def test_a_loss_is_reached_between_the_points_around_it():
     curve = result(3.0).curve
+    assert loss_std(measured(3.0, 3.2)) == pytest.approx(math.sqrt(0.02))
+    assert (mean_loss(measured(3.3, None)), loss_std(measured(3.3, None))) == (math.inf, None)
     assert reached(curve, 6.0) == pytest.approx((0.25, 5.0))
     assert reached(curve, 8.0) == (0.0, 0.0)
     assert reached(curve, 2.0) == (math.inf, math.inf)
     assert reached(result(None).curve, 3.5) == (math.inf, math.inf)
-
-
-def test_json_has_every_rows_figures(tmp_path: Path):
-    rows = {"ddp": measured(3.0, 3.2), "gossip": measured(3.3, None), "diloco@16": Measured()}
-    results = {"disjoint": rows, "common": {"ddp": measured(2.9)}}
-    data = json.loads(json.dumps(rows_as_json(results, SIZE), default=str))
-    assert data["data"] == "disjoint"
-    assert set(data["rows"]) == {"ddp", "gossip"}
-    ddp = data["rows"]["ddp"]
-    assert ddp["loss"] == pytest.approx(3.1)
-    assert ddp["loss_std"] == pytest.approx(math.sqrt(0.02))
-    assert (ddp["learning_rate"], ddp["bytes_per_parameter_step"]) == (0.008, 6.0)
-    assert ddp["samples_per_s"] == 100.0
-    assert ddp["share_to_easy_loss"] == pytest.approx(0.5 + 0.5 * ((4 - EASY * 3.1) / 0.9), abs=0.1)
-    assert data["rows"]["gossip"]["loss"] is None  # a seed diverged
-    assert data["other_data"]["common"]["rows"]["ddp"]["loss_std"] is None
-    shown = tables(results, SETTINGS, "abc")
-    assert [len(table.rows) for table in shown[:2]] == [2, 3]
-    assert mean_loss(rows["gossip"]) == math.inf
-    assert loss_std(rows["gossip"]) is None
-    assert not targets({"disjoint": rows})[0].is_met
-    draw(tmp_path / "chart.png", results)
-    assert (tmp_path / "chart.png").stat().st_size > 1_000
 
 
 def test_a_second_call_goes_on_where_the_first_was_stopped(

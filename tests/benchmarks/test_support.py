@@ -13,7 +13,7 @@ import support.report
 from run_all import Benchmark
 from support.meeting import Meeting
 from support.provenance import commit_of
-from support.report import Missing, Report, Spread, Table, Target, interleaved, quantile
+from support.report import Spread, Target, interleaved, quantile
 
 SCRIPT = """
 import pathlib, sys
@@ -37,35 +37,6 @@ def test_every_case_begins_a_round_in_turn():
     found = interleaved(["a", "b", "c"], 3, lambda case: calls.append(case) or len(calls))
     assert calls == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
-
-
-def test_a_report_goes_to_results_and_a_quick_or_diverted_one_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(support.report, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/mine.py", "--rounds", "2"])
-    report = Report("mine", "How fast?")
-    report.tables.append(Table("Speeds", ("what", "ms"), [("one", "1.0")], "A note."))
-    report.targets.append(Target("speed", 3.0, 2.0))
-    report.missing.append(Missing("two", "no device"))
-    report.write({"speed": Spread.of([3.0])})
-    stored = json.loads((tmp_path / "mine.json").read_text())
-    assert stored["provenance"]["command"] == "python benchmarks/mine.py --rounds 2"
-    assert stored["targets"] == [
-        {"name": "speed", "value": 3.0, "limit": 2.0, "at_most": True, "met": False}
-    ]
-    assert stored["missing"] == [{"row": "two", "why": "no device"}]
-    assert stored["result"]["speed"]["median"] == 3.0
-    page = (tmp_path / "mine.md").read_text()
-    assert all(text in page for text in ("| one | 1.0 |", "A note.", "Missing: two: no device."))
-
-    monkeypatch.setattr(support.report, "RESULTS", tmp_path / "results")
-    monkeypatch.chdir(tmp_path)
-    Report("mine", "How fast?", quick=True).write({"speed": 1.0})
-    assert json.loads((tmp_path / "runs/benchmarks/mine.json").read_text())["quick"]
-    Report("mine", "How fast?").write({"speed": 1.0}, tmp_path / "other.json")
-    assert json.loads((tmp_path / "other.json").read_text()) == {"speed": 1.0}
-    assert not (tmp_path / "results").exists()
 
 
 def test_a_commit_is_marked_where_what_measures_was_changed(tmp_path: Path):

@@ -1,6 +1,5 @@
 """Tests of time_to_loss: conditions, shares by speed, scores, and short runs."""
 
-import json
 import math
 import time
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import time_to_loss
 import torch
-from conditions import CONDITIONS, Condition, TimedCompute
+from conditions import Condition, TimedCompute
 from hypothesis import given
 from hypothesis import strategies as st
 from networks.namespaces import missing
@@ -18,7 +17,7 @@ from quality_rows import RowName, make_optimizer
 from quality_runs import Runs
 from quality_worker import Point, RunResult, RunSettings, Size, make_task, num_parameters, run
 from support.rows import RowPlan
-from time_to_loss import RATE, RATES, ROWS, TimeToLossBenchmark, check, measure_round
+from time_to_loss import TimeToLossBenchmark, check, measure_round
 from time_to_loss_report import Round, draw, measured_table, rows_as_json, targets, timed_losses
 
 SIZE = Size(width=16, depth=2, context=16, batch_size=2, steps=40)
@@ -46,21 +45,6 @@ def plans(row: str, speeds: list[float], samples: int) -> list[RowPlan]:
         RowPlan(rank, samples, 0, sizes, periods, lambda all_: make_optimizer(all_, 0.999))
         for rank in range(len(speeds))
     ]
-
-
-def test_conditions() -> None:
-    assert CONDITIONS["equal"].ideal_s(4, 100) == pytest.approx(4.0)
-    slow = CONDITIONS["slow"]
-    assert slow.speeds(4) == [1.0, 1.0, 0.25, 1.0]
-    assert slow.ideal_s(4, 100) == pytest.approx(4.0 * 4 / 3.25)
-    draw_s = slow.compute.begin(0)
-    assert [draw_s(rank) for rank in range(4)] == pytest.approx([0.04, 0.04, 0.16, 0.04])
-    # A link is as slow for a small model as the real one for a million parameters.
-    hosts = CONDITIONS["gigabit"].hosts(4, 72_000)
-    assert hosts is not None
-    assert hosts.mbits_per_s == pytest.approx(0.072 * CONDITIONS["gigabit"].mbits_per_s)
-    assert slow.hosts(4, 72_000) is None
-    assert set(ROWS) == set(CONDITIONS)
 
 
 @given(
@@ -120,15 +104,6 @@ def test_gradients_are_those_of_the_plain_model_and_come_when_a_device_would_hav
         assert torch.equal(one.grad, two.grad)
 
 
-def test_a_run_under_a_condition_is_another_run() -> None:
-    untimed = replace(SETTINGS, row="gossip", condition=None)
-    timed = replace(untimed, condition=SLOW)
-    assert "condition" not in json.loads(untimed.key)
-    assert json.loads(untimed.key)["gossip"]["pace"] == "strict"
-    assert json.loads(timed.key)["condition"]["slowness"] == [1, 4]
-    assert json.loads(timed.key)["gossip"]["pace"] == "free"
-
-
 def test_a_slower_row_runs_again_on_what_it_manages_in_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -183,18 +158,6 @@ def test_losses_are_timed_by_the_best_row_at_equal_time(tmp_path: Path) -> None:
     assert not any(one.is_met for one in targets({"ddp": [slow]}))
     draw(tmp_path / "chart.png", "slow", results)
     assert (tmp_path / "chart.png").stat().st_size > 1_000
-
-
-def test_every_row_has_a_learning_rate_and_those_given_go_first() -> None:
-    plan = check(TimeToLossBenchmark())
-    assert list(plan) == list(ROWS)
-    assert plan["slow"]["gossip"] == RATE
-    assert plan["slow_link"]["diloco@64"] == RATES["diloco@64"]
-    for row in RATES:
-        assert RowName.parse(row).text == row
-    given_rate = check(TimeToLossBenchmark(("slow_link",), rates="diloco@64=0.5"))["slow_link"]
-    assert given_rate["diloco@64"] == 0.5
-    assert given_rate["diloco@16"] != 0.5
 
 
 @pytest.mark.parametrize(

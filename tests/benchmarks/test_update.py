@@ -1,19 +1,13 @@
 """update.py: what it compares with, and its figures."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import update
 from reference import PaperState
 from update import UpdateBenchmark, measure
-from update_runs import ALPHA_TILDE, ETA, READY, Released, start_up_s
+from update_runs import ALPHA_TILDE, ETA, READY, Released
 
 from gossipdp.dynamics.update import KERNELS
 
@@ -55,21 +49,3 @@ def test_the_figures_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fresh_process_says_how_long(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(READY.format(name=name, dtype="float32"), {})
     assert 0 < float(capsys.readouterr().out) < 60
-
-
-def test_the_first_start_finds_nothing_compiled_and_the_others_what_it_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folders: list[Path] = []
-    seconds = iter([9.0, 2.0, 4.0, 3.0])
-
-    def run_process(command: Any, *, env: dict[str, str], **_: Any) -> Any:
-        folders.append(Path(env["NUMBA_CACHE_DIR"]))
-        assert folders[-1].is_dir()
-        return SimpleNamespace(stdout=f"{next(seconds)}\n")
-
-    monkeypatch.setattr(subprocess, "run", run_process)
-    assert start_up_s("numba", "float32") == (3.0, 9.0)
-    assert len(folders) == 4
-    assert len(set(folders)) == 1
-    assert not folders[0].exists()

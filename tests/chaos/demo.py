@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_the_demo_outlives_two_kills_and_a_stop(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    faults = ["--kill", "0@5s,3@9s", "--stop", "4@5s:8s", "--restart"]
+    faults = ["--faults", "kill 0 at 5s; kill 3 at 9s; stop 8s 4 at 5s", "--restart"]
     command = [sys.executable, "-m", "gossipdp.cli.main", "demo", "--workers", "6", *faults]
     command += ["--output", str(tmp_path / "run"), "--json", str(results)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=280)

@@ -5,16 +5,13 @@
 
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import VARIABLES, runs, wait_until_gone
-from waiting import LONGEST_S, wait_until
+from run_processes import VARIABLES, RunCommand, runs, wait_until_gone
+from waiting import LONGEST_S
 
 from gossipdp.parallel.checkpoint import saved_in
 
@@ -64,7 +61,7 @@ model.consolidate()
 """
 
 
-class TrainingRun:
+class TrainingRun(RunCommand):
     """A ``gossipdp run`` of two workers; :meth:`look` notes all that is to be gone at its end."""
 
     def __init__(self, directory: Path, ending: str) -> None:
@@ -74,29 +71,12 @@ class TrainingRun:
         self._temporary = tempfile.TemporaryDirectory(prefix="exits-", ignore_cleanup_errors=True)
         script = directory / "train.py"
         script.write_text(SCRIPT)
-        self.output = (directory / "output").open("wb")
-        words = ["run", "-n", "2", str(script), str(self.directory), ending]
-        self.supervisor = psutil.Popen(
-            [sys.executable, "-m", "gossipdp.cli.main", *words],
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            env={**VARIABLES, "TMPDIR": self._temporary.name},
-        )
+        words = ["-n", "2", str(script), str(self.directory), ending]
+        environment = {**VARIABLES, "TMPDIR": self._temporary.name}
+        super().__init__(directory / "output", words, environment=environment)
+        self.supervisor = psutil.Process(self.process.pid)
         self.processes: list[psutil.Process] = []
         self.ports: set[int] = set()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        def holds() -> bool:
-            if condition():
-                return True
-            assert self.supervisor.poll() is None, self.shown()
-            return False
-
-        wait_until(holds, self.shown)
-
-    def shown(self) -> str:
-        lines = Path(self.output.name).read_text().splitlines()
-        return "\n".join([line for line in lines if "part" not in line] + lines[-20:])
 
     def workers(self) -> dict[int, int]:
         """Process id by rank, of those that run and have trained for a while."""
@@ -104,8 +84,8 @@ class TrainingRun:
         return {int(rank): int(pid) for rank, pid in marks if runs(int(pid))}
 
     def wait_until_all_train(self) -> None:
-        self.wait_until(lambda: self.workers().keys() == {0, 1})
-        self.wait_until(lambda: all(self.saved(rank) for rank in (0, 1)))
+        self.wait_for(lambda: self.workers().keys() == {0, 1})
+        self.wait_for(lambda: all(self.saved(rank) for rank in (0, 1)))
 
     def saved(self, rank: int) -> list[int]:
         """Return the steps at which there are checkpoints, the newest first."""
@@ -128,7 +108,7 @@ class TrainingRun:
         assert len(self.ports) >= 3  # the store's, and one of each worker
 
     def assert_nothing_is_left(self) -> None:
-        self.supervisor.wait(LONGEST_S)
+        self.process.wait(LONGEST_S)
         wait_until_gone([process.pid for process in self.processes])
         for port in self.ports:
             with socket.create_server(("127.0.0.1", port)):
@@ -143,8 +123,7 @@ class TrainingRun:
         for process in (*self.processes, *started, self.supervisor):
             if process.is_running():
                 process.kill()
-        self.supervisor.wait()
-        self.output.close()
+        self.process.wait()
         self._temporary.cleanup()
 
 
@@ -155,17 +134,17 @@ def test_nothing_is_left(tmp_path: Path, ending: str) -> None:
         run.wait_until_all_train()
         run.look()
         if ending.startswith("SIG"):
-            run.supervisor.send_signal(signal.Signals[ending])
+            run.process.send_signal(signal.Signals[ending])
         else:
             (run.directory / "go").touch()
-            run.wait_until(lambda: len(list(run.directory.glob("ends-*"))) == 2)
+            run.wait_for(lambda: len(list(run.directory.glob("ends-*"))) == 2)
         run.assert_nothing_is_left()
         expected = {"end": 0, "exception": 1, "SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}
-        assert run.supervisor.wait() == expected[ending], run.shown()
+        assert run.process.wait() == expected[ending], run.output.read_text()[-4000:]
         for rank in (0, 1):
             newest = run.saved(rank)[0]
             if ending in ("SIGTERM", "SIGKILL"):
-                assert newest == run.steps(rank), run.shown()
+                assert newest == run.steps(rank)
             else:
                 assert newest >= run.steps(rank) - 2 * EVERY
             average = run.directory / f"average-{rank}.pt"

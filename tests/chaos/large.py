@@ -11,8 +11,6 @@ Printed is the longest turn of a gossip thread: from one wait for events to the 
 hears and answers nobody. The time for which the thread waited for a core is left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

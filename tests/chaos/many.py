@@ -7,8 +7,6 @@ They start, train until each has exchanged, stand still, and consolidate. The av
 mean of what they held. Workers are forked from a server that has imported torch once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

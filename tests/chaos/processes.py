@@ -27,10 +27,12 @@ import psutil
 
 from gossipdp.errors import WorkerFailedError
 from gossipdp.gossip.loop import GossipLoop
+from gossipdp.launcher.fault_plan import Clause, FaultPlan
+from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.supervisor import Failure
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import RunLog, RunLogTail, worker_file
+from gossipdp.observe.log import BeganRecord, worker_file
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import (
@@ -39,7 +41,8 @@ from gossipdp_lab.demo.training import (
     read_results,
     train_worker,
 )
-from gossipdp_lab.demo.watch import Fault, FaultInjector, WorkerProgress, fault_results
+from gossipdp_lab.demo.watch import WorkerProgress, fault_results
+from gossipdp_lab.report.run_log import RunLog, RunLogTail
 from gossipdp_lab.tasks import make_workload
 
 NUM_WORKERS = 6
@@ -71,10 +74,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """The events of a run; times count from its first gradient step."""
+    """The events of a run; times count from the first gradient steps."""
 
     seed: int
-    faults: tuple[Fault, ...]
+    faults: FaultPlan
     cuts: tuple[Cut, ...]
     duration_s: float
 
@@ -83,7 +86,7 @@ class Plan:
             [
                 f"{self.duration_s:g} s with {NUM_WORKERS} workers; to run it again:",
                 f"    python {SCRIPT} --seed {self.seed} --seconds {self.duration_s:g}",
-                *(f"    {fault}" for fault in (*self.faults, *self.cuts)),
+                *(f"    {fault}" for fault in (*self.faults.clauses, *self.cuts)),
             ]
         )
 
@@ -94,7 +97,7 @@ def draw_plan(seed: int, duration_s: float) -> Plan:
     Rank 0 is killed first. Everybody who is killed comes back.
     """
     random = Random(seed)
-    faults: list[Fault] = []
+    faults: list[Clause] = []
     cuts: list[Cut] = []
     away_until_s = dict.fromkeys(range(NUM_WORKERS), 0.0)
     at_s = 2.0
@@ -110,11 +113,11 @@ def draw_plan(seed: int, duration_s: float) -> Plan:
         elif len(present) > NUM_WORKERS // 2:
             rank = random.choice(present) if faults else 0
             longest_s = duration_s - QUIET_S - at_s
-            for_s = 0.0 if kind == "kill" else round(min(random.uniform(1, 9), longest_s), 1)
-            faults.append(Fault(rank, "kill" if kind == "kill" else "stop", at_s, for_s))
-            away_until_s[rank] = at_s + for_s + 8
+            for_s = None if kind == "kill" else round(min(random.uniform(1, 9), longest_s), 1)
+            faults.append(Clause("kill" if kind == "kill" else "stop", rank, at_s, for_s=for_s))
+            away_until_s[rank] = at_s + (for_s or 0.0) + 8
         at_s = round(at_s + random.uniform(2, 4), 1)
-    return Plan(seed, tuple(faults), tuple(cuts), duration_s)
+    return Plan(seed, FaultPlan(tuple(faults)), tuple(cuts), duration_s)
 
 
 def cut_file(directory: Path, cut: Cut) -> Path:
@@ -127,7 +130,7 @@ def train_with_cuts(arguments: DemoArguments, least_s: float, rank_cuts: Sequenc
     rank = int(os.environ["RANK"])
     log = RunLogTail(worker_file(arguments.directory, rank))
     own = [cut for cut in rank_cuts if rank in cut.ranks]
-    view = WorkerProgress()
+    began_s: list[float] = []
     turn = GossipLoop.turn
     until = demo_training._until
 
@@ -136,11 +139,10 @@ def train_with_cuts(arguments: DemoArguments, least_s: float, rank_cuts: Sequenc
 
     def turn_and_cut(self: GossipLoop, *args: Any) -> None:
         turn(self, *args)
-        if view.began_s is None:
-            for record in log.read_new():
-                view.take(record)
+        if not began_s:
+            began_s.extend(each.at_s for each in log.read_new() if isinstance(each, BeganRecord))
             return
-        since_s = since_boot_s() - view.began_s
+        since_s = since_boot_s() - began_s[0]
         for cut in own:
             peer = sum(cut.ranks) - rank
             if cut.at_s <= since_s < cut.at_s + cut.for_s and peer in self._links:
@@ -166,7 +168,7 @@ class Outcome:
 
 def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Outcome:
     """Train under a plan, or undisturbed, and look at everything that is left."""
-    faults = plan.faults if plan else ()
+    faults = plan.faults if plan else FaultPlan()
     cuts = plan.cuts if plan else ()
     arguments = DemoArguments(workers=NUM_WORKERS, samples=samples, output=directory / "run")
     arguments.directory.mkdir(parents=True)
@@ -175,20 +177,19 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     listening = _listening()
     workers = [WorkerProgress() for _ in range(NUM_WORKERS)]
     tails = [RunLogTail(worker_file(arguments.directory, rank)) for rank in range(NUM_WORKERS)]
-    injector = FaultInjector(faults, workers)
-    kills = Counter(fault.rank for fault in faults if fault.kind == "kill")
+    injector = FaultInjector(faults, NUM_WORKERS)
+    kills = Counter(clause.rank for clause in faults.clauses if clause.kind == "kill")
     problems: list[str] = []
 
     def poll() -> None:
         for worker, tail in zip(workers, tails, strict=True):
             for record in tail.read_new():
                 worker.take(record)
-        injector.poll()
         if all(worker.num_lives > kills[rank] for rank, worker in enumerate(workers)):
             (arguments.directory / ALL_BACK).touch()
 
     def note(failure: Failure) -> None:
-        if not injector.ended(failure):
+        if not failure.is_injected:
             problems.append(f"worker {failure.rank} {failure.ending.reason}")
 
     began = time.monotonic()
@@ -200,22 +201,19 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
             environment={"TMPDIR": str(temporary)},
             timeout_s=(plan.duration_s if plan else 60.0) + PATIENCE_S,
             on_poll=poll,
-            max_restarts=len(faults),
+            max_restarts=len(faults.clauses),
             on_failure=note,
+            faults=injector,
         )
     except WorkerFailedError as error:
         problems.append(str(error))
-    finally:
-        injector.close()
     seconds = time.monotonic() - began
-    problems += [
-        f"did not {each.fault}: {each.missed}" for each in injector.injections if each.missed
-    ]
+    problems += [str(each) for each in injector.records if each.missed]
     problems += [
         f"did not {cut}" for cut in cuts if not cut_file(arguments.directory, cut).exists()
     ]
     run_log = RunLog.read(arguments.directory)
-    problems += _taken_for_dead(run_log, {fault.rank for fault in faults})
+    problems += _taken_for_dead(run_log, {each.rank for each in injector.records})
     results = read_results(run_log)
     together = averaged_together(results)
     if len(together) < NUM_WORKERS or {each.num_averaged for each in together} != {NUM_WORKERS}:
@@ -233,7 +231,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
         problems.append(f"files are left: {list(temporary.iterdir())}")
     return Outcome(
         accuracy=_accuracy(own_average_file(arguments.directory, together[0].rank)),
-        faults=fault_results(injector.injections, run_log),
+        faults=fault_results(injector.records, run_log),
         num_samples=sum(each.samples for each in results),
         seconds=seconds,
         problems=problems,
@@ -253,7 +251,7 @@ def _taken_for_dead(run_log: RunLog, befallen: set[int]) -> list[str]:
         found += [
             f"worker {witness} took worker {notice.rank} for dead, to which nothing was done"
             for notice in log.notices
-            if notice.what == "dead" and notice.rank not in befallen and notice.at_s < ended_s
+            if notice.what == "lost" and notice.rank not in befallen and notice.at_s < ended_s
         ]
     return found
 
@@ -285,10 +283,11 @@ def late_notices(faults: Sequence[dict[str, Any]], kind: str, limit_s: float) ->
 
 def late_stops(plan: Plan, results: Sequence[dict[str, Any]]) -> list[str]:
     """Return who did not notice that a worker stood still for longer than the time-out."""
+    clauses = sorted(plan.faults.clauses, key=lambda clause: (clause.time_s, clause.rank))
     long_enough = [
         result
-        for fault, result in zip(plan.faults, results, strict=True)
-        if fault.kind == "stop" and fault.for_s >= NOTICED_AFTER_S + 0.5
+        for clause, result in zip(clauses, results, strict=True)
+        if clause.for_s is not None and clause.for_s >= NOTICED_AFTER_S + 0.5
     ]
     return late_notices(long_enough, "stop", LATEST_NOTICE_S)
 

@@ -101,7 +101,7 @@ def end(*runs: Host) -> None:
         assert host.process.wait(LONGEST_S) == 0, host.output.read_text()
 
 
-def test_a_killed_worker_exchanges_again(tmp_path: Path, hosts: list[Host]) -> None:
+def test_a_killed_worker_exchanges_again(tmp_path, hosts):
     run = Host(tmp_path, "run", "-n", "2", "--max-restarts", "3")
     hosts.append(run)
     run.wait_for(lambda: len(run.lives()) == 2)
@@ -111,9 +111,7 @@ def test_a_killed_worker_exchanges_again(tmp_path: Path, hosts: list[Host]) -> N
     end(run)
 
 
-def test_restarts_and_joins_without_the_host_of_the_store(
-    tmp_path: Path, hosts: list[Host]
-) -> None:
+def test_restarts_and_joins_without_the_host_of_the_store(tmp_path, hosts):
     with socket.create_server(("127.0.0.1", 0)) as free:
         rendezvous = f"127.0.0.1:{free.getsockname()[1]}"
     secret = tmp_path / "secret"

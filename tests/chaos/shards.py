@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sharded_runs
 import torch
-from run_processes import VARIABLES
+from run_processes import VARIABLES, run_python
 from sharded_runs import BUDGET, all_train, check_saved, dying_replica, three_by_two
 from torch import Tensor
 from waiting import LONGEST_S, wait_until
@@ -71,13 +71,8 @@ def test_the_example(launcher: str) -> None:
         words = ["gossipdp", "run", "-n", "4", "--nproc-per-replica", "2", str(EXAMPLE)]
     else:
         words = ["torch.distributed.run", "--nproc-per-node", "4", str(EXAMPLE), "--shards", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", *words, "--samples", "600", "--width", "32"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRONMENT,
-    )
+    words += ["--samples", "600", "--width", "32"]
+    done = run_python("-m", *words, environment=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     shown = [line for line in done.stdout.splitlines() if "average of 2 replicas" in line]
     assert len(shown) == 2, done.stdout

@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from run_processes import VARIABLES, RunCommand
@@ -56,9 +55,7 @@ def calls() -> Iterator[list[RunCommand]]:
         call.stop()
 
 
-def test_a_replica_joins_by_the_line_that_the_run_prints(
-    tmp_path: Path, calls: list[RunCommand]
-) -> None:
+def test_a_replica_joins_by_the_line_that_the_run_prints(tmp_path, calls):
     script, secret, came = tmp_path / "train.py", tmp_path / "secret", tmp_path / "came"
     script.write_text(SCRIPT)
     secret.write_text("a secret of this test")

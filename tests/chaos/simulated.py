@@ -13,8 +13,6 @@ one of eight workers lies.
 A schedule that breaks an invariant is printed with the command that runs it again.
 """
 
-from __future__ import annotations
-
 import argparse
 import secrets
 import sys

@@ -20,7 +20,7 @@ from trends import averaged_over, trend
 from gossipdp import Consolidated
 
 
-def test_a_line_and_the_error_of_its_slope() -> None:
+def test_a_line_and_the_error_of_its_slope():
     random = np.random.default_rng(0)
     times = np.linspace(3.0, 9.0, 200)
     found = []
@@ -37,7 +37,7 @@ def test_a_line_and_the_error_of_its_slope() -> None:
     assert (line.first, line.last, line.largest) == (9.0, 81.0, 81.0)
 
 
-def test_what_is_flat() -> None:
+def test_what_is_flat():
     times = [float(time) for time in range(30)]
     noise = [(-1.0) ** time for time in range(30)]
     assert trend(times, [7.0] * 30).is_flat(0.0)
@@ -49,14 +49,14 @@ def test_what_is_flat() -> None:
     assert not replace(leak, slope=float("nan")).is_flat(1e9)
 
 
-def test_a_trend_takes_points_of_several_times() -> None:
+def test_a_trend_takes_points_of_several_times():
     with pytest.raises(ValueError, match="4 points; a trend takes at least 5"):
         trend([0.0, 1.0, 2.0, 3.0], [1.0] * 4)
     with pytest.raises(ValueError, match="all 6 points are of the time 2"):
         trend([2.0] * 6, [1.0] * 6)
 
 
-def test_stretches_are_averaged() -> None:
+def test_stretches_are_averaged():
     times = [10.0, 10.4, 11.0, 11.8, 14.0]
     assert averaged_over(times, [1.0, 3.0, 5.0, 9.0, 2.0], 1.0) == (
         [10.2, 11.4, 14.0],
@@ -87,7 +87,7 @@ def ends(average: dict[str, torch.Tensor], **changes: object) -> list[str]:
     return wrong_end(INPUTS, averages, told, ["weight"])
 
 
-def test_the_mean_in_any_order_of_summing_is_right() -> None:
+def test_the_mean_in_any_order_of_summing_is_right():
     weights = [state["weight"] for state in INPUTS.values()]
     for order in (weights, weights[::-1]):
         total = torch.zeros(1000)
@@ -106,14 +106,12 @@ def test_the_mean_in_any_order_of_summing_is_right() -> None:
         ({}, {"consensus_distance": DISTANCE * 1.001}, "worker 4 tells a consensus distance"),
     ],
 )
-def test_one_that_ends_otherwise_is_told(
-    average: dict[str, torch.Tensor], changes: dict[str, object], problem: str
-) -> None:
+def test_one_that_ends_otherwise_is_told(average, changes, problem):
     (line,) = ends(MEAN | average, **changes)
     assert re.search(problem, line), line
 
 
-def test_a_mean_of_others_is_wrong() -> None:
+def test_a_mean_of_others_is_wrong():
     of_three = torch.stack([INPUTS[rank]["weight"] for rank in (1, 3, 4)]).mean(0)
     (line,) = wrong_average(INPUTS, MEAN | {"weight": of_three})
     assert line.startswith("weight: 100% are not the mean, by up to ")
@@ -122,7 +120,7 @@ def test_a_mean_of_others_is_wrong() -> None:
     assert wrong_average(INPUTS, MEAN | {"weight": torch.full((1000,), torch.nan)})
 
 
-def test_steps_that_fit_the_diaries() -> None:
+def test_steps_that_fit_the_diaries():
     diaries = {0: [(100, 100)], 1: [(35, 40), (7, 7)]}
     assert wrong_steps({0: 100, 1: 42}, diaries) == []
     assert wrong_steps({0: 100, 1: 47}, diaries) == []
@@ -132,7 +130,7 @@ def test_steps_that_fit_the_diaries() -> None:
     assert wrong_steps({0: 100, 1: 42, 2: 1}, diaries) == ["steps of worker 2, which kept no diary"]
 
 
-def test_an_error_in_the_output_is_found_but_for_that_of_a_killed_worker_s_loader() -> None:
+def test_an_error_in_the_output_is_found_but_for_that_of_a_killed_worker_s_loader():
     loaders = [
         "[5] Traceback (most recent call last):",
         '[5]   File ".../multiprocessing/resource_sharer.py", line 138, in _serve',
@@ -152,12 +150,14 @@ def test_an_error_in_the_output_is_found_but_for_that_of_a_killed_worker_s_loade
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_plan_follows_from_its_seed_and_can_be_done(seed: int) -> None:
+def test_a_plan_follows_from_its_seed_and_can_be_done(seed):
     plan = processes.draw_plan(seed, 60.0)
     assert str(plan) == str(processes.draw_plan(seed, 60.0))
     assert f"--seed {seed} --seconds 60" in str(plan)
-    assert (plan.faults[0].rank, plan.faults[0].kind) == (0, "kill")
-    assert all(event.at_s + event.for_s < 60 for event in (*plan.faults, *plan.cuts))
-    for fault in plan.faults:
-        away = {other.rank for other in plan.faults if 0 <= fault.at_s - other.at_s <= 8}
+    clauses = plan.faults.clauses
+    assert (clauses[0].rank, clauses[0].kind) == (0, "kill")
+    assert all(clause.time_s + (clause.for_s or 0.0) < 60 for clause in clauses)
+    assert all(cut.at_s + cut.for_s < 60 for cut in plan.cuts)
+    for clause in clauses:
+        away = {other.rank for other in clauses if 0 <= clause.time_s - other.time_s <= 8}
         assert len(away) <= processes.NUM_WORKERS - 2

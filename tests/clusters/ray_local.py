@@ -121,17 +121,9 @@ def test_a_failure_before_all_have_begun_ends_all(tmp_path: Path) -> None:
 
 def test_the_example(tmp_path: Path) -> None:
     make_tls_files(tmp_path)
+    words = ["--workers", "3", "--samples", "90000", "--tls", str(tmp_path)]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(EXAMPLE),
-            "--workers",
-            "3",
-            "--samples",
-            "90000",
-            "--tls",
-            str(tmp_path),
-        ],
+        [sys.executable, str(EXAMPLE), *words],
         capture_output=True,
         text=True,
         env=VARIABLES,

@@ -4,8 +4,6 @@ A message is taken apart without types, one or a few of its values are replaced,
 or swapped, and it is put together again: nearly valid, which random bytes never are.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

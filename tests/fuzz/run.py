@@ -9,8 +9,6 @@ The corpus grows from run to run under ``runs/fuzz``. An input that fails is kep
 command that replays it is printed; replaying needs no atheris.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import random

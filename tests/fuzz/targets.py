@@ -6,8 +6,6 @@ callers do not expect, a value out of bounds, a message that does not survive be
 ``make fuzz`` and, with hypothesis, by ``tests/property/test_link_parsers.py``.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections import Counter
@@ -17,6 +15,7 @@ from typing import Any
 import msgspec
 import networkx
 import torch
+from driven_worker import protocol_of
 from links import LoneOwner, Recorder
 
 from gossipdp.graph.constants import Constants
@@ -40,33 +39,11 @@ from gossipdp.links.link import Link
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import TcpLink
 from gossipdp.parallel import state_layout
-from gossipdp.protocol import messages as consolidation
+from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Send
 from gossipdp.protocol.members import Member, ProgressEntry, Status
-from gossipdp.protocol.messages import (
-    Abort,
-    Accept,
-    AskLife,
-    AskMembers,
-    Busy,
-    Cancel,
-    Envelope,
-    ExchangeId,
-    Free,
-    Heartbeat,
-    Members,
-    OfferTraining,
-    Pass,
-    Propose,
-    ProtocolError,
-    RequestState,
-    RequestTraining,
-    StateRefused,
-    TellLife,
-    decode,
-    encode,
-)
-from gossipdp.protocol.worker import Action, WorkerProtocol
+from gossipdp.protocol.messages import Envelope, ProtocolError, decode, encode
+from gossipdp.protocol.worker import Action
 
 TAG = run_tag("run")
 SECRET = b"secret"
@@ -181,7 +158,7 @@ def handshake_in_tls_seeds() -> list[bytes]:
     """Return a hello, a welcome, and refusals."""
     hello = Handshake(identity(1), None, dialler=True).take_output()
     acceptor = Handshake(identity(1), None, dialler=False)
-    _feed(acceptor, Handshake(identity(0), None, dialler=True).take_output())
+    feed(acceptor, Handshake(identity(0), None, dialler=True).take_output())
     return [b"\0" + hello, b"\1" + acceptor.take_output(), *(b"\1" + r for r in _refusals(None))]
 
 
@@ -194,13 +171,13 @@ def _conversation() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     for _ in range(2):
         for machine, other, words in ((dialler, acceptor, said[0]), (acceptor, dialler, said[1])):
             words.append(machine.take_output())
-            _feed(other, words[-1])
+            feed(other, words[-1])
     assert dialler.stage is acceptor.stage is Stage.DONE
     return tuple(said[0]), tuple(said[1])
 
 
-def _feed(machine: Handshake, data: bytes) -> None:
-    while data:
+def feed(machine: Handshake, data: bytes) -> None:
+    while data and machine.num_wanted:
         count = machine.num_wanted
         machine.receive(data[:count])
         data = data[count:]
@@ -212,7 +189,7 @@ def _refusals(secret: bytes | None = SECRET) -> list[bytes]:
         dialler = Handshake(identity(0), secret, dialler=True, wanted_rank=1, nonce=NONCES[0])
         odd = msgspec.structs.replace(identity(1), **{field: "other"})
         acceptor = Handshake(odd, secret, dialler=False, nonce=NONCES[1])
-        _feed(acceptor, dialler.take_output())
+        feed(acceptor, dialler.take_output())
         words.append(acceptor.take_output())
     return words
 
@@ -245,39 +222,39 @@ def control_message(data: bytes) -> None:
 
 def control_message_seeds() -> list[bytes]:
     """One of each kind, with news and without."""
-    id, epoch = ExchangeId(1, 0, 12), consolidation.Epoch(1, 0, 77)
-    average = consolidation.Average(epoch, 3, 1e-3)
+    id, epoch = say.ExchangeId(1, 0, 12), say.Epoch(1, 0, 77)
+    average = say.Average(epoch, 3, 1e-3)
     messages: list[Any] = [
-        Propose(id, 0.75),
-        Accept(id, 0.75),
-        Busy(id),
-        Free(),
-        Pass(),
-        Cancel(id),
-        Abort(id, "NaN"),
-        Heartbeat(),
-        RequestState(1, 0),
-        StateRefused(1, "poisoned"),
-        RequestTraining(2),
-        OfferTraining(2, 1 << 20),
-        consolidation.AskAverage(epoch, (0, 1, 2)),
-        consolidation.TellAverage(epoch, 2, (2,)),
-        consolidation.Progressed(epoch, 3),
-        consolidation.Stalled(epoch, 2, True, "nothing of it came"),
-        AskLife(2, 1),
-        TellLife(2, 1, True),
-        AskMembers(1),
-        Members(1, 4, False, *_news()),
-        consolidation.BeginEpoch(epoch, ((0, 100), (1, 101), (2, 102)), None),
-        consolidation.BeginEpoch(epoch, ((0, 100), (2, 102)), average),
-        consolidation.NewerEpoch(epoch),
-        consolidation.Held(epoch, average),
-        consolidation.PullPartials(epoch, 0, 2),
-        consolidation.PullResults(epoch, epoch, 0, 4),
-        consolidation.Distance(epoch, 0.5),
-        consolidation.CommitEpoch(epoch, 0.5),
-        consolidation.Committed(epoch),
-        consolidation.Release(epoch),
+        say.Propose(id, 0.75),
+        say.Accept(id, 0.75),
+        say.Busy(id),
+        say.Free(),
+        say.Pass(),
+        say.Cancel(id),
+        say.Abort(id, "NaN"),
+        say.Heartbeat(),
+        say.RequestState(1, 0),
+        say.StateRefused(1, "poisoned"),
+        say.RequestTraining(2),
+        say.OfferTraining(2, 1 << 20),
+        say.AskAverage(epoch, (0, 1, 2)),
+        say.TellAverage(epoch, 2, (2,)),
+        say.Progressed(epoch, 3),
+        say.Stalled(epoch, 2, True, "nothing of it came"),
+        say.AskLife(2, 1),
+        say.TellLife(2, 1, True),
+        say.AskMembers(1),
+        say.Members(1, 4, False, *_news()),
+        say.BeginEpoch(epoch, ((0, 100), (1, 101), (2, 102)), None),
+        say.BeginEpoch(epoch, ((0, 100), (2, 102)), average),
+        say.NewerEpoch(epoch),
+        say.Held(epoch, average),
+        say.PullPartials(epoch, 0, 2),
+        say.PullResults(epoch, epoch, 0, 4),
+        say.Distance(epoch, 0.5),
+        say.CommitEpoch(epoch, 0.5),
+        say.Committed(epoch),
+        say.Release(epoch),
     ]
     return [encode(Envelope(message, *news)) for message in messages for news in ((), _news())]
 
@@ -303,19 +280,7 @@ def protocol_worker(data: bytes) -> None:
     The first byte of each record is its length in bytes and the second names its sender,
     so that the fuzzer may cut and join real messages.
     """
-    worker = WorkerProtocol(
-        rank=0,
-        incarnation=0,
-        process_id=100,
-        host="127.0.0.1",
-        port=4000,
-        constants=_ring(),
-        method="a2cid2",
-        timeout_s=5.0,
-        random=random.Random(0),
-        num_chunks=2,
-        num_copied_chunks=1,
-    )
+    worker = protocol_of(0, process_id=100, constants=_ring(), num_chunks=2, num_copied_chunks=1)
     now = 0.0
     for peer in (1, 2, 3):
         _say(worker.link_up(peer, now))

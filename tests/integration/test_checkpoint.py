@@ -138,7 +138,7 @@ def z_of(tensors: dict[str, Tensor], name: str) -> Tensor:
 TOTAL = BATCH * sum(STEPS + rank for rank in range(NUM_WORKERS))
 
 
-def test_as_many_workers_go_on_with_every_bit(workers: Callable, directory: Path) -> None:
+def test_as_many_workers_go_on_with_every_bit(workers, directory):
     files = [tensors_of(directory, rank) for rank in range(NUM_WORKERS)]
     assert all(any(name.startswith("c/") and t.any() for name, t in f.items()) for f in files)
     results = workers(resume_and_look, NUM_WORKERS, (str(directory), 10))
@@ -169,7 +169,7 @@ def test_as_many_workers_go_on_with_every_bit(workers: Callable, directory: Path
     assert sum(exchanges for *_, exchanges, _ in results) > 0
 
 
-def test_another_number_of_workers_start_from_one_mean(workers: Callable, directory: Path) -> None:
+def test_another_number_of_workers_start_from_one_mean(workers, directory):
     num_workers = 2
     files = [tensors_of(directory, rank) for rank in range(NUM_WORKERS)]
     results = workers(resume_and_look, num_workers, (str(directory), 5))
@@ -204,15 +204,13 @@ def outlive(directory: str) -> Any:
     if model.rank == 1:
         model.save_checkpoint()
         os.kill(os.getpid(), signal.SIGKILL)
-    train_until_noticed("dead", model, optimizer)
+    train_until_noticed("lost", model, optimizer)
     train(model, optimizer, 10)
     model.save_checkpoint()
     model.close()
 
 
-def test_a_survivor_s_checkpoint_says_that_another_has_ended(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_a_survivor_s_checkpoint_says_that_another_has_ended(workers, tmp_path):
     with pytest.raises(WorkerFailedError, match="worker 1"):
         workers(outlive, 2, (str(tmp_path),))
     files = saved_in(tmp_path)
@@ -252,7 +250,7 @@ def die_in_mid_write(directory: str) -> None:
 def save_die_and_come_back(directory: str) -> None:
     model, optimizer = make_model(directory, network=Network(timeout_s=2.0))
     if model.rank == 0:
-        train_until_noticed("rejoined", model, optimizer)
+        train_until_noticed("restarted", model, optimizer)
     else:
         wait_until(
             lambda: model.stats().exchanges > 0, "an exchange", lambda: train(model, optimizer, 1)
@@ -263,9 +261,7 @@ def save_die_and_come_back(directory: str) -> None:
     model.consolidate()
 
 
-def test_who_comes_back_saves_what_is_newer_than_the_files_of_its_earlier_life(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_who_comes_back_saves_what_is_newer_than_the_files_of_its_earlier_life(workers, tmp_path):
     model, optimizer = make_model(str(tmp_path))
     train(model, optimizer, 30)
     model.save_checkpoint()
@@ -283,9 +279,7 @@ def test_who_comes_back_saves_what_is_newer_than_the_files_of_its_earlier_life(
     assert newer.step > older.step > 30
 
 
-def test_all_killed_in_the_middle_of_a_write_go_on_from_the_checkpoint_before_it(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_all_killed_in_the_middle_of_a_write_go_on_from_the_checkpoint_before_it(workers, tmp_path):
     with pytest.raises(WorkerFailedError, match="SIGKILL"):
         workers(die_in_mid_write, 2, (str(tmp_path),))
     files = []

@@ -1,14 +1,12 @@
 """Under another launcher: torchrun with one supervised worker a process; the Job's manifest."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from run_processes import VARIABLES
+from run_processes import run_python
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 
@@ -53,14 +51,7 @@ def test_under_torchrun_a_death_stays_one_death(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     supervised = ["-m", "gossipdp", "run", "--max-restarts", "1", str(script), str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *supervised],
-        capture_output=True,
-        text=True,
-        env=VARIABLES,
-        check=False,
-        timeout=200,
-    )
+    done = run_python(*torchrun, *supervised)
     # Torchrun has ended nobody, and hears of the worker that is lost when the other has ended.
     assert done.stdout == "done 0 0 0 2 1\n", done.stderr
     killed = "gossipdp: worker 1 died of signal 9 (SIGKILL)"

@@ -1,14 +1,9 @@
-"""Training with parameters on a device that works late: the whole way, in real processes.
-
-The device is the stand-in of ``tests/support/deferred_device.py``, for every operation of training
-and gossip alike; on a machine with a CUDA device also that.
-"""
+"""Training with parameters on a device that works late: a stand-in, or a CUDA device."""
 
 import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +119,7 @@ def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, An
     ],
     ids=["device", "mixed", "cuda", "mixed-cuda"],
 )
-def test_training_on_a_device(
-    kinds: tuple[str, str],
-    wire_format: str,
-    workers: Callable[..., list[dict[str, Any]]],
-    tmp_path: Path,
-) -> None:
+def test_training_on_a_device(kinds, wire_format, workers, tmp_path):
     one, other = results = workers(train, 2, args=(kinds, wire_format, str(tmp_path)))
     assert torch.equal(one["final"], other["final"])
     for kind, result in zip(kinds, results, strict=True):

@@ -18,7 +18,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
 
 
-def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(tmp_path: Path):
+def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(tmp_path):
     for name in ("docs", "examples", "src", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
@@ -38,7 +38,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_of_the_repository_are_brought_and_what_is_wrong_is_said(small: Path):
+def test_files_of_the_repository_are_brought_and_what_is_wrong_is_said(small):
     (small / "docs" / "index.md").write_text(
         '[loop](../examples/loop.py) <a href="../nowhere.py">a</a> <a href="index.html#none">b</a>'
         '<img src="https://example.org/logo.png">\n'
@@ -53,9 +53,7 @@ def test_files_of_the_repository_are_brought_and_what_is_wrong_is_said(small: Pa
     assert "files/examples/loop.py.txt" in (small / "build" / "site" / "index.html").read_text()
 
 
-def test_a_link_to_a_page_that_is_not_there_ends_the_build(
-    small: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_a_link_to_a_page_that_is_not_there_ends_the_build(small, capfd):
     (small / "docs" / "index.md").write_text("[nowhere](nowhere.md)\n")
     with pytest.raises(subprocess.CalledProcessError):
         build(small)

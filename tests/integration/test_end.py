@@ -13,19 +13,23 @@ import pytest
 import torch
 from run_processes import VARIABLES
 from torch import nn
-from waiting import wait_until
+from torch.utils.data import DataLoader, TensorDataset
+from waiting import FOR_EVER_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Network, WorkerFailedError
+from gossipdp.links.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
 
 
-def wrap(log: Path, **options: Any) -> tuple[GossipDataParallel, Callable[[], None]]:
+def wrap(
+    log: Path, rate: float = 0.01, timeout_s: float = 1.0, **options: Any
+) -> tuple[GossipDataParallel, Callable[[], None]]:
     """Return a wrapped model, and a function that makes a step; its warnings go to ``log``."""
     logging.getLogger("gossipdp").addHandler(logging.FileHandler(log / f"{os.getpid()}.log"))
     net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer, network=Network(timeout_s=1.0), **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    model = GossipDataParallel(net, optimizer, network=Network(timeout_s=timeout_s), **options)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -49,26 +53,91 @@ def said_in(log: Path) -> str:
     return said
 
 
-def forget(log: Path, averages: bool) -> None:
-    model, step = wrap(log, budget_samples=64)
-    train(model, step)
-    if averages:
+def has_noticed_a_death(model: GossipDataParallel) -> bool:
+    return "lost" in [notice.kind for notice in model.stats().noticed]
+
+
+def forget(log: Path, saves: bool) -> None:
+    model, step = wrap(log, timeout_s=FOR_EVER_S, counting=Counting(samples_per_step=8))
+    step()  # of each worker: a budget might be used up by one of them
+    with model.averaged():  # an evaluation
+        pass
+    if saves:
         model.save_averaged(log / f"{model.rank}.pt")
+    if model.rank > 0:
+        wait_until(lambda: has_noticed_a_death(model), "worker 0 has ended")
 
 
 def test_a_forgotten_consolidate_is_said_once(workers: Callable[..., Any], tmp_path: Path) -> None:
     workers(forget, 2, (tmp_path, False))
-    assert said_in(tmp_path).count("ends without consolidate(): its module holds its own") == 1
+    said = said_in(tmp_path)
+    assert said.count("ends without consolidate(): its module holds its own") == 1
+    assert "worker 0 ends" in said
     workers(forget, 2, (tmp_path, True))
     assert "ends without" not in said_in(tmp_path)
 
 
+def begin(log: Path) -> None:
+    rate = 0.01 * 3 ** int(os.environ["RANK"])
+    wrap(log, rate)[0].consolidate()
+    wrap(log, rate, method="none")[0].consolidate()
+
+
+def test_unlike_learning_rates_are_said_once(workers: Callable[..., Any], tmp_path: Path) -> None:
+    workers(begin, 3, (tmp_path,))
+    said = "worker 1 begins with a learning rate of 0.03, and worker 0 with 0.01: exchanges"
+    assert said_in(tmp_path).count(said) == 1
+
+
+def forget_long_after_a_death(log: Path) -> None:
+    model, step = wrap(log, timeout_s=1.0, counting=Counting(samples_per_step=8))
+    step()
+    if model.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_until(lambda: has_noticed_a_death(model), "worker 0 is dead")
+    (death,) = model.stats().noticed
+    wait_until(lambda: since_boot_s() > death.at_s + 1.0, "the death is a time-out ago")
+
+
+def test_another_worker_says_it_where_the_first_was_killed(
+    workers: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
+        workers(forget_long_after_a_death, 2, (tmp_path,))
+    assert "worker 1 ends without consolidate()" in said_in(tmp_path)
+
+
+def draw(log: Path, changes: Callable[[GossipDataParallel], object], resumes: bool) -> None:
+    torch.manual_seed(5)
+    saving = Checkpoints(log / "saved", resume="auto") if resumes else None
+    model, step = wrap(log, budget_samples=1000, checkpoints=saving)
+    changes(model)
+    loader = DataLoader(TensorDataset(torch.zeros(64, 4)), 8, shuffle=True)
+    next(model.batches(loader))
+    next(model.batches(loader))
+    step()
+    if resumes:
+        model.save_checkpoint()
+    model.consolidate()
+
+
+def test_workers_that_draw_the_same_batches_are_warned_once(
+    workers: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Not where they are seeded apart; nor where a run goes on, with states of its own."""
+    said = "all workers go through the data in the same order, since torch has the same random"
+    workers(draw, 3, (tmp_path, lambda model: None, True))
+    assert said_in(tmp_path).count(said) == 1
+    workers(draw, 2, (tmp_path, lambda model: None, True))
+    assert said not in said_in(tmp_path)
+    workers(draw, 2, (tmp_path, lambda model: torch.manual_seed(model.rank + 1), False))
+    assert said not in said_in(tmp_path)
+
+
 def go_on(directory: Path) -> int:
-    model, step = wrap(
-        directory, budget_samples=64, checkpoints=Checkpoints(directory, resume="auto")
-    )
+    saving = Checkpoints(directory, every_steps=1000, resume="auto")
+    model, step = wrap(directory, budget_samples=64, checkpoints=saving)
     train(model, step)
-    model.save_checkpoint()
     return model.consolidate().samples
 
 

@@ -2,16 +2,14 @@
 
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import VARIABLES, runs, wait_until_gone
-from waiting import LONGEST_S, wait_until
+from run_processes import VARIABLES, RunCommand, runs, wait_until_gone
+from waiting import LONGEST_S
 
 pytestmark = pytest.mark.processes
 
@@ -38,33 +36,22 @@ if ending in ("signal", "stubborn"):
 """
 
 
-class Run:
+class Run(RunCommand):
     """A ``gossipdp run`` of two workers, all of whose processes are known."""
 
     def __init__(self, directory: Path, ending: str, *options: str) -> None:
-        self.directory = directory / "marks"
-        self.directory.mkdir()
-        self.temporary = directory / "tmp"
-        self.temporary.mkdir()
+        self.directory, self.temporary = directory / "marks", directory / "tmp"
+        for each in (self.directory, self.temporary):
+            each.mkdir()
         script = directory / "script.py"
         script.write_text(SCRIPT)
-        words = ["run", "-n", "2", *options, str(script), str(self.directory), ending]
-        self.supervisor = psutil.Popen(
-            [sys.executable, "-m", "gossipdp.cli.main", *words],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**VARIABLES, "TMPDIR": str(self.temporary)},
-        )
-        self.wait_for(2)
+        words = ["-n", "2", *options, str(script), str(self.directory), ending]
+        environment = {**VARIABLES, "TMPDIR": str(self.temporary)}
+        super().__init__(directory / "output", words, environment=environment)
+        self.wait_for(lambda: len(list(self.directory.glob("*.here"))) == 2)
         self.port = int(next(self.directory.glob("*.here")).read_text())
-        self.processes = [self.supervisor, *self.supervisor.children(recursive=True)]
-
-    def wait_for(self, num_lives: int) -> None:
-        def all_here() -> bool:
-            assert self.supervisor.poll() is None, self.supervisor.stderr.read()
-            return len(list(self.directory.glob("*.here"))) >= num_lives
-
-        wait_until(all_here, f"{num_lives} workers are here")
+        supervisor = psutil.Process(self.process.pid)
+        self.processes = [supervisor, *supervisor.children(recursive=True)]
 
     def workers(self) -> list[psutil.Process]:
         """Those that run, by rank."""
@@ -75,7 +62,7 @@ class Run:
         (self.directory / "go").touch()
 
     def assert_nothing_is_left(self) -> None:
-        self.supervisor.wait(LONGEST_S)
+        self.process.wait(LONGEST_S)
         wait_until_gone([process.pid for process in self.processes])
         with socket.create_server(("127.0.0.1", self.port)):
             pass
@@ -85,8 +72,7 @@ class Run:
         for process in self.processes:
             if process.is_running():
                 process.kill()
-        self.supervisor.wait()
-        self.supervisor.stderr.close()
+        self.process.wait()
 
 
 @contextmanager
@@ -105,11 +91,11 @@ RESTART = ("--max-restarts", "1")
 def test_nothing_is_left(tmp_path: Path, ending: str, options: tuple[str, ...]) -> None:
     with running(tmp_path, "signal" if ending.startswith("SIG") else ending, *options) as run:
         if ending.startswith("SIG"):
-            run.supervisor.send_signal(signal.Signals[ending])
+            run.process.send_signal(signal.Signals[ending])
         else:
             run.go()
         run.assert_nothing_is_left()
-        code = run.supervisor.wait()
+        code = run.process.wait()
     assert code == {"end": 0, "SIGTERM": 143}[ending]
 
 
@@ -117,12 +103,12 @@ def test_not_even_workers_that_heed_no_signal(tmp_path: Path) -> None:
     """One ignores them, and one is stopped."""
     with running(tmp_path, "stubborn") as run:
         run.workers()[1].suspend()
-        run.supervisor.send_signal(signal.SIGTERM)
+        run.process.send_signal(signal.SIGTERM)
         run.assert_nothing_is_left()
 
 
 def test_the_workers_of_a_supervisor_that_is_killed_end(tmp_path: Path) -> None:
     with running(tmp_path, "signal") as run:
         workers = run.workers()
-        run.supervisor.kill()
+        run.process.kill()
         wait_until_gone([worker.pid for worker in workers])

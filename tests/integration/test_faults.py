@@ -112,6 +112,7 @@ class Worker:
             "trained": self.trained,
             "exchanges": stats.exchanges_by_neighbour,
             "noticed": [dataclasses.asdict(notice) for notice in stats.noticed],
+            "restarts": [member.restarts for member in self.model._engine.view()[0]],
             "states_donated": stats.states_donated,
             "num_workers": result.world_size,
             "samples": result.samples,
@@ -226,7 +227,7 @@ def test_a_worker_whose_loader_processes_live_on_is_noticed_as_soon(
 
 
 def stop_for_a_while(directory: Path) -> None:
-    """Rank 1 stops itself; rank 0 lets it go on once it is taken for dead."""
+    """Rank 1 stops itself; rank 0 lets it go on once it is lost to the others."""
     worker = Worker(directory)
     (directory / f"pid-{worker.model.rank}").write_text(str(os.getpid()))
     if worker.model.rank == 1:
@@ -242,7 +243,7 @@ def stop_for_a_while(directory: Path) -> None:
     if worker.model.rank == 0:
         worker.train_until_exchanged()  # with 2, without 1
         os.kill(int((directory / "pid-1").read_text()), signal.SIGCONT)
-    worker.train_until(lambda: worker.noticed("rejoined", 1))
+    worker.train_until(lambda: worker.noticed("answered", 1))
     worker.finish()
 
 
@@ -256,8 +257,18 @@ def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(
         assert end["num_workers"] == 3
         if end["rank"] != 1:
             assert end["seen"]["1 DEAD"] > death_of(tmp_path, 1)
-            kinds = [notice["kind"] for notice in end["noticed"] if notice["rank"] == 1]
-            assert [kind for kind in kinds if kind != "stopped"] == ["dead", "rejoined"]
+            # The same process: nobody restarted it. Its silence and its loss may be seen as one.
+            notices = [notice for notice in end["noticed"] if notice["rank"] == 1]
+            kinds = [notice["kind"] for notice in notices]
+            assert [kind for kind in kinds if kind != "silent"] == ["lost", "answered"]
+            assert notices[-1]["silent_s"] >= 0.9 * SILENCE_S
+        assert end["restarts"] == [0, 0, 0], "no other life began"
+    # It says of itself, once, that it was stopped, and loses none of the others, who were not.
+    stops = [each["silent_s"] for each in ends[1]["noticed"] if each["rank"] == 1]
+    assert len(set(stops)) == len(stops) >= 1
+    assert {each["kind"] for each in ends[1]["noticed"] if each["rank"] == 1} == {"stopped"}
+    assert min(stops) >= SILENCE_S
+    assert not [each for each in ends[1]["noticed"] if each["kind"] in ("lost", "restarted")]
     seen = ends[1]["seen"]
     assert seen["exchanged"] > seen["went on"]
 
@@ -279,16 +290,18 @@ def test_a_worker_whose_machine_slept_goes_on(workers: Callable, tmp_path: Path)
     workers(sleep_with_the_machine, 3, (tmp_path,))
     ends = diaries(tmp_path)
     assert [end["num_workers"] for end in ends] == [3, 3, 3]
-    # It takes nobody for silent, and to the others it was not away for long.
-    kinds = [[(notice["rank"], notice["kind"]) for notice in end["noticed"]] for end in ends]
-    assert kinds == [[], [], []]
+    # It says so of itself, takes nobody for silent, and to the others it was not away for long.
+    notices = [(end["rank"], notice) for end in ends for notice in end["noticed"]]
+    assert not [each for rank, each in notices if each["rank"] != rank]
+    long = [(rank, each["kind"]) for rank, each in notices if each["silent_s"] > 3000]
+    assert long == [(1, "stopped")]
 
 
 def die_once(directory: Path, rank: int) -> None:
     worker = Worker(directory)
     optimizer_steps = None
     if worker.model.rank != rank:
-        worker.train_until(lambda: worker.noticed("rejoined", rank))
+        worker.train_until(lambda: worker.noticed("restarted", rank))
     elif worker.life == 0:
         worker.train_until_exchanged(3)
         worker.die()
@@ -318,7 +331,7 @@ def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(
             assert end["seen"]["exchanged"] > death_of(tmp_path, rank)
         else:
             kinds = [notice["kind"] for notice in end["noticed"] if notice["rank"] == rank]
-            assert kinds == ["dead", "rejoined"]
+            assert kinds == ["lost", "restarted"]
     # Of what the dead process trained some may be lost, and none is counted twice.
     living = sum(end["trained"] for end in ends)
     dead = int((tmp_path / f"trained-{rank}").read_text())
@@ -356,7 +369,7 @@ def fail_while_giving(directory: Path, what: str) -> None:
             before_messages(worker.transfers, RequestState, worker.die)
         else:
             worker.transfers.offer = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
-    worker.train_until(lambda: worker.noticed("rejoined", 2))
+    worker.train_until(lambda: worker.noticed("restarted", 2))
     worker.finish()
     if worker.model.rank == 0 and what.startswith("stops"):
         os.kill(int((directory / "pid-1").read_text()), signal.SIGKILL)
@@ -384,7 +397,7 @@ def die_while_taking(directory: Path) -> None:
         if worker.life == 0:
             worker.die()
     else:
-        worker.train_until(lambda: worker.noticed("rejoined", 2))
+        worker.train_until(lambda: worker.noticed("restarted", 2))
     worker.finish(life=worker.life)
 
 

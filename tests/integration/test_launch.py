@@ -184,7 +184,7 @@ def test_on_poll_is_called_and_what_it_raises_ends_the_run(workers: Callable) ->
 
 
 def test_mistakes_are_told() -> None:
-    with pytest.raises(ValueError, match="world_size is 0; launch at least one"):
+    with pytest.raises(ValueError, match="world_size is 0; it must be at least 1"):
         launch(os.getpid, world_size=0)
     with pytest.raises(ValueError, match="cannot send <built-in function print> and its arg"):
         launch(print, 1, (threading.Lock(),))

@@ -1,31 +1,100 @@
 """Real worker processes mix as fast as theory says, and conserve the mean."""
 
-from collections.abc import Callable
-from pathlib import Path
+import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from mixing_run import Mixed, MixingTask, mix, observed, start_vector
+import torch
+from torch import nn
+from waiting import wait_until
 
+from gossipdp import Counting, Exchange, GossipDataParallel
 from gossipdp.graph import build_graph, plan
+from gossipdp.parallel.stats import Stats
 
 pytestmark = pytest.mark.processes
 
 NUM_WORKERS = 4
+NUM_OBSERVED = 1_000
 AGREED = 1e-6
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        MixingTask("a2cid2"),
-        MixingTask("a2cid2", num_floats=1_100_000, step_s=0.03, num_steps=50),
-    ],
-    ids=["a2cid2", "a2cid2-large"],
-)
-def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(
-    workers: Callable, task: MixingTask, tmp_path: Path
-) -> None:
+@dataclass(frozen=True)
+class Task:
+    """One run, the same for all workers; a "gradient step" is a wait that changes nothing."""
+
+    step_s: float = 0.01
+    num_steps: int = 80
+    num_floats: int = 3_000
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The observations of one worker at its start and after each of its steps.
+
+    Attributes:
+        times_s: ``time.monotonic``, which all processes share.
+        values: observed coordinates of its parameters; (num_steps + 1, observed) float32.
+        initiated: exchanges that it asked for and completed.
+        num_failed: exchanges before the end.
+        stats: those of the whole run.
+    """
+
+    rank: int
+    times_s: np.ndarray
+    values: np.ndarray
+    initiated: np.ndarray
+    num_failed: int
+    stats: Stats
+
+
+def start_vector(task: Task, rank: int) -> torch.Tensor:
+    """Return the standard normal vector with which a worker begins."""
+    return torch.randn(task.num_floats, generator=torch.Generator().manual_seed(rank))
+
+
+def observed(task: Task, values: torch.Tensor) -> np.ndarray:
+    """Return some coordinates, from all chunks."""
+    return values[:: max(1, task.num_floats // NUM_OBSERVED)][:NUM_OBSERVED].numpy().copy()
+
+
+def mix(task, meeting):
+    """Exchange with the others while waiting; workers wait for one another in ``meeting``."""
+    torch.set_num_threads(1)
+    vector = nn.ParameterDict({"vector": nn.Parameter(torch.zeros(task.num_floats))})
+    optimizer = torch.optim.SGD(vector.parameters(), lr=0.0)  # no gradient: it changes nothing
+    model = GossipDataParallel(
+        vector,
+        optimizer,
+        comm_rate=2.0,
+        exchange=Exchange(pace="strict"),  # each step brings its exchanges on a busy machine too
+        counting=Counting(samples_per_step=1),
+    )
+    # Wrapping gave all of them rank 0's vector. No worker asks before its fifth step, and none
+    # steps before all have vectors of their own.
+    model.load_state_dict({"vector": start_vector(task, model.rank)})
+    (meeting / str(model.rank)).touch()
+    wait_until(lambda: len(list(meeting.iterdir())) == model.world_size, "all come to the start")
+    values = vector["vector"].detach()
+    seen, initiated, times_s = [observed(task, values)], [0], [time.monotonic()]
+    for _ in range(task.num_steps):
+        time.sleep(task.step_s)
+        optimizer.step()
+        times_s.append(time.monotonic())
+        seen.append(observed(task, values))
+        initiated.append(model.stats().exchanges_initiated)
+    num_failed = model.stats().exchanges_failed
+    model.consolidate()  # all have ended their exchanges when it returns
+    history = np.array(times_s), np.stack(seen), np.array(initiated)
+    return Mixed(model.rank, *history, num_failed, model.stats())
+
+
+LARGE = Task(num_floats=1_100_000, step_s=0.03, num_steps=50)
+
+
+@pytest.mark.parametrize("task", [Task(), LARGE], ids=["a2cid2", "a2cid2-large"])
+def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, task, tmp_path):
     series = workers(mix, NUM_WORKERS, (task, tmp_path))
     starts = np.stack([observed(task, start_vector(task, rank)) for rank in range(NUM_WORKERS)])
     for rank, each in enumerate(series):
@@ -34,13 +103,14 @@ def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(
         # Nobody asks before it knows its own pace: all had their vectors by then.
         assert not each.initiated[:4].any()
         assert each.num_failed == 0
-        assert each.kernels == ("numba" if task.num_floats > 1_000_000 else "torch")
+        assert each.stats.kernels == ("numba" if task is LARGE else "torch")
     # Both ends count an exchange, but for one that the end of the run may cut short.
-    answered = sum(each.num_answered for each in series)
-    assert abs(answered - sum(each.num_initiated for each in series)) <= NUM_WORKERS
+    answered = sum(each.stats.exchanges_answered for each in series)
+    asked = sum(each.stats.exchanges_initiated for each in series)
+    assert abs(answered - asked) <= NUM_WORKERS
     decay, lowest = decay_per_exchange(series, task.step_s)
     assert lowest < AGREED
-    promised = plan(build_graph(task.graph, NUM_WORKERS))
+    promised = plan(build_graph("ring", NUM_WORKERS))
     # Theory's bound holds for the expectation; single runs decay one to two times as fast.
     assert decay > 0.8 * promised.a2cid2_decay_bound
     # Exchanges and flow conserve the mean of x + c/2, and c goes where the differences go.

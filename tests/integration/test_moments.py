@@ -74,9 +74,7 @@ def spread_alone(workers: Callable) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_second_moments_of_workers_with_different_data_come_together(
-    workers: Callable, spread_alone: float, case: str
-) -> None:
+def test_second_moments_of_workers_with_different_data_come_together(workers, spread_alone, case):
     results = workers(train, 2, ({"exp_avg_sq": 1}, CASES[case]))
     assert spread_alone > 0.5
     # In 60 steps of beta2 = 0.98 each worker's own data make 70% of what it would hold alone.
@@ -86,7 +84,7 @@ def test_second_moments_of_workers_with_different_data_come_together(
     assert sum(stats.exchanges_failed for _, _, stats in results) == 0
 
 
-def test_seldom_exchanged_moments_cost_few_bytes(workers: Callable, spread_alone: float) -> None:
+def test_seldom_exchanged_moments_cost_few_bytes(workers, spread_alone):
     results = workers(train, 2, ({"exp_avg_sq": 8}, {"network": {"shared_memory": "off"}}))
     num_floats = results[0][1].numel()
     num_bytes = sum(stats.bytes_sent for _, _, stats in results)
@@ -124,9 +122,7 @@ def die_once(directory: Path) -> Any:
     return life, ages, age, is_in_place, moments(model, optimizer)
 
 
-def test_a_worker_that_comes_back_takes_anothers_moments_and_exchanges_them(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_a_worker_that_comes_back_takes_anothers_moments_and_exchanges_them(workers, tmp_path):
     results = workers(die_once, 3, (tmp_path,), max_restarts=1)
     assert [life for life, *_ in results] == [0, 1, 0]
     _, ages, age, _, _ = results[1]

@@ -1,7 +1,7 @@
 """The outer step between real workers: nothing of it is lost, at rare exchanges or by a resume."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,9 +87,7 @@ def expected_sum(starts: Sequence[Held], ends: Sequence[Held], steps: int) -> Te
         (4, {"graph": "ring", "method": "a2cid2"}),
     ],
 )
-def test_every_step_goes_on_in_the_outer_momentum(
-    workers: Callable[..., Any], n: int, options: dict[str, Any]
-) -> None:
+def test_every_step_goes_on_in_the_outer_momentum(workers, n, options):
     steps = 400
     results = workers(train, n, (steps, options, None))
     starts, ends, averages, exchanges = zip(*results, strict=True)
@@ -105,9 +103,7 @@ def test_every_step_goes_on_in_the_outer_momentum(
     assert all(count >= demands - 5 * math.sqrt(demands) for count in exchanges), exchanges
 
 
-def test_a_resumed_run_goes_on_with_its_outer_momentum(
-    workers: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_with_its_outer_momentum(workers, tmp_path):
     n, steps = 2, 400
     options = {"graph": "complete"}
     workers(train, n, (steps, options, tmp_path))

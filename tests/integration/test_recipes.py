@@ -60,9 +60,7 @@ def words_of(options: TrainOptions) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("method", "num_workers"), [("a2cid2", 3), ("allreduce", 2)])
-def test_one_worker_of_several_tells_what_came_of_it(
-    workers, method: str, num_workers: int, tmp_path: Path
-):
+def test_one_worker_of_several_tells_what_came_of_it(workers, method, num_workers, tmp_path):
     options = replace(in_folder(bytes_gpt, tmp_path), method=method, graph="complete")
     outcomes = workers(train, num_workers, (options,))
     assert [outcome is None for outcome in outcomes] == [False] + [True] * (num_workers - 1)
@@ -84,7 +82,7 @@ def test_one_worker_of_several_tells_what_came_of_it(
 
 
 @pytest.mark.processes
-def test_the_command_starts_workers(workers, tmp_path: Path):
+def test_the_command_starts_workers(workers, tmp_path):
     options = in_folder(bytes_gpt, tmp_path)
     assert main(["train", "bytes-gpt", "--workers", "2", *words_of(options)]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
@@ -94,7 +92,7 @@ def test_the_command_starts_workers(workers, tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_under_a_launcher_the_command_is_one_worker(workers, tmp_path: Path):
+def test_under_a_launcher_the_command_is_one_worker(workers, tmp_path):
     options = replace(in_folder(bytes_gpt, tmp_path), method="none")
     assert workers(main, 2, (["train", "bytes-gpt", *words_of(options)],)) == [0, 0]
     results = json.loads((tmp_path / "results.json").read_text())
@@ -103,9 +101,7 @@ def test_under_a_launcher_the_command_is_one_worker(workers, tmp_path: Path):
 
 
 @pytest.mark.parametrize("make", [cifar10, imagenet])
-def test_the_papers_trainings(
-    make: Callable[[Path], TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_papers_trainings(make, tmp_path, monkeypatch):
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     options = in_folder(make, tmp_path)

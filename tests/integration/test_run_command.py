@@ -1,15 +1,21 @@
 """``gossipdp run``, the real command line: its lines, and its restarts."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import RunCommand, run_python, runs
 from waiting import LONGEST_S, wait_until
+
+from gossipdp_lab.report.run_log import RunLog
 
 pytestmark = pytest.mark.processes
 
@@ -28,96 +34,96 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
-class Lines:
-    """The lines of a run."""
+class Run:
+    """A ``gossipdp run`` of the script; ``lives`` are the process ids by rank."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        self.source = process.stdout
+    def __init__(self, directory: Path, process: subprocess.Popen[str], n: int) -> None:
+        self.process, self.errors, self._end = process, directory / "errors", directory / "end"
+        self.lives: dict[int, int] = {}
+        for _ in range(n):
+            self.next_life()
 
-    def next_life(self) -> tuple[int, int, str, int]:
-        """(rank, restarts, join addresses, process id) of the next life that begins."""
-        line = self.source.readline()
+    def next_life(self) -> tuple[int, int, str]:
+        """Return (rank, restarts, join addresses) of the next life that begins."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         word, rank, restarts, join, pid = line.split()
         assert word == "life", line
-        return int(rank), int(restarts), join, int(pid)
+        self.lives[int(rank)] = int(pid)
+        return int(rank), int(restarts), join
+
+    def finish(self) -> None:
+        self._end.touch()
+        assert self.process.wait(LONGEST_S) == 0, self.errors.read_text()
 
 
-def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
-    script, end = tmp_path / "script.py", tmp_path / "end"
+@contextmanager
+def running(
+    directory: Path, environment: dict[str, str], n: int, max_restarts: int
+) -> Iterator[Run]:
+    script = directory / "script.py"
     script.write_text(SCRIPT)
-    words = ["-m", "gossipdp.cli.main", "run", "-n3", "--max-restarts", "3"]
-    with subprocess.Popen(
-        [sys.executable, *words, str(script), str(end)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=without_torch,
-    ) as run:
-        watchdog = threading.Timer(LONGEST_S, run.kill)  # else a failure would wait for ever
+    words = ["-m", "gossipdp.cli.main", "run", "-n", str(n), "--max-restarts", str(max_restarts)]
+    with (
+        (directory / "errors").open("wb") as errors,
+        subprocess.Popen(
+            [sys.executable, *words, str(script), str(directory / "end")],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        ) as process,
+    ):
+        watchdog = threading.Timer(LONGEST_S, process.kill)  # else a failure would wait for ever
         watchdog.start()
-        lines = Lines(run)
-        lives = {rank: pid for rank, _, _, pid in (lines.next_life() for _ in range(3))}
-        assert lives.keys() == {0, 1, 2}
+        try:
+            yield Run(directory, process, n)
+        finally:
+            watchdog.cancel()
+            process.kill()
+
+
+def test_a_killed_worker_is_started_again_and_told_where_the_others_are(tmp_path, without_torch):
+    with running(tmp_path, without_torch, 3, max_restarts=3) as run:
+        assert run.lives.keys() == {0, 1, 2}
         for victim, others, count in ((2, (1, 0), 1), (1, (2, 0), 1), (1, (2, 0), 2)):
-            os.kill(lives[victim], signal.SIGKILL)
-            rank, restarts, join, pid = lines.next_life()
-            assert (rank, restarts) == (victim, count)
-            assert join == ",".join(f"127.0.0.1:{1000 + other}" for other in others)
+            os.kill(run.lives[victim], signal.SIGKILL)
+            joins = ",".join(f"127.0.0.1:{1000 + other}" for other in others)
+            assert run.next_life() == (victim, count, joins)
+            pid = run.lives[victim]
             assert os.getpgid(pid) == pid
-            assert psutil.Process(pid).ppid() == run.pid
-            lives[victim] = pid
-        end.touch()
-        _, errors = run.communicate(timeout=LONGEST_S)
-        watchdog.cancel()
-        assert run.returncode == 0, errors
+            assert psutil.Process(pid).ppid() == run.process.pid
+        run.finish()
+    errors = run.errors.read_text()
     assert "worker 2 died of signal 9 (SIGKILL); it is started again in 0.1 s (" in errors
     assert errors.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")
 
 
-def test_where_nobody_can_be_started_the_others_go_on(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
-    script, end, errors = tmp_path / "script.py", tmp_path / "end", tmp_path / "errors"
-    script.write_text(SCRIPT)
-    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--max-restarts", "6"]
-    with (
-        errors.open("wb") as stream,
-        subprocess.Popen(
-            [sys.executable, *words, str(script), str(end)],
-            stdout=subprocess.PIPE,
-            stderr=stream,
-            text=True,
-            env=without_torch,
-        ) as run,
-    ):
-        watchdog = threading.Timer(LONGEST_S, run.kill)
-        watchdog.start()
-        lines = Lines(run)
-        lives = {rank: pid for rank, _, _, pid in (lines.next_life() for _ in range(2))}
-        supervisor = psutil.Process(run.pid)
+def test_where_nobody_can_be_started_the_others_go_on(tmp_path, without_torch):
+    with running(tmp_path, without_torch, 2, max_restarts=6) as run:
+        supervisor, said = psutil.Process(run.process.pid), run.errors.read_text
         wait_until((tmp_path / "torch" / "distributed.py.imported").exists, "torch is imported")
         limit = supervisor.rlimit(psutil.RLIMIT_NOFILE)
         supervisor.rlimit(psutil.RLIMIT_NOFILE, (3, limit[1]))
-        os.kill(lives[1], signal.SIGKILL)
-        wait_until(lambda: errors.read_text().count("could not be started") >= 2, errors.read_text)
-        assert psutil.pid_exists(lives[0])
+        os.kill(run.lives[1], signal.SIGKILL)
+        wait_until(lambda: said().count("could not be started") >= 2, said)
+        assert psutil.pid_exists(run.lives[0])
         supervisor.rlimit(psutil.RLIMIT_NOFILE, limit)
-        rank, restarts, _, _ = lines.next_life()
+        rank, restarts, _ = run.next_life()
         assert rank == 1
         assert restarts >= 3
-        end.touch()
-        assert run.wait(LONGEST_S) == 0, errors.read_text()
-        watchdog.cancel()
+        run.finish()
 
 
 # Both begin; then worker 0 fails, and worker 1 goes on.
 FAILING = """
-import os, sys, time
+import os, pathlib, sys, time
 from gossipdp.launcher.reports import Report, send_report
+from gossipdp.observe.log import RunLogWriter, worker_file
 
+rank = int(os.environ["RANK"])
+log = RunLogWriter(worker_file(pathlib.Path(os.environ["GOSSIPDP_LOG_DIR"]), rank))
+log.start(rank=rank, num_workers=2, configuration={})
 send_report(Report(begins=True))
 if os.environ["RANK"] == "1":
     open(sys.argv[1], "w").close()
@@ -130,15 +136,11 @@ print("went on")
 """
 
 
-def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_path, without_torch):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(tmp_path / "begun")]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=without_torch, check=False
-    )
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
+    done = run_python(*words, str(script), str(tmp_path / "begun"), environment=without_torch)
     assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
     assert done.returncode == 1
     assert done.stdout == "went on\n"
@@ -146,11 +148,13 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
     traceback, _, last = done.stderr.rpartition("gossipdp: ")
     assert traceback.count("ValueError: no good") == 1
     assert last == "at the end: worker 0 ended with exit code 1\n"
+    # The report says how it ended: the process itself could not.
+    workers = RunLog.read(tmp_path / "logs").workers
+    assert [each.reason for each in workers[0].process_ends] == ["ended with exit code 1"]
+    assert workers[1].process_ends == ()
 
 
-def test_a_full_disk_under_its_own_lines_ends_no_run(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
     script, lines = tmp_path / "train.py", tmp_path / "lines"
     lines.mkdir()
     script.write_text(
@@ -163,3 +167,91 @@ def test_a_full_disk_under_its_own_lines_ends_no_run(
         )
     assert done.returncode == 0
     assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
+
+
+TRAINING = """
+import os, sys, torch
+from pathlib import Path
+from gossipdp import GossipDataParallel
+
+files = Path(sys.argv[1])
+module = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+model = GossipDataParallel(module, optimizer)
+(files / f"life-{model.rank}-{os.getpid()}").touch()
+while not (files / "end").exists():
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+model.consolidate()
+(files / f"done-{model.rank}").touch()
+"""
+
+
+def test_faults_are_done_to_a_script_which_ends_well(tmp_path: Path) -> None:
+    script, files, log = tmp_path / "train.py", tmp_path / "files", tmp_path / "log"
+    files.mkdir()
+    script.write_text(TRAINING)
+    plan = "kill 1 at 0.5s; stop 0.5s 0 at 1s; slow 2x 2 at 1s; kill 1 at 1h"
+    words = ["-n", "3", "--max-restarts", "1", "--log-dir", str(log), "--faults", plan]
+    run = RunCommand(tmp_path / "output", [*words, str(script), str(files)])
+    try:
+        lines = log / "faults-0.jsonl"
+        run.wait_for(lambda: lines.exists() and lines.read_text().count("\n") == 3)
+        run.wait_for(lambda: len(list(files.glob("life-1-*"))) == 2)
+        (files / "end").touch()
+        assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    assert {path.name for path in files.glob("done-*")} == {"done-0", "done-1", "done-2"}
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert sorted((each["kind"], each["rank"], each["planned_s"]) for each in records) == [
+        ("kill", 1, 0.5),
+        ("kill", 1, 3600.0),
+        ("slow", 2, 1.0),
+        ("stop", 0, 1.0),
+    ]
+    assert records[-1]["missed"] == "the run had ended by then"
+    for each in records[:-1]:
+        assert each["missed"] is None
+        assert each["at_s"] >= each["planned_s"]
+    shown = run.output.read_text()
+    for line in ("worker 1 killed", "worker 0 stopped for 0.5 s", "worker 2 2 times slower"):
+        assert line in shown
+    assert "faults: 3 done, 1 missed" in shown
+
+
+# Both train until SIGTERM comes, and have a long time for what they do then.
+ENDLESS = """
+import signal, sys, time
+from pathlib import Path
+from gossipdp.launcher.reports import Report, send_report
+
+def end(*args):
+    Path(sys.argv[1]).touch()
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+send_report(Report(begins=True, saves=True))
+send_report(Report(trains=True))
+time.sleep(3600)
+"""
+
+
+def test_ctrl_c_ends_a_worker_that_stands_still(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
+    script, ended = tmp_path / "train.py", tmp_path / "ended"
+    script.write_text(ENDLESS)
+    words = ["-n", "2", "--faults", "stop 1h 1; kill 0", str(script), str(ended)]
+    run = RunCommand(tmp_path / "output", words, environment=without_torch)
+    try:
+        run.wait_for(lambda: "that was --faults, and the others" in run.output.read_text())
+        (worker,) = psutil.Process(run.process.pid).children()
+        wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, "the worker stands still")
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(LONGEST_S) == 130
+    finally:
+        run.stop()
+    assert not runs(worker.pid)
+    assert ended.exists(), "it was killed, and could not act on SIGTERM"
+    assert "without --max-restarts they stay away" in run.output.read_text()

@@ -10,7 +10,8 @@ from run_processes import VARIABLES
 
 pytestmark = pytest.mark.processes
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 # Two workers: each is a new interpreter, seconds of CPU time until it has torch.
 RUN = [str(BIN / "gossipdp"), "run", "-n", "2"]
@@ -21,14 +22,40 @@ TORCHRUN = [
 
 
 def run(
-    command: list[str], variables: dict[str, str] = VARIABLES
+    command: list[str], variables: dict[str, str] = VARIABLES, directory: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, env=variables
-    )
+    options = {"env": variables, "cwd": directory, "timeout": 280}
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def test_the_complete_example_under_our_launcher(tmp_path: Path):
+def first_script(page: str) -> str:
+    """Return the new side of README's diff, or the first Python of another page."""
+    kind, block = re.findall(
+        r"^```(diff|python)\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M
+    )[0]
+    if kind == "python":
+        return block
+    return "".join(line[1:] for line in block.splitlines(keepends=True) if line[0] in " +")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("command", [RUN, TORCHRUN], ids=["gossipdp run", "torchrun"])
+def test_the_first_script_of_a_page_runs_without_a_warning(
+    command: list[str], page: str, tmp_path: Path
+):
+    """Warnings of Python's are errors; those of the library's log go to the standard error."""
+    script = tmp_path / "train.py"
+    script.write_text(first_script(page))
+    variables = VARIABLES | {"OMP_NUM_THREADS": "1"}  # else torchrun says that it sets it
+    done = run([*command, str(script)], variables, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == (command is RUN), said
+    assert all(line.startswith("gossipdp: starting 2 workers; ") for line in said)
+    assert all(f"worker {rank}: " in done.stdout for rank in range(2))
+
+
+def test_the_complete_example_under_our_launcher(tmp_path):
     """test_your_script.py resumes it; here it has processes of its own, and loaders' processes."""
     options = ["--epochs", "3", "--output", str(tmp_path)]
     done = run([*RUN, str(EXAMPLES / "complete.py"), *options])
@@ -53,7 +80,7 @@ print(f"met {ranks}\\n", end="")  # one write a line: the workers share one stan
 """
 
 
-def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s(tmp_path: Path):
+def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s(tmp_path):
     """Both meet at torchrun's own store."""
     script = tmp_path / "beside.py"
     script.write_text(BESIDE)
@@ -91,13 +118,48 @@ collector.join()
 """
 
 
-def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path: Path):
+def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path):
     """Python ends a daemon at exit; within torch that would end the process, by SIGABRT."""
     script = tmp_path / "dropped.py"
     script.write_text(DROPPED)
     done = run([sys.executable, str(script)])
     assert done.returncode == 0, done.stderr
     assert done.stdout == "closed\n"
+
+
+UNLIKE = """
+import os, torch
+from gossipdp import GossipDataParallel
+
+net = torch.nn.Linear(2, 5 if os.environ["RANK"] == "0" else 4)
+GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+"""
+
+
+def test_workers_with_unlike_models_end_with_one_sentence(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(UNLIKE)
+    done = run([str(BIN / "gossipdp"), "run", "-n", "3", str(script)])
+    assert done.returncode == 1
+    first, sentence, *ends = done.stderr.splitlines()
+    assert "starting 3 workers" in first
+    assert re.match(
+        r"gossipdp: worker [12] cannot join: the models differ, .* of shape \(4, 2\) here and "
+        r".* of shape \(5, 2\) on worker 0; start all workers alike$",
+        sentence,
+    ), done.stderr
+    for line in ends:
+        assert re.match("gossipdp: worker . ended with exit code 1; .* all are ended", line), line
+
+
+def test_a_script_that_wants_a_process_group_ends_with_the_advice_for_it(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom gossipdp import GossipDataParallel\n"
+        "torch.utils.data.DistributedSampler([1])\n"
+    )
+    done = run([sys.executable, str(script)])
+    assert done.stderr.splitlines()[-1].startswith("no process group was started, and gossipdp")
 
 
 def test_a_mistake_in_a_script_is_shown_and_each_end_is_named(

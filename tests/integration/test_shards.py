@@ -38,7 +38,7 @@ def one_mesh(workers: Callable, tmp_path_factory: pytest.TempPathFactory) -> lis
     return workers(on_one_mesh, 4, what, timeout_s=100)
 
 
-def test_two_by_two_ends_as_two_workers_that_are_not_sharded(one_mesh: list[Any]) -> None:
+def test_two_by_two_ends_as_two_workers_that_are_not_sharded(one_mesh):
     """The same data, and exchanges at the same moments; x and c, uneven and empty shards too."""
     for rank, (sharded, plain, *_) in enumerate(one_mesh):
         assert sharded.norm() > 1
@@ -47,7 +47,7 @@ def test_two_by_two_ends_as_two_workers_that_are_not_sharded(one_mesh: list[Any]
     assert not torch.equal(one_mesh[0][0], one_mesh[2][0])
 
 
-def test_replicas_are_the_workers_of_the_run(one_mesh: list[Any]) -> None:
+def test_replicas_are_the_workers_of_the_run(one_mesh):
     all_seen = [seen for _, _, seen, _ in one_mesh]
     assert [seen.replica for seen in all_seen] == [0, 0, 1, 1]
     assert len({seen.seed for seen in all_seen}) == 4
@@ -62,28 +62,28 @@ def test_replicas_are_the_workers_of_the_run(one_mesh: list[Any]) -> None:
     assert (all_seen[0].steps + all_seen[2].steps) * 2 * BATCH == all_seen[0].samples
 
 
-def test_the_average_is_there_for_a_while(one_mesh: list[Any]) -> None:
+def test_the_average_is_there_for_a_while(one_mesh):
     for _, _, seen, _ in one_mesh:
         assert seen.facts["average differs"]
         assert seen.facts["forward is of the average"]
         assert seen.facts["own are back"]
 
 
-def test_the_average_is_the_mean_of_the_replicas(one_mesh: list[Any]) -> None:
+def test_the_average_is_the_mean_of_the_replicas(one_mesh):
     for *_, more in one_mesh:
         assert (more["own"] - more["mean"]).norm() > 0.01
         torch.testing.assert_close(more["averaged"], more["mean"])
         torch.testing.assert_close(more["averaged file"], more["mean"])
 
 
-def test_one_process_stops_the_run_for_all(one_mesh: list[Any]) -> None:
+def test_one_process_stops_the_run_for_all(one_mesh):
     steps = [more["steps"] for *_, more in one_mesh]
     assert steps[0] == steps[1]
     assert steps[2:] == [7, 7]  # the one that it had stopped after, and one more
     assert [more["stopped and averaged"] for *_, more in one_mesh] == [2] * 4
 
 
-def test_a_poisoned_replica_leaves_with_all_its_processes(one_mesh: list[Any]) -> None:
+def test_a_poisoned_replica_leaves_with_all_its_processes(one_mesh):
     healthy, ill = [each[-1] for each in one_mesh[:2]], [each[-1] for each in one_mesh[2:]]
     assert [each["healthy ones"] for each in healthy] == [1, 1]
     assert healthy[0]["healthy values"].isfinite().all()
@@ -91,7 +91,7 @@ def test_a_poisoned_replica_leaves_with_all_its_processes(one_mesh: list[Any]) -
     assert ill[0]["poisoned at"] == ill[1]["poisoned at"] > 5
 
 
-def test_what_one_replica_saved_goes_on_over_four_processes(one_mesh: list[Any]) -> None:
+def test_what_one_replica_saved_goes_on_over_four_processes(one_mesh):
     """By the page's own programs; model and optimizer."""
     saved = one_mesh[0][2].facts["saved"]
     for *_, more in one_mesh:
@@ -101,14 +101,15 @@ def test_what_one_replica_saved_goes_on_over_four_processes(one_mesh: list[Any])
         assert saved.numel() == 3 * parameters.numel() + 4
 
 
-def test_all_processes_of_a_replica_resume_from_the_same_step(one_mesh: list[Any]) -> None:
+def test_all_processes_of_a_replica_resume_from_the_same_step(one_mesh):
     steps = [more["resumed from"] for *_, more in one_mesh]
-    assert steps[0] == steps[1] == one_mesh[0][2].steps // 5 * 5 - 5
-    assert steps[2] == steps[3] == one_mesh[2][2].steps // 5 * 5
+    # One of replica 0 has lost the checkpoint of its end, and goes on from the one before.
+    assert steps[0] == steps[1] == (one_mesh[0][2].steps - 1) // 5 * 5
+    assert steps[2] == steps[3] == one_mesh[2][2].steps
     assert all(more["moments"] == {"DTensor"} for *_, more in one_mesh)
 
 
-def test_a_replica_that_lost_a_process_comes_back(workers: Callable) -> None:
+def test_a_replica_that_lost_a_process_comes_back(workers):
     """Kill -9 of one process of replica 1: its other ends too, and both join again.
 
     They stop the run in the end.
@@ -132,12 +133,10 @@ def test_a_replica_that_lost_a_process_comes_back(workers: Callable) -> None:
     assert [seen.steps for seen in all_seen[2:]] == [21, 21]
     assert all_seen[2].facts["began after"] == all_seen[3].facts["began after"] > 0
     for seen in all_seen[:2]:
-        assert "dead" in seen.facts["noticed"]
+        assert "lost" in seen.facts["noticed"]
 
 
-def test_all_processes_save_the_same_step_when_asked_to_end(
-    workers: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_processes_save_the_same_step_when_asked_to_end(workers, tmp_path, monkeypatch):
     """One that is done with it ends no other that is still saving."""
     sent: list[int] = []
 

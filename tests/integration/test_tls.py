@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]
         lambda: f"300 exchanges and 3 ends of links: {model.stats().exchanges}, {ended()}",
         step,
     )
-    num_deaths = sum(notice.kind == "dead" for notice in model.stats().noticed)
+    num_deaths = sum(notice.kind == "lost" for notice in model.stats().noticed)
     secured = are_secured(model)
     num_workers = model.consolidate().world_size
     num_renewed = sum("its TLS key" in text for text in ended())
@@ -60,9 +59,7 @@ def are_secured(model: GossipDataParallel) -> list[bool]:
 
 
 @pytest.mark.processes
-def test_under_an_own_authority_training_goes_on_while_links_get_new_keys(
-    workers: Callable[..., Any], authority: Any
-) -> None:
+def test_under_an_own_authority_training_goes_on_while_links_get_new_keys(workers, authority):
     tls = {"GOSSIPDP_TLS": str(authority.issue().cert.parent)}
     found = workers(train_while_keys_are_renewed, 2, environment=tls)
     for secured, num_deaths, num_workers, _, end in found:
@@ -72,9 +69,7 @@ def test_under_an_own_authority_training_goes_on_while_links_get_new_keys(
     assert sum(num_renewed for _, _, _, num_renewed, _ in found) >= 3, found
 
 
-def test_one_clear_error_before_any_worker_starts(
-    authority: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_clear_error_before_any_worker_starts(authority, tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("print('started')")
     other_key, expired = authority.issue(), authority.issue(-9, -1)
@@ -138,9 +133,7 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
 
 
 @pytest.mark.processes
-def test_a_worker_joins_a_run_over_tls(
-    workers: Callable[..., Any], run_tls: TlsFiles, tmp_path: Path
-) -> None:
+def test_a_worker_joins_a_run_over_tls(workers, run_tls, tmp_path):
     stranger = make_tls_files(tmp_path / "another run")
     found = workers(join_over_tls, 3, args=(tmp_path, run_tls, stranger))
     assert len(set(found)) == 1, "the same bits on all"

@@ -6,7 +6,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers: Callable, case: str) -> None:
+def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers, case):
     num_workers, arguments = CASES[case]
     results = workers(train_and_consolidate, num_workers, arguments)
     starts, ends, stats, outcomes, brought, averages, owns, middles = zip(*results, strict=True)
@@ -161,9 +160,7 @@ def pause_and_serve(served: Path) -> Any:
     return unchanged, asked_rate
 
 
-def test_a_pause_serves_exchanges_and_changes_no_parameter(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_a_pause_serves_exchanges_and_changes_no_parameter(workers, tmp_path):
     for unchanged, asked_rate in workers(pause_and_serve, 2, (tmp_path / "served",)):
         assert unchanged
         # Fifteen steps: a pause of many step durations must not have rung the clock.
@@ -193,7 +190,7 @@ def os_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def test_the_gossip_thread_is_one_and_starts_no_other(workers: Callable) -> None:
+def test_the_gossip_thread_is_one_and_starts_no_other(workers):
     for before, during, after, names, num_threads, rank in workers(count_threads, 2):
         assert during == before + 1
         assert after == before
@@ -227,7 +224,7 @@ def load_in_mid_training() -> Any:
     )
 
 
-def test_loading_drops_what_exchanges_had_brought(workers: Callable) -> None:
+def test_loading_drops_what_exchanges_had_brought(workers):
     for loaded, distance, errors in workers(load_in_mid_training, 2):
         assert loaded
         assert distance == 0.0
@@ -247,7 +244,7 @@ def mix_for_a_while() -> tuple[float, float, list[float], int]:
     return phase, now_s, starts, model.stats().exchanges_failed
 
 
-def test_the_phase_is_what_the_exchanges_of_a_run_make_of_it(workers: Callable) -> None:
+def test_the_phase_is_what_the_exchanges_of_a_run_make_of_it(workers):
     eta = 1 / (2 * math.sqrt(3 / 4))  # ring of four: chi1 = 1, chi2 = 3/4
     for phase, now_s, starts, num_failed in workers(mix_for_a_while, 4):
         assert num_failed == 0
@@ -290,7 +287,7 @@ def end_by(what: str) -> tuple[float, list[str]]:
     return net.weight.mean().item(), [text for text in warnings if "steps of its own" in text]
 
 
-def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers: Callable) -> None:
+def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers):
     one, two = workers(end_by_steps_and_by_budget, 2)
     (mean, first), (other, second) = one[0], two[0]
     assert mean == other
@@ -308,7 +305,7 @@ def differ() -> None:
     GossipDataParallel(net, optimizer, network=Network(start_timeout_s=60.0)).consolidate()
 
 
-def test_workers_that_do_not_fit_are_one_clear_error(workers: Callable) -> None:
+def test_workers_that_do_not_fit_are_one_clear_error(workers):
     message = r"models differ.*weight.*\(3, 8\) here and.*\(2, 8\) on worker 0"
     with pytest.raises(WorkerFailedError, match=message):
         workers(differ, 3)
@@ -330,7 +327,7 @@ def test_workers_that_do_not_fit_are_one_clear_error(workers: Callable) -> None:
         ),
     ],
 )
-def test_what_all_workers_must_have_alike_is_told_to_the_others(options, message: str) -> None:
+def test_what_all_workers_must_have_alike_is_told_to_the_others(options, message):
     def settings(**options: Any) -> Any:
         net = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

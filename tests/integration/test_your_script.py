@@ -1,11 +1,9 @@
-"""The script of docs/your_script.md, every change that it shows, and the examples, on two workers.
-
-One start of two workers runs them all, one after the other.
-"""
+"""The script of docs/your_script.md, every change that it shows, and the examples."""
 
 import gc
 import os
 import re
+import signal
 import sys
 import traceback
 import types
@@ -15,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import wait_until
+
+from gossipdp import GossipDataParallel, WorkerFailedError
 
 # The time of one start is that of all programs, some 15 s where the cores are free.
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -111,8 +112,9 @@ LOOKS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
         lambda a, b: (a, b) == ((True, True), None),
     ),
     "Keep the best model": (
-        "best, sorted(torch.load('best.pt')) == sorted(net.state_dict())",
-        lambda a, b: a[0] > 0.8 and b[0] == 0.0 and a[1],
+        "(best := max(kept.glob('*.pt'))), float(best.stem),"
+        " sorted(torch.load(best)) == sorted(net.state_dict())",
+        lambda *both: all(accuracy > 0.8 and is_whole for _, accuracy, is_whole in both),
     ),
     "Stop early, all workers together": (
         "model.finished, model.stats().samples",
@@ -225,6 +227,62 @@ def test_the_change_does_what_it_says(name: str, seen: list[dict[str, dict[str, 
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert all(value.isfinite().all() for value in first.values())
     assert all(each["exchanges"] for each in both)
+
+
+def die_in_an_evaluation(script: str, directory: Path) -> None:
+    """Run the script; the lead is killed in its evaluation of epoch 1, the others are in epoch 2.
+
+    Nobody gets an epoch ahead of the lead, so it is busy during none.
+    """
+    os.chdir(directory)
+    torch.set_num_threads(1)
+
+    def begin(model: GossipDataParallel, epoch: int) -> None:
+        Path(f"worker {model.rank} in epoch {epoch}").touch()
+        if epoch == 2:
+            wait_until(
+                lambda: "lost" in [notice.kind for notice in model.stats().noticed], "worker 0 died"
+            )
+        lead = 0 if epoch < 2 else 1
+        if model.rank != lead:
+            wait_until(Path(f"worker {lead} in epoch {epoch}").exists, "the lead begins the epoch")
+
+    def judge(model: GossipDataParallel, epoch: int) -> float:
+        """Return the best accuracy for epoch 0."""
+        if epoch == 1 and model.rank == 0:
+            others = [Path(f"worker {rank} in epoch 2") for rank in (1, 2)]
+            wait_until(lambda: all(each.exists() for each in others), "the others go on")
+            os.kill(os.getpid(), signal.SIGKILL)
+        Path(f"epoch {epoch} evaluated by worker {model.rank}").touch()
+        return 0.9 if epoch == 0 else 0.5
+
+    names = {"__name__": "__main__", "begin": begin, "judge": judge}
+    exec(compile(script, "Keep the best model", "exec"), names)
+
+
+def test_an_evaluation_that_dies_with_the_lead_is_the_only_one_that_is_lost(
+    workers: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    script = applied(changes()["Keep the best model"])
+    (in_every_epoch,) = re.findall(r'`(model\.save_averaged\(f"epoch-.*?)`', PAGE)
+    for old, new in (
+        (r"    for inputs, targets in batches:", r"    begin(model, epoch)\n\g<0>"),
+        (r"    if model\.is_lead:", rf"    {in_every_epoch}\n\g<0>"),
+        (r"accuracy = .*", r"accuracy = judge(model, epoch)"),
+    ):
+        script, count = re.subn(old, new, script)
+        assert count == 1
+    with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
+        workers(die_in_an_evaluation, 3, (script, tmp_path))
+    assert sorted(path.name for path in tmp_path.glob("epoch * evaluated *")) == [
+        "epoch 0 evaluated by worker 0",
+        "epoch 2 evaluated by worker 1",
+        "epoch 3 evaluated by worker 1",
+    ]
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["0.9000.pt"]
+    saved = sorted(tmp_path.glob("epoch-*.pt"))
+    assert [path.name for path in saved] == [f"epoch-{epoch}.pt" for epoch in range(4)]
+    assert all(torch.load(path) for path in saved)
 
 
 def test_every_change_is_looked_at() -> None:

@@ -1,8 +1,4 @@
-"""Confirmation: whatever fails, both ends apply the same, once, and nothing waits for ever.
-
-Two ends and two queues that keep their order, with frames in every interleaving that hypothesis
-draws, and the exchange's own rules: a bounded queue for codes, slots used again.
-"""
+"""Confirmation: whatever fails, both ends apply the same, once, and nothing waits for ever."""
 
 from collections import deque
 

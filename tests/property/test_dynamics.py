@@ -49,9 +49,10 @@ class FastWorker:
         self.theta = 0.0
 
     def flow(self, duration: float) -> None:
+        """Flow now, or leave it to the next exchange or boundary."""
         self.theta += ETA * duration
-        for chunk in self.state.chunks:
-            chunk.flow(self.theta)
+        if duration < 1.5:
+            self.state.flow(self.theta)
 
     def step(self, increment: Tensor) -> None:
         self.segment.x += increment.to(self.segment.x.dtype)
@@ -70,6 +71,10 @@ class FastWorker:
     def exchange(self, mine: list[Tensor], peers: list[Tensor]) -> None:
         for chunk, one, other in zip(self.state.chunks, mine, peers, strict=True):
             chunk.exchange(self.theta, one, other, ALPHA_TILDE)
+
+    def exchange_at_once(self, peers: list[Tensor]) -> None:
+        for chunk, other in zip(self.state.chunks, peers, strict=True):
+            chunk.snapshot_and_exchange(self.theta, torch.empty_like(other), other, ALPHA_TILDE)
 
     @property
     def x(self) -> Tensor:
@@ -106,8 +111,12 @@ def run_fast(script, dtype=torch.float64, wire=torch.float64):
             fast.boundary()
         else:
             mine, peers = fast.snapshots(), peer.snapshots()
+            if amount > 1.5:
+                fast.boundary()
             fast.exchange(mine, peers)
-            peer.exchange(peers, mine)
+            peer.exchange_at_once(mine)
+    for each in workers:
+        each.state.flow(each.theta)
     return workers
 
 

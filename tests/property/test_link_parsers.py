@@ -1,16 +1,12 @@
-"""Parsers of what strangers send: any bytes give a value or the one error, never anything else.
+"""Parsers of what strangers send, and the targets of ``make fuzz``: a value or the one error."""
 
-The targets of ``make fuzz`` run here too, on a few inputs that are nearly valid.
-"""
-
-import importlib.util
 import random
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_processes import load_script
 
 from gossipdp.links.frames import (
     KEYLESS_TYPES,
@@ -22,15 +18,19 @@ from gossipdp.links.frames import (
     parse_header,
     run_tag,
 )
-from gossipdp.links.handshake import Handshake, HandshakeError, Identity, Stage
+from gossipdp.links.handshake import Handshake, HandshakeError, Stage
 
 FUZZ = Path(__file__).parents[1] / "fuzz"
+targets, mutation = load_script(FUZZ / "targets.py"), load_script(FUZZ / "mutation.py")
 TAG = run_tag("run")
-SECRET = b"secret"
 
 
-def identity(rank: int) -> Identity:
-    return Identity(rank, 0, rank, "run", "model", "gossip", "ring", "1.0", "float32")
+def pair() -> tuple[Handshake, Handshake]:
+    """Return a dialler and an acceptor."""
+    return (
+        Handshake(targets.identity(0), targets.SECRET, dialler=True, wanted_rank=1),
+        Handshake(targets.identity(1), targets.SECRET, dialler=False),
+    )
 
 
 def unsigned(bits: int) -> st.SearchStrategy[int]:
@@ -41,45 +41,27 @@ keys = st.builds(ChunkKey, unsigned(32), unsigned(32), unsigned(64), unsigned(32
 chunk_types = st.sampled_from([kind for kind in FrameType if kind not in KEYLESS_TYPES])
 
 
-@given(chunk_types, unsigned(40), st.integers(1, MAX_CHUNK_BYTES), keys, unsigned(40))
-def test_headers_round_trip(
-    frame_type: FrameType, sequence: int, length: int, key: ChunkKey, num_read: int
-) -> None:
-    data = pack_header(TAG, frame_type, sequence, length, pack_key(key), num_read=num_read)
+numbers = st.tuples(unsigned(40), st.integers(1, 2**16 - 1), unsigned(58))
+
+
+@given(chunk_types, unsigned(40), st.integers(1, MAX_CHUNK_BYTES), keys, numbers)
+def test_headers_round_trip(frame_type, sequence, length, key, numbers):
+    num_read, segment, place = numbers
+    segment, offset = (segment, 64 * place) if frame_type is FrameType.EXCHANGE_CHUNK else (0, 0)
+    fields = {"num_read": num_read, "segment": segment, "offset": offset}
+    data = pack_header(TAG, frame_type, sequence, length, pack_key(key), **fields)
     header = parse_header(data, TAG, sequence)
     assert (header.frame_type, header.length, header.key) == (frame_type, length, key)
     assert header.num_read == num_read % 2**32
-    assert (header.segment, header.offset) == (0, 0)
-
-
-@given(st.integers(1, MAX_CHUNK_BYTES), keys, st.integers(1, 2**16 - 1), unsigned(58))
-def test_headers_of_chunks_read_in_place_round_trip(
-    length: int, key: ChunkKey, segment: int, place: int
-) -> None:
-    offset = 64 * place
-    data = pack_header(
-        TAG, FrameType.EXCHANGE_CHUNK, 0, length, pack_key(key), segment=segment, offset=offset
-    )
-    header = parse_header(data, TAG, 0)
-    assert (header.length, header.key) == (length, key)
     assert (header.segment, header.offset) == (segment, offset)
 
 
-def take(machine: Handshake, data: bytes) -> None:
-    while data and machine.num_wanted:
-        assert 0 < machine.num_wanted <= 4096
-        count = machine.num_wanted
-        machine.receive(data[:count])
-        data = data[count:]
-
-
 @given(st.data())
-def test_a_changed_handshake_never_opens_a_link(data: st.DataObject) -> None:
+def test_a_changed_handshake_never_opens_a_link(data):
     """Whatever byte of whatever message changes on the way: never a link between others, or of
     another run, or without the proofs of both.
     """
-    dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
-    acceptor = Handshake(identity(1), SECRET, dialler=False)
+    dialler, acceptor = pair()
     changed = data.draw(st.integers(0, 3), label="which message")
     number = 0
     try:
@@ -91,7 +73,7 @@ def test_a_changed_handshake_never_opens_a_link(data: st.DataObject) -> None:
             if number == changed:
                 position = data.draw(st.integers(0, len(said) - 1), label="position")
                 said[position] ^= data.draw(st.integers(1, 255), label="change")
-            take(listener, bytes(said))
+            targets.feed(listener, bytes(said))
             number += 1
     except HandshakeError:
         pass
@@ -104,9 +86,8 @@ def test_a_changed_handshake_never_opens_a_link(data: st.DataObject) -> None:
 
 
 @given(st.integers(1, 60))
-def test_bytes_may_come_in_any_pieces(size: int) -> None:
-    dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
-    acceptor = Handshake(identity(1), SECRET, dialler=False)
+def test_bytes_may_come_in_any_pieces(size):
+    dialler, acceptor = pair()
     for _ in range(4):
         for speaker, listener in ((dialler, acceptor), (acceptor, dialler)):
             said = speaker.take_output()
@@ -117,28 +98,15 @@ def test_bytes_may_come_in_any_pieces(size: int) -> None:
     assert dialler.stage is acceptor.stage is Stage.DONE
 
 
-def module(name: str) -> ModuleType:
-    """Import a file of tests/fuzz, which is on no import path."""
-    spec = importlib.util.spec_from_file_location(f"fuzz_{name}", FUZZ / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-targets, mutation = module("targets"), module("mutation")
-
-
 @pytest.mark.parametrize("name", targets.TARGETS)
-def test_what_is_really_said_passes_every_target(name: str) -> None:
+def test_what_is_really_said_passes_every_target(name):
     for seed in targets.SEEDS[name]():
         targets.TARGETS[name](seed)
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)
 @given(data=st.data())
-def test_any_bytes_pass_every_target(name: str, data: st.DataObject) -> None:
+def test_any_bytes_pass_every_target(name, data):
     """Random ones, and real ones with a few bytes changed."""
     said = bytearray(
         data.draw(st.sampled_from(targets.SEEDS[name]()) | st.binary(max_size=300), label="said")
@@ -152,7 +120,7 @@ def test_any_bytes_pass_every_target(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", mutation.MUTATIONS)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_nearly_valid_messages_pass_every_target(name: str, seed: int) -> None:
+def test_nearly_valid_messages_pass_every_target(name, seed):
     """A value of a message replaced, repeated, dropped or moved."""
     chance = random.Random(seed)
     said = chance.choice(targets.SEEDS[name]())

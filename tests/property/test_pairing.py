@@ -1,10 +1,4 @@
-"""Pairing on random networks: whatever the graph, the delays and the cuts.
-
-Every test runs real worker protocols on the discrete-event network. The last one breaks the
-pairing on purpose, and checks that these very tests would notice.
-"""
-
-from __future__ import annotations
+"""Pairing of real protocols on random networks, whatever the graph, the delays and the cuts."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -12,6 +6,7 @@ from typing import Any
 
 import networkx as nx
 import pytest
+from driven_worker import InPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_faults.network import FaultyNetwork
@@ -29,13 +24,6 @@ TRAINING_S = 25.0
 LATEST_END_S = TRAINING_S + 120.0
 # Ten times as many as any of these runs has; messages in a circle that take no time have no end.
 MAX_EVENTS = 150_000
-
-
-class InPhase(Random):
-    """Ticks of all workers at the same moments: each gap is exactly its mean."""
-
-    def uniform(self, a: float, b: float) -> float:
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -149,7 +137,7 @@ def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Fau
 
 @settings(max_examples=40)
 @given(SCENARIOS)
-def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
+def test_no_overlap_no_deadlock_and_both_ends_agree(scenario):
     network = check_run(scenario)
     if not scenario.cut_at_messages:
         assert all(record.is_complete for record in network.exchanges.values())
@@ -158,9 +146,7 @@ def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
 
 @settings(max_examples=6)
 @given(SCENARIOS)
-def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(
-    scenario: Scenario,
-) -> None:
+def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(scenario):
     """Latencies vary by most of the time-out: peers are overdue, and heard again, all the time."""
     check_run(replace(scenario, latency_s=(0.0, 4.0)))
 
@@ -179,7 +165,7 @@ class WaitingDownward(Pairing):
         return super().asked(peer, proposal)
 
 
-def test_a_cycle_of_waits_is_caught() -> None:
+def test_a_cycle_of_waits_is_caught():
     scenario = Scenario(
         graph=build_graph("complete", 6),
         policy_type=Fresh,

@@ -1,11 +1,9 @@
 """The rate of exchanges, their partners, and their cost in messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from random import Random
 
 import pytest
+from driven_worker import InPhase
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
@@ -16,13 +14,6 @@ from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, VirtualNetwork, make_workers
 
 FIRST_STEPS = SKIPPED_STEPS + 1  # without a tick
-
-
-class InPhase(Random):
-    """Ticks of all workers at the same moments: each gap is exactly its mean."""
-
-    def uniform(self, a: float, b: float) -> float:
-        return 1.0
 
 
 def train(
@@ -66,15 +57,13 @@ def messages_per_exchange(network: VirtualNetwork) -> float:
 
 @pytest.mark.parametrize("is_in_phase", [False, True])
 @pytest.mark.parametrize(("graph_name", "num_workers"), [("ring", 8), ("torus", 16)])
-def test_achieved_rate_meets_the_nominal(
-    graph_name: str, num_workers: int, is_in_phase: bool
-) -> None:
+def test_achieved_rate_meets_the_nominal(graph_name, num_workers, is_in_phase):
     num_steps = 1600 // num_workers
     network = train(graph_name, num_workers, num_steps=num_steps, is_in_phase=is_in_phase)
     assert achieved_rate(network) == pytest.approx(1.0, abs=0.02)
 
 
-def test_achieved_rate_counts_own_steps() -> None:
+def test_achieved_rate_counts_own_steps():
     network = train("ring", 8, num_steps=200, slow_rank=3)
     assert achieved_rate(network) == pytest.approx(1.0, abs=0.08)
     slow, neighbour = network.workers[3], network.workers[4]
@@ -82,7 +71,7 @@ def test_achieved_rate_counts_own_steps() -> None:
     assert slow.exchanges_answered > 1.5 * slow.exchanges_initiated
 
 
-def test_messages_are_bounded_with_ticks_in_phase() -> None:
+def test_messages_are_bounded_with_ticks_in_phase():
     network = train("torus", 36, num_steps=60, is_in_phase=True)
     assert messages_per_exchange(network) < 8.0
 
@@ -90,9 +79,7 @@ def test_messages_are_bounded_with_ticks_in_phase() -> None:
 @pytest.mark.parametrize(
     ("graph_name", "num_workers", "most"), [("ring", 8, 15.0), ("torus", 16, 25.0)]
 )
-def test_messages_are_bounded_with_saturated_links(
-    graph_name: str, num_workers: int, most: float
-) -> None:
+def test_messages_are_bounded_with_saturated_links(graph_name, num_workers, most):
     network = train(graph_name, num_workers, num_steps=40, comm_rate=100.0, transfer_s=0.5)
     assert messages_per_exchange(network) < most
 

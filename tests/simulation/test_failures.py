@@ -1,7 +1,5 @@
 """Crashes, stalls, partitions, bad links and joiners, in the real protocol on a virtual clock."""
 
-from __future__ import annotations
-
 from random import Random
 
 import networkx as nx
@@ -89,7 +87,7 @@ def check_end(network: FaultyNetwork) -> None:
 @pytest.mark.parametrize(
     ("graph_name", "victim"), [("ring", 3), ("star", 0), ("exponential", 0), ("path", 3)]
 )
-def test_a_kill_is_known_to_all_within_a_second(graph_name: str, victim: int) -> None:
+def test_a_kill_is_known_to_all_within_a_second(graph_name, victim):
     network = make_network(graph_name)
     network.engine.run(until=10.0)
     network.crash(victim)
@@ -100,9 +98,7 @@ def test_a_kill_is_known_to_all_within_a_second(graph_name: str, victim: int) ->
 
 
 @pytest.mark.parametrize(("graph_name", "victim"), [("star", 0), ("ring", 3)])
-def test_a_stop_is_known_to_all_within_six_seconds_and_costs_no_parameters(
-    graph_name: str, victim: int
-) -> None:
+def test_a_stop_is_known_to_all_within_six_seconds_and_costs_no_parameters(graph_name, victim):
     network = make_network(graph_name)
     network.engine.run(until=10.0)
     network.stall(victim, 30.0)
@@ -118,18 +114,6 @@ def test_a_stop_is_known_to_all_within_six_seconds_and_costs_no_parameters(
     check_end(network)
 
 
-def test_when_all_slept_all_go_on_as_they_are() -> None:
-    """The lid of a laptop on which the whole run is."""
-    network = make_network()
-    network.engine.run(until=10.0)
-    for rank in network.workers:
-        network.stall(rank, 3600.0 + 0.01 * rank)
-    run_on(network, 3620.0)
-    assert all(worker.incarnation == 0 for worker in network.workers.values())
-    check_agreement(network)
-    check_end(network)
-
-
 def expect_no_death(network: FaultyNetwork, until: float) -> None:
     while network.engine.now < until:
         run_on(network, 0.5)
@@ -137,7 +121,7 @@ def expect_no_death(network: FaultyNetwork, until: float) -> None:
     assert all(worker.incarnation == 0 for worker in network.workers.values())
 
 
-def test_one_bad_link_declares_nobody_dead() -> None:
+def test_one_bad_link_declares_nobody_dead():
     network = make_network("ring", 6)
     network.engine.run(until=5.0)
     network.partition([[0], [1]], until=75.0)
@@ -147,7 +131,7 @@ def test_one_bad_link_declares_nobody_dead() -> None:
     check_agreement(network)
 
 
-def test_a_firewall_between_two_workers_costs_that_edge_alone() -> None:
+def test_a_firewall_between_two_workers_costs_that_edge_alone():
     """Its dials are refused as those of a dead worker are: they brought a death each."""
     network = make_network("ring", 6)
     network.engine.run(until=5.0)
@@ -167,20 +151,8 @@ def test_a_firewall_between_two_workers_costs_that_edge_alone() -> None:
     assert network.left.keys() == {0, 1, 2, 3, 4}
 
 
-def test_the_end_goes_on_without_one_whose_training_hangs() -> None:
-    network = make_network("ring", 6)
-    network.engine.run(until=5.0)
-    for rank in range(5):
-        network.done(rank, wait_s=20.0)
-    run_on(network, 19.0)
-    assert network.left == {}
-    run_on(network, 5.0)
-    assert network.left.keys() == {0, 1, 2, 3, 4}
-    assert {network.workers[rank].consolidation.missing() for rank in range(5)} == {(5,)}
-
-
 @pytest.mark.parametrize("graph_name", ["ring", "star"])
-def test_both_halves_of_a_partition_go_on_and_merge(graph_name: str) -> None:
+def test_both_halves_of_a_partition_go_on_and_merge(graph_name):
     network = make_network(graph_name)
     network.engine.run(until=5.0)
     halves = [(0, 1, 2, 5), (3, 4, 6, 7)]
@@ -197,7 +169,7 @@ def test_both_halves_of_a_partition_go_on_and_merge(graph_name: str) -> None:
     check_end(network)
 
 
-def test_down_to_one_worker_and_to_the_end() -> None:
+def test_down_to_one_worker_and_to_the_end():
     network = make_network("ring", 5)
     network.engine.run(until=5.0)
     for victim in (2, 0, 4):
@@ -214,7 +186,7 @@ def test_down_to_one_worker_and_to_the_end() -> None:
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_a_stop_in_the_end_does_not_hold_it_up(has_begun: bool) -> None:
+def test_a_stop_in_the_end_does_not_hold_it_up(has_begun):
     """Stop one that still trains, or the leader in the midst of consolidation."""
     network = make_network("ring", 6)
     network.engine.run(until=5.0)
@@ -237,7 +209,7 @@ def restart(network: FaultyNetwork, rank: int | None, process_id: int) -> None:
 
 
 @pytest.mark.parametrize("wait_s", [0.02, 8.0])
-def test_a_restarted_worker_is_back_at_once(wait_s: float) -> None:
+def test_a_restarted_worker_is_back_at_once(wait_s):
     network = make_network()
     network.engine.run(until=10.0)
     network.crash(3)
@@ -249,7 +221,7 @@ def test_a_restarted_worker_is_back_at_once(wait_s: float) -> None:
     check_end(network)
 
 
-def test_workers_beyond_the_first_join_and_die() -> None:
+def test_workers_beyond_the_first_join_and_die():
     network = make_network()
     network.engine.run(until=10.0)
     for process_id in (1000, 1001):

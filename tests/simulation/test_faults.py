@@ -1,7 +1,5 @@
 """Random schedules of faults, and one worker that lies: every invariant, at every event."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -10,15 +8,7 @@ from simulated_faults.adversary import Adversary, draw_adversary, run_adversary
 from simulated_faults.draws import draw_schedule
 from simulated_faults.network import FaultyNetwork, Loss
 from simulated_faults.run import Outcome, run_schedule
-from simulated_faults.schedule import (
-    BrokenExchange,
-    Crash,
-    FaultSchedule,
-    Join,
-    Partition,
-    Restart,
-    Stall,
-)
+from simulated_faults.schedule import BrokenExchange, Crash, FaultSchedule, Join, Restart, Stall
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
@@ -46,12 +36,6 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     first, again, other = map(run_schedule, (schedule, schedule, replace(schedule, seed=4)))
     assert first == again
     assert other.digest != first.digest
-
-
-def test_partitions_do_not_overlap() -> None:
-    halves = ((0, 1, 2, 3), (4, 5, 6, 7))
-    with pytest.raises(ValueError, match=r"a partition at 2.0 s begins before the one up to 3.0 s"):
-        FaultSchedule(seed=1, faults=(Partition(1.0, 2.0, halves), Partition(2.0, 2.0, halves)))
 
 
 def test_without_faults_all_exchange_and_consolidate() -> None:

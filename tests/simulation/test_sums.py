@@ -1,9 +1,4 @@
-"""Sums over a tree in the simulated network: what they come to, and who may hold them up.
-
-Workers run the real protocol and the real sums over real parameters, in float64.
-"""
-
-from __future__ import annotations
+"""Sums over a tree in the simulated network: what they come to, and who may hold them up."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -119,17 +114,12 @@ class Sums(FaultyNetwork):
         (4, {3}, 20),
         (12, {0, 4, 11}, 0),
         (12, {0, 4, 11}, 20),
-        (64, {0}, 0),
-        (64, {1}, 20),
         (64, {63}, 0),
-        (64, {0, 5, 60}, 0),
         (64, {0, 5, 60}, 20),
     ],
     ids=str,
 )
-def test_those_that_beat_and_give_nothing_are_left_out(
-    num_workers: int, mute: set[int], mute_after: int
-) -> None:
+def test_those_that_beat_and_give_nothing_are_left_out(num_workers, mute, mute_after):
     """A leader, an inner member, a leaf, and all at once: from the first, and in the middle."""
     network = Sums(num_workers)
     others = set(range(num_workers)) - mute
@@ -147,7 +137,7 @@ def test_those_that_beat_and_give_nothing_are_left_out(
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 6])
-def test_all_end_with_the_mean_and_their_distance_to_it(num_workers: int) -> None:
+def test_all_end_with_the_mean_and_their_distance_to_it(num_workers):
     network = Sums(num_workers, "ring" if num_workers > 2 else "complete")
     given = torch.stack([network.rows.inputs(rank) for rank in range(num_workers)])
     mean = given.mean(dim=0)
@@ -161,7 +151,7 @@ def test_all_end_with_the_mean_and_their_distance_to_it(num_workers: int) -> Non
 
 
 @pytest.mark.parametrize("lost", range(1, 36, 2))
-def test_the_end_relies_on_no_single_message(lost: int) -> None:
+def test_the_end_relies_on_no_single_message(lost):
     network = Sums(6, "ring", num_chunks=2)
     network.lost = lost
     assert network.ends(within_s=60.0) == set(range(6))
@@ -178,7 +168,7 @@ def test_the_end_relies_on_no_single_message(lost: int) -> None:
     ],
     ids=["2", "3", "4, of which one is slow", "8"],
 )
-def test_one_epoch_over_slow_links_averages_all(chunk_s: list[float], num_chunks: int) -> None:
+def test_one_epoch_over_slow_links_averages_all(chunk_s, num_chunks):
     """Every chunk takes a good part of the time-out, or more than one."""
     everybody = set(range(len(chunk_s)))
     network = Sums(
@@ -193,7 +183,7 @@ def test_one_epoch_over_slow_links_averages_all(chunk_s: list[float], num_chunks
         assert epoch.number == 1
 
 
-def test_the_end_takes_few_links_of_the_leader() -> None:
+def test_the_end_takes_few_links_of_the_leader():
     """It was linked to every member: as many sockets as workers."""
     network = Sums(16, "ring")
     assert network.ends() == set(range(16))
@@ -204,7 +194,7 @@ def test_the_end_takes_few_links_of_the_leader() -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "caller"), [(1, 0), (2, 1), (7, 3)])
-def test_the_average_is_that_of_all_and_changes_nothing(num_workers: int, caller: int) -> None:
+def test_the_average_is_that_of_all_and_changes_nothing(num_workers, caller):
     network = Sums(num_workers, "complete")
     mean = network.mean(range(num_workers))
     average = network.asks(caller)
@@ -217,7 +207,7 @@ def test_the_average_is_that_of_all_and_changes_nothing(num_workers: int, caller
     torch.testing.assert_close(network.mean(range(num_workers)), mean, rtol=1e-12, atol=1e-12)
 
 
-def test_all_may_ask_at_once() -> None:
+def test_all_may_ask_at_once():
     network = Sums(7, "complete")
     mean = network.mean(range(7))
     asked = [network.average(rank) for rank in range(7)]
@@ -230,7 +220,7 @@ def test_all_may_ask_at_once() -> None:
 @pytest.mark.parametrize(
     ("victim", "after_s"), [(1, 0.0), (3, 0.005), (6, 0.012), (1, 0.012), (3, 0.025)]
 )
-def test_a_death_leaves_the_average_of_those_that_live(victim: int, after_s: float) -> None:
+def test_a_death_leaves_the_average_of_those_that_live(victim, after_s):
     network = Sums(7, "complete")
     asked = network.average(0)
     network.engine.run(until=network.engine.now + after_s)
@@ -245,7 +235,7 @@ def test_a_death_leaves_the_average_of_those_that_live(victim: int, after_s: flo
 
 
 @pytest.mark.parametrize("mute", [1, 6])
-def test_one_that_gives_nothing_is_left_out_of_the_average(mute: int) -> None:
+def test_one_that_gives_nothing_is_left_out_of_the_average(mute):
     network = Sums(7, "complete")
     network.mute = {mute}
     average = network.asks(0)
@@ -257,7 +247,7 @@ def test_one_that_gives_nothing_is_left_out_of_the_average(mute: int) -> None:
     )
 
 
-def test_one_without_parameters_passes_on_what_is_below_it() -> None:
+def test_one_without_parameters_passes_on_what_is_below_it():
     network = Sums(7, "complete")
     network.perform(1, network.workers[1].poisoned(network.engine.now))
     others = [0, 2, 3, 4, 5, 6]
@@ -269,7 +259,7 @@ def test_one_without_parameters_passes_on_what_is_below_it() -> None:
 
 
 @pytest.mark.parametrize("poisoned", [1, 6])
-def test_poison_is_let_into_no_average(poisoned: int) -> None:
+def test_poison_is_let_into_no_average(poisoned):
     network = Sums(7, "complete")
     network.population.x[poisoned, 5] = float("nan")
     average = network.asks(0)
@@ -278,7 +268,7 @@ def test_poison_is_let_into_no_average(poisoned: int) -> None:
     assert torch.cat(average.values).isfinite().all()
 
 
-def test_who_is_poisoned_itself_is_told_so() -> None:
+def test_who_is_poisoned_itself_is_told_so():
     network = Sums(1, "complete")
     network.population.x[0, 5] = float("nan")
     with pytest.raises(PoisonedError, match="cannot average: its parameters"):
@@ -286,7 +276,7 @@ def test_who_is_poisoned_itself_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("lost", range(0, 60, 6))
-def test_a_lost_link_costs_an_average_nothing_but_time(lost: int) -> None:
+def test_a_lost_link_costs_an_average_nothing_but_time(lost):
     network = Sums(7, "ring")
     mean = network.mean(range(7))
     network._lost_at_messages = {network._num_sent + lost}
@@ -298,7 +288,7 @@ def test_a_lost_link_costs_an_average_nothing_but_time(lost: int) -> None:
 # What is summed, of which precision and role, and how much at once.
 
 
-def test_a_turn_does_a_few_chunks_and_says_that_work_is_left() -> None:
+def test_a_turn_does_a_few_chunks_and_says_that_work_is_left():
     """Each costs a pass, and the clock that calls back shows it."""
     now = 0.0
 
@@ -332,7 +322,7 @@ def test_a_turn_does_a_few_chunks_and_says_that_work_is_left() -> None:
     assert torch.equal(torch.cat(sums.outcome.values), torch.ones(40))
 
 
-def test_no_worker_but_the_one_that_asks_holds_more_than_its_window() -> None:
+def test_no_worker_but_the_one_that_asks_holds_more_than_its_window():
     network = Sums(7, "complete")
     most = 0
     asked = network.average(0)

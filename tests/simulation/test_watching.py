@@ -1,7 +1,5 @@
 """The ledger and the invariants notice what they are there to notice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from simulated_faults.draws import draw_schedule
@@ -34,31 +32,7 @@ def begin(ledger: Ledger, alpha_tildes: tuple[float, float] = (0.8, 0.8)) -> lis
     ]
 
 
-@pytest.mark.parametrize("momentum", [False, True])
-def test_a_whole_exchange_conserves_the_sum(momentum: bool) -> None:
-    ledger, _ = make(momentum=momentum)
-    first, second = begin(ledger)
-    ledger.data_arrived(0, ID, second, 1.1)
-    ledger.check_sum(1.1)
-    ledger.data_arrived(1, ID, first, 1.2)
-    ledger.exchange_ended(0, ID, 1.2)
-    ledger.exchange_ended(1, ID, 1.2)
-    ledger.check_sum(1.2)
-    assert ledger.num_torn == 0
-
-
-def test_a_torn_exchange_is_counted_and_so_is_what_it_did() -> None:
-    ledger, _ = make()
-    _, second = begin(ledger)
-    ledger.data_arrived(0, ID, second, 1.1)
-    ledger.exchange_ended(0, ID, 1.1)
-    ledger.exchange_ended(1, ID, 1.2)
-    ledger.check_sum(1.2)
-    assert ledger.num_torn == 1
-    assert ledger.torn.tolist() == pytest.approx([4 * 0.65, -4 * 0.65])
-
-
-def test_two_gains_in_one_exchange_are_noticed() -> None:
+def test_two_gains_in_one_exchange_are_noticed():
     ledger, _ = make()
     first, second = begin(ledger, (0.8, 0.7))
     ledger.data_arrived(0, ID, second, 1.1)
@@ -66,29 +40,18 @@ def test_two_gains_in_one_exchange_are_noticed() -> None:
         ledger.data_arrived(1, ID, first, 1.2)
 
 
-def test_a_second_exchange_is_noticed() -> None:
+def test_a_second_exchange_is_noticed():
     ledger, _ = make()
     begin(ledger)
     with pytest.raises(InvariantBroken, match="one exchange at a time"):
         ledger.exchange_began(0, Begin(2, ExchangeId(2, 0, 1), 0.8, initiator=False), 1.1)
 
 
-def test_a_row_that_changes_by_itself_is_noticed() -> None:
+def test_a_row_that_changes_by_itself_is_noticed():
     ledger, population = make()
     population.x[2, 0] += 1e-6
     with pytest.raises(InvariantBroken, match=r"the mean of x \+ c/2 is conserved"):
         ledger.check_sum(1.0)
-
-
-@pytest.mark.parametrize("momentum", [False, True])
-def test_who_takes_over_a_row_has_it_whole_and_that_is_no_drift(momentum: bool) -> None:
-    ledger, population = make(momentum=momentum)
-    if population.c is not None:
-        population.c[1] += 1.0
-        population.expected_sum += 0.5
-    ledger.took_over(0, 1, 1.0)
-    assert ledger.z(0).tolist() == ledger.z(1).tolist()
-    ledger.check_sum(1.0)
 
 
 # Protocols broken on purpose: the schedules of `test_faults` catch each within 50.
@@ -106,7 +69,7 @@ def first_caught() -> Outcome:
     raise AssertionError(f"{MOST} schedules found nothing")
 
 
-def test_an_exchange_accepted_during_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_accepted_during_another_is_caught(monkeypatch):
     sound = Pairing.asked
 
     def asked(pairing: Pairing, peer: int, proposal: Propose) -> list[PairingAction]:
@@ -118,7 +81,7 @@ def test_an_exchange_accepted_during_another_is_caught(monkeypatch: pytest.Monke
     assert first_caught().broken == "one exchange at a time"
 
 
-def test_a_lost_busy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_busy_is_caught(monkeypatch):
     """The worker that asked waits for ever."""
     sound = Pairing.refuse
 
@@ -130,7 +93,7 @@ def test_a_lost_busy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_caught().broken == "no deadlock"
 
 
-def test_the_dead_who_are_not_removed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dead_who_are_not_removed_are_caught(monkeypatch):
     # Those who wait for the dead send much: a consolidation without end is cut off early.
     monkeypatch.setattr("simulated_faults.run.ENDED_WITHIN_S", 10.0)
     monkeypatch.setattr(Membership, "declare_dead", lambda *_: False)

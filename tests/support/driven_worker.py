@@ -16,15 +16,22 @@ RING = Constants.of(build_graph("ring", 6))
 Kind = TypeVar("Kind")
 
 
+class InPhase(Random):
+    """Ticks of all workers at the same moments: each gap is exactly its mean."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return 1.0
+
+
 def member(rank: int, status: Status = Status.ALIVE, incarnation: int = 0) -> Member:
     return Member(rank, incarnation, 70 + rank, status, "10.0.0.1", 4000 + rank)
 
 
-def make_worker(*linked: int, **changes: Any) -> WorkerProtocol:
-    """Make rank 1 of a ring of six: its neighbours are 0 and 2."""
-    own = member(1)
+def protocol_of(rank: int, **changes: Any) -> WorkerProtocol:
+    """Make the protocol of one worker of a ring of six, or as ``changes`` say."""
+    own = member(rank)
     arguments: dict[str, Any] = {
-        "rank": 1,
+        "rank": rank,
         "incarnation": 0,
         "process_id": own.process_id,
         "host": own.host,
@@ -34,7 +41,12 @@ def make_worker(*linked: int, **changes: Any) -> WorkerProtocol:
         "timeout_s": TIMEOUT_S,
         "random": Random(0),
     }
-    worker = WorkerProtocol(**(arguments | changes))
+    return WorkerProtocol(**(arguments | changes))
+
+
+def make_worker(*linked: int, rank: int = 1, **changes: Any) -> WorkerProtocol:
+    """Make rank 1 of a ring of six: its neighbours are 0 and 2."""
+    worker = protocol_of(rank, **changes)
     worker.membership.merge_all(member(rank) for rank in range(6) if rank != worker.rank)
     for peer in linked:
         worker.link_up(peer, 0.0)

@@ -4,8 +4,6 @@
 each run draws others, and pytest's header says their seed; ``GOSSIPDP_EXPLORE=SEED`` repeats them.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 

@@ -11,14 +11,7 @@ from typing import Any, cast
 import msgspec
 from waiting import wait_until
 
-from gossipdp.links.frames import (
-    HEADER_BYTES,
-    ChunkKey,
-    FrameType,
-    check_length,
-    pack_key,
-    run_tag,
-)
+from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType, check_length, pack_key, run_tag
 from gossipdp.links.handshake import Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler, Transport
 from gossipdp.links.shared_memory import SlotMemory
@@ -190,6 +183,11 @@ class World:
         if first.memory and second.memory:
             self.until(lambda: there.is_shared and back.is_shared)
         return there, back
+
+    def pair(self, make: Callable[[int], Node]) -> tuple[Node, Node, Link, Link]:
+        """Make workers 0 and 1, and link them, 0 dialling."""
+        first, second = make(0), make(1)
+        return first, second, *self.join(first, second)
 
 
 class Clock:

@@ -91,14 +91,6 @@ class OuterState:
     anchor: Tensor
     m: Tensor
 
-    def increment(self, step: Tensor) -> Self:
-        """Add one optimizer step."""
-        return type(self)(self.x + step, self.anchor, self.m)
-
-    def move(self, change: Tensor) -> Self:
-        """Add what an exchange or a flow brings."""
-        return type(self)(self.x + change, self.anchor + change, self.m)
-
     def outer_step(self, momentum: float, lr: float) -> Self:
         """Take the outer step."""
         g = self.x - self.anchor

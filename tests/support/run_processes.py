@@ -32,6 +32,20 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
+def run_python(
+    *words: str, environment: Mapping[str, str] = VARIABLES
+) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter with these words to its end; return what it wrote."""
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=200,
+    )
+
+
 def runs(pid: int) -> bool:
     """Return whether a process is there and is no zombie."""
     try:

@@ -1,7 +1,5 @@
 """Programs of sharded replicas' processes in tests, and what each process saw."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,10 +1,21 @@
-"""The cost of the first import and of wrapping, by their modules: times vary by machine."""
+"""The cost of a start, by the modules that it imports: times vary by machine."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
-PROGRAM = """
+import pytest
+
+HEAVY = {
+    *("accelerate", "cloudpickle", "cryptography", "gossipdp_lab", "http.server", "jinja2"),
+    *("joblib", "lightning", "matplotlib", "networkx", "numba", "numpy", "PIL", "ray", "rich"),
+    *("scipy", "sklearn", "tensorboard", "torch", "transformers", "tyro"),
+}
+"""Each takes a start longer than most of gossipdp's own modules together; used here and there."""
+
+# Its step may need no exchange, so it goes on until there was one; the end is everyone's.
+WORKER = """
 import json, sys
 import torch
 before = set(sys.modules)
@@ -12,25 +23,66 @@ import gossipdp
 from gossipdp import GossipDataParallel
 imported = set(sys.modules) - before
 net = torch.nn.Linear(2, 1)
-model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), budget_samples=1)
-print(json.dumps([sorted(imported), sorted(sys.modules)]))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+model = GossipDataParallel(net, optimizer)
+while True:
+    model(torch.zeros(1, 2)).sum().backward()
+    optimizer.step()
+    if model.world_size == 1 or model.stats().exchanges:
+        break
+model.consolidate()
+if model.rank == 0:
+    open(sys.argv[1], "w").write(json.dumps([sorted(imported), sorted(sys.modules)]))
 model.close()
 """
-OF_THE_LAB = {"gossipdp_lab", "jinja2", "joblib", "matplotlib", "PIL", "sklearn"}
 
 
-def test_importing_and_wrapping_import_little() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=100
+def imported_by(words: list[str]) -> set[str]:
+    """Return the modules of a program that ran in a fresh interpreter, in the words of a shell."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = {['gossipdp', *words]!r}\n"
+        "try:\n    runpy.run_module('gossipdp', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "sys.stderr.write(' '.join(sys.modules))"
     )
-    imported, wrapped = json.loads(done.stdout)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(("-m", "gossipdp", "run", "-n2"), marks=pytest.mark.processes)]
+)
+def test_importing_wrapping_and_training_import_little(
+    launcher: tuple[str, ...], tmp_path: Path
+) -> None:
+    script, found = tmp_path / "script.py", tmp_path / "modules.json"
+    script.write_text(WORKER)
+    subprocess.run([sys.executable, *launcher, script, found], check=True, timeout=200)
+    imported, trained = map(set, json.loads(found.read_text()))
     assert "gossipdp.parallel.module" in imported
     libraries = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
-    # networkx alone takes a quarter of a second: it is imported when a graph is made.
     assert libraries <= {"gossipdp", "msgspec", "numpy", "safetensors"}
     # Parts of torch that `import torch` leaves out are left out for their time.
     assert not [name for name in imported if name.startswith("torch.")]
     layers = {name.split(".")[1] for name in imported if name.startswith("gossipdp.")}
     assert not layers & {"cli", "integrations"}
-    assert "gossipdp.gossip.thread" in wrapped
-    assert not OF_THE_LAB & {name.split(".")[0] for name in wrapped}
+    assert "gossipdp.gossip.thread" in trained
+    assert trained & HEAVY <= {"numpy", "torch"}
+
+
+def test_help_imports_little() -> None:
+    assert imported_by(["--help"]) & HEAVY <= {"gossipdp_lab", "rich", "tyro"}
+
+
+def test_a_command_imports_no_other() -> None:
+    imported = imported_by(["run", "--help"])
+    assert imported & HEAVY == {"tyro"}
+    assert "gossipdp.cli.top" not in imported
+
+
+def test_a_plan_imports_neither_torch_nor_the_lab() -> None:
+    imported = imported_by(["plan", "--workers", "4"])
+    assert imported & HEAVY == {"numpy", "rich", "tyro"}

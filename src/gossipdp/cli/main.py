@@ -7,6 +7,7 @@ No module here imports ``torch``, only what a subcommand runs does: so help is q
 import dataclasses
 import functools
 import importlib
+import inspect
 import operator
 import os
 import signal
@@ -39,7 +40,7 @@ COMMANDS = {**HERE, **LAB}
 DESCRIPTION = """Asynchronous, decentralized data-parallel training for PyTorch.
 
 gossipdp COMMAND --help shows a command's options, gossipdp --version the version."""
-# No --no-FLAG, and an option of all commands may stand after the command.
+# No --no-FLAG, and an option of all commands may stand after the task of gossipdp train.
 STYLE = (
     tyro.conf.DisallowNone,
     tyro.conf.FlagCreatePairsOff,
@@ -117,17 +118,21 @@ def _parse(words: list[str], command: str) -> tuple[Any, str | None]:
         start = words.index(command) + 1
         options, script = split_script(words[start:])
         words = [*words[:start], *options]
-    kinds = []
-    for name in COMMANDS:
-        kind = _arguments_of(name)
-        # The list of all commands has a line or two for each, so that it fits on a screen.
-        short = None if command else kind.__doc__.partition("\n\n")[0]
-        kinds.append(_annotated[kind, tyro.conf.subcommand(name, description=short)])
-    chosen = _annotated[functools.reduce(operator.or_, kinds), tyro.conf.arg(name="")]
+    program, description = "gossipdp", DESCRIPTION
+    if command:  # alone: to import the modules of all takes half as long again
+        words.remove(command)
+        chosen = _arguments_of(command)
+        program, description = f"gossipdp {command}", inspect.cleandoc(chosen.__doc__)
+    else:
+        chosen = functools.reduce(operator.or_, map(_listed, COMMANDS))
     call = dataclasses.make_dataclass(
-        "Call", [("arguments", chosen)], bases=(Common,), kw_only=True, frozen=True
+        "Call",
+        [("arguments", _annotated[chosen, tyro.conf.arg(name="")])],
+        bases=(Common,),
+        kw_only=True,
+        frozen=True,
     )
-    parsed: Any = tyro.cli(call, prog="gossipdp", description=DESCRIPTION, args=words, config=STYLE)
+    parsed: Any = tyro.cli(call, prog=program, description=description, args=words, config=STYLE)
     arguments = parsed.arguments
     if command == "run":
         arguments = dataclasses.replace(arguments, script=tuple(script))
@@ -141,6 +146,13 @@ def _arguments_of(command: str) -> Any:
     """Return the class of a subcommand's arguments."""
     module = importlib.import_module(COMMANDS[command])
     return getattr(module, command.title().replace("-", "") + "Arguments")
+
+
+def _listed(command: str) -> Any:
+    """Return that class as the list of all commands shows it: in a line or two, for one screen."""
+    kind = _arguments_of(command)
+    short = kind.__doc__.partition("\n\n")[0]
+    return _annotated[kind, tyro.conf.subcommand(command, description=short)]
 
 
 def _is_ours(error: Exception) -> bool:

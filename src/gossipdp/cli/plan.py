@@ -16,9 +16,7 @@ from rich.text import Text
 from gossipdp.rules import option, output_file
 
 if TYPE_CHECKING:
-    import networkx as nx
-
-    from gossipdp.graph import Plan
+    from gossipdp.graph import Graph, Plan
 
 DEFAULT_GRAPH = "ring"
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
@@ -79,7 +77,7 @@ def run(arguments: PlanArguments) -> int:
     return 0
 
 
-def _graph(arguments: PlanArguments) -> nx.Graph[int]:
+def _graph(arguments: PlanArguments) -> Graph:
     from gossipdp.graph import build_graph, read_edge_list
 
     if arguments.edge_list is not None:

@@ -22,6 +22,7 @@ from gossipdp.launcher.environment import (
     read_addresses,
     show_address,
 )
+from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.schedulers import with_torchrun_names
 from gossipdp.links.tls import Tls, TlsFiles, check_private, tls_files
 from gossipdp.rules import at_least_0, at_least_1, option, port_number
@@ -97,6 +98,17 @@ class RunArguments:
     status_host: str | None = None
     """Address on which workers show their status; by default 127.0.0.1."""
 
+    faults: str | None = None
+    """Faults to do to the workers started here, such as "kill every 60s; stop 8s 2 at 2m".
+    kill [RANK] [WHEN]: SIGKILL.
+    stop DURATION [RANK] [WHEN]: SIGSTOP, and SIGCONT after that time.
+    slow FACTORx [RANK] [WHEN] [for DURATION]: the worker runs 1/FACTOR of the time.
+    WHEN is at TIME or every TIME, counted from when all train; by default at once.
+    Without RANK the worker is drawn. Times: 500ms, 8s, 2m, 1h."""
+
+    faults_seed: int = option(0, at_least_0)
+    """Seed of the workers that --faults draws."""
+
     script: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
@@ -133,15 +145,19 @@ def run(arguments: RunArguments) -> int:
 
     Returns:
         0 if all succeeded, the last time each was started; 1 if any failed; 128 + the signal
-        that ended the run (130 on Ctrl+C).
+        that ended the run (130 on Ctrl+C). A kill of --faults is no failure if another worker here
+        succeeded.
     """
+    from gossipdp.launcher.faults import FaultInjector
     from gossipdp.launcher.local import ScriptWorker
     from gossipdp.launcher.supervisor import Failure, Supervisor, describe, shown_rank
+    from gossipdp.observe.log import worker_file, write_process_end
 
     check_platform()
     # Options are checked before a port is taken.
     num_workers = _num_workers(arguments)
     script, tls = _script(arguments), _tls_files(arguments)
+    fault_plan = _fault_plan(arguments, num_workers)
     secret = read_secret(arguments.secret_file)
     given = {**os.environ, **_common_variables(arguments, num_workers)}
     plan = _plan(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
@@ -157,11 +173,16 @@ def run(arguments: RunArguments) -> int:
         nonlocal num_restarts, some_go_on
         some_go_on = others_go_on
         then = "the others go on" if others_go_on else "the run had not begun, so all are ended"
+        if failure.is_injected:
+            then = "that was --faults, and the others go on"
         if failure.restart_in_s is not None:
             num_restarts += 1
             count = f"restart {num_restarts} of {arguments.max_restarts}"
             then = f"it is started again in {failure.restart_in_s:.1f} s ({count})"
         _tell(f"worker {shown_rank(failure.rank)} {failure.ending.reason}; {then}")
+        if arguments.log_dir is not None and failure.rank >= 0:
+            path = worker_file(arguments.log_dir, failure.rank)
+            write_process_end(path, failure.process_id, failure.ending.reason)
 
     def look() -> None:
         nonlocal others_may_join
@@ -171,14 +192,30 @@ def run(arguments: RunArguments) -> int:
             _tell(_join_line(arguments, [each[min(each)] for each in known]))
 
     max_restarts = arguments.max_restarts
+    faults = None
+    if fault_plan is not None:
+        log_dir = given.get("GOSSIPDP_LOG_DIR")
+        faults = FaultInjector(
+            fault_plan,
+            plan.world_size or plan.num_local,
+            first_rank=plan.first_rank or 0,
+            others_elsewhere=plan.world_size > plan.num_local,
+            seed=arguments.faults_seed,
+            say=_tell,
+            directory=Path(log_dir) if log_dir else None,
+        )
+        if fault_plan.kills and not max_restarts:
+            _tell("--faults kills workers, and without --max-restarts they stay away")
     supervisor = Supervisor(
         plan,
         start_process,
         max_restarts=max_restarts,
+        faults=faults,
         on_failure=tell,
         on_missed_end=lambda rank, reason: _tell(
             f"worker {shown_rank(rank)} {reason or 'is ended'}: the run is complete without it"
         ),
+        on_sentence=_tell,
     )
     if not plan.launcher_variables:
         noun = "worker" if num_workers == 1 else "workers"
@@ -331,6 +368,18 @@ def _plan(
     return LaunchPlan.on_several_hosts(
         num_local, nnodes, node_rank, (host, port), secret, num_shards=num_shards
     )
+
+
+def _fault_plan(arguments: RunArguments, num_processes: int) -> FaultPlan | None:
+    """Read ``--faults``; its ranks are known unless the workers join a run."""
+    if arguments.faults is None:
+        return None
+    num_workers: int | None = num_processes // arguments.nproc_per_replica * arguments.nnodes
+    if arguments.join is not None:
+        num_workers = None
+    elif arguments.workers is None:
+        num_workers = Environment.read().world_size
+    return FaultPlan.parse(arguments.faults, num_workers)
 
 
 def _script(arguments: RunArguments) -> tuple[str, ...]:

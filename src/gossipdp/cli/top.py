@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +21,8 @@ from rich.text import Text
 from gossipdp.launcher.environment import read_addresses, show_address
 from gossipdp.logs import printable
 from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
-from gossipdp.observe.status import Answer, StatusPoll
-from gossipdp.rules import number, option
+from gossipdp.observe.status import Answer, StatusPoll, notice_words
+from gossipdp.rules import number, option, shown_rate
 
 # So long top waits without an answer, at the beginning or later.
 PATIENCE_S = 10.0
@@ -31,7 +32,7 @@ WAIT_FOR_ANSWERS_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class TopArguments:
-    """Show a running job live: workers, speed, loss, links, who is slow or dead.
+    """Show a running job live: workers, speed, loss, links, who is slow or lost.
 
     Give the status port of any worker, as set by gossipdp run --status-port. top finds the other
     workers from there, and goes on if that worker dies.
@@ -174,7 +175,7 @@ def _say(text: str, code: int) -> int:
 # The screen: a head, the workers, the links, the latest notices. States without a style have the
 # terminal's own colour.
 STYLES = {
-    "dead": "bold red",
+    "lost": "bold red",
     "cut off": "bold red",
     "silent": "red",
     "no answer": "yellow",
@@ -186,12 +187,6 @@ STYLES = {
     "left": "dim",
 }
 WELL = ("training", "averaging", "left")
-NOTICED = {
-    "dead": "was found dead",
-    "stopped": "fell silent",
-    "rejoined": "is back",
-    "joined": "joined",
-}
 MAX_LINKS, MAX_NOTICES = 8, 5
 # The head of the page, the gap, the table's heading, and a line for workers that do not fit.
 OTHER_LINES = 7
@@ -213,7 +208,7 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
         if others + 3 + len(links) + len(job.workers) > height:  # links go before workers do
             links = []
         max_workers = max(3, height - others - (3 + len(links) if links else 0))
-    parts: list[RenderableType] = [_head(job), _progress(job), Text("")]
+    parts: list[RenderableType] = [_head(job), _progress(job, width), Text("")]
     parts += _workers(job.workers, width, max_workers)
     if links:
         others = len(job.links) - len(links)
@@ -223,8 +218,8 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
     if notices:
         parts.append(Text(""))
     for each in notices:
-        what = NOTICED.get(each.kind, printable(each.kind))
-        style = STYLES.get({"stopped": "silent"}.get(each.kind, each.kind), "")
+        what = notice_words(each.kind, each.silent_s)
+        style = STYLES.get(each.kind, "")
         parts.append(Text(f"{_duration(each.ago_s)} ago: worker {each.rank} {what}", style=style))
     if is_stale:
         silence = f"no worker answers since {_duration(job.heard_ago_s)}"
@@ -234,11 +229,13 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
 
 def summary(job: JobStatus) -> str:
     """Return the page in one line."""
-    return f"{_states(job)} · {' · '.join(_progress_facts(job))}"
+    return f"{_states(job)} · {_progress_facts(job)}"
 
 
 def _head(job: JobStatus) -> Text:
-    graph = f" on {printable(job.graph)}, comm rate {job.comm_rate}" if job.graph else ""
+    graph = (
+        f" on {printable(job.graph)}, comm rate {shown_rate(job.comm_rate)}" if job.graph else ""
+    )
     text = Text(f"run {printable(job.run_id)[:12]}: {printable(job.method)}{graph}\n")
     return text.append(_states(job), style="bold")
 
@@ -253,23 +250,27 @@ def _counted(states: Sequence[str]) -> str:
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
-def _progress_facts(job: JobStatus) -> list[str]:
+def _progress_facts(job: JobStatus, width: float = math.inf) -> str:
+    """Return what is known of the run; distance, then loss, are left out rather than cut."""
     of_all = f" of {job.budget_samples:,}" if job.budget_samples else ""
     facts = [
         f"{job.samples:,}{of_all} samples",
         f"{_show(job.samples_per_second, ',.0f')} samples/s",
-        f"loss {_show(job.loss, '.4f')}",
     ]
+    less_important = [f"loss {_show(job.loss, '.4f')}"]
     if job.edge_distance is not None:
-        facts.append(f"distance {job.edge_distance:.2g}")
+        less_important.append(f"distance {job.edge_distance:.2g}")
+    end = []
     left = (job.budget_samples or 0) - job.samples
     if left > 0 and job.samples_per_second:
-        facts.append(f"{_duration(left / job.samples_per_second)} left")
-    return facts
+        end = [f"{_duration(left / job.samples_per_second)} left"]
+    while less_important and len(" · ".join(facts + less_important + end)) > width:
+        less_important.pop()
+    return " · ".join(facts + less_important + end)
 
 
-def _progress(job: JobStatus) -> RenderableType:
-    text = Text(" · ".join(_progress_facts(job)), no_wrap=True, overflow="ellipsis")
+def _progress(job: JobStatus, width: int) -> RenderableType:
+    text = Text(_progress_facts(job, width), no_wrap=True, overflow="ellipsis")
     if not job.budget_samples:
         return text
     share = min(1.0, job.samples / job.budget_samples)
@@ -315,19 +316,21 @@ def _worker(worker: JobWorker) -> dict[str, str]:
         state = f"slow {worker.step_factor:.1f}x"
     elif state == "idle" and worker.since_step_s is not None:
         state = f"idle {_duration(worker.since_step_s)}"
+    elif state == "silent" and worker.silent_s is not None:
+        state = f"silent {_duration(worker.silent_s)}"
     linked = worker.neighbours
     links = "-" if linked is None else " ".join(map(str, linked)) or "none"
     place = f"{printable(worker.host)} ({worker.process_id})" if worker.host else "-"
     return {
         "worker": str(worker.rank),
-        "state": f"{state}, life {worker.incarnation + 1}" if worker.incarnation else state,
+        "state": f"{state}, life {worker.restarts + 1}" if worker.restarts else state,
         "steps": f"{worker.gradient_steps:,}",
         "step": _milliseconds(worker.step_seconds),
         "samples/s": _show(worker.samples_per_second, ",.0f"),
         "loss": _show(worker.loss, ".4f"),
         "distance": _show(worker.edge_distance, ".2g"),
         "exchanges": _show(worker.exchanges, ",.0f"),
-        "rate": _show(worker.achieved_comm_rate, ".2f"),
+        "rate": _rate(worker),
         "sent": _megabytes(worker.bytes_sent_per_second),
         "waited": "-" if worker.waited_seconds is None else _duration(worker.waited_seconds),
         "links": f"{len(linked)} workers" if linked and len(linked) > 4 else links,
@@ -343,6 +346,13 @@ def _link(link: LinkStatus) -> dict[str, str]:
         "exchange": _milliseconds(link.exchange_seconds),
         "throughput": _megabytes(link.bytes_per_second),
     }
+
+
+def _rate(worker: JobWorker) -> str:
+    """Return the comm rate; if it sets itself, the one in force, and what keeps it from more."""
+    if worker.comm_rate_bound == "fixed":
+        return _show(worker.achieved_comm_rate, ".2f")
+    return f"{_show(worker.aimed_comm_rate, '.2g')} {printable(worker.comm_rate_bound)}"
 
 
 def _show(value: float | None, form: str) -> str:

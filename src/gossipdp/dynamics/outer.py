@@ -28,17 +28,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from gossipdp.rules import Rule, at_least_1, number, positive_number
-
-RULES: dict[str, Rule] = {
-    "momentum": partial(number, below=1.0),
-    "lr": positive_number,
-    "every": at_least_1,
-}
+from gossipdp.rules import Checked, at_least_1, number, option, positive_number
 
 
 @dataclass(frozen=True)
-class OuterStep:
+class OuterStep(Checked):
     r"""An outer step with exchanges; ``GossipDataParallel(..., outer=OuterStep())``.
 
     For rare exchanges (``comm_rate`` of 1/8 and less), as on slow links. With :math:`g` the sum of
@@ -70,11 +64,6 @@ class OuterStep:
     of all, so the momentum is smaller here (docs/quality.md).
     """
 
-    momentum: float = 0.5
-    lr: float = 1.0
-    every: int = 2
-
-    def __post_init__(self) -> None:
-        """Keep the values as Python's numbers; raise ValueError for an invalid one."""
-        for name, rule in RULES.items():
-            object.__setattr__(self, name, rule(f"the outer step's {name}", getattr(self, name)))
+    momentum: float = option(0.5, partial(number, below=1.0))
+    lr: float = option(1.0, positive_number)
+    every: int = option(2, at_least_1)

@@ -322,7 +322,7 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
 
 
 def _loops() -> Any:
-    """Return the compiled loops; importing numba takes a third of a second, so it waits."""
+    """Return the compiled loops; numba takes most of a second to import and load, so it waits."""
     from gossipdp.dynamics import update_loops
 
     return update_loops

@@ -22,28 +22,32 @@ RECENT_EXCHANGES = 16
 MAX_NOTICES = 1000
 LOOK_AT_OTHERS_EVERY_S = 0.2
 
-NoticeKind: TypeAlias = Literal["dead", "stopped", "rejoined", "joined"]
+NoticeKind: TypeAlias = Literal["joined", "silent", "lost", "answered", "restarted", "stopped"]
 _Bytes: TypeAlias = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A change in another worker's life, as this worker noticed it.
+    """A change in a worker's life, as this worker noticed it.
 
     Attributes:
         rank: of the worker concerned.
-        kind: ``dead``: declared dead, here or elsewhere, or replaced by a new process;
-            ``stopped``: its link has been silent for the time-out, though it is open;
-            ``rejoined``: it takes part again, as a new process or as the old one that was taken
-            for dead; ``joined``: it takes part, and was not one of the run's first workers.
+        kind: ``joined``: it takes part, and was not one of the run's first workers; ``silent``: its
+            link has been silent for the time-out, though it is open; ``lost``: nobody hears it any
+            more, here or elsewhere, and the others go on without it; ``answered``: the same process
+            answers again after one of these two; ``restarted``: a new process takes part under its
+            rank; ``stopped``: this worker itself did not run for the time-out.
         at_s: :func:`~gossipdp.links.clock.since_boot_s`, the same for all of one machine.
         number: of this worker's notices so far, this one included.
+        silent_s: how long nothing had been heard of the worker, or of its former process; of a
+            ``stopped`` one, how long it did not run. None if it is not known.
     """
 
     rank: int
     kind: NoticeKind
     at_s: float
     number: int = 0
+    silent_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class Publisher:
         self._recent: deque[CompletedExchange] = deque(maxlen=RECENT_EXCHANGES)
         self._edge_distance = math.nan
         self._exchange_seconds = 0.0
-        self._num_chunks = self._num_repeated = 0
+        self._num_chunks = self._num_repeated = self._num_standstills = 0
         self._ended_bytes: _Bytes = (0, 0, 0, 0)  # of links that have ended
         self._others_due_s = -math.inf
         self._version = -1
@@ -127,7 +131,11 @@ class Publisher:
         """Return the state of the run now."""
         protocol, membership = self._protocol, self._protocol.membership
         silent = protocol.suspects()
-        self._noticed.look(membership.version, membership.members, silent, now)
+        if self._num_standstills != protocol.num_standstills:
+            self._num_standstills = protocol.num_standstills
+            self._noticed.note(protocol.rank, "stopped", now, protocol.stood_still_s)
+        heard = {peer: link.last_heard_s for peer, link in self._links.items()}
+        self._noticed.look(membership.version, membership.members, silent, heard, now)
         if membership.version != self._version or now >= self._others_due_s:
             self._version = membership.version
             self._others_due_s = now + LOOK_AT_OTHERS_EVERY_S
@@ -189,7 +197,7 @@ class Noticed:
     """The notices of one worker, at most ``MAX_NOTICES``, oldest first.
 
     They come from the membership view and the silent links, on which this worker also acts. If
-    there are more, the oldest that is not the latest of its worker goes: no death is forgotten.
+    there are more, the oldest that is not the latest of its worker goes: no loss is forgotten.
     """
 
     def __init__(self, rank: int, num_workers: int) -> None:
@@ -199,12 +207,20 @@ class Noticed:
         self._num_noted = 0
         self._version = -1
         self._known: dict[int, Member] = {}
+        # The process of each rank that took part last; 0: known by its address alone.
+        self._process: dict[int, int] = {}
         self._silent: frozenset[int] = frozenset()
+        self._lost: set[int] = set()
+        self._heard: dict[int, float] = {}
+        # Since when those have been silent that are silent or lost; None if it is not known.
+        self._since: dict[int, float | None] = {}
 
-    def note(self, rank: int, kind: NoticeKind, now_s: float) -> None:
+    def note(
+        self, rank: int, kind: NoticeKind, now_s: float, silent_s: float | None = None
+    ) -> None:
         """Add one notice."""
         self._num_noted += 1
-        notices = [*self.notices, Notice(rank, kind, now_s, self._num_noted)]
+        notices = [*self.notices, Notice(rank, kind, now_s, self._num_noted, silent_s)]
         if len(notices) > MAX_NOTICES:
             last = {notice.rank: index for index, notice in enumerate(notices)}
             old = (index for index, notice in enumerate(notices) if last[notice.rank] != index)
@@ -216,38 +232,67 @@ class Noticed:
         version: int,
         members: Callable[[], Iterable[Member]],
         silent: Collection[int],
+        heard: Mapping[int, float],
         now_s: float,
     ) -> None:
-        """Note what has changed since the last look at a view of this ``version``."""
-        for rank in sorted(set(silent) - self._silent):
-            self.note(rank, "stopped", now_s)
+        """Note what has changed since the last look at a view of this ``version``.
+
+        ``heard``: when each linked peer was heard last.
+        """
+        for rank in sorted(set(silent) - self._silent - self._lost):
+            self._since[rank] = heard[rank]
+            self.note(rank, "silent", now_s, now_s - heard[rank])
         self._silent = frozenset(silent)
-        if version == self._version:
-            return
-        self._version = version
-        for member in members():
-            before = self._known.get(member.rank)
-            if member is before:
-                continue
-            self._known[member.rank] = member
-            if member.rank != self._rank:
-                self._compare(before, member, now_s)
+        if version != self._version:
+            self._version = version
+            for member in members():
+                before = self._known.get(member.rank)
+                if member is before:
+                    continue
+                self._known[member.rank] = member
+                if member.rank != self._rank:
+                    self._compare(before, member, now_s)
+        self._heard.update(heard)
+        for rank in self._since.keys() - self._silent - self._lost:
+            # A link that is closed is no answer.
+            if rank in heard:
+                self._end_silence(rank, "answered", now_s)
 
     def _compare(self, before: Member | None, member: Member, now_s: float) -> None:
+        rank, process = member.rank, self._process.get(member.rank, 0)
         if member.status is Status.DEAD:
             if before is None or before.status is not Status.DEAD:
-                self.note(member.rank, "dead", now_s)
+                self._lose(member, now_s)
             return
-        is_another = before is not None and before.process_id not in (0, member.process_id)
+        is_another = member.process_id != process
+        if process == 0:
+            is_another = rank in self._lost and member.restarts > 0
         if is_another and before is not None and before.is_live:
-            # Started again so soon that its new life is known before the death is.
-            self.note(member.rank, "dead", now_s)
+            # Started again so soon that its new life is known before the loss is.
+            self._lose(before, now_s)
+        if member.status is Status.LEFT:
+            self._since.pop(rank, None)
         if not member.is_live:
             return
-        if before is None or before.status is Status.JOINING:
-            if member.rank >= self._num_workers and member.incarnation == 0:
-                self.note(member.rank, "joined", now_s)
-            elif member.incarnation > 0:
-                self.note(member.rank, "rejoined", now_s)
-        elif before.is_over or is_another:
-            self.note(member.rank, "rejoined", now_s)
+        self._process[rank] = member.process_id
+        if is_another:
+            self._end_silence(rank, "restarted", now_s)
+        elif rank in self._lost:
+            self._end_silence(rank, "answered", now_s)
+        elif process == 0 and (before is None or before.status is Status.JOINING):
+            if rank >= self._num_workers and member.restarts == 0:
+                self.note(rank, "joined", now_s)
+            elif before is not None:
+                self.note(rank, "restarted", now_s)
+
+    def _lose(self, member: Member, now_s: float) -> None:
+        rank = member.rank
+        self._process.setdefault(rank, member.process_id)
+        self._lost.add(rank)
+        since = self._since.setdefault(rank, self._heard.get(rank))
+        self.note(rank, "lost", now_s, None if since is None else now_s - since)
+
+    def _end_silence(self, rank: int, kind: NoticeKind, now_s: float) -> None:
+        self._lost.discard(rank)
+        since = self._since.pop(rank, None)
+        self.note(rank, kind, now_s, None if since is None else now_s - since)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gossipdp.graph.topology import attach, check_graph, without
+from gossipdp.graph.topology import Graph, attach, checked_graph, without
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -76,7 +76,7 @@ class Constants:
     """lambda_ij of each edge: expected exchanges per unit of time."""
 
     @classmethod
-    def of(cls, graph: nx.Graph[int], comm_rate: float = 1.0) -> Constants:
+    def of(cls, graph: Graph | nx.Graph[int], comm_rate: float = 1.0) -> Constants:
         """Return the constants of ``graph`` with the rates lambda_ij = r min(1/deg_i, 1/deg_j).
 
         Args:
@@ -91,10 +91,10 @@ class Constants:
                 f"comm rate {comm_rate} is not a positive number: it is the exchanges per worker "
                 "per gradient step, such as 1.0 (to train without exchanges, use method 'none')"
             )
-        check_graph(graph)
-        edges = tuple(sorted((int(min(edge)), int(max(edge))) for edge in graph.edges))
-        rates = tuple(comm_rate / max(graph.degree[i], graph.degree[j]) for i, j in edges)
-        return cls(tuple(sorted(map(int, graph))), edges, rates)
+        graph = checked_graph(graph)
+        edges = tuple(graph.edges)
+        rates = tuple(comm_rate / max(len(graph[i]), len(graph[j])) for i, j in edges)
+        return cls(tuple(sorted(graph)), edges, rates)
 
     def __post_init__(self) -> None:
         if list(self.workers) != sorted(set(self.workers)) or not self.workers:
@@ -109,13 +109,10 @@ class Constants:
                     f"the rate of edge {edge} is {rate:g}, but must be positive, from "
                     f"{LEAST_RATE:g} to {LARGEST_RATE:g}"
                 )
-        import networkx as nx
-
-        graph: nx.Graph[int] = nx.Graph(self.edges)
-        if not set(graph) <= set(self.workers):
+        graph = Graph(self.workers, self.edges)
+        if len(graph) > len(self.workers):
             raise ValueError(f"edges name ranks that are not among the workers {self.workers}")
-        graph.add_nodes_from(self.workers)
-        check_graph(graph)
+        checked_graph(graph)
         self._check_spectrum()
 
     def _check_spectrum(self) -> None:
@@ -220,12 +217,9 @@ class LiveGraph:
     """
 
     def __init__(self, constants: Constants) -> None:
-        import networkx as nx
-
         self.original = constants
         self.comm_rate = max(map(constants.worker_rate, constants.workers))
-        self._graph: nx.Graph[int] = nx.Graph(constants.edges)
-        self._graph.add_nodes_from(constants.workers)
+        self._graph = Graph(constants.workers, constants.edges)
         self._constants_of = lru_cache(MAX_CACHED)(self._work_out)
 
     def constants(self, live: Collection[int]) -> Constants:
@@ -239,20 +233,16 @@ class LiveGraph:
             return self.original
         return self._constants_of(ranks)
 
-    def graph(self, live: Collection[int]) -> nx.Graph[int]:
+    def graph(self, live: Collection[int]) -> Graph:
         """Return the edges alone, without the cost of the constants.
 
         Raises:
             ValueError: no worker lives.
         """
-        import networkx as nx
-
         ranks, originals = set(live), set(self.original.workers)
         if not ranks:
             raise ValueError("a graph of no live workers: keep at least one")
-        survivors: nx.Graph[int] = nx.Graph()
-        if ranks & originals:
-            survivors = without(self._graph, originals - ranks)
+        survivors = without(self._graph, originals - ranks) if ranks & originals else Graph()
         return attach(survivors, ranks - originals)
 
     def _work_out(self, ranks: frozenset[int]) -> Constants:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import graph_name
+from gossipdp.graph.topology import Graph, checked_graph
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -76,7 +76,7 @@ class Plan:
         return self.expected_speedup >= WORTHWHILE_SPEEDUP
 
 
-def plan(graph: nx.Graph[int], comm_rate: float = 1.0) -> Plan:
+def plan(graph: Graph | nx.Graph[int], comm_rate: float = 1.0) -> Plan:
     """Plan a run on ``graph`` with the default rates at ``comm_rate``.
 
     Raises:
@@ -90,6 +90,7 @@ def plan(graph: nx.Graph[int], comm_rate: float = 1.0) -> Plan:
         >>> plan(build_graph("complete", 64)).a2cid2_helps
         False
     """
+    graph = checked_graph(graph)
     constants = Constants.of(graph, comm_rate)
     num_workers = len(constants.workers)
     total_rate = constants.exchanges_per_unit_time
@@ -100,7 +101,7 @@ def plan(graph: nx.Graph[int], comm_rate: float = 1.0) -> Plan:
     else:
         gossip_decay_bound = a2cid2_decay_bound = 0.0
     return Plan(
-        graph=graph_name(graph),
+        graph=graph.name,
         num_workers=num_workers,
         num_edges=len(constants.edges),
         comm_rate=comm_rate,

@@ -30,7 +30,40 @@ MAX_RESAMPLES = 100
 Edges = Iterable[tuple[int, int]]
 
 
-def build_graph(graph: str | nx.Graph[int], num_workers: int, *, seed: int = 0) -> nx.Graph[int]:
+class Graph(dict[int, set[int]]):
+    """The neighbours of each worker, under its rank.
+
+    networkx takes it as it is: ``networkx.Graph(graph)``. It is no class of networkx, whose import
+    would take each worker longer than all of gossipdp's.
+
+    Args:
+        workers: ranks.
+        edges: pairs of different ranks, in any order; repeats do not matter.
+        name: for messages and tables; by default the size.
+
+    Example:
+        >>> Graph(range(3), [(0, 1), (2, 1)])[1]
+        {0, 2}
+    """
+
+    def __init__(self, workers: Iterable[int] = (), edges: Edges = (), name: str = "") -> None:
+        super().__init__((rank, set()) for rank in workers)
+        for left, right in edges:
+            self.join(left, right)
+        self.name = name or _sized_name("Graph", len(self), sum(map(len, self.values())) // 2)
+
+    def join(self, left: int, right: int) -> None:
+        """Add an edge between two different ranks, and the ranks where they are not there yet."""
+        self.setdefault(left, set()).add(right)
+        self.setdefault(right, set()).add(left)
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """The pairs i < j, ascending."""
+        return sorted((i, j) for i, others in self.items() for j in others if i < j)
+
+
+def build_graph(graph: str | Graph | nx.Graph[int], num_workers: int, *, seed: int = 0) -> Graph:
     """Build, or check and copy, the graph of ``num_workers`` workers.
 
     ==============  =============================================================================
@@ -55,7 +88,7 @@ def build_graph(graph: str | nx.Graph[int], num_workers: int, *, seed: int = 0) 
         seed: Seed of the random graphs; the others ignore it.
 
     Returns:
-        A new graph with nodes 0..n-1 and a ``name`` that says its kind.
+        A new graph of the ranks 0..n-1, whose ``name`` says its kind.
 
     Raises:
         ValueError: The name is unknown, or no valid graph of this kind has so many workers, or
@@ -63,7 +96,7 @@ def build_graph(graph: str | nx.Graph[int], num_workers: int, *, seed: int = 0) 
             nodes other than 0..n-1. The message names the graph and the fix.
 
     Example:
-        >>> sorted(build_graph("ring", 4).edges)
+        >>> build_graph("ring", 4).edges
         [(0, 1), (0, 3), (1, 2), (2, 3)]
     """
     try:
@@ -72,30 +105,53 @@ def build_graph(graph: str | nx.Graph[int], num_workers: int, *, seed: int = 0) 
         raise ValueError(
             f"num_workers must be a whole number, got {num_workers!r}: pass an int of 1 or more"
         ) from None
-    import networkx as nx
-
-    if isinstance(graph, nx.Graph):
-        return _checked_copy(graph, num_workers)
     if not isinstance(graph, str):
-        raise ValueError(
-            f"a graph is a name or a networkx.Graph, got {graph!r}: "
-            f"pass one of {', '.join(GRAPH_NAMES)}, or a networkx.Graph"
-        )
+        return _of_ranks(checked_graph(graph), num_workers)
     if graph not in _BUILDERS:
         near = difflib.get_close_matches(graph.lower(), GRAPH_NAMES, n=1, cutoff=0.5)
         hint = f"do you mean {near[0]}? There are" if near else "choose one of"
         raise ValueError(f"unknown graph {graph!r}; {hint} {', '.join(GRAPH_NAMES)}")
     if num_workers < 1:
         raise ValueError(f"graph {graph!r} of {num_workers} workers: there must be at least 1")
-    built = _BUILDERS[graph](num_workers, random.Random(seed))
     shape = "{} x {}, ".format(*torus_shape(num_workers)) if graph == "torus" else ""
-    built.graph["name"] = f"{graph} ({shape}{count(num_workers, 'worker')})"
-    return built
+    name = f"{graph} ({shape}{count(num_workers, 'worker')})"
+    return Graph(range(num_workers), _BUILDERS[graph](num_workers, random.Random(seed)), name)
 
 
-def check_graph(graph: nx.Graph[int]) -> None:
-    """Raise a ValueError unless ``graph`` is a simple, undirected, connected graph of ranks."""
-    name = graph_name(graph)
+def checked_graph(graph: Graph | nx.Graph[int]) -> Graph:
+    """Return the graph, which is connected; make a networkx graph one of ours.
+
+    Raises:
+        ValueError: It is no simple, undirected, connected graph of ranks.
+    """
+    checked = graph if isinstance(graph, Graph) else _from_networkx(graph)
+    if not checked:
+        raise ValueError(
+            f"graph {checked.name!r} has no nodes: give it one node per worker, at least 1"
+        )
+    first = min(checked)
+    reached, waiting = {first}, [first]
+    while waiting:
+        found = checked[waiting.pop()] - reached
+        reached |= found
+        waiting += found
+    if len(reached) < len(checked):
+        raise ValueError(
+            f"graph {checked.name!r} is disconnected: worker {min(set(checked) - reached)} cannot "
+            f"reach worker {first}, so they would never agree. Add edges until it is connected"
+        )
+    return checked
+
+
+def _from_networkx(graph: nx.Graph[int]) -> Graph:
+    import networkx as nx  # the caller has imported it, or is wrong
+
+    if not isinstance(graph, nx.Graph):
+        raise ValueError(
+            f"a graph is a name or a networkx.Graph, got {graph!r}: "
+            f"pass one of {', '.join(GRAPH_NAMES)}, or a networkx.Graph"
+        )
+    name = graph.name or _sized_name(type(graph).__name__, len(graph), graph.number_of_edges())
     if graph.is_directed():
         raise ValueError(
             f"graph {name!r} is directed, but an exchange goes both ways: "
@@ -106,8 +162,6 @@ def check_graph(graph: nx.Graph[int]) -> None:
             f"graph {name!r} is a multigraph, but a pair of workers shares one edge: "
             "pass networkx.Graph(graph)"
         )
-    if len(graph) == 0:
-        raise ValueError(f"graph {name!r} has no nodes: give it one node per worker, at least 1")
     nodes: Iterable[object] = graph.nodes
     strange = [node for node in nodes if not isinstance(node, Integral) or node < 0]
     if strange:
@@ -121,23 +175,14 @@ def check_graph(graph: nx.Graph[int]) -> None:
             f"graph {name!r} has self loops, the first at worker {loops[0]}: remove them with "
             "graph.remove_edges_from(list(networkx.selfloop_edges(graph)))"
         )
-    import networkx as nx
-
-    first = min(graph)
-    reached: set[int] = nx.node_connected_component(graph, first)
-    if len(reached) < len(graph):
-        raise ValueError(
-            f"graph {name!r} is disconnected: worker {min(set(graph) - reached)} cannot reach "
-            f"worker {first}, so they would never agree. Add edges until it is connected"
-        )
+    # Ranks may be numpy integers here; ours are ints.
+    edges = ((int(left), int(right)) for left, right in graph.edges)
+    return Graph(map(int, graph), edges, name)
 
 
-def graph_name(graph: nx.Graph[int]) -> str:
-    """Return the name of ``graph``, or else its kind and size, for messages and tables."""
-    if graph.name:
-        return graph.name
-    nodes, edges = len(graph), graph.number_of_edges()
-    return f"{type(graph).__name__} ({count(nodes, 'worker')}, {count(edges, 'edge')})"
+def _sized_name(kind: str, num_workers: int, num_edges: int) -> str:
+    """Return the name of a graph that was given none."""
+    return f"{kind} ({count(num_workers, 'worker')}, {count(num_edges, 'edge')})"
 
 
 def count(number: int, noun: str) -> str:
@@ -153,7 +198,7 @@ def torus_shape(num_workers: int) -> tuple[int, int]:
     return rows, num_workers // rows
 
 
-def read_edge_list(path: str | Path) -> nx.Graph[int]:
+def read_edge_list(path: str | Path) -> Graph:
     """Read a graph from a text file of one edge a line: two ranks, ``#`` starts a comment.
 
     Blanks or a comma separate ranks. Each edge is there once, in either direction. `build_graph`,
@@ -164,9 +209,6 @@ def read_edge_list(path: str | Path) -> nx.Graph[int]:
             message names file and line.
         OSError: The file cannot be read.
     """
-    import networkx as nx
-
-    graph: nx.Graph[int] = nx.Graph(name=str(path))
     first_line: dict[tuple[int, int], int] = {}
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
@@ -193,13 +235,12 @@ def read_edge_list(path: str | Path) -> nx.Graph[int]:
                 f"{first_line[left, right]} already: list each edge once"
             )
         first_line[left, right] = number
-        graph.add_edge(left, right)
     if not first_line:
         raise ValueError(f"edge list {path} holds no edges: write one 'i j' a line")
-    return graph
+    return Graph(edges=first_line, name=str(path))
 
 
-def without(graph: nx.Graph[int], dead: Iterable[int]) -> nx.Graph[int]:
+def without(graph: Graph, dead: Iterable[int]) -> Graph:
     """Return the graph of the workers that live on, which is connected.
 
     Each dead rank in turn, in ascending order: its neighbours are joined in a ring (sorted by
@@ -215,30 +256,30 @@ def without(graph: nx.Graph[int], dead: Iterable[int]) -> nx.Graph[int]:
         ValueError: A dead rank is not in the graph, or no worker is left.
 
     Example:
-        >>> sorted(without(build_graph("star", 5), [0]).edges)
+        >>> without(build_graph("star", 5), [0]).edges
         [(1, 2), (1, 4), (2, 3), (3, 4)]
     """
     ranks = sorted(set(dead))
-    name = graph_name(graph)
+    name = graph.name
     unknown = [rank for rank in ranks if rank not in graph]
     if unknown:
         raise ValueError(f"graph {name!r} has no worker {unknown[0]}: pass ranks that are in it")
     if len(ranks) == len(graph):
         raise ValueError(f"graph {name!r} without all of its workers is empty: keep at least one")
-    import networkx as nx
-
-    survivors: nx.Graph[int] = nx.Graph(graph)
+    survivors = _copy(graph)
     for rank in ranks:
-        neighbours = sorted(survivors[rank])
-        survivors.remove_node(rank)
+        neighbours = sorted(survivors.pop(rank))
+        for neighbour in neighbours:
+            survivors[neighbour].remove(rank)
         if len(neighbours) > 1:
-            survivors.add_edges_from(pairwise([*neighbours, neighbours[0]]))
+            for left, right in pairwise([*neighbours, neighbours[0]]):
+                survivors.join(left, right)
     if ranks:
-        survivors.graph["name"] = f"{name} without {', '.join(map(str, ranks))}"
+        survivors.name = f"{name} without {', '.join(map(str, ranks))}"
     return survivors
 
 
-def attach(graph: nx.Graph[int], joiners: Iterable[int]) -> nx.Graph[int]:
+def attach(graph: Graph, joiners: Iterable[int]) -> Graph:
     """Return the graph with workers added, each joined to the two ranks that follow it.
 
     The ranks wrap round, and they are all that are there in the end, other joiners included. So the
@@ -253,68 +294,58 @@ def attach(graph: nx.Graph[int], joiners: Iterable[int]) -> nx.Graph[int]:
         ValueError: A joiner is in the graph already.
 
     Example:
-        >>> sorted(attach(build_graph("ring", 4), [4]).edges)
+        >>> attach(build_graph("ring", 4), [4]).edges
         [(0, 1), (0, 3), (0, 4), (1, 2), (1, 4), (2, 3)]
     """
     added = sorted(set(joiners))
     known = [rank for rank in added if rank in graph]
     if known:
         raise ValueError(
-            f"graph {graph_name(graph)!r} has a worker {known[0]} already: pass ranks not in it"
+            f"graph {graph.name!r} has a worker {known[0]} already: pass ranks not in it"
         )
-    import networkx as nx
-
-    joined: nx.Graph[int] = nx.Graph(graph)
-    joined.add_nodes_from(added)
+    joined = _copy(graph)
+    joined.update((rank, set()) for rank in added)
     ranks = sorted(joined)
     for rank in added:
         position = ranks.index(rank)
         for step in (1, 2):
             following = ranks[(position + step) % len(ranks)]
             if following != rank:
-                joined.add_edge(rank, following)
+                joined.join(rank, following)
     if added:
-        joined.graph["name"] = f"{graph_name(graph)} and {', '.join(map(str, added))}"
+        joined.name = f"{graph.name} and {', '.join(map(str, added))}"
     return joined
 
 
-def _checked_copy(graph: nx.Graph[int], num_workers: int) -> nx.Graph[int]:
-    name = graph_name(graph)
-    check_graph(graph)
+def _copy(graph: Graph) -> Graph:
+    copy = Graph(name=graph.name)
+    copy.update((rank, set(neighbours)) for rank, neighbours in graph.items())
+    return copy
+
+
+def _of_ranks(graph: Graph, num_workers: int) -> Graph:
+    """Return a copy of a graph whose nodes are the ranks 0..n-1, in this order."""
     if len(graph) != num_workers:
         raise ValueError(
-            f"graph {name!r} has {count(len(graph), 'node')}, but there "
+            f"graph {graph.name!r} has {count(len(graph), 'node')}, but there "
             f"{'is' if num_workers == 1 else 'are'} {count(num_workers, 'worker')}: "
             f"start {count(len(graph), 'worker')} or pass a graph with one node per worker"
         )
     if max(graph) != num_workers - 1:
         missing = min(set(range(num_workers)) - set(graph))
         raise ValueError(
-            f"graph {name!r} has no node {missing}, but its nodes must be the ranks "
+            f"graph {graph.name!r} has no node {missing}, but its nodes must be the ranks "
             f"0..{num_workers - 1}: pass networkx.convert_node_labels_to_integers(graph)"
         )
-    # Ranks may be numpy integers here; ours are ints.
-    copy = _from_edges(num_workers, ((int(left), int(right)) for left, right in graph.edges))
-    copy.graph["name"] = name
-    return copy
+    return Graph(range(num_workers), graph.edges, graph.name)
 
 
-def _from_edges(num_workers: int, edges: Edges) -> nx.Graph[int]:
-    import networkx as nx
-
-    built: nx.Graph[int] = nx.Graph()
-    built.add_nodes_from(range(num_workers))
-    built.add_edges_from(edges)
-    return built
+def _circulant(num_workers: int, hops: Iterable[int]) -> Edges:
+    hops = [hop for hop in hops if hop < num_workers]
+    return ((rank, (rank + hop) % num_workers) for rank in range(num_workers) for hop in hops)
 
 
-def _circulant(num_workers: int, hops: Iterable[int]) -> nx.Graph[int]:
-    import networkx as nx
-
-    return nx.circulant_graph(num_workers, [hop for hop in hops if hop < num_workers])
-
-
-def _hypercube(num_workers: int) -> nx.Graph[int]:
+def _hypercube(num_workers: int) -> Edges:
     dimension = num_workers.bit_length() - 1
     if num_workers != 1 << dimension:
         raise ValueError(
@@ -323,19 +354,20 @@ def _hypercube(num_workers: int) -> nx.Graph[int]:
             "mixes about as well with any number"
         )
     bits = [1 << power for power in range(dimension)]
-    ranks = range(num_workers)
-    return _from_edges(num_workers, ((rank, rank ^ bit) for rank in ranks for bit in bits))
+    return ((rank, rank ^ bit) for rank in range(num_workers) for bit in bits)
 
 
-def _torus(num_workers: int) -> nx.Graph[int]:
-    import networkx as nx
+def _torus(num_workers: int) -> Edges:
+    rows, columns = torus_shape(num_workers)
+    for rank in range(num_workers):
+        row, column = divmod(rank, columns)
+        right = row * columns + (column + 1) % columns
+        below = (row + 1) % rows * columns + column
+        yield from ((rank, other) for other in (right, below) if other != rank)
 
-    grid = nx.grid_2d_graph(*torus_shape(num_workers), periodic=True)
-    return nx.convert_node_labels_to_integers(grid)
 
-
-def _random_regular(num_workers: int, stream: random.Random) -> nx.Graph[int]:
-    import networkx as nx
+def _random_regular(num_workers: int, stream: random.Random) -> Edges:
+    import networkx as nx  # takes a tenth of a second
 
     degree = min(RANDOM_REGULAR_DEGREE, num_workers - 1)
     return _until_connected(
@@ -344,8 +376,8 @@ def _random_regular(num_workers: int, stream: random.Random) -> nx.Graph[int]:
     )
 
 
-def _erdos_renyi(num_workers: int, stream: random.Random) -> nx.Graph[int]:
-    import networkx as nx
+def _erdos_renyi(num_workers: int, stream: random.Random) -> Edges:
+    import networkx as nx  # takes a tenth of a second
 
     # Twice the threshold of connectedness, so that a first draw fails with probability about 1/n.
     probability = min(1.0, 2.0 * math.log(num_workers) / num_workers)
@@ -355,24 +387,23 @@ def _erdos_renyi(num_workers: int, stream: random.Random) -> nx.Graph[int]:
     )
 
 
-def _until_connected(name: str, draw: Callable[[], nx.Graph[int]]) -> nx.Graph[int]:
+def _until_connected(name: str, draw: Callable[[], nx.Graph[int]]) -> Edges:
     import networkx as nx
 
     for _ in range(MAX_RESAMPLES):
         drawn = draw()
         if nx.is_connected(drawn):
-            # Rebuilt: networkx's own order of nodes follows the draw.
-            return _from_edges(len(drawn), drawn.edges)
+            return drawn.edges
     raise ValueError(
         f"graph {name!r}: none of {MAX_RESAMPLES} draws is connected. Use another seed or graph"
     )
 
 
-_BUILDERS: dict[str, Callable[[int, random.Random], nx.Graph[int]]] = {
+_BUILDERS: dict[str, Callable[[int, random.Random], Edges]] = {
     "ring": lambda n, _: _circulant(n, [1]),
-    "path": lambda n, _: _from_edges(n, pairwise(range(n))),
-    "star": lambda n, _: _from_edges(n, ((0, rank) for rank in range(1, n))),
-    "complete": lambda n, _: _from_edges(n, combinations(range(n), 2)),
+    "path": lambda n, _: pairwise(range(n)),
+    "star": lambda n, _: ((0, rank) for rank in range(1, n)),
+    "complete": lambda n, _: combinations(range(n), 2),
     "exponential": lambda n, _: _circulant(n, (1 << power for power in range(n.bit_length()))),
     "hypercube": lambda n, _: _hypercube(n),
     "torus": lambda n, _: _torus(n),

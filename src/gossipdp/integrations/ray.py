@@ -11,6 +11,7 @@ from typing import Any
 from gossipdp.errors import RendezvousError, WorkerFailedError
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.reports import ReportChannel, report_variables
+from gossipdp.rules import at_least_0, at_least_1
 
 
 def launch(
@@ -43,10 +44,8 @@ def launch(
         ValueError: no workers, or fewer than no restarts.
         ModuleNotFoundError: Ray is not installed.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; launch at least one")
-    if max_restarts < 0:
-        raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
+    at_least_1("world_size", world_size)
+    at_least_0("max_restarts", max_restarts)
     ray = _import_ray()
     meeting = ray.remote(Meeting).options(num_cpus=0).remote(world_size)
     options = {"num_cpus": 1, **(actor_options or {})}

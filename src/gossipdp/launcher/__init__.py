@@ -9,5 +9,6 @@ The launcher's side:
 launch_plan  the workers of one supervisor, and the run they belong to or join
 supervisor   watches the workers of this machine, each a process or a replica of several, and
              starts them again
+faults       kills, stops and slows them by a plan, to test a script; fault_plan: what plans mean
 local        the processes themselves: ``launch()`` for functions, and scripts
 """

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.schedulers import with_torchrun_names
 from gossipdp.links.tls import TlsFiles, tls_files
+from gossipdp.rules import at_least_1, port_number
 
 logger = logging.getLogger("gossipdp")
 
@@ -104,8 +105,7 @@ class Environment:
             ("GOSSIPDP_PORT", self.port),
             ("GOSSIPDP_STATUS_PORT", self.status_port or 0),
         ):
-            if not 0 <= port < 65536:
-                raise ValueError(f"{name} is {port}; it must be in 0..65535")
+            port_number(name, port)
         if not 0 <= self.shard < self.num_shards:
             raise ValueError(
                 f"this process is number {self.shard} (RANK) of a replica of {self.num_shards} "
@@ -118,8 +118,7 @@ class Environment:
                     "`gossipdp run --join HOST:PORT`, or set both"
                 )
             return
-        if self.world_size < 1:
-            raise ValueError(f"WORLD_SIZE is {self.world_size}; it must be at least 1")
+        at_least_1("WORLD_SIZE", self.world_size)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
                 f"RANK is {self.rank}; with WORLD_SIZE {self.world_size} it must be in "

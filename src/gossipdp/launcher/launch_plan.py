@@ -27,6 +27,7 @@ from gossipdp.launcher.store import CHECK_EVERY_S, CONNECT_S, MAX_RUN_ID, Hosted
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity
 from gossipdp.links.tls import Tls
 from gossipdp.logs import printable
+from gossipdp.rules import at_least_1
 
 # A supervisor that is silent for so long was killed, or its host is gone.
 LOST_AFTER_S = 300.0
@@ -137,8 +138,7 @@ class LaunchPlan:
             ValueError: the number of hosts, or this one's, is impossible.
             RendezvousError: the port is in use, or the address is not of this machine.
         """
-        if num_hosts < 1:
-            raise ValueError(f"--nnodes is {num_hosts}; it must be at least 1")
+        at_least_1("--nnodes", num_hosts)
         if not 0 <= host_rank < num_hosts:
             raise ValueError(
                 f"--node-rank is {host_rank}; with --nnodes {num_hosts} it must be in "

@@ -27,8 +27,9 @@ from typing import Any, final
 from gossipdp import logs
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import check_platform
+from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.launch_plan import LaunchPlan
-from gossipdp.launcher.reports import report_variables
+from gossipdp.launcher.reports import advice_on, report_variables
 from gossipdp.launcher.supervisor import (
     Ending,
     Failure,
@@ -38,6 +39,7 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
+from gossipdp.rules import at_least_0, at_least_1
 
 # What the fork server imports once. By name, as nothing here may import what lies above. Nothing
 # in them computes on import: a thread pool that computing starts does not survive the fork.
@@ -69,6 +71,7 @@ def launch(
     max_restarts: int = 0,
     on_failure: Callable[[Failure], None] | None = None,
     nproc_per_replica: int = 1,
+    faults: FaultInjector | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` new local processes; return results by rank.
 
@@ -89,6 +92,8 @@ def launch(
         on_failure: called for each failure, with how soon its worker is started again.
         nproc_per_replica: how many of the processes hold one replica of the model, each a shard of
             it. To ``torch.distributed`` these are a world of their own, to the others one worker.
+        faults: kills, stops and slows workers. The result of one that was killed, and not started
+            again, is None.
 
     Raises:
         WorkerFailedError: a worker raised, ended early or was killed, and was not started again;
@@ -101,10 +106,8 @@ def launch(
         ['/home/me', '/home/me']
     """
     check_platform()
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; launch at least one")
-    if max_restarts < 0:
-        raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
+    at_least_1("world_size", world_size)
+    at_least_0("max_restarts", max_restarts)
     if nproc_per_replica < 1 or world_size % nproc_per_replica:
         raise ValueError(
             f"world_size is {world_size}; it counts processes, and must be a multiple of "
@@ -131,6 +134,7 @@ def launch(
         plan,
         start_process,
         max_restarts=max_restarts,
+        faults=faults,
         on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
     )
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -240,6 +244,12 @@ class ForkedWorker(WorkerProcess):
         pipe = [self._reader] if self._is_open else []
         return [self._process.sentinel, self.reports.receiver, *pipe]
 
+    def send(self, number: int) -> None:
+        # The fork server reaps it at once, and not when we poll. So look right before each signal:
+        # in the microseconds between, no other process gets its id.
+        if self._process.exitcode is None:
+            super().send(number)
+
     def poll(self) -> Ending | None:
         code = self._process.exitcode
         # A loader process forked by the worker may hold the pipe open: its end is not awaited.
@@ -318,7 +328,8 @@ def _report(error: BaseException) -> tuple[str, str]:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         return f"ended with exit code {code}", str(error)
-    return f"raised {type(error).__name__}", "".join(traceback.format_exception(error))
+    shown = "".join(traceback.format_exception(error))
+    return f"raised {type(error).__name__}", shown + advice_on(error)
 
 
 def _end_with_parent() -> None:

@@ -27,7 +27,7 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import Environment, check_secret, is_loopback, shard_run_id
-from gossipdp.launcher.reports import Report, send_report
+from gossipdp.launcher.reports import Report, say_instead_of_traceback, send_report
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
     CLOSE_AFTER_S,
@@ -37,6 +37,7 @@ from gossipdp.launcher.store import (
     ready_key,
 )
 from gossipdp.logs import printable
+from gossipdp.rules import port_number
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,6 +55,7 @@ MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
 SAY_AFTER_S = 30.0
 # The key under which a worker that was refused leaves its reason: the start fails for all.
 _REFUSAL = "refusal"
+MAX_REFUSAL = 1100
 
 # Name and shape of everything that is exchanged, in order.
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
@@ -124,24 +126,40 @@ class _Reference(msgspec.Struct, frozen=True):
             raise ValueError("the run id is too long or holds control characters")
 
 
-class _ListenAddress(msgspec.Struct, frozen=True):
-    """The address on which a worker listens, as it publishes."""
+class Habits(msgspec.Struct, frozen=True):
+    """How a worker begins to train: nothing that a run needs, but the others may find it odd.
+
+    Attributes:
+        learning_rates: of its parameter groups; none if it resumes.
+        random_state: a digest of torch's random state; empty if it resumes.
+    """
+
+    learning_rates: tuple[float, ...] = ()
+    random_state: str = ""
+
+
+class _Arrival(msgspec.Struct, frozen=True):
+    """What each worker publishes: the address on which it listens, and its habits."""
 
     host: str
     port: int
+    habits: Habits = Habits()
 
     def __post_init__(self) -> None:
         """Check the address; msgspec turns the ValueError into its ValidationError."""
         ipaddress.ip_address(self.host)
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"port {self.port} is not in 0..65535")
+        port_number("port", self.port)
 
 
 @dataclasses.dataclass(frozen=True)
 class RendezvousResult:
-    """The outcome of a rendezvous: (host, port) by rank, the run's id and secret."""
+    """The outcome of a rendezvous: the run's id and secret, and by rank what workers published.
+
+    That is (host, port), and how each begins to train.
+    """
 
     addresses: Mapping[int, tuple[str, int]]
+    habits: Mapping[int, Habits]
     run_id: str
     secret: bytes = dataclasses.field(repr=False)
 
@@ -201,7 +219,11 @@ class Rendezvous:
         return self._environment.is_joining and self._number == 0
 
     def meet(
-        self, address: tuple[str, int], settings: Settings, secret: bytes | None = None
+        self,
+        address: tuple[str, int],
+        settings: Settings,
+        secret: bytes | None = None,
+        habits: Habits | None = None,
     ) -> RendezvousResult:
         """Publish this worker's address, compare settings with worker 0's, wait for all.
 
@@ -209,6 +231,7 @@ class Rendezvous:
             address: where this worker listens: a numeric host that the others reach, and a port.
             settings: compared field by field with worker 0's.
             secret: all workers' common secret, instead of GOSSIPDP_SECRET.
+            habits: this worker's, for the others to see.
 
         Raises:
             RefusedError: this worker's settings or secret differ from worker 0's, or another has
@@ -220,14 +243,16 @@ class Rendezvous:
             check_secret(secret)
         secret = secret or environment.secret
         where = f"the store at {environment.store_host}:{environment.store_port}"
+        own = _Arrival(*address, habits or Habits())
         try:
             if self._store is None:
                 reference = self._reference(settings, secret)
-                arrivals = {0: _ListenAddress(*address)}
+                arrivals = {0: own}
             else:
                 reference = self._agree(self._store, settings, secret)
-                arrivals = self._gather(self._store, _ListenAddress(*address))
+                arrivals = self._gather(self._store, own)
         except (RefusedError, RendezvousError):
+            say_instead_of_traceback()
             raise
         except msgspec.MsgspecError as error:
             raise RendezvousError(
@@ -241,7 +266,8 @@ class Rendezvous:
             ) from error
         addresses = {rank: (arrival.host, arrival.port) for rank, arrival in arrivals.items()}
         made = (reference.secret or "").encode()
-        meeting = RendezvousResult(addresses, reference.run_id, secret or made)
+        all_habits = {rank: arrival.habits for rank, arrival in arrivals.items()}
+        meeting = RendezvousResult(addresses, all_habits, reference.run_id, secret or made)
         if self._number == 0:  # a worker that comes back joins the run of the first model
             known = meeting.secret.decode() or None
             send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))
@@ -306,9 +332,10 @@ class Rendezvous:
         refused = self._difference(store, settings, secret, found)
         if refused is not None:
             text = f"worker {rank} cannot join: {printable(refused, 1000)}; start all workers alike"
-            # The others would wait for this worker, which does not come.
-            store.set(f"{self._prefix}{_REFUSAL}", text)
-            raise RefusedError(text)
+            # The others would wait for this worker, which does not come. If worker 0 is the odd
+            # one, all are refused; they give one reason.
+            first = store.compare_set(f"{self._prefix}{_REFUSAL}", "", text)
+            raise RefusedError(printable(first.decode(errors="replace"), MAX_REFUSAL))
         return found
 
     def _reference(self, settings: Settings, secret: bytes | None) -> _Reference:
@@ -372,11 +399,11 @@ class Rendezvous:
             tensors = self._take(store, "tensors", Tensors, MAX_TENSORS_BYTES)
         return settings.difference(msgspec.structs.replace(reference.settings, tensors=tensors))
 
-    def _gather(self, store: "Store", arrival: _ListenAddress) -> dict[int, _ListenAddress]:
+    def _gather(self, store: "Store", arrival: _Arrival) -> dict[int, _Arrival]:
         self._publish(store, f"worker/{self._environment.rank}", arrival)
         keys = [f"worker/{rank}" for rank in range(self._environment.world_size)]
         self._wait(store, keys)
-        return {rank: self._take(store, key, _ListenAddress) for rank, key in enumerate(keys)}
+        return {rank: self._take(store, key, _Arrival) for rank, key in enumerate(keys)}
 
     def _wait(self, store: "Store", keys: list[str]) -> None:
         """Poll until all keys are set; raise RendezvousError after a refusal or the time-out.
@@ -388,7 +415,7 @@ class Rendezvous:
         while not store.check([self._prefix + key for key in keys]):
             if store.check([self._prefix + _REFUSAL]):
                 refusal = store.get(self._prefix + _REFUSAL).decode(errors="replace")
-                raise RendezvousError(printable(refusal, 1100))
+                raise RendezvousError(printable(refusal, MAX_REFUSAL))
             waited_s = self._clock() - began
             if waited_s >= self._timeout_s:
                 raise RendezvousError(self._absence(store))

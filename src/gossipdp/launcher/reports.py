@@ -4,19 +4,33 @@ With these reports a launcher restarts a worker by live addresses, without a sto
 an end of a datagram socket pair of its own, named by GOSSIPDP_REPORT; without a launcher, reports
 go nowhere. Nothing here waits: a report that does not fit the socket's queue is dropped, and a
 later one follows.
+
+All workers of a script make the same mistake. A launcher prints a sentence that several of them
+report once.
 """
 
+import logging
 import os
 import socket
 import stat
+import sys
+import traceback
 from collections.abc import Mapping
+from types import TracebackType
 
 import msgspec
+
+from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.logs import OF_RUN
+
+logger = logging.getLogger("gossipdp")
 
 REPORT_VARIABLE = "GOSSIPDP_REPORT"
 MAX_REPORT_BYTES = 1 << 16
 # A joiner needs one live address, and these fit one datagram.
 MAX_ADDRESSES = 256
+# What torch says if its functions for process groups are called without one.
+NO_GROUP = "Default process group has not been initialized"
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -24,15 +38,18 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     Attributes:
         begins: the worker has met the others and trains.
+        trains: it has made its first gradient step.
         rank: the rank that a joining worker was given.
         addresses: (host, port) by rank of the workers that it thinks alive.
         run_id, secret: those of the run's first model, unless the launcher chose them.
         consolidated: the worker holds the average at the end of the run.
         saves: it writes a last checkpoint before it ends; False: no longer.
         saved: the step and the directory of that checkpoint, once it is whole.
+        says: a sentence for the user.
     """
 
     begins: bool | None = None
+    trains: bool | None = None
     rank: int | None = None
     addresses: dict[int, tuple[str, int]] | None = None
     run_id: str | None = None
@@ -40,6 +57,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     consolidated: bool | None = None
     saves: bool | None = None
     saved: tuple[int, str] | None = None
+    says: str | None = None
 
 
 def send_report(report: Report, variables: Mapping[str, str] = os.environ) -> bool:
@@ -61,6 +79,56 @@ def send_report(report: Report, variables: Mapping[str, str] = os.environ) -> bo
     except OSError:
         return False
     return True
+
+
+def say_instead_of_traceback() -> None:
+    """Let the launcher print why a run cannot start, in place of a traceback of each worker.
+
+    It prints an error of the start that nobody catches. Without a launcher Python shows the
+    traceback. An excepthook of the user's own stays.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _say
+
+
+def _say(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    is_of_start = issubclass(kind, (RefusedError, RendezvousError))
+    if not (is_of_start and send_report(Report(says=str(value)))):
+        sys.__excepthook__(kind, value, trace)
+
+
+def advice_on(error: BaseException) -> str:
+    """Return what to write where a script of DistributedDataParallel's asks torch for its group.
+
+    It is empty if the error is another one.
+    """
+    if NO_GROUP not in str(error):
+        return ""
+    modules = {
+        frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)
+    }
+    if "torch.utils.data.distributed" in modules:
+        instead = (
+            "in place of DistributedSampler(data) give the loader shuffle=True and "
+            "generator=torch.Generator().manual_seed(model.worker_seed)"
+        )
+    else:
+        instead = (
+            "use model.rank, model.world_size and model.is_lead in place of dist.get_rank() and "
+            "its like, and delete dist.barrier() and dist.all_reduce()"
+        )
+    return (
+        f"no process group was started, and gossipdp needs none: {instead}; or call "
+        "torch.distributed.init_process_group() first, as for DistributedDataParallel"
+    )
+
+
+def advise_at_exit() -> None:
+    """Give advice, once a run, on the error with which this script ends; its traceback is shown."""
+    error = getattr(sys, "last_value", None)
+    advice = "" if error is None else advice_on(error)
+    if advice and not send_report(Report(says=advice)):
+        logger.warning("%s", advice, extra=OF_RUN)
 
 
 def report_variables(sender: socket.socket) -> dict[str, str]:

@@ -29,6 +29,7 @@ from typing import final
 import msgspec
 
 from gossipdp.launcher.environment import UNKNOWN_RANK, replica_variables
+from gossipdp.launcher.faults import FaultInjector, Target
 from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
 from gossipdp.launcher.reports import Report, ReportChannel
 from gossipdp.launcher.store import HostedStore
@@ -63,12 +64,16 @@ class Failure:
 
     ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet. It is
     started again in ``restart_in_s`` seconds; None: never. ``before``: how its earlier lives ended.
+    ``process_id``: of a replica's first process; 0 if none was started.
+    ``is_injected``: it was killed by our :class:`FaultInjector`.
     """
 
     rank: int
     ending: Ending
     restart_in_s: float | None = None
     before: tuple[Ending, ...] = ()
+    process_id: int = 0
+    is_injected: bool = False
 
 
 class WorkerProcess(abc.ABC):
@@ -168,7 +173,7 @@ class ReplicaProcess(WorkerProcess):
         return [thing for each in self._running.values() for thing in each.waits_for()]
 
     def take_reports(self) -> list[Report]:
-        """Return the reports of the first process, and that it begins once all of them do."""
+        """Return the first process's reports, all sentences, and that it begins once all do."""
         passed_on = []
         for shard, process in enumerate(self.processes):
             for report in process.take_reports():
@@ -178,6 +183,7 @@ class ReplicaProcess(WorkerProcess):
                     passed_on.append(msgspec.structs.replace(report, begins=None))
                 else:
                     self._join_infos[shard].take(report)
+                    passed_on += [Report(says=report.says)] if report.says else []
         if len(self._begun) == len(self.processes):
             self._begun.clear()
             passed_on.append(Report(begins=True))
@@ -197,7 +203,7 @@ class ReplicaProcess(WorkerProcess):
         return None if self._running else self._failure or Ending()
 
     def send(self, number: int) -> None:
-        self._is_ending = True
+        self._is_ending |= number == signal.SIGTERM
         for process in self._running.values():
             process.send(number)
 
@@ -256,13 +262,14 @@ def describe(failures: Sequence[Failure]) -> str:
 class _Lives:
     """One worker over all its lives; ``due`` is when the next one starts.
 
-    ``takes_part``: the present life has begun; ``has_begun``: any. ``missed_end``: the run became
-    complete while the present life did not take part.
+    ``takes_part``: the present life has begun; ``has_begun``: any. ``trains``: it has made a
+    gradient step. ``missed_end``: the run became complete while the present life did not take part.
     """
 
     rank: int
     has_begun: bool = False
     takes_part: bool = False
+    trains: bool = False
     consolidated: bool = False
     missed_end: bool = False
     saves: bool = False
@@ -281,6 +288,9 @@ class Supervisor:
     report; its k-th restart comes min(0.1·2^(k−1), 10) seconds after its death. When no worker is
     left to join, the run is over.
 
+    A kill of our own faults is no failure if another worker here ends well. Otherwise its
+    consequences are the same.
+
     Once a worker holds the average at the end of the run, no other is started again, and one that
     was, but does not take part yet, is ended. If restarts were left for it, that is no failure: the
     run is complete without it.
@@ -289,9 +299,11 @@ class Supervisor:
         plan: the run they belong to.
         start_process: starts a process with these variables.
         max_restarts: how many restarts, of all workers together.
+        faults: kills, stops and slows the workers.
         on_failure: called once for each failure, with whether the others go on.
         on_missed_end: called with the rank of each worker that died, and was started again or would
             have been, when the run was complete; and with the reason for its end, "" if we end it.
+        on_sentence: called once with each sentence that workers have for the user.
         clock: seconds, monotonic.
 
     Attributes:
@@ -309,16 +321,22 @@ class Supervisor:
         start_process: StartProcess,
         *,
         max_restarts: int = 0,
+        faults: FaultInjector | None = None,
         on_failure: Callable[[Failure, bool], None] = lambda failure, others_go_on: None,
         on_missed_end: Callable[[int, str], None] = lambda rank, reason: None,
+        on_sentence: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._start_process, self._clock = plan, start_process, clock
         self._num_restarts_left, self._on_failure = max_restarts, on_failure
-        self._on_missed_end = on_missed_end
+        self._on_missed_end, self._on_sentence = on_missed_end, on_sentence
+        self._faults = faults
+        self._sentences: set[str] = set()
         self.running: dict[int, WorkerProcess] = {}
         self.workers: dict[int, WorkerProcess] = {}
         self.failures: list[Failure] = []
+        self._injected: list[Failure] = []
+        self._some_ended_well = False
         self.begun = self.is_complete = False
         self.saved: dict[int, tuple[int, str]] = {}
         self._join_info = plan.join_infos[0]  # of single processes, or of each replica's first
@@ -363,9 +381,7 @@ class Supervisor:
                 while self.step(0.02):
                     if len(caught) > heeded:
                         self.kill()
-                for worker in self.workers.values():
-                    worker.close()
-                self._plan.close()
+                self.close()
         return caught[0] if caught else None
 
     def step(self, timeout_s: float = POLL_S) -> bool:
@@ -377,6 +393,8 @@ class Supervisor:
         dues = [lives.due for lives in self._lives if lives.due is not None]
         if dues:
             timeout_s = min(timeout_s, max(0.0, min(dues) - self._clock()))
+        if self._faults is not None:
+            timeout_s = min(timeout_s, self._faults.wait_s())
         things = [thing for worker in self.running.values() for thing in worker.waits_for()]
         try:
             multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
@@ -392,6 +410,13 @@ class Supervisor:
                 self._ended(local_rank, ending, now)
         if self.is_complete and not self.ending:
             self._end_latecomers()
+        if self._faults is not None and not self.ending:
+            self._faults.step(
+                [
+                    Target(lives.rank, self.running.get(local_rank), lives.trains)
+                    for local_rank, lives in enumerate(self._lives)
+                ]
+            )
         if not self.ending:
             self._restart(now)
         if self._end_at is not None and now >= self._end_at and not self.ending:
@@ -412,9 +437,21 @@ class Supervisor:
             self.kill()
             return
         self._kill_at = self._clock() + PATIENCE_S
+        if self._faults is not None:
+            self._faults.release()  # a stopped worker would not see the signal
         self._give_up_waiting()
         for worker in self.running.values():
             worker.send(signal.SIGTERM)
+
+    def close(self) -> None:
+        """Let go of all workers, which have ended, and judge the kills of our faults."""
+        if self._faults is not None:
+            self._faults.close()
+        if not self._some_ended_well:
+            self.failures += self._injected
+        for worker in self.workers.values():
+            worker.close()
+        self._plan.close()
 
     def _time_to_save_s(self) -> float:
         saves = any(self._lives[local_rank].saves for local_rank in self.running)
@@ -432,15 +469,16 @@ class Supervisor:
         worker = start_worker(self._plan.join_infos, self._start_process, variables)
         self.workers[local_rank] = self.running[local_rank] = worker
         lives = self._lives[local_rank]
-        lives.takes_part = lives.consolidated = lives.saves = False
+        lives.takes_part = lives.trains = lives.consolidated = lives.saves = False
 
     def _take_reports(self) -> None:
-        """Note the workers' reports: who trains, where all are, and the rank of a joiner."""
+        """Note the workers' reports: who trains, where all are, the rank of a joiner, advice."""
         for local_rank, worker in self.workers.items():
             lives = self._lives[local_rank]
             for report in worker.take_reports():
                 lives.has_begun |= bool(report.begins)
                 lives.takes_part |= bool(report.begins)
+                lives.trains |= bool(report.trains)
                 lives.consolidated |= bool(report.consolidated)
                 self.is_complete |= lives.consolidated
                 if report.saves is not None:
@@ -449,6 +487,9 @@ class Supervisor:
                     self.saved[lives.rank] = report.saved
                 if report.rank is not None:
                     lives.rank = report.rank
+                if report.says is not None and report.says not in self._sentences:
+                    self._sentences.add(report.says)
+                    self._on_sentence(report.says)
                 self._join_info.take(report)
 
     def _have_all_begun(self) -> bool:
@@ -458,12 +499,22 @@ class Supervisor:
 
     def _ended(self, local_rank: int, ending: Ending, now: float) -> None:
         worker = self.running.pop(local_rank)
+        is_injected = self._faults is not None and self._faults.ended(local_rank, ending.reason)
+        self._some_ended_well |= not ending.reason
         if self.ending or ending.reason:
             worker.kill_group()  # what it started and left behind, such as loader processes
         if not self.ending and ending.reason:
-            self._fail(local_rank, ending, now)
+            self._fail(local_rank, ending, now, process_id=worker.pid, is_injected=is_injected)
 
-    def _fail(self, local_rank: int, ending: Ending, now: float) -> None:
+    def _fail(
+        self,
+        local_rank: int,
+        ending: Ending,
+        now: float,
+        *,
+        process_id: int = 0,
+        is_injected: bool = False,
+    ) -> None:
         """Handle a life of this worker that failed, or could not begin."""
         lives = self._lives[local_rank]
         may_restart = self._have_all_begun() and self._num_restarts_left > 0
@@ -472,7 +523,13 @@ class Supervisor:
         if self.is_complete and not lives.consolidated and may_restart:
             self._miss_end(lives, ending.reason)
             return
-        failure = Failure(lives.rank, ending, before=lives.endings)
+        failure = Failure(
+            lives.rank,
+            ending,
+            before=lives.endings,
+            process_id=process_id,
+            is_injected=is_injected,
+        )
         lives.endings += (ending,)
         if may_restart and not self.is_complete:
             self._num_restarts_left -= 1
@@ -482,7 +539,7 @@ class Supervisor:
             lives.due, lives.failure = now + delay_s, failure
             failure = dataclasses.replace(failure, restart_in_s=delay_s)
         else:
-            self.failures.append(failure)
+            self._give_up(failure)
         self._on_failure(failure, self.begun)
         if not self.begun and self._end_at is None:
             self._end_at = now + GRACE_S
@@ -526,8 +583,11 @@ class Supervisor:
     def _give_up_waiting(self) -> None:
         for lives in self._lives:
             if lives.failure is not None:
-                self.failures.append(lives.failure)
+                self._give_up(lives.failure)
             lives.due = lives.failure = None
+
+    def _give_up(self, failure: Failure) -> None:
+        (self._injected if failure.is_injected else self.failures).append(failure)
 
 
 @contextmanager

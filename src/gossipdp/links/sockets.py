@@ -29,9 +29,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 from gossipdp.errors import RendezvousError
+from gossipdp.rules import number
 
 # The most unsent bytes that the kernel takes, so that a control message on a slow link waits behind
 # these and one chunk, not behind megabytes.
@@ -210,21 +211,18 @@ def pace(connection: socket.socket, max_bytes_per_s: float) -> None:
         raise OSError(errno.ENOPROTOOPT, "the system did not take the pace")
 
 
-def check_pacing(max_bytes_per_s: float) -> None:
-    """Raise ValueError if links of this machine cannot be capped so."""
-    if not (math.isfinite(max_bytes_per_s) and 1 <= max_bytes_per_s <= MAX_PACE):
-        raise ValueError(
-            f"max_bytes_per_s must be None (no cap) or a number from 1 to {MAX_PACE:g}, "
-            f"not {max_bytes_per_s}"
-        )
+def pace_of_links(name: str, value: Any) -> float:
+    """Return the cap if links of this machine can be capped so: the rule of the option ``name``."""
+    max_bytes_per_s = number(name, value, least=1.0, below=MAX_PACE)
     try:
         if sys.platform != "linux":  # elsewhere the number 47 means something else
             raise OSError(errno.ENOPROTOOPT, f"not on {sys.platform}")
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             pace(probe, max_bytes_per_s)
+        return max_bytes_per_s
     except OSError as error:
         raise ValueError(
-            "max_bytes_per_s needs a Linux kernel that paces TCP (SO_MAX_PACING_RATE), and this "
+            f"{name} needs a Linux kernel that paces TCP (SO_MAX_PACING_RATE), and this "
             f"system has none ({error.strerror}); leave it None and limit the network itself"
         ) from None
 

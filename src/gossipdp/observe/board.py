@@ -1,4 +1,4 @@
-"""The answers of several workers, put together to a job: who trains, how fast, who is slow or dead.
+"""The answers of several workers, put together to a job: who trains, how fast, who is slow or lost.
 
 The job is a pure function of answers and times, but for the counts kept for speeds. While a worker
 answers, its own account counts; else the most advanced record of those that do answer (membership
@@ -37,8 +37,8 @@ LONGEST_SPEED_OVER_S = 60.0
 SAME_EVENT_S = 3.0
 # Worker r of a host listens on the status port + r.
 NEAR_PORTS = 15
-GONE = ("dead", "left")
-_ORDER = ("joining", "training", "done", "left", "dead")
+GONE = ("lost", "left")
+_ORDER = ("joining", "training", "done", "left", "lost")
 
 
 class JobWorker(msgspec.Struct, frozen=True):
@@ -47,12 +47,14 @@ class JobWorker(msgspec.Struct, frozen=True):
     Attributes:
         state: ``training``; ``slow``: its steps take over 1.5 times the median of the others';
             ``idle``: no step for 5 s and for ten steps; ``averaging``: it has called
-            ``consolidate()``; ``joining``; ``left``: gone after the average; ``dead``; ``silent``:
-            it does not answer, and others have not heard it for the time-out; ``cut off``: it
-            answers, and others took it for dead; ``no answer``: it does not answer here, others
-            hear it.
+            ``consolidate()``; ``joining``; ``left``: gone after the average; ``silent``: it does
+            not answer, and others have not heard it for the time-out; ``lost``: no worker hears it
+            any more, and the others go on without it; ``cut off``: it answers here, and is lost to
+            the others; ``no answer``: it does not answer here, others hear it.
         is_answering: it answered the last time it was asked. Of one that does not, counts and
             ``since_step_s`` are what others heard, and the rest is from its last answer.
+        restarts: processes of this rank before this one.
+        silent_s: since one of those who answer heard it last, while it is ``silent``.
         step_factor: its step's duration over the median of the others'.
         neighbours: those in the graph that it has a link to; None if it is gone.
 
@@ -80,8 +82,12 @@ class JobWorker(msgspec.Struct, frozen=True):
     exchanges: int | None = None
     exchanges_failed: int | None = None
     achieved_comm_rate: float | None = None
+    aimed_comm_rate: float | None = None
+    comm_rate_bound: str = "fixed"
     waited_seconds: float | None = None
     neighbours: tuple[int, ...] | None = None
+    restarts: int = 0
+    silent_s: float | None = None
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -104,7 +110,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         samples, samples_per_second: of all workers.
-        loss, edge_distance: means over the workers that are not dead and have not left.
+        loss, edge_distance: means over the workers that are not lost and have not left.
         heard_ago_s: since the last answer of any worker.
         num_answering: workers that answered the last time they were asked.
         notices: oldest first.
@@ -129,7 +135,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     @property
     def is_over(self) -> bool:
         """Return whether all are averaging or the budget is used up, for all that is known."""
-        states = {worker.state for worker in self.workers} - {"dead"}
+        states = {worker.state for worker in self.workers} - {"lost"}
         if states and states <= {"averaging", "left"}:
             return True
         since = (self.samples_per_second or 0.0) * self.heard_ago_s
@@ -370,7 +376,9 @@ class StatusBoard:
                 "loss": status.logged.get("loss") if status else None,
                 "neighbours": None,
             }
-            for name in ("rank", "incarnation", "gradient_steps", "samples"):
+            if state == "silent":
+                facts["silent_s"] = self._silent_s(rank)
+            for name in ("rank", "incarnation", "restarts", "gradient_steps", "samples"):
                 facts[name] = max(getattr(member, name), own_facts.get(name, 0))
             if state not in GONE:
                 speed = partial(self._speeds.since, from_s=now_s - over_s)
@@ -381,6 +389,17 @@ class StatusBoard:
                     facts["neighbours"] = tuple(each.rank for each in linked if each.is_neighbour)
             workers.append(JobWorker(**facts))
         return mark_slow(workers)
+
+    def _silent_s(self, rank: int) -> float | None:
+        """Return the time since one of those who answer, and are linked to it, heard it last."""
+        heard_ago_s = (
+            each.heard_ago_s
+            for source in self._sources.values()
+            if source.status is not None and source.is_answering
+            for each in source.status.neighbours
+            if each.rank == rank and each.heard_ago_s is not None
+        )
+        return min(heard_ago_s, default=None)
 
     # Links and notices.
 
@@ -417,19 +436,33 @@ class StatusBoard:
         return tuple(links)
 
     def _notices(self, now_s: float) -> tuple[NoticeStatus, ...]:
-        """Return every event once, however many noticed it, oldest first."""
+        """Return every event once, however many noticed it, oldest first.
+
+        One that was stopped itself notices late what happened meanwhile, and since when.
+        """
         events = sorted(
-            (now_s - source.answered_s + each.ago_s, each.rank, each.kind)
+            (now_s - source.answered_s + each.ago_s, each.rank, each.kind, each.silent_s or 0.0)
             for source in self._sources.values()
             if source.status is not None
             for each in source.status.notices
         )
-        last: dict[tuple[int, str], float] = {}
-        notices = []
-        for ago_s, rank, kind in reversed(events):
-            if last.get((rank, kind), math.inf) - ago_s > SAME_EVENT_S:
+        # Of the last event of each kind: its place, the last time it was noticed, and since when.
+        last: dict[tuple[int, str], tuple[int, float, float | None]] = {}
+        notices: list[NoticeStatus] = []
+        for ago_s, rank, kind, silent_s in reversed(events):
+            since_s = ago_s + silent_s if silent_s else None
+            place, last_s, known_s = last.get((rank, kind), (0, math.inf, None))
+            apart_s = last_s - ago_s
+            if since_s is not None and known_s is not None:
+                apart_s = min(apart_s, abs(since_s - known_s))
+            if apart_s > SAME_EVENT_S:
+                place, known_s = len(notices), None
                 notices.append(NoticeStatus(rank, kind, ago_s))
-            last[rank, kind] = ago_s
+            if since_s is not None and since_s > (known_s or 0.0):
+                known_s = since_s
+                silent_s = since_s - notices[place].ago_s
+                notices[place] = msgspec.structs.replace(notices[place], silent_s=silent_s)
+            last[rank, kind] = place, ago_s, known_s
         return tuple(notices)
 
 
@@ -477,14 +510,14 @@ def _state(
 ) -> str:
     """Return the one word for a worker; ``own`` is its own answer, if there is one."""
     if own is not None:
-        if member.state == "dead" and member.incarnation >= own.incarnation:
-            return "cut off"  # it lives, and others take it for dead
+        if member.state == "lost" and member.incarnation >= own.incarnation:
+            return "cut off"  # it answers here, and is lost to the others
         if member.state == "joining":
             return "joining"
         if own.state == "averaging":
             return "averaging"
         return "idle" if is_idle else "training"
-    if member.state in ("dead", "left", "joining"):
+    if member.state in ("lost", "left", "joining"):
         return member.state
     if is_silent:
         return "silent"

@@ -2,11 +2,13 @@
 
 A file starts with a ``start`` record. ``counts`` records follow, each with totals up to then.
 ``began`` is written when a process makes its first gradient step, ``notice`` when the worker
-notices a change in another's life, ``values`` when the script logs something, ``consolidating``
+notices a change in a worker's life, ``values`` when the script logs something, ``consolidating``
 when the worker has nothing left to do but to wait for the others, and ``end`` when it has the
-average. Time (``time_s``) is in seconds since the worker's first start, whose date is in ``start``.
-The log of a worker that was started again goes on where it ended, with a ``start`` record of the
-new process.
+average. If the worker's process fails, its launcher appends ``process_end``.
+
+Time (``time_s``) is in seconds since the worker's first start, whose date is in ``start``. The log
+of a worker that was started again goes on where it ended, with a ``start`` record of the new
+process.
 
 A ``counts`` record is due ``interval_s`` after the last, and from 2000 intervals on after 1/2000 of
 the time so far. So T seconds give at most 2000 (1 + ln(T / 2000 interval_s)) of them: at 0.2 s
@@ -17,20 +19,19 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, TypedDict, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
 from gossipdp.gossip.counters import MAX_WORKERS, Counters, Rank, decode, metrics_of
-from gossipdp.links.clock import since_boot_s
+from gossipdp.links.clock import boot_id, since_boot_s
 
 logger = logging.getLogger("gossipdp")
 
 FILE_PATTERN = "worker-*.jsonl"
-FORMAT = 3
+FORMAT = 4
 """Written into each start record; a reader refuses others."""
 
 Value = bool | int | float | str
@@ -43,14 +44,6 @@ def worker_file(directory: Path, rank: int) -> Path:
 # The records.
 
 
-class KnownConfiguration(TypedDict, total=False):
-    """The part of a configuration that readers of a log compute with."""
-
-    comm_rate: float | str
-    parameters: int
-    edges: list[tuple[Rank, Rank]]
-
-
 class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     """The start of a process that trains.
 
@@ -59,6 +52,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
         configuration: of the wrapper, in words and numbers.
         boot_id: of the boot since which ``started_s`` counts; empty if it is not known.
         run_id: of the run; the log of one that resumes holds the runs before it too.
+        time_s: 0 for the first process of the worker.
     """
 
     rank: Rank
@@ -70,6 +64,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     format: int = 1  # the first one had no such field
     boot_id: str = ""
     run_id: str = ""
+    time_s: float = 0.0
 
 
 class RecentExchange(msgspec.Struct, frozen=True, array_like=True):
@@ -131,176 +126,54 @@ class BeganRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="began"):
 
 
 class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
-    """A notice about worker ``rank``, such as "dead"; ``at_s`` is by ``since_boot_s``."""
+    """A notice about worker ``rank``; see :class:`gossipdp.gossip.snapshot.Notice`."""
 
     rank: Rank
     what: str
     at_s: float
     time_s: float = 0.0
+    silent_s: float | None = None
 
 
-_Later = CountsRecord | ValuesRecord | ConsolidatingRecord | EndRecord | BeganRecord | NoticeRecord
-Record = StartRecord | _Later
+class ProcessEndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="process_end"):
+    """The end of the process that wrote the log until here; its launcher writes it.
+
+    ``reason`` completes "its process ...", such as "died of signal 9 (SIGKILL)".
+    """
+
+    time_s: float
+    reason: str
+
+
+_Of_training = CountsRecord | ValuesRecord | ConsolidatingRecord | EndRecord
+_Of_lives = BeganRecord | NoticeRecord | ProcessEndRecord
+Record = StartRecord | _Of_training | _Of_lives
 
 _encoder = msgspec.json.Encoder()
-_Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
 # Reading.
 
 
-class RunLogTail:
-    """A reader that follows one worker's log while it grows; the file need not exist yet."""
+def read_records(path: Path) -> list[Record]:
+    """Return the records of one worker's log, but for a last line cut short (it was killed).
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-
-    def read_new(self) -> list[Record]:
-        """Return the records that were completed since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                lines = whole_lines(file.read())
-        except FileNotFoundError:
-            return []
-        self._position += sum(map(len, lines))
-        return _records(self._path, lines)
-
-
-@dataclass(frozen=True)
-class WorkerLog:
-    """The records of one worker, by kind, in the order in which they were written.
-
-    Attributes:
-        start, restart: of the first process, and of the last if there was more than one.
-        last_s: time of the last record that has one.
-    """
-
-    start: StartRecord
-    counts: tuple[CountsRecord, ...] = ()
-    end: EndRecord | None = None
-    lives: tuple[BeganRecord, ...] = ()
-    notices: tuple[NoticeRecord, ...] = ()
-    values: tuple[ValuesRecord, ...] = ()
-    consolidating: ConsolidatingRecord | None = None
-    last_s: float = 0.0
-    restart: StartRecord | None = None
-
-    @property
-    def latest_start(self) -> StartRecord:
-        return self.restart or self.start
-
-    @property
-    def trained_s(self) -> float:
-        """Return the time of the first record with the last gradient step; 0 without a step."""
-        all_steps = self.counts[-1].gradient_steps if self.counts else 0
-        return next((each.time_s for each in self.counts if each.gradient_steps == all_steps), 0.0)
-
-    def last_values(self) -> dict[str, Value | None]:
-        """Return the latest of each value that the script logged."""
-        return {name: value for record in self.values for name, value in record.values.items()}
-
-
-@dataclass(frozen=True)
-class RunLog:
-    """The logs of all workers of a run, by rank."""
-
-    workers: dict[int, WorkerLog]
-
-    @property
-    def started_at(self) -> float:
-        """Return the date of the first worker's start, in seconds since 1970."""
-        return min(worker.start.started_at for worker in self.workers.values())
-
-    @property
-    def latest_start(self) -> StartRecord:
-        """Return the latest start of any process: a resumed run may have another size and graph."""
-        starts = (worker.latest_start for worker in self.workers.values())
-        return max(starts, key=lambda start: start.started_at)
-
-    @property
-    def num_workers(self) -> int:
-        """Return the number of workers that the run was last started with."""
-        return self.latest_start.num_workers
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the number of workers in the logs, joiners without a log here included."""
-        partners = (rank for pair in self.exchange_counts() for rank in pair)
-        return max(self.num_workers, 1 + max(self.workers), 1 + max(partners, default=0))
-
-    def exchange_counts(self) -> dict[tuple[int, int], int]:
-        """Return the completed exchanges by (lower rank, higher rank), without zeros.
-
-        Both ends count an exchange, and a log may lack its last line: the larger count is taken.
-        """
-        counts: dict[tuple[int, int], int] = {}
-        for rank, worker in self.workers.items():
-            for last in worker.counts[-1:]:
-                for peer, count in last.exchanges_by_neighbour.items():
-                    pair = (min(rank, peer), max(rank, peer))
-                    counts[pair] = max(counts.get(pair, 0), count)
-        return {pair: counts[pair] for pair in sorted(counts) if counts[pair]}
-
-    @classmethod
-    def read(cls, directory: Path) -> Self:
-        """Read the logs in a directory, without a last line cut short (a worker was killed).
-
-        Raises:
-            ValueError: there are none, a line is no record, a configuration is invalid, or another
-                version wrote them.
-        """
-        workers = [read_worker(path) for path in sorted(directory.glob(FILE_PATTERN))]
-        by_rank = {worker.start.rank: worker for worker in workers if worker is not None}
-        if not by_rank:
-            raise ValueError(
-                f"{directory} holds no log of a worker ({FILE_PATTERN}); train with "
-                "Monitor(log_dir=...), or with gossipdp run --log-dir"
-            )
-        return cls(dict(sorted(by_rank.items())))
-
-
-def read_worker(path: Path) -> WorkerLog | None:
-    """Return the log of one worker; None if not even its first line was completed.
+    The first is a start record; without even its line there are none.
 
     Raises:
-        ValueError: as :meth:`RunLog.read`.
+        ValueError: a line is no record, or another version wrote them.
     """
     lines = whole_lines(path.read_bytes())
-    if not lines:
-        return None
-    (start,) = _records(path, lines[:1])
-    if not isinstance(start, StartRecord):
-        raise ValueError(f"{path} does not begin with a start record, but with {start!r}")
-    if start.format != FORMAT:
-        raise ValueError(
-            f"{path} is a log of format {start.format}, and this version of gossipdp reads format "
-            f"{FORMAT} only: read it with the version that wrote it, or run again"
-        )
-    records = _records(path, lines)
-
-    def of(kind: type[_Kind]) -> tuple[_Kind, ...]:
-        return tuple(record for record in records if isinstance(record, kind))
-
-    starts, ends, waits = of(StartRecord), of(EndRecord), of(ConsolidatingRecord)
-    for each in starts:
-        try:
-            msgspec.convert(each.configuration, KnownConfiguration)
-        except msgspec.ValidationError as error:
-            place = f"{path}, line {records.index(each) + 1}"
-            raise ValueError(f"{place} holds an invalid configuration: {error}") from error
-    return WorkerLog(
-        start=start,
-        counts=of(CountsRecord),
-        end=ends[-1] if ends else None,
-        lives=of(BeganRecord),
-        notices=of(NoticeRecord),
-        values=of(ValuesRecord),
-        consolidating=waits[-1] if waits else None,
-        last_s=max(0.0 if isinstance(each, StartRecord) else each.time_s for each in records),
-        restart=starts[-1] if len(starts) > 1 else None,
-    )
+    # The first line alone: other versions have other records after it.
+    for start in parsed(path, lines[:1]):
+        if not isinstance(start, StartRecord):
+            raise ValueError(f"{path} does not begin with a start record, but with {start!r}")
+        if start.format != FORMAT:
+            raise ValueError(
+                f"{path} is a log of format {start.format}, and this version of gossipdp reads "
+                f"format {FORMAT} only: read it with the version that wrote it, or run again"
+            )
+    return parsed(path, lines)
 
 
 def whole_lines(content: bytes) -> list[bytes]:
@@ -308,7 +181,8 @@ def whole_lines(content: bytes) -> list[bytes]:
     return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
-def _records(path: Path, lines: list[bytes]) -> list[Record]:
+def parsed(path: Path, lines: list[bytes]) -> list[Record]:
+    """Return the records in these lines of a log; raise ValueError for a line that is none."""
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -355,12 +229,15 @@ class RunLogWriter:
         resumes: bool = False,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = _log_before(path) if goes_on or resumes else None
-        is_same_run = before is not None and before.latest_start.run_id == run_id
-        self._before = before if resumes or is_same_run else None
+        before = _log_before(path) if goes_on or resumes else []
+        starts = [each for each in before if isinstance(each, StartRecord)]
+        if not (resumes or (starts and starts[-1].run_id == run_id)):
+            before, starts = [], []
+        self._first = starts[0] if starts else None
+        self._last_s = _last_time_s(before)
         self._path = path
         self._file = path.open("ab", buffering=0)
-        kept = whole_lines(path.read_bytes()) if self._before is not None else []
+        kept = whole_lines(path.read_bytes()) if before else []
         self._file.truncate(sum(map(len, kept)))
         self._position = self._file.seek(0, os.SEEK_END)
         self._interval_s = interval_s
@@ -372,9 +249,8 @@ class RunLogWriter:
         """The worker's first start, by ``clock``: the zero of all times in the records."""
         self._num_notices = 0
         self._is_failing = False
-        self._totals_before = self._totals = (
-            self._before.counts[-1] if self._before and self._before.counts else Counters()
-        )
+        totals = [each for each in before if isinstance(each, CountsRecord)]
+        self._totals_before = self._totals = totals[-1] if totals else Counters()
 
     def wait_s(self) -> float:
         """Return the time until a ``counts`` record is due; not positive if it is due."""
@@ -385,26 +261,23 @@ class RunLogWriter:
         """Write a start record; time counts from here, or from the first process's start."""
         now_s, date_s = self._clock(), self._date()
         self.started_s = self._recorded_s = now_s
-        if self._before is not None:
-            first = self._before.start
-            # Dates count only if the machine was started since. The date may have been set back:
-            # time goes on from the last record at least.
-            is_same_boot = self._boot_id and self._boot_id == first.boot_id
-            elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
-            self.started_s -= max(elapsed_s, self._before.last_s)
+        if self._first is not None:
+            self.started_s -= _elapsed_s(self._first, self._last_s, now_s, date_s, self._boot_id)
         process = (rank, num_workers, os.getpid(), date_s, dict(configuration), now_s)
-        self._write(StartRecord(*process, FORMAT, self._boot_id, self._run_id))
+        at = self._boot_id, self._run_id, self._time(now_s)
+        self._write(StartRecord(*process, FORMAT, *at))
 
     def began(self, at_s: float | None = None) -> None:
         """Write that this process has made its first gradient step, now or at ``at_s``."""
         at_s = self._clock() if at_s is None else at_s
         self._write(BeganRecord(os.getpid(), at_s, self._time(at_s)))
 
-    def notice(self, rank: int, what: str, at_s: float) -> None:
-        """Write a notice about another worker; beyond 10,000 nothing more."""
+    def notice(self, rank: int, what: str, at_s: float, silent_s: float | None = None) -> None:
+        """Write a notice about a worker; beyond 10,000 nothing more."""
         self._num_notices += 1
         if self._num_notices <= MAX_NOTICES:
-            self._write(NoticeRecord(rank, what, at_s, self._time(at_s)))
+            silent_s = None if silent_s is None else round(silent_s, 3)
+            self._write(NoticeRecord(rank, what, at_s, self._time(at_s), silent_s))
 
     def counts(
         self,
@@ -464,17 +337,53 @@ class RunLogWriter:
                 logger.warning(text, self._path, error)
 
 
-def _log_before(path: Path) -> WorkerLog | None:
-    """Return the log of an earlier process; move a file that cannot be read out of the way."""
-    if not path.exists():
-        return None
+def write_process_end(path: Path, process_id: int, reason: str) -> None:
+    """Write into a worker's log, as its launcher, that its process has failed.
+
+    Nothing is written if there is no log of this process. A full disk costs the line.
+    """
     try:
-        return read_worker(path)
+        records = read_records(path) if path.exists() else []
+        starts = [each for each in records if isinstance(each, StartRecord)]
+        if not starts or starts[-1].process_id != process_id:
+            return
+        now = since_boot_s(), time.time(), boot_id()
+        time_s = _elapsed_s(starts[0], _last_time_s(records), *now)
+        lines = whole_lines(path.read_bytes())
+        with path.open("r+b", buffering=0) as file:
+            file.truncate(sum(map(len, lines)))  # the process may have died in mid-line
+            file.seek(0, os.SEEK_END)
+            file.write(_encoder.encode(ProcessEndRecord(round(time_s, 4), reason)) + b"\n")
+    except (OSError, ValueError) as error:
+        logger.warning("cannot write the end of a worker's process into %s (%s)", path, error)
+
+
+def _last_time_s(records: Sequence[Record]) -> float:
+    return max((each.time_s for each in records), default=0.0)
+
+
+def _elapsed_s(
+    first: StartRecord, last_s: float, now_s: float, date_s: float, boot_id: str
+) -> float:
+    """Return the time since the worker's first start, at the end of its log so far or later.
+
+    Dates count only if the machine was started since. The date may have been set back: time goes on
+    from the last record at least.
+    """
+    is_same_boot = boot_id and boot_id == first.boot_id
+    elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
+    return max(elapsed_s, last_s)
+
+
+def _log_before(path: Path) -> list[Record]:
+    """Return the records of an earlier process; move a file that is damaged out of the way."""
+    try:
+        return read_records(path) if path.exists() else []
     except ValueError as error:
         aside = path.with_suffix(f".{time.time_ns()}.damaged")
         path.rename(aside)
         logger.warning("a new log is begun, and the old one is kept as %s: %s", aside.name, error)
-        return None
+        return []
 
 
 def _sum(before: Counters, counters: Counters) -> Counters:

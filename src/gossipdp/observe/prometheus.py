@@ -12,6 +12,7 @@ from typing import TypeAlias, get_args
 
 from gossipdp.gossip.counters import Metric, metrics_of
 from gossipdp.observe.status import MemberState, WorkerStatus
+from gossipdp.rules import shown_rate
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
@@ -50,7 +51,7 @@ def metrics_text(status: WorkerStatus) -> bytes:
 
 def _families(status: WorkerStatus) -> Iterator[tuple[str, Metric, _Samples]]:
     about = {name: getattr(status, name) for name in ("run_id", "method", "graph", "host", "state")}
-    about["comm_rate"] = str(status.comm_rate)
+    about["comm_rate"] = shown_rate(status.comm_rate)
     yield "info", Metric("The run of this worker; always 1.", "gauge"), [(about, 1)]
     for name, metric in metrics_of(WorkerStatus).items():
         value = getattr(status, name)

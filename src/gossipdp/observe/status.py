@@ -31,19 +31,21 @@ MAX_IDLE = 16
 ANSWER_WITHIN_S = 2.0
 MAX_AT_ONCE = 32
 
-MemberState: TypeAlias = Literal["joining", "training", "done", "left", "dead"]
+MemberState: TypeAlias = Literal["joining", "training", "done", "left", "lost"]
 
 
 class MemberStatus(msgspec.Struct, frozen=True):
     """One worker as another knows it.
 
     Attributes:
+        incarnation: rises with a new process, and when the same one answers after it was lost.
         state: ``done``: it trains no more and waits for the others; ``left``: it went after the
-            final average.
+            final average; ``lost``: nobody hears it, and the others go on without it.
         is_silent: its link here is open, and nothing has come for the time-out.
         gradient_steps, samples: over all its lives, as last heard.
         status_address: HOST:PORT where it shows its own status; empty if it shows none.
         since_step_s: since its steps were last heard to grow, however often it beats.
+        restarts: processes of this rank before this one.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class MemberStatus(msgspec.Struct, frozen=True):
     samples: int = 0
     status_address: str = ""
     since_step_s: float | None = None
+    restarts: int = 0
 
 
 def idle_seconds(members: Iterable[MemberStatus]) -> dict[int, float]:
@@ -97,13 +100,35 @@ class NoticeStatus(msgspec.Struct, frozen=True):
     rank: int
     kind: str
     ago_s: float
+    silent_s: float | None = None
+
+
+def notice_words(kind: str, silent_s: float | None = None) -> str:
+    """Return a notice in words, for people; they complete "worker 3 ...".
+
+    Example:
+        >>> notice_words("answered", 8.21)
+        'answers again after 8.2 s of silence'
+        >>> notice_words("lost")
+        'is no longer heard; the others go on without it'
+    """
+    silence = "" if silent_s is None else f"{silent_s:.1f} s"
+    words = {
+        "joined": "joined the run",
+        "silent": "fell silent" + (f": nothing heard for {silence}" if silence else ""),
+        "lost": "is no longer heard; the others go on without it",
+        "answered": "answers again" + (f" after {silence} of silence" if silence else ""),
+        "restarted": "was restarted: a new process takes part",
+        "stopped": "stood still itself" + (f" for {silence}" if silence else ""),
+    }
+    return words.get(kind, printable(kind))
 
 
 class WorkerStatus(Counters, frozen=True):
     """One worker's answer, with its counters.
 
     Attributes:
-        rank, incarnation: of the worker and its life.
+        rank, incarnation, restarts: of the worker: see :class:`MemberStatus`.
         num_workers: at the start of the run.
         run_id, method, graph, comm_rate: of the run; ``graph`` is its name.
         host, process_id: of the worker's process.
@@ -118,7 +143,9 @@ class WorkerStatus(Counters, frozen=True):
     """
 
     rank: int
-    incarnation: Annotated[int, Metric("Lives of this rank before this one.", "gauge")]
+    incarnation: Annotated[
+        int, Metric("Rises when the rank is restarted, or was lost and answers again.", "gauge")
+    ]
     num_workers: int
     run_id: str
     method: str
@@ -132,6 +159,7 @@ class WorkerStatus(Counters, frozen=True):
         int | None, Metric("Samples that all workers are to train on.", "gauge")
     ] = None
     since_step_s: Annotated[float, Metric("Time since the last gradient step.", "gauge")] = math.nan
+    restarts: Annotated[int, Metric("Processes of this rank before this one.", "gauge")] = 0
     logged: Annotated[
         dict[str, float | None], Metric("Numbers that the script logged last.", "gauge", "name")
     ] = msgspec.field(default_factory=dict)

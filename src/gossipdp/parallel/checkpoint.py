@@ -228,7 +228,7 @@ def ended_lives(
         notices: what it noticed, oldest first.
         now_s: the time, on the notices' clock.
     """
-    died_s = {notice.rank: notice.at_s for notice in notices if notice.kind == "dead"}
+    died_s = {notice.rank: notice.at_s for notice in notices if notice.kind == "lost"}
     return tuple(
         (member.rank, incarnation)
         for member in members

@@ -120,6 +120,7 @@ class Checkpointer:
         self._ended = () if resumption is None else resumption.ended
         self.is_due = self._has_looked = False
         self._num_saved = self._num_failed = self._num_generators = 0
+        self._drafted_step = 0 if resumption is None else resumption.counts.step
         self._pause_s = 0.0
         # Of the last step after which a checkpoint was due.
         self._random_states: dict[str, Any] | None = None
@@ -238,9 +239,11 @@ class Checkpointer:
         self._written = self._writer.begin(write)
 
     def take_last(self) -> None:
-        """Take the checkpoint that is due after the last was written, at the last occasion."""
+        """Take a last checkpoint if some were asked for: started again, the run is at its end."""
         self._wait_for_writer()
         self._has_looked = False
+        if self._saving.every_steps is not None and self._engine.step_number > self._drafted_step:
+            self.is_due = True
         self.take_due()
 
     @property
@@ -294,6 +297,7 @@ class Checkpointer:
         started_s = time.perf_counter()
         engine, captured = self._engine, self._engine.capture()
         counts = engine.counts()
+        self._drafted_step = counts.step
         facts = Facts(
             rank=engine.rank,
             world_size=engine.world_size,

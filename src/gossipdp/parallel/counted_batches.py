@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import math
 import weakref
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel.data_position import DataPosition
@@ -23,12 +26,18 @@ Batch = TypeVar("Batch")
 
 STEPS_WITHOUT_SAMPLES = 3
 """After so many steps without one counted sample something is wrong with the loop."""
+IN_AN_OWN_ORDER = (
+    "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(model.worker_seed))"
+)
+PASSES_IN_ONE_ORDER = 2
+"""A loop that counts each batch twice, as for two views of it, is then in its second pass."""
 
 
 class CountedBatches:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
-    Calls ``between`` two batches, and is ``within`` a context while it yields.
+    Calls ``between`` two batches, and is ``within`` a context while it yields. ``draws_alike`` says
+    whether all workers draw the same random numbers.
     """
 
     def __init__(
@@ -38,21 +47,24 @@ class CountedBatches:
         is_stopped: Callable[[], bool],
         options: Options,
         *,
+        draws_alike: Callable[[], bool],
         between: Callable[[], None],
         within: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.budget_samples = options.budget_samples
         self._position = position
         self._total_samples, self._is_stopped = total_samples, is_stopped
+        self._draws_alike = draws_alike
         self._between, self._within = between, within
         self._samples_per_step = options.counting.samples_per_step
         self._batch_dim = options.counting.batch_dim
         self._is_yielding = self._is_repeat = self._may_repeat = False
-        self._is_closed = False
+        self._is_closed = self._is_sampler_looked_at = False
         self._counted = self._all_counted = 0
         # Of the calls of epochs() that are over; the last one may be under way, or broken off.
         self._epochs_before = self._samples_before = self._num_epochs = 0
         self._forwarded: list[weakref.ref[Tensor]] = []  # what the forward passes of a step were of
+        self._samplers: weakref.WeakSet[DistributedSampler[Any]] = weakref.WeakSet()
 
     def take_counted(self) -> int:
         """Return the samples of the step that has just ended."""
@@ -74,6 +86,33 @@ class CountedBatches:
         if self.budget_samples is not None:
             raise RuntimeError(f"the budget would never be used up: {problem}")
         logger.warning("%s", problem, extra=OF_RUN)
+
+    def check_order(self, num_steps: int) -> None:
+        """Say so, once, where a loop of the user's own never calls its sampler's ``set_epoch``.
+
+        Nothing leads from a loop to its sampler, so all objects are looked at, once. Other samplers
+        of the script, as for evaluation, may well stay at epoch 0, so none may have left it.
+        """
+        if self._is_yielding or self._samples_per_step is not None:
+            return
+        if num_steps == STEPS_WITHOUT_SAMPLES:
+            for each in gc.get_referrers(DistributedSampler):
+                if type(each) is DistributedSampler and each.shuffle and each.num_replicas > 1:
+                    self._samplers.add(each)
+        samples = max((each.num_samples for each in self._samplers), default=None)
+        if samples is None or self._all_counted <= PASSES_IN_ONE_ORDER * samples:
+            return
+        if all(each.epoch == 0 for each in self._samplers):
+            logger.warning(
+                "the DistributedSampler is still at epoch 0 after %d samples of this worker, and "
+                "gives it %d a pass: each pass brings the same share of the data in the same "
+                "order. Call sampler.set_epoch(epoch) before each pass, or loop over "
+                "model.epochs(loader, n), which does",
+                self._all_counted,
+                samples,
+                extra=OF_RUN,
+            )
+        self._samplers.clear()
 
     def count_forward(self, batch: Any) -> None:
         """Count a batch of a loop of the user's own; one that was yielded here is counted.
@@ -200,6 +239,9 @@ class CountedBatches:
     def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, each counted, pass after pass without end."""
         self._counted = 0
+        if not self._is_sampler_looked_at:
+            self._is_sampler_looked_at = True
+            self._check_sampler(loader)
         while True:
             for batch in self._position.epoch(loader):
                 self._count(batch)
@@ -209,6 +251,26 @@ class CountedBatches:
                     "the loader yielded no batch: it is empty, or it is an iterator that can "
                     "be gone through only once (pass the loader itself)"
                 )
+
+    def _check_sampler(self, loader: Any) -> None:
+        """Say so where a worker never sees much of the data, or where all see the same batches."""
+        of_batches = getattr(loader, "batch_sampler", None)
+        for each in (getattr(loader, "sampler", None), getattr(of_batches, "sampler", None)):
+            if isinstance(each, DistributedSampler) and not each.shuffle and each.num_replicas > 1:
+                problem = (
+                    "the loader's DistributedSampler has shuffle=False, so each worker trains on "
+                    "one share of the data alone: that of a slow worker counts less, and that of a "
+                    "dead one is lost. In its place write"
+                )
+            elif type(each) is RandomSampler and each.generator is None and self._draws_alike():
+                problem = (
+                    "all workers go through the data in the same order, since torch has the same "
+                    "random state on all of them. Unless each has data of its own, write"
+                )
+            else:
+                continue
+            logger.warning("%s %s", problem, IN_AN_OWN_ORDER, extra=OF_RUN)
+            return
 
     def _count(self, batch: Any) -> None:
         if self._samples_per_step is not None:

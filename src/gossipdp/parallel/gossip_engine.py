@@ -19,22 +19,23 @@ from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import check_platform
+from gossipdp.launcher.reports import Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
-from gossipdp.parallel.crossing import Crossing
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.startup import Startup
+from gossipdp.parallel.startup import Startup, random_state
 from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats, view_of
 from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import MAX_BACKLOG
+from gossipdp.protocol.participants import Crossing
 
 logger = logging.getLogger("gossipdp")
 
@@ -70,7 +71,6 @@ class GossipEngine:
         run_id, graph: of the run; the graph's name.
         is_consolidating: ``consolidate()`` was called.
         is_end_asked: says whether this process was asked to end (SIGTERM).
-        averaged_at_step: the step after which :meth:`averaged` was last entered; -1: never.
     """
 
     rank: int
@@ -117,7 +117,6 @@ class GossipEngine:
         self._rate_warning_due = True
         self._began_s = time.monotonic()
         self._is_averaged = self._has_stopped = False
-        self.averaged_at_step = -1
         self._lead: int | None = None  # after consolidate()
         self._agreed = Agreed()
         self._startup = Startup(
@@ -162,6 +161,11 @@ class GossipEngine:
         return self._startup.between_steps
 
     @property
+    def draws_alike(self) -> bool:
+        """Return whether all workers began with the random state that torch still has here."""
+        return self.world_size > 1 and self._startup.common_random_state == random_state()
+
+    @property
     def step_number(self) -> int:
         """Return the number of this worker's last gradient step; goes on where a run resumed."""
         return self._before.step + self._gradient_steps
@@ -204,6 +208,8 @@ class GossipEngine:
             samples = self._agree(samples)
             self._gradient_steps += 1
             self._samples += samples
+            if self._gradient_steps == 1:
+                send_report(Report(trains=True))
             self._thread.step(samples)
             if self._options.exchange.pace == "strict":
                 self._keep_pace()
@@ -292,11 +298,15 @@ class GossipEngine:
     def speaks_at_exit(self) -> bool:
         """Return whether this worker has trained with others, and is the first that is not dead.
 
-        Those that have left count too: the workers of one script end in no order.
+        Those that have left count too, and those that were found dead within the last time-out: the
+        workers of one script end in no order, and one that ends without an average is found dead.
         """
-        members = self._loop.snapshot.members
-        ranks = [member.rank for member in members if member.status is not Status.DEAD]
-        return self._gradient_steps > 0 and len(members) > 1 and self.rank == min(ranks)
+        snapshot = self._loop.snapshot
+        members = snapshot.members
+        ended_s = since_boot_s() - self._options.network.timeout_s
+        ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
+        ranks = {member.rank for member in members if member.status is not Status.DEAD}
+        return self._gradient_steps > 0 and len(members) > 1 and self.rank == min(ranks | ending)
 
     def total_samples(self) -> int:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
@@ -475,7 +485,7 @@ class GossipEngine:
         self._refuse_poison("they are not averaged with the others'")
         values = average_over_live(self._thread, self._loop).values
         average = self._copies(lambda chunk, room: room.copy_(values[chunk.index]))
-        self._is_averaged, self.averaged_at_step = True, self.step_number
+        self._is_averaged = True
         self._flat.bind_to(average)
         try:
             yield
@@ -522,8 +532,8 @@ class GossipEngine:
         if outcome.num_workers < len(known):
             reasons = [f"; worker {rank}: {why}" for rank, why in outcome.without.items()]
             logger.warning(
-                "worker %d: the average is over %d of %d workers; the others died, still train, or "
-                "went on without this one%s",
+                "worker %d: the average is over %d of %d workers; the others are lost, still "
+                "train, or went on without this one%s",
                 self.rank,
                 outcome.num_workers,
                 len(known),

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gossipdp import logs
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.launcher.reports import advise_at_exit
 from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.counted_batches import dataset_size
@@ -34,6 +35,9 @@ from gossipdp.parallel.session import Session, close_at_exit
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
 
 Batch = TypeVar("Batch")
+
+# Here, as a script that fails for want of a process group fails before it wraps its model.
+atexit.register(advise_at_exit)
 
 
 def seed_of(seed: int, process: int, life: int = 0) -> int:
@@ -496,6 +500,7 @@ class GossipDataParallel(nn.Module):
             state = copied_state(self.module, is_kept=is_writer)
         if is_writer:
             write_state(path, state)
+        self._session.average_saved_at_step = self._engine.step_number
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any

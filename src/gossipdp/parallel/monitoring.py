@@ -27,12 +27,11 @@ from torch import Tensor, nn
 import gossipdp
 from gossipdp.errors import RendezvousError
 from gossipdp.gossip.counters import Counters, metrics_of
-from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.environment import Environment, show_address
 from gossipdp.links.clock import boot_id, since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
 from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
-from gossipdp.observe.server import Page, StatusServer
 from gossipdp.observe.status import (
     METRICS_PATH,
     STATUS_PATH,
@@ -45,6 +44,7 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
 
 if TYPE_CHECKING:
+    from gossipdp.observe.server import Page, StatusServer
     from gossipdp.parallel.gossip_engine import GossipEngine
 
 logger = logging.getLogger("gossipdp")
@@ -264,7 +264,7 @@ class RunLogging:
         for notice in stats.noticed:
             if notice.number > self._num_noticed:
                 self._num_noticed = notice.number
-                self.writer.notice(notice.rank, notice.kind, notice.at_s)
+                self.writer.notice(notice.rank, notice.kind, notice.at_s, notice.silent_s)
         # In consolidate() exchanges go on after the last step.
         counted = self._gradient_steps, stats.exchanges
         is_due = finally_ and counted != self._recorded
@@ -331,6 +331,8 @@ class StatusPage:
                 f"{port}, and 65535 is the last"
             )
         self.close()
+        from gossipdp.observe.server import StatusServer  # and http.server, for few runs
+
         try:
             self._server = StatusServer(self._host, port)
         except RendezvousError as error:
@@ -358,6 +360,7 @@ class StatusPage:
         options: Options,
     ) -> None:
         """Answer from now on."""
+        from gossipdp.observe.server import Page
 
         def status() -> WorkerStatus:
             return self._status(engine, stats(), budget(), options)
@@ -395,10 +398,11 @@ class StatusPage:
         members, neighbours = engine.view()
         # Copied in one step, whatever the training loop does.
         losses, logged = list(self._losses.copy()), self._values.copy()
-        lives = [each.incarnation for each in members if each.rank == engine.rank]
+        own = [each for each in members if each.rank == engine.rank]
         return WorkerStatus(
             rank=stats.rank,
-            incarnation=max(lives, default=engine.incarnation),
+            incarnation=max((each.incarnation for each in own), default=engine.incarnation),
+            restarts=max((each.restarts for each in own), default=0),
             num_workers=stats.world_size,
             run_id=engine.run_id,
             method=options.method,
@@ -414,8 +418,8 @@ class StatusPage:
             members=members,
             neighbours=neighbours,
             notices=tuple(
-                NoticeStatus(notice.rank, notice.kind, max(0.0, now_s - notice.at_s))
-                for notice in stats.noticed[-MAX_NOTICES:]
+                NoticeStatus(each.rank, each.kind, max(0.0, now_s - each.at_s), each.silent_s)
+                for each in stats.noticed[-MAX_NOTICES:]
             ),
             **{name: getattr(stats, name) for name in metrics_of(Counters)},
         )
@@ -478,7 +482,7 @@ def describe(
     parameters = list(module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     described: dict[str, Any] = {
-        "graph": graph_name(graph),
+        "graph": graph.name,
         "workers": num_workers,
         "budget_samples": options.budget_samples,
         **{name: getattr(options, name) for name in OPTIONS},
@@ -497,8 +501,8 @@ def describe(
             f"Python {platform.python_version()}"
         ),
     }
-    if graph.number_of_edges() <= MAX_EDGES:  # a reader of the log computes with them
-        described["edges"] = sorted(sorted(edge) for edge in graph.edges)
+    if len(graph.edges) <= MAX_EDGES:  # a reader of the log computes with them
+        described["edges"] = graph.edges
     return {name: value for name, value in described.items() if value not in (None, "")}
 
 

@@ -13,6 +13,7 @@ from gossipdp.rules import (
     Checked,
     at_least_0,
     at_least_1,
+    comm_rate,
     one_of,
     option,
     port_number,
@@ -26,7 +27,6 @@ PathLike = str | os.PathLike[str]
 
 METHODS = ("a2cid2", "gossip", "none")
 GOSSIP_METHODS = ("a2cid2", "gossip")
-AUTO = "auto"
 USUAL_COMM_RATE = 8.0
 """A higher one gets a warning."""
 
@@ -44,11 +44,9 @@ def _wire_format(name: str, value: Any) -> Any:
 
 
 def _pace(name: str, value: Any) -> float:
-    from gossipdp.links.sockets import check_pacing
+    from gossipdp.links.sockets import pace_of_links
 
-    pace = positive_number(name, value)
-    check_pacing(pace)
-    return pace
+    return pace_of_links(name, value)
 
 
 def _resume(name: str, value: Any) -> PathLike:
@@ -58,14 +56,6 @@ def _resume(name: str, value: Any) -> PathLike:
             "checkpoints in directory=, and starts afresh if there are none"
         )
     return value
-
-
-def _comm_rate(name: str, value: Any) -> float | str:
-    if isinstance(value, str):
-        if value != AUTO:
-            raise ValueError(f"{name} is {value!r}; give 'auto', or exchanges per gradient step")
-        return value
-    return positive_number(name, value)
 
 
 def _moments(name: str, given: Any) -> bool | dict[str, int]:
@@ -164,8 +154,8 @@ class Checkpoints(Checked):
 
     Args:
         directory: where checkpoints go, each worker's to a directory of its own in it.
-        every_steps: gradient steps of this worker from one checkpoint to the next; None: only
-            ``model.save_checkpoint()`` saves one.
+        every_steps: gradient steps of this worker from one checkpoint to the next; the last is
+            taken in ``consolidate()``. None: only ``model.save_checkpoint()`` saves one.
         keep: how many of each worker's checkpoints stay.
         resume: ``"auto"`` goes on from the newest checkpoints in ``directory``, and starts afresh
             if there are none; if all of them are damaged, wrapping raises ValueError. A path goes
@@ -215,7 +205,7 @@ class Options(Checked):
     """All arguments of ``GossipDataParallel`` but module and optimizer; see there."""
 
     graph: Any = "ring"
-    comm_rate: float | str = option(1.0, _comm_rate)
+    comm_rate: float | str = option(1.0, comm_rate)
     method: str = option("a2cid2", partial(one_of, METHODS))
     wire_format: str = option("full", _wire_format)
     outer: OuterStep | None = option(None, partial(_instance_of, OuterStep))

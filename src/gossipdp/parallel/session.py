@@ -69,6 +69,7 @@ class Session:
         self._unchecked = set(range(len(optimizers)))
         self._process_id = os.getpid()
         self.num_steps = 0
+        self.average_saved_at_step = -1
         position = DataPosition()
         # What was opened is closed in the reverse order, wherever this fails.
         with contextlib.ExitStack() as opened:
@@ -96,6 +97,7 @@ class Session:
                 self.engine.total_samples,
                 lambda: self.engine.is_stopped,
                 options,
+                draws_alike=lambda: self.engine.draws_alike,
                 between=self.checkpointer.take_due,
                 within=self.checkpointer.of_batches,
             )
@@ -175,17 +177,22 @@ class Session:
         self.checkpointer.stepped()
         self.monitoring.stepped(samples)
         self.num_steps += 1
-        if self.num_steps == 2 and self.engine.world_size > 1:
-            warn_of_step_counters(self._optimizers)
+        if self.engine.world_size > 1:
+            if self.num_steps == 2:
+                warn_of_step_counters(self._optimizers)
+            self.batches.check_order(self.num_steps)
         self.batches.check_counted(self.num_steps)
 
     def _warn_of_no_average(self) -> None:
-        """Say, once a run, that a script ends by itself and never asked for the average."""
+        """Say, once a run, that a script ends by itself and has not saved the average.
+
+        An evaluation of it, as after each epoch, does not excuse a save of the module afterwards.
+        """
         engine = self.engine
         failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
         if os.getpid() != self._process_id or failed or TERMINATION.is_asked:
             return
-        if not engine.speaks_at_exit or engine.averaged_at_step == engine.step_number:
+        if not engine.speaks_at_exit or self.average_saved_at_step == engine.step_number:
             return
         newest = self.checkpointer.newest
         logger.warning(

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,13 +23,14 @@ from gossipdp.gossip.joining import RunEndingError, ask_members
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph, graph_name
-from gossipdp.launcher.rendezvous import Rendezvous, Settings
+from gossipdp.graph.topology import build_graph
+from gossipdp.launcher.rendezvous import Habits, Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import Identity
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, tls_files
+from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -42,11 +44,15 @@ from gossipdp.protocol.exchange_rate import ExchangeRate, Numbering
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.neighbours import Place
 from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp.rules import shown_rate
 
 logger = logging.getLogger("gossipdp")
 
 LOOK_AT_PROGRESS_EVERY_S = 1.0
 LOOK_AT_RANK_EVERY_S = 0.05
+# More parameter groups than that are not compared.
+MAX_RATES = 64
+RATES_AGREE_WITHIN = 0.01
 
 
 class Startup:
@@ -54,12 +60,15 @@ class Startup:
 
     ``world_size`` is that which the run began with; ``before``, what the worker had counted before;
     ``between_steps`` gives the optimizers' state; ``rendezvous`` reports to the launcher;
+    ``common_random_state`` is torch's random state if all workers began with the same, else empty;
     ``thread`` is None until it has been started.
     """
 
     rank: int
     world_size: int
     incarnation = 0
+    restarts = 0
+    common_random_state = ""
     run_id: str
     phase: Phase
     protocol: WorkerProtocol
@@ -95,7 +104,7 @@ class Startup:
             tensors=(*flat.description(), *flat.state.description()),
             method=options.exchange_method,
             graph="",
-            comm_rate=str(options.comm_rate),
+            comm_rate=shown_rate(options.comm_rate),
             wire_format=options.wire_format,
             start="afresh" if resumption is None else resumption.start,
         )
@@ -172,9 +181,7 @@ class Startup:
             self._state.drop_momentum()
         # Random graphs of one name may differ between versions.
         digest = hashlib.sha256(repr(self._constants.edges).encode()).hexdigest()[:8]
-        self.settings = msgspec.structs.replace(
-            self.settings, graph=f"{graph_name(graph)} {digest}"
-        )
+        self.settings = msgspec.structs.replace(self.settings, graph=f"{graph.name} {digest}")
 
     def _listen(self) -> tuple[Listener, str]:
         """Return what listens, and the host to announce."""
@@ -192,10 +199,17 @@ class Startup:
         listener, host = self._listen()
         try:
             address = host, listener.getsockname()[1]
-            meeting = self.rendezvous.meet(address, self.settings, self._secret)
+            habits = Habits()
+            if self._resumption is None:  # a resumed optimizer has the rate of its own step
+                habits = Habits(learning_rates(self._optimizers), random_state())
+            meeting = self.rendezvous.meet(address, self.settings, self._secret, habits)
         except BaseException:
             listener.close()
             raise
+        if self._environment.shard == 0 and self._options.method != "none":
+            warn_of_unlike_rates(meeting.habits)
+            if len({each.random_state for each in meeting.habits.values()}) == 1:
+                self.common_random_state = habits.random_state
         # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
         others = (
             Member(rank, 0, 0, Status.ALIVE, *address)
@@ -237,6 +251,7 @@ class Startup:
             status_address=("", 0) if self._page is None else self._page.announced(host),
             exchange_rate=ExchangeRate() if options.fixed_comm_rate is None else None,
             numbering=self._numbering(),
+            restarts=self.restarts,
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
@@ -373,6 +388,8 @@ class Startup:
             )
             wanted = None if environment.needs_rank else environment.rank
             rank, incarnation = first_incarnation(answer.members, wanted)
+            before = (each.restarts + 1 for each in answer.members if each.rank == rank)
+            self.restarts = next(before, 0)
             self._take_place(rank, answer.num_workers, incarnation)
         except BaseException:
             listener.close()
@@ -397,7 +414,7 @@ class Startup:
         self.before = Counts(max([steps, *(each.facts.step for each in saved)]), steps, samples)
         self._call(lambda: self.loop.serve_state((), lambda: None))
         self._call(self.loop.joined)
-        logger.info("worker %d joined the run, in its life %d", rank, incarnation)
+        logger.info("worker %d joined the run, in its life %d", rank, 1 + self.restarts)
 
     def _take_start(self) -> None:
         """Take rank 0's parameters, down a binary tree, and give them on.
@@ -474,3 +491,38 @@ def wait_while_it_advances(
                 done, deadline_s = advance(), time.monotonic() + timeout_s
             elif time.monotonic() >= deadline_s:
                 raise
+
+
+def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, ...]:
+    """Return the first learning rate of each parameter group; 0 stands for none.
+
+    A scheduler that was made already notes it before it sets its own.
+    """
+    rates = []
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        rate = group.get("initial_lr", group.get("lr"))
+        number = float(rate) if isinstance(rate, (int, float, Tensor)) else 0.0
+        rates.append(number if math.isfinite(number) else 0.0)
+    return tuple(rates[:MAX_RATES])
+
+
+def random_state() -> str:
+    """Return a digest of torch's random state, from which a loader draws its order by default."""
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+
+
+def warn_of_unlike_rates(habits: Mapping[int, Habits]) -> None:
+    """Warn, once a run, of the first worker that has another learning rate than worker 0."""
+    for rank, theirs in sorted(habits.items()):
+        for first, rate in zip(habits[0].learning_rates, theirs.learning_rates, strict=False):
+            if not math.isclose(first, rate, rel_tol=RATES_AGREE_WITHIN):
+                logger.warning(
+                    "worker %d begins with a learning rate of %g, and worker 0 with %g: exchanges "
+                    "average their parameters, so the run follows neither. Give all workers the "
+                    "same rate, and do not scale it by the rank",
+                    rank,
+                    rate,
+                    first,
+                    extra=OF_RUN,
+                )
+                return

@@ -26,7 +26,7 @@ STATES: dict[Status, MemberState] = {
     Status.ALIVE: "training",
     Status.DONE: "done",
     Status.LEFT: "left",
-    Status.DEAD: "dead",
+    Status.DEAD: "lost",
 }
 
 
@@ -38,7 +38,8 @@ class Stats(Counters, frozen=True, kw_only=True):
         world_size: workers in the run.
         kernels: computes exchanges: ``numba`` (compiled), ``torch``, or both.
         recent_exchanges: the last 16 that were completed here, oldest first, with their times.
-        noticed: the deaths and returns of others that this worker has noticed, oldest first.
+        noticed: what this worker has noticed of the lives of others, and that it stood still
+            itself; oldest first.
 
     The counters, each described in :class:`~gossipdp.gossip.counters.Counters`, are fields too.
     ``achieved_comm_rate``, ``edge_distance`` and ``step_seconds`` are NaN until they are known.
@@ -116,6 +117,7 @@ def view_of(
                 samples=samples,
                 status_address=address,
                 since_step_s=None if stepped_s is None else max(0.0, now_s - stepped_s),
+                restarts=member.restarts,
             )
         )
     by_peer = {link.peer: link for link in snapshot.links if link.peer < FIRST_VISITOR_RANK}

@@ -62,11 +62,13 @@ class Status(enum.IntEnum):
     """Declared dead. A worker that finds itself declared dead raises its incarnation."""
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One worker as the network knows it.
+class Member(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
+    """One worker as the network knows it. Of two records of one rank the greater one counts.
 
     It listens for links at ``host`` and ``port``. It shows its status to people at ``status_host``
-    and ``status_port`` (port 0: nowhere); nothing here uses those.
+    and ``status_port`` (port 0: nowhere), and ``restarts`` counts the processes of this rank before
+    this one; nothing here uses those. The incarnation also rises when the same process goes on
+    after others have given it up.
     """
 
     rank: Rank
@@ -77,6 +79,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     port: Port = 0
     status_host: Host = ""
     status_port: Port = 0
+    restarts: Incarnation = 0
 
     @property
     def is_live(self) -> bool:
@@ -87,22 +90,6 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def is_over(self) -> bool:
         """Return whether this life has ended."""
         return self.status >= Status.LEFT
-
-    def supersedes(self, other: Member) -> bool:
-        """Return whether this record is the greater of two of the same rank."""
-        return self._order > other._order
-
-    @property
-    def _order(self) -> tuple[int, int, int, str, int, str, int]:
-        return (
-            self.incarnation,
-            self.process_id,
-            self.status,
-            self.host,
-            self.port,
-            self.status_host,
-            self.status_port,
-        )
 
 
 class Membership:
@@ -150,7 +137,7 @@ class Membership:
         if known is None:
             if not self._has_room_for(member):
                 return False
-        elif not member.supersedes(known) or member.incarnation > known.incarnation + MAX_LEAP:
+        elif member <= known or member.incarnation > known.incarnation + MAX_LEAP:
             return False
         if member.rank == self.own.rank:
             member = self._outbid(member)
@@ -223,7 +210,7 @@ class Membership:
         if since == self.version:
             return (), since
         told, brought_to = _newest(self._by_version, since, self.version, most)
-        return tuple(sorted(told, key=lambda member: member.rank)), brought_to
+        return tuple(sorted(told)), brought_to
 
     def _has_room_for(self, member: Member) -> bool:
         """Return whether to take in a new record; not of a joiner that is over, nor of too many."""

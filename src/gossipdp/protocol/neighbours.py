@@ -183,7 +183,7 @@ class Neighbourhood:
         if self.rank not in live:
             return Place({}, 0.0, 0.0, self.alpha_tilde)
         if has_ended:
-            rates = dict.fromkeys(self.graph.graph(live)[self.rank], 1.0)
+            rates = dict.fromkeys(sorted(self.graph.graph(live)[self.rank]), 1.0)
             return Place(rates, self.worker_rate, self._eta, self.alpha_tilde)
         return self._place_in(self.graph.constants(live))
 

@@ -21,6 +21,8 @@ from collections import deque
 from random import Random
 from statistics import median_low
 
+from gossipdp.rules import number
+
 SKIPPED_STEPS = 3
 MEDIAN_WINDOW = 32
 
@@ -47,7 +49,7 @@ class StepClock:
         self.num_ticks = 0
         """Ticks that came due so far."""
         self._random = random
-        self._rate = _checked(rate_per_step)
+        self._rate = number("rate_per_step", rate_per_step)
         self.steps = 0
         """Gradient steps that ended."""
         self._last_step: float | None = None
@@ -113,7 +115,7 @@ class StepClock:
 
     def set_rate(self, rate_per_step: float) -> None:
         """Change the rate from here on; the rest of the current gap is stretched by old / new."""
-        old, self._rate = self._rate, _checked(rate_per_step)
+        old, self._rate = self._rate, number("rate_per_step", rate_per_step)
         if self.step_seconds is None or self._rate == old:
             return
         if old == 0.0 or self._rate == 0.0:
@@ -132,9 +134,3 @@ class StepClock:
     def _gap(self, least: float = 0.5, most: float = 1.5) -> float:
         """Draw a gap, from ``least`` to ``most`` of the mean."""
         return self._random.uniform(least, most) / self._rate if self._rate > 0.0 else math.inf
-
-
-def _checked(rate_per_step: float) -> float:
-    if not (math.isfinite(rate_per_step) and rate_per_step >= 0.0):
-        raise ValueError(f"rate_per_step must be finite and >= 0, not {rate_per_step!r}")
-    return rate_per_step

@@ -67,6 +67,7 @@ from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, 
 from gossipdp.protocol.presence import CloseIfSilent, Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
 from gossipdp.protocol.step_clock import StepClock
+from gossipdp.rules import positive_number
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
 Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
@@ -101,8 +102,8 @@ class WorkerProtocol:
     """The protocol of one worker.
 
     Args:
-        rank, incarnation, process_id, host, port, status_address: this worker, as others will
-            know it; it shows its status at the last.
+        rank, incarnation, process_id, host, port, status_address, restarts: this worker, as others
+            will know it: see :class:`~gossipdp.protocol.members.Member`.
         constants: the graph with its rates, at the wanted comm rate; at 1 with ``exchange_rate``.
         exchange_rate, numbering: what the worker can afford, if the comm rate sets itself, and
             when the optimizer's moments travel.
@@ -143,15 +144,14 @@ class WorkerProtocol:
         status_address: tuple[str, int] = ("", 0),
         exchange_rate: ExchangeRate | None = None,
         numbering: Numbering | None = None,
+        restarts: int = 0,
     ) -> None:
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
         self.rank = rank
-        self.timeout_s = timeout_s
+        self.timeout_s = positive_number("timeout_s", timeout_s)
         self.exchange_rate, self._numbering = exchange_rate, numbering
         status = Status.JOINING if is_joining else Status.ALIVE
         self.membership = Membership(
-            Member(rank, incarnation, process_id, status, host, port, *status_address),
+            Member(rank, incarnation, process_id, status, host, port, *status_address, restarts),
             len(constants.workers),
         )
         self.progress = Progress(rank, process_id)
@@ -194,6 +194,9 @@ class WorkerProtocol:
         self.exchanges_answered = 0
         self.exchanges_failed = 0
         self.proposals_unanswered = 0
+        self.num_standstills = 0
+        self.stood_still_s = 0.0
+        """How long this worker itself last did not run, if for the time-out or longer."""
         self.is_done = False
         self._has_method = method != "none"
         # Worked out for this version of membership; -1: work it out again.
@@ -591,6 +594,9 @@ class WorkerProtocol:
         slept_s = now - self._last_input
         if not self.timeout_s / 2 < slept_s < math.inf:
             return
+        if slept_s >= self.timeout_s:
+            self.num_standstills += 1
+            self.stood_still_s = slept_s
         self.progressed(now)
         self._links.slept(now)
         self.detector.slept(now)

@@ -8,24 +8,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gossipdp.rules import shown_rate
 from gossipdp_lab.demo.compare import check_compare, compare
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import WorkerResult, train, write_reports
-from gossipdp_lab.demo.watch import fault_line, parse_slow_worker
+from gossipdp_lab.demo.watch import fault_line
 
 
 def check(arguments: DemoArguments) -> None:
     """Raise ValueError for invalid options; quick, without torch."""
     if arguments.compare:
         check_compare(arguments)
-    parse_slow_worker(arguments.slow_worker, arguments.workers)
-    if arguments.faults and arguments.method == "allreduce":
+    clauses = arguments.fault_plan.clauses
+    if arguments.method == "allreduce" and any(clause.kind != "slow" for clause in clauses):
         raise ValueError(
-            "--kill and --stop with --method allreduce: there a death ends the run and a stop "
+            "--faults kill or stop with --method allreduce: there a death ends the run and a stop "
             "stops all; choose a2cid2, gossip or none"
         )
-    if arguments.restart and arguments.kill is None:
-        raise ValueError("--restart starts killed workers again; name them with --kill RANK@TIME")
+    if arguments.restart and not arguments.fault_plan.kills:
+        raise ValueError(
+            'kills belong to --restart, which starts killed workers again: --faults "kill 0 at 5s"'
+        )
 
     from gossipdp.graph import build_graph
 
@@ -89,7 +92,7 @@ def _lines(arguments: DemoArguments, summary: dict[str, Any], words: str) -> lis
     if arguments.method in ("a2cid2", "gossip") and len(steps) > 1:
         lines.append(
             f"achieved comm rate: {summary['achieved_comm_rate']:.3f} exchanges per worker per "
-            f"gradient step, asked for {arguments.comm_rate:g}"
+            f"gradient step, asked for {shown_rate(arguments.comm_rate)}"
         )
     lines.append(
         f"consensus distance just before averaging: {summary['consensus_distance']:.3g}; "

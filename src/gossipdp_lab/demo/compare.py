@@ -37,12 +37,9 @@ PICTURE_FILE = "comparison.png"
 
 def check_compare(arguments: DemoArguments) -> None:
     """Raise ValueError for options that exclude ``--compare``."""
-    faults = "all-reduce does not outlive a death and stops with a worker that is stopped"
     tuned = f"it trains {WORKLOAD} at a learning rate that is tuned for it"
     reasons = {
-        "kill": (arguments.kill is not None, faults),
-        "stop": (arguments.stop is not None, faults),
-        "restart": (arguments.restart, faults),
+        "restart": (arguments.restart, "all-reduce does not outlive a death"),
         "workload": (arguments.workload not in (None, WORKLOAD), tuned),
         "learning-rate": (arguments.learning_rate is not None, tuned),
     }
@@ -53,6 +50,13 @@ def check_compare(arguments: DemoArguments) -> None:
         raise ValueError(
             f"--compare compares all-reduce with gossip, not with --method {arguments.method}; "
             "choose a2cid2 or gossip"
+        )
+    if arguments.faults is not None and (
+        arguments.slow_worker is None or len(arguments.fault_plan.clauses) > 1
+    ):
+        raise ValueError(
+            'the --faults of --compare make one worker slow all the time, such as "slow 4x 2"; '
+            f"here they are {str(arguments.fault_plan)!r}"
         )
     if arguments.workers < 2:
         raise ValueError("--compare needs workers that wait for one another: --workers 2 or more")
@@ -66,7 +70,7 @@ def both(arguments: DemoArguments) -> dict[str, DemoArguments]:
             compare=False,
             workload=WORKLOAD,
             method=method,
-            slow_worker=arguments.slow_worker or f"{min(2, arguments.workers - 1)}:4",
+            faults=arguments.faults or f"slow 4x {min(2, arguments.workers - 1)}",
             output=arguments.directory / method,
         )
         for method in ("allreduce", arguments.method)

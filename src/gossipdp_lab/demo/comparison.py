@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from gossipdp.observe.log import RunLog, WorkerLog
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import Points
 from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, OKABE_ITO, new_figure
 

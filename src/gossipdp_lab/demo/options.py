@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gossipdp.launcher.fault_plan import Clause, FaultPlan
 from gossipdp.rules import at_least_1, option, positive_number
-from gossipdp_lab.demo.watch import Fault, least_duration_s, parse_faults
+from gossipdp_lab.demo.watch import least_duration_s
 from gossipdp_lab.tasks.options import RunOptions
 
 DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 28_000}
@@ -30,17 +31,10 @@ class DemoArguments(RunOptions):
     workers: int = option(4, at_least_1)
     """Worker processes."""
 
-    slow_worker: str | None = None
-    """RANK:FACTOR, such as 2:4: make one worker so many times slower; it waits after each
-    backward pass."""
-
-    kill: str | None = None
-    """RANK@TIME, several with commas between them, such as 0@5s,3@9s: kill -9 those workers.
-    Times count from the first gradient step of the run."""
-
-    stop: str | None = None
-    """RANK@TIME:DURATION, several with commas between them, such as 2@4s:8s: SIGSTOP, and SIGCONT
-    after that time."""
+    faults: str | None = None
+    """Faults to do to the workers, as for gossipdp run, such as "kill 0 at 5s; stop 8s 2 at 4s".
+    Or "slow 4x 2": worker 2 is 4 times slower.
+    The workers that it draws depend on --seed."""
 
     restart: bool = False
     """Start workers that were killed again; they rejoin the run."""
@@ -76,11 +70,20 @@ class DemoArguments(RunOptions):
         return self.samples or DEFAULT_SAMPLES[self.task]
 
     @property
-    def faults(self) -> tuple[Fault, ...]:
-        """Return the faults in the order of their times."""
-        return parse_faults(self.kill, self.stop, num_workers=self.workers)
+    def fault_plan(self) -> FaultPlan:
+        """Return the plan of ``--faults``, which may be empty."""
+        return FaultPlan() if self.faults is None else FaultPlan.parse(self.faults, self.workers)
+
+    @property
+    def slow_worker(self) -> tuple[int, float] | None:
+        """Return rank and factor of the worker that is slow all the time, if there is one."""
+        for clause in self.fault_plan.clauses:
+            slow = Clause("slow", clause.rank, factor=clause.factor)
+            if clause == slow and clause.rank is not None:
+                return clause.rank, clause.factor
+        return None
 
     @property
     def least_s(self) -> float:
         """Return the seconds that the run trains at least."""
-        return 0.0 if self.samples else least_duration_s(self.faults, restart=self.restart)
+        return 0.0 if self.samples else least_duration_s(self.fault_plan, restart=self.restart)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,15 +17,21 @@ from rich.markup import escape
 
 from gossipdp import logs
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import FILE_PATTERN, RunLog, read_worker, worker_file
+from gossipdp.observe.log import FILE_PATTERN, worker_file
+from gossipdp.rules import shown_rate
 from gossipdp_lab.demo.options import DemoArguments
-from gossipdp_lab.demo.watch import FaultInjector, LiveView, fault_results, parse_slow_worker
+from gossipdp_lab.demo.watch import LiveView, fault_results
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 if TYPE_CHECKING:
+    from gossipdp.launcher.faults import FaultRecord
     from gossipdp.launcher.supervisor import Failure
 
 METRIC, DIGEST = "metric_before_average", "average_digest"
 """Logged by each worker that comes to the end."""
+
+MAX_RESTARTS = 100
+"""More than the kills of a demo; a worker that always dies by itself is given up some day."""
 
 AVERAGE_FILE, REPORT_FILE = "averaged_model.pt", "report.html"
 
@@ -68,7 +73,7 @@ def train(arguments: DemoArguments, console: Console) -> Training:
     configuration = configuration_of(arguments, workload.batch_size)
     directory = arguments.directory
     _clear(directory)
-    injector, surprises = _run_workers(arguments, configuration, console)
+    records, surprises = _run_workers(arguments, configuration, console)
     run_log = RunLog.read(directory)
     results = read_results(run_log)
     averaged = averaged_together(results)
@@ -79,11 +84,18 @@ def train(arguments: DemoArguments, console: Console) -> Training:
     net.load_state_dict(torch.load(directory / AVERAGE_FILE, weights_only=True))
     metric = {workload.metric_name: workload.evaluate(net)}
     summary = summarize(arguments, metric, results, configuration)
-    if arguments.faults:
-        summary["faults"] = fault_results(injector.injections, run_log)
-    problems = [
-        f"did not {each.fault}: {each.missed}" for each in injector.injections if each.missed
-    ]
+    results_of_faults = fault_results(records, run_log)
+    if arguments.faults is not None:
+        summary["faults"] = results_of_faults
+    problems = []
+    # Of faults that repeat some may be missed, and the last one killed may not be back.
+    if not any(clause.every for clause in arguments.fault_plan.clauses):
+        problems += [
+            f"no {each.kind} of worker {each.rank} at {each.planned_s:g} s: {each.missed}"
+            for each in records
+            if each.missed
+        ]
+        problems += not_back(results_of_faults) if arguments.restart else []
     held = {result.rank for result in averaged}
     problems += [
         f"worker {result.rank} came too late for the average and holds another one"
@@ -91,16 +103,14 @@ def train(arguments: DemoArguments, console: Console) -> Training:
         if result.average_digest is not None and result.rank not in held
     ]
     problems += [f"worker {each.rank} {each.ending.reason}, by itself" for each in surprises]
-    if arguments.restart:
-        problems += not_back(summary.get("faults", ()))
     return Training(workload.metric_name, run_log, results, summary, problems)
 
 
 def _run_workers(
     arguments: DemoArguments, configuration: dict[str, Any], console: Console
-) -> tuple[FaultInjector, list[Failure]]:
+) -> tuple[list[FaultRecord], list[Failure]]:
     """Return the faults as they happened, and the failures that no fault caused."""
-    from gossipdp.errors import WorkerFailedError
+    from gossipdp.launcher.faults import FaultInjector
     from gossipdp.launcher.local import launch
 
     def say(text: str) -> None:
@@ -113,45 +123,43 @@ def _run_workers(
         budget_samples=arguments.num_samples,
         console=console,
     ) as view:
-        injector = FaultInjector(arguments.faults, view.workers, say)
+        injector = None
+        if arguments.faults is not None:
+            injector = FaultInjector(
+                arguments.fault_plan,
+                arguments.workers,
+                seed=arguments.seed,
+                say=say,
+                directory=arguments.directory,
+            )
         surprises: list[Failure] = []
 
-        def poll() -> None:
-            view.poll()
-            injector.poll()
-
         def note_failure(failure: Failure) -> None:
-            if not injector.ended(failure):
+            if not failure.is_injected:
                 surprises.append(failure)
 
         # This process decides these two: a worker may have another working directory.
         task = replace(arguments, output=arguments.directory, samples=arguments.num_samples)
-        try:
-            launch(
-                train_worker,
-                world_size=arguments.workers,
-                args=(task, arguments.least_s, configuration),
-                pin=arguments.pin,
-                on_poll=poll,
-                max_restarts=len(arguments.faults) if arguments.restart else 0,
-                on_failure=note_failure,
-            )
-        except WorkerFailedError:
-            # A worker that was killed on purpose is no failure of the run.
-            if surprises:
-                raise
-        finally:
-            injector.close()
-    return injector, surprises
+        launch(
+            train_worker,
+            world_size=arguments.workers,
+            args=(task, arguments.least_s, configuration),
+            pin=arguments.pin,
+            on_poll=view.poll,
+            max_restarts=MAX_RESTARTS if arguments.restart else 0,
+            on_failure=note_failure,
+            faults=injector,
+        )
+    return injector.records if injector is not None else [], surprises
 
 
 def configuration_of(arguments: DemoArguments, batch_size: int) -> dict[str, Any]:
     """Return the options, as ``--json`` and the logs have them."""
     asked = asdict(arguments)
-    for name in ("json", "output", "slow_worker", "compare"):
+    for name in ("json", "output", "compare"):
         del asked[name]
     asked.update(workload=arguments.task, samples=arguments.num_samples, batch_size=batch_size)
-    for name in ("kill", "stop", "restart", "learning_rate"):
+    for name in ("faults", "restart", "learning_rate"):
         if not asked[name]:
             del asked[name]
     return {**asked, "least_seconds": arguments.least_s} if arguments.least_s else asked
@@ -161,22 +169,18 @@ def _opening(arguments: DemoArguments) -> str:
     workers = "1 worker" if arguments.workers == 1 else f"{arguments.workers} workers"
     text = f"{arguments.task}: {workers}, graph {arguments.graph}, method {arguments.method}"
     if arguments.method in ("a2cid2", "gossip"):
-        text += f", comm rate {arguments.comm_rate:g}"
-    slow = parse_slow_worker(arguments.slow_worker, arguments.workers)
-    if slow is not None:
-        text += f", worker {slow[0]} {slow[1]:g} times slower (by waiting)"
+        text += f", comm rate {shown_rate(arguments.comm_rate)}"
     text += f", {arguments.num_samples:,} samples"
     if arguments.least_s:
         text += f" and at least {arguments.least_s:g} s"
-    for fault in arguments.faults:
-        text += f", {fault}"
+    text += f", {arguments.fault_plan}" if arguments.faults is not None else ""
     return f"{text}, start them again" if arguments.restart else text
 
 
 def _clear(directory: Path) -> None:
     """Remove the files of a former run, so that none is taken for one of this run."""
     directory.mkdir(parents=True, exist_ok=True)
-    for pattern in (FILE_PATTERN, "averaged_model-*.pt"):
+    for pattern in (FILE_PATTERN, "faults-*.jsonl", "averaged_model-*.pt"):
         for path in directory.glob(pattern):
             path.unlink()
 
@@ -231,7 +235,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     model.log(**configuration)
     began_s = since_boot_s()
     if int(os.environ.get("GOSSIPDP_RESTARTS") or 0) > 0:
-        before = read_worker(worker_file(arguments.directory, rank))
+        before = WorkerLog.read(worker_file(arguments.directory, rank))
         began_s = before.lives[0].at_s if before and before.lives else began_s
 
     def progress() -> float:
@@ -242,18 +246,10 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     schedule = ProgressLR(
         optimizer, progress, lambda at: workload.rate_factor(at, model.world_size)
     )
-    slowed, factor = parse_slow_worker(arguments.slow_worker, arguments.workers) or (-1, 1.0)
     for batch in batches:
-        started_s = time.monotonic()
         loss = workload.loss(model, batch)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        if rank == slowed:
-            # As on a slow device its gradient comes late, and the other cores stay free. Its
-            # network is as fast as the others': the time of all-reduce is not multiplied.
-            waits = isinstance(model, SynchronousDataParallel)
-            waited_s = model.waited_in_step_s() if waits else 0.0
-            time.sleep((factor - 1) * max(0.0, time.monotonic() - started_s - waited_s))
         optimizer.step()
         schedule.step()
         model.log(loss=loss)
@@ -379,9 +375,9 @@ def summarize(
         "workers": [{name: getattr(result, name) for name in names} for result in results],
         "configuration": configuration,
     }
-    slow = parse_slow_worker(arguments.slow_worker, arguments.workers)
-    if slow is not None:
-        summary["slow_worker"] = {"rank": slow[0], "factor": slow[1], "by": "waiting"}
+    if arguments.slow_worker is not None:
+        rank, factor = arguments.slow_worker
+        summary["slow_worker"] = {"rank": rank, "factor": factor, "by": "stopping"}
     return summary
 
 

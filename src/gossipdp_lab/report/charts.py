@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gossipdp_lab.report.view import Points, RunView, Span, merged
+from gossipdp.observe.status import notice_words
+from gossipdp_lab.report.view import Event, Points, RunView, Span, merged
 
 COLOURS = 7
 """So many workers have a colour each in page.css; more share a scale from blue to yellow."""
@@ -22,13 +23,6 @@ TIMELINE_TOP, MANY_WORKERS = 8, 16
 MOST_SPANS = 300
 MOST_DETAILED, DETAIL_EXCHANGES = 24, 40
 STATES = ("computing", "waiting", "idle", "away")
-EVENT_WORDS = {
-    "dead": "taken for dead",
-    "stopped": "silent for the time-out",
-    "rejoined": "takes part again",
-    "joined": "joined the run",
-    "restarted": "started again, first gradient step",
-}
 
 Drawing = dict[str, Any]
 Pair = tuple[int, int]
@@ -90,6 +84,13 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {name}"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def event_words(event: Event) -> str:
+    """Return an event in words; they complete "worker 3 ..."."""
+    if event.what == "began":
+        return "made the first gradient step of its new process"
+    return notice_words(event.what, event.silent_s)
 
 
 def colour(index: int, count: int) -> str:
@@ -266,13 +267,16 @@ def timeline(view: RunView) -> Drawing:
             "x": x(event.time_s),
             "y": tops[event.rank],
             "kind": event.what,
-            "title": f"{event.time_s:.1f} s: worker {event.rank} "
-            f"{EVENT_WORDS.get(event.what, event.what)}",
+            "title": f"{event.time_s:.1f} s: worker {event.rank} {event_words(event)}",
         }
-        for event in view.events()
+        for event in view.events
         if event.rank in tops
     ]
-    return _time_axis(x, count, row) | {"rows": rows, "flags": flags, "data": {"rows": shown}}
+    cuts = [
+        (x(pause.at_s), f"no worker ran for {duration(pause.length_s)}") for pause in view.pauses
+    ]
+    drawn: Drawing = {"rows": rows, "flags": flags, "cuts": cuts, "data": {"rows": shown}}
+    return _time_axis(x, count, row) | drawn
 
 
 def _row(spans: Sequence[Span], x: Scale, top: float, row: float) -> dict[str, str]:
@@ -304,7 +308,7 @@ def closer_look(view: RunView) -> Drawing | None:
     """Draw single exchanges in a short piece from the middle of the run; None without any."""
     ranks, row = view.ranks[:MOST_DETAILED], 24
     seen = [
-        (view.offsets[rank] + one.started_s, index, rank, one)
+        (view.at(rank, one.started_s), index, rank, one)
         for index, rank in enumerate(ranks)
         for record in view.workers[rank].counts
         for one in record.recent

@@ -38,8 +38,8 @@ def run(arguments: ReportArguments) -> int:
         raise ValueError(f"there is no directory {directory}; give the run's log_dir")
     output = rules.output_file("--output", arguments.output or directory / "report.html")
 
-    from gossipdp.observe.log import RunLog
     from gossipdp_lab.report.page import render
+    from gossipdp_lab.report.run_log import RunLog
 
     run_log = RunLog.read(directory)
     page = render(run_log, arguments.name or directory.absolute().name)

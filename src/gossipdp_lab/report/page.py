@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections import Counter
 from collections.abc import Mapping
 from importlib import resources
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import gossipdp
-from gossipdp.observe.log import RunLog
 from gossipdp_lab.report.charts import (
-    EVENT_WORDS,
     HALF_WIDTH,
     Drawing,
     Pair,
     closer_look,
     duration,
+    event_words,
     heat_map,
     line_chart,
     number,
     timeline,
 )
-from gossipdp_lab.report.view import Event, Points, RunView
+from gossipdp_lab.report.run_log import RunLog
+from gossipdp_lab.report.view import Event, Pause, Points, RunView
 
 if TYPE_CHECKING:
     from gossipdp.graph.promise import Plan
@@ -75,6 +77,7 @@ def render(run_log: RunLog, name: str) -> str:
         tiles=_tiles(view),
         num_workers=run_log.num_ranks,
         timeline=timeline(view),
+        pauses=[_pause(view, each) for each in view.pauses],
         closer_look=closer_look(view),
         loss=_loss(view),
         consensus=_time_chart(
@@ -146,7 +149,10 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     if view.gossips and view.log.num_ranks > 1:
         achieved, asked = view.achieved_comm_rate, view.configuration.get("comm_rate")
         rate = f"{achieved:.2f}" if achieved is not None else "–"
-        asked_for = f"asked for {asked:g}" if asked is not None else ""
+        asked_for = f"asked for {asked:g}" if isinstance(asked, float | int) else ""
+        if asked == "auto":
+            bounds = Counter(last.comm_rate_bound for last in view.last.values())
+            asked_for = f"set by itself: {bounds.most_common(1)[0][0]}" if bounds else ""
         tiles.append(("exchanges", number(view.num_exchanges), f"{view.log.num_ranks} workers"))
         tiles.append(("comm rate", rate, asked_for))
     distance = view.consensus_distance
@@ -238,26 +244,40 @@ def _exchanges(
 
 
 def _faults(view: RunView) -> dict[str, Any]:
-    """Return deaths, stops and returns, and the workers without an end or a log."""
-    unended = [f"worker {rank}" for rank, worker in view.workers.items() if worker.end is None]
+    """Return losses, silences and returns, and the workers without an end or a log."""
+    unended = view.unended()
     missing = sorted(set(range(view.log.num_ranks)) - set(view.ranks))
     return {
         "events": [
             (
                 f"{event.time_s:.2f}",
                 event.rank,
-                EVENT_WORDS.get(event.what, event.what),
+                event_words(event),
                 _witnesses(event),
+                view.known_of(event),
             )
-            for event in view.events()
+            for event in view.events
         ],
         "standstills": [
             (rank, duration(idle_s), ", ".join(map(str, witnesses)))
             for rank, (idle_s, witnesses) in view.standstills().items()
         ],
-        "unended": ", ".join(unended),
+        "unended": ", ".join(
+            f"worker {rank} ({known})" if known else f"worker {rank}"
+            for rank, known in unended.items()
+        ),
+        "unknown": ", ".join(str(rank) for rank, known in unended.items() if not known),
         "missing": ", ".join(map(str, missing)),
     }
+
+
+def _pause(view: RunView, pause: Pause) -> str:
+    """Return a pause in words, in this machine's time of day."""
+    dates_s = (view.log.started_at + each for each in (pause.start_s, pause.end_s))
+    start, end = map(time.localtime, dates_s)
+    form = "%H:%M:%S" if start[:3] == end[:3] else "%Y-%m-%d %H:%M:%S"
+    between = f"{time.strftime(form, start)} and {time.strftime(form, end)}"
+    return f"Paused for {duration(pause.length_s)} between {between}: no worker ran."
 
 
 def _witnesses(event: Event) -> str:
@@ -271,11 +291,12 @@ def _witnesses(event: Event) -> str:
 
 def _worker_row(view: RunView, rank: int) -> Row:
     worker, last = view.workers[rank], view.last.get(rank)
+    ran_s = view.at(rank, last.time_s) - view.at(rank, 0.0) if last else 0.0
     return (
         rank,
         worker.latest_start.configuration.get("host", ""),
         f"{last.gradient_steps:,}" if last else 0,
-        f"{last.samples / last.time_s:,.0f}" if last and last.time_s else "–",
+        f"{last.samples / ran_s:,.0f}" if last and ran_s else "–",
         f"{last.exchanges_initiated:,} + {last.exchanges_answered:,}" if last else 0,
         f"{last.exchanges_failed:,}" if last else 0,
         f"{last.waited_seconds:.1f}" if last else 0,
@@ -309,16 +330,15 @@ def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
     None without exchanges, or without a graph or comm rate in the log.
     """
     edges, comm_rate = view.configuration.get("edges"), view.configuration.get("comm_rate")
-    if not view.gossips or not edges or comm_rate is None:
+    if comm_rate == "auto":
+        comm_rate = view.achieved_comm_rate
+    if not view.gossips or not edges or not comm_rate:
         return None
-    import networkx as nx
-
     from gossipdp.graph.constants import Constants
     from gossipdp.graph.promise import plan
+    from gossipdp.graph.topology import Graph
 
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(range(view.log.num_workers))
-    graph.add_edges_from(map(tuple, edges))
+    graph = Graph(range(view.log.num_workers), edges)
     constants = Constants.of(graph, comm_rate)
     shares = {
         (worker, neighbour): rate / constants.exchanges_per_unit_time

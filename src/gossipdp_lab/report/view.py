@@ -1,6 +1,7 @@
 """The logs of a run on one clock: that of the worker that started first.
 
-Dates link the workers' clocks, so hosts must agree on the time of day.
+Dates link the workers' clocks, so hosts must agree on the time of day. Time in which no worker ran
+is cut out: no duration, rate or axis holds it.
 """
 
 from __future__ import annotations
@@ -10,29 +11,72 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from gossipdp.observe.log import GROWTH, CountsRecord, RunLog, WorkerLog
+from gossipdp.observe.log import GROWTH, CountsRecord
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 Points = list[tuple[float, float]]
 
 SAME_EVENT_S = 15.0
 LONGEST_SILENCE_S = 1.5
 LONGEST_STEP = 5.0
-"""In medians of a step: a longer time is a pause."""
+"""In medians of a step: a longer time is a standstill."""
+NEWS_S = 2.0
+"""The news of a worker's last step may come so much before or after its last sign of life."""
+ENDS_OF_SILENCE = ("lost", "answered", "restarted", "began")
 
 
 @dataclass(frozen=True)
 class Event:
-    """A change in a worker's life; ``witnesses`` noticed it, and none if its own log holds it."""
+    """A change in a worker's life; ``witnesses`` noticed it, and none if its own log holds it.
+
+    ``what`` is the kind of a notice, or ``began``: a later process of the worker made its first
+    gradient step. ``silent_s``: see :class:`gossipdp.gossip.snapshot.Notice`; at ``time_s``.
+    """
 
     time_s: float
     rank: int
     what: str
     witnesses: tuple[int, ...] = ()
     last_noticed_s: float = 0.0
+    silent_s: float | None = None
+
+
+class _Sighting(NamedTuple):
+    """A notice; ``since_s`` is when the worker was heard last, if it is known."""
+
+    time_s: float
+    witness: int
+    since_s: float | None
+
+    def belongs_to(self, group: Sequence[_Sighting]) -> bool:
+        """Return whether this is the event that an earlier ``group`` noticed."""
+        return self.time_s <= group[0].time_s + SAME_EVENT_S or any(
+            abs(self.since_s - each.since_s) <= NEWS_S
+            for each in group
+            if self.since_s is not None and each.since_s is not None
+        )
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A time in which no worker ran, cut out at ``at_s`` of the run.
+
+    ``start_s`` and ``end_s`` are in seconds since the first worker started, with all pauses.
+    """
+
+    at_s: float
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        """Return how long no worker ran."""
+        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
@@ -140,7 +184,8 @@ def _standing_still(steps: Sequence[CountsRecord]) -> set[int]:
 class RunView:
     """The logs of a run, ready to be drawn; all times in seconds since its first worker started.
 
-    ``last`` holds the last counts of each worker that has any, by rank.
+    The time of ``pauses`` is left out. ``last`` holds the last counts of each worker that has any,
+    by rank.
     """
 
     def __init__(self, run_log: RunLog) -> None:
@@ -151,14 +196,37 @@ class RunView:
             rank: worker.start.started_at - run_log.started_at
             for rank, worker in self.workers.items()
         }
-        self.duration_s = max(
-            self.offsets[rank] + worker.last_s for rank, worker in self.workers.items()
-        )
+        self.pauses = self._find_pauses()
+        self.duration_s = max(self.at(rank, worker.last_s) for rank, worker in self.workers.items())
         self.configuration = run_log.latest_start.configuration
         self.gossips = self.configuration.get("method") in ("a2cid2", "gossip")
         self.last = {rank: each.counts[-1] for rank, each in self.workers.items() if each.counts}
         # Completed ones; each was initiated by one worker.
         self.num_exchanges = sum(last.exchanges_initiated for last in self.last.values())
+
+    def _find_pauses(self) -> tuple[Pause, ...]:
+        """Return the times in which no process lived, as far as the logs hold it."""
+        lives = sorted(
+            (self.offsets[rank] + start_s, self.offsets[rank] + end_s)
+            for rank, worker in self.workers.items()
+            for start_s, end_s in worker.processes
+        )
+        pauses: list[Pause] = []
+        until_s = paused_s = 0.0
+        for start_s, end_s in lives:
+            # The log of a killed process ends a little before the process did.
+            if start_s - until_s > LONGEST_SILENCE_S + 4 * GROWTH * until_s:
+                pauses.append(Pause(until_s - paused_s, until_s, start_s))
+                paused_s += start_s - until_s
+            until_s = max(until_s, end_s)
+        return tuple(pauses)
+
+    def at(self, rank: int, time_s: float) -> float:
+        """Return a time of a worker's log in the run, which leaves its pauses out."""
+        at_s = self.offsets[rank] + time_s
+        return at_s - sum(
+            min(at_s, pause.end_s) - pause.start_s for pause in self.pauses if at_s > pause.start_s
+        )
 
     @property
     def achieved_comm_rate(self) -> float | None:
@@ -180,7 +248,7 @@ class RunView:
         """Return the known values of one field for each worker, in order of rank."""
         return [
             [
-                (self.offsets[rank] + counts.time_s, number)
+                (self.at(rank, counts.time_s), number)
                 for counts in worker.counts
                 if not math.isnan(number := getattr(counts, name))
             ]
@@ -188,10 +256,15 @@ class RunView:
         ]
 
     def starts_of_pieces(self, lines: Sequence[Points]) -> list[list[float]]:
-        """Return the times at which each line goes on after a gap in the log."""
+        """Return the times at which each line goes on after a gap in the log, or a pause."""
         gap_s = max(LONGEST_SILENCE_S + 4 * GROWTH * self.duration_s, self.duration_s / 100)
+        cuts_s = [pause.at_s for pause in self.pauses]
         return [
-            [after for (before, _), (after, _) in pairwise(line) if after - before > gap_s]
+            [
+                after
+                for (before, _), (after, _) in pairwise(line)
+                if after - before > gap_s or any(before <= cut_s < after for cut_s in cuts_s)
+            ]
             for line in lines
         ]
 
@@ -199,7 +272,7 @@ class RunView:
         """Return a function from a time to the samples that all workers had seen by then."""
         histories = [
             (
-                [self.offsets[rank] + counts.time_s for counts in worker.counts],
+                [self.at(rank, counts.time_s) for counts in worker.counts],
                 [0, *(counts.samples for counts in worker.counts)],
             )
             for rank, worker in self.workers.items()
@@ -210,17 +283,17 @@ class RunView:
 
     def sending(self) -> list[Points]:
         """Return for each worker the bytes a second that left it, by sockets or shared memory."""
+        totals = [
+            [(self.at(rank, counts.time_s), counts.all_bytes_sent) for counts in worker.counts]
+            for rank, worker in self.workers.items()
+        ]
         return [
             [
-                (
-                    self.offsets[rank] + after.time_s,
-                    max(0, after.all_bytes_sent - before.all_bytes_sent)
-                    / (after.time_s - before.time_s),
-                )
-                for before, after in pairwise(worker.counts)
-                if after.time_s > before.time_s
+                (after_s, max(0, after - before) / (after_s - before_s))
+                for (before_s, before), (after_s, after) in pairwise(line)
+                if after_s > before_s
             ]
-            for rank, worker in self.workers.items()
+            for line in totals
         ]
 
     # Pairs of workers.
@@ -254,44 +327,139 @@ class RunView:
 
     def spans(self, rank: int) -> list[Span]:
         """Return the activity of a worker from the start of the run to its end."""
-        worker, offset_s = self.workers[rank], self.offsets[rank]
-        spans = [Span(0.0, offset_s, idle=1.0)]
+        worker = self.workers[rank]
+        spans = [Span(0.0, self.at(rank, 0.0), idle=1.0)]
         for each in spans_of(worker):
             start_s, end_s, *shares = each
-            spans.append(Span(offset_s + start_s, offset_s + end_s, *shares))
-        last_s = offset_s + worker.last_s
+            spans.append(Span(self.at(rank, start_s), self.at(rank, end_s), *shares))
+        last_s = self.at(rank, worker.last_s)
         over = {"idle": 1.0} if worker.end else {"away": 1.0}
         spans.append(Span(last_s, self.duration_s, **over))
         return [span for span in spans if span.end_s > span.start_s]
 
+    @cached_property
     def events(self) -> list[Event]:
-        """Return deaths, stops, returns and joins, the earliest first."""
-        noticed: dict[tuple[int, str], Points] = defaultdict(list)
+        """Return losses, silences, returns and joins, the earliest first.
+
+        One that was stopped itself notices late what happened meanwhile, and since when.
+        """
+        noticed: dict[tuple[int, str], list[_Sighting]] = defaultdict(list)
         events = []
         for witness, worker in self.workers.items():
             for notice in worker.notices:
-                seen = (self.offsets[witness] + notice.time_s, witness)
-                noticed[notice.rank, notice.what].append(seen)
+                time_s = self.at(witness, notice.time_s)
+                since_s = None if notice.silent_s is None else time_s - notice.silent_s
+                noticed[notice.rank, notice.what].append(_Sighting(time_s, witness, since_s))
             for life in worker.lives[1:]:
-                events.append(Event(self.offsets[witness] + life.time_s, witness, "restarted"))
+                events.append(Event(self.at(witness, life.time_s), witness, "began"))
         for (rank, what), sightings in noticed.items():
-            groups: list[Points] = []
+            groups: list[list[_Sighting]] = []
             for one in sorted(sightings):
-                if not groups or one[0] > groups[-1][0][0] + SAME_EVENT_S:
+                if not groups or not one.belongs_to(groups[-1]):
                     groups.append([])
                 groups[-1].append(one)
             for group in groups:
-                witnesses = tuple(sorted({int(witness) for _, witness in group}))
-                events.append(Event(group[0][0], rank, what, witnesses, group[-1][0]))
+                witnesses = tuple(sorted({each.witness for each in group}))
+                first_s, last_s = group[0].time_s, group[-1].time_s
+                since_s = min(
+                    (each.since_s for each in group if each.since_s is not None), default=None
+                )
+                silent_s = None if since_s is None else first_s - since_s
+                events.append(Event(first_s, rank, what, witnesses, last_s, silent_s))
         return sorted(events, key=lambda event: (event.time_s, event.rank))
 
+    def known_of(self, event: Event) -> str:
+        """Return what became of a worker that was silent or lost, as far as the logs hold it.
+
+        Empty for other events, and for a silence that ended in a loss, of which more is known.
+        """
+        rank = event.rank
+        after = [one for one in self.events if one.rank == rank and one.time_s >= event.time_s]
+        after = after[after.index(event) + 1 :]
+        then = next((one for one in after if one.what in ENDS_OF_SILENCE), None)
+        if event.what not in ("silent", "lost") or (then is not None and then.what == "lost"):
+            return ""
+        facts = []
+        if end := self._process_end(event, math.inf if then is None else then.time_s):
+            facts.append(f"its process {end}")
+        if then is not None and then.what == "answered":
+            silence = "" if then.silent_s is None else f" after {then.silent_s:.1f} s of silence"
+            facts.append(f"the same process answered again{silence}")
+        elif then is not None:
+            facts.append(f"a new process took its place {then.time_s - event.time_s:.1f} s later")
+        return "; ".join(facts) or self._end_of_log(rank, event.time_s)
+
+    def _process_end(self, event: Event, until_s: float) -> str:
+        """Return how the process ended that was found silent or lost; empty if it is not known."""
+        since_s = event.time_s - (event.silent_s or 0.0) - NEWS_S
+        worker = self.workers.get(event.rank)
+        ends = worker.process_ends if worker is not None else ()
+        return next(
+            (end.reason for end in ends if since_s <= self.at(event.rank, end.time_s) <= until_s),
+            "",
+        )
+
+    def _end_of_log(self, rank: int, since_s: float) -> str:
+        """Return what the log of a worker says that is not heard since then."""
+        worker = self.workers.get(rank)
+        if worker is None:
+            return "there is no log of it here"
+        last_s = self.at(rank, worker.last_s)
+        if worker.end is not None:
+            return "it came to the end of the run"
+        if last_s > since_s + NEWS_S:
+            return f"its own log goes on until {last_s:.1f} s: it ran, and was not heard"
+        if self.duration_s > since_s + NEWS_S:
+            return f"its log ends at {last_s:.1f} s, and the run went on"
+        return f"all logs end here, its own at {last_s:.1f} s"
+
+    def unended(self) -> dict[int, str]:
+        """Return by rank what is known of each worker without an end in its log; may be empty."""
+        known = {}
+        for rank, worker in self.workers.items():
+            if worker.end is None:
+                ends = worker.process_ends
+                is_last = bool(ends) and ends[-1].time_s >= worker.processes[-1][0]
+                missed = [one for one in self.events if one.rank == rank and one.what == "lost"]
+                back = [one for one in self.events if one.rank == rank and one.what != "lost"]
+                is_lost = bool(missed) and (not back or back[-1].time_s < missed[-1].time_s)
+                if is_last:
+                    known[rank] = f"its process {ends[-1].reason}"
+                else:
+                    known[rank] = self._end_of_log(rank, missed[-1].time_s) if is_lost else ""
+        return known
+
     def standstills(self) -> dict[int, tuple[float, list[int]]]:
-        """Return by rank the longest time without a step of workers that beat, and who saw it."""
+        """Return by rank the longest time without a step of workers that beat, and who saw it.
+
+        A time that began as the worker fell silent, or its process ended, is known as that. One
+        that stood still itself saw no steps of others meanwhile.
+        """
         longest: dict[int, tuple[float, list[int]]] = {}
         for witness, worker in self.workers.items():
             for record in worker.counts:
+                now_s = self.at(witness, record.time_s)
                 for rank, idle_s in record.idle_s.items():
+                    was_stopped = self._was_stopped(witness, now_s - idle_s, now_s)
+                    if was_stopped or self._was_away(rank, now_s - idle_s):
+                        continue
                     most_s, witnesses = longest.get(rank, (0.0, []))
                     seen_by = witnesses if witness in witnesses else [*witnesses, witness]
                     longest[rank] = (max(most_s, idle_s), seen_by)
         return dict(sorted(longest.items()))
+
+    def _was_stopped(self, rank: int, since_s: float, until_s: float) -> bool:
+        """Return whether a worker stood still itself at any moment between these times."""
+        return any(
+            since_s <= one.time_s and one.time_s - (one.silent_s or 0.0) <= until_s
+            for one in self.events
+            if one.rank == rank and one.what == "stopped"
+        )
+
+    def _was_away(self, rank: int, since_s: float) -> bool:
+        """Return whether a worker is known to have been silent, stopped or dead since then."""
+        return any(
+            one.time_s - (one.silent_s or 0.0) - NEWS_S <= since_s <= one.time_s + NEWS_S
+            for one in self.events
+            if one.rank == rank and one.what in ("silent", "lost", "stopped")
+        )

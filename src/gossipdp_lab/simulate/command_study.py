@@ -13,7 +13,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from gossipdp.rules import positive_number
+from gossipdp.rules import positive_number, shown_rate
 from gossipdp_lab.simulate.module_objective import digits_objective
 from gossipdp_lab.simulate.objectives import Consensus, Objective, Quadratic
 from gossipdp_lab.simulate.optimizers import Sgd
@@ -26,7 +26,7 @@ from gossipdp_lab.simulate.scenario import (
     LognormalTime,
     Scenario,
     SlowedTime,
-    check_step_spread,
+    step_spread,
 )
 from gossipdp_lab.simulate.study import (
     SYNCHRONOUS,
@@ -126,7 +126,11 @@ class Study:
         parts = [
             self.objective.name,
             f"{arguments.graph} of {workers}" if has_one_graph else workers,
-            *([] if "," in arguments.comm_rate else [f"comm rate {scenario.comm_rate:g}"]),
+            *(
+                []
+                if "," in arguments.comm_rate
+                else [f"comm rate {shown_rate(scenario.comm_rate)}"]
+            ),
             f"fidelity {scenario.fidelity}",
             seeds,
         ]
@@ -140,7 +144,7 @@ class Study:
                 slow += f"; worker {rank} takes {factor:g} times as long"
         return (
             f"{scenario.graph} of {scenario.num_workers} workers, comm rate "
-            f"{scenario.comm_rate:g}{slow}"
+            f"{shown_rate(scenario.comm_rate)}{slow}"
         )
 
     def opening(self) -> list[str]:
@@ -171,7 +175,7 @@ def make_study(arguments: SimulateArguments) -> Study:
         return Study(arguments, _cases_of_file(arguments, methods, seeds), methods, seeds)
     graphs = _words("--graph", arguments.graph)
     words = _words("--comm-rate", arguments.comm_rate)
-    rates = [positive_number("--comm-rate", word) for word in words]
+    rates = [word if word == "auto" else positive_number("--comm-rate", word) for word in words]
     if len(set(rates)) < len(rates):
         raise ValueError(f"--comm-rate is {arguments.comm_rate!r}: each may stand there once")
     base = _base_scenario(arguments, seeds[0])
@@ -181,7 +185,9 @@ def make_study(arguments: SimulateArguments) -> Study:
     cases = []
     for graph in graphs:
         for rate in rates:
-            name = " ".join([graph] * (len(graphs) > 1) + [f"r={rate:g}"] * (len(rates) > 1))
+            name = " ".join(
+                [graph] * (len(graphs) > 1) + [f"r={shown_rate(rate)}"] * (len(rates) > 1)
+            )
             scenario = replace(base, graph=graph, comm_rate=rate)
             cases.append(_case(arguments, name, scenario, methods))
     return Study(arguments, cases, methods, seeds)
@@ -262,8 +268,7 @@ def _case(
 
 
 def _compute_time(arguments: SimulateArguments) -> ComputeTime:
-    step_s, spread = arguments.step_ms / 1e3, arguments.step_spread
-    check_step_spread("--step-spread", spread)
+    step_s, spread = arguments.step_ms / 1e3, step_spread("--step-spread", arguments.step_spread)
     base: ComputeTime = LognormalTime(step_s, spread) if spread else ConstantTime(step_s)
     factors: dict[int, float] = {}
     for text in (word.strip() for each in arguments.slow_worker for word in each.split(",")):

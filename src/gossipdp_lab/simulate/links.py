@@ -15,7 +15,7 @@ from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.protocol.worker import Method
 from gossipdp_lab.simulate.network import Conditions, Payload, VirtualNetwork, make_workers
-from gossipdp_lab.simulate.policies import find_policy
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import Scenario, StepTimes
 from gossipdp_lab.simulate.trace import Activity, Recorder, Trace
@@ -47,7 +47,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         constants,
         seed=scenario.seed,
         method=protocol_method.get(method, "a2cid2"),
-        policy_type=find_policy(scenario.neighbour_policy),
+        policy_type=NEIGHBOUR_POLICIES[scenario.neighbour_policy],
         timeout_s=TIMEOUT_STEPS * scenario.compute_time.nominal_s + TIMEOUT_LATENCIES * longest_s,
         sets_own_rate=scenario.comm_rate == "auto",
     )
@@ -159,7 +159,7 @@ class CarriedRows(Payload):
         self.population.flow(rank, theta)
         self.population.outer_step(rank)
         snapshot = row.clone() if unflowed is None else unflowed
-        moments = [moment[rank].clone() for moment in self._moments_due(begin.id)]
+        moments = [moment[rank].clone() for moment in self._training.moments_due(begin.id.counter)]
         self._open[rank] = _Open(begin.alpha_tilde, now_s, snapshot)
         self.models_sent += self.models(begin.id)
         return snapshot, moments
@@ -173,7 +173,8 @@ class CarriedRows(Payload):
         exchange, population = self._open[rank], self.population
         mine = population.x[rank].clone() if self._is_released else exchange.snapshot
         population.apply(rank, mine, peers, exchange.alpha_tilde)
-        for moment, peers_moment in zip(self._moments_due(id), peers_moments, strict=True):
+        due = self._training.moments_due(id.counter)
+        for moment, peers_moment in zip(due, peers_moments, strict=True):
             moment[rank].add_(peers_moment).mul_(0.5)
         if self._halves.pop(id, None) is None:
             gain = 0.5 if population.c is None else 0.5 + 0.5 * (exchange.alpha_tilde - 0.5)
@@ -183,9 +184,6 @@ class CarriedRows(Payload):
         exchange = self._open.pop(rank)
         self.phases[rank].end_exchange(now_s)
         self._interval(rank, "exchanging", exchange.began_s, now_s)
-
-    def _moments_due(self, id: ExchangeId) -> list[Tensor]:
-        return self._training.moments_due(id.counter)
 
     def settle_drift(self) -> None:
         """Set the population's ``half_applied`` to the change by exchanges under way."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gossipdp.rules import at_least_1
 from gossipdp_lab.simulate.objectives import Evaluation, Gradients, GradientSource, Objective
 from gossipdp_lab.tasks.digits import Digits, NetworkName
 
@@ -36,9 +37,10 @@ class ModuleObjective(Objective):
     A row of the state holds the trainable parameters of a worker, then its float buffers (BatchNorm
     statistics). Integer buffers are no part of it: every forward pass sees those of a new model.
 
-    Gradients of many rows are computed together by ``torch.func.vmap``. If vmap cannot do it
-    (models that draw random numbers, such as dropout, or whose control flow depends on data), they
-    are computed row by row, with random numbers of the rank's own, and the log says so. So the
+    Gradients of many rows are computed together by ``torch.func.vmap``, if their batches have one
+    shape. If vmap cannot do it (models that draw random numbers, such as dropout, or whose control
+    flow depends on data), they are computed row by row, with random numbers of the rank's own, and
+    the log says so. So the
     gradient of a rank's k-th step depends on its row and the seed alone, not on how it is computed.
 
     Args:
@@ -77,15 +79,13 @@ class ModuleObjective(Objective):
         metric_name: str | None = None,
         max_rows: int = 64,
     ) -> None:
-        if max_rows < 1:
-            raise ValueError(f"max_rows is {max_rows}; it must be at least 1")
         self._name = name
         self._metric_name = metric_name
         self.make_model = make_model
         self.loss = loss
         self.batches = batches
         self.judge = evaluate
-        self.max_rows = max_rows
+        self.max_rows = at_least_1("max_rows", max_rows)
 
     @property
     def name(self) -> str:
@@ -197,9 +197,9 @@ class _ModuleSource(GradientSource):
             batches.append(next(self._batches[rank]))
             seeds.append(Random(f"{self._seed} step {rank} {self._steps[rank]}").getrandbits(63))
             self._steps[rank] += 1
-        return (
-            self._vectorized(x, batches) if self._is_vectorized else self._looped(x, batches, seeds)
-        )
+        if self._is_vectorized and all(_is_alike(batches[0], batch) for batch in batches[1:]):
+            return self._vectorized(x, batches)
+        return self._looped(x, batches, seeds)
 
     def evaluate(self, x: Tensor) -> Evaluation:
         self._layout.write(x, self._model)
@@ -235,33 +235,16 @@ class _ModuleSource(GradientSource):
         return loss, torch.cat([buffers[:0], *after])
 
     def _vectorized(self, x: Tensor, batches: Sequence[Any]) -> Gradients:
-        """Compute many rows together, and batches of different shapes apart."""
+        """Compute many rows together."""
         self._loss_of_model.train()
-        by_shape: dict[Any, list[int]] = {}
-        for place, batch in enumerate(batches):
-            shape = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(batch))
-            by_shape.setdefault(shape, []).append(place)
-        most = self._objective.max_rows
-        parts = [
-            places[begin : begin + most]
-            for places in by_shape.values()
-            for begin in range(0, len(places), most)
-        ]
-        found = []
-        for part in parts:
-            rows = x if len(parts) == 1 else x.index_select(0, torch.tensor(part))
+        most, found = self._objective.max_rows, []
+        for begin in range(0, len(batches), most):
+            rows = x[begin : begin + most]
             trained, buffers = rows[:, : self.num_trained], rows[:, self.num_trained :]
-            stacked = tree_map(_stack, *(batches[place] for place in part))
+            stacked = tree_map(lambda *each: torch.stack(each), *batches[begin : begin + most])
             values, (losses, after) = self._together(trained, buffers, stacked)
-            found.append(Gradients(values, after.detach() - buffers, losses.detach()))
-        if len(found) == 1:
-            return found[0]
-        order = torch.tensor([place for part in parts for place in part]).argsort()
-        return Gradients(
-            torch.cat([part.values for part in found]).index_select(0, order),
-            torch.cat([part.buffer_changes for part in found]).index_select(0, order),
-            torch.cat([part.losses for part in found]).index_select(0, order),
-        )
+            found.append((values, after.detach() - buffers, losses.detach()))
+        return Gradients(*map(torch.cat, zip(*found, strict=True)))
 
     def _looped(self, x: Tensor, batches: Sequence[Any], seeds: Sequence[int]) -> Gradients:
         """Compute one row after the other, each with a random state of its own."""
@@ -295,8 +278,10 @@ class _ModuleSource(GradientSource):
         return True
 
 
-def _stack(*tensors: Tensor) -> Tensor:
-    return torch.stack(tensors)
+def _is_alike(batch: Any, other: Any) -> bool:
+    """Say if two batches can be stacked."""
+    pairs = zip(tree_leaves(batch), tree_leaves(other), strict=True)
+    return all((one.shape, one.dtype) == (two.shape, two.dtype) for one, two in pairs)
 
 
 def digits_objective(

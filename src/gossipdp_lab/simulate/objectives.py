@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossipdp.rules import Checked, at_least_1, number, option
+
 BLOCK_VALUES = 4096
 """Values of noise that are drawn for a rank at once: a single draw costs as much as many."""
 
@@ -105,17 +107,13 @@ class Objective(ABC):
 
 @final
 @dataclass(frozen=True)
-class Consensus(Objective):
+class Consensus(Checked, Objective):
     """No gradients: standard normal vectors of ``dimension`` values that only mix."""
 
-    dimension: int = 64
+    dimension: int = option(64, at_least_1)
 
     name: ClassVar[str] = "consensus"
     has_gradients: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if self.dimension < 1:
-            raise ValueError(f"dimension is {self.dimension}; it must be at least 1")
 
     def begin(self, num_workers: int, seed: int) -> GradientSource:
         return _NoGradients(self.dimension, num_workers, seed)
@@ -136,7 +134,7 @@ class _NoGradients(GradientSource):
 
 @final
 @dataclass(frozen=True)
-class Quadratic(Objective):
+class Quadratic(Checked, Objective):
     """A quadratic for each worker; only their mean has its least value at x*.
 
         f_i(x) = 1/2 (x - x*)^T A (x - x*) + g_i^T (x - x*),    sum_i g_i = 0
@@ -161,21 +159,16 @@ class Quadratic(Objective):
             one worker alone has none.
     """
 
-    dimension: int = 64
-    mu: float = 1.0
-    smoothness: float = 1.0
-    noise_variance: float = 1.0
-    heterogeneity: float = 0.0
+    dimension: int = option(64, at_least_1)
+    mu: float = option(1.0, number)
+    smoothness: float = option(1.0, number)
+    noise_variance: float = option(1.0, number)
+    heterogeneity: float = option(0.0, number)
 
     name: ClassVar[str] = "quadratic"
 
     def __post_init__(self) -> None:
-        if self.dimension < 1:
-            raise ValueError(f"dimension is {self.dimension}; it must be at least 1")
-        for field in ("mu", "smoothness", "noise_variance", "heterogeneity"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field} is {value}; it must be a number of at least 0")
+        super().__post_init__()
         if self.mu > self.smoothness or (self.mu == 0) != (self.smoothness == 0):
             raise ValueError(
                 f"mu is {self.mu} and smoothness {self.smoothness}; they must be "

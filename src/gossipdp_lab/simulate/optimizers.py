@@ -6,14 +6,16 @@ put by index_select and index_copy_: indexing by a list is many times slower, mo
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
+
+from gossipdp.rules import Checked, number, option
 
 RowState: TypeAlias = dict[str, Tensor]
 """The optimizer state of all workers, a row each; under the names that torch.optim uses."""
@@ -48,7 +50,7 @@ class RowOptimizer(ABC):
 
 @final
 @dataclass(frozen=True)
-class Sgd(RowOptimizer):
+class Sgd(Checked, RowOptimizer):
     """Stochastic gradient descent with heavy-ball momentum and coupled weight decay.
 
         g += weight_decay x,   b = momentum b + g,   x -= learning_rate b
@@ -56,14 +58,9 @@ class Sgd(RowOptimizer):
     as ``torch.optim.SGD``, whose first step takes b = g just so.
     """
 
-    learning_rate: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate)
-        _check("momentum", self.momentum, below=1.0)
-        _check("weight_decay", self.weight_decay)
+    learning_rate: float = option(0.1, number)
+    momentum: float = option(0.0, partial(number, below=1.0))
+    weight_decay: float = option(0.0, number)
 
     def begin(self, start: Tensor) -> RowState:
         return {"momentum_buffer": torch.zeros_like(start)} if self.momentum else {}
@@ -85,22 +82,19 @@ class Sgd(RowOptimizer):
         return gradients * (-self.learning_rate * factor)
 
 
+def _betas(name: str, value: Sequence[float]) -> tuple[float, ...]:
+    return tuple(number(f"each of {name}", beta, below=1.0) for beta in value)
+
+
 @final
 @dataclass(frozen=True)
-class AdamW(RowOptimizer):
+class AdamW(Checked, RowOptimizer):
     """Adam with decoupled weight decay, as ``torch.optim.AdamW``."""
 
-    learning_rate: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
-    weight_decay: float = 1e-2
-
-    def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate)
-        for beta in self.betas:
-            _check("beta", beta, below=1.0)
-        _check("epsilon", self.epsilon)
-        _check("weight_decay", self.weight_decay)
+    learning_rate: float = option(1e-3, number)
+    betas: tuple[float, float] = option((0.9, 0.999), _betas)
+    epsilon: float = option(1e-8, number)
+    weight_decay: float = option(1e-2, number)
 
     def begin(self, start: Tensor) -> RowState:
         return {
@@ -132,9 +126,3 @@ class AdamW(RowOptimizer):
         scale = (second / (1 - beta_2**step).to(x.dtype)).sqrt_().add_(self.epsilon)
         change = torch.div(first, scale.mul_((1 - beta_1**step).to(x.dtype)), out=scale)
         return change.add_(x, alpha=self.weight_decay).mul_(-self.learning_rate * factor)
-
-
-def _check(name: str, value: float, *, below: float = math.inf) -> None:
-    if not (0.0 <= value < below):
-        bound = "" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{name} is {value}; it must be at least 0{bound}")

@@ -65,15 +65,3 @@ NEIGHBOUR_POLICIES: Mapping[str, type[NeighbourPolicy]] = {
     "available": Available,
     "scheduled": Scheduled,
 }
-
-
-def find_policy(name: str) -> type[NeighbourPolicy]:
-    """Return the policy called ``name``.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
-    if name not in NEIGHBOUR_POLICIES:
-        known = ", ".join(NEIGHBOUR_POLICIES)
-        raise ValueError(f"there is no neighbour policy {name!r}; choose one of {known}")
-    return NEIGHBOUR_POLICIES[name]

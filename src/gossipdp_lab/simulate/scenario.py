@@ -6,17 +6,20 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from random import Random
-from typing import Literal, TypeAlias, final
-
-import networkx as nx
+from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph
+from gossipdp.graph.topology import Graph, build_graph
+from gossipdp.rules import Checked, at_least_1, comm_rate, number, one_of, option, positive_number
 from gossipdp_lab.simulate.objectives import Consensus, Objective
 from gossipdp_lab.simulate.optimizers import RowOptimizer, Sgd
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 StepTimes: TypeAlias = Callable[[int], float]
 """Draws how long the next gradient step of a rank takes, in seconds."""
@@ -32,13 +35,14 @@ LARGEST_STEP_SPREAD = 3.0
 its steps take next to no time, and there is no end of them."""
 
 
-def check_step_spread(name: str, spread: float) -> None:
-    """Raise a ValueError unless ``spread`` can be the spread of the logarithm of step times."""
+def step_spread(name: str, spread: float) -> float:
+    """Return a possible spread of the logarithm of step times."""
     if not 0.0 <= spread <= LARGEST_STEP_SPREAD:
         raise ValueError(
             f"{name} is {spread:g}, but must be from 0 to {LARGEST_STEP_SPREAD:g}: it is the "
             "standard deviation of the logarithm of step times, 0.1 is typical"
         )
+    return spread
 
 
 class ComputeTime(ABC):
@@ -56,13 +60,10 @@ class ComputeTime(ABC):
 
 @final
 @dataclass(frozen=True)
-class ConstantTime(ComputeTime):
+class ConstantTime(Checked, ComputeTime):
     """All steps take ``step_s`` seconds."""
 
-    step_s: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_positive("step_s", self.step_s)
+    step_s: float = option(0.1, positive_number)
 
     @property
     def nominal_s(self) -> float:
@@ -74,18 +75,14 @@ class ConstantTime(ComputeTime):
 
 @final
 @dataclass(frozen=True)
-class LognormalTime(ComputeTime):
+class LognormalTime(Checked, ComputeTime):
     """Step times of mean ``step_s`` whose logarithm has standard deviation ``spread``.
 
     A ``spread`` above 3 raises a ValueError: hardly any run would see its mean.
     """
 
-    step_s: float = 0.1
-    spread: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_positive("step_s", self.step_s)
-        check_step_spread("spread", self.spread)
+    step_s: float = option(0.1, positive_number)
+    spread: float = option(0.1, step_spread)
 
     @property
     def nominal_s(self) -> float:
@@ -107,7 +104,7 @@ class SlowedTime(ComputeTime):
 
     def __post_init__(self) -> None:
         for rank, factor in self.factors.items():
-            _check_positive(f"the slow factor of rank {rank}", factor)
+            positive_number(f"the slow factor of rank {rank}", factor)
 
     @property
     def nominal_s(self) -> float:
@@ -123,13 +120,12 @@ def _sources(seed: int) -> Callable[[int], Random]:
     return cache(lambda rank: Random(f"{seed} compute {rank}"))
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} is {value}; it must be a positive number")
+def _speed(name: str, value: float) -> float:
+    return value if value == math.inf else positive_number(name, value)
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Checked):
     """One link, the same in both directions.
 
     Args:
@@ -137,18 +133,16 @@ class Link:
         bytes_per_s: how fast bytes leave, in each direction.
     """
 
-    latency_s: float = LATENCY_S
-    bytes_per_s: float = math.inf
+    latency_s: float = option(LATENCY_S, number)
+    bytes_per_s: float = option(math.inf, _speed)
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ValueError(f"latency_s is {self.latency_s}; it must be a number of at least 0")
-        if not self.bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s is {self.bytes_per_s}; it must be positive")
+
+def _durations(name: str, value: Sequence[float]) -> tuple[float, ...]:
+    return tuple(number(f"each of {name}", duration_s) for duration_s in value)
 
 
 @dataclass(frozen=True)
-class LinkModel:
+class LinkModel(Checked):
     """All links of a network.
 
     The data of an exchange occupy their link for model_bytes / bytes_per_s, times a lognormal
@@ -168,15 +162,11 @@ class LinkModel:
 
     every: Link = Link()
     overrides: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    jitter: float = 0.0
-    durations_s: Sequence[float] = ()
+    jitter: float = option(0.0, number)
+    durations_s: Sequence[float] = option((), _durations)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.jitter) and self.jitter >= 0):
-            raise ValueError(f"jitter is {self.jitter}; it must be a number of at least 0")
-        for duration_s in self.durations_s:
-            if not (math.isfinite(duration_s) and duration_s >= 0):
-                raise ValueError(f"{duration_s} is no duration of an exchange in seconds")
+        super().__post_init__()
         for pair in self.overrides:
             if pair[0] == pair[1]:
                 raise ValueError(f"link {pair} joins a rank with itself: give two ranks")
@@ -196,9 +186,8 @@ class LinkModel:
         """Return the transfer times of one run for a model of ``model_bytes``."""
         random = Random(f"{seed} links")
         if self.durations_s:
-            durations_s = tuple(self.durations_s)
             return lambda sender, receiver: max(
-                0.0, random.choice(durations_s) - self.latency_s(sender, receiver)
+                0.0, random.choice(self.durations_s) - self.latency_s(sender, receiver)
             )
 
         def transfer_s(sender: int, receiver: int) -> float:
@@ -211,7 +200,7 @@ class LinkModel:
 
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(Checked):
     """One simulated run, except for its method. Frozen and picklable.
 
     Args:
@@ -248,58 +237,45 @@ class Scenario:
     num_workers: int = 16
     objective: Objective = field(default_factory=Consensus)
     optimizer: RowOptimizer = field(default_factory=Sgd)
-    comm_rate: float | Literal["auto"] = 1.0
-    fidelity: Fidelity = "ideal"
-    neighbour_policy: str = "fresh"
+    comm_rate: float | str = option(1.0, comm_rate)
+    fidelity: Fidelity = option("ideal", partial(one_of, ("ideal", "links")))
+    neighbour_policy: str = option("fresh", partial(one_of, tuple(NEIGHBOUR_POLICIES)))
     compute_time: ComputeTime = field(default_factory=ConstantTime)
     links: LinkModel = field(default_factory=LinkModel)
-    model_bytes: float | None = None
-    num_steps: float = 100.0
+    model_bytes: float | None = option(None, positive_number)
+    num_steps: float = option(100.0, positive_number)
     seed: int = 0
     graph_seed: int = 0
-    num_records: int = 100
-    stop_below: float = 0.0
-    eta_factor: float = 1.0
-    alpha_tilde_factor: float = 1.0
+    num_records: int = option(100, at_least_1)
+    stop_below: float = option(0.0, partial(number, below=1.0))
+    eta_factor: float = option(1.0, positive_number)
+    alpha_tilde_factor: float = option(1.0, number)
     outer: OuterStep | None = None
     exchange_moments: Mapping[str, int] = field(default_factory=dict)
-    sync_every: int = 16
+    sync_every: int = option(16, at_least_1)
     learning_rate_decay: bool = False
     keep_timeline: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("comm_rate", "num_steps", "eta_factor"):
-            value = getattr(self, name)
-            if name == "comm_rate" and value == "auto" and self.fidelity == "links":
-                continue
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}; it must be a positive number")
-        if not (math.isfinite(self.alpha_tilde_factor) and self.alpha_tilde_factor >= 0):
+        super().__post_init__()
+        if self.comm_rate == "auto" and self.fidelity != "links":
             raise ValueError(
-                f"alpha_tilde_factor is {self.alpha_tilde_factor}; it must be at least 0"
+                "comm_rate 'auto' follows what exchanges cost, and at fidelity 'ideal' they cost "
+                "nothing: choose fidelity 'links'"
             )
-        if not 0 <= self.stop_below < 1:
-            raise ValueError(f"stop_below is {self.stop_below}; it must be 0, or less than 1")
-        for name in ("num_records", "sync_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.model_bytes is not None and not self.model_bytes > 0:
-            raise ValueError(f"model_bytes is {self.model_bytes}; it must be positive")
         for name, every in self.exchange_moments.items():
-            if every < 1:
-                raise ValueError(f"exchange_moments[{name!r}] is {every}; it must be at least 1")
-        if self.fidelity not in ("ideal", "links"):
-            raise ValueError(f"there is no fidelity {self.fidelity!r}; choose ideal or links")
+            at_least_1(f"exchange_moments[{name!r}]", every)
 
     @property
     def end_s(self) -> float:
         """Return the latest end of the run, in virtual seconds."""
         return self.num_steps * self.compute_time.nominal_s
 
-    def make_graph(self) -> nx.Graph[int]:
+    def make_graph(self) -> Graph:
         """Build and check the graph."""
         return build_graph(self.graph, self.num_workers, seed=self.graph_seed)
 
     def make_constants(self) -> Constants:
         """Return the graph's rates and constants, at :attr:`comm_rate`."""
-        return Constants.of(self.make_graph(), 1.0 if self.comm_rate == "auto" else self.comm_rate)
+        rate = self.comm_rate
+        return Constants.of(self.make_graph(), 1.0 if isinstance(rate, str) else rate)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
+from gossipdp.rules import at_least_1
 from gossipdp_lab.simulate.ideal import run_ideal
 from gossipdp_lab.simulate.links import run_links
 from gossipdp_lab.simulate.scenario import Scenario
@@ -192,11 +193,13 @@ def simulate_all(
         ['a2cid2', 'gossip']
     """
     costs = [job.scenario.num_workers * job.scenario.num_steps for job in jobs]
-    return run_all(_simulate, jobs, processes=processes, costs=costs, on_progress=on_progress)
-
-
-def _simulate(job: Job, on_progress: Progress) -> Trace:
-    return simulate(job.scenario, job.method, on_progress)
+    return run_all(
+        lambda job, progress: simulate(job.scenario, job.method, progress),
+        jobs,
+        processes=processes,
+        costs=costs,
+        on_progress=on_progress,
+    )
 
 
 def run_all(
@@ -219,8 +222,8 @@ def run_all(
     Functions, tasks and answers must be picklable, by cloudpickle at least. An error of a task in
     another process has joblib's traceback as its cause.
     """
-    if processes is not None and processes < 1:
-        raise ValueError(f"processes is {processes}; it must be at least 1")
+    if processes is not None:
+        at_least_1("processes", processes)
     costs = costs or [1.0] * len(tasks)
     on_progress = on_progress or (lambda share: None)
     num_processes = min(processes or joblib.cpu_count(), len(tasks))

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import networkx as nx
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from scipy import sparse
 
 from gossipdp.dynamics import update
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.graph.topology import Graph
 from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import Scenario
 from gossipdp_lab.simulate.trace import Recorder, Trace
@@ -32,7 +32,7 @@ MAX_SPARSE_SHARE = 0.1
 """Matrices with more entries than this share are multiplied as dense ones, which is quicker."""
 
 
-def mixing_matrix(graph: nx.Graph[int], *, lazy: bool = False) -> FloatArray:
+def mixing_matrix(graph: Graph) -> FloatArray:
     """Return Metropolis-Hastings weights: symmetric, non-negative, rows and columns sum to one.
 
         w_ij = 1 / (1 + max(deg_i, deg_j)) on edges,   w_ii = 1 - sum_j w_ij
@@ -42,8 +42,6 @@ def mixing_matrix(graph: nx.Graph[int], *, lazy: bool = False) -> FloatArray:
 
     Args:
         graph: ranks 0..n-1.
-        lazy: return (I + W) / 2, whose eigenvalues are not negative. On a complete graph W itself
-            is the mean: one round, and no rate to speak of.
 
     Returns:
         W; (n, n).
@@ -51,10 +49,8 @@ def mixing_matrix(graph: nx.Graph[int], *, lazy: bool = False) -> FloatArray:
     num_workers = len(graph)
     matrix = np.zeros((num_workers, num_workers))
     for i, j in graph.edges:
-        matrix[i, j] = matrix[j, i] = 1.0 / (1.0 + max(graph.degree[i], graph.degree[j]))
+        matrix[i, j] = matrix[j, i] = 1.0 / (1.0 + max(len(graph[i]), len(graph[j])))
     np.fill_diagonal(matrix, 1.0 - matrix.sum(axis=1))
-    if lazy:
-        matrix = 0.5 * (np.eye(num_workers) + matrix)
     return matrix
 
 
@@ -254,7 +250,7 @@ class Dpsgd(Rounds):
         super().__init__(scenario, method, on_progress)
         graph = scenario.make_graph()
         self._matrix = quick_to_multiply(mixing_matrix(graph))
-        self._neighbours = [sorted(graph.neighbors(rank)) for rank in self.ranks]
+        self._neighbours = [sorted(graph[rank]) for rank in self.ranks]
 
     def communicate(self, computed_s: list[float]) -> list[float]:
         return self.sent_to(computed_s, self._neighbours)

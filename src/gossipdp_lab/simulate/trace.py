@@ -120,16 +120,10 @@ class Trace:
         }
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
-    def decay_per_exchange(
-        self, lowest: float = TAIL_LOWEST, least_fall: float = LEAST_FALL
-    ) -> float:
+    def decay_per_exchange(self, **limits: float) -> float:
         """Return the rate at which the workers agreed: see :func:`decay_per_exchange`."""
-        return decay_per_exchange(
-            self.column("exchanges") * 2.0 / self.num_workers,
-            self.column("consensus_distance"),
-            lowest=lowest,
-            least_fall=least_fall,
-        )
+        exchanges = self.column("exchanges") * 2.0 / self.num_workers
+        return decay_per_exchange(exchanges, self.column("consensus_distance"), **limits)
 
 
 def decay_per_exchange(

@@ -1,6 +1,5 @@
 """Handwritten digits: scikit-learn's bundled 8 by 8 images and a small network."""
 
-import math
 from functools import cache
 from typing import Literal, TypeAlias, final
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gossipdp.rules import one_of, positive_number
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
 
 ImagesAndLabels = tuple[Tensor, Tensor]
@@ -45,13 +45,11 @@ class Digits(Workload[ImagesAndLabels]):
         dirichlet_alpha: float | None = None,
     ) -> None:
         super().__init__(batch_size, disjoint=disjoint)
-        if network not in ("convolutional", "perceptron"):
-            raise ValueError(f"there is no network {network!r}; choose convolutional or perceptron")
         if dirichlet_alpha is not None and disjoint:
             raise ValueError("disjoint data and dirichlet_alpha exclude each other; choose one")
-        if dirichlet_alpha is not None and not 0 < dirichlet_alpha < math.inf:
-            raise ValueError(f"dirichlet_alpha is {dirichlet_alpha}; it must be a positive number")
-        self.network = network
+        if dirichlet_alpha is not None:
+            positive_number("dirichlet_alpha", dirichlet_alpha)
+        self.network = one_of(("convolutional", "perceptron"), "network", network)
         self.dirichlet_alpha = dirichlet_alpha
 
     @property

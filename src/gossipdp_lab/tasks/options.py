@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gossipdp.rules import at_least_0, at_least_1, check_flags, option, output_file, positive_number
+from gossipdp.rules import at_least_0, at_least_1, check_flags, comm_rate, option, output_file
 
 MethodName = Literal["a2cid2", "gossip", "none", "allreduce"]
-METHODS_BY_OPTION = dict.fromkeys(("checkpoint_every", "resume"), ("a2cid2", "gossip", "none"))
-"""The methods under which each of these options has an effect."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,8 @@ class RunOptions:
     graph: str = "ring"
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
-    comm_rate: float = option(1.0, positive_number)
-    """Exchanges per worker per gradient step."""
+    comm_rate: float | Literal["auto"] = option(1.0, comm_rate)
+    """Exchanges per worker per gradient step; auto: as many as its links and processor allow."""
 
     seed: int = option(0, at_least_0)
     """Seed of data order, augmentation and exchange timing. All start from rank 0's model."""
@@ -64,12 +62,12 @@ class TrainOptions(RunOptions):
     def __post_init__(self) -> None:
         """Raise ValueError for the first option that is invalid."""
         check_flags(self)
-        for name, methods in METHODS_BY_OPTION.items():
-            if getattr(self, name) not in (None, False) and self.method not in methods:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} has no effect with --method {self.method}: "
-                    f"leave it out, or choose one of: {', '.join(methods)}"
-                )
+        if self.method == "allreduce" and (self.checkpoint_every or self.resume):
+            name = "--checkpoint-every" if self.checkpoint_every else "--resume"
+            raise ValueError(
+                f"{name} has no effect with --method allreduce: leave it out, or choose one of: "
+                "a2cid2, gossip, none"
+            )
 
     @property
     def directory(self) -> Path:

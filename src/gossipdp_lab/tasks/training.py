@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.options import Checkpoints, Monitor
 from gossipdp.parallel.schedule import ProgressLR
-from gossipdp.parallel.stats import Stats
+from gossipdp.rules import shown_rate
 from gossipdp_lab.baselines import SynchronousDataParallel
 from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.tasks import make_recipe
@@ -31,12 +31,12 @@ MODEL_FILE = "averaged_model.pt"
 def train(options: TrainOptions) -> dict[str, Any] | None:
     """Train as one worker, together with those that the environment names.
 
-    Rank 0 shows the progress: a bar on a terminal, a line now and then elsewhere. At the end the
-    living worker of lowest rank saves the averaged model, then evaluates it, so that an evaluation
-    that fails does not lose the training, and shows the results.
+    The lead shows the progress: a bar on a terminal, a line now and then elsewhere. At the end it
+    saves the averaged model, then evaluates it, so that an evaluation that fails does not lose the
+    training, and shows the results.
 
     Returns:
-        The content of ``--json`` on that worker; None on the others.
+        The content of ``--json`` on the lead; None on the others.
         ``minutes`` are by the clock, from the first batch until all workers hold the average;
         ``progress_at_start``, 0 to 1, is the progress at which they begin: above 0 on a worker that
         resumed from a checkpoint or was started again. Steps and samples are of all lives.
@@ -65,7 +65,7 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
     consolidated = model.consolidate()
     minutes = (time.monotonic() - started_s) / 60
     stats = model.stats()
-    if model.rank != lowest_alive(stats):
+    if not model.is_lead:
         return None
     options.directory.mkdir(parents=True, exist_ok=True)
     model.save_averaged(options.directory / MODEL_FILE)
@@ -127,7 +127,7 @@ def _wrap(
 
 
 class TrainingView:
-    """The display of rank 0 while it trains; other workers show nothing.
+    """The display of the lead while it trains; other workers show nothing.
 
     num_samples: of one epoch.
     clock: monotonic, in seconds.
@@ -147,20 +147,24 @@ class TrainingView:
         self._clock = clock
         self._shown_s, self._shown_progress = clock(), model.progress()
         self._losses: list[Tensor] = []
-        self._view: ProgressView | None = None
-        if model.rank == 0:
+        self._view = ProgressView(
+            "training", console=console, clock=clock, redraw_every_s=0.5, line_every_s=10.0
+        )
+        self._is_shown = model.is_lead
+        if self._is_shown:
             console.print(_opening(model, options, num_samples), highlight=False, soft_wrap=True)
-            self._view = ProgressView(
-                "training", console=console, clock=clock, redraw_every_s=0.5, line_every_s=10.0
-            )
             self._view.start()
 
     def step(self, loss: Tensor) -> None:
         """Count a gradient step; ``loss`` is of its batch, and is read only when it is shown."""
-        if self._view is None:
-            return
         self._losses.append(loss.detach())
         if not self._view.is_due:
+            return
+        if self._model.is_lead != self._is_shown:
+            self._is_shown = not self._is_shown
+            (self._view.start if self._is_shown else self._view.stop)()
+        if not self._is_shown:
+            self._losses.clear()
             return
         progress, now_s = self._model.progress(), self._clock()
         mean = sum(float(each) for each in self._losses) / len(self._losses)
@@ -173,8 +177,7 @@ class TrainingView:
 
     def stop(self) -> None:
         """Take the bar off the terminal."""
-        if self._view is not None:
-            self._view.stop()
+        self._view.stop()
 
 
 def _opening(model: Trained, options: TrainOptions, num_samples: int) -> str:
@@ -183,7 +186,7 @@ def _opening(model: Trained, options: TrainOptions, num_samples: int) -> str:
     text += f"{sum(each.numel() for each in parameters):,} parameters; "
     text += f"workers {model.world_size} on {parameters[0].device.type}, method {options.method}"
     if options.method in ("a2cid2", "gossip"):
-        text += f", graph {options.graph}, comm rate {options.comm_rate:g}"
+        text += f", graph {options.graph}, comm rate {shown_rate(options.comm_rate)}"
     return f"{text}, batch {options.batch_size} a worker"
 
 
@@ -216,21 +219,9 @@ def _outcome_lines(outcome: dict[str, Any], options: TrainOptions, rank: int) ->
         lines.append(f"minutes: since worker {rank} began, at {share} of the run")
     if outcome["achieved_comm_rate"] is not None:
         rate = f"{outcome['achieved_comm_rate']:.3f}"
-        asked = f"asked for {options.comm_rate:g}"
+        asked = f"asked for {shown_rate(options.comm_rate)}"
         lines.append(f"achieved comm rate of worker {rank}: {rate}, {asked}")
     lines.append(f"averaged model: {escape(str(options.directory / MODEL_FILE))}")
     if options.json is not None:
         lines.append(f"results: {escape(str(options.json))}")
     return lines
-
-
-def lowest_alive(stats: Stats) -> int:
-    """Return the lowest rank that is not known to be dead."""
-    dead: set[int] = set()
-    ranks: set[int] = {*range(stats.world_size), stats.rank}
-    for notice in stats.noticed:
-        if notice.kind == "dead":
-            dead.add(notice.rank)
-        elif notice.kind == "rejoined":
-            dead.discard(notice.rank)
-    return min(ranks - dead)

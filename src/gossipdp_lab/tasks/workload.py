@@ -10,6 +10,8 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gossipdp.rules import at_least_0, at_least_1
+
 Batch = TypeVar("Batch")
 
 
@@ -30,10 +32,8 @@ class Workload(ABC, Generic[Batch]):
     clip_norm: float | None = None
 
     def __init__(self, batch_size: int, *, disjoint: bool = False, device: str = "cpu") -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         self.disjoint = disjoint
-        self.batch_size = batch_size
+        self.batch_size = at_least_1("batch_size", batch_size)
         self.device = worker_device(device)
 
     @property
@@ -113,9 +113,7 @@ def worker_seed(rank: int, num_workers: int, seed: int) -> int:
     """Return the seed of a worker's shuffle: unlike for all (seed, rank) with rank < 2**20."""
     if not 0 <= rank < num_workers:
         raise ValueError(f"rank is {rank}; with {num_workers} workers it must be 0 to n - 1")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; it must be 0 or more")
-    return (seed << 20) + rank
+    return (at_least_0("seed", seed) << 20) + rank
 
 
 @contextmanager

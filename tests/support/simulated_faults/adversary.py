@@ -6,8 +6,6 @@ accepts; it makes up records of members, their incarnations and deaths, progress
 consolidation. What does not decode ends its link, as in the runtime.
 """
 
-from __future__ import annotations
-
 import random as random_module
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -19,35 +17,15 @@ import msgspec
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
+from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.members import MAX_INCARNATION, MAX_RANK, Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,
-    AskAverage,
-    AskLife,
-    Average,
-    BeginEpoch,
-    Busy,
-    Cancel,
-    CommitEpoch,
-    Committed,
-    Distance,
     Envelope,
-    Epoch,
-    Free,
     Heartbeat,
-    Held,
-    NewerEpoch,
-    Pass,
-    Progressed,
     Propose,
     ProtocolError,
-    PullPartials,
-    PullResults,
-    Release,
-    Stalled,
-    TellAverage,
-    TellLife,
     decode,
     encode,
 )
@@ -184,7 +162,7 @@ class _Network(FaultyNetwork):
         if self._lies("gains") and isinstance(message, Propose | Accept):
             gain = random.choice([0.5, 3.0, 1e3, 1e9, 1e300, float("nan")])
             message = msgspec.structs.replace(message, alpha_tilde=gain)
-        if self._lies("ids") and isinstance(message, Propose | Accept | Busy | Cancel):
+        if self._lies("ids") and isinstance(message, Propose | Accept | say.Busy | say.Cancel):
             id = msgspec.structs.replace(
                 message.id,
                 initiator=random.choice([message.id.initiator, random.randrange(NUM_WORKERS)]),
@@ -195,7 +173,12 @@ class _Network(FaultyNetwork):
         if self._lies("ids") and isinstance(message, Heartbeat):
             suspect = random.randrange(NUM_WORKERS)
             message = random.choice(
-                [Free(), Pass(), AskLife(suspect, 5), TellLife(suspect, 5, is_heard=False)]
+                [
+                    say.Free(),
+                    say.Pass(),
+                    say.AskLife(suspect, 5),
+                    say.TellLife(suspect, 5, is_heard=False),
+                ]
             )
         if self._lies("epochs"):
             message = self._consolidation(peer)
@@ -227,25 +210,25 @@ class _Network(FaultyNetwork):
         next_number = 1 if known is None else known.number + 1
         leader = random.choice([random.randrange(NUM_WORKERS), self.adversary.rank])
         number = random.choice([0, 1, 5, 900, 2**50, 2**62, next_number, next_number])
-        epoch = Epoch(number, leader, leader)
+        epoch = say.Epoch(number, leader, leader)
         ranks = sorted({leader, *random.choices(range(leader, NUM_WORKERS + 2), k=3)})
-        average = Average(epoch, len(ranks), random.choice([None, 0.0, 1e300]))
+        average = say.Average(epoch, len(ranks), random.choice([None, 0.0, 1e300]))
         return random.choice(
             [
-                BeginEpoch(epoch, tuple((rank, rank) for rank in ranks), None),
-                BeginEpoch(epoch, tuple((rank, rank) for rank in ranks), average),
-                NewerEpoch(epoch),
-                Held(epoch, average),
-                PullPartials(epoch, 0, 10**6),
-                PullResults(epoch, epoch, 0, 10**6),
-                Progressed(epoch, random.getrandbits(20)),
-                Stalled(epoch, random.choice(ranks), random.random() < 0.5, "it is a lie"),
-                AskAverage(epoch, tuple(ranks)),
-                TellAverage(epoch, random.randrange(NUM_WORKERS), tuple(ranks[1:])),
-                Distance(epoch, 1e300),
-                CommitEpoch(epoch, 0.0),
-                Committed(epoch),
-                Release(epoch),
+                say.BeginEpoch(epoch, tuple((rank, rank) for rank in ranks), None),
+                say.BeginEpoch(epoch, tuple((rank, rank) for rank in ranks), average),
+                say.NewerEpoch(epoch),
+                say.Held(epoch, average),
+                say.PullPartials(epoch, 0, 10**6),
+                say.PullResults(epoch, epoch, 0, 10**6),
+                say.Progressed(epoch, random.getrandbits(20)),
+                say.Stalled(epoch, random.choice(ranks), random.random() < 0.5, "it is a lie"),
+                say.AskAverage(epoch, tuple(ranks)),
+                say.TellAverage(epoch, random.randrange(NUM_WORKERS), tuple(ranks[1:])),
+                say.Distance(epoch, 1e300),
+                say.CommitEpoch(epoch, 0.0),
+                say.Committed(epoch),
+                say.Release(epoch),
             ]
         )
 

@@ -5,8 +5,6 @@ are only its parameters (a worker's row, in place), its links (wires of the simu
 what the main thread does at the end.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Random schedules of faults, by seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from random import Random

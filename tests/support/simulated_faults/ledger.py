@@ -4,8 +4,6 @@ It is kept apart from :class:`~simulated_faults.rows.FaultyRows`, from the rows 
 so that each checks the other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final, final
 

@@ -1,7 +1,5 @@
 """A simulated network in which workers stand still, are cut off, crash, join and consolidate."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rows of simulated workers, where faults tear exchanges, change graphs, and bring joiners."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """One run under a schedule of faults: the real protocol, small parameters, every invariant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +15,7 @@ from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.objectives import Quadratic
 from gossipdp_lab.simulate.optimizers import Sgd
-from gossipdp_lab.simulate.policies import find_policy
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate.population import Population, Training
 from simulated_faults.averaged_rows import AveragedRows
 from simulated_faults.ledger import InvariantBroken, Ledger
@@ -178,9 +176,8 @@ class _Run:
         return self.network.digest(self.population.x.numpy().tobytes())
 
     def _done(self, worker: WorkerProtocol) -> None:
-        network = self.network
-        if network.workers[worker.rank] is worker and worker.rank not in network.crashed:
-            network.done(worker.rank)
+        if self.network.lives(worker):
+            self.network.done(worker.rank)
 
     # --- faults ----------------------------------------------------------------------------
 
@@ -235,7 +232,7 @@ class _Run:
             port=process_id % 65536,
             constants=self.constants,
             method=schedule.method,
-            policy_type=find_policy(schedule.policy),
+            policy_type=NEIGHBOUR_POLICIES[schedule.policy],
             timeout_s=schedule.timeout_s,
             random=Random(f"{schedule.seed} {rank} {process_id}"),
             num_chunks=NUM_CHUNKS,

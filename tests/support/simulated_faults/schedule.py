@@ -5,8 +5,6 @@ same schedule gives the same run to the last bit. A fault that cannot happen whe
 since its worker has crashed meanwhile, is left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -137,17 +135,6 @@ class FaultSchedule:
     broken_exchanges: tuple[BrokenExchange, ...] = ()
     ending: tuple[EndingFault, ...] = ()
     done_within_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        heals_at_s = 0.0
-        for fault in sorted(self.faults, key=lambda fault: fault.at_s):
-            if isinstance(fault, Partition):
-                if fault.at_s <= heals_at_s:
-                    raise ValueError(
-                        f"a partition at {fault.at_s} s begins before the one up to {heals_at_s} s "
-                        "has healed: let them follow one another"
-                    )
-                heals_at_s = fault.at_s + fault.duration_s
 
     @property
     def num_joins(self) -> int:

@@ -1,7 +1,5 @@
 """A simulated network that loses links and workers as a schedule says, and is watched."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -223,9 +224,18 @@ def test_columns_are_left_out_rather_than_cut(width: int, num_columns: int) -> N
     assert len(headings.split()) == num_columns
 
 
+@pytest.mark.parametrize(("width", "num_facts"), [(66, 3), (80, 4), (100, 5)])
+def test_facts_of_the_run_are_left_out_rather_than_cut(width: int, num_facts: int) -> None:
+    facts = {"samples_per_second": 1234.0, "loss": 2.0580, "edge_distance": 0.0094}
+    run = msgspec.structs.replace(job(3), samples=108_480, budget_samples=1_200_000, **facts)
+    (line,) = (line for line in drawn(run, width, None) if " of 1,200,000 samples" in line)
+    assert len(line.split(" · ")) == num_facts
+    assert line.rstrip().endswith(" left")
+
+
 def test_of_too_many_workers_those_that_are_ill_are_shown() -> None:
     links = tuple(LinkStatus((rank, rank + 1), rank != 3, 7, 0.01) for rank in range(59))
-    many = job(60, {17: "slow", 50: "dead"}, links=links)
+    many = job(60, {17: "slow", 50: "lost"}, links=links)
     lines = drawn(many, 120, 24)
     assert len(lines) <= 24
     shown = [int(line.split()[0]) for line in lines if line[:1].isdigit() and "1.23 s" in line]
@@ -240,10 +250,36 @@ def test_of_too_many_workers_those_that_are_ill_are_shown() -> None:
 
 
 def test_what_was_noticed_last() -> None:
-    notices = tuple(NoticeStatus(rank, "dead", 100.0 - rank) for rank in range(8))
+    notices = tuple(NoticeStatus(rank, "lost", 100.0 - rank) for rank in range(8))
     text = "\n".join(drawn(job(2, notices=notices), 100, None))
-    assert "2 min ago: worker 2 was found dead" not in text
-    assert "2 min ago: worker 7 was found dead" in text
+    assert "2 min ago: worker 2 is no longer heard" not in text
+    assert "2 min ago: worker 7 is no longer heard" in text
+
+
+def test_stopped_is_not_dead_and_woken_is_not_restarted() -> None:
+    """Only a new process under a rank is a new life, however high its incarnation is."""
+    seen = job(3, {1: "silent"})
+    woken = msgspec.structs.replace(seen.workers[0], incarnation=1)
+    silent = msgspec.structs.replace(seen.workers[1], silent_s=6.2)
+    restarted = msgspec.structs.replace(seen.workers[2], incarnation=2, restarts=1)
+    notices = (
+        NoticeStatus(0, "silent", 9.0, 5.0),
+        NoticeStatus(0, "lost", 8.0, 5.5),
+        NoticeStatus(0, "answered", 5.0, 8.2),
+        NoticeStatus(0, "stopped", 5.0, 8.1),
+        NoticeStatus(2, "restarted", 2.0),
+    )
+    seen = msgspec.structs.replace(seen, workers=(woken, silent, restarted), notices=notices)
+    lines = [line.rstrip() for line in drawn(seen, 130, None)]
+    states = [match[1] for line in lines if (match := re.match(r"\d {2,}(.+?) {2}", line))]
+    assert states == ["training", "silent 6 s", "training, life 2"]
+    assert lines[-5:] == [
+        "9 s ago: worker 0 fell silent: nothing heard for 5.0 s",
+        "8 s ago: worker 0 is no longer heard; the others go on without it",
+        "5 s ago: worker 0 answers again after 8.2 s of silence",
+        "5 s ago: worker 0 stood still itself for 8.1 s",
+        "2 s ago: worker 2 was restarted: a new process takes part",
+    ]
 
 
 @pytest.mark.parametrize("place", ["[fd00::5]:9400", "[/x]", "[bold]:smile:"])

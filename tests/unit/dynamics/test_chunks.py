@@ -2,8 +2,6 @@
 
 import math
 import threading
-from collections.abc import Callable
-from random import Random
 
 import pytest
 import torch
@@ -16,55 +14,8 @@ from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment, State
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_chunk_follows_the_equations_wherever_it_is_flowed(seed: int) -> None:
-    """In float64, with y = x + pending, whichever of boundary and exchange flows first."""
-    random = Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    y, theta, alpha_tilde = torch.randn(9, generator=generator).double(), 0.0, 1.7
-    c = torch.zeros_like(y)
-    segment = Segment(y.clone(), Role.TRAINED)
-    (chunk,) = State([segment]).chunks
-    for _ in range(40):
-        now = theta + random.choice((0.0, 0.1, 0.7))
-        share, theta = 0.5 * (1.0 - math.exp(-2.0 * (now - theta))), now
-        y, c = y + share * c, (1.0 - 2.0 * share) * c
-        out, peers = torch.empty_like(y), torch.randn(9, generator=generator).double()
-        event = random.choice(("boundary", "flow", "exchange", "both", "step"))
-        if event == "exchange":
-            assert chunk.snapshot(theta, out)
-            if random.random() < 0.5:
-                assert chunk.boundary(theta)
-            norm = chunk.exchange(theta, out, peers, alpha_tilde)
-        elif event == "both":
-            norm = chunk.snapshot_and_exchange(theta, out, peers, alpha_tilde)
-        if event in ("exchange", "both"):
-            torch.testing.assert_close(out, y)
-            assert norm == pytest.approx(float(((y - peers) ** 2).sum()))
-            delta = y - peers
-            y, c = y - 0.5 * delta, c - (alpha_tilde - 0.5) * delta
-        elif event == "flow":
-            chunk.flow(theta)
-        else:
-            assert chunk.boundary(theta)
-            assert not chunk.pending.any()
-        if event == "step":
-            chunk.x.sub_(1.0)
-            y = y - 1.0
-        z = torch.empty_like(y)
-        # Of the phase that the chunk was flowed to: a step and a snapshot leave it where it was.
-        chunk.read_z(z)
-        torch.testing.assert_close(z, y + 0.5 * c)
-    chunk.flow(theta)
-    held = torch.empty_like(y)
-    chunk.read(held)
-    torch.testing.assert_close(held, y)
-    assert chunk.boundary(math.inf)
-    torch.testing.assert_close(chunk.x, y + 0.5 * c)
-
-
 @pytest.mark.parametrize("role", [Role.TRAINED, Role.BUFFER])
-def test_an_exchange_right_after_a_boundary_waits_for_the_next(role: Role) -> None:
+def test_an_exchange_right_after_a_boundary_waits_for_the_next(role):
     (chunk,) = State([Segment(torch.full((3,), 6.0), role)]).chunks
 
     def exchange() -> None:
@@ -102,7 +53,7 @@ def assert_close(found: MomentumState, expected: MomentumState) -> None:
     torch.testing.assert_close(found.c, expected.c, rtol=0.0, atol=1e-6)
 
 
-def test_a_boundary_right_before_an_exchange_flows_once() -> None:
+def test_a_boundary_right_before_an_exchange_flows_once():
     chunk, state = exchanged_once()
     chunk.lock = lock = CallingLock(before=lambda: chunk.boundary(1.0))
     chunk.exchange(1.0, ONE, ZERO, 1.5)
@@ -113,14 +64,14 @@ def test_a_boundary_right_before_an_exchange_flows_once() -> None:
     assert_close(x_and_c(chunk), expected.flow(1.0, 1.0))
 
 
-def test_an_exchange_right_after_a_copy_is_in_no_part_of_it() -> None:
+def test_an_exchange_right_after_a_copy_is_in_no_part_of_it():
     chunk, state = exchanged_once()
     chunk.lock = lock = CallingLock(after=lambda: chunk.exchange(0.0, ONE, ZERO, 1.5))
     assert_close(x_and_c(chunk), state)
     assert lock.has_called
 
 
-def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now() -> None:
+def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now():
     chunk, state = exchanged_once()
     chunk.boundary(1.0)
     state = state.flow(1.0, 1.0)
@@ -130,7 +81,7 @@ def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now() -> None:
     torch.testing.assert_close(z.double(), state.z, rtol=0.0, atol=1e-6)
 
 
-def test_what_takes_another_state_has_no_momentum_left() -> None:
+def test_what_takes_another_state_has_no_momentum_left():
     chunk, _ = exchanged_once()
     chunk.boundary(1.0)
     values = ONE + chunk.x
@@ -155,7 +106,7 @@ def meet(one: Chunk, other: Chunk) -> None:
     other.snapshot_and_exchange(0.0, theirs, mine, 0.5)
 
 
-def test_buffers_are_averaged_and_both_ends_hold_the_same_bits() -> None:
+def test_buffers_are_averaged_and_both_ends_hold_the_same_bits():
     torch.manual_seed(0)
     values = torch.randn(2, 1000)
     ends = [buffers(each.clone()) for each in values]
@@ -169,7 +120,7 @@ def test_buffers_are_averaged_and_both_ends_hold_the_same_bits() -> None:
     torch.testing.assert_close(ends[0].x, values.mean(dim=0))
 
 
-def test_buffers_stay_between_what_they_are_and_what_peers_sent() -> None:
+def test_buffers_stay_between_what_they_are_and_what_peers_sent():
     """A running variance stays positive, however batches shrink it between two exchanges.
 
     Each exchange halves this worker's share and adds half of the peer's value.
@@ -194,7 +145,7 @@ def test_buffers_stay_between_what_they_are_and_what_peers_sent() -> None:
         assert (one.x <= ends.amax(dim=0) + 1e-6).all()
 
 
-def test_a_checkpoint_of_buffers_holds_what_is_missing_to_the_present_values() -> None:
+def test_a_checkpoint_of_buffers_holds_what_is_missing_to_the_present_values():
     one, other = buffers(torch.tensor([1.0])), buffers(torch.tensor([5.0]))
     meet(one, other)
     pending, held = torch.empty(1), torch.empty(1)
@@ -212,9 +163,7 @@ def moment(values: Tensor, steps: int, decay: float = 0.999) -> Chunk:
 
 
 @pytest.mark.parametrize("ages", [(7, 7), (20, 400)])
-def test_second_moments_are_averaged_as_their_optimizers_correct_them(
-    ages: tuple[int, int],
-) -> None:
+def test_second_moments_are_averaged_as_their_optimizers_correct_them(ages):
     torch.manual_seed(0)
     squares, masses = torch.rand(2, 1000), [1 - 0.999**age for age in ages]
     ends = [moment(squares[end] * masses[end], steps=ages[end]) for end in range(2)]
@@ -225,7 +174,7 @@ def test_second_moments_are_averaged_as_their_optimizers_correct_them(
 
 
 @pytest.mark.parametrize("steps", [0, 400])
-def test_an_optimizer_without_steps_gives_nothing_and_takes_nothing(steps: int) -> None:
+def test_an_optimizer_without_steps_gives_nothing_and_takes_nothing(steps):
     values = torch.rand(1000)
     without, other = moment(torch.zeros(1000), steps=0), moment(values * (steps > 0), steps=steps)
     meet(without, other)
@@ -244,8 +193,8 @@ def test_an_optimizer_without_steps_gives_nothing_and_takes_nothing(steps: int) 
     ],
 )
 def test_a_moment_that_cannot_be_sent_gives_nothing_and_takes_nothing(
-    dtype: torch.dtype, steps: int, value: float, is_together: bool
-) -> None:
+    dtype, steps, value, is_together
+):
     held = torch.tensor([1.0, value, 1.0], dtype=dtype)
     one = moment(torch.ones(3, dtype=dtype), steps=400)
     other = moment(held.clone(), steps)
@@ -264,7 +213,7 @@ def test_a_moment_that_cannot_be_sent_gives_nothing_and_takes_nothing(
         assert end._moment.is_unsound == (end is other)  # type: ignore[attr-defined]
 
 
-def test_what_a_peer_sends_that_is_not_finite_is_not_taken() -> None:
+def test_what_a_peer_sends_that_is_not_finite_is_not_taken():
     one = moment(torch.ones(3), steps=1)
     mine = torch.empty(3)
     assert one.snapshot(0.0, mine)
@@ -274,9 +223,7 @@ def test_what_a_peer_sends_that_is_not_finite_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 4, 16, 100])
-def test_whatever_the_rhythm_of_its_numbers_one_exchange_in_a_period_carries_a_moment(
-    period: int,
-) -> None:
+def test_whatever_the_rhythm_of_its_numbers_one_exchange_in_a_period_carries_a_moment(period):
     kept = Moment("exp_avg_sq", period)
     for stride in range(1, 25):
         carried = sum(kept.travels_with(1 + stride * place) for place in range(100 * period))
@@ -285,9 +232,7 @@ def test_whatever_the_rhythm_of_its_numbers_one_exchange_in_a_period_carries_a_m
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("make", [buffers, lambda values: moment(values, steps=5000)])
-def test_a_variance_of_low_precision_that_shrinks_after_a_boundary_stays_positive(
-    make: Callable[[Tensor], Chunk], dtype: torch.dtype
-) -> None:
+def test_a_variance_of_low_precision_that_shrinks_after_a_boundary_stays_positive(make, dtype):
     """Half of the averages lie below what x is rounded to: that must not be taken away later."""
     torch.manual_seed(0)
     values = torch.rand(2, 1000).to(dtype).add(1.0)
@@ -316,9 +261,7 @@ def helped(monkeypatch: pytest.MonkeyPatch) -> State:
     return State([Segment(torch.zeros(10), Role.TRAINED, chunk_bytes=4)])
 
 
-def test_a_helper_s_error_reaches_the_boundary(
-    helped: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_helper_s_error_reaches_the_boundary(helped, monkeypatch):
     helped.compile("numba")
     main, has_helped = threading.get_ident(), threading.Event()
 
@@ -340,8 +283,8 @@ def test_a_helper_s_error_reaches_the_boundary(
 
 @pytest.mark.parametrize("num_threads", [0, 1])
 def test_with_the_helpers_that_the_system_gives_a_boundary_is_whole(
-    helped: State, monkeypatch: pytest.MonkeyPatch, num_threads: int
-) -> None:
+    helped, monkeypatch, num_threads
+):
     start, started = threading.Thread.start, []
 
     def start_few(thread: threading.Thread) -> None:

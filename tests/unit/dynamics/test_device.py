@@ -1,8 +1,4 @@
-"""Two threads on a device that works late leave the state as if all were done at once.
-
-The device is a stand-in (``tests/support/deferred_device.py``), the threads are this one, on two
-streams; while one waits for its stream, the other has its turn.
-"""
+"""Two threads on a device that works late leave the state as if all were done at once."""
 
 import math
 import threading
@@ -172,9 +168,7 @@ def same(one: object, other: object) -> bool:
         (torch.float64, torch.float64),
     ],
 )
-def test_whatever_the_order_of_the_work_the_bits_are_those_of_host_memory(
-    dtype: torch.dtype, wire: torch.dtype
-) -> None:
+def test_whatever_the_order_of_the_work_the_bits_are_those_of_host_memory(dtype, wire):
     for seed in SEEDS:
         outer = OuterStep(every=1) if seed % 2 else None
         at_once = World(Device(), dtype, ETA, outer, has_moment=True)
@@ -236,13 +230,13 @@ def train(seed: int, breaks: tuple[str, ...] = ()) -> bool:
     )
 
 
-def test_steps_and_exchanges_lose_nothing() -> None:
+def test_steps_and_exchanges_lose_nothing():
     assert all(train(seed) for seed in range(12))
 
 
 # The first seed at which it shows, to be quick.
 @pytest.mark.parametrize(("rule", "first"), [("precede", 28), ("leave", 19), ("finish", 0)])
-def test_without_one_of_the_rules_it_shows(rule: str, first: int) -> None:
+def test_without_one_of_the_rules_it_shows(rule, first):
     assert not all(train(seed, (rule,)) for seed in range(first, first + 200))
 
 
@@ -256,7 +250,7 @@ CUDA = pytest.param(
 
 
 @pytest.mark.parametrize("place", ["cpu", CUDA])
-def test_two_threads_lose_nothing(place: str) -> None:
+def test_two_threads_lose_nothing(place):
     """On a card, or on the stand-in for one; in host memory: test_exchange.py."""
     device = None if place == "cuda" else DeferredDevice(0)
     segments = [Segment(torch.zeros(5000, device=place), Role.TRAINED, chunk_bytes=4096)]
@@ -300,7 +294,7 @@ def test_two_threads_lose_nothing(place: str) -> None:
     assert torch.equal(c, -differences)
 
 
-def test_a_boundary_leaves_out_a_chunk_that_is_in_use() -> None:
+def test_a_boundary_leaves_out_a_chunk_that_is_in_use():
     device = DeferredDevice(0)
     world = World(device, torch.float32, ETA, has_moment=True)
     chunk = world.state.chunks[0]
@@ -318,7 +312,7 @@ def test_a_boundary_leaves_out_a_chunk_that_is_in_use() -> None:
     assert world.boundary() == 0
 
 
-def test_after_a_boundary_the_gossip_thread_waits_for_nothing_but_the_boundary() -> None:
+def test_after_a_boundary_the_gossip_thread_waits_for_nothing_but_the_boundary():
     device = DeferredDevice(0)
     world = World(device, torch.float32, ETA)
     done = []
@@ -350,13 +344,13 @@ def slot_keeps(seed: int, breaks: tuple[str, ...] = ()) -> bool:
     )
 
 
-def test_a_slot_is_used_again_only_when_the_device_is_done_with_it() -> None:
+def test_a_slot_is_used_again_only_when_the_device_is_done_with_it():
     assert all(slot_keeps(seed) for seed in range(10))
     for rule in ("wait", "finish"):
         assert not all(slot_keeps(seed, (rule,)) for seed in range(10))
 
 
-def test_host_memory_gets_and_gives_copies() -> None:
+def test_host_memory_gets_and_gives_copies():
     """Consolidation's sums are in host memory and come back."""
     for seed in SEEDS:
         device = DeferredDevice(seed)
@@ -383,7 +377,7 @@ def test_host_memory_gets_and_gives_copies() -> None:
 # Where a state lives.
 
 
-def test_other_devices_and_several_are_refused() -> None:
+def test_other_devices_and_several_are_refused():
     with pytest.raises(ValueError, match="on meta; move the module to the CPU or a CUDA device"):
         device_of({torch.device("meta")})
     with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); move the module to one"):
@@ -391,7 +385,7 @@ def test_other_devices_and_several_are_refused() -> None:
     assert type(device_of(set())) is Device
 
 
-def test_cuda_is_for_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_for_those_who_ask_for_it(monkeypatch):
     for value, is_allowed in (("", False), ("1", False), ("experimental", True)):
         monkeypatch.setenv("GOSSIPDP_CUDA", value)
         assert is_cuda_allowed() is is_allowed
@@ -399,7 +393,7 @@ def test_cuda_is_for_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_module_on_a_card_is_refused_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_on_a_card_is_refused_by_default(monkeypatch):
     net = nn.Linear(3, 2).to("cuda")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     monkeypatch.delenv("GOSSIPDP_CUDA", raising=False)
@@ -423,7 +417,7 @@ def test_large_memory_is_zeros_on_page_ends_of_its_own():
     assert zeros(5, torch.float32, cpu).tolist() == [0.0] * 5
 
 
-def test_the_order_is_entered_and_left_while_the_lock_is_held() -> None:
+def test_the_order_is_entered_and_left_while_the_lock_is_held():
     """The next holder may be there as soon as it is free."""
     (chunk,) = State([Segment(torch.ones(4), Role.TRAINED)]).chunks
     seen: list[bool] = []

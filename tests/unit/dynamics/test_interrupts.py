@@ -229,9 +229,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> Iterator
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(monkeypatch, name):
     with world_of(monkeypatch, SHAPES[name]) as world:
         world.boundary()
         done = world.held()
@@ -263,9 +261,7 @@ def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(
             assert world.device.num_finished > 0
 
 
-def test_an_interrupt_leaves_the_lock_of_a_chunk_in_use_to_its_holder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_leaves_the_lock_of_a_chunk_in_use_to_its_holder(monkeypatch):
     with world_of(monkeypatch, {}) as world:
         chunk, other = world.chunks
         for number in range(1, 60):
@@ -277,7 +273,7 @@ def test_an_interrupt_leaves_the_lock_of_a_chunk_in_use_to_its_holder(
             world.restore()
 
 
-def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch):
     """A helper that went on would write parameters beside their next user."""
     with world_of(monkeypatch, SHAPES["helped"]) as world:
         main, helped, goes_on = threading.get_ident(), threading.Event(), threading.Event()

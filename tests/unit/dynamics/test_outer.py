@@ -76,7 +76,7 @@ def diloco(start: Tensor, rule: OuterStep, rounds: int, inner_steps: int) -> Ten
 @pytest.mark.parametrize(
     ("rule", "momentum"), [(OuterStep(), True), (OuterStep(0.9, 0.7, 1), False)]
 )
-def test_two_workers_in_lock_step_are_diloco(rule: OuterStep, momentum: bool) -> None:
+def test_two_workers_in_lock_step_are_diloco(rule, momentum):
     """On a complete graph alpha_tilde is 1/2, so that c, where it is held, stays zero."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(NUM_VALUES, generator=generator, dtype=torch.float64)
@@ -106,9 +106,7 @@ def test_two_workers_in_lock_step_are_diloco(rule: OuterStep, momentum: bool) ->
         ("numba", torch.bfloat16, False),
     ],
 )
-def test_without_momentum_at_rate_1_the_bits_are_those_without(
-    kernels: str, dtype: torch.dtype, momentum: bool
-) -> None:
+def test_without_momentum_at_rate_1_the_bits_are_those_without(kernels, dtype, momentum):
     ends: list[list[Tensor | None]] = []
     for rule in (None, OuterStep(0.0, 1.0, 1)):
         torch.manual_seed(3)
@@ -129,7 +127,7 @@ def test_without_momentum_at_rate_1_the_bits_are_those_without(
         assert without is with_outer is None or torch.equal(without, with_outer)
 
 
-def test_the_mean_of_z_moves_by_optimizer_and_outer_steps_alone() -> None:
+def test_the_mean_of_z_moves_by_optimizer_and_outer_steps_alone():
     torch.manual_seed(5)
     rule = OuterStep(every=1)
     starts = [torch.randn(NUM_VALUES, dtype=torch.float64) for _ in range(4)]
@@ -166,7 +164,7 @@ def test_the_mean_of_z_moves_by_optimizer_and_outer_steps_alone() -> None:
 # What it counts.
 
 
-def test_what_exchanges_and_flows_bring_is_no_step_of_the_optimizer() -> None:
+def test_what_exchanges_and_flows_bring_is_no_step_of_the_optimizer():
     torch.manual_seed(6)
     one, other = (state_of(torch.randn(8), OuterStep(every=1), momentum=True) for _ in range(2))
     meet(one, other, 0.0, ALPHA_TILDE)
@@ -180,7 +178,7 @@ def test_what_exchanges_and_flows_bring_is_no_step_of_the_optimizer() -> None:
     assert not m.any()
 
 
-def test_every_so_many_exchanges_begin_with_one() -> None:
+def test_every_so_many_exchanges_begin_with_one():
     """An outer step is taken on all steps of the optimizer since the last one."""
     state = state_of(torch.zeros(3, dtype=torch.float64), OuterStep(0.5, 1.0, 3))
     (chunk,) = state.chunks
@@ -195,7 +193,7 @@ def test_every_so_many_exchanges_begin_with_one() -> None:
     assert not outer_of(chunk).m.any()
 
 
-def test_what_takes_another_state_begins_anew() -> None:
+def test_what_takes_another_state_begins_anew():
     state = state_of(torch.zeros(3), OuterStep(every=1))
     (chunk,) = state.chunks
     _, base, m = outer_of(chunk)
@@ -212,7 +210,7 @@ def test_what_takes_another_state_begins_anew() -> None:
         assert not chunk.pending.any()
 
 
-def test_only_trained_values_have_one() -> None:
+def test_only_trained_values_have_one():
     roles = [role for role in Role if role is not Role.TRAINED]
     state = State([Segment(torch.ones(3), role, outer=OuterStep(every=1)) for role in roles])
     assert all(chunk.outer is None for chunk in state.all_chunks)
@@ -226,7 +224,7 @@ def test_only_trained_values_have_one() -> None:
 @pytest.mark.parametrize(
     ("kernels", "dtype"), [("torch", torch.float32), ("numba", torch.bfloat16)]
 )
-def test_no_part_of_a_step_is_lost_or_counted_twice(kernels: str, dtype: torch.dtype) -> None:
+def test_no_part_of_a_step_is_lost_or_counted_twice(kernels, dtype):
     """Steps and boundaries in one thread, outer steps and exchanges in another, for real.
 
     All values are small whole numbers, so every sum is exact. At rate 2 without momentum each outer
@@ -277,7 +275,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_invalid_value_is_refused(name: str) -> None:
+def test_an_invalid_value_is_refused(name):
     for value in REFUSED[name]:
-        with pytest.raises(ValueError, match=f"the outer step's {name} is"):
+        with pytest.raises(ValueError, match=f"^{name} is"):
             OuterStep(**{name: value})

@@ -1,14 +1,11 @@
 """One suite for everything that computes exchanges, against the float64 reference."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -150,9 +147,7 @@ def flowed(state: MomentumState, decay: float) -> MomentumState:
 
 
 @each_exchange
-def test_an_exchange_is_the_reference_s(
-    computes: Computes, dtype: torch.dtype, wire: torch.dtype, momentum: bool, decay: float
-) -> None:
+def test_an_exchange_is_the_reference_s(computes, dtype, wire, momentum, decay):
     for length in LENGTHS:
         chunk = random_chunk(length, length, dtype, momentum)
         expected = flowed(reference_of(chunk), decay)
@@ -172,8 +167,8 @@ def test_an_exchange_is_the_reference_s(
 
 @each_exchange
 def test_at_once_or_one_after_the_other_is_the_same_to_the_bit(
-    computes: Computes, dtype: torch.dtype, wire: torch.dtype, momentum: bool, decay: float
-) -> None:
+    computes, dtype, wire, momentum, decay
+):
     for length in LENGTHS:
         apart = random_chunk(length, length, dtype, momentum)
         at_once = copy_of(apart)
@@ -188,9 +183,7 @@ def test_at_once_or_one_after_the_other_is_the_same_to_the_bit(
 
 
 @each_boundary
-def test_a_boundary_moves_everything_and_keeps_the_remainder(
-    computes: Computes, dtype: torch.dtype, momentum: bool, decay: float
-) -> None:
+def test_a_boundary_moves_everything_and_keeps_the_remainder(computes, dtype, momentum, decay):
     for length in LENGTHS:
         chunk = random_chunk(length, length, dtype, momentum)
         expected = flowed(reference_of(chunk), decay)
@@ -234,9 +227,7 @@ def assert_outer_close(chunk: Chunk, expected: OuterState) -> None:
 @pytest.mark.parametrize(
     "rule", [OuterStep(every=1), OuterStep(0.9, 0.3, 1), OuterStep(0.0, 2.0, 1)]
 )
-def test_an_outer_step_is_the_reference_s(
-    computes: Computes, dtype: torch.dtype, rule: OuterStep
-) -> None:
+def test_an_outer_step_is_the_reference_s(computes, dtype, rule):
     for length in LENGTHS:
         chunk = with_outer_step(random_chunk(length, length, dtype), rule)
         expected, before = outer_reference(chunk), copy_of(chunk)
@@ -251,9 +242,7 @@ def test_an_outer_step_is_the_reference_s(
 
 
 @each_boundary
-def test_a_boundary_adds_to_base_what_it_adds_to_x(
-    computes: Computes, dtype: torch.dtype, momentum: bool, decay: float
-) -> None:
+def test_a_boundary_adds_to_base_what_it_adds_to_x(computes, dtype, momentum, decay):
     for length in LENGTHS:
         chunk = with_outer_step(random_chunk(length, length, dtype, momentum), OuterStep(every=1))
         assert chunk.outer is not None
@@ -276,9 +265,7 @@ def test_a_boundary_adds_to_base_what_it_adds_to_x(
 @pytest.mark.parametrize("names", [("numba", "numba"), ("numba", "torch")])  # torch follows
 @settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 10**6), alpha_tilde=st.floats(0.6, 40.0))
-def test_both_ends_apply_exact_negatives(
-    names: tuple[str, str], dtype: torch.dtype, wire: torch.dtype, seed: int, alpha_tilde: float
-) -> None:
+def test_both_ends_apply_exact_negatives(names, dtype, wire, seed, alpha_tilde):
     """Whatever each end computes with: what one adds to c and pending, the other takes away."""
     ends = [Computes(name) for name in names]
     chunks = [random_chunk(MOST, seed + end, dtype) for end in range(2)]
@@ -306,9 +293,7 @@ def test_both_ends_apply_exact_negatives(
     place=st.integers(0, MOST - 1),
     case=st.tuples(st.booleans(), st.sampled_from(POISON)),
 )
-def test_a_peer_s_poison_is_not_applied(
-    name: str, wire: torch.dtype, length: int, place: int, case: tuple[bool, float]
-) -> None:
+def test_a_peer_s_poison_is_not_applied(name, wire, length, place, case):
     momentum, value = case
     computes = Computes(name)
     chunk = random_chunk(length, 3, torch.float32, momentum)
@@ -329,9 +314,7 @@ def test_a_peer_s_poison_is_not_applied(
     ("dtype", "wire", "where"),
     [(*each, where) for each, where in zip(PRECISIONS, ("c", "x", "pending"), strict=True)],
 )
-def test_our_own_poison_is_found_and_not_applied(
-    computes: Computes, dtype: torch.dtype, wire: torch.dtype, where: str
-) -> None:
+def test_our_own_poison_is_found_and_not_applied(computes, dtype, wire, where):
     for place, value in zip((0, 500, MOST - 1), POISON, strict=True):
         chunk = random_chunk(MOST, 3, dtype)
         getattr(chunk, where)[place] = value
@@ -345,7 +328,7 @@ def test_our_own_poison_is_found_and_not_applied(
         assert same_bits(chunk, before)
 
 
-def test_large_values_are_no_poison_until_their_difference_is(computes: Computes) -> None:
+def test_large_values_are_no_poison_until_their_difference_is(computes):
     """Squares beyond float32 are applied, at both ends alike; an infinite delta by neither."""
     for size, is_applied in ((1e25, True), (1.7e38, True), (1.8e38, False)):
         mine = torch.full((MOST,), size)
@@ -362,7 +345,7 @@ def test_large_values_are_no_poison_until_their_difference_is(computes: Computes
 
 @settings(deadline=None, max_examples=30)
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
-def test_numba_rounds_to_bfloat16_as_torch_does(bits: list[int]) -> None:
+def test_numba_rounds_to_bfloat16_as_torch_does(bits):
     """Any bits: subnormals, ties, overflow to infinity, NaN of every kind."""
     ties = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F7F8000, 0x7FFFFFFF, 0xFFFFFFFF, 0x00008000]
     values = torch.tensor(bits + ties, dtype=torch.int64).to(torch.uint32).view(torch.float32)
@@ -378,7 +361,7 @@ def test_numba_rounds_to_bfloat16_as_torch_does(bits: list[int]) -> None:
 # In a chunk.
 
 
-def test_a_chunk_that_took_nothing_has_not_flowed_either(computes: Computes) -> None:
+def test_a_chunk_that_took_nothing_has_not_flowed_either(computes):
     chunk = random_chunk(MOST, 5, torch.float32)
     chunk.is_compiled = computes.options["compiled"]
     chunk.restored()
@@ -391,9 +374,7 @@ def test_a_chunk_that_took_nothing_has_not_flowed_either(computes: Computes) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_boundary_with_nothing_pending_flows_into_the_parameters(
-    computes: Computes, dtype: torch.dtype
-) -> None:
+def test_a_boundary_with_nothing_pending_flows_into_the_parameters(computes, dtype):
     chunk = random_chunk(MOST, 5, dtype)
     chunk.is_compiled = computes.options["compiled"]
     chunk.pending.zero_()
@@ -406,7 +387,7 @@ def test_a_boundary_with_nothing_pending_flows_into_the_parameters(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_momentum_of_long_ago_is_none(dtype: torch.dtype) -> None:
+def test_momentum_of_long_ago_is_none(dtype):
     """The flow that leaves a last trace of it takes that too: no number grows too small."""
     (chunk,) = State([Segment(torch.zeros(7, dtype=dtype), Role.TRAINED)]).chunks
     mine, peers = torch.ones(7, dtype=dtype), torch.zeros(7, dtype=dtype)
@@ -437,7 +418,7 @@ def state_of(*dtypes: torch.dtype) -> State:
     return State([Segment(torch.zeros(3, dtype=dtype), Role.TRAINED) for dtype in dtypes])
 
 
-def test_numba_is_chosen_if_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numba_is_chosen_if_it_pays(monkeypatch):
     monkeypatch.delenv("GOSSIPDP_KERNELS", raising=False)
     assert choose_kernels(LEAST_COMPILED_VALUES) == "numba"
     assert choose_kernels(LEAST_COMPILED_VALUES - 1) == "torch"
@@ -449,7 +430,7 @@ def test_numba_is_chosen_if_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_kernels(10**9)
 
 
-def test_what_computes_is_visible_and_torch_computes_what_loops_do_not_know() -> None:
+def test_what_computes_is_visible_and_torch_computes_what_loops_do_not_know():
     state = state_of(torch.float32, torch.bfloat16)
     state.compile("auto")
     assert state.kernels == "torch"
@@ -463,14 +444,14 @@ def test_what_computes_is_visible_and_torch_computes_what_loops_do_not_know() ->
     assert [chunk.is_compiled for chunk in mixed.chunks] == [True, False, False]
 
 
-def test_a_numba_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_numba_that_cannot_be_imported_is_an_error(monkeypatch):
     monkeypatch.delattr("gossipdp.dynamics.update_loops", raising=False)
     monkeypatch.setitem(sys.modules, "gossipdp.dynamics.update_loops", None)
     with pytest.raises(ImportError):
         state_of(torch.float32).compile("numba")
 
 
-def test_loops_compile_if_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_compile_if_nothing_can_be_kept(monkeypatch):
     import numba
 
     from gossipdp.dynamics import update_loops
@@ -488,7 +469,7 @@ def test_loops_compile_if_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -
     assert calls == [True, False]
 
 
-def test_loops_compile_if_the_disk_is_full(tmp_path: Path) -> None:
+def test_loops_compile_if_the_disk_is_full(tmp_path):
     code = """
         import resource, torch
         from gossipdp.dynamics import update

@@ -74,7 +74,7 @@ class Network:
         )
 
 
-def test_any_answer_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_answer_will_do(monkeypatch):
     network = Network(monkeypatch, True, members(0))
     assert [each.rank for each in network.ask().members] == [0, 1]
     assert network.num_rounds == 1
@@ -89,9 +89,7 @@ def test_any_answer_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
         ((True, True), "refused the connection; the run has ended", MAX_ROUNDS_REFUSED),
     ],
 )
-def test_a_refusal_is_the_end(
-    monkeypatch: pytest.MonkeyPatch, answers: tuple[Any, ...], message: str, num_rounds: int
-) -> None:
+def test_a_refusal_is_the_end(monkeypatch, answers, message, num_rounds):
     network = Network(monkeypatch, *answers)
     with pytest.raises((RefusedError, RendezvousError), match=message):
         network.ask()
@@ -99,9 +97,7 @@ def test_a_refusal_is_the_end(
 
 
 @pytest.mark.parametrize("answer", [None, False])
-def test_without_an_answer_it_ends_in_time(
-    monkeypatch: pytest.MonkeyPatch, answer: bool | None
-) -> None:
+def test_without_an_answer_it_ends_in_time(monkeypatch, answer):
     network = Network(monkeypatch, answer, answer)
     with pytest.raises(RendezvousError, match=r"none answered at .* within 60 s"):
         network.ask()

@@ -4,10 +4,10 @@ import gc
 import math
 import weakref
 from collections.abc import Collection
-from random import Random
 
 import pytest
 import torch
+from driven_worker import TIMEOUT_S, protocol_of
 from links import MemoryLink, NoNetwork
 from reference import MomentumState
 
@@ -39,14 +39,14 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
-from gossipdp.protocol.worker import WorkerProtocol
 
-TIMEOUT_S = 5.0
 X = torch.arange(8.0)
 
 
 class FakeLink(MemoryLink):
     """A link on which all leaves at once, or when the test calls :meth:`drain`."""
+
+    is_aging = False
 
     def __init__(self, peer: int, leaves_at_once: bool = True) -> None:
         super().__init__(peer)
@@ -75,17 +75,9 @@ class Worker:
         self.now = 0.0
         self.segment = Segment(x.clone(), Role.TRAINED, chunk_bytes=chunk_bytes)
         state, self.phase = State([self.segment]), Phase(0.4, 1.0)
-        protocol = WorkerProtocol(
-            rank=0,
-            incarnation=0,
-            process_id=5,
-            host="127.0.0.1",
-            port=1,
-            constants=Constants.of(build_graph("ring", 3)),
-            method="a2cid2",
-            timeout_s=TIMEOUT_S,
-            random=Random(0),
-            num_chunks=len(self.segment.chunks),
+        constants = Constants.of(build_graph("ring", 3))
+        protocol = protocol_of(
+            0, process_id=5, constants=constants, num_chunks=len(self.segment.chunks)
         )
         protocol.membership.merge_all(
             Member(rank, 0, 7, Status.ALIVE, *self.address(rank)) for rank in (1, 2)
@@ -345,18 +337,39 @@ def test_the_answer_to_a_proposal_leaves_before_snapshots_are_taken():
     assert worker.links[1].chunks
 
 
+def test_a_link_whose_key_is_old_ends_when_its_peer_asks_and_nothing_is_under_way():
+    """Closed in the middle, it has brought one end chunks that the other never gets."""
+    worker = Worker()
+    link, key = worker.links[1], ChunkKey(1, 0, 99, 0)
+    assert Accept in worker.answers_to_a_proposal(1)
+    worker.loop.protocol.hold(worker.now)
+    worker.loop.writable(link)
+    link.is_aging = True
+    assert worker.answers_to_a_proposal(1) == [Busy], "the peer's chunk is yet to come"
+    room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, X.nbytes)
+    worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
+    worker.loop.writable(link)
+    link.leaves_at_once = False
+    link.send_chunk(FrameType.STATE_CHUNK, key, memoryview(b"state"))
+    assert worker.answers_to_a_proposal(1) == [Busy], "the peer has yet to read it"
+    link.drain()
+    worker.answers_to_a_proposal(1)
+    assert link.closed_for.startswith("its TLS key has protected half of what one may")
+
+
 # Notices of the others' lives.
 
 
-def member(rank, incarnation=0, process_id=None, status=Status.ALIVE):
-    return Member(rank, incarnation, 100 + rank if process_id is None else process_id, status)
+def member(rank, incarnation=0, process_id=None, status=Status.ALIVE, restarts=0):
+    process_id = 100 + rank if process_id is None else process_id
+    return Member(rank, incarnation, process_id, status, restarts=restarts)
 
 
-def kinds(*views, silent=()):
+def kinds(*views):
     """Return rank 0's notices of rank 1, of three, as its view goes from one record to the next."""
     noticed = Noticed(0, 3)
     for version, view in enumerate(views):
-        noticed.look(version, lambda view=view: [member(0), view], silent, float(version))
+        noticed.look(version, lambda view=view: [member(0), view], (), {}, float(version))
     return [(notice.kind, notice.at_s) for notice in noticed.notices if notice.rank == 1]
 
 
@@ -364,56 +377,101 @@ def test_nothing_is_noticed_of_a_run_that_begins():
     # Process id 0 stands for one that is known by its address alone.
     assert kinds(member(1, process_id=0), member(1), member(1, status=Status.DONE)) == []
     assert kinds(member(1), member(1, status=Status.LEFT)) == []
+    # This worker has just joined; whatever happened before, it did not see.
+    assert kinds(member(1, 2, 7, restarts=1)) == []
 
 
-def test_a_death_and_what_may_follow_it():
+def test_a_loss_and_what_may_follow_it():
     alive, dead = member(1), member(1, status=Status.DEAD)
-    joining = member(1, 1, 7, Status.JOINING)
-    again = member(1, 1, 7)
-    assert kinds(alive, dead, joining, again) == [("dead", 1.0), ("rejoined", 3.0)]
-    # Taken for dead, and not.
-    assert kinds(alive, dead, member(1, 1)) == [("dead", 1.0), ("rejoined", 2.0)]
+    joining = member(1, 1, 7, Status.JOINING, restarts=1)
+    again = member(1, 1, 7, restarts=1)
+    assert kinds(alive, dead, joining, again) == [("lost", 1.0), ("restarted", 3.0)]
+    # The same process, which was not dead.
+    assert kinds(alive, dead, member(1, 1)) == [("lost", 1.0), ("answered", 2.0)]
     # Back before anybody missed it.
-    assert kinds(alive, joining, again) == [("dead", 1.0), ("rejoined", 2.0)]
-    assert kinds(alive, again) == [("dead", 1.0), ("rejoined", 1.0)]
+    assert kinds(alive, joining, again) == [("lost", 1.0), ("restarted", 2.0)]
+    assert kinds(alive, again) == [("lost", 1.0), ("restarted", 1.0)]
     # It died as one that was joining.
-    assert kinds(alive, dead, joining, member(1, 1, 7, Status.DEAD)) == [
-        ("dead", 1.0),
-        ("dead", 3.0),
+    assert kinds(alive, dead, joining, member(1, 1, 7, Status.DEAD, restarts=1)) == [
+        ("lost", 1.0),
+        ("lost", 3.0),
+    ]
+    # Lost before this worker came, or before it said a word.
+    assert kinds(dead, joining, again) == [("lost", 0.0), ("restarted", 2.0)]
+    assert kinds(dead, member(1, 1)) == [("lost", 0.0), ("answered", 1.0)]
+    unheard = member(1, process_id=0)
+    assert kinds(unheard, member(1, process_id=0, status=Status.DEAD), again) == [
+        ("lost", 1.0),
+        ("restarted", 2.0),
     ]
 
 
-def test_one_beyond_the_first_workers_joins_and_comes_back():
+def test_one_beyond_the_first_workers_joins_and_is_restarted():
     noticed = Noticed(0, 3)
-    for version, view in enumerate(
-        [member(3, status=Status.JOINING), member(3), member(3, 1, 7), member(4)]
-    ):
-        noticed.look(version, lambda view=view: [view], (), float(version))
+    joining, joined = member(3, status=Status.JOINING), member(3)
+    for version, view in enumerate([joining, joined, member(3, 1, 7, restarts=1), member(4)]):
+        noticed.look(version, lambda view=view: [view], (), {}, float(version))
     assert [(notice.rank, notice.kind) for notice in noticed.notices] == [
         (3, "joined"),
-        (3, "dead"),
-        (3, "rejoined"),
+        (3, "lost"),
+        (3, "restarted"),
         (4, "joined"),
     ]
 
 
-def test_silence_is_noticed_once_each_time():
+def seen(*looks):
+    """Return rank 0's notices of rank 1, from (record, is silent, heard at, now) of each look.
+
+    Without a link it is not heard.
+    """
     noticed = Noticed(0, 3)
-    for now, silent in enumerate([{1}, {1}, {1, 2}, set(), {1}]):
-        noticed.look(0, list, silent, float(now))
-    assert [(notice.rank, notice.kind, notice.at_s) for notice in noticed.notices] == [
-        (1, "stopped", 0.0),
-        (2, "stopped", 2.0),
-        (1, "stopped", 4.0),
-    ]
+    for version, (view, is_silent, heard_s, now) in enumerate(looks):
+        heard = {} if heard_s is None else {1: heard_s}
+        noticed.look(version, lambda view=view: [view], {1} if is_silent else (), heard, now)
+    return [(each.kind, each.at_s, each.silent_s) for each in noticed.notices]
 
 
-def test_a_death_is_not_forgotten_whatever_happens_to_others():
+def test_one_that_was_silent_and_not_missed_answers_again():
+    alive = member(1)
+    assert seen(
+        (alive, False, 1.0, 1.0),
+        (alive, True, 1.0, 6.0),
+        (alive, True, 1.0, 6.5),
+        (alive, False, 9.0, 9.0),
+        (alive, False, 10.0, 10.0),
+        (alive, True, 10.0, 15.0),
+    ) == [("silent", 6.0, 5.0), ("answered", 9.0, 8.0), ("silent", 15.0, 5.0)]
+
+
+def test_a_link_that_is_closed_is_no_answer():
+    alive = member(1)
+    looks = [(alive, False, 1.0, 1.0), (alive, True, 1.0, 6.0), (alive, False, None, 7.0)]
+    assert seen(*looks) == [("silent", 6.0, 5.0)]
+    assert seen(*looks, (alive, False, 9.0, 9.0))[1:] == [("answered", 9.0, 8.0)]
+    assert seen(*looks, (member(1, status=Status.LEFT), False, 9.0, 9.0))[1:] == []
+
+
+def test_one_that_was_lost_answers_again_after_the_whole_silence():
+    alive, dead = member(1), member(1, status=Status.DEAD)
+    lost = [(alive, False, 1.0, 1.0), (alive, True, 1.0, 6.0), (dead, False, None, 6.5)]
+    expected = [("silent", 6.0, 5.0), ("lost", 6.5, 5.5)]
+    # A link to it may be up before the news that it goes on.
+    linked = [*lost, (dead, False, 9.0, 9.0)]
+    assert seen(*linked) == expected
+    assert seen(*linked, (member(1, 1), False, 9.2, 9.2)) == [*expected, ("answered", 9.2, 8.2)]
+    again = member(1, 1, 7, restarts=1)
+    assert seen(*lost, (again, False, 9.0, 9.0)) == [*expected, ("restarted", 9.0, 8.0)]
+    # Found silent and lost in one turn.
+    at_once = seen(lost[0], (dead, False, None, 6.5), (member(1, 1), False, None, 9.0))
+    assert at_once == [("lost", 6.5, 5.5), ("answered", 9.0, 8.0)]
+
+
+def test_a_loss_is_not_forgotten_whatever_happens_to_others():
     noticed = Noticed(2, 3)
-    noticed.note(0, "dead", 1.0)
+    noticed.note(0, "lost", 1.0)
     for number in range(2 * MAX_NOTICES):
-        noticed.note(1, ("dead", "rejoined")[number % 2], float(number))
+        noticed.note(1, ("lost", "answered")[number % 2], float(number))
     assert len(noticed.notices) == MAX_NOTICES
-    assert (noticed.notices[0].rank, noticed.notices[0].kind) == (0, "dead")
+    assert (noticed.notices[0].rank, noticed.notices[0].kind) == (0, "lost")
     numbers = [notice.number for notice in noticed.notices[1:]]
     assert numbers == list(range(MAX_NOTICES + 3, 2 * MAX_NOTICES + 2))

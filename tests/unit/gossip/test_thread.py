@@ -39,7 +39,7 @@ def loop_of(**changes: Any) -> Any:
     ("wake_at_step", "behind"),
     [(math.inf, 0), (7.5, 0), (5.0, 0), (4.9, 1), (4.0, 1), (2.3, 3), (-1.0, 6)],
 )
-def test_steps_since_a_tick_came_due_are_counted(wake_at_step: float, behind: int) -> None:
+def test_steps_since_a_tick_came_due_are_counted(wake_at_step, behind):
     woken: list[int] = []
     loop = loop_of(transport=SimpleNamespace(wake=lambda: woken.append(1)))
     thread = GossipThread(loop)  # never started, so no step is ever looked at
@@ -62,7 +62,7 @@ def until_there(background: Background[Place], key: object, function: Callable[[
     return found
 
 
-def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts() -> None:
+def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     """Its caller is never held up, and numpy's library takes one core, not all of them."""
     background, go_on = Background[Place](), threading.Event()
     ran_in: list[str] = []
@@ -84,7 +84,7 @@ def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts() 
     assert set(blas) == {1}
 
 
-def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for() -> None:
+def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for():
     def fail() -> Place:
         raise ValueError("no such graph")
 
@@ -93,7 +93,7 @@ def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for() -> None
 
 
 @pytest.mark.parametrize("meets", ["before the wish", "the wish", "within the step", "the turn"])
-def test_no_step_is_overlooked_however_two_threads_meet(meets: str) -> None:
+def test_no_step_is_overlooked_however_two_threads_meet(meets):
     """The loop looks at a step in that turn, which does not wait then, or is woken from it."""
     waits_s: list[float] = []
     woken: list[int] = []
@@ -144,7 +144,7 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets: str) -> None:
     assert looked_at == [(3, 5.0)]
 
 
-def test_calls_are_answered_even_if_closing_fails() -> None:
+def test_calls_are_answered_even_if_closing_fails():
     thread, future = GossipThread(loop_of(close=fail)), Future[None]()
     thread._calls.append((lambda: None, future))
     thread._empty_queues = lambda: None
@@ -154,9 +154,7 @@ def test_calls_are_answered_even_if_closing_fails() -> None:
         future.result(0)
 
 
-def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):
     def ends_first() -> Future[object]:
         thread.start()
         thread._thread.join()
@@ -168,7 +166,7 @@ def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(
         thread.call(lambda: None).result(0)
 
 
-def test_whatever_a_call_raises_reaches_its_caller() -> None:
+def test_whatever_a_call_raises_reaches_its_caller():
     """One that is no Exception ends the thread as well; its caller once waited for ever."""
     thread = GossipThread(loop_of())
     future: Future[None] = Future()

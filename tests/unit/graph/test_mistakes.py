@@ -8,7 +8,7 @@ import pytest
 
 from gossipdp.graph import Constants, plan
 from gossipdp.graph.constants import LiveGraph
-from gossipdp.graph.topology import attach, build_graph, read_edge_list, without
+from gossipdp.graph.topology import Graph, attach, build_graph, read_edge_list, without
 
 RING = build_graph("ring", 3)
 LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
@@ -45,6 +45,8 @@ LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
         (lambda: Constants.of(build_graph("ring", 1), math.inf), "comm rate inf is not a"),
         (lambda: plan(RING, -1), "comm rate -1 is not"),
         (lambda: Constants.of(nx.DiGraph([(0, 1)])), "is directed"),
+        (lambda: Constants.of({0: [1], 1: [0]}), r"networkx\.Graph, got \{0: \[1\], 1: \[0\]\}"),
+        (lambda: Constants.of(Graph()), r"Graph \(0 workers, 0 edges\)' has no nodes"),
         (lambda: Constants((), (), ()), "at least one"),
         (lambda: Constants((1, 0), ((0, 1),), (1.0,)), "ascending ranks"),
         (lambda: Constants((0, 1), ((1, 0),), (1.0,)), "i < j"),

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gossipdp.links.tls import TlsFiles
-from gossipdp.observe.log import RunLog
 from gossipdp_lab.baselines import SynchronousDataParallel
+from gossipdp_lab.report.run_log import RunLog
 
 BATCH, STEPS = 4, 6
 

@@ -1,7 +1,5 @@
 """A bar on a terminal, a line every few seconds elsewhere."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console

@@ -1,15 +1,19 @@
 import os
 import signal
 import sys
-import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from run_processes import wait_until_gone
-from waiting import wait_until
 
+from gossipdp.errors import RendezvousError
+from gossipdp.launcher import local, reports
 from gossipdp.launcher.launch_plan import LaunchPlan
-from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher.local import ForkedWorker, ScriptWorker
+from gossipdp.launcher.reports import Report
 from gossipdp.launcher.supervisor import Supervisor, describe
 
 
@@ -22,14 +26,6 @@ def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervi
 
     supervisor = Supervisor(plan, start, **options)
     return supervisor.run(), supervisor
-
-
-@pytest.mark.processes
-def test_output_variables_and_success(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)"
-    status, supervisor = supervise(code, 3)
-    assert (status, supervisor.failures) == (None, [])
-    assert sorted(capfd.readouterr().out.splitlines()) == ["0 3", "1 3", "2 3"]
 
 
 @pytest.mark.processes
@@ -49,35 +45,89 @@ def test_failures_are_named_once_and_the_rest_is_ended(capfd: pytest.CaptureFixt
 
 
 @pytest.mark.processes
-def test_a_signal_ends_all_workers_and_what_they_started(tmp_path: Path) -> None:
-    # The worker ignores the signal, so SIGKILL must follow, for its own child too.
+@pytest.mark.parametrize("own_hook", [False, True])
+def test_why_a_run_cannot_start_is_said_once_and_without_tracebacks(
+    own_hook: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A hook of the user's own shows the error as it likes."""
     code = (
-        "import os, signal, subprocess, time\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '3600'])\n"
-        f"name = {str(tmp_path)!r} + '/' + os.environ['RANK']\n"
-        "open(name + '.part', 'w').write(f'{os.getpid()} {child.pid}')\n"
-        "os.rename(name + '.part', name)\n"
-        "time.sleep(3600)\n"
+        "import sys\n"
+        "from gossipdp.errors import RendezvousError\n"
+        "from gossipdp.launcher.reports import say_instead_of_traceback\n"
+        f"if {own_hook}: sys.excepthook = lambda kind, *_: sys.stderr.write(kind.__name__)\n"
+        "say_instead_of_traceback()\n"
+        "raise RendezvousError('the models differ')"
     )
+    sentences: list[str] = []
+    _, supervisor = supervise(code, 2, on_sentence=sentences.append)
+    assert {failure.ending.reason for failure in supervisor.failures} == {"ended with exit code 1"}
+    shown = capfd.readouterr().err
+    if own_hook:
+        assert (sentences, shown.replace("RendezvousError", "")) == ([], "")
+        assert shown
+    else:
+        assert (sentences, shown) == (["the models differ"], "")
 
-    def interrupt() -> None:
-        wait_until(
-            lambda: len([path for path in tmp_path.iterdir() if not path.suffix]) == 2,
-            "both workers ignore signals",
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(RendezvousError, "nobody came"), (KeyError, "of the script's own")]
+)
+def test_without_a_launcher_and_for_other_errors_python_shows_the_traceback(
+    kind: type[Exception],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    reports.say_instead_of_traceback()
+    assert sys.excepthook is not sys.__excepthook__
+    if kind is KeyError:
+        monkeypatch.setattr(reports, "send_report", lambda report: True)
+    sys.excepthook(kind, kind(text), None)
+    assert text in capsys.readouterr().err
+
+
+def ask_for_the_rank() -> None:
+    torch.distributed.get_rank()
+
+
+def leave_a_sampler_in() -> None:
+    torch.utils.data.DistributedSampler([0] * 10)
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (ask_for_the_rank, "use model.rank, model.world_size and model.is_lead in place of dist"),
+        (leave_a_sampler_in, "in place of DistributedSampler(data) give the loader shuffle=True"),
+    ],
+)
+def test_a_script_that_asks_for_a_process_group_is_told_what_to_write(
+    call: Callable[[], None],
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ValueError, match="process group has not been initialized") as raised:
+        call()
+    assert f"gossipdp needs none: {advice}" in reports.advice_on(raised.value)
+    reason, shown = local._report(raised.value)
+    assert reason == "raised ValueError"
+    assert shown.splitlines()[-1] == reports.advice_on(raised.value)
+    # At the end of a script: to its launcher, or, without one, to the log.
+    monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
+    sent: list[Report] = []
+    for is_taken in (True, False):
+        monkeypatch.setattr(
+            reports, "send_report", lambda report, taken=is_taken: (sent.append(report), taken)[1]
         )
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    status, supervisor = supervise(code, 2)
-    thread.join()
-    assert status == signal.SIGTERM
-    assert supervisor.failures == []
-    pids = [int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()]
-    assert len(pids) == 4
-    wait_until_gone(pids)
+        reports.advise_at_exit()
+    assert sent == [Report(says=reports.advice_on(raised.value))] * 2
+    assert caplog.messages == [sent[0].says]
+    for other in (None, ValueError("another")):
+        monkeypatch.setattr(sys, "last_value", other)
+        reports.advise_at_exit()
+    assert len(sent) == 2
 
 
 @pytest.mark.processes
@@ -99,3 +149,16 @@ def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path: Path) -> None:
     ended_by, supervisor = supervise(code, 2, max_restarts=1)
     assert (ended_by, supervisor.failures) == (None, [])
     wait_until_gone([int(path.read_text())])
+
+
+def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *signalled: sent.append(signalled))
+    worker = ForkedWorker.__new__(ForkedWorker)
+    worker.pid, worker._process = 7, SimpleNamespace(exitcode=None)
+    worker.send(signal.SIGSTOP)
+    worker._process = SimpleNamespace(exitcode=0)
+    worker.send(signal.SIGCONT)
+    assert sent == [(7, signal.SIGSTOP)]

@@ -17,7 +17,7 @@ from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.launch_plan import listens
 from gossipdp.launcher.rendezvous import Rendezvous, RendezvousResult, Settings
-from gossipdp.launcher.store import connect, ready_key
+from gossipdp.launcher.store import connect
 from gossipdp.links.tls import TlsFiles
 
 SETTINGS = Settings(
@@ -27,6 +27,7 @@ SETTINGS = Settings(
     comm_rate="1.0",
     wire_format="float32",
 )
+OTHER_SHAPE = (SETTINGS.tensors[0], ("output.bias", (5,)))
 SECRET, MINE = b"a secret of this test", {"run_id": "mine", "unique_run_id": True}
 TLS = TlsFiles(Path("cert"), Path("key"), Path("ca"))
 KEYS = "gossipdp/default/0/0/"
@@ -132,18 +133,8 @@ def test_a_given_secret_and_run_id_are_kept_and_not_published() -> None:
         ({}, {}, {"graph": "star"}, "graph is 'star' here and 'ring-3' on worker 0"),
         ({}, {}, {"comm_rate": "2.0"}, "comm_rate is '2.0' here and '1.0' on worker 0"),
         ({}, {}, {"wire_format": "bfloat16"}, "wire_format is 'bfloat16' here and 'float32'"),
-        (
-            {},
-            {},
-            {"tensors": (SETTINGS.tensors[0], ("output.bias", (5,)))},
-            "first in tensor 1: output.bias of shape (5,) here and output.bias of shape (4,)",
-        ),
-        (
-            {},
-            {},
-            {"tensors": SETTINGS.tensors[:1]},
-            "first in tensor 1: none here and output.bias of shape (4,) on worker 0",
-        ),
+        ({}, {}, {"tensors": OTHER_SHAPE}, "first in tensor 1: output.bias of shape (5,) here and"),
+        ({}, {}, {"tensors": SETTINGS.tensors[:1]}, "first in tensor 1: none here and output.bias"),
         ({"secret": b"a"}, {"secret": b"b"}, {}, "the secret differs from worker 0's"),
         ({"secret": b"a"}, {}, {}, "GOSSIPDP_SECRET is not set here and set on worker 0"),
         ({}, {"secret": b"b"}, {}, "GOSSIPDP_SECRET is set here and not set on worker 0"),
@@ -166,6 +157,20 @@ def test_a_difference_ends_the_start_for_all(
         with pytest.raises(RendezvousError) as waiting:
             Alone(environment(2), store).meet()
         assert str(waiting.value) == str(refused.value)
+
+
+def test_workers_that_are_all_refused_give_one_reason() -> None:
+    """Worker 0 is the odd one."""
+    store = HashStore()
+    with pytest.raises(RendezvousError):
+        Alone(environment(0), store).meet(msgspec.structs.replace(SETTINGS, graph="star"))
+    reasons = []
+    for rank in (2, 1):
+        with pytest.raises(RefusedError) as refused:
+            Alone(environment(rank), store).meet()
+        reasons.append(str(refused.value))
+    assert reasons[0].startswith("worker 2 cannot join: graph is 'ring-3' here and 'star' on")
+    assert reasons == [reasons[0]] * 2
 
 
 def test_who_never_arrives_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -246,9 +251,3 @@ def test_worker_0_ends_the_store_that_it_hosts(monkeypatch: pytest.MonkeyPatch) 
     hosts.mark_ready()
     wait_until(lambda: not listens(address), "the store's port is closed")
     hosts.close()
-
-
-def test_ready_is_marked_under_the_launchers_key() -> None:
-    store = HashStore()
-    Alone(environment(1), store).part.mark_ready()
-    assert store.check([ready_key("gossipdp/default/0/", 1)])

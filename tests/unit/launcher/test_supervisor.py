@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
 from gossipdp.launcher.reports import Report, report_variables, send_report
 from gossipdp.launcher.store import HostedStore
@@ -71,20 +73,32 @@ class Setting:
     """Three workers of a supervisor, and a clock."""
 
     def __init__(
-        self, *, begun: bool = False, max_restarts: int = 0, plan: LaunchPlan | None = None
+        self,
+        *,
+        begun: bool = False,
+        max_restarts: int = 0,
+        plan: LaunchPlan | None = None,
+        faults: str | None = None,
     ) -> None:
         self.now = 0.0
+        self.injected: list[int] = []
+        self.faults = None
+        if faults is not None:
+            self.faults = FaultInjector(FaultPlan.parse(faults), 3, clock=lambda: self.now)
         self.failures: list[tuple[int, bool]] = []
         self.restarted: list[tuple[int, float]] = []
         self.missed: list[tuple[int, str]] = []
+        self.sentences: list[str] = []
         self.num_start_failures = 0
         self.plan = plan or plan_of(3)
         self.supervisor = Supervisor(
             self.plan,
             self.start,
             max_restarts=max_restarts,
-            on_failure=lambda failure, go_on: self.failures.append((failure.rank, go_on)),
+            faults=self.faults,
+            on_failure=self.note_failure,
             on_missed_end=lambda rank, reason: self.missed.append((rank, reason)),
+            on_sentence=self.sentences.append,
             clock=lambda: self.now,
         )
         self.workers: dict[int, Scripted] = {}
@@ -94,6 +108,11 @@ class Setting:
         self.restarted.clear()
         if begun:
             self.report(begins=True, addresses=self.addresses(3))
+
+    def note_failure(self, failure: Failure, others_go_on: bool) -> None:
+        self.failures.append((failure.rank, others_go_on))
+        if failure.is_injected:
+            self.injected.append(failure.rank)
 
     @staticmethod
     def addresses(num_workers: int) -> dict[int, tuple[str, int]]:
@@ -220,6 +239,68 @@ def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restar
         setting.crash(0)
         assert not setting.step(1)
         assert (setting.missed, setting.failed, setting.restarted) == (missed, failed, [])
+
+
+def test_faults_wait_until_all_train_and_wake_the_supervisor(make: Make) -> None:
+    setting = make(begun=True, faults="kill 1 at 5s")
+    setting.step(1, 9)
+    setting.workers[0].report(trains=True)
+    setting.workers[2].report(trains=True)
+    setting.step(10, 16)
+    assert setting.signalled(signal.SIGKILL) == set()
+    setting.workers[1].report(trains=True)
+    setting.step(20, 24.9)
+    assert setting.signalled(signal.SIGKILL) == set()
+    assert setting.faults.wait_s() == pytest.approx(0.1)
+    setting.step(25)
+    assert setting.signalled(signal.SIGKILL) == {1}
+
+
+@pytest.mark.parametrize("some_end_well", [True, False])
+def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(
+    make: Make, some_end_well: bool
+) -> None:
+    setting = make(begun=True, faults="kill 1")
+    setting.report(trains=True)
+    setting.step(1)
+    setting.workers[1].how = KILLED
+    setting.step(2)
+    assert (setting.failures, setting.injected, setting.failed) == ([(1, True)], [1], [])
+    for rank in (0, 2):
+        setting.workers[rank].how = Ending() if some_end_well else CRASH
+    assert not setting.step(3)
+    assert setting.injected == [1]
+    setting.supervisor.close()
+    assert setting.failed == ([] if some_end_well else [0, 2, 1])
+
+
+def test_a_killed_worker_is_started_again_as_usual_and_takes_faults_once_it_trains(
+    make: Make,
+) -> None:
+    setting = make(begun=True, max_restarts=1, faults="kill 1; stop 1s 1 at 3s; stop 1s 1 at 5s")
+    setting.report(trains=True)
+    setting.step(0.5)
+    setting.workers[1].how = KILLED
+    setting.step(1, 2)
+    assert [rank for rank, _ in setting.restarted] == [1]
+    setting.step(3.5)
+    assert setting.signalled(signal.SIGSTOP) == set()
+    setting.workers[1].report(trains=True)
+    setting.step(5.5)
+    assert setting.signalled(signal.SIGSTOP) == {1}
+    setting.workers[1].how = KILLED  # by another
+    setting.step(6)
+    assert (setting.injected, setting.failed) == ([1], [1])
+
+
+def test_a_stopped_worker_goes_on_before_it_is_ended(make: Make) -> None:
+    setting = make(begun=True, faults="stop 60s 1")
+    setting.report(trains=True)
+    setting.step(1)
+    setting.supervisor.end()
+    assert setting.workers[1].signals == [signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM]
+    setting.step(1.5)
+    assert setting.workers[1].signals[3:] == []
 
 
 def test_an_error_after_the_average_is_a_failure_without_a_restart(make: Make) -> None:
@@ -507,6 +588,17 @@ def test_the_death_of_one_process_ends_the_others(replicas: Replicas) -> None:
     assert replica.poll() == Ending("lost its process 1, which died of signal 9 (SIGKILL)")
 
 
+def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(replicas: Replicas) -> None:
+    replica = replicas.start(1)
+    first, second = replicas.processes.values()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        replica.send(number)
+    assert first.signals == second.signals == [signal.SIGSTOP, signal.SIGCONT]
+    second.how = KILLED
+    assert replica.poll() is None
+    assert first.is_killed
+
+
 def test_who_was_asked_to_end_is_not_killed_for_it(replicas: Replicas) -> None:
     """The first to end leaves the others the time to save."""
     replica = replicas.start(0)
@@ -529,7 +621,24 @@ def test_a_replica_begins_when_all_of_its_processes_do(replicas: Replicas) -> No
     assert replica.take_reports() == [Report(addresses=addresses)]
     second.report(begins=True)
     assert replica.take_reports() == [Report(begins=True)]
+    first.report(trains=True)
+    assert replica.take_reports() == [Report(trains=True)]
     assert replica.take_reports() == []
+
+
+def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(make: Make) -> None:
+    setting = make()
+    setting.report(says="do this")
+    setting.workers[1].report(says="do that")
+    setting.workers[2].report(says="do this")
+    setting.step(1)
+    assert setting.sentences == ["do this", "do that"]
+
+
+def test_a_sentence_of_any_process_is_passed_on(replicas: Replicas) -> None:
+    replica = replicas.start(0)
+    replicas.processes["0.1"].report(says="do this")
+    assert replica.take_reports() == [Report(says="do this")]
 
 
 def test_who_comes_back_joins_the_network_of_its_own_shard(replicas: Replicas) -> None:

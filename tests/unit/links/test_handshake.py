@@ -76,7 +76,7 @@ IN_TLS = (None, None)
 
 @pytest.mark.parametrize("wanted", [1, None])
 @pytest.mark.parametrize("secrets", [(SECRET, SECRET), IN_TLS], ids=["plain", "in TLS"])
-def test_both_learn_who_the_other_is(wanted: int | None, secrets: tuple[bytes, bytes]) -> None:
+def test_both_learn_who_the_other_is(wanted, secrets):
     dialler, acceptor = pair(wanted=wanted, secrets=secrets)
     said = converse(dialler, acceptor)
     assert dialler.stage is acceptor.stage is Stage.DONE
@@ -85,7 +85,7 @@ def test_both_learn_who_the_other_is(wanted: int | None, secrets: tuple[bytes, b
     assert len(said) == (2 if secrets == IN_TLS else 4)
 
 
-def test_inside_tls_the_hello_is_plain_data_and_nothing_else_is_taken_for_it() -> None:
+def test_inside_tls_the_hello_is_plain_data_and_nothing_else_is_taken_for_it():
     """A worker that wants proofs and one that needs none make no link, either way round."""
     for secrets in ((SECRET, None), (None, SECRET)):
         dialler, acceptor = pair(secrets=secrets)
@@ -95,9 +95,7 @@ def test_inside_tls_the_hello_is_plain_data_and_nothing_else_is_taken_for_it() -
 
 @pytest.mark.parametrize("field", AGREED_FIELDS)
 @pytest.mark.parametrize("secrets", [(SECRET, SECRET), IN_TLS], ids=["plain", "in TLS"])
-def test_a_difference_is_named_with_both_values(
-    field: str, secrets: tuple[bytes | None, bytes | None]
-) -> None:
+def test_a_difference_is_named_with_both_values(field, secrets):
     dialler, acceptor = pair(mine=identity(0, **{field: "mine"}), secrets=secrets)
     converse(dialler, acceptor)
     theirs = getattr(identity(1), field)
@@ -107,7 +105,7 @@ def test_a_difference_is_named_with_both_values(
     assert "'mine'" in text
 
 
-def test_of_a_fingerprint_the_parts_that_differ_are_named() -> None:
+def test_of_a_fingerprint_the_parts_that_differ_are_named():
     mine = "names=11 shapes=22 dtypes=33 optimizers=44"
     theirs = "names=11 shapes=99 dtypes=33 optimizers=88"
     dialler, acceptor = pair(mine=identity(0, model=mine), theirs=identity(1, model=theirs))
@@ -117,7 +115,7 @@ def test_of_a_fingerprint_the_parts_that_differ_are_named() -> None:
     )
 
 
-def test_wrong_secret_is_said_as_such_on_both_sides() -> None:
+def test_wrong_secret_is_said_as_such_on_both_sides():
     dialler, acceptor = pair(secrets=(b"another", SECRET))
     converse(dialler, acceptor)
     assert dialler.refusal is not None
@@ -125,7 +123,7 @@ def test_wrong_secret_is_said_as_such_on_both_sides() -> None:
     assert "secrets differ" in str(dialler.refusal)
 
 
-def test_an_acceptor_says_nothing_of_itself_before_the_proof() -> None:
+def test_an_acceptor_says_nothing_of_itself_before_the_proof():
     dialler, acceptor = pair()
     feed(acceptor, dialler.take_output())
     said = acceptor.take_output()
@@ -139,13 +137,13 @@ def test_an_acceptor_says_nothing_of_itself_before_the_proof() -> None:
         (1, None, "both workers claim rank 1; every worker needs its own RANK"),
     ],
 )
-def test_another_worker_than_the_one_wanted(rank: int, wanted: int | None, text: str) -> None:
+def test_another_worker_than_the_one_wanted(rank, wanted, text):
     dialler, acceptor = pair(mine=identity(rank), wanted=wanted)
     converse(dialler, acceptor)
     assert str(dialler.refusal) == text
 
 
-def test_the_acceptor_may_refuse_for_a_reason_of_its_own() -> None:
+def test_the_acceptor_may_refuse_for_a_reason_of_its_own():
     dialler, _ = pair()
     refusal = Refusal("incarnation", "3", "0")
     acceptor = Handshake(identity(1), SECRET, dialler=False, admit=lambda peer: refusal)
@@ -155,7 +153,7 @@ def test_the_acceptor_may_refuse_for_a_reason_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("field", ["incarnation", "own_rank", "model"])
-def test_a_stranger_at_a_worker_s_address_cannot_say_that_another_has_its_place(field: str) -> None:
+def test_a_stranger_at_a_worker_s_address_cannot_say_that_another_has_its_place(field):
     """It took the port of a dead worker; on such a refusal a worker may end, or wait."""
     for has_proved in (False, True):
         dialler, acceptor = pair()
@@ -167,14 +165,14 @@ def test_a_stranger_at_a_worker_s_address_cannot_say_that_another_has_its_place(
         assert dialler.refusal is None
 
 
-def test_what_a_refusal_says_reaches_no_terminal_raw() -> None:
+def test_what_a_refusal_says_reaches_no_terminal_raw():
     dialler, _ = pair()
     feed(dialler, _message([5, "run_id", "\x07" + "x" * 3000, "a\nb\x1b[2J", b""]))
     assert dialler.refusal == Refusal("run_id", "?" + "x" * (MAX_TEXT - 1), "a?b?[2J")
     assert str(dialler.refusal).isprintable()
 
 
-def test_replay_is_refused() -> None:
+def test_replay_is_refused():
     """Neither end's recorded words serve again: the other end has drawn another nonce."""
     said = converse(*pair())
     dialler, acceptor = pair()
@@ -183,7 +181,7 @@ def test_replay_is_refused() -> None:
         assert machine.refusal == Refusal("secret", "", "")
 
 
-def test_reflection_is_refused() -> None:
+def test_reflection_is_refused():
     """A dialler's proof, sent back to that worker as if another one dialled, proves nothing."""
     dialler, _ = pair(wanted=None)
     opening = dialler.take_output()
@@ -203,7 +201,7 @@ def test_reflection_is_refused() -> None:
     assert dialler.refusal == Refusal("secret", "", "")
 
 
-def test_a_proof_is_of_one_rank_in_one_direction() -> None:
+def test_a_proof_is_of_one_rank_in_one_direction():
     """A recorded proof serves no other rank, nor the other end."""
     dialler, acceptor = pair()
     feed(acceptor, dialler.take_output())
@@ -214,7 +212,7 @@ def test_a_proof_is_of_one_rank_in_one_direction() -> None:
 
 
 @pytest.mark.parametrize("place", [4, 5])
-def test_another_version_of_gossipdp_is_told_to_both(place: int) -> None:
+def test_another_version_of_gossipdp_is_told_to_both(place):
     other = [*VERSION]
     other[place - 4] = 9
     ours, theirs = (".".join(map(str, version)) for version in (VERSION, other))
@@ -240,13 +238,13 @@ def test_another_version_of_gossipdp_is_told_to_both(place: int) -> None:
         (struct.pack("<4sBBH", b"GDPH", *VERSION, 4) + b"\x93\x01\x02\x03", "malformed"),
     ],
 )
-def test_garbage_is_one_error(data: bytes, fault: str) -> None:
+def test_garbage_is_one_error(data, fault):
     acceptor = Handshake(identity(1), SECRET, dialler=False)
     with pytest.raises(HandshakeError, match=fault):
         feed(acceptor, data)
 
 
-def test_a_message_out_of_turn() -> None:
+def test_a_message_out_of_turn():
     for machine, words in (
         (pair()[1], _message([2, bytes(32)])),
         (pair()[0], pair()[0].take_output()),  # an echo
@@ -255,7 +253,7 @@ def test_a_message_out_of_turn() -> None:
             feed(machine, words)
 
 
-def test_an_empty_secret_is_refused() -> None:
+def test_an_empty_secret_is_refused():
     with pytest.raises(ValueError, match="secret is empty"):
         Handshake(identity(0), b"", dialler=True)
 
@@ -274,7 +272,7 @@ def test_an_empty_secret_is_refused() -> None:
         ("host", "::1", "a\nb"),
     ],
 )
-def test_a_hello_keeps_to_the_bounds_of_membership(field: str, good: object, bad: object) -> None:
+def test_a_hello_keeps_to_the_bounds_of_membership(field, good, bad):
     said = msgspec.to_builtins(identity(0))
     index = Identity.__struct_fields__.index(field)
     for value in (good, bad):

@@ -105,9 +105,7 @@ HUGE = [
 ]
 
 
-def test_garbage_and_huge_lengths_allocate_nothing_and_are_logged_once(
-    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_garbage_and_huge_lengths_allocate_nothing_and_are_logged_once(make, world, guests, caplog):
     good = Exchanging(world, make)
     good.exchange()
     caplog.clear()
@@ -130,7 +128,7 @@ def test_garbage_and_huge_lengths_allocate_nothing_and_are_logged_once(
     assert len(caplog.records) <= 2  # once for no handshake, once for the other kind of one
 
 
-def test_a_peer_that_announces_a_huge_frame(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_that_announces_a_huge_frame(world, caplog):
     """It has the secret, and all the same nothing is allocated for it."""
     good = Exchanging(world, world.tcp)
     traitor = world.tcp(9)
@@ -156,7 +154,7 @@ def test_a_peer_that_announces_a_huge_frame(world: Any, caplog: pytest.LogCaptur
     assert len(caplog.records) == 1
 
 
-def test_a_chunk_that_nobody_asked_for_takes_no_memory(world: Any) -> None:
+def test_a_chunk_that_nobody_asked_for_takes_no_memory(world):
     good = Exchanging(world, world.tcp)
     traitor = world.tcp(9)
     world.join(traitor, good.hub)
@@ -171,9 +169,7 @@ def test_a_chunk_that_nobody_asked_for_takes_no_memory(world: Any) -> None:
     assert good.hub.handler.of("chunk")[0][3] is None
 
 
-def test_a_peer_that_authenticates_and_then_sends_garbage(
-    make: Any, world: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_that_authenticates_and_then_sends_garbage(make, world, caplog):
     good = Exchanging(world, make)
     traitor = make(9)
     frame = pack_header(run_tag("run"), FrameType.CONTROL, 0, 5) + b"again"
@@ -201,9 +197,7 @@ def test_a_peer_that_authenticates_and_then_sends_garbage(
         ("tls", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03"),
     ],
 )
-def test_a_slow_loris_is_shown_out_after_the_time_limit(
-    world: Any, guests: Guests, kind: str, said: bytes
-) -> None:
+def test_a_slow_loris_is_shown_out_after_the_time_limit(world, guests, kind, said):
     """A byte now and then buys no time: the limit is on both handshakes together."""
     clock = Clock()
     good = Exchanging(world, getattr(world, kind), clock=clock)
@@ -224,9 +218,7 @@ def test_a_slow_loris_is_shown_out_after_the_time_limit(
     good.assert_undisturbed()
 
 
-def test_hundreds_of_connects(
-    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hundreds_of_connects(make, world, guests, caplog):
     """Descriptors stay bounded, the good links go on, and a newcomer gets in meanwhile."""
     good = Exchanging(world, make, max_unauthenticated=16)
     caplog.clear()
@@ -249,7 +241,7 @@ def test_hundreds_of_connects(
     assert "too many unauthenticated connections" in caplog.text
 
 
-def test_a_flood_drives_out_none_that_know_the_run(world: Any, guests: Guests) -> None:
+def test_a_flood_drives_out_none_that_know_the_run(world, guests):
     """If there are too many, those that have said nothing go first, however young."""
     node = world.tcp(0, max_unauthenticated=8)
     hello = Handshake(world.identity(5), b"?", dialler=True).take_output()

@@ -30,11 +30,10 @@ def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def pair(make: Callable[..., Any], world: Any) -> tuple[Any, Any, Link, Link]:
-    first, second = make(0), make(1)
-    return first, second, *world.join(first, second)
+    return world.pair(make)
 
 
-def test_up_once_on_both_sides_with_the_peers_identity(pair: Any, world: Any) -> None:
+def test_up_once_on_both_sides_with_the_peers_identity(pair, world):
     first, second, there, back = pair
     world.settle()
     assert first.handler.names() == second.handler.names() == ["link_up"]
@@ -44,7 +43,7 @@ def test_up_once_on_both_sides_with_the_peers_identity(pair: Any, world: Any) ->
     assert there.peer_incarnation == 0
 
 
-def test_controls_arrive_in_order(pair: Any, world: Any) -> None:
+def test_controls_arrive_in_order(pair, world):
     _, second, there, _ = pair
     sent = [b"%d" % number * (number + 1) for number in range(300)]
     sent.append(b"x" * MAX_CONTROL_BYTES)
@@ -55,7 +54,7 @@ def test_controls_arrive_in_order(pair: Any, world: Any) -> None:
     assert there.queued_bytes == 0
 
 
-def test_chunks_both_ways_at_once(pair: Any, world: Any) -> None:
+def test_chunks_both_ways_at_once(pair, world):
     first, second, there, back = pair
     payloads = [bytes([number]) * (MEGABYTE + number) for number in range(8)]
     for number, payload in enumerate(payloads):
@@ -75,7 +74,7 @@ def test_chunks_both_ways_at_once(pair: Any, world: Any) -> None:
     assert there.bytes_sent - 8 * HEADER_BYTES >= num_bytes * (not there.is_shared)
 
 
-def test_payload_of_chunks_is_counted_by_type_and_words_are_not(pair: Any, world: Any) -> None:
+def test_payload_of_chunks_is_counted_by_type_and_words_are_not(pair, world):
     first, second, there, back = pair
     size, unwanted = 9 * MEGABYTE, FrameType.PARTIAL_CHUNK
     second.handler.hooks["chunk_buffer"] = lambda link, kind, name, length: (
@@ -100,7 +99,7 @@ def test_payload_of_chunks_is_counted_by_type_and_words_are_not(pair: Any, world
     assert there.is_shared or len(parts) > 2, "a chunk under way counts as far as it is here"
 
 
-def test_controls_overtake_chunks_that_were_not_started(pair: Any, world: Any) -> None:
+def test_controls_overtake_chunks_that_were_not_started(pair, world):
     first, second, there, _ = pair
     payload = first.payload(bytes(4 * MEGABYTE))
     for number in range(8):
@@ -114,7 +113,7 @@ def test_controls_overtake_chunks_that_were_not_started(pair: Any, world: Any) -
     assert there.queued_bytes == 0
 
 
-def test_landing_in_the_buffer_that_the_handler_names(pair: Any, world: Any) -> None:
+def test_landing_in_the_buffer_that_the_handler_names(pair, world):
     """Both ends may see the bytes as numbers of any format."""
     first, second, there, back = pair
     landed, before_s = bytearray(MEGABYTE), back.last_heard_s
@@ -127,7 +126,7 @@ def test_landing_in_the_buffer_that_the_handler_names(pair: Any, world: Any) -> 
     assert back.last_heard_s > before_s
 
 
-def test_chunks_without_a_buffer_are_dropped_and_the_stream_goes_on(pair: Any, world: Any) -> None:
+def test_chunks_without_a_buffer_are_dropped_and_the_stream_goes_on(pair, world):
     first, second, there, _ = pair
     second.handler.hooks["chunk_buffer"] = lambda link, kind, name, length: (
         None if name.index % 2 else memoryview(bytearray(length))
@@ -140,7 +139,7 @@ def test_chunks_without_a_buffer_are_dropped_and_the_stream_goes_on(pair: Any, w
 
 
 @pytest.mark.parametrize("size", [10, 12, None])
-def test_a_chunk_that_cannot_be_ends_the_link(pair: Any, world: Any, size: int | None) -> None:
+def test_a_chunk_that_cannot_be_ends_the_link(pair, world, size):
     """Its buffer has another size, or the handler says that no worker sends it."""
     first, second, there, _ = pair
 
@@ -157,7 +156,7 @@ def test_a_chunk_that_cannot_be_ends_the_link(pair: Any, world: Any, size: int |
     assert second.handler.of("chunk") == []
 
 
-def test_writable_when_the_queue_falls_under_its_bound(pair: Any, world: Any) -> None:
+def test_writable_when_the_queue_falls_under_its_bound(pair, world):
     first, second, there, _ = pair
     rest = list(range(40))
     payload = first.payload(bytes(MEGABYTE))
@@ -173,7 +172,7 @@ def test_writable_when_the_queue_falls_under_its_bound(pair: Any, world: Any) ->
     assert [event[2].index for event in second.handler.of("chunk")] == list(range(40))
 
 
-def test_close_tells_both_sides_once(pair: Any, world: Any) -> None:
+def test_close_tells_both_sides_once(pair, world):
     first, second, there, back = pair
     there.close("enough")
     there.close("again")
@@ -185,7 +184,7 @@ def test_close_tells_both_sides_once(pair: Any, world: Any) -> None:
     assert second.handler.of("link_down") == [(back, "closed by the peer")]
 
 
-def test_a_message_sent_just_before_close_arrives(pair: Any, world: Any) -> None:
+def test_a_message_sent_just_before_close_arrives(pair, world):
     _, second, there, _ = pair
     there.send_control(b"abort: poisoned")
     there.close("poisoned")
@@ -193,7 +192,7 @@ def test_a_message_sent_just_before_close_arrives(pair: Any, world: Any) -> None
     assert second.handler.names() == ["link_up", "control", "link_down"]
 
 
-def test_nothing_is_touched_after_close(pair: Any, world: Any) -> None:
+def test_nothing_is_touched_after_close(pair, world):
     _, second, there, back = pair
     landing = bytearray(8 * MEGABYTE)
     second.handler.hooks["chunk_buffer"] = lambda *_: memoryview(landing)
@@ -214,7 +213,7 @@ def test_nothing_is_touched_after_close(pair: Any, world: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["link_up", "control", "chunk_buffer", "chunk"])
-def test_closing_the_link_that_called(make: Any, world: Any, method: str) -> None:
+def test_closing_the_link_that_called(make, world, method):
     first, second = make(0), make(1)
 
     def close(link: Link, *_: Any) -> memoryview:
@@ -237,9 +236,7 @@ def test_closing_the_link_that_called(make: Any, world: Any, method: str) -> Non
 
 
 @pytest.mark.parametrize("method", ["link_up", "control", "chunk_buffer", "chunk", "link_down"])
-def test_an_exception_leaves_poll_and_loses_only_its_call(
-    make: Any, world: Any, method: str
-) -> None:
+def test_an_exception_leaves_poll_and_loses_only_its_call(make, world, method):
     first, second = make(0), make(1)
     raised: list[str] = []
 
@@ -268,7 +265,7 @@ def test_an_exception_leaves_poll_and_loses_only_its_call(
     assert raised == [method]
 
 
-def test_sending_too_much_is_the_senders_error(pair: Any) -> None:
+def test_sending_too_much_is_the_senders_error(pair):
     _, _, there, _ = pair
     with pytest.raises(FrameError):
         there.send_control(b"")
@@ -282,14 +279,7 @@ def test_sending_too_much_is_the_senders_error(pair: Any) -> None:
         there.send_chunk(FrameType.CONTROL, key(0), memoryview(b"x"))
 
 
-def test_a_killed_peer_is_noticed(pair: Any, world: Any) -> None:
-    first, second, _, _ = pair
-    world.close(second)
-    world.until(lambda: first.handler.of("link_down"))
-    assert first.handler.of("link_down")[0][1] == "closed by the peer"
-
-
-def test_last_words_before_the_transport_closes(pair: Any, world: Any) -> None:
+def test_last_words_before_the_transport_closes(pair, world):
     first, second, there, back = pair
     there.send_control(b"unread by the time it closes")
     first.transport.poll(0.0)
@@ -301,7 +291,7 @@ def test_last_words_before_the_transport_closes(pair: Any, world: Any) -> None:
     assert first.handler.of("link_down") == [(there, "closed by the peer")]
 
 
-def test_a_new_link_replaces_the_old_one(pair: Any, world: Any) -> None:
+def test_a_new_link_replaces_the_old_one(pair, world):
     first, second, there, _ = pair
     first.dial(second)
     world.until(lambda: len(second.handler.of("link_up")) == len(first.handler.of("link_up")) == 2)
@@ -310,7 +300,7 @@ def test_a_new_link_replaces_the_old_one(pair: Any, world: Any) -> None:
     assert first.handler.of("link_down") == [(there, "replaced by a newer link")]
 
 
-def test_wake_from_another_thread(pair: Any) -> None:
+def test_wake_from_another_thread(pair):
     first, woken = pair[0], threading.Event()
 
     def wake() -> None:
@@ -325,7 +315,7 @@ def test_wake_from_another_thread(pair: Any) -> None:
     timer.join()
 
 
-def test_poll_returns_when_what_was_queued_before_has_left(pair: Any) -> None:
+def test_poll_returns_when_what_was_queued_before_has_left(pair):
     first, _, there, _ = pair
     for send in (
         lambda: there.send_control(b"x"),
@@ -337,14 +327,14 @@ def test_poll_returns_when_what_was_queued_before_has_left(pair: Any) -> None:
         assert there.queued_bytes == 0
 
 
-def test_close_is_final_and_may_be_repeated(make: Any, world: Any) -> None:
+def test_close_is_final_and_may_be_repeated(make, world):
     node = make(0)
     world.close(node)
     node.transport.close()
     node.transport.wake()
 
 
-def test_closing_the_transport_from_a_handler(make: Any, world: Any) -> None:
+def test_closing_the_transport_from_a_handler(make, world):
     first, second = make(0), make(1)
     second.handler.hooks["control"] = lambda *_: world.close(second)
     there, _ = world.join(first, second)

@@ -19,13 +19,7 @@ import torch
 from links import has_ended, in_child
 
 from gossipdp.links import shared_memory, sockets, tcp_link
-from gossipdp.links.frames import (
-    MAX_SEGMENT,
-    ChunkKey,
-    FrameType,
-    pack_header,
-    run_tag,
-)
+from gossipdp.links.frames import MAX_SEGMENT, ChunkKey, FrameType, pack_header, run_tag
 from gossipdp.links.shared_memory import MAX_SEGMENT_BYTES, SharedSegment, map_peers_segment
 
 EXCHANGE = FrameType.EXCHANGE_CHUNK
@@ -49,7 +43,7 @@ def num_mapped() -> int:
 # The memory itself.
 
 
-def test_only_the_owner_can_write_it_and_its_size_is_fixed() -> None:
+def test_only_the_owner_can_write_it_and_its_size_is_fixed():
     segment = SharedSegment(3 * PAGE, 1)
     peers = map_peers_segment(segment.descriptor, 3 * PAGE)
     segment.memory[PAGE : PAGE + 5] = b"hello"
@@ -67,12 +61,12 @@ def test_only_the_owner_can_write_it_and_its_size_is_fixed() -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "number"), [(0, 1), (MAX_SEGMENT_BYTES + 1, 1), (PAGE, MAX_SEGMENT + 1)]
 )
-def test_a_segment_that_no_frame_can_name_is_not_made(num_bytes: int, number: int) -> None:
+def test_a_segment_that_no_frame_can_name_is_not_made(num_bytes, number):
     with pytest.raises(OSError, match="segment"):
         SharedSegment(num_bytes, number)
 
 
-def test_a_mapping_lives_as_long_as_a_tensor_looks_at_it(recwarn: Any) -> None:
+def test_a_mapping_lives_as_long_as_a_tensor_looks_at_it(recwarn):
     before = num_mapped()
     segment = SharedSegment(PAGE, 1)
     segment.memory[64:68] = b"\x00\x00\x80\x3f"
@@ -87,7 +81,7 @@ def test_a_mapping_lives_as_long_as_a_tensor_looks_at_it(recwarn: Any) -> None:
     assert not recwarn.list
 
 
-def test_memory_that_its_owner_could_take_away_is_not_mapped() -> None:
+def test_memory_that_its_owner_could_take_away_is_not_mapped():
     descriptor = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, PAGE)
     with pytest.raises(ValueError, match="not sealed"):
@@ -104,7 +98,7 @@ def socket_files() -> set[str]:
     return {f"socket:[{line.split()[6]}]" for line in lines if "@gossipdp-" in line}
 
 
-def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world: Any) -> None:
+def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world):
     def look() -> tuple[int, int, int]:
         files = []
         for number in os.listdir("/proc/self/fd"):
@@ -115,8 +109,7 @@ def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world: Any) -
 
     # Another test's failure or thread may still hold some.
     of_others = look()
-    first, second = world.shared(0), world.shared(1)
-    world.join(first, second)
+    first, *_ = world.pair(world.shared)
 
     with contextlib.closing(stranger(first)):
         first.transport.poll(0.0)
@@ -141,9 +134,8 @@ def stranger(node: Any) -> socket.socket:
     return connection
 
 
-def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world: Any) -> None:
-    first, second = world.shared(0), world.shared(1)
-    there, back = world.join(first, second)
+def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world):
+    first, second, there, back = world.pair(world.shared)
     sent = [
         (EXCHANGE, first.payload(b"a" * 100), True),
         (FrameType.STATE_CHUNK, first.payload(b"b" * 100), False),
@@ -161,9 +153,8 @@ def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world: Any) ->
     world.until(lambda: there.queued_chunks == 0)
 
 
-def test_a_chunk_counts_until_the_peer_has_read_it(world: Any) -> None:
-    first, second = world.shared(0), world.shared(1)
-    there, back = world.join(first, second)
+def test_a_chunk_counts_until_the_peer_has_read_it(world):
+    first, second, there, back = world.pair(world.shared)
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     world.settle(first)
     assert there.queued_bytes == 0
@@ -180,13 +171,10 @@ def test_a_chunk_counts_until_the_peer_has_read_it(world: Any) -> None:
     assert there.bytes_received == received + 56 + len(b"thanks")
 
 
-def test_a_turn_that_ends_between_frames_read_at_once(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_ends_between_frames_read_at_once(world, monkeypatch):
     """No event tells of what was read ahead."""
     monkeypatch.setattr(tcp_link, "TURN_BYTES", 150)
-    first, second = world.shared(0), world.shared(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.shared)
     payload = first.payload(bytes(100))
     for index in range(8):
         there.send_chunk(EXCHANGE, key(index), payload)
@@ -198,7 +186,7 @@ def test_a_turn_that_ends_between_frames_read_at_once(
     assert back.bytes_received == there.bytes_sent
 
 
-def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world: Any) -> None:
+def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world):
     """The peer is stopped between the header and its read, as by SIGSTOP; the link ends."""
     first, second, third = (world.shared(rank) for rank in range(3))
     there, _ = world.join(first, second)
@@ -222,10 +210,9 @@ def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world: Any) -
     assert other.shared_bytes_sent == 11
 
 
-def test_memory_given_up_ends_when_both_have_let_go_of_it(world: Any) -> None:
+def test_memory_given_up_ends_when_both_have_let_go_of_it(world):
     before = num_mapped()
-    first, second = world.shared(0), world.shared(1)
-    there, _ = world.join(first, second)
+    first, second, there, _ = world.pair(world.shared)
     assert num_mapped() == before + 4
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     first.transport.poll(0.0)
@@ -238,9 +225,8 @@ def test_memory_given_up_ends_when_both_have_let_go_of_it(world: Any) -> None:
     assert num_mapped() == before + 2
 
 
-def test_memory_is_kept_where_the_lost_peer_had_read_all(world: Any) -> None:
-    first, second = world.shared(0), world.shared(1)
-    there, _ = world.join(first, second)
+def test_memory_is_kept_where_the_lost_peer_had_read_all(world):
+    first, second, there, _ = world.pair(world.shared)
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     world.until(lambda: there.queued_chunks == 0)
     there.close("enough")
@@ -249,9 +235,8 @@ def test_memory_is_kept_where_the_lost_peer_had_read_all(world: Any) -> None:
     world.join(first, second)  # and shared again
 
 
-def test_who_has_memory_later_shares_it_later(world: Any) -> None:
-    first, second = world.tcp(0), world.tcp(1)
-    there, back = world.join(first, second)
+def test_who_has_memory_later_shares_it_later(world):
+    first, second, there, back = world.pair(world.tcp)
     world.settle()
     second.memory = second.transport.allocate(PAGE)
     world.settle()
@@ -261,7 +246,7 @@ def test_who_has_memory_later_shares_it_later(world: Any) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"shared_memory": "off"}, {"max_bytes_per_s": 1e9}])
-def test_none_is_shared_where_it_is_not_wanted(world: Any, changes: dict[str, Any]) -> None:
+def test_none_is_shared_where_it_is_not_wanted(world, changes):
     first, second = world.shared(0), world.tcp(1, **changes)
     second.memory = second.transport.allocate(PAGE)
     assert second.transport.memory.segment is None
@@ -273,9 +258,7 @@ def test_none_is_shared_where_it_is_not_wanted(world: Any, changes: dict[str, An
     assert not second.link(first).is_shared
 
 
-def test_a_system_without_sealed_memory_sends_bytes_and_says_so(
-    world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_system_without_sealed_memory_sends_bytes_and_says_so(world, monkeypatch, caplog):
     def refuse(*_: Any) -> int:
         raise PermissionError(1, "not here")
 
@@ -289,9 +272,7 @@ def test_a_system_without_sealed_memory_sends_bytes_and_says_so(
     ]
 
 
-def test_no_fork_comes_between_the_opening_of_the_socket_and_its_listing(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fork_comes_between_the_opening_of_the_socket_and_its_listing(world, monkeypatch):
     made_by, may_fork = shared_memory.MemorySocket, []
 
     def make(*arguments: Any) -> shared_memory.MemorySocket:
@@ -311,7 +292,7 @@ def test_no_fork_comes_between_the_opening_of_the_socket_and_its_listing(
     assert may_fork == [False]
 
 
-def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world: Any) -> None:
+def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world):
     first, second, third = (world.shared(rank) for rank in range(3))
     assert name_of(first) != name_of(second)
     links = [world.join(first, other)[0] for other in (second, third)]
@@ -321,9 +302,7 @@ def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world
     }
 
 
-def test_a_peer_of_another_host_is_offered_memory_once(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_of_another_host_is_offered_memory_once(world, monkeypatch):
     """No process here listens at the name that it gave."""
     first, second = world.tcp(0), world.tcp(1)
     for node in (first, second):
@@ -351,9 +330,8 @@ def guests() -> Iterator[list[socket.socket]]:
         guest.close()
 
 
-def test_packets_that_are_no_memory_socket(world: Any, guests: list[socket.socket]) -> None:
-    first, second = world.shared(0), world.shared(1)
-    there, _ = world.join(first, second)
+def test_packets_that_are_no_memory_socket(world, guests):
+    first, second, there, _ = world.pair(world.shared)
     segment = SharedSegment(PAGE, 7)
     size = shared_memory._OFFER.size
     token = first.transport.links[1].peer_memory.token
@@ -386,11 +364,8 @@ def test_packets_that_are_no_memory_socket(world: Any, guests: list[socket.socke
     world.until(lambda: second.handler.of("chunk"))
 
 
-def test_an_offer_for_a_link_that_is_no_more_is_dropped(
-    world: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = world.shared(0), world.shared(1)
-    world.join(first, second)
+def test_an_offer_for_a_link_that_is_no_more_is_dropped(world, caplog):
+    first, second, *_ = world.pair(world.shared)
     memory_socket = second.transport.links[0].peer_memory.socket
     segment = SharedSegment(PAGE, 9)
     before = num_mapped()
@@ -402,9 +377,7 @@ def test_an_offer_for_a_link_that_is_no_more_is_dropped(
     world.until(lambda: num_mapped() == before + 1, first)
 
 
-def test_silent_strangers_are_bounded(
-    world: Any, guests: list[socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_strangers_are_bounded(world, guests, monkeypatch):
     """They run as the same user, so they could read this worker's memory anyway."""
     monkeypatch.setattr(shared_memory, "MAX_STRANGERS", 4)
     first = world.shared(0)
@@ -415,7 +388,7 @@ def test_silent_strangers_are_bounded(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
-def test_another_user_is_not_heard(world: Any) -> None:
+def test_another_user_is_not_heard(world):
     first = world.shared(0)
     code = """
         import os, socket, sys
@@ -442,9 +415,8 @@ def test_another_user_is_not_heard(world: Any) -> None:
 # A peer that breaks the rules, with the secret and all.
 
 
-def test_a_second_memory_socket_ends_the_link(world: Any) -> None:
-    first, second = world.shared(0), world.shared(1)
-    world.join(first, second)
+def test_a_second_memory_socket_ends_the_link(world):
+    first, second, *_ = world.pair(world.shared)
     header = pack_header(run_tag("run"), FrameType.MEMORY_SOCKET, 2, 32)
     first.transport.links[1].stream.send([header + bytes(32)])
     world.until(lambda: second.handler.of("link_down"))

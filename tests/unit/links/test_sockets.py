@@ -24,10 +24,9 @@ from gossipdp.links.tcp import TcpTransport
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
-def test_the_child_has_none_of_the_parents_descriptors(world: Any, open_descriptors: Any) -> None:
+def test_the_child_has_none_of_the_parents_descriptors(world, open_descriptors):
     before = open_descriptors()
-    first, second = world.tcp(0), world.tcp(1)
-    world.join(first, second)
+    first, second, *_ = world.pair(world.tcp)
     guest = socket.create_connection((second.host, second.port))
     world.settle()
     unused = listen("127.0.0.1", 0)
@@ -42,9 +41,8 @@ def test_the_child_has_none_of_the_parents_descriptors(world: Any, open_descript
     unused.close()
 
 
-def test_the_parents_links_live_on_and_the_child_may_forget_its_copies(world: Any) -> None:
-    first, second = world.tcp(0), world.tcp(1)
-    there, _ = world.join(first, second)
+def test_the_parents_links_live_on_and_the_child_may_forget_its_copies(world):
+    first, second, there, _ = world.pair(world.tcp)
 
     def child() -> str:
         first.transport.wake()
@@ -61,7 +59,7 @@ def test_the_parents_links_live_on_and_the_child_may_forget_its_copies(world: An
     assert first.handler.names() == ["link_up"]
 
 
-def test_a_fork_waits_for_a_descriptor_on_its_way(world: Any) -> None:
+def test_a_fork_waits_for_a_descriptor_on_its_way(world):
     """The guard is held while another thread opens a descriptor that no owner lists yet."""
     opened, go_on = threading.Event(), threading.Event()
     order: list[str] = []
@@ -88,9 +86,7 @@ def test_a_fork_waits_for_a_descriptor_on_its_way(world: Any) -> None:
     assert not sockets.descriptors_guard._is_owned()  # type: ignore[attr-defined]
 
 
-def test_a_stranger_s_descriptor_leaves_its_list_and_closes_in_one_step(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stranger_s_descriptor_leaves_its_list_and_closes_in_one_step(world, monkeypatch):
     """Between the two a fork would leave a child with a descriptor that no owner names."""
     node = world.tcp(0)
     is_guarded: list[bool] = []
@@ -125,7 +121,7 @@ VICTIM = """
 
 
 @pytest.mark.processes
-def test_a_kill_is_seen_although_a_child_lives_on(world: Any) -> None:
+def test_a_kill_is_seen_although_a_child_lives_on(world):
     node = world.tcp(1)
     code = [sys.executable, "-c", textwrap.dedent(VICTIM), str(Path(links.__file__).parent)]
     victim = subprocess.Popen([*code, str(node.port)], stdout=subprocess.PIPE, text=True)

@@ -23,7 +23,7 @@ from gossipdp.links.tcp import TcpTransport
 # Links that are there at once.
 
 
-def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world: Any) -> None:
+def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world):
     """All of the handshake, and a message behind it, may come while one connection is taken in."""
     node, quick = world.tcp(0), world.tcp(1)
     quick.handler.hooks["link_up"] = lambda link: link.send_control(b"at once")
@@ -44,7 +44,7 @@ def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world: An
 # Dials that fail.
 
 
-def test_a_failed_dial_says_which_address_it_was(world: Any) -> None:
+def test_a_failed_dial_says_which_address_it_was(world):
     """The peer has come back elsewhere meanwhile, and is to be dialled there."""
     gone, node = world.tcp(1), world.tcp(0)
     world.close(gone)
@@ -56,7 +56,7 @@ def test_a_failed_dial_says_which_address_it_was(world: Any) -> None:
     assert node.handler.events == [("dial_failed", 1, (gone.host, gone.port), True)]
 
 
-def test_somebody_listens_and_says_nothing(world: Any) -> None:
+def test_somebody_listens_and_says_nothing(world):
     clock = Clock()
     node = world.tcp(0, clock=clock)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -69,9 +69,7 @@ def test_somebody_listens_and_says_nothing(world: Any) -> None:
     assert node.handler.events == [("dial_failed", 1, address, False)]
 
 
-def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(
-    world: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world, caplog):
     node = world.tcp(0)
     dials = [
         (1, ("a-name.example", 4000)),
@@ -90,9 +88,7 @@ def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(
     [(socket, "socket", errno.EMFILE), (sockets, "set_options", errno.ENOSPC)],
     ids=["out of descriptors", "cannot be watched"],
 )
-def test_a_socket_that_cannot_be_had_is_a_failed_dial(
-    world: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, code: int
-) -> None:
+def test_a_socket_that_cannot_be_had_is_a_failed_dial(world, monkeypatch, module, name, code):
     node = world.tcp(0)
 
     def fail(*_: Any) -> None:
@@ -104,7 +100,7 @@ def test_a_socket_that_cannot_be_had_is_a_failed_dial(
     assert node.handler.events == [("dial_failed", 1, ("127.0.0.1", 4000), False)]
 
 
-def test_a_second_dial_to_the_same_peer_does_nothing(world: Any) -> None:
+def test_a_second_dial_to_the_same_peer_does_nothing(world):
     first, second = world.tcp(0), world.tcp(1)
     for _ in range(5):
         first.dial(second)
@@ -113,7 +109,7 @@ def test_a_second_dial_to_the_same_peer_does_nothing(world: Any) -> None:
     assert first.handler.names() == second.handler.names() == ["link_up"]
 
 
-def test_dialling_without_knowing_whom(world: Any) -> None:
+def test_dialling_without_knowing_whom(world):
     first, second = world.tcp(5), world.tcp(1)
     first.dial(second, peer=None)
     world.until(lambda: first.handler.links and second.handler.links)
@@ -121,7 +117,7 @@ def test_dialling_without_knowing_whom(world: Any) -> None:
     assert list(second.handler.links) == [5]
 
 
-def test_a_connection_to_oneself_counts_as_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_to_oneself_counts_as_nobody(monkeypatch):
     """A socket bound to the port that it dials meets itself; Linux allows it."""
     with socket.socket() as mirror:
         mirror.bind(("127.0.0.1", 0))
@@ -134,36 +130,32 @@ def test_a_connection_to_oneself_counts_as_nobody(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("rate", [1, 5.3e6, 3e9, 1e11])
-def test_a_cap_of_any_size_reaches_the_kernel_whole_at_both_ends(world: Any, rate: float) -> None:
+def test_a_cap_of_any_size_reaches_the_kernel_whole_at_both_ends(world, rate):
     first, second = world.tcp(0, max_bytes_per_s=rate), world.tcp(1, max_bytes_per_s=rate)
     for link in world.join(first, second):
         taken = link.connection.getsockopt(socket.SOL_SOCKET, sockets.SO_MAX_PACING_RATE, 8)
         assert int.from_bytes(taken, sys.byteorder) == rate
 
 
-def test_a_cap_that_is_invalid_or_that_the_system_cannot_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cap_that_is_invalid_or_that_the_system_cannot_hold(monkeypatch):
     for rate in (0.0, -1.0, 0.5, float("nan"), float("inf"), 1e30):
-        with pytest.raises(
-            ValueError, match=r"max_bytes_per_s must be None \(no cap\) or a number"
-        ):
-            sockets.check_pacing(rate)
-    sockets.check_pacing(1e6)
+        with pytest.raises(ValueError, match=r"cap is .*; it must be a number of at least 1"):
+            sockets.pace_of_links("cap", rate)
+    assert sockets.pace_of_links("cap", 1_000_000) == 1e6
     another_system = (sys, "platform", "darwin")
     no_such_option = (sockets, "SO_MAX_PACING_RATE", 999)
     another_option = (sockets, "SO_MAX_PACING_RATE", 12)
     for change in (another_system, no_such_option, another_option):
         monkeypatch.setattr(*change)
-        with pytest.raises(ValueError, match="needs a Linux kernel that paces TCP"):
-            sockets.check_pacing(1e6)
+        with pytest.raises(ValueError, match="cap needs a Linux kernel that paces TCP"):
+            sockets.pace_of_links("cap", 1e6)
         monkeypatch.undo()
 
 
 # Listening.
 
 
-def test_no_listening_on_a_port_in_use_or_at_another_machine_s_address(world: Any) -> None:
+def test_no_listening_on_a_port_in_use_or_at_another_machine_s_address(world):
     node = world.tcp(0)
     with pytest.raises(RendezvousError, match=f"port {node.port} on 127.0.0.1 is in use"):
         listen("127.0.0.1", node.port)
@@ -171,16 +163,15 @@ def test_no_listening_on_a_port_in_use_or_at_another_machine_s_address(world: An
         listen("192.0.2.1", 0)
 
 
-def test_a_port_may_be_taken_again_at_once(world: Any) -> None:
-    first, second = world.tcp(0), world.tcp(1)
-    world.join(first, second)
+def test_a_port_may_be_taken_again_at_once(world):
+    first, second, *_ = world.pair(world.tcp)
     world.close(second)
     world.until(lambda: not first.handler.links)
     again = world.tcp(1, port=second.port, incarnation=1)
     world.join(first, again)
 
 
-def test_listening_everywhere_needs_an_address_to_tell(world: Any) -> None:
+def test_listening_everywhere_needs_an_address_to_tell(world):
     with listen("0.0.0.0", 0) as listener:
         handler = type(world.tcp(1).handler)()
         with pytest.raises(ValueError, match=r"identity\.host"):
@@ -189,7 +180,7 @@ def test_listening_everywhere_needs_an_address_to_tell(world: Any) -> None:
     assert node.transport.identity.host == "127.0.0.1"
 
 
-def test_ipv6_loopback(world: Any) -> None:
+def test_ipv6_loopback(world):
     try:
         listener = listen("::1", 0)
     except RendezvousError as error:
@@ -208,9 +199,7 @@ def test_ipv6_loopback(world: Any) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("run_id", "yesterday's"), ("graph", "star of 4")])
-def test_differing_settings(
-    world: Any, caplog: pytest.LogCaptureFixture, field: str, value: str
-) -> None:
+def test_differing_settings(world, caplog, field, value):
     first, second = world.tcp(0, **{field: value}), world.tcp(1)
     for _ in range(3):
         first.dial(second)
@@ -231,9 +220,7 @@ def test_differing_settings(
 # Two links between the same workers.
 
 
-def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(
-    world: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(world, caplog):
     """Both dial, and their loops turn in a random order: the same link survives at both ends.
 
     (With an acceptor that always takes the new link, 1 schedule in 20 ends without any.)
@@ -265,9 +252,7 @@ def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(
 @pytest.mark.parametrize(
     ("dialled_by_lower", "redialled_by_lower"), [(True, True), (False, True), (False, False)]
 )
-def test_a_link_that_one_end_lost_is_replaced_at_once(
-    world: Any, dialled_by_lower: bool, redialled_by_lower: bool
-) -> None:
+def test_a_link_that_one_end_lost_is_replaced_at_once(world, dialled_by_lower, redialled_by_lower):
     """The end that lost it dials; the other still believes in the old one."""
     low, high = world.tcp(0), world.tcp(1)
     world.join(*((low, high) if dialled_by_lower else (high, low)))
@@ -283,9 +268,7 @@ def test_a_link_that_one_end_lost_is_replaced_at_once(
     assert loser.handler.names() == other.handler.names() == expected
 
 
-def test_the_higher_rank_s_dial_waits_until_the_lower_knows_that_its_link_is_lost(
-    world: Any,
-) -> None:
+def test_the_higher_rank_s_dial_waits_until_the_lower_knows_that_its_link_is_lost(world):
     low, high = world.tcp(0), world.tcp(1)
     world.join(low, high)
     lost = high.transport.links[0]
@@ -300,7 +283,7 @@ def test_the_higher_rank_s_dial_waits_until_the_lower_knows_that_its_link_is_los
         world.until(lambda: high.handler.links and low.handler.links)
 
 
-def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world: Any) -> None:
+def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world):
     node, old = world.tcp(0), world.tcp(1, incarnation=2)
     world.join(old, node)
     same = world.tcp(1, incarnation=2, process_id=7)
@@ -319,7 +302,7 @@ def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world: Any)
 # Strangers.
 
 
-def test_warnings_are_bounded(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_bounded(world, caplog):
     log = world.tcp(0).transport._log
     for number in range(3000):
         log.warn_once("drop", f"10.0.0.{number}", "dropped %d", number)
@@ -327,7 +310,7 @@ def test_warnings_are_bounded(world: Any, caplog: pytest.LogCaptureFixture) -> N
     assert "not shown" in caplog.records[-1].getMessage()
 
 
-def test_no_descriptor_for_a_guest(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptor_for_a_guest(world, monkeypatch):
     """The listener rests, the loop does not spin, and later the guest is let in."""
     clock = Clock()
     node, other = world.tcp(0, clock=clock), world.tcp(1)
@@ -347,13 +330,12 @@ def test_no_descriptor_for_a_guest(world: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("size", "most"), [(1 << 20, 1000), (1, 80_000)])
-def test_a_peer_that_never_reads(world: Any, size: int, most: int) -> None:
+def test_a_peer_that_never_reads(world, size, most):
     """A frame of one byte takes hundreds here, so small ones are bounded too.
 
     ``most`` frames are far more than the bound, and without one still fit in memory.
     """
-    first, second = world.tcp(0), world.tcp(1)
-    there, _ = world.join(first, second)
+    first, _, there, _ = world.pair(world.tcp)
     for number in itertools.takewhile(lambda _: not there.closed, range(most)):
         there.send_control(bytes(size))
         if number < 100:
@@ -363,9 +345,8 @@ def test_a_peer_that_never_reads(world: Any, size: int, most: int) -> None:
     assert "unread" in first.handler.of("link_down")[0][1]
 
 
-def test_what_a_peer_said_before_it_went_is_heard_although_writing_failed(world: Any) -> None:
-    first, second = world.tcp(0), world.tcp(1)
-    there, back = world.join(first, second)
+def test_what_a_peer_said_before_it_went_is_heard_although_writing_failed(world):
+    first, second, there, back = world.pair(world.tcp)
     back.send_control(b"last words")
     second.transport.poll(0.0)
     world.close(second)
@@ -392,9 +373,7 @@ class Tape(PlainStream):
 
 
 @pytest.mark.parametrize(("gap_s", "least", "most"), [(1e-4, 5, 25), (0.1, 200, 410)])
-def test_quick_packets_are_read_several_at_once(
-    world: Any, gap_s: float, least: int, most: int
-) -> None:
+def test_quick_packets_are_read_several_at_once(world, gap_s, least, most):
     """At full speed about one wake-up in ten of 207 reads; on a slow link each is heard."""
     clock = Clock()
     first, second = world.tcp(0, clock=clock), world.tcp(1)
@@ -417,7 +396,7 @@ def test_quick_packets_are_read_several_at_once(
     assert 2 * least <= tapes[0].num_reads <= 2 * most
 
 
-def test_a_connection_that_ends_within_a_batch_is_noticed(world: Any) -> None:
+def test_a_connection_that_ends_within_a_batch_is_noticed(world):
     first, second = world.tcp(0, clock=Clock()), world.tcp(1)
     here, there = world.join(first, second)
     world.settle()
@@ -435,9 +414,7 @@ def test_a_connection_that_ends_within_a_batch_is_noticed(world: Any) -> None:
     world.until(lambda: first.handler.of("link_down"), first)
 
 
-def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(
-    world: Any, open_descriptors: Any
-) -> None:
+def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(world, open_descriptors):
     before = open_descriptors()
     nodes = [world.tcp(rank) for rank in range(3)]
     world.join(nodes[0], nodes[1])
@@ -453,7 +430,7 @@ def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(
     assert open_descriptors() == before
 
 
-def test_a_wake_that_the_close_overtakes_writes_to_no_descriptor(world: Any) -> None:
+def test_a_wake_that_the_close_overtakes_writes_to_no_descriptor(world):
     """Another thread closes the transport just before the guard is taken."""
     node = world.tcp(0)
 
@@ -469,7 +446,7 @@ def test_a_wake_that_the_close_overtakes_writes_to_no_descriptor(world: Any) -> 
     assert not world.nodes
 
 
-def test_no_link_that_has_ended_is_kept(world: Any) -> None:
+def test_no_link_that_has_ended_is_kept(world):
     """A worker that comes and goes for hours leaves nothing behind at the others."""
     hub, guest = world.tcp(0), world.tcp(1)
     links = []

@@ -3,7 +3,6 @@
 import dataclasses
 import socket
 import ssl
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +15,14 @@ from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files, tls_fil
 # The files.
 
 
-def test_a_certificate_is_its_own_authority_unless_there_is_another(tmp_path: Path) -> None:
+def test_a_certificate_is_its_own_authority_unless_there_is_another(tmp_path):
     cert, key, ca = (tmp_path / f"{name}.pem" for name in ("cert", "key", "ca"))
     assert tls_files(tmp_path) == TlsFiles(cert, key, cert)
     ca.touch()
     assert tls_files(str(tmp_path)) == TlsFiles(cert, key, ca)
 
 
-def test_the_pair_of_a_run_is_made_once_and_only_its_owner_reads_the_key(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_pair_of_a_run_is_made_once_and_only_its_owner_reads_the_key(tmp_path, caplog):
     files = make_tls_files(tmp_path / "new" / "tls")
     assert files.key.stat().st_mode & 0o777 == 0o600
     assert files.cert.parent.stat().st_mode & 0o777 == 0o700
@@ -45,9 +42,7 @@ def test_the_pair_of_a_run_is_made_once_and_only_its_owner_reads_the_key(
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True)])
-def test_a_key_that_others_may_read_is_warned_of(
-    tmp_path: Path, mode: int, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_that_others_may_read_is_warned_of(tmp_path, mode, warns, caplog):
     files = make_tls_files(tmp_path)
     files.key.chmod(mode)
     Tls(files)
@@ -69,26 +64,17 @@ def locked(key: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
-        *(
-            (name, None, r"cannot read .*other\.pem: No such file")
-            for name in ("cert", "key", "ca")
-        ),
-        *((name, b"\x30\x82\xff", r"other\.pem is no PEM file") for name in ("cert", "key", "ca")),
-        *((name, b"no certificate", r"other\.pem.*PEM") for name in ("cert", "key", "ca")),
+        ("cert", None, r"cannot read .*other\.pem: No such file"),
+        ("key", b"\x30\x82\xff", r"other\.pem is no PEM file"),
+        ("ca", b"no certificate", r"other\.pem.*PEM"),
         ("key", lambda files, other: other.key.read_bytes(), "the key is not that of the cert"),
         ("key", lambda files, other: locked(files.key.read_bytes()), "is encrypted, and workers"),
         ("ca", lambda files, other: other.ca.read_bytes(), "is of no use with the authority"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(
-    authority: Any,
-    other_authority: Any,
-    tmp_path: Path,
-    *,
-    name: str,
-    content: Any,
-    fault: str,
-) -> None:
+    authority, other_authority, tmp_path, *, name, content, fault
+):
     files, path = authority.issue(), tmp_path / "other.pem"
     if callable(content):
         content = content(files, other_authority.issue())
@@ -101,23 +87,19 @@ def test_files_that_cannot_be_used_are_named(
 @pytest.mark.parametrize(
     ("days", "fault"), [((-10, -1), "has expired"), ((1, 10), "not yet valid")]
 )
-def test_an_own_certificate_out_of_its_time(
-    authority: Any, days: tuple[int, int], fault: str
-) -> None:
+def test_an_own_certificate_out_of_its_time(authority, days, fault):
     with pytest.raises(ValueError, match=f"{fault}; every other worker would refuse it"):
         Tls(authority.issue(*days))
 
 
-def test_a_certificate_about_to_expire_is_warned_of(
-    authority: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_certificate_about_to_expire_is_warned_of(authority, caplog):
     Tls(authority.issue())
     assert not caplog.records
     Tls(authority.issue(-1, 0.25))
     assert "expires in 6.0 hours" in caplog.text or "expires in 5.9 hours" in caplog.text
 
 
-def test_a_chain_in_one_file_and_only_the_newest_tls(authority: Any, tmp_path: Path) -> None:
+def test_a_chain_in_one_file_and_only_the_newest_tls(authority, tmp_path):
     files = authority.issue()
     chain = tmp_path / "chain.pem"
     chain.write_bytes(files.cert.read_bytes() + files.ca.read_bytes())
@@ -131,9 +113,7 @@ def test_a_chain_in_one_file_and_only_the_newest_tls(authority: Any, tmp_path: P
 # Peers.
 
 
-def test_an_answer_that_comes_while_the_hello_is_said(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_comes_while_the_hello_is_said(world, monkeypatch):
     """The acceptor, elsewhere, is so fast that the dialler's first call ends its handshake."""
     dialler, acceptor = world.tls(0), world.tls(1)
     real = TlsStream.do_handshake
@@ -152,9 +132,7 @@ def test_an_answer_that_comes_while_the_hello_is_said(
     world.join(dialler, acceptor)
 
 
-def test_a_plain_worker_and_one_with_tls_say_so_once(
-    world: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plain_worker_and_one_with_tls_say_so_once(world, caplog):
     for dialler, acceptor in ((world.tls(0), world.tcp(1)), (world.tcp(2), world.tls(3))):
         caplog.clear()
         for _ in range(2):
@@ -182,17 +160,8 @@ def test_a_plain_worker_and_one_with_tls_say_so_once(
     ids=["expired", "authority"],
 )
 def test_a_certificate_that_is_refused(
-    world: Any,
-    authority: Any,
-    other_authority: Any,
-    *,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    days: tuple[int, int],
-    ours: bool,
-    reason: str,
-    dials: bool,
-) -> None:
+    world, authority, other_authority, *, monkeypatch, caplog, days, ours, reason, dials
+):
     # The bad one does not know what is wrong with its certificate, and trusts the run's authority.
     monkeypatch.setattr(Tls, "_meet_oneself", lambda self, files: float("inf"))
     issued = (authority if ours else other_authority).issue(*days)
@@ -213,21 +182,17 @@ def test_a_certificate_that_is_refused(
     assert sum("the other end refused this worker's certificate" in m for m in messages) == 1
 
 
-def test_holding_a_key_is_membership_and_the_secret_is_not_asked_for(
-    world: Any, authority: Any
-) -> None:
+def test_holding_a_key_is_membership_and_the_secret_is_not_asked_for(world, authority):
     """The run's one key, or each worker's own with a certificate of one authority."""
     world.join(world.tls(0, secret=b"one"), world.tls(1, secret=b"another"))
     world.join(*(world.tls(rank, tls=Tls(authority.issue())) for rank in (2, 3)))
 
 
-def test_a_link_is_made_anew_before_its_key_has_protected_too_much(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_is_made_anew_before_its_key_has_protected_too_much(world, monkeypatch):
     monkeypatch.setattr(tls_module, "MAX_RECORDS", 10)
     first, second = world.tls(0), world.tls(1)
     payload = memoryview(bytes(50_000))
-    longest = 0
+    longest, is_due = 0, False
     for number in range(16):
         if not first.handler.links:
             world.join(first, second)
@@ -235,6 +200,7 @@ def test_a_link_is_made_anew_before_its_key_has_protected_too_much(
         there.send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, number), payload)
         world.until(lambda there=there: there.closed or not there.queued_chunks, first)
         longest = max(longest, there.bytes_sent)
+        is_due |= there.is_aging and not there.closed
         world.settle(turns=5)
     assert len(second.handler.of("chunk")) == 16  # it ends between two frames
     assert len(first.handler.of("link_up")) > 4
@@ -242,15 +208,13 @@ def test_a_link_is_made_anew_before_its_key_has_protected_too_much(
         "its TLS key has protected as much as one may; a new link takes its place"
     }
     assert longest < 10 * tls_module.RECORD_BYTES + 2 * len(payload)
+    assert is_due, "half way a new link is due, which may wait"
 
 
-def test_a_link_that_never_runs_out_of_chunks_is_made_anew_too(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_never_runs_out_of_chunks_is_made_anew_too(world, monkeypatch):
     """No turn ends between two of its frames: the socket is full at the end of each."""
     monkeypatch.setattr(tls_module, "MAX_RECORDS", 1000)
-    first, second = world.tls(0), world.tls(1)
-    there, _ = world.join(first, second)
+    _, _, there, _ = world.pair(world.tls)
     payload = memoryview(bytes(1 << 20))
     for number in range(100):
         there.send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, number), payload)
@@ -259,9 +223,8 @@ def test_a_link_that_never_runs_out_of_chunks_is_made_anew_too(
     assert there.bytes_sent < 1000 * tls_module.RECORD_BYTES + 2 * len(payload)
 
 
-def test_a_link_that_the_peer_closed_says_so_where_writing_finds_it_first(world: Any) -> None:
-    first, second = world.tls(0), world.tls(1)
-    there, back = world.join(first, second)
+def test_a_link_that_the_peer_closed_says_so_where_writing_finds_it_first(world):
+    first, second, there, back = world.pair(world.tls)
     back.close("enough")
     world.settle(second)
     for _ in range(3):  # the kernel takes the first
@@ -271,9 +234,7 @@ def test_a_link_that_the_peer_closed_says_so_where_writing_finds_it_first(world:
     assert "closed by the peer" in first.handler.of("link_down")[0][1]
 
 
-def test_nothing_of_tls_is_made_before_the_first_byte(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_tls_is_made_before_the_first_byte(world, monkeypatch):
     node = world.tls(0)
     made: list[bool] = []
     real = Tls.wrap
@@ -296,12 +257,9 @@ def test_nothing_of_tls_is_made_before_the_first_byte(
         ("garbage", "connection lost: decryption failed or bad record mac"),
     ],
 )
-def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(
-    world: Any, end: str, reason: str
-) -> None:
+def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(world, end, reason):
     """TLS ends behind a piece of a frame, the connection does not: no event will follow."""
-    first, second = world.tls(0), world.tls(1)
-    there, back = world.join(first, second)
+    first, second, there, back = world.pair(world.tls)
     world.settle(turns=3)
     there.send_control(b"good")
     first.transport.poll(0.0)
@@ -316,9 +274,8 @@ def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(
     assert second.handler.of("link_down")[0][1] == reason
 
 
-def test_the_wire_shows_nothing_of_a_message(world: Any) -> None:
-    first, second = world.tls(0), world.tls(1)
-    there, back = world.join(first, second)
+def test_the_wire_shows_nothing_of_a_message(world):
+    first, second, there, back = world.pair(world.tls)
     message, chunk = b"the parameters of the model", b"weights!" * 1000
     there.send_control(message)
     there.send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, 0), memoryview(chunk))

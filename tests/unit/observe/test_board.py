@@ -100,26 +100,67 @@ def test_the_view_outlives_the_worker_that_was_asked_first() -> None:
     job = Job(0)
     job.look({0: status(0)})
     job.look({rank: status(rank, edge_distance=99.0) for rank in range(4)})
-    dead = tuple(member(rank, "dead" if rank == 0 else "training") for rank in range(4))
-    notice = (NoticeStatus(0, "dead", 0.2),)
+    dead = tuple(member(rank, "lost" if rank == 0 else "training") for rank in range(4))
+    notice = (NoticeStatus(0, "lost", 0.2),)
     answers = {
         rank: status(rank, members=dead, notices=notice, edge_distance=0.1 * rank)
         for rank in (1, 2, 3)
     }
     seen = job.look({0: None, **answers})
-    assert worker(seen, 0).state == "dead"
+    assert worker(seen, 0).state == "lost"
     assert worker(seen, 0).samples_per_second is None
     assert worker(seen, 0).loss == 1.0, "what it said last"
     assert seen.loss == 3.0, "the mean is over those that live"
     assert worker(seen, 0).edge_distance == 99.0
     assert seen.edge_distance == pytest.approx(0.2)
     assert seen.num_answering == 3
-    assert [(each.rank, each.kind) for each in seen.notices] == [(0, "dead")], "of three, one"
+    assert [(each.rank, each.kind) for each in seen.notices] == [(0, "lost")], "of three, one"
     # It is asked no more, but for the address that was given.
     assert job.board.addresses()[0] == address_of(0)
     job = Job(1)
     job.look({1: answers[1]})
     assert address_of(0) not in job.board.addresses()
+
+
+def test_all_that_notice_an_event_are_one_event() -> None:
+    """One has no link to the worker; one was stopped itself and hears of it ten seconds late."""
+    job = Job(0)
+    told = {0: (13.0, 1.0), 1: (12.5, 1.6), 2: (12.0, None), 3: (3.0, 11.0)}
+    job.look({0: status(0, 5)})
+    answers = {
+        rank: status(rank, 5, notices=(NoticeStatus(4, "lost", ago_s, silent_s),))
+        for rank, (ago_s, silent_s) in told.items()
+    }
+    (notice,) = job.look(answers).notices
+    assert (notice.rank, notice.kind, notice.ago_s) == (4, "lost", 13.0)
+    assert notice.silent_s == pytest.approx(1.1)
+    answers[3] = status(3, 5, notices=(NoticeStatus(4, "lost", 3.0, 1.0),))
+    job.now_s -= 1.0  # at the same time
+    assert [each.ago_s for each in job.look(answers).notices] == [13.0, 3.0], "another loss"
+
+
+def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard() -> None:
+    job = Job(0, 1)
+    members = (member(0), member(1), member(2, is_silent=True))
+    heard = ({2: 7.0}, {2: 6.0, 0: 0.1})
+    answers = {
+        rank: status(
+            rank,
+            3,
+            members=members,
+            neighbours=tuple(NeighbourStatus(r, heard_ago_s=s) for r, s in each.items()),
+        )
+        for rank, each in enumerate(heard)
+    }
+    seen = job.look(answers)
+    assert (worker(seen, 2).state, worker(seen, 2).silent_s) == ("silent", 6.0)
+    assert worker(seen, 0).silent_s is None
+
+
+def test_a_process_that_was_lost_and_answers_again_is_in_the_same_life() -> None:
+    members = (member(0), member(1, incarnation=1), member(2, incarnation=3, restarts=1))
+    seen = Job(0).look({0: status(0, 3, members=members)})
+    assert [each.restarts for each in seen.workers] == [0, 0, 1]
 
 
 def test_a_worker_that_came_back_is_asked_where_it_is_now() -> None:
@@ -163,8 +204,8 @@ def test_who_is_slow(seconds: list[float], slow: list[int]) -> None:
         ({"since_step_s": 6.0, "step_seconds": 1.0}, {}, "training"),
         ({"state": "averaging", "since_step_s": 99.0}, {}, "averaging"),
         ({}, {"state": "joining"}, "joining"),
-        ({}, {"state": "dead"}, "cut off"),
-        ({"incarnation": 1}, {"state": "dead"}, "training"),
+        ({}, {"state": "lost"}, "cut off"),
+        ({"incarnation": 1}, {"state": "lost"}, "training"),
         (None, {}, "no answer"),
         (None, {"is_silent": True}, "silent"),
         # It beats, and its loop hangs.
@@ -176,7 +217,7 @@ def test_who_is_slow(seconds: list[float], slow: list[int]) -> None:
         ({}, {"since_step_s": 6.0}, "training"),
         (None, {"state": "done", "status_address": ""}, "averaging"),
         (None, {"state": "left"}, "left"),
-        (None, {"state": "dead", "is_silent": True}, "dead"),
+        (None, {"state": "lost", "is_silent": True}, "lost"),
     ],
 )
 def test_the_word_for_a_worker(
@@ -265,7 +306,7 @@ def test_links_are_what_both_ends_say() -> None:
     assert not link.is_up
     (link,) = job.look({0: ends(0, 100), 1: None}).links
     assert link.is_up
-    dead = msgspec.structs.replace(ends(0, 100), members=(member(0), member(1, "dead")))
+    dead = msgspec.structs.replace(ends(0, 100), members=(member(0), member(1, "lost")))
     assert job.look({0: dead, 1: None}).links == (), "a link to the dead is missed by none"
 
 

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from gossipdp.gossip.counters import Counters, metrics_of
+from gossipdp.links.clock import boot_id
 from gossipdp.observe import log as log_module
 from gossipdp.observe.log import (
     FORMAT,
@@ -17,12 +18,12 @@ from gossipdp.observe.log import (
     EndRecord,
     NoticeRecord,
     RecentExchange,
-    RunLog,
-    RunLogTail,
     RunLogWriter,
     StartRecord,
     worker_file,
+    write_process_end,
 )
+from gossipdp_lab.report.run_log import RunLog, RunLogTail
 
 RECENT = (RecentExchange(1, True, 4.5, 0.002), RecentExchange(3, False, 4.7, 0.003))
 SOME = Counters(
@@ -166,7 +167,7 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
             log.start(rank=0, num_workers=2, configuration={})
             log.began()
             log.counts(SOME)
-            log.notice(1, "dead", 101.5)
+            log.notice(1, "answered", 101.5, 8.2004)
         with path.open("ab") as file:
             file.write(b'{"kind": "st')  # killed in mid-write
     worker = RunLog.read(tmp_path).workers[0]
@@ -176,8 +177,39 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
     assert (last.samples, last.exchanges_initiated, last.shared_bytes_received) == (16, 6, 40)
     assert last.exchanges_by_neighbour == {1: 4, 3: 10}
     assert last.edge_distance == 0.25, "a gauge is no sum"
-    assert worker.notices[0] == NoticeRecord(1, "dead", 101.5, 1.5)
+    assert worker.notices[0] == NoticeRecord(1, "answered", 101.5, 1.5, 8.2)
     assert worker.lives[1].time_s >= 0
+
+
+def test_the_launcher_writes_how_a_process_ended(tmp_path: Path) -> None:
+    path = worker_file(tmp_path, 0)
+    write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
+    assert not path.exists(), "it had no log"
+    for life in range(2):
+        with closing(RunLogWriter(path, goes_on=life > 0, boot_id=boot_id())) as log:
+            log.start(rank=0, num_workers=2, configuration={})
+            log.counts(SOME)
+        with path.open("ab") as file:
+            file.write(b'{"kind": "st')  # killed in mid-write
+        if life == 0:
+            write_process_end(path, os.getpid() + 1, "is a process of an earlier run")
+            write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
+    worker = RunLog.read(tmp_path).workers[0]
+    (end,) = worker.process_ends
+    assert end.reason == "died of signal 9 (SIGKILL)"
+    (first_s, ended_s), (second_s, last_s) = worker.processes
+    assert 0 == first_s <= worker.counts[0].time_s <= ended_s == end.time_s <= second_s <= last_s
+    assert last_s == worker.last_s == worker.counts[1].time_s
+
+
+def test_a_log_that_cannot_be_read_gets_no_end_but_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = worker_file(tmp_path, 0)
+    path.write_text("hello\n")
+    write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
+    assert path.read_text() == "hello\n"
+    assert "cannot write the end of a worker's process" in caplog.text
 
 
 def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) -> None:
@@ -245,7 +277,7 @@ def test_notices_beyond_the_most_are_left_out(
     with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock())) as log:
         log.start(rank=0, num_workers=2, configuration={})
         for _ in range(13):
-            log.notice(1, "stopped", 101.0)
+            log.notice(1, "silent", 101.0)
     assert len(RunLog.read(tmp_path).workers[0].notices) == 10
 
 
@@ -273,10 +305,10 @@ def test_a_full_disk_leaves_lines_out_and_says_so_once(
     with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock())) as log:
         log.start(rank=0, num_workers=2, configuration={})
         log._file = FullDisk(log._file, [5, None])
-        for what in ("dead", "rejoined", "stopped"):
+        for what in ("lost", "answered", "silent"):
             log.notice(1, what, 101.0)
     notices = RunLog.read(tmp_path).workers[0].notices
-    assert [notice.what for notice in notices] == ["stopped"]
+    assert [notice.what for notice in notices] == ["silent"]
     assert len(caplog.records) == 1
     assert "training goes on" in caplog.text
 

@@ -52,14 +52,14 @@ STATUS = WorkerStatus(
     members=(
         MemberStatus(0, 0, "training", status_address="10.0.0.1:9400"),
         MemberStatus(1, 0, "training"),
-        MemberStatus(2, 1, "dead", is_silent=True),
+        MemberStatus(2, 1, "lost", is_silent=True),
     ),
     neighbours=(
         NeighbourStatus(0, True, is_linked=True, heard_ago_s=0.1, exchange_seconds=0.02),
         NeighbourStatus(2, is_neighbour=True),
         NeighbourStatus(3, is_linked=True),
     ),
-    notices=(NoticeStatus(2, "dead", 3.5),),
+    notices=(NoticeStatus(2, "lost", 3.5, 4.5),),
 )
 
 
@@ -108,7 +108,7 @@ def test_prometheus_reads_all_of_it() -> None:
     assert values["gossipdp_neighbour_exchange_seconds", ("neighbour", "0"), rank] == 0.02
     assert values["gossipdp_link_up", ("neighbour", "2"), rank] == 0
     assert ("gossipdp_link_up", ("neighbour", "3"), rank) not in values, "it is in no exchange"
-    assert values["gossipdp_members", rank, ("state", "dead")] == 1
+    assert values["gossipdp_members", rank, ("state", "lost")] == 1
     assert values["gossipdp_members_silent", rank] == 1
     # What is not known is left out, whole metrics too.
     assert ("gossipdp_logged", ("name", "norm"), rank) not in values

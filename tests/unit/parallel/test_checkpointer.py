@@ -113,13 +113,6 @@ def test_each_part_is_closed_whatever_another_raises(linear, tmp_path, monkeypat
     assert steps_saved(tmp_path) == [2]
 
 
-def test_no_checkpoint_within_averaged(trained):
-    model, _ = trained
-    with model.averaged(), pytest.raises(RuntimeError, match=r"within model\.averaged"):
-        model.save_checkpoint()
-    assert model._engine._protocol.pairing.answers
-
-
 def test_none_is_taken_between_the_forward_passes_of_one_step(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
     model, optimizer = linear(tmp_path, 1)

@@ -9,8 +9,8 @@ from torch import nn
 
 from gossipdp import GossipDataParallel
 from gossipdp.parallel import gossip_engine
-from gossipdp.parallel.crossing import Crossing
 from gossipdp.protocol.members import Status
+from gossipdp.protocol.participants import Crossing
 
 ALIVE, DONE, LEFT, DEAD = Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD
 LIMIT_S = 6.0

@@ -20,7 +20,7 @@ from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
 from gossipdp.protocol.members import Progress, ProgressEntry
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import Fresh
-from gossipdp.protocol.pairing import Exchanging, Pairing
+from gossipdp.protocol.pairing import Pairing
 
 
 class Paced(GossipEngine):
@@ -70,15 +70,6 @@ def test_strict_pace_waits_until_a_demand_is_served() -> None:
     worker = Paced(turn)
     worker._keep_pace()
     assert worker.num_turns == 6
-
-
-@pytest.mark.usefixtures("no_pause")
-def test_strict_pace_waits_for_nothing_while_a_checkpoint_waits_for_an_exchange() -> None:
-    worker = Paced(lambda number: worker.pairing.finished(worker.asked.id))
-    worker.pairing.close()
-    assert isinstance(worker.pairing.state, Exchanging)
-    worker._keep_pace()
-    assert worker.num_turns == 0
 
 
 @pytest.mark.usefixtures("no_pause")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gossipdp import Exchange, GossipDataParallel, ProgressLR
+from gossipdp import GossipDataParallel, ProgressLR
 from gossipdp.dynamics.state import State
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel import gossip_engine, session
@@ -66,24 +66,7 @@ def test_a_shell_around_an_optimizer_may_be_wrapped_or_what_is_in_it(wrap, kind,
     assert model.stats().gradient_steps == 2
 
 
-class Parent(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(group["lr"] * parameter.grad)
-        return loss
-
-
-class Child(Parent):
+class Child(torch.optim.SGD):
     """Twice what the parent does, and 1 on top of it, which is a part of the same step."""
 
     within: Any = staticmethod(lambda: None)
@@ -101,7 +84,7 @@ class Child(Parent):
 def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrapped: bool) -> None:
     """Torch hooks into the classes one by one, as soon as there is an instance of each."""
     net = nn.Linear(2, 1, bias=False)
-    Parent(nn.Linear(2, 1).parameters(), 0.1)
+    sgd(nn.Linear(2, 1))
     child = Child(net.parameters(), 0.5)
     model = wrap(net, child if is_wrapped else sgd(net))
     boundary, seen, given = State.boundary, [], []
@@ -176,20 +159,6 @@ def test_a_forward_pass_that_is_computed_again_for_the_backward_pass_counts_once
     assert model.stats().samples == 14
 
 
-def test_gradients_are_accumulated_within_no_sync_and_without_it(wrap) -> None:
-    net = nn.Linear(2, 1, bias=False)
-    optimizer = sgd(net)
-    model = wrap(net, optimizer)
-    before = net.weight.detach().clone()
-    with model.no_sync():
-        model(torch.ones(4, 2)).sum().backward()
-    model(torch.ones(4, 2)).sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(net.weight.detach(), before - 0.1 * 8.0)
-    assert (model.stats().gradient_steps, model.stats().samples) == (1, 8)
-    model.close()
-
-
 def test_wrapping_twice_is_an_error(wrap) -> None:
     net = nn.Linear(2, 1)
     optimizer = sgd(net)
@@ -199,11 +168,6 @@ def test_wrapping_twice_is_an_error(wrap) -> None:
             wrap(again, optimizer)
     model.close()
     wrap(net, optimizer)
-
-
-def test_a_model_of_frozen_parameters_may_be_exchanged(wrap) -> None:
-    net = nn.Linear(2, 1).requires_grad_(False)
-    wrap(net, sgd(net), exchange=Exchange(frozen=True))
 
 
 def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(wrap, caplog) -> None:

@@ -16,7 +16,7 @@ from gossipdp import Counting, Exchange, GossipDataParallel
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.moments import MOST_REPLACED, _Kept
+from gossipdp.parallel.moments import MOST_REPLACED
 
 ADAMW = torch.optim.AdamW
 
@@ -191,25 +191,6 @@ def test_a_second_moment_of_bfloat16_stays_positive_where_gradients_become_rare(
     for net, optimizer, _ in workers:
         assert (optimizer.state[net.weight]["exp_avg_sq"] >= 0.0).all()
         assert net.weight.isfinite().all()
-
-
-def test_its_age_is_counted_and_taken_from_a_state_that_is_loaded(wrap: Callable) -> None:
-    net = make_net()
-    optimizer = ADAMW(net.parameters())
-    model = wrap(net, optimizer)
-    assert age_of(model) == 0
-    train(model, optimizer, 7)
-    assert age_of(model) == 7
-    other_net = make_net()
-    other = ADAMW(other_net.parameters())
-    train(other_net, other, 30)
-    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-    expected = [value.clone() for value in kept(other)]
-    for one, value in zip(kept(optimizer), expected, strict=True):
-        assert torch.equal(one, value)
-    train(model, optimizer, 1)
-    assert age_of(model) == 31
-    assert all(is_within(value, moments_of(model)[0]) for value in kept(optimizer))
 
 
 def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(
@@ -390,32 +371,6 @@ def test_parameters_without_values_and_workers_apart_have_no_moment(wrap: Callab
     model = wrap(net, optimizer, counting=Counting(samples_per_step=1))
     stepped(optimizer, 2)
     assert not any(segment.chunks for segment in moments_of(model))
-
-
-def test_where_no_state_ever_comes_parameters_are_not_searched_for_it(
-    wrap: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Frozen parameters of the optimizer, and then one of them unfrozen."""
-    net = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(100)])
-    net.requires_grad_(False)
-    optimizer = ADAMW(net.parameters())
-    model = wrap(
-        net, optimizer, counting=Counting(samples_per_step=1), exchange=Exchange(frozen=True)
-    )
-    looked_at, state_of = [], _Kept._state_of
-
-    def count(kept: _Kept, place: Any) -> Any:
-        looked_at.append(place.name)
-        return state_of(kept, place)
-
-    monkeypatch.setattr(_Kept, "_state_of", count)
-    for _ in range(10):
-        optimizer.step()
-    assert len(looked_at) == len(set(looked_at)) == 10
-    net[77].grad = torch.ones(3)
-    optimizer.step()
-    assert age_of(model) == 1
-    assert is_within(optimizer.state[net[77]]["exp_avg_sq"], moments_of(model)[0])
 
 
 def test_workers_with_other_moments_or_periods_are_refused() -> None:

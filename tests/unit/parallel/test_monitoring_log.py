@@ -14,7 +14,8 @@ from waiting import LONGEST_S, wait_until
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.gossip.snapshot import Notice
-from gossipdp.observe.log import RecentExchange, RunLog, RunLogWriter, WorkerLog, worker_file
+from gossipdp.observe.log import RecentExchange, RunLogWriter, worker_file
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 
 def train(log_dir: Path | None, num_steps: int = 3, **options: object) -> GossipDataParallel:
@@ -69,13 +70,17 @@ def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(
     model = train(tmp_path)
     log, stats = model._monitoring._log, model._engine.stats()
     assert log is not None
-    notices = (Notice(1, "dead", 5.0, 1), Notice(2, "dead", 5.5, 2), Notice(1, "rejoined", 6.0, 3))
+    notices = (
+        Notice(1, "lost", 5.0, 1),
+        Notice(2, "lost", 5.5, 2),
+        Notice(1, "answered", 6.0, 3, 1.2),
+    )
     for number in (1, 1, 3, 3):
         log._stats = lambda number=number: replace(stats, noticed=notices[:number])
         log.write_last(lambda: None)
     model.close()
-    found = [(notice.rank, notice.what) for notice in read(tmp_path).notices]
-    assert found == [(notice.rank, notice.kind) for notice in notices]
+    found = [(each.rank, each.what, each.silent_s) for each in read(tmp_path).notices]
+    assert found == [(each.rank, each.kind, each.silent_s) for each in notices]
 
 
 def test_each_exchange_is_written_once_with_its_times(tmp_path: Path) -> None:

@@ -84,22 +84,6 @@ class MastersAside(Own):
             parameter.data.copy_(master)
 
 
-class Shell(Own):
-    """The same, with the copies as the parameters of an optimizer within."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.masters = [each.detach().float() for each in self.param_groups[0]["params"]]
-        self.inner = torch.optim.SGD(self.masters, 0.05)
-
-    def step(self, closure: Any = None) -> None:
-        for parameter, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
-            master.grad = parameter.grad.float()
-        self.inner.step()
-        for parameter, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
-            parameter.data.copy_(master)
-
-
 class Average(Own):
     """Keeps an average, begun before the step."""
 
@@ -150,7 +134,6 @@ def train(wrap: Any, make: Make, steps: int = 3, dtype: Any = torch.float32, **o
         (Masters, "master", torch.bfloat16),
         (MastersAside, "masters", torch.bfloat16),
         (MastersAside, "masters", torch.float32),  # in memory that was the parameters'
-        (Shell, "masters", torch.bfloat16),
         (Average, "average", torch.float64),
         (FlatStart, "p0", torch.float32),
     ],

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gossipdp import Checkpoints, GossipDataParallel, ModelChangedError
+from gossipdp import Checkpoints, ModelChangedError
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -53,25 +53,6 @@ def take_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net(torch.ones(4, 3)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def test_a_sharded_model_of_one_process_trains_as_the_plain_one(alone: None) -> None:
-    results = []
-    for is_sharded in (False, True):
-        net = make_net()
-        if is_sharded:
-            fully_shard(net[0])
-            fully_shard(net)
-        optimizer = adamw(net)
-        model = GossipDataParallel(net, optimizer, budget_samples=40)
-        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-        for batch in model.batches([inputs]):
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
-        assert model.consolidate().samples == 40
-        results.append(torch.cat([local(each).detach().flatten() for each in net.parameters()]))
-    assert torch.equal(*results)
 
 
 def test_parameters_stay_where_fsdp_put_them(alone: None) -> None:

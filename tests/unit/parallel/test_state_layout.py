@@ -110,13 +110,6 @@ LAYOUT, TENSORS = pack(
 )
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=150, deadline=None)
-def test_garbage_is_a_value_error_or_a_plain_value(data: bytes) -> None:
-    with contextlib.suppress(ValueError):
-        decode(data).unpack([])
-
-
 @given(st.data())
 @settings(max_examples=250, deadline=None)
 def test_damage_is_a_value_error_or_another_state(data: st.DataObject) -> None:
@@ -181,9 +174,3 @@ def test_lengths_are_known_before_anything_is_allocated() -> None:
         decode(bytes(MAX_LAYOUT_BYTES + 1))
     many = decode(msgspec.msgpack.encode(tensor(shape=[1 << 40])))
     assert many.num_bytes == 4 << 40
-
-
-def test_what_is_small_may_travel_in_the_layout() -> None:
-    layout, tensors = pack({"step": torch.tensor(3.0), "mean": torch.ones(100)}, inline_bytes=64)
-    assert [each.numel() for each in tensors] == [100]
-    assert decode(layout).unpack(tensors)["step"] == 3.0

@@ -1,7 +1,5 @@
 """The neighbour policy of the runtime, and the graph over the live workers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable
 from random import Random
@@ -11,12 +9,7 @@ import pytest
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.members import Member, Status
-from gossipdp.protocol.neighbours import (
-    REBUILD_INTERVAL_S,
-    Fresh,
-    Neighbourhood,
-    Place,
-)
+from gossipdp.protocol.neighbours import REBUILD_INTERVAL_S, Fresh, Neighbourhood, Place
 
 
 @pytest.mark.parametrize(("degree", "num_left_out"), [(1, 0), (2, 1), (3, 1), (4, 2), (15, 7)])

@@ -1,8 +1,6 @@
 """Every transition of the pairing state machine, one at a time."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from random import Random
 
 import pytest
@@ -20,14 +18,7 @@ from gossipdp.protocol.messages import (
     ProtocolError,
 )
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
-from gossipdp.protocol.pairing import (
-    MAX_BACKLOG,
-    Exchanging,
-    Idle,
-    Pairing,
-    PairingAction,
-    Proposing,
-)
+from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, Pairing, Proposing
 
 
 class InRankOrder(NeighbourPolicy):
@@ -53,6 +44,13 @@ def make_pairing(
     return pairing
 
 
+def proposing() -> Pairing:
+    """Return one that has asked worker 2."""
+    pairing = make_pairing()
+    pairing.tick()
+    return pairing
+
+
 def own(counter: int) -> ExchangeId:
     return ExchangeId(5, 3, counter)
 
@@ -68,7 +66,7 @@ def answered(pairing: Pairing, peer: int, counter: int = 1) -> ExchangeId:
     return id
 
 
-def test_tick_proposes_to_the_first_of_the_policy() -> None:
+def test_tick_proposes_to_the_first_of_the_policy():
     pairing = make_pairing()
     assert pairing.tick() == [Send(2, Propose(own(1), 0.9))]
     assert pairing.state == Proposing(2, own(1), 0.9, (8,))
@@ -83,11 +81,8 @@ def test_tick_proposes_to_the_first_of_the_policy() -> None:
     ],
     ids=["lost", "overdue", "unavailable"],
 )
-def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(
-    event: Callable[[Pairing], list[PairingAction]],
-) -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event):
+    pairing = proposing()
     assert event(pairing) == [Send(8, Propose(own(2), 0.9))]
     assert pairing.lost(8) == []
     assert (pairing.state, pairing.backlog) == (Idle(), 1)
@@ -104,11 +99,8 @@ def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(
     ],
     ids=["lost", "own abort", "failed"],
 )
-def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(
-    event: Callable[[Pairing, ExchangeId], list[PairingAction]], reason: str | None
-) -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(event, reason):
+    pairing = proposing()
     assert pairing.receive(2, Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6, initiator=True)]
     assert pairing.is_initiating
     actions = event(pairing, own(1))
@@ -118,14 +110,14 @@ def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(
     assert pairing.backlog == 1
 
 
-def test_backlog_is_capped() -> None:
+def test_backlog_is_capped():
     pairing = make_pairing()
     for _ in range(10):
         pairing.tick()
     assert pairing.backlog == MAX_BACKLOG == 4
 
 
-def test_idle_accepts_with_the_smaller_gain() -> None:
+def test_idle_accepts_with_the_smaller_gain():
     for theirs, agreed in ((0.7, 0.7), (1.5, 0.9)):
         pairing = make_pairing()
         id = ExchangeId(9, 0, 1)
@@ -136,7 +128,7 @@ def test_idle_accepts_with_the_smaller_gain() -> None:
         assert pairing.state == Exchanging(9, id, initiator=False)
 
 
-def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only() -> None:
+def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only():
     pairing = make_pairing()
     id = answered(pairing, 2)
     assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
@@ -148,7 +140,7 @@ def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only() -> Non
     assert pairing.receive(1, Pass()) == []
 
 
-def test_loss_of_the_freed_waiter_frees_the_next() -> None:
+def test_loss_of_the_freed_waiter_frees_the_next():
     for is_lost in (True, False):
         pairing = make_pairing()
         id = answered(pairing, 2)
@@ -158,7 +150,7 @@ def test_loss_of_the_freed_waiter_frees_the_next() -> None:
         assert (pairing.lost(8) if is_lost else pairing.overdue([8])) == [Send(1, Free())]
 
 
-def test_while_one_free_is_unanswered_nobody_else_is_freed() -> None:
+def test_while_one_free_is_unanswered_nobody_else_is_freed():
     """Between FREE and its answer another worker asks, and its exchange ends."""
     pairing = make_pairing()
     id = answered(pairing, 2)
@@ -169,7 +161,7 @@ def test_while_one_free_is_unanswered_nobody_else_is_freed() -> None:
     assert pairing.receive(8, Pass()) == [Send(1, Free())]
 
 
-def test_backlog_is_served_before_waiters() -> None:
+def test_backlog_is_served_before_waiters():
     pairing = make_pairing()
     id = answered(pairing, 2)
     pairing.receive(8, ask(8))
@@ -180,9 +172,8 @@ def test_backlog_is_served_before_waiters() -> None:
     assert pairing.backlog == 1
 
 
-def test_initiated_exchange_takes_one_demand_and_answered_none() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_initiated_exchange_takes_one_demand_and_answered_none():
+    pairing = proposing()
     pairing.tick()
     pairing.receive(2, Accept(own(1), 0.9))
     pairing.finished(own(1))
@@ -198,16 +189,14 @@ def test_initiated_exchange_takes_one_demand_and_answered_none() -> None:
     assert policy.log == [(2, True), (8, False)]
 
 
-def test_proposing_parks_lower_and_refuses_higher_ranks() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_proposing_parks_lower_and_refuses_higher_ranks():
+    pairing = proposing()
     assert pairing.receive(4, ask(4)) == []
     assert pairing.receive(6, ask(6)) == [Send(6, Busy(ask(6).id))]
 
 
-def test_accepted_proposal_refuses_the_parked() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_accepted_proposal_refuses_the_parked():
+    pairing = proposing()
     pairing.receive(4, ask(4))
     pairing.receive(3, ask(3))
     assert pairing.receive(2, Accept(own(1), 0.9)) == [
@@ -218,9 +207,8 @@ def test_accepted_proposal_refuses_the_parked() -> None:
     assert pairing.finished(own(1)) == [Send(4, Free())]
 
 
-def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others():
+    pairing = proposing()
     pairing.receive(4, ask(4))
     pairing.receive(3, ask(3))
     assert pairing.receive(2, Busy(own(1))) == [
@@ -231,7 +219,7 @@ def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others() -> 
     assert pairing.backlog == 1
 
 
-def test_crossing_proposals_merge_into_that_of_the_lower_rank() -> None:
+def test_crossing_proposals_merge_into_that_of_the_lower_rank():
     higher = make_pairing(rank=5, neighbours=(2,))
     higher.tick()
     higher.receive(4, ask(4))
@@ -248,7 +236,7 @@ def test_crossing_proposals_merge_into_that_of_the_lower_rank() -> None:
     assert lower.receive(8, Accept(own(1), 0.9)) == [Begin(8, own(1), 0.9, initiator=True)]
 
 
-def test_free_is_answered_by_propose_only_with_a_demand() -> None:
+def test_free_is_answered_by_propose_only_with_a_demand():
     pairing = make_pairing()
     assert pairing.receive(8, Free()) == [Send(8, Pass())]
     pairing.tick()
@@ -259,7 +247,7 @@ def test_free_is_answered_by_propose_only_with_a_demand() -> None:
     assert pairing.receive(8, Free()) == [Send(8, Propose(own(3), 0.9))]
 
 
-def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed() -> None:
+def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed():
     fresh = Fresh(Random(0))
     pairing = Pairing(rank=5, incarnation=3, policy=fresh, alpha_tilde=0.9)
     pairing.set_available({2: 0.5, 8: 0.5})
@@ -270,7 +258,7 @@ def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed() -> None:
     assert pairing.receive(2, Free()) == [Send(2, Propose(own(2), 0.9))]
 
 
-def test_unexpected_accept_is_cancelled() -> None:
+def test_unexpected_accept_is_cancelled():
     pairing = make_pairing()
     assert pairing.receive(2, Accept(own(7), 0.9)) == [Send(2, Cancel(own(7)))]
     pairing.tick()
@@ -278,7 +266,7 @@ def test_unexpected_accept_is_cancelled() -> None:
     assert pairing.state == Proposing(2, own(1), 0.9, (8,))
 
 
-def test_cancel_stops_the_answered_exchange_only() -> None:
+def test_cancel_stops_the_answered_exchange_only():
     pairing = make_pairing()
     id = answered(pairing, 2)
     assert pairing.receive(2, Cancel(ExchangeId(2, 0, 9))) == []
@@ -286,16 +274,14 @@ def test_cancel_stops_the_answered_exchange_only() -> None:
     assert isinstance(pairing.receive(2, Cancel(id))[0], Stop)
     assert pairing.state == Idle()
 
-    pairing = make_pairing()
-    pairing.tick()
+    pairing = proposing()
     pairing.receive(2, Accept(own(1), 0.9))
     assert pairing.receive(2, Cancel(own(1))) == []
     assert isinstance(pairing.state, Exchanging)
 
 
-def test_abort_stops_the_exchange_at_either_end() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_abort_stops_the_exchange_at_either_end():
+    pairing = proposing()
     pairing.receive(2, Accept(own(1), 0.9))
     stop, propose = pairing.receive(2, Abort(own(1), "NaN"))
     assert isinstance(stop, Stop)
@@ -303,9 +289,8 @@ def test_abort_stops_the_exchange_at_either_end() -> None:
     assert propose == Send(8, Propose(own(2), 0.9))  # the demand lives on, the peer is left out
 
 
-def test_foreign_ids_are_dropped() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_foreign_ids_are_dropped():
+    pairing = proposing()
     assert pairing.receive(2, Busy(own(9))) == []
     assert pairing.receive(8, Busy(own(1))) == []
     assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
@@ -314,9 +299,8 @@ def test_foreign_ids_are_dropped() -> None:
     assert pairing.state == Proposing(2, own(1), 0.9, (8,))
 
 
-def test_lost_link_forgets_parked_and_waiters() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_lost_link_forgets_parked_and_waiters():
+    pairing = proposing()
     pairing.receive(4, ask(4))
     pairing.receive(6, ask(6))
     assert pairing.lost(4) == pairing.lost(6) == []
@@ -324,9 +308,8 @@ def test_lost_link_forgets_parked_and_waiters() -> None:
     assert pairing.finished(own(1)) == []
 
 
-def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on():
+    pairing = proposing()
     assert pairing.overdue([2]) == [Send(8, Propose(own(2), 0.9))]
     assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
     pairing.receive(8, Accept(own(2), 0.9))
@@ -335,9 +318,8 @@ def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on() -
     assert pairing.silent(8) == [Stop(8, own(2), "the peer fell silent")]
 
 
-def test_whom_it_put_off_is_told_before_it_is_forgotten() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_whom_it_put_off_is_told_before_it_is_forgotten():
+    pairing = proposing()
     pairing.receive(4, ask(4))
     assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
     assert pairing.overdue([4, 8]) == [Send(4, Busy(ask(4).id)), Send(4, Free()), Send(8, Free())]
@@ -346,9 +328,8 @@ def test_whom_it_put_off_is_told_before_it_is_forgotten() -> None:
     assert pairing.state == Idle()
 
 
-def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked():
+    pairing = proposing()
     pairing.receive(4, ask(4))
     told = [Send(4, Busy(ask(4).id)), Send(4, Free())]
     assert pairing.overdue([2, 4, 8]) == told
@@ -357,9 +338,8 @@ def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked() -> None
     assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(2), 0.9))]
 
 
-def test_who_stopped_asking_still_answers() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_who_stopped_asking_still_answers():
+    pairing = proposing()
     pairing.stop_asking()
     assert pairing.receive(2, Busy(own(1))) == []
     assert pairing.tick() == []
@@ -368,9 +348,8 @@ def test_who_stopped_asking_still_answers() -> None:
     assert pairing.state == Idle()
 
 
-def test_closed_answers_busy_withdraws_and_opens_again() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_closed_answers_busy_withdraws_and_opens_again():
+    pairing = proposing()
     pairing.receive(4, ask(4))
     assert pairing.close() == [Send(4, Busy(ask(4).id))]
     assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
@@ -382,7 +361,7 @@ def test_closed_answers_busy_withdraws_and_opens_again() -> None:
     assert pairing.receive(8, Busy(own(3))) == [Send(4, Free())]
 
 
-def test_running_exchange_outlives_close() -> None:
+def test_running_exchange_outlives_close():
     pairing = make_pairing()
     id = answered(pairing, 2)
     pairing.receive(8, ask(8))
@@ -391,17 +370,15 @@ def test_running_exchange_outlives_close() -> None:
     assert pairing.open() == [Send(8, Free())]
 
 
-def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal():
+    pairing = proposing()
     pairing.alpha_tilde = 0.6  # on a new graph
     actions = pairing.receive(2, Accept(own(1), 0.8))
     assert actions == [Begin(2, own(1), 0.8, initiator=True)]
 
 
-def test_an_accept_with_more_than_was_proposed_is_refused() -> None:
-    pairing = make_pairing()
-    pairing.tick()
+def test_an_accept_with_more_than_was_proposed_is_refused():
+    pairing = proposing()
     with pytest.raises(ProtocolError, match=r"gain of 0\.91"):
         pairing.receive(2, Accept(own(1), 0.91))
     pairing.lost(2)

@@ -3,7 +3,6 @@
 import pytest
 from consolidation import begin, begun, epoch, process, ticks, view, worker
 
-from gossipdp.protocol.actions import Finished
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.messages import (
     Average,
@@ -13,7 +12,6 @@ from gossipdp.protocol.messages import (
     LeftOut,
     NewerEpoch,
     Progressed,
-    PullResults,
     Stalled,
 )
 from gossipdp.protocol.participants import MAX_EPOCHS, MAX_RESTARTS, PASS_OVER_AFTER
@@ -34,21 +32,6 @@ def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing() -> None:
     assert again == BeginEpoch(epoch(2), members, None, left_out=(LeftOut(process(2), reason),))
     assert machine.left_out == {2: reason}
     assert machine.receive(2, NewerEpoch(epoch(9, 2))) == [], "it has no say any more"
-
-
-def test_who_gets_on_however_slowly_is_waited_for() -> None:
-    machine = worker(0, num_chunks=100)
-    machine.review(view(2))
-    for chunk in range(100):
-        assert begun(ticks(machine, STALLED_AFTER - 1)) <= {begin(1, 0, 1)}
-        machine.partial_landed(1, epoch(1), chunk)
-        machine.chunk_finished(epoch(1), chunk, 0.0)
-    machine.receive(1, PullResults(epoch(1), epoch(1), 0, 100))
-    for landed in range(1, 100):
-        assert begun(ticks(machine, STALLED_AFTER - 1)) <= {begin(1, 0, 1)}
-        machine.receive(1, PullResults(epoch(1), epoch(1), landed, 100))
-    assert machine.left_out == {}
-    assert Finished() in ticks(machine, LEFT_OUT_AFTER), "who holds the result is alone now"
 
 
 def test_a_leader_under_which_nothing_moves_is_passed_over() -> None:

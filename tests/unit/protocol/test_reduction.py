@@ -5,14 +5,7 @@ from consolidation import epoch
 
 from gossipdp.protocol.actions import FinishChunk, Send, SendPartial
 from gossipdp.protocol.messages import Progressed, PullPartials, Stalled
-from gossipdp.protocol.reduction import (
-    GRACE,
-    STALLED_AFTER,
-    WINDOW,
-    Blame,
-    Reduction,
-    tree,
-)
+from gossipdp.protocol.reduction import GRACE, STALLED_AFTER, WINDOW, Blame, Reduction, tree
 
 EPOCH = epoch(1)
 
@@ -231,13 +224,6 @@ def test_an_attempt_never_ends_without_a_consequence():
     blame.said(1, stalled(3))  # not ripe, and yet an excuse
     assert blame.tick() == {}
     assert blame.suspects == {1}
-
-
-def test_who_says_that_it_cannot_give_is_left_out_at_once():
-    blame = Blame(0)
-    blame.said(6, stalled(6))
-    blame.said(2, stalled(6))
-    assert judged(blame) == {6: "6 it is"}
 
 
 def test_what_was_said_of_an_earlier_attempt_does_not_count():

@@ -1,25 +1,17 @@
 """The step clock: virtual time, the running median, ticks that meet their rate."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 
 import pytest
+from driven_worker import InPhase
 
 from gossipdp.protocol.step_clock import MEDIAN_WINDOW, SKIPPED_STEPS, StepClock
 
 
-class EveryGap(Random):
-    """Gaps of exactly their mean, the first too."""
-
-    def uniform(self, a: float, b: float) -> float:
-        return 1.0
-
-
 def started(rate_per_step: float, step_s: float = 1.0) -> tuple[StepClock, float]:
     """Return a clock just after the step that gave it its first duration, and the time."""
-    clock = StepClock(rate_per_step, EveryGap())
+    clock = StepClock(rate_per_step, InPhase())
     for step in range(SKIPPED_STEPS + 1):
         clock.step(step * step_s)
     return clock, SKIPPED_STEPS * step_s

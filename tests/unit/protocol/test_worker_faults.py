@@ -1,21 +1,13 @@
 """WorkerProtocol when others fail, and after it failed itself."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 
-from gossipdp.protocol.actions import (
-    Begin,
-    Send,
-    Stop,
-    Unlink,
-)
+from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
-    Accept,
     AskLife,
     BeginEpoch,
     Busy,
@@ -27,7 +19,7 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
-from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
+from gossipdp.protocol.pairing import Exchanging, Idle
 from gossipdp.protocol.worker import WorkerProtocol
 
 # --- exchanges that stand still, and what breaks the rules --------------------------------
@@ -86,21 +78,6 @@ def test_who_was_shunned_is_welcome_again_once_an_exchange_ends_well() -> None:
     assert worker.pairing.available.keys() == {0, 2}
 
 
-def test_who_accepts_with_more_than_was_proposed_loses_its_link() -> None:
-    worker = make_worker(0, 2)
-    for _ in range(100):
-        if isinstance(worker.pairing.state, Proposing):
-            break
-        worker._settle(worker.pairing.tick(), 0.1)
-    state = worker.pairing.state
-    assert isinstance(state, Proposing)
-    accept = Accept(state.id, state.alpha_tilde * 1.01)
-    actions = worker.receive(state.peer, Envelope(accept), 0.2)
-    assert [action.peer for action in of_type(actions, Unlink)] == [state.peer]
-    assert of_type(actions, Begin) == []
-    assert worker.live_links == {2 - state.peer}
-
-
 def test_an_epoch_out_of_all_order_closes_the_link() -> None:
     worker = make_worker(0, 2)
     epoch = Epoch(2**40, 0, 7)
@@ -154,6 +131,17 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
     assert [each for each in asked if each.suspect == 2] == []
     assert worker.suspects() == frozenset()
     assert worker.membership.live() == tuple(range(6))
+    # It knows of its own that it stood still, once.
+    is_input = first not in ("next_deadline", "progressed", "wrap")
+    assert worker.num_standstills == 1
+    assert worker.stood_still_s == pytest.approx(3600.0, abs=0 if is_input else TIMEOUT_S)
+
+
+def test_a_pause_that_nobody_could_notice_is_no_standstill() -> None:
+    worker = make_worker(0, 2)
+    run(worker, 0.0, 4.0, [0, 2])
+    worker.poll(4.0 + 0.9 * TIMEOUT_S)
+    assert worker.num_standstills == 0
 
 
 def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for() -> None:

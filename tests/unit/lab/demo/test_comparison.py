@@ -9,9 +9,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from gossipdp.observe.log import CountsRecord, RunLog, StartRecord, WorkerLog
+from gossipdp.observe.log import CountsRecord, StartRecord
 from gossipdp_lab.demo import comparison
 from gossipdp_lab.demo.comparison import Compared, draw_comparison, loss_curve, waiting_shares
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, new_figure
 
 

@@ -95,8 +95,8 @@ def test_the_configuration_says_what_was_asked_for() -> None:
         "pin": False,
         "disjoint": False,
     }
-    faults = configuration_of(DemoArguments(kill="0@5s", restart=True), 32)
-    assert faults == {**plain, "kill": "0@5s", "restart": True, "least_seconds": 13.0}
+    faults = configuration_of(DemoArguments(faults="kill 0 at 5s", restart=True), 32)
+    assert faults == {**plain, "faults": "kill 0 at 5s", "restart": True, "least_seconds": 13.0}
     rate = configuration_of(DemoArguments(learning_rate=0.1), 32)
     assert rate == {**plain, "learning_rate": 0.1}
 
@@ -120,9 +120,16 @@ def test_one_that_came_too_late_does_not_hold_the_average() -> None:
 
 def test_the_run_outlasts_its_faults_unless_its_samples_are_given() -> None:
     assert DemoArguments().least_s == 0
-    assert DemoArguments(kill="0@50s").least_s > 51
-    assert DemoArguments(stop="0@5s:70s").least_s > 76
-    assert DemoArguments(kill="0@50s", samples=3200).least_s == 0
+    assert DemoArguments(faults="kill 0 at 50s").least_s > 51
+    assert DemoArguments(faults="stop 70s 0 at 5s").least_s > 76
+    assert DemoArguments(faults="kill 0 at 50s", samples=3200).least_s == 0
+
+
+def test_the_worker_that_is_slow_all_the_time_is_in_the_results() -> None:
+    summary = summary_of(make_results(3), faults="kill 0 at 5s; slow 2.5x 1")
+    assert summary["slow_worker"] == {"rank": 1, "factor": 2.5, "by": "stopping"}
+    for other in ("slow 4x", "slow 4x 1 at 3s", "slow 4x 1 for 3s", "slow 4x 1 every 3s"):
+        assert DemoArguments(faults=other).slow_worker is None
 
 
 def test_a_worker_that_did_not_come_back_is_named() -> None:

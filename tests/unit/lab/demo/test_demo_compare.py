@@ -51,7 +51,7 @@ def test_the_two_trainings_differ_in_method_and_place_alone(tmp_path: Path) -> N
     assert (allreduce.method, gossip.method) == ("allreduce", "gossip")
     assert not allreduce.compare
     assert allreduce.num_samples == DEFAULT_SAMPLES[WORKLOAD]
-    assert (allreduce.slow_worker, allreduce.seed) == ("2:4", 3)
+    assert (allreduce.slow_worker, allreduce.seed) == ((2, 4.0), 3)
     for own in (allreduce, gossip):
         assert own.directory == tmp_path / own.method
     assert replace(allreduce, method="gossip", output=gossip.output) == gossip
@@ -59,6 +59,6 @@ def test_the_two_trainings_differ_in_method_and_place_alone(tmp_path: Path) -> N
 
 def test_the_slow_worker_exists_and_may_be_chosen() -> None:
     two = DemoArguments(compare=True, workers=2)
-    assert {own.slow_worker for own in both(two).values()} == {"1:4"}
-    chosen = replace(two, slow_worker="0:2")
-    assert {own.slow_worker for own in both(chosen).values()} == {"0:2"}
+    assert {own.slow_worker for own in both(two).values()} == {(1, 4.0)}
+    chosen = replace(two, faults="slow 2x 0")
+    assert {own.slow_worker for own in both(chosen).values()} == {(0, 2.0)}

@@ -1,5 +1,4 @@
 import io
-import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -7,147 +6,31 @@ from typing import Any
 from rich.console import Console
 
 from gossipdp.gossip.counters import Counters
-from gossipdp.launcher.supervisor import Ending, Failure
-from gossipdp.observe.log import (
-    BeganRecord,
-    EndRecord,
-    RunLog,
-    RunLogWriter,
-    worker_file,
-)
-from gossipdp_lab.demo.watch import (
-    Fault,
-    FaultInjector,
-    LiveView,
-    WorkerProgress,
-    fault_results,
-    least_duration_s,
-    parse_faults,
-)
+from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.faults import FaultRecord
+from gossipdp.observe.log import RunLogWriter, worker_file
+from gossipdp_lab.demo.watch import LiveView, fault_results, least_duration_s
+from gossipdp_lab.report.run_log import RunLog
 
 
-def parse(kill: str | None = None, stop: str | None = None, **options: Any) -> tuple[Fault, ...]:
-    return parse_faults(kill, stop, **{"num_workers": 4, **options})
-
-
-def test_faults_are_read_in_order_of_time() -> None:
-    assert parse("3@9s, 0@5", "2@4.5s:8s") == (
-        Fault(2, "stop", 4.5, 8.0),
-        Fault(0, "kill", 5.0),
-        Fault(3, "kill", 9.0),
-    )
-    assert parse() == ()
+def least_s(text: str, *, restart: bool = False) -> float:
+    return least_duration_s(FaultPlan.parse(text), restart=restart)
 
 
 def test_the_run_is_longer_than_its_faults_and_what_they_bring() -> None:
-    assert least_duration_s((), restart=False) == 0
-    killed, stopped = Fault(0, "kill", 5.0), Fault(1, "stop", 4.0, 20.0)
-    assert least_duration_s((killed,), restart=False) > 6
-    assert least_duration_s((killed,), restart=True) > least_duration_s((killed,), restart=False)
-    assert least_duration_s((killed, stopped), restart=False) > 24
-    assert least_duration_s((Fault(1, "stop", 4.0, 0.5),), restart=False) > 10
+    assert least_duration_s(FaultPlan(), restart=False) == 0
+    assert least_s("slow 4x 2") == 0
+    assert least_s("slow 4x 2 at 3s for 4s") > 8
+    assert least_s("kill 0 at 5s") > 6
+    assert least_s("kill 0 at 5s", restart=True) > least_s("kill 0 at 5s")
+    assert least_s("kill every 5s") == least_s("kill 0 at 5s")
+    assert least_s("kill 0 at 5s; stop 20s 1 at 4s") > 24
+    assert least_s("stop 0.5s 1 at 4s") > 10
 
 
-class Scene:
-    """Three workers, a clock and the signals that were sent."""
-
-    def __init__(self, *faults: Fault) -> None:
-        self.now = 100.0
-        self.workers = [WorkerProgress() for _ in range(3)]
-        self.sent: list[tuple[int, int]] = []
-        self.lines: list[str] = []
-        self.gone: set[int] = set()
-        self.injector = FaultInjector(
-            faults, self.workers, self.lines.append, send=self.send, clock=lambda: self.now
-        )
-
-    def send(self, process_id: int, number: int) -> None:
-        if process_id in self.gone:
-            raise ProcessLookupError
-        self.sent.append((process_id, number))
-
-    def begin(self, rank: int, at_s: float, process_id: int) -> None:
-        self.workers[rank].take(BeganRecord(process_id, at_s))
-
-    def begin_all(self) -> None:
-        for rank in range(3):
-            self.begin(rank, 100.0 + rank, 1000 + rank)
-
-    def poll(self, now: float) -> None:
-        self.now = now
-        self.injector.poll()
-
-    def fail(self, rank: int, reason: str = "died of signal 9 (SIGKILL)") -> bool:
-        return self.injector.ended(Failure(rank, Ending(reason)))
-
-    def missed(self) -> list[str | None]:
-        self.injector.close()
-        return [injection.missed for injection in self.injector.injections]
-
-
-def test_times_count_from_the_first_step_of_any_worker_once_all_train() -> None:
-    scene = Scene(Fault(0, "kill", 5.0), Fault(1, "kill", 7.0))
-    scene.begin(2, 100.0, 1002)
-    scene.poll(106.0)
-    assert scene.sent == []
-    scene.begin(0, 104.0, 1000)
-    scene.begin(1, 106.0, 1001)
-    scene.poll(106.1)
-    assert scene.sent == [(1000, signal.SIGKILL)]
-    scene.poll(106.9)
-    scene.poll(107.0)
-    assert scene.sent[1:] == [(1001, signal.SIGKILL)]
-    assert scene.lines == ["  6.1 s  worker 0 killed", "  7.0 s  worker 1 killed"]
-    assert scene.fail(0)
-    assert scene.fail(1)
-    assert scene.missed() == [None, None]
-
-
-def test_a_stopped_worker_goes_on_after_its_time() -> None:
-    scene = Scene(Fault(1, "stop", 2.0, 3.0))
-    scene.begin_all()
-    scene.poll(102.5)
-    scene.poll(105.4)
-    assert scene.sent == [(1001, signal.SIGSTOP)]
-    scene.poll(105.5)
-    assert scene.sent[1:] == [(1001, signal.SIGCONT)]
-    scene.poll(120.0)
-    assert len(scene.sent) == 2
-    assert scene.missed() == [None]
-
-
-def test_a_worker_that_is_stopped_at_the_end_goes_on_too() -> None:
-    scene = Scene(Fault(1, "stop", 2.0, 60.0))
-    scene.begin_all()
-    scene.poll(102.0)
-    assert scene.missed() == ["the run ended while the worker was stopped"]
-    assert scene.sent[1:] == [(1001, signal.SIGCONT)]
-
-
-def test_faults_that_did_not_happen_say_why() -> None:
-    scene = Scene(
-        Fault(0, "kill", 1.0), Fault(1, "kill", 1.0), Fault(2, "kill", 1.0), Fault(2, "stop", 9.0)
-    )
-    scene.begin_all()
-    scene.workers[0].take(EndRecord(1.0, 1, 1, 0.0))
-    scene.gone.add(1001)
-    scene.poll(102.0)
-    # A process that has ended may still take a signal, which kills no other.
-    assert scene.sent == [(1002, signal.SIGKILL)]
-    ended = "the worker had ended by then"
-    assert scene.missed() == [ended, ended, ended, "the run had ended by then"]
-
-
-def test_an_unplanned_death_is_a_failure() -> None:
-    scene = Scene(Fault(0, "kill", 1.0), Fault(1, "kill", 5.0))
-    scene.begin_all()
-    scene.poll(101.0)
-    assert not scene.fail(1)
-    assert not scene.fail(0, "raised ValueError")
-    assert scene.fail(0)
-    assert not scene.fail(0)
-    scene.poll(105.0)
-    assert scene.missed() == [None, "the worker had died by then"]
+def did(kind: Any, rank: int, at_s: float, for_s: float | None = None) -> FaultRecord:
+    """Return a fault that came so long after 100 s of the logs' clock."""
+    return FaultRecord(int(at_s), at_s, rank, kind, for_s, clock_s=100.0 + at_s)
 
 
 def write_log(directory: Path, rank: int, began_s: float, *notices: tuple[int, str, float]) -> None:
@@ -158,45 +41,60 @@ def write_log(directory: Path, rank: int, began_s: float, *notices: tuple[int, s
             log.notice(*notice)
 
 
-def results_of(scene: Scene, directory: Path) -> list[dict[str, Any]]:
-    scene.injector.close()
-    return fault_results(scene.injector.injections, RunLog.read(directory))
-
-
 def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path: Path) -> None:
-    scene = Scene(Fault(0, "kill", 5.0))
-    scene.begin_all()
-    scene.poll(105.05)
-    scene.fail(0)
     write_log(tmp_path, 0, 100.0)
-    write_log(tmp_path, 1, 101.0, (0, "dead", 103.0), (0, "dead", 105.25), (0, "rejoined", 107.05))
+    write_log(tmp_path, 1, 101.0, (0, "lost", 103.0), (0, "lost", 105.25), (0, "restarted", 107.05))
     # This one came back later: to it all others are new.
-    write_log(tmp_path, 2, 102.0, (0, "rejoined", 106.55))
-    assert results_of(scene, tmp_path) == [
+    write_log(tmp_path, 2, 102.0, (0, "restarted", 106.55))
+    slow = FaultRecord(2.0, 2.01, 1, "slow", factor=4.0, clock_s=102.0)
+    missed = FaultRecord(9.0, None, 1, "kill", missed="it does not run")
+    records = [missed, did("kill", 0, 5.05), slow]
+    assert fault_results(records, RunLog.read(tmp_path)) == [
+        {
+            "rank": 1,
+            "kind": "slow",
+            "at_s": 2.01,
+            "detected_s": {},
+            "rejoined_s": None,
+            "factor": 4.0,
+        },
         {
             "rank": 0,
             "kind": "kill",
             "at_s": 5.05,
             "detected_s": {"1": 0.2, "2": None},
             "rejoined_s": 2.0,
-        }
+        },
+        {
+            "rank": 1,
+            "kind": "kill",
+            "at_s": 9.0,
+            "detected_s": {},
+            "rejoined_s": None,
+            "missed": "it does not run",
+        },
     ]
 
 
 def test_workers_that_were_away_need_not_notice(tmp_path: Path) -> None:
-    scene = Scene(Fault(2, "stop", 5.0, 8.0), Fault(0, "kill", 6.0))
-    scene.begin_all()
-    scene.poll(105.0)
-    scene.poll(106.0)
-    scene.fail(0)
     write_log(tmp_path, 0, 100.0)
-    write_log(tmp_path, 1, 101.0, (0, "dead", 106.1), (2, "stopped", 110.5), (2, "dead", 111.0))
+    write_log(tmp_path, 1, 101.0, (0, "lost", 106.1), (2, "silent", 110.5), (2, "lost", 111.0))
     write_log(tmp_path, 2, 102.0)
-    scene.poll(114.0)
-    stop, kill = results_of(scene, tmp_path)
+    records = [did("stop", 2, 5.0, 8.0), did("kill", 0, 6.0)]
+    stop, kill = fault_results(records, RunLog.read(tmp_path))
     assert stop["detected_s"] == {"1": 5.5}
     assert kill["detected_s"] == {"1": 0.1}
     assert stop["rejoined_s"] is kill["rejoined_s"] is None
+
+
+def test_a_notice_belongs_to_the_last_fault_of_its_worker(tmp_path: Path) -> None:
+    write_log(tmp_path, 0, 100.0)
+    write_log(tmp_path, 1, 101.0, (0, "lost", 109.25), (0, "restarted", 111.0))
+    write_log(tmp_path, 2, 102.0)
+    records = [did("stop", 0, 5.0, 1.0), did("slow", 0, 8.5), did("kill", 0, 9.0)]
+    stop, _, kill = fault_results(records, RunLog.read(tmp_path))
+    assert (stop["detected_s"], stop["rejoined_s"]) == ({"1": None, "2": None}, None)
+    assert (kill["detected_s"], kill["rejoined_s"]) == ({"1": 0.25, "2": None}, 2.0)
 
 
 # The view.
@@ -302,13 +200,13 @@ def test_the_dead_and_the_silent_are_shown(tmp_path: Path) -> None:
     writer = RunLogWriter(worker_file(tmp_path, 0), clock=clock, run_id="7f", goes_on=True)
     with closing(writer) as log, view:
         clock.now = 5.0
-        log.notice(1, "stopped", 1.0)
+        log.notice(1, "silent", 1.0)
         view.poll()
         assert "2 workers: 1 training, 1 silent" in output.getvalue()
-        for what, state in (("dead", "dead"), ("rejoined", "training"), ("dead", "dead")):
+        for what, state in (("lost", "lost"), ("restarted", "training"), ("lost", "lost")):
             log.notice(1, what, 2.0)
             view.poll()
             assert view.workers[1].state == state
         clock.now = 10.0
         view.poll()
-    assert "2 workers: 1 training, 1 dead" in output.getvalue()
+    assert "2 workers: 1 training, 1 lost" in output.getvalue()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -12,21 +13,23 @@ import pytest
 from msgspec.structs import replace
 
 from gossipdp.cli.main import main
+from gossipdp.gossip.counters import Counters
 from gossipdp.observe.log import (
     BeganRecord,
     ConsolidatingRecord,
     CountsRecord,
     EndRecord,
     NoticeRecord,
+    ProcessEndRecord,
     RecentExchange,
-    RunLog,
     RunLogWriter,
     StartRecord,
     ValuesRecord,
-    WorkerLog,
+    worker_file,
 )
 from gossipdp_lab.report.charts import Scale, duration, number
 from gossipdp_lab.report.page import render
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView, spans_of
 
 SECTIONS = [
@@ -67,20 +70,7 @@ class Page(HTMLParser):
                 self.ids.append(value or "")
             if name in ("src", "href", "xlink:href", "srcset", "data", "action"):
                 self.links.append(value or "")
-            if name in [
-                "d",
-                "points",
-                "x",
-                "y",
-                "x1",
-                "x2",
-                "y1",
-                "y2",
-                "cx",
-                "cy",
-                "width",
-                "height",
-            ]:
+            if name in NUMBERS:
                 self.numbers.append(value or "")
         if tag not in VOID:
             self.open.append(tag)
@@ -133,20 +123,14 @@ def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) ->
                     bytes_received=1000 * total,
                 )
             )
-        edges = sorted(
-            {
-                (min(rank, peer), max(rank, peer))
-                for rank in range(num_workers)
-                for peer in ((rank + 1) % num_workers,)
-                if peer != rank
-            }
-        )
+        following = {frozenset({one, (one + 1) % num_workers}) for one in range(num_workers)}
+        edges = sorted(sorted(ends) for ends in following if len(ends) == 2)
         configuration = {
             "graph": "ring <4>",
             "method": method,
             "comm_rate": 1.0,
             "parameters": 1234,
-            "edges": [list(edge) for edge in edges],
+            "edges": edges,
         }
         workers[rank] = WorkerLog(
             StartRecord(rank, num_workers, 100 + rank, 1.7e9 + 0.1 * rank, configuration, 50.0, 2),
@@ -155,7 +139,7 @@ def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) ->
             (BeganRecord(100, 50.1, 0.1), *([BeganRecord(200, 57.9, 7.9)] if rank == 1 else [])),
             ()
             if rank == 1 or num_workers == 1
-            else (NoticeRecord(1, "dead", 54.2, 4.2), NoticeRecord(1, "rejoined", 58.0, 8.0)),
+            else (NoticeRecord(1, "lost", 54.2, 4.2), NoticeRecord(1, "restarted", 58.0, 8.0)),
             (ValuesRecord(1.0, 10, {"note": "</script><b>", "accuracy": None}),),
             ConsolidatingRecord(12.1),
             13.0,
@@ -189,10 +173,11 @@ def test_the_page_describes_the_run() -> None:
     for expected in (
         "ring <4>",
         "4 of 4 workers came to the end",
-        "taken for dead",
+        "is no longer heard; the others go on without it",
         "worker 0, 2, 3",
-        "takes part again",
-        "started again",
+        "was restarted: a new process takes part",
+        "a new process took its place 3.8 s later",
+        "made the first gradient step of its new process",
         "exact, at the end",
         "exchanges per worker per gradient step",
         "</script><b>",
@@ -288,12 +273,178 @@ def test_a_long_gradient_step_is_no_pause() -> None:
     assert sum(span.end_s - span.start_s for span in spans if span.computing == 1) > 17
 
 
-def test_notices_of_one_death_are_one_event() -> None:
-    events = RunView(a_run()).events()
-    dead = [event for event in events if event.what == "dead"]
-    assert [(event.rank, event.witnesses) for event in dead] == [(1, (0, 2, 3))]
-    assert dead[0].time_s == pytest.approx(4.2)
-    assert dead[0].last_noticed_s == pytest.approx(4.5)
+def test_notices_of_one_loss_are_one_event() -> None:
+    events = RunView(a_run()).events
+    lost = [event for event in events if event.what == "lost"]
+    assert [(event.rank, event.witnesses) for event in lost] == [(1, (0, 2, 3))]
+    assert lost[0].time_s == pytest.approx(4.2)
+    assert lost[0].last_noticed_s == pytest.approx(4.5)
+
+
+def test_one_that_was_stopped_itself_notices_late_and_no_other_event() -> None:
+    log = a_run(4)
+    late = (NoticeRecord(1, "lost", 0.0, 10.0, 6.0), NoticeRecord(1, "lost", 0.0, 40.0, 36.0))
+    for rank, notices in ((0, late[:1]), (2, late[1:]), (3, ())):
+        log.workers[rank] = dataclasses.replace(log.workers[rank], notices=notices)
+    (lost,) = (event for event in RunView(log).events if event.what == "lost")
+    assert (lost.time_s, lost.witnesses) == (10.0, (0, 2))
+    assert lost.silent_s == pytest.approx(6.0)
+    again = (NoticeRecord(1, "lost", 0.0, 40.0, 6.0),)
+    log.workers[2] = dataclasses.replace(log.workers[2], notices=again)
+    assert sum(event.what == "lost" for event in RunView(log).events) == 2
+
+
+def lost_one(*notices: tuple[str, float, float | None], **changes: object) -> RunView:
+    """Return a run of three in which worker 0 noticed this of worker 1, whose log has no end."""
+    log = a_run(3)
+    noticed = tuple(NoticeRecord(1, what, 50 + at, at, silent_s) for what, at, silent_s in notices)
+    one = dataclasses.replace(log.workers[1], end=None, lives=log.workers[1].lives[:1])
+    counts = tuple(each for each in one.counts if each.time_s <= 4)
+    one = dataclasses.replace(one, counts=counts, last_s=4.0, processes=((0.0, 4.0),))
+    log.workers[0] = dataclasses.replace(log.workers[0], notices=noticed)
+    log.workers[1] = dataclasses.replace(one, **changes)
+    log.workers[2] = dataclasses.replace(log.workers[2], notices=())
+    return RunView(log)
+
+
+LOST = ("silent", 8.0, 4.0), ("lost", 8.5, 4.5)
+KILLED = ProcessEndRecord(4.1, "died of signal 9 (SIGKILL)")
+
+
+@pytest.mark.parametrize(
+    ("notices", "changes", "known"),
+    [
+        (LOST, {}, "its log ends at 4.1 s, and the run went on"),
+        (LOST, {"process_ends": (KILLED,)}, "its process died of signal 9 (SIGKILL)"),
+        (
+            (*LOST, ("answered", 12.0, 8.0)),
+            {"last_s": 13.0},
+            "the same process answered again after 8.0 s of silence",
+        ),
+        (
+            (*LOST, ("restarted", 9.5, None)),
+            {"process_ends": (KILLED,), "last_s": 13.0},
+            "its process died of signal 9 (SIGKILL); a new process took its place 1.0 s later",
+        ),
+        # It died of something else, in another life.
+        (
+            (*LOST, ("answered", 9.0, 5.0)),
+            {"process_ends": (ProcessEndRecord(12.0, "ended with exit code 1"),), "last_s": 12.0},
+            "the same process answered again after 5.0 s of silence",
+        ),
+        (LOST, {"last_s": 13.0}, "its own log goes on until 13.1 s: it ran, and was not heard"),
+        (LOST, {"end": EndRecord(13.0, 1, 1)}, "it came to the end of the run"),
+    ],
+)
+def test_what_became_of_one_that_fell_silent_is_named_where_it_is_known(
+    notices: tuple[tuple[str, float, float | None], ...], changes: dict[str, object], known: str
+) -> None:
+    view = lost_one(*notices, **changes)
+    silent, lost, *_ = (event for event in view.events if event.rank == 1)
+    assert view.known_of(silent) == "", "more is known of its loss"
+    assert view.known_of(lost) == known
+    words = " ".join(Page(render(view.log, "run")).words.split())
+    assert known in words
+    assert "hangs" not in words
+
+
+def test_a_worker_without_an_end_is_shown_with_what_is_known() -> None:
+    def unended(**changes: object) -> str:
+        words = " ".join(Page(render(lost_one(*LOST, **changes).log, "run")).words.split())
+        return words.partition("Without an end in the log: ")[2].partition(".")[0]
+
+    assert unended(process_ends=(KILLED,)) == "worker 1 (its process died of signal 9 (SIGKILL))"
+    assert unended() == "worker 1 (its log ends at 4"
+    view = lost_one()
+    assert view.unended() == {1: ""}
+    words = " ".join(Page(render(view.log, "run")).words.split())
+    assert "Of worker 1 nothing more is known: the run may go on" in words
+
+
+def test_a_standstill_that_is_known_to_be_a_silence_is_not_guessed_about() -> None:
+    def standstills(at_s: float, idle_s: float) -> list[int]:
+        view = lost_one(*LOST)
+        last = replace(view.workers[2].counts[-1], time_s=at_s, idle_s={1: idle_s})
+        view.workers[2] = dataclasses.replace(view.workers[2], counts=(last,))
+        return list(view.standstills())
+
+    # Worker 2 has no link to worker 1, and sees no step of it since 4 s.
+    assert standstills(9.0, 5.1) == []
+    assert standstills(12.0, 8.0) == []
+    # This one began, and was over, before it fell silent.
+    assert standstills(8.5, 7.5) == [1]
+
+
+def test_one_that_was_stopped_itself_saw_no_steps_of_others() -> None:
+    log = a_run(3)
+    stop = NoticeRecord(2, "stopped", 61.3, 11.3, 8.1)
+    for at_s, seen in ((11.2, []), (12.0, []), (20.0, [0])):
+        counts = CountsRecord(at_s, gradient_steps=600, samples=4800, idle_s={0: 8.3})
+        worker = dataclasses.replace(log.workers[2], notices=(stop,), counts=(counts,))
+        log.workers[2] = dataclasses.replace(worker, last_s=20.0)
+        assert list(RunView(log).standstills()) == seen, at_s
+
+
+def two_lives(directory: Path) -> None:
+    """Write the logs of two workers that train for 20 s, and 88 s later for 20 s more."""
+    began_s, now = 1.7e9, [0.0]
+    for rank in range(2):
+        for life, start_s in enumerate((50.0, 158.0)):
+            now[0] = start_s + rank
+            log = RunLogWriter(
+                worker_file(directory, rank),
+                clock=lambda: now[0],
+                date=lambda: began_s + now[0],
+                boot_id="boot",
+                run_id=str(life),
+                resumes=True,
+            )
+            log.start(rank=rank, num_workers=2, configuration={"method": "gossip"})
+            for step in range(1, 101):
+                now[0] = start_s + 0.2 * step
+                if step == 10:
+                    log.began()
+                if now[0] > start_s + rank:
+                    counters = Counters(gradient_steps=step, samples=8 * step, bytes_sent=step)
+                    log.counts(counters, loss=1.0)
+            log.close()
+
+
+def test_time_in_which_no_worker_ran_is_no_run_time(tmp_path: Path) -> None:
+    two_lives(tmp_path)
+    run_log = RunLog.read(tmp_path)
+    view = RunView(run_log)
+    assert view.duration_s == pytest.approx(40)
+    assert [(pause.at_s, pause.length_s) for pause in view.pauses] == [
+        (pytest.approx(20), pytest.approx(88))
+    ]
+    assert [event.time_s for event in view.events] == [pytest.approx(22)] * 2
+    text = render(run_log, "run")
+    words = " ".join(Page(text).words.split())
+    dates = [time.strftime("%H:%M:%S", time.localtime(1.7e9 + at)) for at in (70, 158)]
+    assert f"Paused for 88 s between {dates[0]} and {dates[1]}: no worker ran." in words
+    assert words.count("Paused for") == 1
+    assert "duration 40 s" in words
+    assert "80 a second" in words  # 2 workers, 2 lives, 100 steps of 8
+    assert text.count('class="cut"') == 1
+    # No rate is over the pause, and no line goes across it.
+    assert all(rate < 6 for line in view.sending() for _, rate in line)
+    lines = view.over_time("loss")
+    starts = view.starts_of_pieces(lines)
+    assert [[round(start, 1) for start in each] for each in starts] == [[20.2], [21.2]]
+    for rank in view.ranks:
+        spans = view.spans(rank)
+        assert spans[-1].end_s == pytest.approx(40)
+        for before, after in pairwise(spans):
+            assert after.start_s == pytest.approx(before.end_s)
+
+
+def test_a_run_that_somebody_carried_on_was_not_paused(tmp_path: Path) -> None:
+    two_lives(tmp_path)
+    log = RunLog.read(tmp_path)
+    log.workers[1] = dataclasses.replace(log.workers[1], processes=((0.0, 127.0),))
+    assert RunView(log).pauses == ()
+    assert RunView(log).duration_s == pytest.approx(128)
 
 
 def test_a_record_that_was_lost_moves_no_other() -> None:
@@ -369,11 +520,6 @@ def test_a_run_resumed_with_more_workers_has_the_new_graph() -> None:
 def test_a_foreign_directory_is_one_clear_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert main(["report", str(tmp_path / "none")]) == 2
-    assert "there is no directory" in capsys.readouterr().err
     (tmp_path / "worker-0.jsonl").write_text("hello\n")
     assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
@@ -381,13 +527,7 @@ def test_a_foreign_directory_is_one_clear_error(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        {"comm_rate": "fast"},
-        {"edges": [[0, 1, 2]]},
-    ],
-)
+@pytest.mark.parametrize("configuration", [{"comm_rate": "fast"}, {"edges": [[0, 1, 2]]}])
 def test_a_configuration_edited_by_hand_is_one_clear_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], configuration: dict[str, object]
 ) -> None:

@@ -1,19 +1,13 @@
 """Rows on a network whose links are cut: what is lost is counted, and nothing else is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from reference import MomentumState
-from simulated_faults.network import FaultyNetwork
 from simulated_faults.rows import FaultyRows
 
 from gossipdp.dynamics.phase import Phase
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
-from gossipdp_lab.simulate.network import Conditions, make_workers
 from gossipdp_lab.simulate.optimizers import Sgd
 from gossipdp_lab.simulate.population import Population, Training
 
@@ -76,49 +70,3 @@ def test_an_exchange_freezes_the_phase_and_a_boundary_flows() -> None:
     rows.step_ended(1, 1.5)
     assert population.theta[0] == 0.0
     assert population.theta[1] == pytest.approx(0.15)
-
-
-def test_half_an_exchange_under_way_is_no_drift_and_a_torn_one_is() -> None:
-    population = make_population(2)
-    rows = make_rows(population, eta=0.3)
-    sent = {rank: rows.exchange_began(rank, begin(rank, 0), 0.0) for rank in (0, 1)}
-    rows.data_arrived(1, ExchangeId(0, 0, 0), sent[0], 0.1)
-    rows.exchange_ended(1, ExchangeId(0, 0, 0), 0.1)
-    assert population.drift() > 0.1
-    rows.settle_drift()
-    assert population.drift() < 1e-14
-    rows.exchange_ended(0, ExchangeId(0, 0, 0), 0.2)  # its data never came
-    rows.settle_drift()
-    assert rows.num_torn == 1
-    assert population.drift() == pytest.approx(float(rows.torn.norm()) / 2)
-
-
-def test_cut_links_cost_what_was_in_flight_and_no_more() -> None:
-    constants = Constants.of(build_graph("ring", 6))
-    population = make_population(6)
-    rows = make_rows(population, constants.eta)
-    conditions = Conditions(
-        latency_s=lambda sender, receiver: 0.1 + 0.02 * sender,
-        transfer_s=lambda sender, receiver: 0.01,
-        step_s=lambda rank: 0.1 + 0.01 * rank,
-    )
-    network = FaultyNetwork(
-        make_workers(constants, seed=0),
-        constants.edges,
-        conditions,
-        rows,
-        lost_at_messages=range(60, 20_000, 19),
-        keeps_exchanges=True,
-    )
-    network.engine.run(until=150.0)
-    outcomes = [
-        {end.outcome for end in record.ends.values()} for record in network.exchanges.values()
-    ]
-    num_torn = outcomes.count({"finished", "stopped"})
-    assert network.num_exchanges > 25
-    assert num_torn >= 4
-    assert rows.num_torn == num_torn
-    rows.settle_drift()
-    assert population.drift() == pytest.approx(float(rows.torn.norm()) / 6, rel=1e-9)
-    population.half_applied += rows.torn
-    assert population.drift() < 1e-13

@@ -1,7 +1,5 @@
 """The pictures of simulated runs hold what they say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

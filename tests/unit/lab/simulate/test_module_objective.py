@@ -1,7 +1,5 @@
 """Torch modules as objectives: gradients of rows are those of the module, however computed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipdp_lab.simulate.module_objective import ModuleObjective, RowLayout, digits_objective
+from gossipdp_lab.simulate.module_objective import ModuleObjective, RowLayout
 from gossipdp_lab.simulate.objectives import Evaluation, Gradients
 
 Batch = tuple[Tensor, Tensor]
@@ -215,13 +213,3 @@ def test_batches_that_end_are_an_error() -> None:
         source.gradients([1], source.start[:1])
     with pytest.raises(ValueError, match="the batches of rank 1 have come to an end"):
         source.gradients([1], source.start[:1])
-
-
-def test_images_of_a_dirichlet_distribution_pull_workers_apart() -> None:
-    def spread(dirichlet_alpha: float | None) -> float:
-        source = digits_objective(dirichlet_alpha=dirichlet_alpha).begin(8, 0)
-        steps = [source.gradients(range(8), source.start).values for _ in range(40)]
-        values = torch.stack(steps).mean(dim=0)
-        return float((values - values.mean(dim=0)).square().sum() / values.square().sum())
-
-    assert spread(0.1) > 0.5 > 10 * spread(None)

@@ -1,7 +1,5 @@
 """Events in order of time, order on a link, and runs from first step to last farewell."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 
@@ -75,22 +73,6 @@ def make_network(graph_name: str, num_workers: int, **changes: object) -> Faulty
     )
 
 
-@pytest.mark.parametrize(("graph_name", "num_workers"), [("ring", 5), ("star", 4), ("path", 1)])
-def test_all_leave_once_all_are_done(graph_name: str, num_workers: int) -> None:
-    network = make_network(graph_name, num_workers)
-    network.engine.run(until=4.0)
-    for rank in list(network.workers)[1:]:
-        network.done(rank)
-    network.engine.run(until=8.0)
-    assert not network.left
-    exchanged = network.workers[0].exchanges_initiated
-    assert num_workers == 1 or exchanged > 0  # with those that are done
-    network.done(0)
-    network.engine.run(until=11.0)
-    assert network.left.keys() == network.workers.keys()
-    assert max(network.left.values()) < 10.0
-
-
 def test_a_finished_network_falls_quiet() -> None:
     network = make_network("ring", 4)
     network.engine.run(until=2.0)
@@ -102,22 +84,6 @@ def test_a_finished_network_falls_quiet() -> None:
     network.engine.run(until=10.0)
     # Ten heartbeats in a time-out each way, on the ring and the two links dialled for the tree.
     assert network.num_messages.total() - before <= (4 + 2) * 2 * 10 + 12
-
-
-def test_a_cut_stops_its_exchange_and_heals() -> None:
-    network = make_network("path", 2)
-    network.engine.run(until=3.0)
-    while network.running(0) is None or network.running(1) is None:
-        network.engine.run(until=network.engine.now + 0.01)
-    id = network.running(0)
-    assert id is not None
-    network.cut(0, 1)
-    network.engine.run(until=network.engine.now + 0.1)
-    assert {end.outcome for end in network.exchanges[id].ends.values()} == {"stopped"}
-    before = network.num_exchanges
-    network.engine.run(until=network.engine.now + 20.0)
-    assert network.num_exchanges > before + 10
-    assert network.workers[0].exchanges_failed == 1
 
 
 def test_a_transfer_of_many_time_outs_keeps_its_link() -> None:

@@ -1,7 +1,5 @@
 """Consensus and quadratic: their gradients, noise and drift, and where their runs start."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np
@@ -14,8 +12,7 @@ from gossipdp_lab.simulate.ideal import run_ideal
 from gossipdp_lab.simulate.module_objective import digits_objective
 from gossipdp_lab.simulate.objectives import Consensus, Objective, Quadratic
 from gossipdp_lab.simulate.optimizers import Sgd
-from gossipdp_lab.simulate.scenario import ConstantTime, Scenario
-from gossipdp_lab.simulate.study import simulate
+from gossipdp_lab.simulate.scenario import Scenario
 
 
 def test_eigenvalues_are_spaced_evenly_in_their_logarithms() -> None:
@@ -77,22 +74,6 @@ def test_gradients_of_a_rank_do_not_depend_on_the_others() -> None:
         for _ in range(200):
             alone = apart.gradients([rank], x[:1]).values
         torch.testing.assert_close(alone[0], values[rank], rtol=0, atol=0)
-
-
-def test_all_reduce_reaches_the_optimum_and_its_noise_floor() -> None:
-    scenario = Scenario(
-        num_workers=8,
-        objective=Quadratic(100, 0.5, 0.5, noise_variance=8.0, heterogeneity=10.0),
-        optimizer=Sgd(0.4),
-        compute_time=ConstantTime(1.0),
-        num_steps=400,
-        num_records=400,
-    )
-    loss = simulate(scenario, "allreduce").column("loss")
-    # x' = (1 - 0.2) (x - x*) - 0.4 noise: variance 0.16 / (1 - 0.64) of a noise of 8 / n = 1.
-    floor = 0.5 * 0.5 * 0.16 / (1 - 0.8**2)
-    assert loss[1:][100:].mean() == pytest.approx(floor, rel=0.05)
-    assert loss[0] > 100 * floor
 
 
 def settled(num_workers: int, objective: Quadratic, num_steps: float) -> float:

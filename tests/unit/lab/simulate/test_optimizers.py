@@ -1,7 +1,5 @@
 """Optimizers over rows: the same numbers as torch.optim, whenever each row steps."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """DiLoCo by closed forms, and the outer step and moments of asynchronous workers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -31,8 +29,9 @@ SCENARIO = Scenario(
     num_records=13,
     sync_every=4,
 )
-NOISY_ROUNDS = replace(SCENARIO, objective=replace(QUIET, noise_variance=1.0))
-AVERAGE = OuterStep(momentum=0.0, lr=1.0)
+NOISY = replace(
+    SCENARIO, objective=replace(QUIET, noise_variance=1.0), optimizer=AdamW(0.05), num_workers=2
+)
 
 
 def loss_of(mean: np.ndarray) -> float:
@@ -70,18 +69,9 @@ def test_diloco_takes_nesterov_s_step_on_the_mean_of_what_workers_did(
     assert trace.column("drift").max() < 1e-12
 
 
-def test_averaging_at_every_step_is_data_parallel_training() -> None:
-    """Under plain SGD the mean of the rows' steps is the step of the mean gradient."""
-    every_step = replace(NOISY_ROUNDS, sync_every=1, outer=AVERAGE)
-    expected, trace = simulate(every_step, "allreduce"), simulate(every_step, "diloco")
-    np.testing.assert_allclose(trace.column("loss"), expected.column("loss"), rtol=1e-9)
-    assert trace.column("consensus_distance").max() < 1e-25
-    assert trace.models_per_step == pytest.approx(expected.models_per_step)
-
-
 def test_diloco_averages_the_moments_that_were_asked_for() -> None:
     moments = {"exp_avg_sq": 2}
-    scenario = replace(NOISY_ROUNDS, optimizer=AdamW(0.01), exchange_moments=moments, num_steps=8.5)
+    scenario = replace(NOISY, num_workers=4, exchange_moments=moments, num_steps=8.5)
     rounds = DiLoCo(scenario, "diloco", lambda share: None)
     trace = rounds.run()
     assert trace.worker_steps == [8] * 4
@@ -98,13 +88,11 @@ def test_methods_and_moments_that_cannot_be_are_refused() -> None:
         simulate(replace(SCENARIO, exchange_moments={"exp_avg_sq": 1}), "gossip")
 
 
-NOISY = Quadratic(dimension=6, mu=0.5, smoothness=2.0, noise_variance=1.0, heterogeneity=4.0)
 OUTER = OuterStep(0.7, 0.9, 1)
 
 
 def begin(num_workers: int, *, momentum: bool = False, outer: OuterStep | None = OUTER) -> Training:
-    scenario = Scenario(num_workers=num_workers, objective=NOISY, optimizer=AdamW(0.05))
-    return Training.of(scenario, momentum=momentum, outer=outer)
+    return Training.of(replace(NOISY, num_workers=num_workers), momentum=momentum, outer=outer)
 
 
 def pair(training: Training) -> PoissonEdges:
@@ -115,16 +103,7 @@ def pair(training: Training) -> PoissonEdges:
 
 
 def test_ideal_exchanges_of_two_in_lock_step_are_diloco() -> None:
-    scenario = Scenario(
-        num_workers=2,
-        objective=NOISY,
-        optimizer=AdamW(0.05),
-        num_steps=20.5,
-        sync_every=4,
-        outer=OUTER,
-        compute_time=ConstantTime(1.0),
-        links=LinkModel(Link(latency_s=0.0)),
-    )
+    scenario = replace(NOISY, num_steps=20.5, outer=OUTER)
     diloco = DiLoCo(scenario, "diloco", lambda share: None)
     diloco.run()
     training = begin(2)
@@ -162,9 +141,8 @@ def test_changes_by_flow_and_exchanges_are_no_step_of_the_optimizer() -> None:
 @pytest.mark.parametrize(("fidelity", "method"), [("ideal", "a2cid2"), ("links", "gossip")])
 def test_with_momentum_0_and_lr_1_there_is_none(fidelity: Fidelity, method: str) -> None:
     scenario = Scenario(
-        graph="ring",
         num_workers=8,
-        objective=NOISY,
+        objective=NOISY.objective,
         optimizer=Sgd(0.1, momentum=0.5),
         fidelity=fidelity,
         num_steps=40,
@@ -185,17 +163,9 @@ def test_with_momentum_0_and_lr_1_there_is_none(fidelity: Fidelity, method: str)
 @pytest.mark.parametrize("fidelity", ["ideal", "links"])
 def test_moments_are_averaged_and_their_bytes_count(fidelity: Fidelity) -> None:
     def run(every: int | None):
-        scenario = Scenario(
-            graph="complete",
-            num_workers=8,
-            objective=NOISY,
-            optimizer=AdamW(0.05),
-            fidelity=fidelity,
-            num_steps=40,
-            num_records=4,
-            exchange_moments={} if every is None else {"exp_avg_sq": every},
-        )
-        return simulate(scenario, "gossip")
+        moments = {} if every is None else {"exp_avg_sq": every}
+        changes = {"graph": "complete", "num_workers": 8, "num_steps": 40, "fidelity": fidelity}
+        return simulate(replace(NOISY, exchange_moments=moments, **changes), "gossip")
 
     plain, each, fourth = run(None), run(1), run(4)
     assert plain.models_sent == sum(plain.worker_exchanges) > 200
@@ -205,12 +175,7 @@ def test_moments_are_averaged_and_their_bytes_count(fidelity: Fidelity) -> None:
 
 
 def test_an_ideal_exchange_averages_the_moments_that_are_due() -> None:
-    scenario = Scenario(
-        num_workers=2,
-        objective=NOISY,
-        optimizer=AdamW(0.05),
-        exchange_moments={"exp_avg": 1, "exp_avg_sq": 2},
-    )
+    scenario = replace(NOISY, exchange_moments={"exp_avg": 1, "exp_avg_sq": 2})
     training = Training.of(scenario, momentum=False)
     edges = pair(training)
     averaged = []
@@ -226,18 +191,9 @@ def test_an_ideal_exchange_averages_the_moments_that_are_due() -> None:
 
 
 def test_a_link_is_busy_for_longer_where_moments_travel() -> None:
-    scenario = Scenario(
-        graph="complete",
-        num_workers=2,
-        objective=NOISY,
-        optimizer=AdamW(0.05),
-        fidelity="links",
-        comm_rate=4.0,
-        num_steps=50,
-        num_records=2,
-        model_bytes=100.0,
-        links=LinkModel(Link(latency_s=0.0, bytes_per_s=1000.0)),
-    )
+    links = LinkModel(Link(latency_s=0.0, bytes_per_s=1000.0))
+    changes = {"comm_rate": 4.0, "num_steps": 50, "compute_time": ConstantTime()}
+    scenario = replace(NOISY, fidelity="links", model_bytes=100.0, links=links, **changes)
     plain = simulate(scenario, "gossip")
     both = simulate(replace(scenario, exchange_moments={"exp_avg": 1, "exp_avg_sq": 1}), "gossip")
     # One model takes a step's time, so that the link is always busy: with three models an exchange

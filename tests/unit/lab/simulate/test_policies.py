@@ -1,7 +1,5 @@
 """The neighbour policies: one suite for all, then what sets each apart."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from random import Random
@@ -12,19 +10,19 @@ from gossipdp.protocol.actions import Send
 from gossipdp.protocol.messages import Propose
 from gossipdp.protocol.neighbours import NeighbourPolicy
 from gossipdp.protocol.pairing import Pairing
-from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES, find_policy
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
 EVERY_POLICY = sorted(NEIGHBOUR_POLICIES)
 
 
 def make(name: str, seed: int = 0) -> NeighbourPolicy:
-    return find_policy(name)(Random(seed))
+    return NEIGHBOUR_POLICIES[name](Random(seed))
 
 
 @pytest.mark.parametrize("name", EVERY_POLICY)
 def test_draws_distinct_available_neighbours(name: str) -> None:
     random = Random(0)
-    policy = find_policy(name)(random)
+    policy = NEIGHBOUR_POLICIES[name](random)
     assert policy.draw({}) == []
     for _ in range(200):
         available = dict.fromkeys(random.sample(range(10), random.randint(1, 6)), 0.3)

@@ -1,7 +1,5 @@
 """Rows of the population follow the float64 reference, and gradient steps apply at their end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

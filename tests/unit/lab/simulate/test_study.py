@@ -1,14 +1,10 @@
 """Many runs over processes, means and spreads over seeds, and the length of runs that agree."""
 
-from __future__ import annotations
-
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import joblib
 import pytest
 import torch
 
@@ -67,32 +63,6 @@ def test_tasks_in_other_processes() -> None:
     with pytest.raises(ValueError, match="the user's own error") as caught:
         run_all(task, [0, -1], processes=2)
     assert "in task\n" in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize(("seconds_each", "num_here"), [(0.1, 4), (60.0, 1)])
-def test_processes_are_started_where_that_is_quicker(
-    monkeypatch: pytest.MonkeyPatch, seconds_each: float, num_here: int
-) -> None:
-    now_s, elsewhere = 0.0, []
-
-    def parallel(**options: object) -> Callable[[Iterable[Any]], Iterator[Any]]:
-        def run(calls: Iterable[Any]) -> Iterator[Any]:
-            for function, arguments, _ in calls:
-                elsewhere.append(arguments[1])
-                yield function(*arguments)
-
-        return run
-
-    def task(number: int, progress: Progress) -> int:
-        nonlocal now_s
-        now_s += seconds_each
-        return number
-
-    monkeypatch.setattr(joblib, "cpu_count", lambda: 2)
-    monkeypatch.setattr(joblib, "Parallel", parallel)
-    monkeypatch.setattr("gossipdp_lab.simulate.study.monotonic", lambda: now_s)
-    assert run_all(task, [0, 1, 2, 3]) == [0, 1, 2, 3]
-    assert len(elsewhere) == 4 - num_here
 
 
 def trace(distances: list[float], *, steps: list[int] | None = None) -> Trace:

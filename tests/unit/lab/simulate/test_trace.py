@@ -1,7 +1,5 @@
 """Traces: slopes, columns, digests."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -20,12 +18,6 @@ from gossipdp_lab.simulate.trace import (
 def record(**changes: float) -> Record:
     values: dict[str, float] = dict.fromkeys(Record._fields, 0.0) | changes
     return Record(**values)  # type: ignore[arg-type]
-
-
-def test_the_slope_is_exact_on_an_exponential() -> None:
-    exchanges = np.linspace(0.0, 100.0, 51)
-    distances = 5.0 * np.exp(-0.37 * exchanges)
-    assert decay_per_exchange(exchanges, distances) == pytest.approx(0.37)
 
 
 def test_transient_and_floor_are_left_out() -> None:

@@ -61,13 +61,6 @@ def test_what_is_no_cifar10_is_named(
         read_cifar10(tmp_path)
 
 
-def test_where_cifar10_is_missing_it_is_said_how_to_get_it(tmp_path: Path) -> None:
-    (write_cifar10(tmp_path) / "data_batch_3.bin").unlink()
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(FileNotFoundError, match=r"there is no .*\. CIFAR-10 is not downloaded"):
-            read_cifar10(path)
-
-
 def test_the_papers_schedule(tmp_path: Path) -> None:
     write_cifar10(tmp_path)
     recipe = cifar10(tmp_path, batch_size=4)

@@ -9,11 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from gossipdp.gossip.snapshot import Notice
-from gossipdp.parallel.stats import Stats
 from gossipdp_lab.tasks.options import BytesGptOptions
 from gossipdp_lab.tasks.text import Gpt
-from gossipdp_lab.tasks.training import MODEL_FILE, TrainingView, lowest_alive, outcome_table, train
+from gossipdp_lab.tasks.training import MODEL_FILE, TrainingView, outcome_table, train
 
 OUTCOME = {
     "method": "a2cid2",
@@ -53,9 +51,12 @@ class Clock:
 class Model:
     """The part of a wrapped model that the display of a training uses."""
 
-    rank, world_size = 0, 1
+    world_size = 1
 
     at = 0.0
+
+    def __init__(self, *, is_lead: bool = True) -> None:
+        self.is_lead = is_lead
 
     def progress(self) -> float:
         return self.at
@@ -78,26 +79,29 @@ def test_a_line_now_and_then():
     ]
 
 
-@pytest.mark.parametrize(
-    ("rank", "notices", "lowest"),
-    [
-        (2, [], 0),
-        (2, [(0, "dead")], 1),
-        (2, [(0, "dead"), (1, "dead")], 2),
-        (2, [(0, "dead"), (0, "rejoined")], 0),
-        (2, [(0, "stopped")], 0),
-        (5, [(0, "dead"), (1, "dead"), (2, "dead"), (3, "dead")], 5),
-    ],
-)
-def test_the_lowest_living_rank_reports(rank: int, notices: list[tuple[int, str]], lowest: int):
-    stats = Stats(
-        rank=rank,
-        world_size=4,
-        gradient_steps=1,
-        samples=1,
-        noticed=tuple(Notice(who, kind, 0.0) for who, kind in notices),
-    )
-    assert lowest_alive(stats) == lowest
+def test_the_display_moves_with_the_lead():
+    model, clock = Model(is_lead=False), Clock()
+    terminal = Console(file=io.StringIO(), width=120, force_terminal=True)
+    view = TrainingView(model, BytesGptOptions(epochs=10), 1000, terminal, clock)  # type: ignore[arg-type]
+
+    def step_at(now: float) -> str:
+        clock.now = now
+        before = len(terminal.file.getvalue())
+        view.step(torch.tensor(float(now)))
+        return terminal.file.getvalue()[before:]
+
+    show_cursor, hide_cursor = "\x1b[?25h", "\x1b[?25l"
+    assert step_at(1) == ""
+    model.is_lead, model.at = True, 0.1
+    first = step_at(2)
+    assert first.startswith(hide_cursor)
+    assert "loss 2.0000" in first
+    model.is_lead = False
+    assert show_cursor in step_at(3)
+    assert step_at(4) == ""
+    model.is_lead = True
+    assert hide_cursor in step_at(5)
+    assert "loss 6.0000" in step_at(6)
 
 
 @pytest.fixture
@@ -169,8 +173,9 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
     )
     expected = torch.load(options.directory / MODEL_FILE, weights_only=True)
     checkpoints = sorted((options.directory / "checkpoints").rglob("step-*"))
-    assert len(checkpoints) == 2
-    checkpoints[1].unlink()
+    assert len(checkpoints) == 3
+    for path in checkpoints[1:]:
+        path.unlink()
     (options.directory / MODEL_FILE).unlink()
     assert outcome["progress_at_start"] == 0.0
     assert "minutes: since" not in capsys.readouterr().out

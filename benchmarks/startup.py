@@ -1,0 +1,130 @@
+"""The time until a script trains: what gossipdp adds to torch, a model and an AdamW optimizer.
+
+    python benchmarks/startup.py [--rounds 7]      writes benchmarks/results/startup.{json,md}
+
+Every run is a fresh interpreter; the cases take turns. CPU time is that of the process, all of its
+threads. Python's compiled files (``__pycache__``) are there, as after ``pip install``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from startup_worker import IMPORT, WRAP
+from support.report import Report, Spread, Table, Target, interleaved, run_script
+
+WANTED_CPU_S = 0.4
+SMALL, COMPILED = 64, 1_000_000
+"""Values of the model; from the second on, exchanges are computed by compiled loops."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a fresh interpreter does; torch, a model and its optimizer come first in each."""
+
+    text: str
+    what: str = WRAP
+    num_values: int = SMALL
+    num_workers: int = 1
+
+    def __str__(self) -> str:
+        return self.text
+
+
+CASES = (
+    Case("torch, model, AdamW", ""),
+    Case("import gossipdp", IMPORT),
+    Case("import and wrap, one worker"),
+    Case("import and wrap, one of two workers", num_workers=2),
+    Case("import and wrap, one worker, 1,000,000 parameters", num_values=COMPILED),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Seconds that one interpreter took after torch, model and optimizer, and in all.
+
+    cpu_s, wall_s: for the import and the wrapper; step_cpu_s: for the first step; whole_cpu_s:
+    from the start of the process to the end of that step.
+    """
+
+    cpu_s: float
+    wall_s: float
+    step_cpu_s: float
+    whole_cpu_s: float
+
+    @classmethod
+    def of(cls, stages: dict[str, list[float]]) -> Start:
+        """Return the differences of the stages that a worker noted."""
+        before, after, stepped = stages["torch"], stages["wrapped"], stages["stepped"]
+        return cls(after[0] - before[0], after[1] - before[1], stepped[0] - after[0], stepped[0])
+
+
+def measure(case: Case) -> Start:
+    """Start one interpreter, or one for each of the workers, and return the times of worker 0."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    worker = str(Path(__file__).with_name("startup_worker.py"))
+    launcher = ["-m", "gossipdp", "run", "-n", str(case.num_workers)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stages.json"
+        words = [worker, str(path), case.what, str(case.num_values)]
+        command = [sys.executable, *(launcher if case.num_workers > 1 else []), *words]
+        subprocess.run(command, env=environment, check=True, timeout=300)
+        return Start.of(json.loads(path.read_text("utf-8")))
+
+
+def summary(runs: list[Start]) -> dict[str, Spread]:
+    """Return the spread of each time over the runs of a case."""
+    names = "cpu_s", "wall_s", "step_cpu_s", "whole_cpu_s"
+    return {name: Spread.of(getattr(run, name) for run in runs) for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=7, help="interpreters for each case")
+    parser.add_argument("--quick", action="store_true", help="one round, to see that it works")
+    options = parser.parse_args()
+    rounds = 1 if options.quick else options.rounds
+    if rounds < 1:
+        raise ValueError(f"--rounds is {rounds}; it must be at least 1")
+    report = Report("startup", "The start of a script", quick=options.quick)
+    for case in CASES:
+        measure(case)  # compiles what is kept on disk, and is not counted
+    found = {case: summary(runs) for case, runs in interleaved(CASES, rounds, measure).items()}
+    report.tables.append(table(found, rounds))
+    for case in CASES[2:4]:
+        report.targets.append(Target(f"{case} (CPU s)", found[case]["cpu_s"].median, WANTED_CPU_S))
+    result: dict[str, Any] = {case.text: figures for case, figures in found.items()}
+    report.write(result)
+
+
+def table(found: dict[Case, dict[str, Spread]], rounds: int) -> Table:
+    """Return a row for each case."""
+    head = ("", "CPU, beyond torch", "wall clock", "first step, CPU", "in all, CPU")
+    rows = [
+        (case.text, *(spread.text() for spread in figures.values()))
+        for case, figures in found.items()
+    ]
+    return Table(
+        "Seconds until a script trains",
+        head,
+        rows,
+        f"Medians of {rounds} fresh interpreters each (least to greatest), in turn. The first "
+        f"two figures begin once torch is imported and model and optimizer are made, and end "
+        f"when the model is wrapped: the wall clock of one of two workers includes the wait for "
+        f"the other. In all: from the start of Python to the end of the first step. Models of "
+        f"{SMALL} parameters, if no number is given.",
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)

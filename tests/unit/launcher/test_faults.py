@@ -1,0 +1,304 @@
+"""Faults that are done to workers, by the clock of the test."""
+
+import json
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.faults import FaultInjector, Target
+
+KILL, STOP, CONT = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
+KILLED = "died of signal 9 (SIGKILL)"
+
+
+class Scene:
+    """Workers without processes, a clock, and the signals that were sent: (seconds, rank, one)."""
+
+    def __init__(self, text: str, num_workers: int = 3, here: int | None = None, **options: Any):
+        self.now = self.began_s = 100.0
+        self.lines: list[str] = []
+        self.sent: list[tuple[float, int, int]] = []
+        self.injector = FaultInjector(
+            FaultPlan.parse(text),
+            num_workers,
+            say=self.lines.append,
+            clock=lambda: self.now,
+            **options,
+        )
+        first = options.get("first_rank", 0)
+        self.ranks = range(first, first + (here or num_workers))
+        self.running = set(self.ranks)
+        self.training = set(self.ranks)
+
+    def look(self) -> None:
+        self.injector.step(
+            [
+                Target(rank, Life(self, rank) if rank in self.running else None, rank in training)
+                for training in [self.training & self.running]
+                for rank in self.ranks
+            ]
+        )
+
+    def at(self, *seconds: float) -> list[tuple[float, int, int]]:
+        """Look at these seconds, and return the signals that were sent meanwhile."""
+        before = len(self.sent)
+        for each in seconds:
+            self.now = self.began_s + each
+            self.look()
+        return self.sent[before:]
+
+    def until(self, seconds: float) -> None:
+        """Look when the injector wants it, and three milliseconds later than that."""
+        end_s = self.began_s + seconds
+        while self.now < end_s:
+            self.now = min(self.now + self.injector.wait_s() + 0.003, end_s)
+            self.look()
+
+    def die(self, rank: int, reason: str = KILLED) -> bool:
+        self.running.discard(rank)
+        self.training.discard(rank)
+        return self.injector.ended(self.ranks.index(rank), reason)
+
+    def come_back(self, rank: int, *, trains: bool = True) -> None:
+        self.running.add(rank)
+        if trains:
+            self.training.add(rank)
+
+    def missed(self) -> list[str | None]:
+        self.injector.close()
+        return [record.missed for record in self.injector.records]
+
+
+class Life:
+    def __init__(self, scene: Scene, rank: int) -> None:
+        self.scene, self.rank = scene, rank
+
+    def send(self, number: int) -> None:
+        assert self.rank in self.scene.running, "its process id may be another's by now"
+        self.scene.sent.append((round(self.scene.now - self.scene.began_s, 4), self.rank, number))
+
+
+def test_times_count_from_the_moment_when_all_train() -> None:
+    scene = Scene("kill 0 at 5s")
+    scene.training = {0, 1}
+    assert scene.at(0, 20) == []
+    assert scene.injector.wait_s() == float("inf")
+    scene.training = {0, 1, 2}
+    assert scene.at(20, 24.9) == []
+    assert scene.injector.wait_s() == pytest.approx(0.1)
+    assert scene.at(25.04) == [(25.04, 0, KILL)]
+    assert scene.die(0)
+    (record,) = scene.injector.records
+    assert (record.planned_s, record.at_s, record.clock_s) == (5.0, 5.04, 125.04)
+    assert scene.lines == ["  5.0 s  worker 0 killed"]
+
+
+def test_a_run_without_gradient_steps_has_no_faults_and_is_told_why() -> None:
+    scene = Scene("kill every 1s; stop 1s 0")
+    scene.training = {0, 1}
+    assert scene.at(0, 5) == []
+    assert scene.missed() == ["the run had ended by then"]
+    why = "not all workers here had made a gradient step"
+    assert scene.lines[-1] == f"faults: 0 done, 1 missed; {why}"
+
+
+def test_a_stopped_worker_goes_on_after_its_time() -> None:
+    scene = Scene("stop 3s 1 at 2s")
+    assert scene.at(0, 2, 4.9) == [(2, 1, STOP)]
+    assert scene.at(5, 20) == [(5, 1, CONT)]
+    assert scene.missed() == [None]
+    assert scene.lines == [
+        "  2.0 s  worker 1 stopped for 3 s",
+        "  5.0 s  worker 1 may go on",
+        "faults: 1 done, 0 missed",
+    ]
+
+
+def test_workers_run_on_when_the_run_ends() -> None:
+    scene = Scene("stop 60s 1; slow 4x 0; kill 2 at 9s")
+    scene.at(0, 0.02)
+    assert {(rank, number) for _, rank, number in scene.sent} == {(1, STOP), (0, STOP)}
+    scene.injector.release()
+    assert {rank for _, rank, number in scene.sent if number == CONT} == {0, 1}
+    assert scene.at(0.5, 10)[2:] == []
+    assert scene.missed() == [None, None, "the run had ended by then"]
+
+
+@pytest.mark.parametrize("factor", [1.5, 4, 50])
+def test_a_slow_worker_runs_its_share_of_the_time_in_short_turns(factor: float) -> None:
+    scene = Scene(f"slow {factor:g}x 1")
+    scene.look()
+    scene.until(20)
+    assert [rank for _, rank, _ in scene.sent] == [1] * len(scene.sent)
+    assert all(one[2] != other[2] for one, other in pairwise(scene.sent))
+    times = [at_s for at_s, _, number in scene.sent if number == STOP]
+    runs = zip(scene.sent[1::2], scene.sent[2::2], strict=False)  # from SIGCONT to SIGSTOP
+    ran_s = sum(after[0] - before[0] for before, after in runs)
+    assert ran_s / (times[-1] - times[0]) == pytest.approx(1 / factor, rel=0.03)
+    longest = max(after[0] - before[0] for before, after in pairwise(scene.sent))
+    assert longest < 0.5
+
+
+def test_a_late_turn_is_made_up_for_but_not_at_once() -> None:
+    scene = Scene("slow 4x 1")
+    scene.at(0, 0.0001)
+    scene.at(3.0)  # it ran for 3 seconds unseen, and owes 9
+    assert scene.sent[-1] == (3.0, 1, STOP)
+    assert scene.injector.wait_s() <= 0.5
+
+
+def test_one_is_slow_at_a_time_and_then_another() -> None:
+    scene = Scene("slow 4x every 10s", num_workers=4)
+    scene.look()
+    scene.until(45)
+    slow = {}
+    for at_s, rank, number in scene.sent:
+        if number == STOP:
+            slow.setdefault(int(at_s // 10), set()).add(rank)
+    assert slow.keys() == {1, 2, 3, 4}
+    assert all(len(ranks) == 1 for ranks in slow.values())
+    assert all(slow[number] != slow[number + 1] for number in (1, 2, 3))
+    assert scene.missed() == [None] * 4
+
+
+def test_a_slow_worker_is_fast_again_after_its_time() -> None:
+    scene = Scene("slow 4x 1 for 2s")
+    scene.look()
+    scene.until(2.01)
+    assert scene.sent[-1][2] == CONT
+    assert scene.injector.wait_s() == float("inf")
+    assert scene.lines == ["  0.0 s  worker 1 4 times slower for 2 s", scene.lines[-1]]
+    assert scene.lines[-1].endswith("worker 1 at full speed")
+
+
+def test_a_slow_machine_stays_slow_after_a_restart() -> None:
+    scene = Scene("slow 4x 1")
+    scene.look()
+    scene.until(1)
+    scene.die(1, "ended with exit code 1")
+    scene.until(2)
+    scene.come_back(1, trains=False)
+    before = len(scene.sent)
+    scene.until(3)
+    assert {number for _, _, number in scene.sent[before:]} == {STOP, CONT}
+
+
+def test_one_that_dies_while_it_is_stopped_gets_no_signal() -> None:
+    scene = Scene("stop 3s 1")
+    scene.at(0)
+    scene.die(1)
+    assert scene.at(1, 4) == []
+    scene.come_back(1)
+    assert scene.at(5) == []
+
+
+def test_a_fault_that_cannot_happen_is_missed_and_says_why() -> None:
+    scene = Scene("stop 9s 0 at 1s; kill 0 at 2s; kill 1 at 2s; stop 1s 1 at 3s; stop 1s 2 at 3s")
+    scene.at(0, 1, 2)
+    assert scene.die(1)
+    scene.die(2, "ended with exit code 1")
+    scene.come_back(2, trains=False)
+    scene.at(3)
+    assert [(record.rank, record.missed) for record in scene.injector.records] == [
+        (0, None),
+        (0, "it is stopped"),
+        (1, None),
+        (1, "it does not run"),
+        (2, "it has been started again and does not train yet"),
+    ]
+    assert "  3.0 s  no stop of worker 1: it does not run" in scene.lines
+
+
+def test_one_that_is_slow_or_being_killed_already() -> None:
+    scene = Scene("slow 2x 0; slow 4x 0 at 1s; kill 0 at 1s; kill 0 at 1s")
+    scene.at(0, 1)
+    assert sum(number == KILL for _, _, number in scene.sent) == 1
+    assert scene.die(0)
+    missed = [record.missed for record in scene.injector.records]
+    assert missed == [None, "it is slow already", "it does not run", None]
+
+
+def test_a_drawn_worker_that_cannot_is_passed_over() -> None:
+    scene = Scene("kill every 1s", num_workers=4)
+    scene.at(0)
+    gone = []
+    for count in (1, 2, 3):
+        ((_, rank, number),) = scene.at(count)
+        assert number == KILL
+        assert scene.die(rank)
+        gone.append(rank)
+    assert len(set(gone)) == 3
+
+
+def test_the_last_one_is_spared_unless_it_is_named() -> None:
+    scene = Scene("kill every 1s", num_workers=2)
+    scene.at(0, 1)
+    # The second event comes before the supervisor has seen the first one's end.
+    assert len(scene.at(2)) == 0
+    assert "it is the last one that lives here; name" in str(scene.injector.records[-1].missed)
+    scene.die(scene.sent[0][1])
+    assert scene.at(3) == []
+    (left,) = scene.running
+    scene.come_back(1 - left, trains=False)
+    assert scene.at(4) == []
+    named = Scene("kill 0; kill 1 at 1s", num_workers=2)
+    named.at(0)
+    named.die(0)
+    assert named.at(1) == [(1, 1, KILL)]
+
+
+def test_a_kill_counts_once_the_process_died_of_it() -> None:
+    scene = Scene("kill 0; kill 1")
+    scene.at(0)
+    assert scene.injector.records == []
+    assert scene.die(0)
+    assert not scene.die(1, "ended with exit code 1")
+    assert not scene.die(2)  # another's signal
+    assert scene.missed() == [None, "it had ended by itself by then"]
+
+
+def test_events_of_a_time_in_which_the_launcher_stood_still_are_missed() -> None:
+    scene = Scene("stop 1s every 10s")
+    scene.at(0, 35)
+    late = "the launcher did not run at that time"
+    assert scene.missed() == [late, late, None]
+
+
+def test_each_host_does_what_befalls_its_own_workers() -> None:
+    text, done = "slow 2x every 10s for 1s; stop 1s 3 at 5s; stop 1s 0 at 6s", []
+    for first in (0, 2):
+        scene = Scene(text, 4, 2, first_rank=first, others_elsewhere=True)
+        scene.look()
+        scene.until(55)
+        scene.injector.close()
+        assert not any(record.missed for record in scene.injector.records)
+        assert {record.rank for record in scene.injector.records} <= set(scene.ranks)
+        done += [(record.kind, record.planned_s) for record in scene.injector.records]
+    slow = [("slow", 10.0 * count) for count in range(1, 6)]
+    assert sorted(done) == sorted([*slow, ("stop", 5.0), ("stop", 6.0)])
+
+
+def test_the_log_has_a_line_for_each_fault(tmp_path: Path) -> None:
+    (tmp_path / "faults-2.jsonl").write_text("an earlier run's\n")
+    scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, 2, first_rank=2, directory=tmp_path)
+    scene.at(0, 1.25)
+    scene.die(2)
+    scene.injector.close()
+    (path,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    about = {"rank": 2, "kind": "kill", "for_s": None, "factor": None}
+    assert lines[0] == about | {"planned_s": 1.0, "at_s": 1.25, "missed": None, "clock_s": 101.25}
+    about = {"rank": 3, "kind": "slow", "for_s": 1.0, "factor": 4.0}
+    missed = {"at_s": None, "missed": "the run had ended by then", "clock_s": None}
+    assert lines[1] == about | {"planned_s": 2.0} | missed
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    scene = Scene("stop 1s 0", directory=tmp_path / "file")
+    assert scene.at(0) == [(0, 0, STOP)]
+    assert scene.lines[0].endswith("file is given up: File exists")
