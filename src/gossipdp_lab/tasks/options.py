@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gossipdp.rules import at_least_0, at_least_1, check_flags, comm_rate, option, output_file
+from gossipdp.rules import (
+    at_least_0,
+    at_least_1,
+    check_flags,
+    comm_rate,
+    option,
+    output_file,
+    positive_number,
+)
 
 MethodName = Literal["a2cid2", "gossip", "none", "allreduce"]
 
