@@ -256,6 +256,30 @@ def end_by_steps_and_by_budget() -> list[tuple[float, list[str]]]:
     return [end_by("steps"), end_by("budget")]
 
 
+def train_until_its_rate_is_set() -> tuple[float, str]:
+    torch.manual_seed(0)
+    net = nn.Linear(16, 1500)  # 102 kB, which take a second
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    network = Network(max_bytes_per_s=100_000)
+    model = GossipDataParallel(net, optimizer, comm_rate="auto", network=network)
+
+    def step() -> None:
+        net(torch.ones(4, 16)).square().sum().backward()
+        optimizer.step()
+        time.sleep(0.02)
+
+    wait_until(lambda: model.stats().comm_rate_bound != "start", "the rate is known", step)
+    stats = model.stats()
+    model.consolidate(timeout_s=60)
+    return stats.aimed_comm_rate, stats.comm_rate_bound
+
+
+def test_a_rate_that_sets_itself_follows_the_link(workers):
+    for rate, bound in workers(train_until_its_rate_is_set, 2):
+        assert bound == "link"
+        assert 0.001 < rate < 0.05  # half a step of 20 ms, over a second
+
+
 def end_by(what: str) -> tuple[float, list[str]]:
     """Worker 0 is drawn to +1 and worker 1, which makes many more steps, to -1."""
     net = nn.Linear(8, 1, bias=False)

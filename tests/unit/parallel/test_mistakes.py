@@ -82,7 +82,7 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(comm_rate=0.0), r"comm_rate is 0\.0; it must be a positive number"),
         (lambda: wrap(comm_rate=math.nan), "comm_rate is nan; it must be a positive number"),
         (lambda: wrap(comm_rate=True), "comm_rate is True; it must be a positive number"),
-        (lambda: wrap(comm_rate="often"), "comm_rate is 'often'; it must be a positive number"),
+        (lambda: wrap(comm_rate="often"), "comm_rate is 'often'; give 'auto', or exchanges per"),
         (lambda: wrap(method="magic"), "a2cid2, gossip, none"),
         (lambda: wrap(exchange=Exchange(pace="brisk")), "free, strict"),
         (lambda: wrap(wire_format="float8"), "full, bfloat16, lattice8"),
