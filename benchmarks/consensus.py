@@ -25,7 +25,7 @@ from support.report import run_script
 
 import gossipdp
 from gossipdp.graph import build_graph
-from gossipdp.links.sockets import check_pacing
+from gossipdp.links.sockets import pace_of_links
 from gossipdp.rules import (
     at_least_1,
     check_flags,
@@ -140,7 +140,7 @@ def check(arguments: ConsensusBenchmark) -> list[int]:
     check_flags(arguments)
     seeds = parse_seeds(arguments.seeds)
     if arguments.link_mbytes is not None:
-        check_pacing(arguments.link_mbytes * 1e6)
+        pace_of_links("max_bytes_per_s", arguments.link_mbytes * 1e6)
     build_graph(arguments.graph, arguments.workers, seed=seeds[0])
     return seeds
 

@@ -68,8 +68,8 @@ class GossipDataParallel(nn.Module):
             slow weights, schedule-free): exchanges would not move that.
         graph: a name (``ring``, ``complete``, ``exponential``, ...) or a networkx graph whose
             nodes are the ranks.
-        comm_rate: exchanges per worker per gradient step, in expectation; ``"auto"``: as many as this
-            worker's links and processor have room for, 4 at most
+        comm_rate: exchanges per worker per gradient step, in expectation; ``"auto"``: as many as
+            this worker's links and processor have room for, 4 at most
             (:mod:`~gossipdp.protocol.exchange_rate`). The same on all workers.
         method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``none`` (workers train apart:
             the control).

@@ -173,7 +173,7 @@ class Invariants:
             known = seen.members.get(member.rank)
             if known is member:
                 continue
-            if known is not None and known != member and not member.supersedes(known):
+            if known is not None and known != member and not member > known:
                 raise self._broken("views only grow", rank, f"{known} became {member}")
             seen.members[member.rank] = member
         seen.members_version = worker.membership.version
