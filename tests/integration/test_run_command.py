@@ -115,7 +115,8 @@ def test_where_nobody_can_be_started_the_others_go_on(tmp_path, without_torch):
         run.finish()
 
 
-# Both begin; then worker 0 fails, and worker 1 goes on.
+# Both begin; then worker 0 fails, and worker 1 goes on until the launcher has written so. With one
+# more argument it fails then.
 FAILING = """
 import os, pathlib, sys, time
 from gossipdp.launcher.reports import Report, send_report
@@ -129,10 +130,13 @@ if os.environ["RANK"] == "1":
     open(sys.argv[1], "w").close()
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
-if os.environ["RANK"] == "0":
+if rank == 0:
     raise ValueError("no good")
-time.sleep(1)
+others = worker_file(pathlib.Path(os.environ["GOSSIPDP_LOG_DIR"]), 0)
+while not (others.exists() and "process_end" in others.read_text()):
+    time.sleep(0.01)
 print("went on")
+sys.exit(len(sys.argv) - 2)
 """
 
 
@@ -152,6 +156,16 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_pat
     workers = RunLog.read(tmp_path / "logs").workers
     assert [each.reason for each in workers[0].process_ends] == ["ended with exit code 1"]
     assert workers[1].process_ends == ()
+
+
+def test_the_last_failure_says_that_nobody_goes_on(tmp_path, without_torch):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
+    words += [str(script), str(tmp_path / "begun"), "too"]
+    done = run_python(*words, environment=without_torch)
+    assert "gossipdp: worker 0 ended with exit code 1; the others go on" in done.stderr
+    assert "gossipdp: worker 1 ended with exit code 1; no other worker runs here" in done.stderr
 
 
 def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):

@@ -172,9 +172,11 @@ def run(arguments: RunArguments) -> int:
     def tell(failure: Failure, others_go_on: bool) -> None:
         nonlocal num_restarts, some_go_on
         some_go_on = others_go_on
-        then = "the others go on" if others_go_on else "the run had not begun, so all are ended"
+        then = "the others go on" if supervisor.running else "no other worker runs here"
+        if not others_go_on:
+            then = "the run had not begun, so all are ended"
         if failure.is_injected:
-            then = "that was --faults, and the others go on"
+            then = f"that was --faults, and {then}"
         if failure.restart_in_s is not None:
             num_restarts += 1
             count = f"restart {num_restarts} of {arguments.max_restarts}"
