@@ -93,6 +93,8 @@ def test_kills_and_a_stop_are_noticed_and_those_killed_come_back(tmp_path, monke
     assert results["test_accuracy"] >= 0.95
     run_log = RunLog.read(tmp_path / "run")
     assert [len(worker.lives) for worker in run_log.workers.values()] == [2, 1, 1, 1]
+    (process_end,) = run_log.workers[0].process_ends
+    assert process_end.reason == "died of signal 9 (SIGKILL)"
     ends = [worker.end for worker in run_log.workers.values()]
     assert len({worker.last_values()[DIGEST] for worker in run_log.workers.values()}) == 1
     assert {end.num_averaged for end in ends if end} == {4}

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from gossipdp import logs
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import FILE_PATTERN, worker_file
+from gossipdp.observe.log import FILE_PATTERN, worker_file, write_process_end
 from gossipdp.rules import shown_rate
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.watch import LiveView, fault_results
@@ -135,6 +135,8 @@ def _run_workers(
         surprises: list[Failure] = []
 
         def note_failure(failure: Failure) -> None:
+            path = worker_file(arguments.directory, failure.rank)
+            write_process_end(path, failure.process_id, failure.ending.reason)
             if not failure.is_injected:
                 surprises.append(failure)
 
