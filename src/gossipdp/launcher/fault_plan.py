@@ -9,11 +9,11 @@
     WHEN      =  "at" DURATION  |  "every" DURATION
     DURATION  =  NUMBER ( "ms" | "s" | "m" | "h" )
 
-The words after the first may stand in any order, and ``stop for 8s`` is ``stop 8s``. Time counts
-from the moment when all workers have made their first gradient step. A clause without WHEN is due
-at that moment. ``every 60s`` is due after 60 s, 120 s, and so on. Without a rank each event draws
-one, another than the time before. A ``slow`` without ``for`` lasts until the clause's next event,
-which makes another worker slow, or to the end of the run.
+The words after the first may be in any order, and ``stop for 8s`` is ``stop 8s``. Time counts from
+the moment when all workers have made their first gradient step. A clause without WHEN is due at
+that moment. ``every 60s`` is due after 60 s, 120 s, and so on. If a clause names no rank, each of
+its events draws one, and never the same one twice in a row. A ``slow`` without ``for`` lasts until
+the clause's next event, which makes another worker slow, or to the end of the run.
 """
 
 import heapq
@@ -37,9 +37,9 @@ LARGEST_FACTOR = 1000.0
 
 @dataclass(frozen=True)
 class Clause:
-    """One clause: ``every`` tells whether ``time_s`` is a period; ``rank`` None: drawn each time.
+    """One clause: if ``every``, ``time_s`` is a period; if ``rank`` is None, each event draws one.
 
-    ``for_s``: how long a worker is stopped or slow; None: a slow one stays so.
+    ``for_s`` is how long a worker is stopped or slow. If it is None, a slow one stays slow.
     """
 
     kind: Literal["kill", "stop", "slow"]
@@ -133,7 +133,7 @@ class FaultPlan:
 
     @classmethod
     def parse(cls, text: str, num_workers: int | None = None) -> Self:
-        """Return the plan of ``--faults``; with ``num_workers`` its ranks are below that.
+        """Return the plan of ``--faults``; if ``num_workers`` is given, ranks must be below it.
 
         Raises:
             ValueError: a clause cannot be read, or names a rank that does not exist.

@@ -1,14 +1,15 @@
 """``FaultInjector``: kills, stops and slows the workers of one supervisor, as a plan says.
 
-It has no thread. The supervisor's loop calls :meth:`FaultInjector.step` between two looks at its
-processes, and wakes when :meth:`FaultInjector.wait_s` says so; nobody else touches its state, so
-there is no lock. A signal goes only through the supervisor's own object of a process that it has
-not reaped: until then its process id belongs to no other process. The supervisor calls
-:meth:`FaultInjector.ended` in the same breath as it reaps one.
+The injector has no thread. The supervisor's loop calls :meth:`FaultInjector.step` between two looks
+at its processes, and wakes when :meth:`FaultInjector.wait_s` says so. Only this loop touches the
+injector's state, so there is no lock. The injector sends a signal only through the supervisor's
+object for a process, and only before the supervisor has reaped that process: until then the process
+id belongs to no other process. As soon as the supervisor has reaped a process, it calls
+:meth:`FaultInjector.ended`.
 
-A slow worker is stopped and continued in short turns. The times of the turns are measured, and a
-turn that came late is made up for, so the share of the time in which the worker runs is right
-although no single turn is.
+A slow worker is stopped and continued in short turns. The injector measures each turn, and later
+turns make up for one that came late. So the worker runs for the right share of the time, although
+single turns are too long or too short.
 """
 
 import math
@@ -25,7 +26,7 @@ from gossipdp.links.clock import since_boot_s
 
 # A slow worker runs and stands still once in this time, and runs for at least RUN_S of it.
 TURN_S, RUN_S = 0.05, 0.005
-# A late turn is made up for by so much at a time, which is far below any time-out of the workers.
+# A late turn is made up for by at most this at a time: far below any time-out of the workers.
 MAX_DEBT_S = 0.5
 
 
@@ -55,8 +56,9 @@ class FaultRecord(msgspec.Struct, frozen=True):
         planned_s, at_s: seconds since all workers here train, as planned and as it happened; at_s
             is None if it did not.
         rank, kind: the worker and "kill", "stop" or "slow".
-        for_s, factor: of a stop or slow worker, as planned; ``for_s`` None: until further notice.
-        missed: the reason why it did not happen.
+        for_s, factor: of a stopped or slow worker, as planned; ``for_s`` is None if the plan sets
+            no end.
+        missed: the reason why it did not happen; None if it did.
         clock_s: when it happened, by the clock of the workers' logs.
     """
 
@@ -82,7 +84,7 @@ class FaultRecord(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Slow:
-    """A worker that runs 1/factor of the time: it stands still for what it owes, then runs."""
+    """A worker that runs 1/factor of the time: while it runs, it owes time to stand still."""
 
     clause: int
     factor: float
@@ -109,21 +111,23 @@ class FaultInjector:
     """The faults of a plan, done to the workers of one supervisor.
 
     Time counts from the moment when all workers here have made a gradient step. The plan is that of
-    the whole run, the same for every supervisor. Each does what befalls its own workers.
+    the whole run, the same for every supervisor. Each supervisor injects the faults of its own
+    workers only.
 
-    A fault needs a worker that trains and does not stand still. If the plan draws the worker, the
-    first that can take the fault takes it; if other supervisors have workers of the run, only the
-    first that was drawn may, since they could not know of another. The last worker that lives here
-    is killed only by its rank.
+    A worker can take a fault if it trains and is not stopped. If the plan draws the worker, the
+    ranks are tried in the drawn order, and the first worker that can take the fault takes it. If
+    other supervisors have workers of the run, only the first rank is tried: they could not know
+    that the fault went to another rank. The last worker that lives here is killed only if the
+    clause names its rank.
 
     Args:
         plan: what to do.
         num_workers: of the whole run, among whom the plan draws.
         first_rank: the lowest rank here; drawn ranks count from it.
         others_elsewhere: other supervisors have workers of the run.
-        seed: of the workers that are drawn.
+        seed: of the draws of workers.
         say: shows a line.
-        directory: where the faults log is written, ``faults-RANK.jsonl`` with the lowest rank here.
+        directory: for the faults log, ``faults-RANK.jsonl``, where RANK is the lowest rank here.
         clock: that of the workers' logs, the same for all processes of a machine.
 
     Attributes:
@@ -156,7 +160,7 @@ class FaultInjector:
         self.records: list[FaultRecord] = []
         self.first_step_s: float | None = None
         self._targets: Sequence[Target] = ()
-        # By the worker's place in the supervisor.
+        # By place: the index of the worker among the supervisor's.
         self._kills: dict[int, FaultRecord] = {}
         self._stops: dict[int, float] = {}
         self._slow: dict[int, _Slow] = {}
@@ -173,14 +177,14 @@ class FaultInjector:
         return max(0.0, min(dues, default=math.inf) - self._clock())
 
     def step(self, targets: Sequence[Target]) -> None:
-        """Do what is due to the workers of the supervisor, each at its place."""
+        """Do what is due; ``targets`` are all workers of the supervisor, in its order."""
         now, self._targets = self._clock(), targets
         if self.first_step_s is None:
             running = [each for each in targets if each.process is not None]
             if not running or not all(each.trains for each in running):
                 return
             self.first_step_s = now
-            self._log("wb", b"")  # an earlier run's
+            self._log("wb", b"")  # empty the log of an earlier run
         while self._next is not None and now >= self.first_step_s + self._next.at_s:
             event, self._next = self._next, next(self._events, None)
             self._single.pop(event.clause, None)
@@ -216,7 +220,7 @@ class FaultInjector:
         self._send_signals()
 
     def close(self) -> None:
-        """Settle what was not done, and show how much was."""
+        """Record as missed what was not done, and show how many faults were done and missed."""
         self.release()
         for place in list(self._kills):
             self.ended(place, "")
@@ -300,7 +304,7 @@ class FaultInjector:
         self._tell(now, f"worker {self._targets[place].rank} at full speed")
 
     def _send_signals(self) -> None:
-        """Stop and continue the workers, so that those stand still that are to."""
+        """Stop the workers that are to stand still, and continue the others."""
         slow = {place for place, each in self._slow.items() if each.stands_still}
         stand_still = self._stops.keys() | slow
         for place in self._stopped.keys() - stand_still:

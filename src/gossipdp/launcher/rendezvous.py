@@ -1,6 +1,7 @@
 """The meeting of the workers of a run, once, at the start.
 
-Addresses, settings and, if none was given, the secret go through the store; parameters never do.
+Addresses and settings go through the store, and so does the secret if worker 0 made it; parameters
+never do.
 All keys begin with the run id and the restart count, so that the user's own
 ``init_process_group`` may share the store. After the meeting the store is not needed.
 
@@ -62,7 +63,7 @@ Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The settings that all workers of a run must have alike.
+    """The settings that must be the same on all workers of a run.
 
     ``tensors`` are the names and shapes of what is exchanged, in order; never the device, so that
     a CPU and a CUDA worker can train together. The others are short texts that an error can show.
@@ -77,7 +78,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> str:
-        """Return the fingerprint of ``tensors``, in parts, so that a refusal can name one."""
+        """Return the fingerprint of ``tensors``, in parts, so that a refusal can name a part."""
         names, shapes = [name for name, _ in self.tensors], [shape for _, shape in self.tensors]
         return f"tensors={len(names)} names_and_types={_digest(names)} shapes={_digest(shapes)}"
 
@@ -109,8 +110,9 @@ def _digest(values: list[str] | list[tuple[int, ...]]) -> str:
 class _Reference(msgspec.Struct, frozen=True):
     """The value that worker 0 publishes; the tensors of its settings have a key of their own.
 
-    ``terms`` are compared word by word. It holds ``secret``, if one was made for this run, or
-    ``proof`` that worker 0 was given one; with TLS neither.
+    ``terms`` are compared one by one. If worker 0 was given a secret, ``proof`` shows that it knows
+    it. If it was given none, ``secret`` was made for this run; with TLS it is None, as none is
+    needed.
     """
 
     run_id: str
@@ -127,7 +129,9 @@ class _Reference(msgspec.Struct, frozen=True):
 
 
 class Habits(msgspec.Struct, frozen=True):
-    """How a worker begins to train: nothing that a run needs, but the others may find it odd.
+    """The way in which a worker begins to train.
+
+    A run needs none of this, but a comparison with the other workers' may reveal a mistake.
 
     Attributes:
         learning_rates: of its parameter groups; none if it resumes.
@@ -139,7 +143,7 @@ class Habits(msgspec.Struct, frozen=True):
 
 
 class _Arrival(msgspec.Struct, frozen=True):
-    """What each worker publishes: the address on which it listens, and its habits."""
+    """The value that each worker publishes: the address on which it listens, and its habits."""
 
     host: str
     port: int
@@ -153,9 +157,9 @@ class _Arrival(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class RendezvousResult:
-    """The outcome of a rendezvous: the run's id and secret, and by rank what workers published.
+    """The outcome of a rendezvous: the run's id and secret, and the workers' values by rank.
 
-    That is (host, port), and how each begins to train.
+    The values of a worker are its address, (host, port), and its habits.
     """
 
     addresses: Mapping[int, tuple[str, int]]
@@ -170,7 +174,7 @@ class Rendezvous:
     Keep it until the run ends: if rank 0 hosts the store, dropping it ends the store.
 
     Args:
-        environment: who this worker is.
+        environment: this worker's environment: its rank, the store and so on.
         store: the store where all meet; None for a worker alone.
         timeout_s: the longest wait for another worker, in seconds.
         number: counts the meetings of this process, from 0.
@@ -215,7 +219,7 @@ class Rendezvous:
 
     @property
     def joins(self) -> bool:
-        """Return whether this worker joins a run that goes on: it then asks, and meets no one."""
+        """Return whether this worker joins a run under way: then it asks one that lives."""
         return self._environment.is_joining and self._number == 0
 
     def meet(
@@ -236,7 +240,7 @@ class Rendezvous:
         Raises:
             RefusedError: this worker's settings or secret differ from worker 0's, or another has
                 its rank.
-            RendezvousError: some worker did not arrive in time or was refused, or the store went.
+            RendezvousError: a worker did not arrive in time or was refused, or the store went away.
         """
         environment = self._environment
         if secret is not None:
@@ -276,7 +280,7 @@ class Rendezvous:
     def mark_ready(self, rank: int | None = None) -> None:
         """Report to the launcher that this worker begins.
 
-        Once all have begun, the failure of one ends no other. ``rank`` is the one that a joining
+        Once all have begun, the failure of one ends no other. ``rank`` is the rank that a joining
         worker was given.
         """
         send_report(Report(begins=True, rank=rank if self.joins else None))
@@ -306,7 +310,7 @@ class Rendezvous:
         self._store = None
 
     def _close_store_soon(self) -> None:
-        """End the store that this worker hosts, which is not needed once all train."""
+        """End the store that this worker hosts, once all train: then it is not needed."""
         store, environment = self._store, self._environment
         with suppress(RuntimeError):  # it is gone already
             while store is not None and not self._closing.wait(CHECK_EVERY_S):
@@ -332,8 +336,8 @@ class Rendezvous:
         refused = self._difference(store, settings, secret, found)
         if refused is not None:
             text = f"worker {rank} cannot join: {printable(refused, 1000)}; start all workers alike"
-            # The others would wait for this worker, which does not come. If worker 0 is the odd
-            # one, all are refused; they give one reason.
+            # Without this key the others would wait in vain for this worker. If worker 0 is the odd
+            # one, all the others are refused: then all give the reason that was set first.
             first = store.compare_set(f"{self._prefix}{_REFUSAL}", "", text)
             raise RefusedError(printable(first.decode(errors="replace"), MAX_REFUSAL))
         return found

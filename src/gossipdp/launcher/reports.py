@@ -1,12 +1,12 @@
-"""Reports of a worker to the launcher that started it: how far its life is, and all addresses.
+"""Reports of a worker to the launcher that started it: the stage of its life, and all addresses.
 
-With these reports a launcher restarts a worker by live addresses, without a store. Each worker has
-an end of a datagram socket pair of its own, named by GOSSIPDP_REPORT; without a launcher, reports
-go nowhere. Nothing here waits: a report that does not fit the socket's queue is dropped, and a
-later one follows.
+From these reports a launcher knows live addresses, by which a restarted worker joins without a
+store. Each worker has one end of a datagram socket pair of its own, named by GOSSIPDP_REPORT;
+without a launcher, reports go nowhere. Nothing here waits: a report that does not fit the socket's
+queue is dropped, and a later one follows.
 
-All workers of a script make the same mistake. A launcher prints a sentence that several of them
-report once.
+All workers of a script make the same mistakes. If several report the same sentence, the launcher
+prints it once.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger("gossipdp")
 
 REPORT_VARIABLE = "GOSSIPDP_REPORT"
 MAX_REPORT_BYTES = 1 << 16
-# A joiner needs one live address, and these fit one datagram.
+# A joiner needs one live address, and so many fit one datagram.
 MAX_ADDRESSES = 256
 # What torch says if its functions for process groups are called without one.
 NO_GROUP = "Default process group has not been initialized"
@@ -43,7 +43,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         addresses: (host, port) by rank of the workers that it thinks alive.
         run_id, secret: those of the run's first model, unless the launcher chose them.
         consolidated: the worker holds the average at the end of the run.
-        saves: it writes a last checkpoint before it ends; False: no longer.
+        saves: True while it writes a last checkpoint before it ends, False once it no longer does.
         saved: the step and the directory of that checkpoint, once it is whole.
         says: a sentence for the user.
     """
@@ -84,8 +84,8 @@ def send_report(report: Report, variables: Mapping[str, str] = os.environ) -> bo
 def say_instead_of_traceback() -> None:
     """Let the launcher print why a run cannot start, in place of a traceback of each worker.
 
-    It prints an error of the start that nobody catches. Without a launcher Python shows the
-    traceback. An excepthook of the user's own stays.
+    It prints an error of the start that the script does not catch. Without a launcher Python shows
+    the traceback. An excepthook of the user's own stays.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _say
@@ -98,9 +98,9 @@ def _say(kind: type[BaseException], value: BaseException, trace: TracebackType |
 
 
 def advice_on(error: BaseException) -> str:
-    """Return what to write where a script of DistributedDataParallel's asks torch for its group.
+    """Return advice for a script for DistributedDataParallel that asks torch for its process group.
 
-    It is empty if the error is another one.
+    If the error is another one, the advice is empty.
     """
     if NO_GROUP not in str(error):
         return ""

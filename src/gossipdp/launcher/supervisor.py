@@ -10,9 +10,9 @@ group survives the death of a member. Processes of one shard in different replic
 workers of a run do. So each process reports the addresses of its own shard's network, and a replica
 that is started again joins one network for each of its processes.
 
-A new replica that joins a run (``gossipdp run --join``) does the same, with an address of each
-network that its user gives. Its rank must be the same in all networks: the first process asks for
-one in its own, as any joining worker does, and passes it to the others.
+A new replica that joins a run (``gossipdp run --join``) does the same; its user gives an address in
+each network. Its rank must be the same in all networks. So its first process asks for one in its
+own network, as any joining worker does, and passes it to the others.
 """
 
 import abc
@@ -36,13 +36,13 @@ from gossipdp.launcher.store import HostedStore
 
 # The longest time that one step waits for something to happen.
 POLL_S = 0.1
-# From the first failure of a run that has not begun to the end of the others. Workers that fail
-# for the same reason have the time to say so.
+# If a worker fails before the run has begun, the others are ended after this time. So workers that
+# fail for the same reason have the time to say so.
 GRACE_S = 0.25
 # From the signal that ends a worker to SIGKILL, and from there to giving it up: a process that
 # hangs in the kernel cannot be killed.
 PATIENCE_S, UNKILLABLE_S = 1.5, 10.0
-# For a worker that has said that it writes a last checkpoint.
+# In place of PATIENCE_S if a worker has reported that it writes a last checkpoint.
 SAVING_PATIENCE_S = 120.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
 
@@ -60,11 +60,11 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A worker that ended with an error of its own, not one that was ended.
+    """A worker that ended with an error of its own, not one that we ended.
 
     ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet. It is
     started again in ``restart_in_s`` seconds; None: never. ``before``: how its earlier lives ended.
-    ``process_id``: of a replica's first process; 0 if none was started.
+    ``process_id``: of its process, or a replica's first one; 0 if none was started.
     ``is_injected``: it was killed by our :class:`FaultInjector`.
     """
 
@@ -86,7 +86,7 @@ class WorkerProcess(abc.ABC):
 
     @abc.abstractmethod
     def waits_for(self) -> Sequence[object]:
-        """Return descriptors and the like, one of which is readable when something happened."""
+        """Return descriptors and the like; when something happens, one becomes readable."""
 
     @abc.abstractmethod
     def poll(self) -> Ending | None:
@@ -101,12 +101,12 @@ class WorkerProcess(abc.ABC):
         self.reports.close()
 
     def send(self, number: int) -> None:
-        """Send the process a signal, while :meth:`poll` has not yet said that it is gone."""
+        """Send the process a signal; valid until :meth:`poll` has returned its ending."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def kill_group(self) -> None:
-        """Send SIGKILL to everything in its process group, also after it has ended itself."""
+        """Send SIGKILL to everything in its process group, even after its own end."""
         # On macOS a group of zombies answers EPERM.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -154,9 +154,9 @@ def start_worker(
 class ReplicaProcess(WorkerProcess):
     """The processes of one replica, by shard; when one of them fails, the others are killed.
 
-    They could not go on: FSDP's collectives wait for all of them. After a signal was passed on, all
-    end by themselves. The end of the first is then no reason to kill another, which may still be
-    writing its checkpoint; the supervisor's patience ends that.
+    They could not go on: FSDP's collectives wait for all of them. After SIGTERM has been passed on,
+    all end by themselves, and the end of one kills no other: that one may still be writing its
+    checkpoint. If this takes too long, the supervisor kills all.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ReplicaProcess(WorkerProcess):
         return [thing for each in self._running.values() for thing in each.waits_for()]
 
     def take_reports(self) -> list[Report]:
-        """Return the first process's reports, all sentences, and that it begins once all do."""
+        """Return the first process's reports, all sentences, and a begin once all have begun."""
         passed_on = []
         for shard, process in enumerate(self.processes):
             for report in process.take_reports():
@@ -260,10 +260,10 @@ def describe(failures: Sequence[Failure]) -> str:
 
 @dataclasses.dataclass
 class _Lives:
-    """One worker over all its lives; ``due`` is when the next one starts.
+    """One worker over all its lives; ``due`` is when the next life starts.
 
-    ``takes_part``: the present life has begun; ``has_begun``: any. ``trains``: it has made a
-    gradient step. ``missed_end``: the run became complete while the present life did not take part.
+    ``takes_part``: the present life has begun; ``has_begun``: any life has. ``trains``: the present
+    one has made a gradient step. ``missed_end``: the run became complete without this worker.
     """
 
     rank: int
@@ -282,18 +282,18 @@ class _Lives:
 class Supervisor:
     """The workers of a plan on this machine, and the consequences of each one's end.
 
-    A failure before all of them train ends the others, who would wait for it in vain. After that
-    the others go on. A worker that is ended by us is no failure. While restarts are left, a worker
-    that fails while all train is started again, and joins the others by the addresses that they
-    report; its k-th restart comes min(0.1·2^(k−1), 10) seconds after its death. When no worker is
-    left to join, the run is over.
+    If a worker fails before all of them train, the others are ended: they would wait for it in
+    vain. After that the others go on. A worker that we end is no failure. While restarts are left,
+    a worker that fails after all have begun to train is started again, and joins the others by the
+    addresses that they report; its k-th restart comes min(0.1·2^(k−1), 10) seconds after its death.
+    When no worker is left to join, the run is over.
 
-    A kill of our own faults is no failure if another worker here ends well. Otherwise its
-    consequences are the same.
+    If another worker here ends well, a kill by our own faults is no failure. In all else it has the
+    consequences of any other death.
 
-    Once a worker holds the average at the end of the run, no other is started again, and one that
-    was, but does not take part yet, is ended. If restarts were left for it, that is no failure: the
-    run is complete without it.
+    Once a worker holds the average at the end of the run, no worker is started again. If one was
+    started again and does not take part yet, it is ended. If restarts were left for it, that is no
+    failure: the run is complete without it.
 
     Args:
         plan: the run they belong to.
@@ -301,8 +301,8 @@ class Supervisor:
         max_restarts: how many restarts, of all workers together.
         faults: kills, stops and slows the workers.
         on_failure: called once for each failure, with whether the others go on.
-        on_missed_end: called with the rank of each worker that died, and was started again or would
-            have been, when the run was complete; and with the reason for its end, "" if we end it.
+        on_missed_end: called with the rank of each worker that the run was completed without,
+            though restarts were left for it; and with the reason for its end, "" if we end it.
         on_sentence: called once with each sentence that workers have for the user.
         clock: seconds, monotonic.
 
@@ -385,7 +385,7 @@ class Supervisor:
         return caught[0] if caught else None
 
     def step(self, timeout_s: float = POLL_S) -> bool:
-        """Wait for something to happen, at most so long, and act on it.
+        """Wait for something to happen, at most ``timeout_s``, and act on it.
 
         Returns:
             Whether a worker runs or is to run.
@@ -400,7 +400,7 @@ class Supervisor:
             multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
         except OSError:
             # poll(2) takes no more descriptors than the process may have, and that limit may have
-            # been lowered. The wait only makes us quick: all are looked at in any case.
+            # been lowered. Without the wait we only react later: all processes are looked at below.
             time.sleep(min(timeout_s, POLL_S))
         self._take_reports()
         now = self._clock()
@@ -430,8 +430,8 @@ class Supervisor:
     def end(self) -> None:
         """Send all workers SIGTERM, and SIGKILL if they outlive it by PATIENCE_S.
 
-        A worker that writes a last checkpoint has SAVING_PATIENCE_S. A second call sends SIGKILL at
-        once. No worker is started again after it.
+        While a worker writes a last checkpoint, they have SAVING_PATIENCE_S. A second call sends
+        SIGKILL at once. Afterwards no worker is started again.
         """
         if self.ending:
             self.kill()
@@ -515,7 +515,7 @@ class Supervisor:
         process_id: int = 0,
         is_injected: bool = False,
     ) -> None:
-        """Handle a life of this worker that failed, or could not begin."""
+        """Handle the failure of a life of this worker, or of its start."""
         lives = self._lives[local_rank]
         may_restart = self._have_all_begun() and self._num_restarts_left > 0
         if lives.missed_end:
