@@ -41,7 +41,7 @@ from gossipdp.protocol.worker import Action, WorkerProtocol
 logger = logging.getLogger("gossipdp")
 
 LONGEST_TURN_S = 0.5
-# Messages that wait for one peer's link. Beyond that the oldest are dropped, which is no loss:
+# Messages that wait for one peer's link. If there are more, the oldest are dropped without harm:
 # consolidation and the failure detector repeat messages without an answer, and a state or an
 # average that does not come is requested again after its time-out.
 MAX_WAITING = 16
@@ -98,7 +98,7 @@ class GossipLoop(LinkHandler):
             state, protocol, self._links, self.perform, clock, poisoned=self._poisoned_at_end
         )
         self.idle_watch: IdleWatch | None = None
-        """What training leaves of the processor; set once, by the training thread."""
+        """The watch on the idle processor time; set once, by the training thread."""
         self._is_busy = False  # sums have work left for the next turn
         self._owners: dict[FrameType, Transfers | Sums] = {
             **dict.fromkeys(STATE_TYPES, self.transfers),
@@ -166,9 +166,9 @@ class GossipLoop(LinkHandler):
             send_report(Report(addresses=live))
 
     def serve_state(self, first: Iterable[int], on_served: Callable[[], None]) -> None:
-        """Answer requests for this worker's state from now on; it has one.
+        """Answer requests for this worker's state from now on: it has one to give.
 
-        ``on_served`` is called once each worker of ``first`` has got it, or is gone.
+        ``on_served`` is called as soon as each worker of ``first`` has got the state, or is gone.
         """
         first = set(first)
         # Dial them, so that the refusal of one that has died makes its death known.
@@ -193,7 +193,7 @@ class GossipLoop(LinkHandler):
     def joined(self) -> None:
         """Take part from now on: this joining worker has the parameters of a live one."""
         self.perform(self.protocol.joined(self.clock()))
-        # At once: the others may be backing off from the address of this worker's earlier life.
+        # Dial at once: others may be backing off from the address of this worker's earlier life.
         self._dialer.want(self.protocol.neighbours, self.clock(), at_once=True)
         self.release()
 
@@ -244,7 +244,7 @@ class GossipLoop(LinkHandler):
         """Do the protocol's actions, in order."""
         self._actions.extend(actions)
         if self._is_performing:
-            return  # from within an action: after those that came before
+            return  # this call came from an action; the loop below gets to them
         self._is_performing = True
         try:
             while self._actions:
@@ -292,7 +292,7 @@ class GossipLoop(LinkHandler):
         self.sums.link_lost(peer)
         logger.info("worker %d: link to worker %d down: %s", self.protocol.rank, peer, reason)
         self.perform(self.protocol.link_down(peer, now))
-        # Crossing dials replace a link; a peer that died refuses the next dial.
+        # The peer may live: crossing dials replace a link. If it died, it refuses the next dial.
         self.transfers.link_down(link)
 
     def refused(self, peer: int | None, refusal: Refusal) -> None:
@@ -341,8 +341,9 @@ class GossipLoop(LinkHandler):
     def _renews(self, link: Link) -> bool:
         """Close a link whose keys have served long, now that its peer asks for an exchange.
 
-        A peer that asks has applied all of the exchange before. At any other time it may yet have
-        to read the last chunks, and would lose them with the link.
+        Return whether the link is closed. A peer that asks has applied all of the exchange before.
+        At any other time it may not yet have read the last chunks, and would lose them with the
+        link.
         """
         is_idle = self._exchange is None or self._exchange.link is not link
         if link.is_aging and is_idle and not link.queued_chunks:
@@ -350,7 +351,7 @@ class GossipLoop(LinkHandler):
         return link.closed
 
     def _refuse(self, link: Link, error: ProtocolError) -> None:
-        """End a link that brought a message that breaks the rules."""
+        """End a link whose peer sent a message against the rules."""
         self._log.warn_once(
             "message",
             str(link.peer),
@@ -427,7 +428,7 @@ class GossipLoop(LinkHandler):
         self._progress = self._exchange.bytes_moved
 
     def _note_progress(self, now: float) -> None:
-        """Tell the protocol whether exchange and average get on; heartbeats alone do not count.
+        """Tell the protocol if the exchange or a sum makes progress; heartbeats alone are none.
 
         Bytes count, not chunks: on a slow link one chunk may take longer than the time-out.
         """
@@ -438,7 +439,7 @@ class GossipLoop(LinkHandler):
             self.protocol.progressed(now)
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Run a step of the exchange; poison ends the exchange before it spreads."""
+        """Run a step of the exchange; if it finds poison, end the exchange before that spreads."""
         try:
             step()
         except PoisonFound as poison:

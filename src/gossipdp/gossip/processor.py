@@ -1,4 +1,4 @@
-"""What training leaves of the processor, for ``comm_rate="auto"``."""
+"""The processor time that training leaves idle, for ``comm_rate="auto"``."""
 
 import os
 import threading
@@ -10,7 +10,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Idle(NamedTuple):
-    """What was idle: cores of this machine, at most one, and the share of the thread's time."""
+    """The idle cores of this machine, at most one, and the idle share of the thread's time."""
 
     core: float
     thread: float
@@ -25,11 +25,11 @@ class _Seen(NamedTuple):
 
 @final
 class IdleWatch:
-    """What the training thread, which makes this object, and the machine leave idle.
+    """A look at the idle time of the machine, and of the training thread, which makes this object.
 
-    A thread that waits for a core counts as busy: it has none to give away. Linux tells how long it
-    did; elsewhere the thread's processor time is all that is known, and the machine counts as
-    idle as the thread.
+    A thread that waits for a core counts as busy: it has none to give away. Linux reports how long
+    it waited. Elsewhere only the thread's processor time is known; then the machine counts as
+    idle for the same share of the time as the thread.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class IdleWatch:
             return time.clock_gettime(self._clock)
 
     def _ticks(self) -> tuple[int, int]:
-        """Return the idle ticks of all cores so far, and all ticks; zeros if they are not told."""
+        """Return the idle ticks of all cores so far, and all ticks; zeros if they are not known."""
         try:
             line = self._of_machine.read_text("ascii").partition("\n")[0]
             user, nice, system, idle, iowait, *others = map(int, line.split()[1:9])

@@ -1,8 +1,8 @@
 """The snapshot that the gossip thread gives the other threads of its worker.
 
-The main thread, the log's and the status port's read :attr:`GossipLoop.snapshot` at any time, and
-nothing else that the gossip thread changes. Each turn replaces the snapshot whole, so one that they
-hold stays as it is.
+The main thread, the log's thread and the status port's threads read :attr:`GossipLoop.snapshot` at
+any time. Apart from :attr:`GossipLoop.poisoned`, they read nothing else that the gossip thread
+changes. Each turn replaces the snapshot as a whole, so one that a thread holds never changes.
 """
 
 import math
@@ -33,14 +33,14 @@ class Notice:
     Attributes:
         rank: of the worker concerned.
         kind: ``joined``: it takes part, and was not one of the run's first workers; ``silent``: its
-            link has been silent for the time-out, though it is open; ``lost``: nobody hears it any
-            more, here or elsewhere, and the others go on without it; ``answered``: the same process
-            answers again after one of these two; ``restarted``: a new process takes part under its
-            rank; ``stopped``: this worker itself did not run for the time-out.
-        at_s: :func:`~gossipdp.links.clock.since_boot_s`, the same for all of one machine.
+            link has been silent for the time-out, though it is open; ``lost``: no worker, here or
+            elsewhere, hears it any more, and the others go on without it; ``answered``: the same
+            process answers again after it was silent or lost; ``restarted``: a new process takes
+            part under its rank; ``stopped``: this worker itself did not run for the time-out.
+        at_s: :func:`~gossipdp.links.clock.since_boot_s`, one clock for all of a machine.
         number: of this worker's notices so far, this one included.
-        silent_s: how long nothing had been heard of the worker, or of its former process; of a
-            ``stopped`` one, how long it did not run. None if it is not known.
+        silent_s: how long nothing had been heard of the worker, or of its former process; if
+            ``stopped``, how long this worker did not run. None if it is not known.
     """
 
     rank: int
@@ -197,7 +197,8 @@ class Noticed:
     """The notices of one worker, at most ``MAX_NOTICES``, oldest first.
 
     They come from the membership view and the silent links, on which this worker also acts. If
-    there are more, the oldest that is not the latest of its worker goes: no loss is forgotten.
+    there are more, the oldest notice that is not the latest about its worker is dropped: so no loss
+    is forgotten.
     """
 
     def __init__(self, rank: int, num_workers: int) -> None:
@@ -207,12 +208,12 @@ class Noticed:
         self._num_noted = 0
         self._version = -1
         self._known: dict[int, Member] = {}
-        # The process of each rank that took part last; 0: known by its address alone.
+        # The last process of each rank that took part; 0 if only its address is known.
         self._process: dict[int, int] = {}
         self._silent: frozenset[int] = frozenset()
         self._lost: set[int] = set()
         self._heard: dict[int, float] = {}
-        # Since when those have been silent that are silent or lost; None if it is not known.
+        # When each silent or lost worker was heard last; None if it is not known.
         self._since: dict[int, float | None] = {}
 
     def note(
@@ -268,7 +269,7 @@ class Noticed:
         if process == 0:
             is_another = rank in self._lost and member.restarts > 0
         if is_another and before is not None and before.is_live:
-            # Started again so soon that its new life is known before the loss is.
+            # It was started again so soon that its new life is known before the loss is.
             self._lose(before, now_s)
         if member.status is Status.LEFT:
             self._since.pop(rank, None)
