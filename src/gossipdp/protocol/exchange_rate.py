@@ -4,19 +4,22 @@ A worker takes part in
 
     r = min(4, t / (2 d), (0.015 + c / 2) t / p, (0.015 + i / 2) t / q)
 
-exchanges a step, where, for one exchange, d is its duration and p the processor time that gossip
-takes, of which q is spent in Python; t is the duration of a gradient step. c is the share of one
-core that the machine leaves idle, and i the share of time for which the training thread is idle:
-while that thread runs Python, gossip's Python stops it, however many cores there are. So exchanges
-fill half of a worker's time at most, and take no more than 1.5% of what training would use itself.
-More than 4 a step bring no more (docs/quality.md).
+exchanges a step. t is the duration of a gradient step, and d that of an exchange. For one exchange
+gossip takes the processor time p, of which it spends q in Python. c is the share of one core that
+the machine leaves idle, and i the share of time for which the training thread is idle. i matters
+because only one thread runs Python at a time: gossip's Python stops a training thread that runs
+Python, however many cores there are. At this rate exchanges fill at most half of a worker's time,
+and take no more than 1.5% of what training would use itself. More than 4 a step bring no gain
+(docs/quality.md).
 
-Half of them it asks for. It answers others too, whose rates are their own, and who may afford more:
-so it also holds itself to 1.5 r in all. Beyond that it is closed, to its own demands too, until it
-can afford another exchange (:meth:`ExchangeRate.opens_at`).
+A worker asks for half of its r exchanges. It also answers other workers, which have rates of their
+own and may afford more. So it limits all its exchanges to 1.5 r. Above that it is closed until it
+can afford another exchange (:meth:`ExchangeRate.opens_at`): it neither asks for one nor accepts
+one.
 
-All of these are running means. The rate in force changes only when the one that they allow is a
-quarter away from it: a rate that trembles would change the gaps between exchanges for nothing.
+t is a running median, and the others are running means. The rate in force changes only if the rate
+that they allow differs from it by more than a quarter, or reaches 4 a step: a rate that trembles
+would change the gaps between exchanges for nothing.
 """
 
 from __future__ import annotations
@@ -36,10 +39,10 @@ LINK_SHARE = 0.5
 PROCESSOR_SHARE, IDLE_SHARE = 0.015, 0.5
 HYSTERESIS = 1.25
 SPARE = 1.5
-"""Exchanges in all, asked for and answered, for each one at the rate in force."""
+"""A worker's exchanges, asked for and answered, are at most so many times the rate in force."""
 MOST_SKIPPED = 16
 BURST = 4.0
-"""Exchanges that a worker may save up while nobody asks."""
+"""Exchanges that a worker may save up while it exchanges less than it can afford."""
 
 
 @final
@@ -79,7 +82,7 @@ class ExchangeRate:
         self._step_s: float | None = None
 
     def exchanged(self, duration_s: float) -> None:
-        """Count an exchange that ended well, and took so long from its agreement."""
+        """Count an exchange that ended well; its duration counts from its agreement."""
         self._duration_s.add(duration_s)
 
     def took_processor(self, processor_s: float, arrays_s: float) -> None:
@@ -95,7 +98,7 @@ class ExchangeRate:
         self._taken_s = processor_s, arrays_s
 
     def saw_idle(self, core: float, thread: float) -> None:
-        """Note what was left idle in about the last second: see ``c`` and ``i`` above."""
+        """Note the idle shares of about the last second: c and i of the module's text."""
         self._idle_core.add(min(1.0, max(0.0, core)))
         self._idle_thread.add(min(1.0, max(0.0, thread)))
 
@@ -129,7 +132,7 @@ class ExchangeRate:
     # --- in all, asked for and answered ----------------------------------------------------
 
     def began(self, now: float) -> None:
-        """Take what an exchange costs, asked for or answered, which begins."""
+        """Spend the cost of an exchange that begins, whether asked for or answered."""
         self._earn(now)
         self._tokens -= 1.0
 
@@ -153,13 +156,14 @@ class Numbering:
     """The numbers of the exchanges that a worker asks for, so that moments travel in time.
 
     The number of an exchange says whether the optimizer's moments travel with it, and the worker
-    that asks for it chooses the number. They are due ``every_steps`` gradient steps after the last
-    exchange with them, whoever asked for it. So they travel as often on a slow link, where one in
-    many exchanges would be too few, as on a fast one, where it would be more than they need.
+    that asks for the exchange chooses the number. Moments are due ``every_steps`` gradient steps
+    after the last exchange that carried them, whichever worker asked for that. So they travel every
+    so many steps on any link. If they travelled with one in so many exchanges, a slow link would
+    carry them too rarely, and a fast one more often than they need.
 
     Args:
         carries: whether moments travel with the exchange of a number.
-        every_steps: gradient steps; at most 1: with every exchange.
+        every_steps: gradient steps; at most 1: with the first exchange after each step.
     """
 
     def __init__(self, carries: Callable[[int], bool], every_steps: float) -> None:
@@ -177,9 +181,9 @@ class Numbering:
             self._since = 0
 
     def from_(self, number: int) -> int:
-        """Return the first number from this one on that carries moments if, and only if, due.
+        """Return the first number from this one on that carries moments if and only if due.
 
-        This one, if there is none near: moments may have been given up.
+        If there is none near, return this one: moments may have been given up.
         """
         is_due = self._since >= self._every_steps
         near = range(number, number + MOST_SKIPPED)

@@ -15,8 +15,9 @@ parameters from a live worker and says :meth:`WorkerProtocol.joined`: from then 
 every graph is rebuilt with it. So no worker exchanges with, or waits for, one without parameters,
 and one that dies while joining is not missed.
 
-The words of others are bounded. Every number fits its field with 1 added; a record that raises a
-known incarnation by more than ``MAX_LEAP`` is dropped; both tables have a greatest size.
+Records from other workers are bounded. Every number still fits its field after 1 is added; a record
+that raises a known incarnation by more than ``MAX_LEAP`` is dropped; both tables have a largest
+size.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Status(enum.IntEnum):
 
 
 class Member(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
-    """One worker as the network knows it. Of two records of one rank the greater one counts.
+    """One worker as the network knows it. The greater of two records of one rank counts.
 
     It listens for links at ``host`` and ``port``. It shows its status to people at ``status_host``
     and ``status_port`` (port 0: nowhere), and ``restarts`` counts the processes of this rank before
@@ -213,7 +214,7 @@ class Membership:
         return tuple(sorted(told)), brought_to
 
     def _has_room_for(self, member: Member) -> bool:
-        """Return whether to take in a new record; not of a joiner that is over, nor of too many."""
+        """Return whether to take in a new record: a joiner must not be over, nor one too many."""
         if member.rank < self._num_workers or member.rank == self.own.rank:
             return True
         num_joiners = sum(rank >= self._num_workers for rank in self._members)

@@ -7,8 +7,9 @@ silence, and the deadline of an exchange.
 
 *The worker's own silence.* Every input is also a look at the clock: :meth:`next_deadline` is never
 further ahead than a quarter of the time-out, so a longer gap between two inputs means that the
-worker itself did not run. After half a time-out all waits for others restart, whichever input comes
-first. Its parameters stay its own, however long it was silent: exchanges merge them.
+worker itself did not run. If it did not run for half a time-out, all its waits for others restart,
+whichever input comes first. The worker keeps its parameters, however long it was silent: exchanges
+merge them.
 """
 
 from __future__ import annotations
@@ -117,10 +118,10 @@ class WorkerProtocol:
         live_graph: made of ``constants``; workers of one process share its cache.
         work_out: works out the graph over the live workers, at once or elsewhere.
 
-    Guarantees, if the driver performs every action in order, keeps links FIFO, and reports nothing
-    from a link after its :meth:`link_down`: there is at most one exchange at a time; each ``Begin``
-    ends in exactly one of :meth:`finished`, :meth:`failed` or an action ``Stop``. On ``Stop`` and
-    after :meth:`failed` the driver closes the link to that peer.
+    If the driver performs every action in order, keeps links FIFO, and reports nothing from a link
+    after its :meth:`link_down`, this is guaranteed: there is at most one exchange at a time; each
+    ``Begin`` ends in exactly one of :meth:`finished`, :meth:`failed` or an action ``Stop``. On
+    ``Stop`` and after :meth:`failed` the driver closes the link to that peer.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class WorkerProtocol:
         self.consolidation = Consolidation(
             rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
         )
-        # Two lives of a rank number their requests differently, and unlike epochs of consolidation.
+        # Two lives of a rank use different numbers for requests, which no consolidation uses.
         number = FIRST_NUMBER + random.getrandbits(60)
         self.averages = LiveAverages(rank, process_id, number, num_chunks, lambda: self.can_donate)
         self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
@@ -196,7 +197,7 @@ class WorkerProtocol:
         self.proposals_unanswered = 0
         self.num_standstills = 0
         self.stood_still_s = 0.0
-        """How long this worker itself last did not run, if for the time-out or longer."""
+        """The length of this worker's last standstill, which took the time-out or longer."""
         self.is_done = False
         self._has_method = method != "none"
         # Worked out for this version of membership; -1: work it out again.
@@ -220,7 +221,7 @@ class WorkerProtocol:
 
     @property
     def alpha_tilde(self) -> float:
-        """Return the gain of an exchange on the momentum copy, on the graph over the live."""
+        """Return the gain of an exchange on the momentum copy, on the live workers' graph."""
         return self.neighbourhood.alpha_tilde
 
     @property
@@ -232,7 +233,7 @@ class WorkerProtocol:
 
     @_input
     def step(self, samples: int, now: float) -> Sequence[_Inner]:
-        """Count a gradient step on ``samples`` samples, which ended."""
+        """Count a gradient step on ``samples`` samples, which has just ended."""
         self.progress.add(samples, now=now)
         self.clock.step(now)
         rate = self.exchange_rate
@@ -350,7 +351,7 @@ class WorkerProtocol:
         return []
 
     def progressed(self, now: float) -> None:
-        """Restart the deadline of the running exchange, of which a byte came or left."""
+        """Restart the deadline of the running exchange: a byte of it came or left."""
         self._progressed_at = max(now, self._progressed_at)
 
     @_input
@@ -382,7 +383,7 @@ class WorkerProtocol:
     def average(self, now: float) -> Sequence[_Inner]:
         """Average all live workers while they train on; ``AverageEnded`` hands over the outcome.
 
-        It does without those that are silent now.
+        Workers that are silent now are left out.
         """
         return self.averages.ask(self.membership.live(), self._links.silent)
 
@@ -466,7 +467,7 @@ class WorkerProtocol:
     ) -> Sequence[_Inner]:
         """Suspect ``peer``, whose address refuses connections, and ask others.
 
-        Not if it is now known at another address than ``address``: then it was restarted.
+        Do nothing if ``peer`` is now known at another address than ``address``: it was restarted.
         """
         member = self.membership.get(peer)
         if member is not None and address not in (None, (member.host, member.port)):
@@ -569,9 +570,9 @@ class WorkerProtocol:
         return math.inf if is_idle else self._progressed_at + self.timeout_s
 
     def _end_standstill(self, now: float) -> list[PairingAction]:
-        """Stop an exchange that does not get on, though its link lives, and shun its peer.
+        """Stop an exchange that makes no progress, though its link lives, and shun its peer.
 
-        Or give up a proposal without an answer.
+        If a proposal waits for its answer instead, give it up.
         """
         state = self.pairing.state
         if isinstance(state, Proposing):
@@ -688,7 +689,7 @@ class WorkerProtocol:
         self.clock.set_rate(rate if self.exchange_rate is None else rate * self.exchange_rate.rate)
 
     def _begin(self, id: ExchangeId, now: float) -> None:
-        """Note that an exchange begins, and be closed from its end on if it cost the last."""
+        """Note that an exchange begins; if it was the last affordable one, close after it."""
         self.progressed(now)
         self._began_at = now
         if self._numbering is not None:
@@ -728,7 +729,7 @@ class WorkerProtocol:
         return [] if self._is_spent else self.pairing.open()
 
     def _find_quiet_time(self) -> None:
-        """Find until when no heartbeat is due and no link is late, unless there is news.
+        """Find the time until which no heartbeat is due and no link is late, unless there is news.
 
         Traffic only defers that time. So one look at all links serves for many inputs; at worst it
         asks for a poll at which nothing is due.
@@ -745,11 +746,11 @@ class WorkerProtocol:
         self._quiet_version = self.membership.version
 
     def _consolidate(self, now: float) -> list[_Inner]:
-        """Pass new membership to the sums, and its messages to consolidation.
+        """Pass new membership to the sums, and to consolidation also its deferred messages.
 
-        Consolidation gets nothing while an exchange runs. All workers are done before it begins, so
-        there are no new exchanges; but the end that was asked for the last one may get BEGIN before
-        the last chunks.
+        Consolidation gets nothing while an exchange runs. All workers are done before consolidation
+        begins, so no new exchange can begin then. But the worker that answers the last exchange may
+        get BEGIN before the last chunks.
         """
         actions: list[_Inner] = []
         if self._looked_for_deaths != self.membership.version:
@@ -771,7 +772,7 @@ class WorkerProtocol:
         return actions
 
     def _set_available(self, now: float) -> list[PairingAction]:
-        """Pass to the pairing who can exchange now, by links, membership and graph."""
+        """Tell the pairing which peers can exchange now, by links, membership and graph."""
         weights = self._presence.available(now)
         if weights is None or weights == self.pairing.available:
             return []
