@@ -1,6 +1,6 @@
 """The views of a run while it trains.
 
-log          the lines of a worker's log: writing them, and reading them, whole or meanwhile
+log          the lines of a worker's log: writing them, and reading them, also while it grows
 status       a worker's account of itself and of the others, as JSON, and asking for it
 prometheus   the same as metrics
 server       an HTTP server for both

@@ -1,8 +1,8 @@
 """The answers of several workers, put together to a job: who trains, how fast, who is slow or lost.
 
-The job is a pure function of answers and times, but for the counts kept for speeds. While a worker
-answers, its own account counts; else the most advanced record of those that do answer (membership
-views converge, some sooner). Facts that no answer holds any more stay as they were last.
+The job is a pure function of answers and times, except for the counts that are kept for speeds. If
+a worker answers, its own account counts; if it does not, the most advanced record of those that do
+(membership views converge, some sooner). A fact that no answer holds any more stays as it was last.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class JobWorker(msgspec.Struct, frozen=True):
             not answer, and others have not heard it for the time-out; ``lost``: no worker hears it
             any more, and the others go on without it; ``cut off``: it answers here, and is lost to
             the others; ``no answer``: it does not answer here, others hear it.
-        is_answering: it answered the last time it was asked. Of one that does not, counts and
+        is_answering: it answered the last time it was asked. If it did not, counts and
             ``since_step_s`` are what others heard, and the rest is from its last answer.
         restarts: processes of this rank before this one.
-        silent_s: since one of those who answer heard it last, while it is ``silent``.
+        silent_s: while it is ``silent``, the seconds since an answering worker last heard it.
         step_factor: its step's duration over the median of the others'.
         neighbours: those in the graph that it has a link to; None if it is gone.
 
@@ -93,8 +93,8 @@ class JobWorker(msgspec.Struct, frozen=True):
 class LinkStatus(msgspec.Struct, frozen=True):
     """One pair of workers, as the ends that answer see it.
 
-    ``exchange_seconds``: mean duration of the last exchanges; ``bytes_per_second``: sent by both
-    ends that answer, by shared memory too.
+    ``exchange_seconds``: mean duration of the last exchanges; ``bytes_per_second``: sent by the
+    ends that answer, together, by shared memory too.
     """
 
     ranks: tuple[int, int]
@@ -134,7 +134,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        """Return whether all are averaging or the budget is used up, for all that is known."""
+        """Return whether all are averaging or the budget is used up, as far as is known."""
         states = {worker.state for worker in self.workers} - {"lost"}
         if states and states <= {"averaging", "left"}:
             return True
@@ -157,7 +157,7 @@ class Speeds:
         self._counts: dict[Hashable, deque[tuple[float, int]]] = {}
 
     def note(self, key: Hashable, at_s: float, count: int | None) -> None:
-        """Take the count at a time, None if unknown; one that fell is a new process's or link's."""
+        """Take the count at a time, None if unknown; if it fell, a new process or link began."""
         counts = self._counts.setdefault(key, deque(maxlen=MAX_COUNTS))
         if counts and (count is None or count < counts[-1][1]):
             counts.clear()
@@ -236,7 +236,8 @@ class StatusBoard:
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses to ask now: those given, and those of workers that may live.
 
-        If no given one ever answers, its worker may be dead: the others listen on ports near by.
+        If no given address has ever answered, their workers may be dead. Then the ports near by are
+        asked too: the other workers of those hosts listen there.
         """
         wanted = dict.fromkeys(self._given)
         if not self.has_answers and all(self._sources[each].failure for each in self._given):
@@ -294,7 +295,7 @@ class StatusBoard:
             comm_rate=about.comm_rate,
             num_workers=about.num_workers,
             budget_samples=about.budget_samples,
-            # Ranks whose lives are counted here, or what the best informed worker knows.
+            # The sum over the ranks here, or the count of the best informed worker if it is larger.
             samples=max(
                 sum(worker.samples for worker in workers),
                 *(each.status.run_samples for each in self._sources.values() if each.status),
@@ -312,7 +313,7 @@ class StatusBoard:
     # The workers.
 
     def _views(self) -> Iterator[MemberStatus]:
-        """Return the members as all who answer see them; if none does, as all who ever did."""
+        """Return the members as all who answer see them; if none does, as all who once did."""
         known = [source for source in self._sources.values() if source.status is not None]
         for source in [source for source in known if source.is_answering] or known:
             assert source.status is not None
@@ -365,7 +366,7 @@ class StatusBoard:
                 is_silent=rank in silent,
                 is_idle=age_s is not None and age_s > idle_after_s,
             )
-            # Over some steps if they take longer.
+            # If steps take long, the speed is that over several of them.
             over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
             own_facts = facts_of(status) if status else {}
             facts = own_facts | {
@@ -436,9 +437,10 @@ class StatusBoard:
         return tuple(links)
 
     def _notices(self, now_s: float) -> tuple[NoticeStatus, ...]:
-        """Return every event once, however many noticed it, oldest first.
+        """Return every event once, however many workers noticed it, oldest first.
 
-        One that was stopped itself notices late what happened meanwhile, and since when.
+        A worker that was stopped itself notices late what happened meanwhile, but knows since when.
+        So two notices are of one event if their own times agree, or their times since when.
         """
         events = sorted(
             (now_s - source.answered_s + each.ago_s, each.rank, each.kind, each.silent_s or 0.0)

@@ -10,9 +10,10 @@ Time (``time_s``) is in seconds since the worker's first start, whose date is in
 of a worker that was started again goes on where it ended, with a ``start`` record of the new
 process.
 
-A ``counts`` record is due ``interval_s`` after the last, and from 2000 intervals on after 1/2000 of
-the time so far. So T seconds give at most 2000 (1 + ln(T / 2000 interval_s)) of them: at 0.2 s
-16,700 in a week, of about 1 kB and 10 bytes for each neighbour.
+A ``counts`` record is due ``interval_s`` after the last. Once 2000 intervals have passed, it is due
+after 1/2000 of the time so far. So T seconds give at most 2000 (1 + ln(T / 2000 interval_s)) of
+them: with an interval of 0.2 s, 16,700 in a week. One takes about 1 kB, and 10 bytes for each
+neighbour.
 """
 
 import logging
@@ -156,9 +157,9 @@ _encoder = msgspec.json.Encoder()
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of one worker's log, but for a last line cut short (it was killed).
+    """Return the records of one worker's log, without a last line cut short (it was killed).
 
-    The first is a start record; without even its line there are none.
+    The first is a start record. If not even its line is whole, there are none.
 
     Raises:
         ValueError: a line is no record, or another version wrote them.
@@ -201,8 +202,8 @@ MAX_NOTICES = 10_000
 class RunLogWriter:
     """The writer of one worker's log.
 
-    Only construction raises for the disk. Later a line that cannot be written is left out, the
-    first time with a warning, and the next one is tried again.
+    Only the constructor raises errors of the disk. Later a line that cannot be written is left out,
+    and the next one is tried again; the first of such lines in a row brings a warning.
 
     Args:
         path: the file, replaced if it exists; every line is flushed, so that a reader can follow.
@@ -340,7 +341,7 @@ class RunLogWriter:
 def write_process_end(path: Path, process_id: int, reason: str) -> None:
     """Write into a worker's log, as its launcher, that its process has failed.
 
-    Nothing is written if there is no log of this process. A full disk costs the line.
+    If there is no log of this process, nothing is written. If the disk is full, the line is lost.
     """
     try:
         records = read_records(path) if path.exists() else []
@@ -367,8 +368,8 @@ def _elapsed_s(
 ) -> float:
     """Return the time since the worker's first start, at the end of its log so far or later.
 
-    Dates count only if the machine was started since. The date may have been set back: time goes on
-    from the last record at least.
+    Dates count only if the machine was started again since then, or if that is not known. The date
+    may have been set back, so the time is never before the last record's.
     """
     is_same_boot = boot_id and boot_id == first.boot_id
     elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at

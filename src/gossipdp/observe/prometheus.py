@@ -17,7 +17,7 @@ from gossipdp.rules import shown_rate
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
-# The labels of each value, except for the rank.
+# Each value with its labels, except for the rank.
 _Samples: TypeAlias = list[tuple[dict[str, object], float | None]]
 
 

@@ -3,14 +3,15 @@
 One thread accepts connections, and each connection has a thread of its own. Guarantees, whatever
 strangers do:
 
-- At most ``MAX_CONNECTIONS`` live at once; if there are more, the oldest goes. Each has
-  ``CONNECTION_S`` for its request of at most ``MAX_REQUEST_BYTES``, and as long to take the answer.
-- A page is built at most once in ``REBUILD_S``; an earlier request gets the last one.
-- It shows the pages that it was given and reads no files.
-- On a loopback address it answers requests by an address or as localhost only, so that no web page
-  can read it through a name that leads here.
-- An error in a page is an answer 500 and one warning, and an error in the accepting thread ends
-  that thread, with a warning: never the training.
+- At most ``MAX_CONNECTIONS`` connections live at once; if there are more, the oldest is ended. Each
+  has ``CONNECTION_S`` for its request of at most ``MAX_REQUEST_BYTES``, and as long again to take
+  the answer.
+- A page is built at most once in ``REBUILD_S``; a request before that gets the last page built.
+- The server shows the pages that it was given and reads no files.
+- On a loopback address it answers a request only if its Host header, if there is one, holds an
+  address or localhost. So no web page can read it through a domain name that leads here.
+- An error in a page gives an answer 500 and one warning. An error in the accepting thread ends that
+  thread, with a warning. Neither ends the training.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ MAX_CONNECTIONS = 32
 CONNECTION_S = 5.0
 MAX_REQUEST_BYTES = 8 << 10
 REBUILD_S = 0.1
-# Without a descriptor to accept with, the listener would be ready all the time.
+# If no descriptor is left to accept with, the listener is ready all the time: pause so long.
 PAUSE_S = 0.2
 LOOK_EVERY_S = 0.1
-"""The accepting thread looks so often for its end."""
+"""The time between two looks of the accepting thread at whether it must end."""
 JOIN_TIMEOUT_S = 2.0
 
 
@@ -216,7 +217,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, pages = self.path.partition("?")[0], self.server.pages
         if self.server.is_loopback and not _is_local(self.headers["Host"]):
-            # A web page whose name was made to lead here would have its own name there.
+            # If a web page's domain name was made to lead here, the header holds that name.
             self.send_error(403, explain="ask by an address, or as localhost")
         elif path == "/":
             self._send("text/plain; charset=utf-8", "".join(f"{each}\n" for each in pages).encode())

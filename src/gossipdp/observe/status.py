@@ -40,11 +40,11 @@ class MemberStatus(msgspec.Struct, frozen=True):
     Attributes:
         incarnation: rises with a new process, and when the same one answers after it was lost.
         state: ``done``: it trains no more and waits for the others; ``left``: it went after the
-            final average; ``lost``: nobody hears it, and the others go on without it.
+            final average; ``lost``: no worker hears it, and the others go on without it.
         is_silent: its link here is open, and nothing has come for the time-out.
         gradient_steps, samples: over all its lives, as last heard.
         status_address: HOST:PORT where it shows its own status; empty if it shows none.
-        since_step_s: since its steps were last heard to grow, however often it beats.
+        since_step_s: since its steps were last heard to grow; heartbeats do not count.
         restarts: processes of this rank before this one.
     """
 
@@ -134,7 +134,7 @@ class WorkerStatus(Counters, frozen=True):
         host, process_id: of the worker's process.
         state: ``training``, or ``averaging`` from ``consolidate()`` on.
         run_samples: of all workers, as far as this one knows.
-        budget_samples: that they are to train on together.
+        budget_samples: samples that all workers together are to train on.
         since_step_s: since the last gradient step ended.
         logged: the numbers that the script logged last, such as ``loss``.
         members: all workers that this one knows of, itself included, by rank.
@@ -188,7 +188,8 @@ def ask(address: str, timeout_s: float = ANSWER_WITHIN_S) -> WorkerStatus:
     """Return the status of the worker at HOST:PORT.
 
     Raises:
-        OSError: no worker answers there, or not all within ``timeout_s``, however it trickles in.
+        OSError: no worker answers there, or the answer is not whole within ``timeout_s``, even if
+            it still trickles in.
         ValueError: ``address`` is invalid, or the answer is not a worker's.
     """
     (there,) = read_addresses("the address", address)
@@ -196,7 +197,7 @@ def ask(address: str, timeout_s: float = ANSWER_WITHIN_S) -> WorkerStatus:
     with socket.create_connection(there, timeout_s) as connection:
         connection.sendall(f"GET {STATUS_PATH} HTTP/1.0\r\n\r\n".encode())
         while True:
-            left_s = deadline_s - time.monotonic()  # the socket's own begins again with each byte
+            left_s = deadline_s - time.monotonic()  # the socket's time-out restarts with each byte
             if left_s <= 0:
                 raise TimeoutError("timed out")
             connection.settimeout(left_s)
