@@ -265,7 +265,7 @@ class Spectrum(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _spectrum_of(num_workers: int, positions: bytes, rates: bytes) -> Spectrum:
-    # Cached: every run of a study makes the same ones, and those of 4096 workers take ten seconds.
+    # Cached: every run of a study asks for the same spectra; one of 4096 workers takes ten seconds.
     edges = np.frombuffer(positions, np.intp).reshape(-1, 2)
     found = spectrum(num_workers, edges, np.frombuffer(rates))
     found.resistances.flags.writeable = False
@@ -302,9 +302,10 @@ def dense_spectrum(num_workers: int, edges: IndexArray, rates: FloatArray) -> Sp
 def sparse_spectrum(num_workers: int, edges: IndexArray, rates: FloatArray) -> Spectrum:
     """Compute the spectrum by one sparse factorisation, grounded at the first worker.
 
-    With row and column 0 deleted L is positive definite. Solving with it and removing the mean
-    applies L^+, whose largest eigenvalue 1/lambda_2 Lanczos finds in a few steps (a shift-invert
-    about zero); the entries of its inverse at the edges are the effective resistances.
+    Without row and column 0, L is positive definite: call this matrix grounded. A solution with it,
+    less its mean, is L^+ times the vector. The largest eigenvalue of L^+ is 1/lambda_2, and Lanczos
+    finds it in a few steps (a shift-invert about zero). The effective resistances follow from the
+    entries of the grounded inverse at the edges.
     """
     from scipy import sparse
     from scipy.sparse import linalg

@@ -25,7 +25,7 @@ RANDOM_REGULAR_DEGREE = 4
 """Even, so that a random-regular graph exists for odd numbers of workers too."""
 
 MAX_RESAMPLES = 100
-"""Random graphs that are drawn, at most, until one is connected."""
+"""The most draws of a random graph until one is connected."""
 
 Edges = Iterable[tuple[int, int]]
 
@@ -119,7 +119,7 @@ def build_graph(graph: str | Graph | nx.Graph[int], num_workers: int, *, seed: i
 
 
 def checked_graph(graph: Graph | nx.Graph[int]) -> Graph:
-    """Return the graph, which is connected; make a networkx graph one of ours.
+    """Check that the graph is connected and return it; a networkx graph becomes one of ours.
 
     Raises:
         ValueError: It is no simple, undirected, connected graph of ranks.
@@ -243,10 +243,10 @@ def read_edge_list(path: str | Path) -> Graph:
 def without(graph: Graph, dead: Iterable[int]) -> Graph:
     """Return the graph of the workers that live on, which is connected.
 
-    Each dead rank in turn, in ascending order: its neighbours are joined in a ring (sorted by
-    rank), then it is removed. So a path through it becomes a way round the ring. The result depends
-    on the set of the dead alone, not on the order of their deaths, so workers that learn of them in
-    different orders agree.
+    Dead ranks are removed one by one, in ascending order, and the neighbours of each are joined in
+    a ring, sorted by rank. So a path through a dead rank becomes a way round its ring. The result
+    depends on the set of the dead alone, not on the order of their deaths, so workers that learn of
+    them in different orders agree.
 
     Args:
         graph: The original graph of the run; it is not changed.
@@ -282,9 +282,9 @@ def without(graph: Graph, dead: Iterable[int]) -> Graph:
 def attach(graph: Graph, joiners: Iterable[int]) -> Graph:
     """Return the graph with workers added, each joined to the two ranks that follow it.
 
-    The ranks wrap round, and they are all that are there in the end, other joiners included. So the
-    result depends on the set of joiners alone. A walk from rank to rank reaches every joiner and
-    ``graph``, so the whole is connected if ``graph`` is.
+    These are the next two ranks of the result, other joiners included; after the highest rank comes
+    the lowest. So the result depends on the set of joiners alone. A walk from rank to rank reaches
+    every joiner and ``graph``, so the whole is connected if ``graph`` is.
 
     Args:
         graph: A connected graph or an empty one; it is not changed.
