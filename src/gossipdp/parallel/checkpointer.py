@@ -46,7 +46,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, write: Write) -> "Future[Path]":
-        """Begin to write; the future gets the path or the error. The write before has ended."""
+        """Begin to write; the future gets the path or the error. The last write must have ended."""
         if self._thread is not None:  # its future is done, and it is about to end: none is lost
             self._thread.join(CLOSE_TIMEOUT_S)
         written: Future[Path] = Future()
@@ -92,10 +92,10 @@ class Checkpointer:
     pass is half way: between two batches of :meth:`of_batches`; in a loop of the user's own, when
     the next forward pass begins. So it holds the effects of everything that the loop does after
     ``optimizer.step()``, such as stepping a scheduler. Later occasions may come between the forward
-    passes of one step (accumulation, a closure), and would lose the part of that step that is done.
-    After SIGTERM too such a step goes on to its end, for as long as
-    :class:`~.termination.Termination` waits. A checkpoint that comes due while the last is still
-    being written is taken after that; with shards, training waits for the write.
+    passes of one step (accumulation, a closure): a checkpoint there would lose the part of that
+    step that is done. So even after SIGTERM such a step goes on to its end, for as long as
+    :class:`~.termination.Termination` waits. If a checkpoint comes due while the last is still
+    being written, it is taken after that; with shards, training waits for the write.
     """
 
     make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
@@ -122,7 +122,7 @@ class Checkpointer:
         self._num_saved = self._num_failed = self._num_generators = 0
         self._drafted_step = 0 if resumption is None else resumption.counts.step
         self._pause_s = 0.0
-        # Of the last step after which a checkpoint was due.
+        # The random states right after the last step at whose end a checkpoint was due.
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
         # The training state from which the run resumed, until the first step.
@@ -194,7 +194,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def of_batches(self) -> Iterator[None]:
-        """Take checkpoints at the end of the loop's body alone, within this context.
+        """Take checkpoints, within this context, only at the end of the loop's body.
 
         A body may step several optimizers, or one several times. After a checkpoint between two of
         these steps the batch counts as done, and the rest of the body would be lost.
@@ -208,7 +208,7 @@ class Checkpointer:
     def at_forward(self) -> None:
         """Take the checkpoint that is due, with the random states right after the last step.
 
-        The next step may have begun, with random numbers for its batch.
+        The next step may have begun, and have drawn random numbers for its batch.
         """
         if not self.is_within_batches:
             self.take_due(self._random_states)
@@ -239,7 +239,7 @@ class Checkpointer:
         self._written = self._writer.begin(write)
 
     def take_last(self) -> None:
-        """Take a last checkpoint if some were asked for: started again, the run is at its end."""
+        """Take a last checkpoint if some were asked for: a later start then finds the run ended."""
         self._wait_for_writer()
         self._has_looked = False
         if self._saving.every_steps is not None and self._engine.step_number > self._drafted_step:

@@ -30,14 +30,15 @@ IN_AN_OWN_ORDER = (
     "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(model.worker_seed))"
 )
 PASSES_IN_ONE_ORDER = 2
-"""A loop that counts each batch twice, as for two views of it, is then in its second pass."""
+"""After samples for more passes than that, even a loop that counts each batch twice, as for two
+views of it, is in its second pass."""
 
 
 class CountedBatches:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
-    Calls ``between`` two batches, and is ``within`` a context while it yields. ``draws_alike`` says
-    whether all workers draw the same random numbers.
+    It calls ``between()`` between two batches, and yields them within the context ``within()``.
+    ``draws_alike`` says whether all workers draw the same random numbers.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class CountedBatches:
         self._is_yielding = self._is_repeat = self._may_repeat = False
         self._is_closed = self._is_sampler_looked_at = False
         self._counted = self._all_counted = 0
-        # Of the calls of epochs() that are over; the last one may be under way, or broken off.
+        # The first two count the calls of epochs() that are over. The third is of the last call,
+        # which may be under way or broken off.
         self._epochs_before = self._samples_before = self._num_epochs = 0
-        self._forwarded: list[weakref.ref[Tensor]] = []  # what the forward passes of a step were of
+        self._forwarded: list[weakref.ref[Tensor]] = []  # inputs of a step's forward passes
         self._samplers: weakref.WeakSet[DistributedSampler[Any]] = weakref.WeakSet()
 
     def take_counted(self) -> int:
@@ -74,7 +76,7 @@ class CountedBatches:
         return counted
 
     def check_counted(self, num_steps: int) -> None:
-        """Say so, once, where steps were made and nothing was counted: the loop is a wrong one."""
+        """Raise, or without a budget warn, if steps were made and no sample was counted."""
         if num_steps != STEPS_WITHOUT_SAMPLES or self._all_counted:
             return
         problem = (
@@ -88,10 +90,11 @@ class CountedBatches:
         logger.warning("%s", problem, extra=OF_RUN)
 
     def check_order(self, num_steps: int) -> None:
-        """Say so, once, where a loop of the user's own never calls its sampler's ``set_epoch``.
+        """Warn, once, if a loop of the user's own never calls its sampler's ``set_epoch``.
 
         Nothing leads from a loop to its sampler, so all objects are looked at, once. Other samplers
-        of the script, as for evaluation, may well stay at epoch 0, so none may have left it.
+        of the script, as for evaluation, may well stay at epoch 0. So the warning comes only if all
+        samplers are still there.
         """
         if self._is_yielding or self._samples_per_step is not None:
             return
@@ -115,10 +118,11 @@ class CountedBatches:
         self._samplers.clear()
 
     def count_forward(self, batch: Any) -> None:
-        """Count a batch of a loop of the user's own; one that was yielded here is counted.
+        """Count a batch of a loop of the user's own, unless it is counted already.
 
-        So is one whose forward pass is repeated: by a closure, or in a backward pass, by activation
-        checkpointing. (If that is reentrant, its first pass had no gradients and was not counted.)
+        A batch that was yielded here is, and so is one whose forward pass is repeated: by a
+        closure, or in a backward pass, by activation checkpointing. (If that is reentrant, its
+        first pass had no gradients and was not counted.)
         """
         node = torch._C._current_autograd_node()  # None: no backward pass runs
         if node is not None and node.name() != "CheckpointFunctionBackward":
@@ -133,10 +137,10 @@ class CountedBatches:
         self._counted += _batch_size(batch, self._batch_dim) or 1
 
     def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the closure for a step, whose samples are counted by its first call alone.
+        """Return the closure for a step; only its first call counts samples.
 
-        Nor by that one if there was a forward pass of the same batch before the step, as with SAM.
-        One of another batch is another part of the step, as with Lightning's accumulation.
+        If a batch had its forward pass before the step already, as with SAM, not even the first
+        call counts it. Another batch is another part of the step, as with Lightning's accumulation.
         """
         is_first = True
 
@@ -253,7 +257,7 @@ class CountedBatches:
                 )
 
     def _check_sampler(self, loader: Any) -> None:
-        """Say so where a worker never sees much of the data, or where all see the same batches."""
+        """Warn if a worker never sees much of the data, or if all see the same batches."""
         of_batches = getattr(loader, "batch_sampler", None)
         for each in (getattr(loader, "sampler", None), getattr(of_batches, "sampler", None)):
             if isinstance(each, DistributedSampler) and not each.shuffle and each.num_replicas > 1:
@@ -301,7 +305,7 @@ def _batch_size(batch: Any, batch_dim: int) -> int | None:
 
 
 def _first_tensor(value: Any) -> Tensor | None:
-    """Look into mappings, lists, tuples and dataclasses."""
+    """Return the first tensor in mappings, lists, tuples and dataclasses, or None."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):

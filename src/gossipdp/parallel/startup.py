@@ -56,12 +56,12 @@ RATES_AGREE_WITHIN = 0.01
 
 
 class Startup:
-    """One worker's way into the run, and what it is there; the main thread's.
+    """One worker's way into the run, and its place there. Only the main thread uses it.
 
-    ``world_size`` is that which the run began with; ``before``, what the worker had counted before;
-    ``between_steps`` gives the optimizers' state; ``rendezvous`` reports to the launcher;
-    ``common_random_state`` is torch's random state if all workers began with the same, else empty;
-    ``thread`` is None until it has been started.
+    ``world_size`` is the number of workers that the run began with; ``before`` holds the worker's
+    counts from before; ``between_steps`` gives the optimizers' state; ``rendezvous`` reports to the
+    launcher; ``common_random_state`` is torch's random state if all workers began with the same,
+    else empty; ``thread`` is None until it has been started.
     """
 
     rank: int
@@ -118,8 +118,8 @@ class Startup:
                 self._join_with_one_rank()
             else:
                 self._join()
-            # The networks of a replica may have heard of its last steps or not: its processes
-            # count on from one number, and so save at the same steps.
+            # Each network of a replica may or may not have heard of its last steps. With one number
+            # to count on from, its processes save at the same steps.
             self.before = Counts(*(int(max(each)) for each in self._replica.gather(*self.before)))
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
@@ -132,9 +132,9 @@ class Startup:
         self.rendezvous.mark_ready(self.rank)
 
     def come_again(self, superseded: SupersededError) -> None:
-        """Take another rank: two that joined at the same time had been given the same one.
+        """Take another rank: two workers that joined at the same time had been given the same one.
 
-        Raises ``superseded`` where the rank was given to this worker, for then it is not wanted.
+        If this worker came with a rank of its own, raise ``superseded``: the run has its worker.
         """
         self._give_up_rank(superseded)
         self._join()
@@ -150,7 +150,7 @@ class Startup:
         self._end_thread()
 
     def close(self) -> None:
-        """End the thread, if there is one, and then what it has others do."""
+        """End the thread, if there is one, and then the work that it has others do."""
         self._end_thread()
         self.between_steps.close()
 
@@ -184,7 +184,7 @@ class Startup:
         self.settings = msgspec.structs.replace(self.settings, graph=f"{graph.name} {digest}")
 
     def _listen(self) -> tuple[Listener, str]:
-        """Return what listens, and the host to announce."""
+        """Return the listener, and the host to announce."""
         environment, network = self._environment, self._network
         port = environment.port if network.port is None else network.port
         listener = listen(network.host or environment.choose_host(), port)
@@ -280,9 +280,9 @@ class Startup:
         self.thread.start()
 
     def _numbering(self) -> Numbering | None:
-        """Return the choice of the exchanges that carry moments, where the comm rate sets itself.
+        """Return the choice of the exchanges that carry moments if the comm rate sets itself.
 
-        Periods that the user gave count exchanges, and stay.
+        Else return None. So too for periods that the user gave: they count exchanges, and stay.
         """
         options, state = self._options, self._state
         decays = [each.moment.decay for each in state.moments if each.moment is not None]
@@ -316,14 +316,15 @@ class Startup:
     def _join_with_one_rank(self) -> None:
         """Join with all processes of a replica, under the rank that the first of them is given.
 
-        In the network of the first shard two replicas that join at the same time get a rank each,
-        as two workers do. Both may take part before they hear of each other, so the first process
-        tells its others the rank only when it was undisputed for a time-out. These then find
-        it free in the networks of theirs, or held by a replica that has ended. They wait for it in
-        a collective: at most for gloo's time-out, of 30 minutes.
+        If two replicas join at the same time, each gets a rank of its own in the network of the
+        first shard, as two workers do. Both may take part under one rank before they hear of each
+        other. So the first process passes its rank to the other processes only after it was
+        undisputed for a time-out. In their own networks these then find the rank free, or held by a
+        replica that has ended. They wait for the rank in a collective: at most for gloo's time-out
+        of 30 minutes.
 
-        From here on the rank is given. A replica that hears of another one of its rank only now
-        ends: its processes could not take another at the same step.
+        From here on the rank is fixed. If the replica hears only now of another one of its rank, it
+        ends: its processes could not take another rank at the same step.
         """
         environment = self._environment
         is_first = environment.shard == 0
@@ -336,7 +337,7 @@ class Startup:
             self._join()
 
     def _await_disputes(self) -> None:
-        """Return when this worker has had its rank for a time-out, and no other claims it."""
+        """Return once this worker has had its rank, undisputed, for a time-out."""
         assert self.thread is not None
         since_s = time.monotonic()
         while time.monotonic() < since_s + self._network.timeout_s:
@@ -349,9 +350,10 @@ class Startup:
             time.sleep(LOOK_AT_RANK_EVERY_S)
 
     def _join(self) -> None:
-        """Join, with another rank as often as this one turns out to be another's.
+        """Join; whenever the rank turns out to be another worker's, join with another rank.
 
-        If the run ends without a worker that was started again, its process ends well.
+        If the run ends before this worker has joined, and it was started again, its process ends
+        well.
         """
         while True:
             try:
@@ -407,8 +409,8 @@ class Startup:
         training_state.restore(training, self._optimizers)
         known = self.thread.call(self.protocol.progress.by_rank).result()
         samples, steps = known.get(rank, (0, 0))
-        # In a resumed run the files of an earlier life may have begun beyond what was counted:
-        # what this one saves must be newer.
+        # In a resumed run an earlier life may have saved files at steps beyond those counted here:
+        # the files of this life must be newer.
         directory = self._options.checkpoints.directory
         saved = [] if directory is None else saved_by(Path(directory), rank)
         self.before = Counts(max([steps, *(each.facts.step for each in saved)]), steps, samples)
@@ -419,9 +421,9 @@ class Startup:
     def _take_start(self) -> None:
         """Take rank 0's parameters, down a binary tree, and give them on.
 
-        A worker trains only after its children in the tree have what it holds, so that all start
-        from the same bits; it does not wait for a dead one. In a resumed run every worker has
-        a state of its own to start from.
+        A worker trains only after its children in the tree have its parameters, so that all start
+        from the same bits; it does not wait for a dead child. In a resumed run every worker has a
+        state of its own to start from.
         """
         assert self.thread is not None
         thread, loop, timeout_s = self.thread, self.loop, self._network.start_timeout_s
@@ -481,7 +483,7 @@ class Startup:
 def wait_while_it_advances(
     ended: Future[None], advance: Callable[[], int], timeout_s: float
 ) -> None:
-    """Wait for ``ended``; raises TimeoutError once ``advance()`` has not changed for so long."""
+    """Wait for ``ended``; raise TimeoutError if ``advance()`` stays the same for ``timeout_s``."""
     done, deadline_s = advance(), time.monotonic() + timeout_s
     while True:
         try:
@@ -496,7 +498,7 @@ def wait_while_it_advances(
 def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, ...]:
     """Return the first learning rate of each parameter group; 0 stands for none.
 
-    A scheduler that was made already notes it before it sets its own.
+    A scheduler that was made already has noted that rate as ``initial_lr``, and set its own.
     """
     rates = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
