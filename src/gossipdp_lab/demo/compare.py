@@ -1,4 +1,4 @@
-"""``gossipdp demo --compare``: all-reduce and gossip train the same thing, and one is slow."""
+"""``gossipdp demo --compare``: all-reduce and gossip train the same, with one slow worker."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from gossipdp_lab.demo.training import Training, shown, train, write_reports
 
 WORKLOAD: Final = "pystdlib-small"
 
-# Its learning rate, 0.016, is the best of both methods. Bits per byte by benchmarks/quality.py,
-# with the same text, batches and betas, a network of 72,000 parameters, and 4 equally fast workers
-# of 2,048 steps at pace "strict"; seed 0, at 0.016 seeds 1 and 2 too:
+# Its learning rate, 0.016, is the best for both methods. These are bits per byte, measured by
+# benchmarks/quality.py with the same text, batches and betas, a network of 72,000 parameters, and 4
+# equally fast workers of 2,048 steps at pace "strict". The seed is 0, at 0.016 also 1 and 2:
 #
 #   rate    DDP                   a2cid2
 #   0.008   2.191                 2.254
 #   0.016   2.168, 2.217, 2.231   2.185, 2.224, 2.279
 #   0.032   2.210                 2.211
 AS_GOOD = 0.03
-"""Two losses that differ by at most this share are as good: DDP's own above differ by 2.9%."""
+"""Losses that differ by at most this share count as equally good: DDP's above differ by 2.9%."""
 
 AS_LONG = 0.05
-"""Two times that differ by at most this share are as long."""
+"""Times that differ by at most this share count as equally long."""
 
 PICTURE_FILE = "comparison.png"
 

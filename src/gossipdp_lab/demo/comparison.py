@@ -26,12 +26,12 @@ NUM_PIECES = 80
 """Pieces of the time of the longest training, for rows and for lines."""
 
 SHOWN_LOSSES = 1.6
-"""Ratio of the largest loss that is shown to the least; before that the loss falls steeply."""
+"""The largest loss shown, over the least: above it the loss falls steeply."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One training of a picture.
+    """One training in a picture.
 
     final_loss: of the averaged model on held-out data, in the unit of the picture.
     """
@@ -64,7 +64,8 @@ def draw_comparison(
     """Write a PNG: the timelines of the trainings, one above the other, and below them all losses.
 
     All share one axis of time. In a row of a timeline the height of a colour is its share of the
-    time. A line of the loss is the mean over the workers' batches, a dot the averaged model.
+    time. In the panel of losses a line is the mean over the workers' batches, and a dot the loss of
+    the averaged model.
 
     loss_unit: divides the logged losses, such as log(2) to show nats as bits.
     """
@@ -114,7 +115,7 @@ def _draw_workers(axes: Axes, training: Compared, piece_s: float) -> None:
         edges, waiting = waiting_shares(worker, piece_s)
         widths = np.diff(edges)
         computing, grey = ACTIVITY_COLOURS["computing"], ACTIVITY_COLOURS["waiting"]
-        # Rows count downwards: waiting hangs from the top of one, computing stands on its bottom.
+        # The y axis points down: in a row, waiting is at the top and computing at the bottom.
         axes.bar(edges[:-1], 0.8 * waiting, widths, row - 0.4, align="edge", color=grey)
         axes.bar(edges[:-1], 0.8 * (waiting - 1), widths, row + 0.4, align="edge", color=computing)
     axes.set_ylim(len(ranks) - 0.5, -0.5)

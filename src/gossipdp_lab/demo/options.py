@@ -34,7 +34,7 @@ class DemoArguments(RunOptions):
     faults: str | None = None
     """Faults to do to the workers, as for gossipdp run, such as "kill 0 at 5s; stop 8s 2 at 4s".
     Or "slow 4x 2": worker 2 is 4 times slower.
-    The workers that it draws depend on --seed."""
+    If a fault names no worker, one is drawn; --seed decides which."""
 
     restart: bool = False
     """Start workers that were killed again; they rejoin the run."""

@@ -61,7 +61,7 @@ def train(arguments: DemoArguments, console: Console) -> Training:
     """
     from gossipdp.launcher.local import start_fork_server
 
-    # It imports torch and this module while this process does so too, so that workers do not.
+    # The server imports torch and this module while this process does, so that workers need not.
     start_fork_server(also=[__name__, "sklearn.datasets"])
     import torch
 
@@ -88,7 +88,7 @@ def train(arguments: DemoArguments, console: Console) -> Training:
     if arguments.faults is not None:
         summary["faults"] = results_of_faults
     problems = []
-    # Of faults that repeat some may be missed, and the last one killed may not be back.
+    # Faults that repeat may be missed in part, and the worker killed last may not be back yet.
     if not any(clause.every for clause in arguments.fault_plan.clauses):
         problems += [
             f"no {each.kind} of worker {each.rank} at {each.planned_s:g} s: {each.missed}"
@@ -180,7 +180,7 @@ def _opening(arguments: DemoArguments) -> str:
 
 
 def _clear(directory: Path) -> None:
-    """Remove the files of a former run, so that none is taken for one of this run."""
+    """Remove the files of a former run, so that none passes for one of this run."""
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in (FILE_PATTERN, "faults-*.jsonl", "averaged_model-*.pt"):
         for path in directory.glob(pattern):

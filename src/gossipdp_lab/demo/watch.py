@@ -34,7 +34,7 @@ from gossipdp_lab.report.run_log import RunLog, RunLogTail
 
 # All workers that can notice a fault have noticed it after this time.
 KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 6.0
-# A killed worker is back after this time, and a run goes on so long after its last fault.
+# A run goes on for one of these after its last fault: BACK_S if that worker must come back first.
 BACK_S = 8.0
 AFTER_S = 4.0
 REDRAW_EVERY_S, LINE_EVERY_S = 0.1, 5.0
@@ -43,7 +43,7 @@ REDRAW_EVERY_S, LINE_EVERY_S = 0.1, 5.0
 def least_duration_s(plan: FaultPlan, *, restart: bool) -> float:
     """Return how long a run must train so that all faults happen, are noticed and pass.
 
-    Of a clause that repeats that is the first.
+    If a clause repeats, only its first fault counts.
     """
     least_s = 0.0
     for clause in plan.clauses:
@@ -60,7 +60,7 @@ def least_duration_s(plan: FaultPlan, *, restart: bool) -> float:
 
 @dataclass
 class WorkerProgress:
-    """The latest of one worker.
+    """The latest news of one worker.
 
     Attributes:
         state: by its own log, or by another's while the worker is lost or silent.
@@ -204,13 +204,13 @@ class LiveView:
 def fault_results(records: Sequence[FaultRecord], run_log: RunLog) -> list[dict[str, Any]]:
     """Return the entry of ``--json`` for each fault.
 
-    at_s: seconds since all workers train, as it happened; as planned where it did not.
+    at_s: seconds from when all workers trained to the fault; the planned ones if it was missed.
     factor: of a slow worker.
-    detected_s: by each worker that lived and ran meanwhile, seconds from the fault to its notice;
-        None where it noticed nothing. Nobody notices a slow worker.
-    rejoined_s: seconds from the fault to when the first of the others noticed that the worker takes
+    detected_s: for each worker that lived and ran meanwhile, the seconds from the fault to its
+        notice; None if it noticed nothing. No worker notices a slow one.
+    rejoined_s: seconds from the fault until the first of the others noticed that the worker takes
         part again.
-    missed: why it did not happen, where it did not.
+    missed: why the fault did not happen, if it was missed.
     """
     results: list[dict[str, Any]] = []
     for record in sorted(records, key=lambda each: (each.planned_s, each.rank)):
@@ -227,7 +227,7 @@ def fault_results(records: Sequence[FaultRecord], run_log: RunLog) -> list[dict[
             later = [each.clock_s for each in records if _befalls_again(each, record)]
             until_s = min((at_s for at_s in later if at_s is not None), default=math.inf)
             detected = _noticed_by(run_log, record.rank, kinds, since_s, until_s)
-            # Only from who saw it go: to one that came back meanwhile all others are new.
+            # Only witnesses of the loss count: to a worker that came back meanwhile, all are new.
             back = _noticed_by(run_log, record.rank, ("answered", "restarted"), detected, until_s)
             result["detected_s"] = {
                 str(rank): round(detected[rank] - record.clock_s, 3) if rank in detected else None
@@ -259,7 +259,7 @@ def fault_line(result: dict[str, Any]) -> str:
 
 
 def _befalls_again(later: FaultRecord, record: FaultRecord) -> bool:
-    """Return whether a fault is a later one of the same worker, that others may notice."""
+    """Return whether ``later`` befell the same worker after ``record``, and can be noticed."""
     if later.clock_s is None or record.clock_s is None or later.kind == "slow":
         return False
     return later.rank == record.rank and later.clock_s > record.clock_s
@@ -272,7 +272,7 @@ def _noticed_by(
     since_s: Mapping[int, float],
     until_s: float,
 ) -> dict[int, float]:
-    """Return when each worker of ``since_s`` first noticed this, from its own time on."""
+    """Return when each worker of ``since_s`` first noticed ``rank``, from its time there on."""
     found: dict[int, float] = {}
     for witness, from_s in since_s.items():
         for notice in run_log.workers[witness].notices:

@@ -11,7 +11,7 @@ from gossipdp.observe.status import notice_words
 from gossipdp_lab.report.view import Event, Points, RunView, Span, merged
 
 COLOURS = 7
-"""So many workers have a colour each in page.css; more share a scale from blue to yellow."""
+"""Up to so many workers have a colour each in page.css; more share a scale of blue to yellow."""
 
 WIDTH, HALF_WIDTH, HEIGHT = 760, 480, 250
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
@@ -120,9 +120,9 @@ def line_chart(
 ) -> Drawing | None:
     """Draw a line for each worker, from x = 0 to ``x_end``; return None without values.
 
-    The y scale is logarithmic if positive values differ by a factor of 20, unless ``is_linear``.
+    Unless ``is_linear``, the y scale is logarithmic if positive values differ by a factor of 20.
     Values that are not finite are left out, and long lines are thinned by means. For each line
-    ``starts_of_pieces`` holds the x at which it does not go on from the point before.
+    ``starts_of_pieces`` holds each x at which a new piece begins, not joined to the point before.
     """
     thinned = [_thinned(each, x_end) for each in lines]
     marks = [mark] if mark else []
@@ -200,7 +200,7 @@ def heat_map(
     show: Callable[[float], str],
     tell: Callable[[Pair, float], str],
 ) -> Drawing:
-    """Draw ``values`` by (lower rank, higher rank), none negative; other pairs stay empty.
+    """Draw ``values`` by (lower rank, higher rank); none is negative. Other pairs stay empty.
 
     ``show`` gives the text in a square, if there is room, and ``tell`` the text at the pointer.
     """

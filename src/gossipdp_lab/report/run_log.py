@@ -1,4 +1,4 @@
-"""The readers of a run's logs: of one worker's while it grows, of one worker's, of all workers'."""
+"""Readers of logs: of one worker's log while it grows, of one whole log, and of all of a run."""
 
 from __future__ import annotations
 
@@ -61,11 +61,12 @@ class WorkerLog:
     """The records of one worker, by kind, in the order in which they were written.
 
     Attributes:
-        start, restart: of the first process, and of the last if there was more than one.
+        start, restart: the start records of the first process, and, if there was more than one, of
+            the last.
         last_s: time of the last record.
         processes: the times of the first and the last record of each process, the first one first;
             a killed process may have lived a little longer.
-        process_ends: of the processes that failed, as far as their launcher wrote it.
+        process_ends: the ends of the processes that failed, as far as their launcher wrote them.
     """
 
     start: StartRecord

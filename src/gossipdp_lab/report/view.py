@@ -24,7 +24,7 @@ Points = list[tuple[float, float]]
 SAME_EVENT_S = 15.0
 LONGEST_SILENCE_S = 1.5
 LONGEST_STEP = 5.0
-"""In medians of a step: a longer time is a standstill."""
+"""In median steps: a longer time without a step is a standstill."""
 NEWS_S = 2.0
 """The news of a worker's last step may come so much before or after its last sign of life."""
 ENDS_OF_SILENCE = ("lost", "answered", "restarted", "began")
@@ -32,10 +32,10 @@ ENDS_OF_SILENCE = ("lost", "answered", "restarted", "began")
 
 @dataclass(frozen=True)
 class Event:
-    """A change in a worker's life; ``witnesses`` noticed it, and none if its own log holds it.
+    """A change in a worker's life; ``witnesses`` noticed it: none if it is from its own log.
 
     ``what`` is the kind of a notice, or ``began``: a later process of the worker made its first
-    gradient step. ``silent_s``: see :class:`gossipdp.gossip.snapshot.Notice`; at ``time_s``.
+    gradient step. ``silent_s`` is as of ``time_s``: see :class:`gossipdp.gossip.snapshot.Notice`.
     """
 
     time_s: float
@@ -162,10 +162,10 @@ def merged(spans: list[Span], most: int) -> list[Span]:
 
 
 def _standing_still(steps: Sequence[CountsRecord]) -> set[int]:
-    """Return the records before which no step ended, nor was one under way.
+    """Return the indices of the records before which no step ended and none was under way.
 
-    A step was under way if the time from one record with a new step to the next is that of a few
-    steps.
+    If the time from one record with a new step to the next is that of a few steps, a step was under
+    way at the records between them.
     """
     counts = [0, *(step.gradient_steps for step in steps)]
     stepped = [index for index, (old, new) in enumerate(pairwise(counts)) if new > old]
@@ -341,7 +341,7 @@ class RunView:
     def events(self) -> list[Event]:
         """Return losses, silences, returns and joins, the earliest first.
 
-        One that was stopped itself notices late what happened meanwhile, and since when.
+        A worker that was stopped itself notices late what happened meanwhile, but knows since when.
         """
         noticed: dict[tuple[int, str], list[_Sighting]] = defaultdict(list)
         events = []
@@ -390,7 +390,7 @@ class RunView:
         return "; ".join(facts) or self._end_of_log(rank, event.time_s)
 
     def _process_end(self, event: Event, until_s: float) -> str:
-        """Return how the process ended that was found silent or lost; empty if it is not known."""
+        """Return the end of the process that was found silent or lost; empty if not known."""
         since_s = event.time_s - (event.silent_s or 0.0) - NEWS_S
         worker = self.workers.get(event.rank)
         ends = worker.process_ends if worker is not None else ()
@@ -400,7 +400,7 @@ class RunView:
         )
 
     def _end_of_log(self, rank: int, since_s: float) -> str:
-        """Return what the log of a worker says that is not heard since then."""
+        """Return what its own log says of a worker that has not been heard since ``since_s``."""
         worker = self.workers.get(rank)
         if worker is None:
             return "there is no log of it here"
@@ -430,10 +430,10 @@ class RunView:
         return known
 
     def standstills(self) -> dict[int, tuple[float, list[int]]]:
-        """Return by rank the longest time without a step of workers that beat, and who saw it.
+        """Return the longest time without a step of each worker that beat, and its witnesses.
 
-        A time that began as the worker fell silent, or its process ended, is known as that. One
-        that stood still itself saw no steps of others meanwhile.
+        A time that began as the worker fell silent, or its process ended, is left out: it is shown
+        as that. So is a time in which the witness itself stood still: it heard of no steps then.
         """
         longest: dict[int, tuple[float, list[int]]] = {}
         for witness, worker in self.workers.items():
