@@ -234,7 +234,9 @@ def summary(job: JobStatus) -> str:
 
 def _head(job: JobStatus) -> Text:
     graph = (
-        f" on {printable(job.graph)}, comm rate {shown_rate(job.comm_rate)}" if job.graph else ""
+        f" on {printable(job.graph)}, comm rate {printable(shown_rate(job.comm_rate))}"
+        if job.graph
+        else ""
     )
     text = Text(f"run {printable(job.run_id)[:12]}: {printable(job.method)}{graph}\n")
     return text.append(_states(job), style="bold")

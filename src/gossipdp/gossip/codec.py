@@ -88,11 +88,11 @@ def _timed(
 
     @wraps(method)
     def timed(self: "Codec", /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         try:
             return method(self, *args, **kwargs)
         finally:
-            self.busy_s += time.perf_counter() - started_s
+            self.busy_s += time.thread_time() - started_s
 
     return timed
 

@@ -86,6 +86,7 @@ class GossipLoop(LinkHandler):
         self._exchange: Exchange | None = None
         self._progress = 0  # bytes of chunks at the exchange's latest progress
         self._asked_s = self._exchange_started_s = 0.0
+        self._processor_before = 0.0, 0.0  # as the exchange began: of this thread, of the codec
         self.codec = make_codec(wire_format, state, self.transport.allocate)
         self.transfers = Transfers(
             state.all_chunks,
@@ -426,6 +427,7 @@ class GossipLoop(LinkHandler):
             self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
         )
         self._progress = self._exchange.bytes_moved
+        self._processor_before = time.thread_time(), self.codec.busy_s
 
     def _note_progress(self, now: float) -> None:
         """Tell the protocol if the exchange or a sum makes progress; heartbeats alone are none.
@@ -468,7 +470,10 @@ class GossipLoop(LinkHandler):
         self._publisher.exchanged(completed, exchange.num_applied, exchange.num_repeated)
         self._stop_exchange()
         if self.protocol.exchange_rate is not None:
-            self.protocol.exchange_rate.took_processor(time.thread_time(), self.codec.busy_s)
+            before_s, arrays_before_s = self._processor_before
+            self.protocol.exchange_rate.took_processor(
+                time.thread_time() - before_s, self.codec.busy_s - arrays_before_s
+            )
         self.perform(self.protocol.finished(exchange.id, now))
 
     def _stop(self, peer: int, reason: str) -> None:

@@ -1,12 +1,14 @@
 """The processor time that training leaves idle, for ``comm_rate="auto"``."""
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple, final
 
 LOOK_EVERY_S = 1.0
+IS_LINUX = sys.platform == "linux"
 
 
 class Idle(NamedTuple):
@@ -27,16 +29,16 @@ class _Seen(NamedTuple):
 class IdleWatch:
     """A look at the idle time of the machine, and of the training thread, which makes this object.
 
-    A thread that waits for a core counts as busy: it has none to give away. Linux reports how long
-    it waited. Elsewhere only the thread's processor time is known; then the machine counts as
-    idle for the same share of the time as the thread.
+    A thread that waits for a core counts as busy: it has none to give away. Linux alone reports how
+    long it waited, and the time of each core; only the cores that this process may use count.
+    Elsewhere nothing is known, and :meth:`look` returns None.
     """
 
     def __init__(self) -> None:
         self._of_thread = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._of_machine = Path("/proc/stat")
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._num_cores = os.cpu_count() or 1
+        self._cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         self._seen: _Seen | None = None
 
     def look(self, now_s: float) -> Idle | None:
@@ -53,20 +55,28 @@ class IdleWatch:
         thread = 1 - (seen.thread_busy_s - before.thread_busy_s) / (now_s - before.at_s)
         ticks = seen.all_ticks - before.all_ticks
         idle_ticks = seen.idle_ticks - before.idle_ticks
-        return Idle(min(1.0, self._num_cores * idle_ticks / ticks) if ticks > 0 else thread, thread)
+        return Idle(
+            min(1.0, len(self._cores) * idle_ticks / ticks) if ticks > 0 else thread, thread
+        )
 
     def _busy_s(self) -> float:
         try:
-            ran_ns, waited_ns, _ = self._of_thread.read_text("ascii").split()
-            return (int(ran_ns) + int(waited_ns)) / 1e9
+            ran_ns, waited_ns, _ = map(int, self._of_thread.read_text("ascii").split())
         except (FileNotFoundError, ValueError):
-            return time.clock_gettime(self._clock)
+            ran_ns = waited_ns = 0
+        # A kernel without these statistics tells zeros.
+        return (ran_ns + waited_ns) / 1e9 if ran_ns else time.clock_gettime(self._clock)
 
     def _ticks(self) -> tuple[int, int]:
-        """Return the idle ticks of all cores so far, and all ticks; zeros if they are not known."""
+        """Return the idle ticks of our cores so far, and all ticks; zeros if they are not known."""
+        idle_ticks = all_ticks = 0
         try:
-            line = self._of_machine.read_text("ascii").partition("\n")[0]
-            user, nice, system, idle, iowait, *others = map(int, line.split()[1:9])
-        except (OSError, ValueError):
+            for line in self._of_machine.read_text("ascii").splitlines():
+                core, *ticks = line.split()
+                if core in self._cores:
+                    # user, nice, system, idle, iowait, irq, softirq, steal
+                    ran = [int(each) for each in ticks[:8]]
+                    idle_ticks, all_ticks = idle_ticks + ran[3] + ran[4], all_ticks + sum(ran)
+        except (OSError, ValueError, IndexError):
             return 0, 0
-        return idle + iowait, user + nice + system + idle + iowait + sum(others)
+        return idle_ticks, all_ticks

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 
 from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
+from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.links.link import Link
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.worker import WorkerProtocol
@@ -130,11 +131,16 @@ class Publisher:
     def snapshot(self, now: float) -> LoopSnapshot:
         """Return the state of the run now."""
         protocol, membership = self._protocol, self._protocol.membership
-        silent = protocol.suspects()
+        # A joiner that asks who is there comes under a number that is no rank.
+        silent = {peer for peer in protocol.suspects() if peer < FIRST_VISITOR_RANK}
         if self._num_standstills != protocol.num_standstills:
             self._num_standstills = protocol.num_standstills
             self._noticed.note(protocol.rank, "stopped", now, protocol.stood_still_s)
-        heard = {peer: link.last_heard_s for peer, link in self._links.items()}
+        heard = {
+            peer: link.last_heard_s
+            for peer, link in self._links.items()
+            if peer < FIRST_VISITOR_RANK
+        }
         self._noticed.look(membership.version, membership.members, silent, heard, now)
         if membership.version != self._version or now >= self._others_due_s:
             self._version = membership.version
@@ -173,7 +179,7 @@ class Publisher:
             is_stopped=protocol.progress.is_stopped,
             recent_exchanges=tuple(self._recent),
             noticed=self._noticed.notices,
-            silent=silent,
+            silent=frozenset(silent),
             neighbours=protocol.neighbours,
             links=tuple(LinkCounts(link.peer, link.last_heard_s, *each) for link, each in links),
             members=self._members,

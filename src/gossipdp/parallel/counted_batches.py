@@ -100,7 +100,9 @@ class CountedBatches:
             return
         if num_steps == STEPS_WITHOUT_SAMPLES:
             for each in gc.get_referrers(DistributedSampler):
-                if type(each) is DistributedSampler and each.shuffle and each.num_replicas > 1:
+                if type(each) is not DistributedSampler or not hasattr(each, "epoch"):
+                    continue  # or its construction failed
+                if each.shuffle and each.num_replicas > 1:
                     self._samplers.add(each)
         samples = max((each.num_samples for each in self._samplers), default=None)
         if samples is None or self._all_counted <= PASSES_IN_ONE_ORDER * samples:

@@ -114,6 +114,7 @@ class GossipEngine:
             finish=self._state.device.finish,
         )
         self._first_link_due_s: float | None = None
+        self._is_reported = False  # to the launcher: that it trains
         self._rate_warning_due = True
         self._began_s = time.monotonic()
         self._is_averaged = self._has_stopped = False
@@ -208,8 +209,8 @@ class GossipEngine:
             samples = self._agree(samples)
             self._gradient_steps += 1
             self._samples += samples
-            if self._gradient_steps == 1:
-                send_report(Report(trains=True))
+            if not self._is_reported:
+                self._is_reported = send_report(Report(trains=True))
             self._thread.step(samples)
             if self._options.exchange.pace == "strict":
                 self._keep_pace()

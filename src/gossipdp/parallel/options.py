@@ -229,6 +229,12 @@ class Options(Checked):
                 self.comm_rate,
                 extra=OF_RUN,
             )
+        if self.fixed_comm_rate is None and self.exchange.pace == "strict":
+            raise ValueError(
+                "pace='strict' waits until exchanges keep up with the comm rate, and "
+                "comm_rate='auto' follows what they can keep up with: give a number, or "
+                "pace='free'"
+            )
         if self.method in GOSSIP_METHODS:
             return
         moments = self.exchange.moments

@@ -25,7 +25,9 @@ would change the gaps between exchanges for nothing.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 from typing import Literal, TypeAlias, final
 
 Bound: TypeAlias = Literal["start", "ceiling", "link", "processor"]
@@ -37,6 +39,7 @@ NUM_TO_KNOW = 4
 """Exchanges, and their durations, after which the rate is no longer ``START_RATE``."""
 LINK_SHARE = 0.5
 PROCESSOR_SHARE, IDLE_SHARE = 0.015, 0.5
+LAST_COSTS = 9
 HYSTERESIS = 1.25
 SPARE = 1.5
 """A worker's exchanges, asked for and answered, are at most so many times the rate in force."""
@@ -75,9 +78,9 @@ class ExchangeRate:
         self.rate = START_RATE
         self.bound: Bound = "start"
         self._duration_s = _Mean()
-        self._processor_s, self._python_s = _Mean(), _Mean()
+        self._processor_s: deque[float] = deque(maxlen=LAST_COSTS)
+        self._python_s: deque[float] = deque(maxlen=LAST_COSTS)
         self._idle_core, self._idle_thread = _Mean(), _Mean()
-        self._taken_s: tuple[float, float] | None = None  # when the last exchange ended
         self._tokens, self._tokens_at = BURST, -math.inf
         self._step_s: float | None = None
 
@@ -86,16 +89,16 @@ class ExchangeRate:
         self._duration_s.add(duration_s)
 
     def took_processor(self, processor_s: float, arrays_s: float) -> None:
-        """Note the processor time that gossip has taken so far, once after each exchange.
+        """Note the processor time that the gossip thread took from an exchange's begin to its end.
+
+        Not from one exchange to the next: all else that the thread does would make rare exchanges
+        look dear, and so rarer still. A state that was given meanwhile is an outlier; the median of
+        the last exchanges counts.
 
         ``arrays_s``: of that, the time spent on arrays, outside of Python.
         """
-        if self._taken_s is not None:
-            before_s, arrays_before_s = self._taken_s
-            taken_s = max(0.0, processor_s - before_s)
-            self._processor_s.add(taken_s)
-            self._python_s.add(max(0.0, taken_s - (arrays_s - arrays_before_s)))
-        self._taken_s = processor_s, arrays_s
+        self._processor_s.append(processor_s)
+        self._python_s.append(max(0.0, processor_s - arrays_s))
 
     def saw_idle(self, core: float, thread: float) -> None:
         """Note the idle shares of about the last second: c and i of the module's text."""
@@ -118,9 +121,9 @@ class ExchangeRate:
     def _allowed(self, step_s: float) -> tuple[float, Bound]:
         allowed: dict[Bound, float] = {"ceiling": CEILING}
         allowed["link"] = LINK_SHARE * step_s / max(self._duration_s.value, 1e-9)
-        if self._processor_s.count and self._idle_core.count:
+        if self._processor_s and self._idle_core.count:
             allowed["processor"] = step_s * min(
-                (PROCESSOR_SHARE + IDLE_SHARE * idle.value) / max(taken_s.value, 1e-9)
+                (PROCESSOR_SHARE + IDLE_SHARE * idle.value) / max(median(taken_s), 1e-9)
                 for idle, taken_s in (
                     (self._idle_core, self._processor_s),
                     (self._idle_thread, self._python_s),

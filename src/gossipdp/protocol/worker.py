@@ -697,7 +697,8 @@ class WorkerProtocol:
         if self.exchange_rate is None:
             return
         self.exchange_rate.began(now)
-        if self._affords_another_at(now) > now and not self._is_spent:
+        is_exchanging = isinstance(self.pairing.state, Exchanging)  # else it was stopped at once
+        if self._affords_another_at(now) > now and not self._is_spent and is_exchanging:
             self._is_spent = True
             self._recheck()
             self.pairing.close()  # without a word: it is exchanging, and answers BUSY anyway

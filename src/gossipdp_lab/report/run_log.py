@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypedDict, TypeVar
+from typing import Literal, Self, TypedDict, TypeVar
 
 import msgspec
 
@@ -32,7 +32,7 @@ _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 class KnownConfiguration(TypedDict, total=False):
     """The part of a configuration that readers of a log compute with."""
 
-    comm_rate: float | str
+    comm_rate: float | Literal["auto"]
     parameters: int
     edges: list[tuple[Rank, Rank]]
 

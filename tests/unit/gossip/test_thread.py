@@ -23,7 +23,8 @@ def fail(*_: object) -> None:
 
 def loop_of(**changes: Any) -> Any:
     """Return a loop whose turns fail."""
-    protocol = SimpleNamespace(rank=0, clock=SimpleNamespace(timed_from_step=math.inf))
+    clock = SimpleNamespace(timed_from_step=math.inf)
+    protocol = SimpleNamespace(rank=0, clock=clock, exchange_rate=None)
     plain = {
         "protocol": protocol,
         "clock": lambda: 0.0,
@@ -101,7 +102,9 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets):
     due: list[str] = []
 
     class Loop:
-        protocol = SimpleNamespace(rank=0, step=lambda *step: looked_at.append(step))
+        protocol = SimpleNamespace(
+            rank=0, exchange_rate=None, step=lambda *step: looked_at.append(step)
+        )
 
         def __init__(self) -> None:
             self.protocol.clock = self

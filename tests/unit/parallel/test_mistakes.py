@@ -83,6 +83,10 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(comm_rate=math.nan), "comm_rate is nan; it must be a positive number"),
         (lambda: wrap(comm_rate=True), "comm_rate is True; it must be a positive number"),
         (lambda: wrap(comm_rate="often"), "comm_rate is 'often'; give 'auto', or exchanges per"),
+        (
+            lambda: wrap(comm_rate="auto", exchange=Exchange(pace="strict")),
+            "comm_rate='auto' follows what they can keep up with",
+        ),
         (lambda: wrap(method="magic"), "a2cid2, gossip, none"),
         (lambda: wrap(exchange=Exchange(pace="brisk")), "free, strict"),
         (lambda: wrap(wire_format="float8"), "full, bfloat16, lattice8"),

@@ -31,9 +31,9 @@ def rate_after(
 ) -> ExchangeRate:
     """Return a rate that has seen some equal exchanges; ``idle``: a core, the training thread."""
     rate = ExchangeRate()
-    for number in range(NUM_TO_KNOW):
+    for _ in range(NUM_TO_KNOW):
         rate.exchanged(duration_s)
-        rate.took_processor(number * processor_s, number * arrays_s)
+        rate.took_processor(processor_s, arrays_s)
     if idle is not None:
         rate.saw_idle(*idle)
     rate.stepped(step_s)
@@ -94,6 +94,15 @@ def test_a_rate_that_trembles_stays() -> None:
     assert rate.stepped(0.9 * CEILING / 0.25 * STEP_S)
     assert rate.stepped(2 * CEILING / 0.25 * STEP_S)
     assert rate.rate == CEILING
+
+
+def test_one_exchange_that_cost_much_more_changes_nothing() -> None:
+    """As while a state was given to a joiner."""
+    rate = rate_after(0.001, processor_s=0.01, idle=(0.0, 1.0))
+    before = rate.rate
+    rate.took_processor(2.0, 0.0)
+    assert not rate.stepped(STEP_S)
+    assert rate.rate == before
 
 
 @given(

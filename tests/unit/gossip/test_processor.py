@@ -1,0 +1,54 @@
+"""The idle watch reads what Linux tells of a thread and of the cores that it may use."""
+
+import os
+
+import pytest
+
+from gossipdp.gossip import processor
+from gossipdp.gossip.processor import Idle, IdleWatch
+
+pytestmark = pytest.mark.skipif(not processor.IS_LINUX, reason="Linux tells it")
+CORES = "cpu  0 0 0 0 0 0 0 0 0 0\n"
+
+
+def watch(tmp_path, monkeypatch, cores=(0, 2)) -> IdleWatch:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cores))
+    made = IdleWatch()
+    made._of_thread, made._of_machine = tmp_path / "schedstat", tmp_path / "stat"
+    return made
+
+
+def write(tmp_path, *, ran_s: float, waited_s: float, idle: dict[int, int], ticks: int) -> None:
+    (tmp_path / "schedstat").write_text(f"{int(ran_s * 1e9)} {int(waited_s * 1e9)} 7\n")
+    lines = [f"cpu{core} {ticks - each} 0 0 {each} 0 0 0 0 0 0\n" for core, each in idle.items()]
+    (tmp_path / "stat").write_text(CORES + "".join(lines) + "intr 5\n")
+
+
+def test_what_ran_or_waited_was_busy_and_other_cores_do_not_count(tmp_path, monkeypatch):
+    made = watch(tmp_path, monkeypatch)
+    write(tmp_path, ran_s=1.0, waited_s=0.5, idle={0: 100, 1: 0, 2: 0}, ticks=200)
+    assert made.look(10.0) is None
+    write(tmp_path, ran_s=1.5, waited_s=1.5, idle={0: 140, 1: 200, 2: 0}, ticks=400)
+    assert made.look(10.9) is None
+    # Of 2 s the thread ran 0.5 and waited 1; two cores of 200 ticks each were idle for 40.
+    found = made.look(12.0)
+    assert found == pytest.approx(Idle(core=0.2, thread=0.25))
+
+
+def test_one_core_at_most_is_idle(tmp_path, monkeypatch):
+    made = watch(tmp_path, monkeypatch)
+    write(tmp_path, ran_s=1.0, waited_s=0.0, idle={0: 0, 2: 0}, ticks=0)
+    made.look(0.0)
+    write(tmp_path, ran_s=1.0, waited_s=0.0, idle={0: 100, 2: 100}, ticks=100)
+    assert made.look(1.0) == Idle(core=1.0, thread=1.0)
+
+
+def test_without_these_statistics_the_threads_own_clock_counts(tmp_path, monkeypatch):
+    made = watch(tmp_path, monkeypatch)
+    times_s = iter([3.0, 3.5, 3.75])
+    monkeypatch.setattr(processor.time, "clock_gettime", lambda clock: next(times_s))
+    (tmp_path / "schedstat").write_text("0 0 0\n")
+    made.look(0.0)
+    assert made.look(1.0) == Idle(core=0.5, thread=0.5)
+    (tmp_path / "schedstat").unlink()
+    assert made.look(2.0) == Idle(core=0.75, thread=0.75)
