@@ -32,7 +32,7 @@ SHAPES = {
 }
 # Events of one clause may not flood the log.
 SHORTEST_PERIOD_S = 0.1
-LARGEST_FACTOR = 1000.0
+LARGEST_FACTOR = 100.0  # a worker runs for at least 5 ms at a time
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ own and may afford more. So it limits all its exchanges to 1.5 r. Above that it 
 can afford another exchange (:meth:`ExchangeRate.opens_at`): it neither asks for one nor accepts
 one.
 
-t is a running median, and the others are running means. The rate in force changes only if the rate
-that they allow differs from it by more than a quarter, or reaches 4 a step: a rate that trembles
-would change the gaps between exchanges for nothing.
+t, p and q are running medians; d, c and i are running means. The rate in force changes only if the
+rate that they allow differs from it by more than a quarter, or reaches 4 a step: a rate that
+trembles would change the gaps between exchanges for nothing.
 """
 
 from __future__ import annotations
