@@ -46,7 +46,7 @@ def test_what_a_clause_means(text: str, clause: Clause) -> None:
         ("slow 2", "say how many times slower: 4x"),
         (
             "slow 1x",
-            "above 1x and up to 1000x; write slow FACTORx [RANK] [at TIME | every TIME] [fo",
+            "above 1x and up to 100x; write slow FACTORx [RANK] [at TIME | every TIME] [fo",
         ),
         ("slow 4x for 0.1ms", "the duration is 0"),
         ("link 0-1 down 20s", "links cannot be cut here"),
