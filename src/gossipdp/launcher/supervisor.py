@@ -459,8 +459,8 @@ class Supervisor:
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""
-        self._is_killing = True
-        self._kill_at = min(self._clock(), self._kill_at or self._clock())
+        if not self._is_killing:  # a later call does not lengthen the wait for their ends
+            self._is_killing, self._kill_at = True, self._clock()
         self._give_up_waiting()
         for worker in self.running.values():
             worker.kill()

@@ -343,8 +343,11 @@ def test_a_write_without_end_is_not_waited_for(make: Make) -> None:
     setting.supervisor.end()
     setting.step(SAVING_PATIENCE_S - 1)
     assert not setting.workers[0].is_killed
-    setting.step(SAVING_PATIENCE_S + 1)
+    assert setting.step(SAVING_PATIENCE_S + 1), "its end is waited for"
     assert setting.workers[0].is_killed
+    setting.workers[0].how = KILLED
+    setting.step(SAVING_PATIENCE_S + 2)
+    assert 0 not in setting.supervisor.running
 
 
 def test_ending_twice_kills_at_once(make: Make) -> None:
@@ -360,7 +363,7 @@ def test_a_process_that_cannot_be_killed_is_given_up(make: Make) -> None:
     setting = make()
     setting.supervisor.end()
     assert setting.step(PATIENCE_S + 1)
-    assert not setting.step(PATIENCE_S + UNKILLABLE_S)
+    assert not setting.step(PATIENCE_S + 1 + UNKILLABLE_S)
 
 
 def test_the_first_life_is_described_first() -> None:
