@@ -172,7 +172,8 @@ def run(arguments: RunArguments) -> int:
     def tell(failure: Failure, others_go_on: bool) -> None:
         nonlocal num_restarts, some_go_on
         some_go_on = others_go_on
-        then = "the others go on" if supervisor.running else "no other worker runs here"
+        goes_on = bool(supervisor.running) or plan.others_elsewhere
+        then = "the others go on" if goes_on else "no other worker runs here"
         if not others_go_on:
             then = "the run had not begun, so all are ended"
         if failure.is_injected:

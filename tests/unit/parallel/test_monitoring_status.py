@@ -96,6 +96,8 @@ def test_a_metric_needs_no_other_place_than_its_field(
         name: {7: 100 + index} if metric.label else 100 + index
         for index, (name, metric) in enumerate(metrics_of(Counters).items())
     }
+    words = [name for name, metric in metrics_of(Counters).items() if metric.kind == "word"]
+    counted |= {name: f"as {name}" for name in words}
     own = {"gradient_steps": 1, "samples": 8}  # the log counts these itself
     stats = Stats(rank=0, world_size=1, **counted)
     monkeypatch.setattr(Checkpointer, "stats", lambda self: stats)
@@ -107,7 +109,11 @@ def test_a_metric_needs_no_other_place_than_its_field(
     last = RunLog.read(tmp_path).workers[0].counts[-1]
     assert {name: getattr(status, name) for name in counted} == counted
     assert {name: getattr(last, name) for name in counted} == counted | own
+    for name in words:
+        assert re.search(rf'^gossipdp_{name}{{.*,word="as {name}"}} 1\.0$', metrics, re.MULTILINE)
     for name, metric in metrics_of(Counters).items():
+        if name in words:
+            continue
         value = counted[name][7] if metric.label else counted[name]
         full_name = f"gossipdp_{name}_total" if metric.kind == "counter" else f"gossipdp_{name}"
         assert f"# HELP {full_name} {metric.help}\n# TYPE {full_name} {metric.kind}\n" in metrics
