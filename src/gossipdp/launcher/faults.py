@@ -28,6 +28,7 @@ from gossipdp.links.clock import since_boot_s
 TURN_S, RUN_S = 0.05, 0.005
 # A late turn is made up for by at most this at a time: far below any time-out of the workers.
 MAX_DEBT_S = 0.5
+NOT_BACK_YET = "it has been started again and does not train yet"
 
 
 class Process(Protocol):
@@ -285,7 +286,7 @@ class FaultInjector:
         if target.process is None or place in self._kills:
             return "it does not run"
         if not target.trains:
-            return "it has been started again and does not train yet"
+            return NOT_BACK_YET
         if place in self._stops:
             return "it is stopped"
         if clause.kind == "slow" and place in self._slow:
