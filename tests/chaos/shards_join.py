@@ -86,4 +86,4 @@ def test_a_replica_joins_by_the_line_that_the_run_prints(tmp_path, calls):
         assert call.process.wait(LONGEST_S) == 0, call.output.read_text()
     printed = [each for call in calls for each in call.output.read_text().splitlines()]
     ends = sorted(each for each in printed if "ended" in each)
-    assert ends == [f"[{name}] ended {name} over 2" for name in ("0.0", "0.1", "1.0", "1.1")]
+    assert ends == [f"ended {name} over 2" for name in ("0.0", "0.1", "1.0", "1.1")]
