@@ -178,14 +178,17 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     workers = [WorkerProgress() for _ in range(NUM_WORKERS)]
     tails = [RunLogTail(worker_file(arguments.directory, rank)) for rank in range(NUM_WORKERS)]
     injector = FaultInjector(faults, NUM_WORKERS)
-    kills = Counter(clause.rank for clause in faults.clauses if clause.kind == "kill")
+    num_kills = sum(clause.kind == "kill" for clause in faults.clauses)
     problems: list[str] = []
 
     def poll() -> None:
         for worker, tail in zip(workers, tails, strict=True):
             for record in tail.read_new():
                 worker.take(record)
-        if all(worker.num_lives > kills[rank] for rank, worker in enumerate(workers)):
+        kills = [each for each in injector.records if each.kind == "kill"]
+        killed = Counter(each.rank for each in kills if each.missed is None)
+        all_back = all(worker.num_lives > killed[rank] for rank, worker in enumerate(workers))
+        if len(kills) == num_kills and all_back:
             (arguments.directory / ALL_BACK).touch()
 
     def note(failure: Failure) -> None:
