@@ -11,7 +11,7 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK)) $(BIN)/
 .PHONY: demo test lint types fuzz chaos soak many large mutants browser-test cluster-test bench \
   docs docs-serve dist lock clean
 
-# All-reduce and gossip side by side, in a little over a minute; ARGS="--workers 6" for another demo.
+# All-reduce and gossip side by side, in about two minutes; ARGS="--workers 6" for another demo.
 demo: $(VENV)/lab.installed
 	$(BIN)/gossipdp demo $(or $(ARGS),--compare)
 

@@ -84,10 +84,12 @@ class PoisonFound(Exception):
 def _timed(
     method: Callable[Concatenate["Codec", _Given], _Result],
 ) -> Callable[Concatenate["Codec", _Given], _Result]:
-    """Add the duration of a call to the codec's ``busy_s``."""
+    """Add the processor time of a call to the codec's ``busy_s``, if it ``is_timed``."""
 
     @wraps(method)
     def timed(self: "Codec", /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if not self.is_timed:
+            return method(self, *args, **kwargs)
         started_s = time.thread_time()
         try:
             return method(self, *args, **kwargs)
@@ -120,8 +122,9 @@ class Codec:
     def __init__(
         self, wire_format: WireFormat, state: State, allocate: Allocate | None = None
     ) -> None:
-        self.busy_s = 0.0
-        """Time spent on arrays so far, in which other threads may run Python."""
+        self.is_timed, self.busy_s = False, 0.0
+        """The processor time spent on arrays so far, in which other threads may run Python; counted
+        only on demand: each look at the clock is a call of the system."""
         self.window = wire_format.window
         self.most_queued = wire_format.most_queued
         self._format = wire_format

@@ -88,6 +88,7 @@ class GossipLoop(LinkHandler):
         self._asked_s = self._exchange_started_s = 0.0
         self._processor_before = 0.0, 0.0  # as the exchange began: of this thread, of the codec
         self.codec = make_codec(wire_format, state, self.transport.allocate)
+        self.codec.is_timed = protocol.exchange_rate is not None
         self.transfers = Transfers(
             state.all_chunks,
             links=self._links,
@@ -427,7 +428,8 @@ class GossipLoop(LinkHandler):
             self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
         )
         self._progress = self._exchange.bytes_moved
-        self._processor_before = time.thread_time(), self.codec.busy_s
+        if self.codec.is_timed:
+            self._processor_before = time.thread_time(), self.codec.busy_s
 
     def _note_progress(self, now: float) -> None:
         """Tell the protocol if the exchange or a sum makes progress; heartbeats alone are none.

@@ -31,7 +31,7 @@ class IdleWatch:
 
     A thread that waits for a core counts as busy: it has none to give away. Linux alone reports how
     long it waited, and the time of each core; only the cores that this process may use count.
-    Elsewhere nothing is known, and :meth:`look` returns None.
+    Elsewhere there is no such watch, and the processor does not bound the rate.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,10 @@ class IdleWatch:
         self._seen: _Seen | None = None
 
     def look(self, now_s: float) -> Idle | None:
-        """Return what was idle since the last look; None if that was less than a second ago."""
+        """Return what was idle since the last look.
+
+        None at the first look, less than a second after the last one, and if the thread has ended.
+        """
         before = self._seen
         if before is not None and now_s < before.at_s + LOOK_EVERY_S:
             return None

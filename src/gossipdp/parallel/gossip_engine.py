@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import check_platform
-from gossipdp.launcher.reports import Report, send_report
+from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
@@ -114,7 +115,7 @@ class GossipEngine:
             finish=self._state.device.finish,
         )
         self._first_link_due_s: float | None = None
-        self._is_reported = False  # to the launcher: that it trains
+        self._is_reported = REPORT_VARIABLE not in os.environ  # to a launcher: that it trains
         self._rate_warning_due = True
         self._began_s = time.monotonic()
         self._is_averaged = self._has_stopped = False

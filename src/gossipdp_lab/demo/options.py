@@ -21,7 +21,7 @@ class DemoArguments(RunOptions):
 
     compare: bool = False
     """Train twice, by all-reduce and by --method, with one worker four times slower, and draw both
-    in one picture. It takes a little over a minute. The workload is pystdlib-small."""
+    in one picture. It takes about two minutes. The workload is pystdlib-small."""
 
     workload: Literal["digits", "pystdlib", "pystdlib-small"] | None = None
     """digits (the default): handwritten digits, a small convolutional network; pystdlib: the source

@@ -89,6 +89,15 @@ def exchange(states, codecs, random: Random, alpha_tilde=1.3, id=ID):
     return links, exchanges
 
 
+def test_the_time_on_arrays_is_counted_on_demand_alone():
+    states = [make_state(0), make_state(1)]
+    codecs = [make_codec("full", state) for state in states]
+    codecs[1].is_timed = True
+    exchange(states, codecs, Random(0))
+    assert codecs[0].busy_s == 0.0
+    assert codecs[1].busy_s > 0.0
+
+
 def test_chunks_of_another_exchange_or_out_of_turn_are_not_taken():
     _, exchanges = start([make_state(0), make_state(1)])
     exchanges[0].pump()
