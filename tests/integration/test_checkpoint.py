@@ -204,8 +204,8 @@ def outlive(directory: str) -> Any:
     if model.rank == 1:
         model.save_checkpoint()
         os.kill(os.getpid(), signal.SIGKILL)
-    train_until_noticed("lost", model, optimizer)
-    train(model, optimizer, 10)
+    train_until_noticed("lost", model, optimizer)  # without a step, if it came within those 10
+    train(model, optimizer, 11)
     model.save_checkpoint()
     model.close()
 
