@@ -14,17 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from support.meeting import Meeting
-from support.models import LaunchBound
+from support.models import GptShaped, LaunchBound
 from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel
 from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("plain", "none", "a2cid2")
-"""No wrapper; the wrapper without exchanges; and with them, at comm rate 1."""
+"""No wrapper; the wrapper without exchanges; and with them."""
 CONTROLLED_ARMS = ("plain", "none", "busy", "a2cid2")
 """Also without exchanges, while the other worker keeps its core busy with idle counting for as
 long as both gossip threads would: on some machines a busy core slows the one beside it."""
@@ -37,7 +38,7 @@ SETTLE_S = 0.25  # for what an arm's exchanges still have to do when its turn is
 class OverlapTask:
     """One setting, the same for both workers.
 
-    workload: ``resnet18``, ``launch-bound`` or ``launch-bound-large``.
+    workload: ``resnet18``, ``launch-bound``, ``launch-bound-large`` or ``gpt``.
     shares_cores: both workers compute, each on a core that its gossip thread shares. Otherwise
         worker 0 computes on a core of its own, and worker 1's compute is a timed wait: the other
         core is there for both gossip threads.
@@ -52,6 +53,7 @@ class OverlapTask:
     num_rounds: int
     arms: tuple[str, ...]
     meeting: Path
+    comm_rate: float | Literal["auto"] = "auto"
     gossip_nice: int = 0
 
 
@@ -129,18 +131,25 @@ class _Arm:
         self.gossip_share = 0.0
         self._forward: nn.Module
         self._inputs: Tensor
+        self._labels: Tensor | None = None
         if task.workload == "resnet18":
             net: nn.Module = cifar_resnet18()
             self._inputs = torch.randn(task.batch_size, 3, 32, 32)
             self._labels = torch.randint(10, (task.batch_size,))
+        elif task.workload == "gpt":
+            net = GptShaped()
+            self._inputs = torch.randint(50_257, (task.batch_size,))
+            self._labels = torch.randint(50_257, (task.batch_size,))
         else:
             large = task.workload == "launch-bound-large"
             net = LaunchBound(num_parameters=CIFAR_RESNET18_PARAMETERS if large else 1_000_000)
             self._inputs = torch.randn(task.batch_size, 16)
-        self._is_resnet = task.workload == "resnet18"
-        self._optimizer = torch.optim.SGD(
-            net.parameters(), 1e-3, momentum=0.9, foreach=self._is_resnet
-        )
+        self._optimizer: torch.optim.Optimizer
+        if task.workload == "gpt":
+            self._optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
+        else:
+            foreach = task.workload == "resnet18"
+            self._optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, foreach=foreach)
         self._forward = net
         self._wrapped: GossipDataParallel | None = None
         if name != "plain":
@@ -154,6 +163,7 @@ class _Arm:
                 net,
                 self._optimizer,
                 method=method,
+                comm_rate=task.comm_rate,
                 counting=Counting(samples_per_step=task.batch_size),
             )
         (thread,) = (
@@ -193,7 +203,7 @@ class _Arm:
             return time.perf_counter() - began_s
         self._optimizer.zero_grad()
         outputs = self._forward(self._inputs)
-        if self._is_resnet:
+        if self._labels is not None:
             loss = nn.functional.cross_entropy(outputs, self._labels)
         else:
             loss = outputs.square().mean()

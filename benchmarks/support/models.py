@@ -1,9 +1,10 @@
-"""A model to measure with that no recipe trains: one of a thousand tiny operations."""
+"""Models to measure with that no recipe trains."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS
 
@@ -38,3 +39,42 @@ class LaunchBound(nn.Module):
             for scale, shift in zip(self.scales, self.shifts, strict=True):
                 values = torch.tanh(values * scale + shift)
         return values
+
+
+class GptShaped(nn.Module):
+    """GPT-2's matrices without its attention: 117 million parameters if no number is given.
+
+    Each token is a sample of its own, so a small batch makes a step that is mostly the optimizer's,
+    where an exchange costs most. Tokens (batch,) to logits (batch, num_tokens).
+
+    Args:
+        width: of an embedding, which the output shares.
+        num_layers: each of four matrices.
+        num_tokens: in the vocabulary.
+    """
+
+    def __init__(self, width: int = 768, num_layers: int = 11, num_tokens: int = 50_257) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_tokens, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.layers = nn.ModuleList(_Layer(width) for _ in range(num_layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each token."""
+        values = self.embedding(tokens)
+        for layer in self.layers:
+            values = layer(values)
+        return functional.linear(values, self.embedding.weight)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, values: Tensor) -> Tensor:
+        gate, scale, value = self.mixed(self.norm(values)).chunk(3, dim=-1)
+        values = values + self.out(torch.sigmoid(gate) * torch.tanh(scale) * value)
+        return values + self.narrow(functional.gelu(self.wide(values)))
