@@ -294,6 +294,8 @@ class RowKind:
     period: Literal["none", "may", "must"] = "none"
     by_speed: Literal["nothing", "batch", "steps"] = "nothing"
     needs: Mapping[str, str] = field(default_factory=dict)
+    is_default: bool = False
+    """Graph, rate and pace are the library's defaults, whatever the benchmark's are."""
 
     @property
     def is_ours(self) -> bool:
@@ -347,6 +349,10 @@ KINDS = {
     "diloco_torchft": RowKind("DiLoCo of torchft", TorchftDiLoCo, period="must", needs=TORCHFT),
     "decent_dp": RowKind("Decent-DP", DecentDP, needs=DECENT_DP),
     "none": RowKind("no exchange, one average at the end", Gossip, "none"),
+    "gossipdp": RowKind("gossipdp, defaults", Gossip, is_default=True),
+    "gossipdp_lattice8": RowKind(
+        "gossipdp, lattice8", Gossip, options={"wire_format": "lattice8"}, is_default=True
+    ),
     **{name: kind for method in ("gossip", "a2cid2") for name, kind in _ours(method).items()},
 }
 """By the name that the command takes, without its period."""
@@ -436,6 +442,8 @@ class RowName:
         kind = KINDS[self.kind]
         if not kind.is_ours:
             return {}
+        if kind.is_default:
+            return {"pace": "free", **kind.options}
         rate = self.per_step / (self.period or 1)
         return {"graph": graph, "comm_rate": rate, "pace": pace, **kind.options}
 
