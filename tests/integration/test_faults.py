@@ -439,8 +439,11 @@ def two_join(directory: Path) -> None:
     rank = worker.model.rank
     if rank < 2:
         worker.train_until(lambda: all(worker.noticed("joined", other) for other in (2, 3)))
+        (directory / f"knows-{rank}").touch()
     worker.train_until_exchanged(3)
     if rank == 3:
+        # A worker that hears first of the death does not notice that this one joined.
+        worker.train_until(lambda: all((directory / f"knows-{each}").exists() for each in (0, 1)))
         worker.die()
     worker.train_until(lambda: "3 DEAD" in worker.seen)
     warnings: list[str] = []

@@ -183,31 +183,32 @@ def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
     assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
 
 
+# Light: says that it trains, and waits for the end.
 TRAINING = """
-import os, sys, torch
+import os, sys, time
 from pathlib import Path
-from gossipdp import GossipDataParallel
+from gossipdp.launcher.reports import Report, send_report
 
-files = Path(sys.argv[1])
-module = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-model = GossipDataParallel(module, optimizer)
-(files / f"life-{model.rank}-{os.getpid()}").touch()
+files, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+send_report(Report(begins=True, addresses={rank: ("127.0.0.1", 1000 + rank)}))
+send_report(Report(trains=True))
+(files / f"life-{rank}-{os.getpid()}").touch()
 while not (files / "end").exists():
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-model.consolidate()
-(files / f"done-{model.rank}").touch()
+    time.sleep(0.01)
+(files / f"done-{rank}").touch()
 """
 
 
-def test_faults_are_done_to_a_script_which_ends_well(tmp_path: Path) -> None:
+def test_faults_are_done_to_a_script_which_ends_well(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
     script, files, log = tmp_path / "train.py", tmp_path / "files", tmp_path / "log"
     files.mkdir()
     script.write_text(TRAINING)
     plan = "kill 1 at 0.5s; stop 0.5s 0 at 1s; slow 2x 2 at 1s; kill 1 at 1h"
     words = ["-n", "3", "--max-restarts", "1", "--log-dir", str(log), "--faults", plan]
-    run = RunCommand(tmp_path / "output", [*words, str(script), str(files)])
+    words += [str(script), str(files)]
+    run = RunCommand(tmp_path / "output", words, environment=without_torch)
     try:
         lines = log / "faults-0.jsonl"
         run.wait_for(lambda: lines.exists() and lines.read_text().count("\n") == 3)
