@@ -25,10 +25,10 @@ from support.report import run_script
 
 import gossipdp
 from gossipdp.graph import build_graph
-from gossipdp.links.sockets import pace_of_links
 from gossipdp.rules import (
     at_least_1,
     check_flags,
+    megabits_per_s,
     option,
     output_file,
     positive_number,
@@ -77,7 +77,7 @@ class ConsensusBenchmark:
     """One run for each: a list such as 0,1,2, or how many."""
 
     link_mbytes: float | None = option(None, positive_number)
-    """Cap on what each link sends, in MB/s; by default none."""
+    """Limit on what each worker sends, in MB/s; by default none."""
 
     json: Path | None = option(None, output_file)
     """Also write the results to this file."""
@@ -140,7 +140,7 @@ def check(arguments: ConsensusBenchmark) -> list[int]:
     check_flags(arguments)
     seeds = parse_seeds(arguments.seeds)
     if arguments.link_mbytes is not None:
-        pace_of_links("max_bytes_per_s", arguments.link_mbytes * 1e6)
+        megabits_per_s("8 * --link-mbytes", 8 * arguments.link_mbytes)
     build_graph(arguments.graph, arguments.workers, seed=seeds[0])
     return seeds
 
@@ -155,7 +155,7 @@ def make_task(arguments: ConsensusBenchmark, seed: int) -> ConsensusTask:
         num_steps=arguments.steps,
         num_floats=arguments.floats,
         seed=seed,
-        max_bytes_per_s=None if arguments.link_mbytes is None else arguments.link_mbytes * 1e6,
+        max_megabits_per_s=arguments.link_mbytes and 8 * arguments.link_mbytes,
     )
 
 

@@ -27,7 +27,7 @@ class ConsensusTask:
 
     num_steps: "gradient steps" of each worker, each a wait of ``step_s`` that changes nothing.
     num_floats: length of the vector that each worker holds.
-    max_bytes_per_s: what each link sends at most; None for no cap.
+    max_megabits_per_s: what each worker sends at most; None for no limit.
     """
 
     graph: str
@@ -37,7 +37,7 @@ class ConsensusTask:
     num_steps: int
     num_floats: int
     seed: int
-    max_bytes_per_s: float | None
+    max_megabits_per_s: float | None
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def run_worker(task: ConsensusTask) -> WorkerSeries:
         method=task.method,
         seed=task.seed,
         counting=Counting(samples_per_step=1),
-        network=Network(max_bytes_per_s=task.max_bytes_per_s),
+        network=Network(max_megabits_per_s=task.max_megabits_per_s),
     )
     # Wrapping gave all of them rank 0's vector. No worker asks for an exchange before its fifth
     # step, and none steps before all have met again: so all begin from vectors of their own.

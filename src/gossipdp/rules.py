@@ -68,6 +68,7 @@ def output_file(name: str, path: Path) -> Path:
 
 
 positive_number = partial(number, is_positive=True)
+megabits_per_s = partial(number, least=0.01)
 
 
 def comm_rate(name: str, value: Any) -> float | str:

@@ -19,7 +19,7 @@ from consensus_worker import WorkerSeries
         ({"graph": "circle"}, "circle"),
         ({"workers": 1}, "--workers is 1"),
         ({"comm_rate": 0.0}, r"--comm-rate is 0\.0"),
-        ({"link_mbytes": 1e-9}, "max_bytes_per_s"),
+        ({"link_mbytes": 1e-9}, "--link-mbytes"),
         ({"seeds": "a"}, "--seeds is 'a'"),
     ],
 )

@@ -62,7 +62,7 @@ def spread(results: Any) -> float:
 
 CASES = {
     "memory": {},
-    "TCP, outer step": {"network": {"max_bytes_per_s": 4e9}, "outer": OuterStep()},
+    "TCP, outer step": {"network": {"shared_memory": "off"}, "outer": OuterStep()},
     "lattice8, gossip": {"wire_format": "lattice8", "method": "gossip"},
 }
 

@@ -59,7 +59,7 @@ def test_an_exchange_that_takes_longer_than_the_time_out(workers):
         "graph": "complete",
         "comm_rate": 0.5,
         "exchange": Exchange(pace="strict"),
-        "network": Network(timeout_s=1.0, max_bytes_per_s=4e6, shared_memory="off"),
+        "network": Network(timeout_s=1.0, max_megabits_per_s=32),
     }
     results = workers(walk, 2, ("gossip", num_values, 12, options))
     for _, stats in results:

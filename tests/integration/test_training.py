@@ -19,6 +19,7 @@ from waiting import wait_until
 
 from gossipdp import Counting, Exchange, GossipDataParallel, Network, OuterStep
 from gossipdp.errors import WorkerFailedError
+from gossipdp.links.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
 
@@ -256,28 +257,37 @@ def end_by_steps_and_by_budget() -> list[tuple[float, list[str]]]:
     return [end_by("steps"), end_by("budget")]
 
 
-def train_until_its_rate_is_set() -> tuple[float, str]:
+def train_until_its_rate_is_set() -> tuple[float, str, list[int]]:
+    """Return the rate, its bound, and the steps made during each exchange."""
     torch.manual_seed(0)
-    net = nn.Linear(16, 1500)  # 102 kB, which take a second
+    net = nn.Linear(16, 1500)  # 102 kB, which take one or two seconds
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    network = Network(max_bytes_per_s=100_000)
+    network = Network(max_megabits_per_s=0.6)
     model = GossipDataParallel(net, optimizer, comm_rate="auto", network=network)
+
+    stepped_s: list[float] = []
 
     def step() -> None:
         net(torch.ones(4, 16)).square().sum().backward()
         optimizer.step()
-        time.sleep(0.02)
+        stepped_s.append(since_boot_s())
+        time.sleep(0.1)  # a step wakes the gossip thread, whose work is not the bound here
 
     wait_until(lambda: model.stats().comm_rate_bound != "start", "the rate is known", step)
     stats = model.stats()
     model.consolidate(timeout_s=60)
-    return stats.aimed_comm_rate, stats.comm_rate_bound
+    num_steps = [
+        sum(each.started_s < at_s < each.ended_s for at_s in stepped_s)
+        for each in stats.recent_exchanges
+    ]
+    return stats.aimed_comm_rate, stats.comm_rate_bound, num_steps
 
 
-def test_a_rate_that_sets_itself_follows_the_link(workers):
-    for rate, bound in workers(train_until_its_rate_is_set, 2):
-        assert bound == "link"
-        assert 0.001 < rate < 0.05  # half a step of 20 ms, over a second
+def test_a_rate_that_sets_itself_follows_the_limit(workers):
+    for rate, bound, num_steps in workers(train_until_its_rate_is_set, 2):
+        assert bound == "limit"
+        assert 0.005 < rate < 0.2  # half a step of 0.1 s, over one or two seconds
+        assert min(num_steps) > 1  # training does not wait for the limit
 
 
 def end_by(what: str) -> tuple[float, list[str]]:

@@ -287,6 +287,7 @@ class LoneOwner(LinkOwner):
         self.memory = SlotMemory(log, epoll, may_share=may_share)
         self.to_read: dict[Any, None] = {}
         self.to_write: dict[TcpLink, None] = {}
+        self.limit, self.held = None, dict[TcpLink, None]()
         self.ended: list[str] = []
 
     def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None:

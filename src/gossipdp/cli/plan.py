@@ -1,4 +1,4 @@
-"""``gossipdp plan``: the constants of a graph, printed before a run."""
+"""``gossipdp plan``: the constants of a graph, and the rate that links allow, before a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gossipdp.rules import option, output_file
+from gossipdp.protocol.exchange_rate import Bound, affordable_rate
+from gossipdp.rules import megabits_per_s, number, option, output_file, positive_number
 
 if TYPE_CHECKING:
     from gossipdp.graph import Graph, Plan
@@ -32,6 +33,13 @@ Measured on grids of factors of two (docs/quality.md). AdamW's is larger
 at comm rate 1, as it divides by the noise of one worker's gradient."""
 """The rule of docs/choosing.md, which has the figures."""
 
+BYTES_OF_A_VALUE = {"full": 4, "bfloat16": 2, "lattice8": 1}
+BOUNDS: dict[Bound, str] = {
+    "ceiling": "4 a step is the most: more was not tried.",
+    "link": "The link is the bound: exchanges fill half of a worker's time.",
+    "limit": "The limit on sent bytes is the bound: exchanges fill half of a worker's time.",
+}
+
 
 @dataclass(frozen=True)
 class PlanArguments:
@@ -43,8 +51,8 @@ class PlanArguments:
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
-    comm_rate: float = 1.0
-    """Exchanges per worker per gradient step."""
+    comm_rate: float | Literal["auto"] = 1.0
+    """Exchanges per worker per gradient step; auto: as many as the links below allow."""
 
     edge_list: Path | None = None
     """Read the graph from a file instead: one edge 'i j' a line, ranks from 0, '#' comments."""
@@ -52,8 +60,28 @@ class PlanArguments:
     seed: int = 0
     """Seed of the random graphs."""
 
+    parameters: float | None = option(None, positive_number)
+    """Trained parameters of a model. With this, --step-ms and --link-mbps the plan says what
+    comm_rate="auto" does."""
+
+    wire_format: Literal["full", "bfloat16", "lattice8"] = "full"
+    """The form in which they travel: 4, 2 or 1 bytes each."""
+
+    step_ms: float | None = option(None, positive_number)
+    """Duration of a gradient step, in milliseconds."""
+
+    link_mbps: float | None = option(None, positive_number)
+    """Speed of a link in each direction, in Mbit/s."""
+
+    latency_ms: float = option(0.5, number)
+    """Time that a message travels, in milliseconds."""
+
+    max_megabits_per_s: float | None = option(None, megabits_per_s)
+    """The limit that Network(max_megabits_per_s=) will set."""
+
     json: Path | None = option(None, output_file)
-    """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number)."""
+    """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number),
+    and auto: the rate that sets itself."""
 
 
 def run(arguments: PlanArguments) -> int:
@@ -61,20 +89,78 @@ def run(arguments: PlanArguments) -> int:
     if "numpy" not in sys.modules:
         # Many small matrices: on a busy machine the threads of a BLAS cost up to 20 times the work.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    graph = _graph(arguments)
+    graph, own_rate = _graph(arguments), _own_rate(arguments)
+    comm_rate = arguments.comm_rate
+    if comm_rate == "auto":
+        if own_rate is None:
+            raise ValueError(
+                "--comm-rate auto follows the links: pass --parameters, --step-ms and --link-mbps, "
+                "or a number"
+            )
+        comm_rate = own_rate.comm_rate
     from gossipdp.graph import plan
 
     with Console(stderr=True).status("eigenvalues and resistances"):
-        planned = plan(graph, arguments.comm_rate)
+        planned = plan(graph, comm_rate)
     console = Console()
     console.print(_table(planned))
     console.print(_verdict(planned), highlight=False)
+    if own_rate is not None:
+        console.print(own_rate.text(), highlight=False)
     console.print(LEARNING_RATE_RULE, highlight=False)
     written: dict[str, Any] = {name: getattr(planned, name) for name in WRITTEN}
     written["edges"] = planned.num_edges
+    if own_rate is not None:
+        written["auto"] = own_rate._asdict()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
     return 0
+
+
+class OwnRate(NamedTuple):
+    """What ``comm_rate="auto"`` does on given links, if the processor allows it."""
+
+    comm_rate: float
+    bound: Bound
+    exchange_bytes: float
+    exchange_seconds: float
+    step_seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Return the mean over exchanges and the time between them."""
+        return self.exchange_bytes * self.comm_rate / self.step_seconds
+
+    def text(self) -> str:
+        """Return it in sentences."""
+        rate, num_steps = self.comm_rate, self.exchange_seconds / self.step_seconds
+        often = f", one in {1 / rate:.3g} steps" if rate < 1 else ""
+        return (
+            f'comm_rate="auto" here: {rate:.3g} exchanges a step{often}. {BOUNDS[self.bound]}\n'
+            f"An exchange sends {self.exchange_bytes / 1e6:.3g} MB each way and takes "
+            f"{self.exchange_seconds:.3g} s, {num_steps:.3g} gradient steps.\n"
+            f"A worker sends {self.bytes_per_second / 1e6:.3g} MB/s "
+            f"({self.bytes_per_second * 8e-6:.3g} Mbit/s) on average, and receives as much.\n"
+            f"Training does not wait: {1 / self.step_seconds:.3g} steps/s. On a busy processor the "
+            "rate is lower."
+        )
+
+
+def _own_rate(arguments: PlanArguments) -> OwnRate | None:
+    num_values, step_ms, mbps = arguments.parameters, arguments.step_ms, arguments.link_mbps
+    if num_values is None or step_ms is None or mbps is None:
+        if (num_values, step_ms, mbps) != (None, None, None):
+            raise ValueError(
+                "a rate that sets itself follows from --parameters, --step-ms and --link-mbps: "
+                "pass all three, or none"
+            )
+        return None
+    num_bytes = num_values * BYTES_OF_A_VALUE[arguments.wire_format]
+    link_s = num_bytes * 8e-6 / mbps
+    limit = arguments.max_megabits_per_s
+    held_s = 0.0 if limit is None else max(0.0, num_bytes * 8e-6 / limit - link_s)
+    exchange_s, step_s = arguments.latency_ms / 1e3 + link_s + held_s, step_ms / 1e3
+    return OwnRate(*affordable_rate(step_s, exchange_s, held_s), num_bytes, exchange_s, step_s)
 
 
 def _graph(arguments: PlanArguments) -> Graph:

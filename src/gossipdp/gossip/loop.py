@@ -86,6 +86,7 @@ class GossipLoop(LinkHandler):
         self._exchange: Exchange | None = None
         self._progress = 0  # bytes of chunks at the exchange's latest progress
         self._asked_s = self._exchange_started_s = 0.0
+        self._held_before_s = 0.0
         self._processor_before = 0.0, 0.0  # as the exchange began: of this thread, of the codec
         self.codec = make_codec(wire_format, state, self.transport.allocate)
         self.codec.is_timed = protocol.exchange_rate is not None
@@ -428,6 +429,7 @@ class GossipLoop(LinkHandler):
             self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
         )
         self._progress = self._exchange.bytes_moved
+        self._held_before_s = self.transport.held_s
         if self.codec.is_timed:
             self._processor_before = time.thread_time(), self.codec.busy_s
 
@@ -476,7 +478,8 @@ class GossipLoop(LinkHandler):
             self.protocol.exchange_rate.took_processor(
                 time.thread_time() - before_s, self.codec.busy_s - arrays_before_s
             )
-        self.perform(self.protocol.finished(exchange.id, now))
+        held_s = self.transport.held_s - self._held_before_s
+        self.perform(self.protocol.finished(exchange.id, now, held_s))
 
     def _stop(self, peer: int, reason: str) -> None:
         exchange = self._exchange

@@ -185,7 +185,13 @@ class LinkHandler(abc.ABC):
 
 
 class Transport(abc.ABC):
-    """A maker of links that drives one :class:`LinkHandler`; for one thread, except ``wake``."""
+    """A maker of links that drives one :class:`LinkHandler`; for one thread, except ``wake``.
+
+    Attributes:
+        held_s: seconds, so far, for which its limit on sent bytes held some back.
+    """
+
+    held_s = 0.0
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> memoryview:

@@ -21,26 +21,19 @@ import abc
 import contextlib
 import errno
 import ipaddress
-import math
 import os
 import socket
-import struct
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 from gossipdp.errors import RendezvousError
-from gossipdp.rules import number
 
 # The most unsent bytes that the kernel takes, so that a control message on a slow link waits behind
 # these and one chunk, not behind megabytes.
 NOTSENT_LOWAT_BYTES = 256 << 10
 BACKLOG = 128
-# Linux; Python's socket module does not name it. The kernel's own TCP keeps the pace.
-SO_MAX_PACING_RATE = 47
-MAX_PACE = 1e15
 
 descriptors_guard = threading.RLock()
 
@@ -186,45 +179,16 @@ def listen(host: str, port: int) -> Listener:
     return listener
 
 
-def set_options(
-    connection: socket.socket, peer_host: str, max_bytes_per_s: float | None = None
-) -> None:
+def set_options(connection: socket.socket, peer_host: str) -> None:
     """Make a data connection non-blocking and undelayed, and bound its unsent bytes.
 
-    Loopback without a cap has no such bound: only bytes that the peer has not read queue there, and
+    Loopback has no such bound: only bytes that the peer has not read queue there, and
     the bound costs a quarter more CPU time.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if max_bytes_per_s is not None:
-        pace(connection, max_bytes_per_s)
-    if max_bytes_per_s is not None or not ipaddress.ip_address(peer_host).is_loopback:
+    if not ipaddress.ip_address(peer_host).is_loopback:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
-
-
-def pace(connection: socket.socket, max_bytes_per_s: float) -> None:
-    """Cap what the kernel sends on a TCP connection; a first burst of ten segments is not paced."""
-    # As unsigned long: Python packs an int as 32 bits with sign, which end at 2 GB/s.
-    wanted = struct.pack("@L", math.ceil(max_bytes_per_s))
-    connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, wanted)
-    if connection.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, len(wanted)) != wanted:
-        raise OSError(errno.ENOPROTOOPT, "the system did not take the pace")
-
-
-def pace_of_links(name: str, value: Any) -> float:
-    """Return the cap if links of this machine can be capped so: the rule of the option ``name``."""
-    max_bytes_per_s = number(name, value, least=1.0, below=MAX_PACE)
-    try:
-        if sys.platform != "linux":  # elsewhere the number 47 means something else
-            raise OSError(errno.ENOPROTOOPT, f"not on {sys.platform}")
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            pace(probe, max_bytes_per_s)
-        return max_bytes_per_s
-    except OSError as error:
-        raise ValueError(
-            f"{name} needs a Linux kernel that paces TCP (SO_MAX_PACING_RATE), and this "
-            f"system has none ({error.strerror}); leave it None and limit the network itself"
-        ) from None
 
 
 def is_connected(connection: socket.socket) -> bool:

@@ -34,6 +34,7 @@ from gossipdp.links.frames import run_tag
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity, Refusal
 from gossipdp.links.link import LinkHandler, Transport
 from gossipdp.links.opening import Opening
+from gossipdp.links.send_limit import SendLimit
 from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import Listener
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
@@ -67,9 +68,10 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         tls: the TLS of all links; None: in the clear.
         clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
         max_unauthenticated: bounds the accepted connections without a handshake.
-        max_bytes_per_s: the cap on the bytes that each link sends; None for no cap.
+        max_bytes_per_s: the limit on the bytes that all links together send, handshakes aside;
+            None for none.
         shared_memory: "auto": workers of one host read each other's exchange chunks in place, if
-            the system has sealed memory and links are not capped; "off": all chunks are sent.
+            the system has sealed memory and sending is not limited; "off": all chunks are sent.
 
     Attributes:
         links: the link to each peer that has one. ``link_up`` may still be on its way.
@@ -104,7 +106,9 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self._secret = secret if tls is None else None
         self._tls = tls
         self._max_unauthenticated = max_unauthenticated
-        self._max_bytes_per_s = max_bytes_per_s
+        self.limit = None if max_bytes_per_s is None else SendLimit(max_bytes_per_s)
+        self.held: dict[TcpLink, None] = {}  # who has waited longest comes first
+        self._looked_s = -math.inf
         self._polling = False
         self.links: dict[int, TcpLink] = {}
         self._openings: dict[Opening, None] = {}  # the oldest first
@@ -192,6 +196,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         for mine in (self.links, self._openings, self._by_descriptor, self.to_read):
             mine.clear()
         self.to_write.clear()
+        self.held.clear()
         self._notices.clear()
 
     def close_in_child(self) -> None:
@@ -235,6 +240,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._log.warn_once("broken", who, "ended the link to %s: %s", who, reason)
         self.to_read.pop(link, None)
         self.to_write.pop(link, None)
+        self.held.pop(link, None)
         with sockets.descriptors_guard:
             if self.links.get(link.peer) is link:
                 del self.links[link.peer]
@@ -308,7 +314,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         deadline_s = self.clock() + HANDSHAKE_TIMEOUT_S
         opening = Opening(connection, handshake, there, deadline_s, self._tls)
         try:
-            sockets.set_options(connection, there[0], self._max_bytes_per_s)
+            sockets.set_options(connection, there[0])
             self._epoll.register(connection, _EDGE)
         except OSError:
             connection.close()
@@ -452,6 +458,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
 
     def _write(self, acknowledge: bool) -> bool:
         """Write on every link that has output and room; return True if there was one."""
+        if self.limit is not None:
+            self._let_on(self.limit)
         had_output = any(link.has_output for link in self.to_write)
         for link in list(self.to_write):
             # Removed only afterwards: should the handler raise, the rest is written next time.
@@ -459,6 +467,17 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             if not (link.has_output or link.owes):
                 self.to_write.pop(link, None)
         return had_output
+
+    def _let_on(self, limit: SendLimit) -> None:
+        """Let the link go on that the limit has held longest, if a portion is there."""
+        now = self.clock()
+        if self.held:
+            self.held_s += now - self._looked_s
+            if limit.opens_at(now) <= now:
+                link = next(iter(self.held))
+                del self.held[link]
+                self.to_write[link] = None
+        self._looked_s = now
 
     def _collect_events(self, timeout_s: float) -> None:
         """Sleep, then turn events into flags before any callback runs.
@@ -469,6 +488,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         due_s = [opening.deadline_s for opening in islice(self._openings, 1)]  # the oldest
         if self._accept_due:
             due_s.append(self._listener_rests_until_s)
+        if self.limit is not None and self.held:
+            due_s.append(self.limit.opens_at(self.clock()))
         if due_s:
             timeout_s = min(timeout_s, min(due_s) - self.clock())
         if self.to_read or self.to_write or self._segments_due:

@@ -35,6 +35,7 @@ from gossipdp.links.frames import (
 )
 from gossipdp.links.handshake import Identity
 from gossipdp.links.link import Link, LinkHandler
+from gossipdp.links.send_limit import SendLimit
 from gossipdp.links.shared_memory import PeerMemory, SlotMemory
 from gossipdp.links.sockets import Stream
 
@@ -79,6 +80,8 @@ class LinkOwner(abc.ABC):
     # Links whose ``read_some`` or ``write_some`` is to be called before sleeping.
     to_read: dict[Any, None]
     to_write: dict["TcpLink", None]
+    limit: SendLimit | None  # of all links together
+    held: dict["TcpLink", None]  # links whose chunk waits for it
 
     @abc.abstractmethod
     def link_ended(self, link: "TcpLink", reason: str, *, broken: bool) -> None:
@@ -129,6 +132,7 @@ class TcpLink(Link):
         self._num_started = 0  # of them, from the first on: those on their way
         self._sending: list[bytes | memoryview] = []
         self._sending_chunk: _Queued | None = None
+        self._granted = 0  # bytes of it that the limit has let pass and that have not left
         self._next_sent = 0
         # Chunks of ours that the peer has read in place, and those that it has yet to.
         self._num_confirmed = self._num_unread = 0
@@ -206,7 +210,8 @@ class TcpLink(Link):
     def has_output(self) -> bool:
         """True if ``write_some`` could send a frame now, acknowledgements aside."""
         waiting = self._sending or self._small or len(self._chunks) > self._num_started
-        return bool(waiting) and self.can_write and not self.closed
+        is_free = self.can_write and self not in self._owner.held
+        return bool(waiting) and is_free and not self.closed
 
     @property
     def owes(self) -> bool:
@@ -395,8 +400,11 @@ class TcpLink(Link):
         while budget > 0 and (self.has_output or (acknowledge and self.owes)):
             if not self._sending:
                 self._start_sending()
+            parts = self._admitted()
+            if not parts:
+                return
             try:
-                count = self.stream.send(self._sending)
+                count = self.stream.send(parts)
             except BlockingIOError:
                 self.can_write = False
                 return
@@ -407,11 +415,17 @@ class TcpLink(Link):
                 self._write_error = f"connection lost: {error.strerror}"
                 self._owner.to_read[self] = None
                 return
+            if self._owner.limit is None:
+                pass
+            elif self._sending_chunk is not None:
+                self._granted -= count
+            else:
+                self._owner.limit.spend(count)
             self.bytes_sent += count
             self.queued_bytes -= count
             budget -= count
             # A short write has filled the socket; an event says when there is room again.
-            self.can_write = count == sum(map(len, self._sending))
+            self.can_write = count == sum(map(len, parts))
             if (chunk := self._sending_chunk) is not None:  # its payload comes last
                 header_rest = sum(map(len, self._sending[:-1]))
                 self.chunk_bytes_sent[chunk.frame_type] += max(0, count - header_rest)
@@ -426,6 +440,23 @@ class TcpLink(Link):
                 self._let_go()
                 if self.stream.is_worn:
                     return  # the link ends here, however much waits
+
+    def _admitted(self) -> list[bytes | memoryview]:
+        """Return the part of what is being sent that the limit lets pass; [] if it must wait.
+
+        A part that found no room comes again as it was: TLS needs that.
+        """
+        limit = self._owner.limit
+        if limit is None or self._sending_chunk is None:
+            return self._sending
+        if not self._granted:
+            num_bytes = sum(map(len, self._sending))
+            self._granted = limit.take(num_bytes, self._owner.clock())
+        if not self._granted:
+            self._owner.held[self] = None
+            return []
+        header_rest = sum(map(len, self._sending[:-1]))  # less than a portion
+        return [*self._sending[:-1], self._sending[-1][: self._granted - header_rest]]
 
     def _start_sending(self) -> None:
         """Lay out the next frames with their numbers: first all that are small, in one part."""

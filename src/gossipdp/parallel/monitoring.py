@@ -59,7 +59,7 @@ MAX_EDGES = 5000
 """Beyond them the graph is named but not listed."""
 OPTIONS = ("method", "seed", "wire_format")
 EXCHANGE_OPTIONS = ("pace", "on_nonfinite")
-NETWORK_OPTIONS = ("shared_memory", "max_bytes_per_s", "timeout_s")
+NETWORK_OPTIONS = ("shared_memory", "max_megabits_per_s", "timeout_s")
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
 

@@ -14,6 +14,7 @@ from gossipdp.rules import (
     at_least_0,
     at_least_1,
     comm_rate,
+    megabits_per_s,
     one_of,
     option,
     port_number,
@@ -41,12 +42,6 @@ def _wire_format(name: str, value: Any) -> Any:
     from gossipdp.gossip.codec import WIRE_FORMATS  # imports torch, which commands need not
 
     return one_of(WIRE_FORMATS, name, value)
-
-
-def _pace(name: str, value: Any) -> float:
-    from gossipdp.links.sockets import pace_of_links
-
-    return pace_of_links(name, value)
 
 
 def _resume(name: str, value: Any) -> PathLike:
@@ -127,8 +122,9 @@ class Network(Checked):
         secret: shared by all workers of the run; by default the launcher's.
         timeout_s: seconds of silence after which a neighbour is suspect.
         start_timeout_s: how many seconds to wait for the other workers at the start.
-        max_bytes_per_s: what each link of this worker sends at most, to leave others room on a
-            shared network; None: no cap. Linux only. With a cap, nothing goes by shared memory.
+        max_megabits_per_s: what this worker sends at most, over all its links and all processes
+            of a sharded replica together, to leave others room on a shared network; None: no
+            limit. Training never waits for it. With a limit, nothing goes by shared memory.
         tls: the directory that ``gossipdp tls-init`` made, for TLS on every link; by default the
             one that ``gossipdp run`` was given. Everyone who has its key can take part in the run.
         shared_memory: ``auto``: neighbours on one host read each other's parameters in place where
@@ -143,9 +139,14 @@ class Network(Checked):
     secret: str | None = field(default=None, repr=False)
     timeout_s: float = option(5.0, positive_number)
     start_timeout_s: float = option(120.0, positive_number)
-    max_bytes_per_s: float | None = option(None, _pace)
+    max_megabits_per_s: float | None = option(None, megabits_per_s)
     tls: PathLike | None = None
     shared_memory: Literal["auto", "off"] = option("auto", partial(one_of, ("auto", "off")))
+
+    def max_bytes_per_s(self, num_processes: int) -> float | None:
+        """Return the part of the limit for one of a worker's processes, which all send at once."""
+        limit = self.max_megabits_per_s
+        return None if limit is None else limit * 1e6 / 8 / num_processes
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,7 @@ class Startup:
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
         identity = self._identity(host, run_id, self.rank, process_id)
+        num_processes = self._replica.environment.num_shards
         self.loop = GossipLoop(
             protocol,
             self._state,
@@ -266,7 +267,7 @@ class Startup:
                 secret,
                 listener,
                 tls=self._tls,
-                max_bytes_per_s=network.max_bytes_per_s,
+                max_bytes_per_s=network.max_bytes_per_s(num_processes),
                 clock=since_boot_s,
                 shared_memory=network.shared_memory,
             ),

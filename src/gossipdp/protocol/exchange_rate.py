@@ -17,6 +17,9 @@ own and may afford more. So it limits all its exchanges to 1.5 r, which may take
 of its time and its processor. Above that it is closed until it can afford another exchange
 (:meth:`ExchangeRate.opens_at`): it neither asks for one nor accepts one.
 
+If the worker's own limit on sent bytes is what makes d long, the bound is that limit, not the
+link: without it the rate would be more than a quarter higher.
+
 t, p and q are running medians; d, c and i are running means. The rate in force changes only if the
 rate that they allow differs from it by more than a quarter, or reaches 4 a step: a rate that
 trembles would change the gaps between exchanges for nothing.
@@ -26,11 +29,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Literal, TypeAlias, final
 
-Bound: TypeAlias = Literal["start", "ceiling", "link", "processor"]
+Bound: TypeAlias = Literal["start", "ceiling", "link", "limit", "processor"]
 """The limit that keeps the rate from being higher."""
 
 CEILING = 4.0
@@ -46,6 +49,34 @@ SPARE = 1.5
 MOST_SKIPPED = 16
 BURST = 4.0
 """Exchanges that a worker may save up while it exchanges less than it can afford."""
+
+
+def affordable_rate(
+    step_s: float,
+    exchange_s: float,
+    held_s: float = 0.0,
+    processor: Iterable[tuple[float, float]] = (),
+) -> tuple[float, Bound]:
+    """Return r of the module's text, and what keeps it from being higher.
+
+    Args:
+        step_s, exchange_s: t and d.
+        held_s: the part of d for which the worker's own limit held its bytes back.
+        processor: (seconds of an exchange, idle share) pairs: p with c, q with i.
+
+    Example:
+        >>> affordable_rate(step_s=0.1, exchange_s=0.2)
+        (0.25, 'link')
+    """
+    allowed: dict[Bound, float] = {"ceiling": CEILING}
+    is_limited = exchange_s > HYSTERESIS * (exchange_s - held_s)
+    allowed["limit" if is_limited else "link"] = LINK_SHARE * step_s / max(exchange_s, 1e-9)
+    for taken_s, idle in processor:
+        share = PROCESSOR_SHARE + IDLE_SHARE * idle
+        most = step_s * share / max(taken_s, 1e-9)
+        allowed["processor"] = min(most, allowed.get("processor", math.inf))
+    bound = min(allowed, key=lambda each: allowed[each])
+    return allowed[bound], bound
 
 
 @final
@@ -77,16 +108,20 @@ class ExchangeRate:
     def __init__(self) -> None:
         self.rate = START_RATE
         self.bound: Bound = "start"
-        self._duration_s = _Mean()
+        self._duration_s, self._held_s = _Mean(), _Mean()
         self._processor_s: deque[float] = deque(maxlen=LAST_COSTS)
         self._python_s: deque[float] = deque(maxlen=LAST_COSTS)
         self._idle_core, self._idle_thread = _Mean(), _Mean()
         self._tokens, self._tokens_at = BURST, -math.inf
         self._step_s: float | None = None
 
-    def exchanged(self, duration_s: float) -> None:
-        """Count an exchange that ended well; its duration counts from its agreement."""
+    def exchanged(self, duration_s: float, held_s: float = 0.0) -> None:
+        """Count an exchange that ended well; its duration counts from its agreement.
+
+        ``held_s``: of that, the time for which this worker's own limit held its bytes back.
+        """
         self._duration_s.add(duration_s)
+        self._held_s.add(held_s)
 
     def took_processor(self, processor_s: float, arrays_s: float) -> None:
         """Note the processor time that the gossip thread took from an exchange's begin to its end.
@@ -110,27 +145,21 @@ class ExchangeRate:
         self._step_s = step_s
         if step_s is None or self._duration_s.count < NUM_TO_KNOW:
             return False
-        allowed, bound = self._allowed(step_s)
+        processor: list[tuple[float, float]] = []
+        if self._processor_s and self._idle_core.count:
+            processor = [
+                (median(self._processor_s), self._idle_core.value),
+                (median(self._python_s), self._idle_thread.value),
+            ]
+        allowed, bound = affordable_rate(
+            step_s, self._duration_s.value, self._held_s.value, processor
+        )
         is_near = self.rate / HYSTERESIS <= allowed <= self.rate * HYSTERESIS
         if self.bound != "start" and is_near and (allowed < CEILING or self.rate == CEILING):
             return False
         has_changed = allowed != self.rate
         self.rate, self.bound = allowed, bound
         return has_changed
-
-    def _allowed(self, step_s: float) -> tuple[float, Bound]:
-        allowed: dict[Bound, float] = {"ceiling": CEILING}
-        allowed["link"] = LINK_SHARE * step_s / max(self._duration_s.value, 1e-9)
-        if self._processor_s and self._idle_core.count:
-            allowed["processor"] = step_s * min(
-                (PROCESSOR_SHARE + IDLE_SHARE * idle.value) / max(median(taken_s), 1e-9)
-                for idle, taken_s in (
-                    (self._idle_core, self._processor_s),
-                    (self._idle_thread, self._python_s),
-                )
-            )
-        bound = min(allowed, key=lambda each: allowed[each])
-        return allowed[bound], bound
 
     # --- in all, asked for and answered ----------------------------------------------------
 

@@ -355,15 +355,18 @@ class WorkerProtocol:
         self._progressed_at = max(now, self._progressed_at)
 
     @_input
-    def finished(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
-        """End the exchange ``id``, complete at this end: all sent, all received and applied."""
+    def finished(self, id: ExchangeId, now: float, held_s: float = 0.0) -> Sequence[_Inner]:
+        """End the exchange ``id``, complete at this end: all sent, all received and applied.
+
+        ``held_s``: the time for which this worker's own limit held its bytes back meanwhile.
+        """
         state = self.pairing.state
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_initiated += state.initiator
             self.exchanges_answered += not state.initiator
             self._presence.pardon(state.peer)
             if self.exchange_rate is not None:
-                self.exchange_rate.exchanged(now - self._began_at)
+                self.exchange_rate.exchanged(now - self._began_at, held_s)
         return self.pairing.finished(id)
 
     @_input

@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from gossipdp.cli.main import main
-from gossipdp.cli.plan import WRITTEN
+from gossipdp.cli.plan import BYTES_OF_A_VALUE, WRITTEN
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.state import Segment, State
+from gossipdp.gossip.codec import WIRE_FORMATS, make_codec
 from gossipdp.links.tls import Tls, tls_files
 
 
@@ -49,6 +53,55 @@ def test_where_writing_fails_the_figures_are_shown(capsys):
     printed = capsys.readouterr()
     assert "A2CiD2 helps here" in printed.out
     assert "No space left" in printed.err
+
+
+LINKS = "--workers 4 --parameters 25.6e6 --step-ms 100"  # 102.4 MB
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        # 8.2 s on the link; half of the time, so one in 164 steps of 0.1 s.
+        ("--link-mbps 100", ("one in 164 steps", "The link is the bound", "102 MB", "6.25 MB/s")),
+        ("--link-mbps 100 --wire-format lattice8", ("one in 41 steps", "25.6 MB", "50 Mbit/s")),
+        ("--link-mbps 100 --latency-ms 8000", ("one in 324 steps",)),
+        ("--link-mbps 200 --max-megabits-per-s 100", ("one in 164 steps", "limit on sent bytes")),
+        ("--link-mbps 100 --max-megabits-per-s 200", ("one in 164 steps", "The link is the bound")),
+        ("--link-mbps 1e6", ("4 exchanges a step. 4 a step is the most", "Training does not wait")),
+    ],
+)
+def test_the_rate_that_sets_itself(capsys, more, expected):
+    assert plan(f"{LINKS} {more}") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in expected:
+        assert words in printed
+
+
+def test_a_plan_at_the_rate_that_sets_itself(tmp_path):
+    path = tmp_path / "plan.json"
+    assert plan(f"{LINKS} --link-mbps 8192 --latency-ms 0 --comm-rate auto --json {path}") == 0
+    written = json.loads(path.read_text())
+    own = written["auto"]
+    assert (own["comm_rate"], own["bound"]) == (pytest.approx(0.5), "link")
+    assert own["exchange_seconds"] == pytest.approx(0.1)
+    assert written["exchanges_per_unit_time"] == pytest.approx(4 / 2 * 0.5)
+
+
+@pytest.mark.parametrize("words", ["--comm-rate auto", "--link-mbps 100", LINKS])
+def test_a_rate_of_links_that_are_not_given(capsys, words):
+    assert plan(f"--workers 4 {words}") == 2
+    assert "--parameters, --step-ms and --link-mbps" in capsys.readouterr().err
+
+
+def test_it_counts_the_bytes_that_an_exchange_sends():
+    assert tuple(BYTES_OF_A_VALUE) == WIRE_FORMATS
+    values = torch.zeros(1 << 16)
+    state = State([Segment(values, Role.TRAINED)])
+    for name, num_bytes in BYTES_OF_A_VALUE.items():
+        codec = make_codec(name, state)
+        codec.start(state.chunks)
+        sent = sum(codec.room(chunk).nbytes for chunk in state.chunks)
+        assert sent == pytest.approx(num_bytes * len(values), rel=1e-3)
 
 
 def test_tls_init_makes_a_pair_that_opens_links_and_overwrites_none(tmp_path, capsys):

@@ -20,11 +20,13 @@ def key(index: int) -> ChunkKey:
     return ChunkKey(0, 0, 1, index)
 
 
-@pytest.fixture(params=["tcp", "tls", "shared"])
+@pytest.fixture(params=["tcp", "tls", "shared", "limited"])
 def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
     """Make workers on the kind of link under test."""
     if request.param == "shared":
         return functools.partial(world.shared, num_bytes=10 * MEGABYTE)
+    if request.param == "limited":
+        return functools.partial(world.tls, max_bytes_per_s=100e6)
     return getattr(world, request.param)
 
 

@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import socket
-import sys
 import threading
 import weakref
 from typing import Any
@@ -126,30 +125,85 @@ def test_a_connection_to_oneself_counts_as_nobody(monkeypatch):
             sockets.is_connected(mirror)
 
 
-# Links with a cap.
+# Workers with a limit.
 
 
-@pytest.mark.parametrize("rate", [1, 5.3e6, 3e9, 1e11])
-def test_a_cap_of_any_size_reaches_the_kernel_whole_at_both_ends(world, rate):
-    first, second = world.tcp(0, max_bytes_per_s=rate), world.tcp(1, max_bytes_per_s=rate)
-    for link in world.join(first, second):
-        taken = link.connection.getsockopt(socket.SOL_SOCKET, sockets.SO_MAX_PACING_RATE, 8)
-        assert int.from_bytes(taken, sys.byteorder) == rate
+def limited_star(world: Any, make: Any) -> tuple[Clock, Any, list[Any]]:
+    """Link a worker that may send 1 MB/s to two others; its clock is the test's."""
+    clock = Clock()
+    first = make(0, max_bytes_per_s=1e6, clock=clock)
+    others = [world.tcp(1), world.tcp(2)] if make == world.tcp else [world.tls(1), world.tls(2)]
+    for other in others:
+        other.handler.hooks["chunk_buffer"] = lambda *what: memoryview(bytearray(what[-1]))
+        world.join(first, other)
+    return clock, first, others
 
 
-def test_a_cap_that_is_invalid_or_that_the_system_cannot_hold(monkeypatch):
-    for rate in (0.0, -1.0, 0.5, float("nan"), float("inf"), 1e30):
-        with pytest.raises(ValueError, match=r"cap is .*; it must be a number of at least 1"):
-            sockets.pace_of_links("cap", rate)
-    assert sockets.pace_of_links("cap", 1_000_000) == 1e6
-    another_system = (sys, "platform", "darwin")
-    no_such_option = (sockets, "SO_MAX_PACING_RATE", 999)
-    another_option = (sockets, "SO_MAX_PACING_RATE", 12)
-    for change in (another_system, no_such_option, another_option):
-        monkeypatch.setattr(*change)
-        with pytest.raises(ValueError, match="cap needs a Linux kernel that paces TCP"):
-            sockets.pace_of_links("cap", 1e6)
-        monkeypatch.undo()
+def tick(world: Any, clock: Clock, num_ticks: int) -> None:
+    for _ in range(num_ticks):
+        clock.now_s += 0.005
+        world.settle(turns=3)
+
+
+@pytest.mark.parametrize("stream", ["tcp", "tls"])
+def test_all_links_of_a_worker_share_its_limit_evenly(world, stream):
+    clock, first, others = limited_star(world, getattr(world, stream))
+    tick(world, clock, 10)
+    links = [first.link(other) for other in others]
+    for link in links:
+        link.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 1, 0), memoryview(bytes(400_000)))
+    before = sum(link.bytes_sent for link in links)
+    tick(world, clock, 100)
+    sent = [link.chunk_bytes_sent[FrameType.EXCHANGE_CHUNK] for link in links]
+    assert 480_000 < sum(link.bytes_sent for link in links) - before < 570_000
+    assert sent[0] == pytest.approx(sent[1], abs=70_000)
+    assert first.transport.held_s == pytest.approx(0.5, abs=0.05)
+    # What is no chunk does not wait, and counts.
+    for other in others:
+        assert not other.handler.of("chunk")
+    tick(world, clock, 80)
+    assert all(len(other.handler.of("chunk")) == 1 for other in others)
+    assert first.transport.held_s == pytest.approx(0.735, abs=0.05)
+    tick(world, clock, 20)
+    assert first.transport.held_s == pytest.approx(0.735, abs=0.05)
+
+
+def test_a_message_does_not_wait_for_the_chunk_of_another_link(world):
+    clock, first, (one, other) = limited_star(world, world.tcp)
+    there = first.link(one)
+    there.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 1, 0), memoryview(bytes(10**6)))
+    tick(world, clock, 2)
+    before = there.bytes_sent
+    data = b"x" * 60_000
+    first.link(other).send_control(data)
+    world.until(lambda: [each for _, each in other.handler.of("control")] == [data])
+    tick(world, clock, 8)  # 40,000 bytes' time, which the message has used up
+    assert there.bytes_sent == before
+    tick(world, clock, 30)
+    assert there.bytes_sent > before
+
+
+def test_a_worker_that_waits_for_its_limit_sleeps(world):
+    first, second = world.tcp(0, max_bytes_per_s=20_000), world.tcp(1)
+    there, _ = world.join(first, second)
+    there.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 1, 0), memoryview(bytes(25_000)))
+    num_polls = 0
+    while there.queued_bytes:
+        first.transport.poll(60.0)
+        num_polls += 1
+    assert num_polls < 15
+
+
+def test_a_link_that_ends_while_it_waits_for_the_limit_is_forgotten(world):
+    clock, first, (one, other) = limited_star(world, world.tcp)
+    for end in (one, other):
+        chunk = memoryview(bytes(100_000))
+        first.link(end).send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 1, 0), chunk)
+    tick(world, clock, 5)
+    first.link(one).close("the test ends it")
+    tick(world, clock, 60)
+    assert len(other.handler.of("chunk")) == 1
+    assert not first.transport.held
 
 
 # Listening.

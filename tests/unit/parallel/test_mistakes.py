@@ -16,6 +16,7 @@ from gossipdp import (
     Exchange,
     GossipDataParallel,
     Monitor,
+    Network,
     OuterStep,
     ProgressLR,
 )
@@ -89,6 +90,7 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         ),
         (lambda: wrap(method="magic"), "a2cid2, gossip, none"),
         (lambda: wrap(exchange=Exchange(pace="brisk")), "free, strict"),
+        (lambda: Network(max_megabits_per_s=0), "must be a number of at least 0.01"),
         (lambda: wrap(wire_format="float8"), "full, bfloat16, lattice8"),
         *(
             (

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gossipdp import Checkpoints, ModelChangedError
+from gossipdp import Checkpoints, ModelChangedError, Network
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -213,3 +213,10 @@ def test_each_shard_has_files_of_its_own(tmp_path: Path) -> None:
         other.own_files(Checkpoints(resume=tmp_path))
     with pytest.raises(ValueError, match=r"replicas of 2 processes, and here a replica has 1"):
         Replica(Environment()).own_files(Checkpoints(tmp_path))
+
+
+def test_the_processes_of_a_replica_share_its_limit_on_sent_bytes() -> None:
+    network = Network(max_megabits_per_s=80)
+    assert network.max_bytes_per_s(1) == 10e6
+    assert network.max_bytes_per_s(4) == 2.5e6
+    assert Network().max_bytes_per_s(4) is None

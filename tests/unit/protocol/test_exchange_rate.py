@@ -24,6 +24,7 @@ STEP_S = 0.1
 def rate_after(
     duration_s: float,
     *,
+    held_s: float = 0.0,
     processor_s: float = 0.0,
     arrays_s: float = 0.0,
     idle: tuple[float, float] | None = None,
@@ -32,7 +33,7 @@ def rate_after(
     """Return a rate that has seen some equal exchanges; ``idle``: a core, the training thread."""
     rate = ExchangeRate()
     for _ in range(NUM_TO_KNOW):
-        rate.exchanged(duration_s)
+        rate.exchanged(duration_s, held_s)
         rate.took_processor(processor_s, arrays_s)
     if idle is not None:
         rate.saw_idle(*idle)
@@ -58,6 +59,11 @@ def test_before_it_knows_an_exchange_it_starts_at_one_a_step() -> None:
         ({"duration_s": 0.001}, CEILING, "ceiling"),
         ({"duration_s": 0.2}, 0.25, "link"),
         ({"duration_s": 1.0, "step_s": 4.0}, 2.0, "link"),
+        # The worker's own limit, if without it the rate would be more than a quarter higher.
+        ({"duration_s": 0.2, "held_s": 0.19}, 0.25, "limit"),
+        ({"duration_s": 0.2, "held_s": 0.041}, 0.25, "limit"),
+        ({"duration_s": 0.2, "held_s": 0.039}, 0.25, "link"),
+        ({"duration_s": 0.001, "held_s": 0.001}, CEILING, "ceiling"),
         # The share of a core that is never idle, and half of what is.
         ({"duration_s": 0.001, "processor_s": 0.01, "idle": (0.0, 1.0)}, 0.15, "processor"),
         ({"duration_s": 0.001, "processor_s": 0.1, "idle": (0.8, 1.0)}, 0.415, "processor"),
