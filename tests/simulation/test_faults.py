@@ -8,10 +8,17 @@ from simulated_faults.adversary import Adversary, draw_adversary, run_adversary
 from simulated_faults.draws import draw_schedule
 from simulated_faults.network import FaultyNetwork, Loss
 from simulated_faults.run import Outcome, run_schedule
-from simulated_faults.schedule import BrokenExchange, Crash, FaultSchedule, Join, Restart, Stall
+from simulated_faults.schedule import (
+    BrokenExchange,
+    Crash,
+    FaultSchedule,
+    Join,
+    Restart,
+    Stall,
+)
 
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph
+from gossipdp.graph.topology import MOST_COMPLETE, build_graph
 from gossipdp.protocol.messages import Accept, Busy, Envelope
 from gossipdp_lab.simulate.network import Conditions, make_workers
 
@@ -50,6 +57,21 @@ def test_a_restarted_worker_and_a_joiner_take_parameters_and_consolidate() -> No
     outcome = expect_whole(FaultSchedule(seed=1, faults=faults))
     assert outcome.num_taken_over == 2
     assert outcome.num_consolidated == 9
+
+
+@pytest.mark.parametrize("method", ["a2cid2", "gossip"])
+@pytest.mark.parametrize("num_workers", [6, 11])
+def test_the_automatic_graph_turns_complete_and_exponential_in_a_run(
+    num_workers: int, method: str
+) -> None:
+    """The invariants ask for one graph among all, and for a mean that nothing moves."""
+    deaths = tuple(Crash(1.0 + rank / 10, rank) for rank in range(4))
+    joins = tuple(Join(5.0 + place / 5, asked=5) for place in range(7))
+    faults = (deaths if num_workers > MOST_COMPLETE else ()) + joins
+    outcome = expect_whole(
+        FaultSchedule(seed=1, graph="auto", num_workers=num_workers, method=method, faults=faults)
+    )
+    assert outcome.num_taken_over == 7
 
 
 def test_a_short_stall_costs_nobody_its_parameters() -> None:

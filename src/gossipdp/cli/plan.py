@@ -18,7 +18,7 @@ from gossipdp.rules import option, output_file
 if TYPE_CHECKING:
     from gossipdp.graph import Graph, Plan
 
-DEFAULT_GRAPH = "ring"
+DEFAULT_GRAPH = "auto"
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
 
 LEARNING_RATE_RULE = """\
@@ -41,7 +41,8 @@ class PlanArguments:
     """Number of workers; may be left out with --edge-list."""
 
     graph: str = DEFAULT_GRAPH
-    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
+    """auto: complete for up to 8 workers, exponential for more; the paper's ring; path, star,
+    complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
     comm_rate: float = 1.0
     """Exchanges per worker per gradient step."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gossipdp.graph.topology import Graph, attach, checked_graph, without
+from gossipdp.graph.topology import Graph, attach, automatic, checked_graph, without
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -198,7 +198,9 @@ class Constants:
 class LiveGraph:
     """The graph of a run as a function of the set of its live workers.
 
-    `without` removes the dead from the original graph, then `attach` adds joiners. The result
+    `without` removes the dead from the original graph, then `attach` adds joiners. If the graph is
+    "auto", `automatic` builds it over the live workers instead: complete while they are few,
+    exponential while they are many, however many the run began with. The result
     depends on the set alone, so workers with the same view of who lives have the same graph,
     whatever the order in which they learned it. The original set keeps its own rates; all other
     sets have the default rates.
@@ -208,6 +210,7 @@ class LiveGraph:
 
     Args:
         constants: The original graph with its rates; ``comm_rate`` is its busiest worker's rate.
+        is_automatic: The original graph is "auto".
 
     Example:
         >>> from gossipdp.graph import build_graph
@@ -216,8 +219,9 @@ class LiveGraph:
         ((0, 1), (0, 3), (1, 3))
     """
 
-    def __init__(self, constants: Constants) -> None:
+    def __init__(self, constants: Constants, *, is_automatic: bool = False) -> None:
         self.original = constants
+        self.is_automatic = is_automatic
         self.comm_rate = max(map(constants.worker_rate, constants.workers))
         self._graph = Graph(constants.workers, constants.edges)
         self._constants_of = lru_cache(MAX_CACHED)(self._work_out)
@@ -242,6 +246,8 @@ class LiveGraph:
         ranks, originals = set(live), set(self.original.workers)
         if not ranks:
             raise ValueError("a graph of no live workers: keep at least one")
+        if self.is_automatic:
+            return automatic(ranks, len(originals))
         survivors = without(self._graph, originals - ranks) if ranks & originals else Graph()
         return attach(survivors, ranks - originals)
 

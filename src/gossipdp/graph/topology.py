@@ -7,6 +7,7 @@ every process.
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import math
 import operator
@@ -26,6 +27,12 @@ RANDOM_REGULAR_DEGREE = 4
 
 MAX_RESAMPLES = 100
 """The most draws of a random graph until one is connected."""
+
+AUTO = "auto"
+"""The name of the default graph, which follows the number of workers: see `automatic`."""
+
+MOST_COMPLETE = 8
+"""Up to so many workers `automatic` joins everyone with everyone."""
 
 Edges = Iterable[tuple[int, int]]
 
@@ -67,6 +74,7 @@ def build_graph(graph: str | Graph | nx.Graph[int], num_workers: int, *, seed: i
     """Build, or check and copy, the graph of ``num_workers`` workers.
 
     ==============  =============================================================================
+    auto            complete for up to 8 workers, exponential for more (`automatic`)
     ring            rank i with i + 1 mod n; two workers share one edge
     path            a ring without the edge that closes it
     star            rank 0 with everyone
@@ -107,15 +115,52 @@ def build_graph(graph: str | Graph | nx.Graph[int], num_workers: int, *, seed: i
         ) from None
     if not isinstance(graph, str):
         return _of_ranks(checked_graph(graph), num_workers)
-    if graph not in _BUILDERS:
+    if graph not in GRAPH_NAMES:
         near = difflib.get_close_matches(graph.lower(), GRAPH_NAMES, n=1, cutoff=0.5)
         hint = f"do you mean {near[0]}? There are" if near else "choose one of"
         raise ValueError(f"unknown graph {graph!r}; {hint} {', '.join(GRAPH_NAMES)}")
     if num_workers < 1:
         raise ValueError(f"graph {graph!r} of {num_workers} workers: there must be at least 1")
+    if graph == AUTO:
+        return automatic(range(num_workers), num_workers)
     shape = "{} x {}, ".format(*torus_shape(num_workers)) if graph == "torus" else ""
     name = f"{graph} ({shape}{count(num_workers, 'worker')})"
     return Graph(range(num_workers), _BUILDERS[graph](num_workers, random.Random(seed)), name)
+
+
+def automatic(live: Iterable[int], num_originals: int) -> Graph:
+    """Return the graph "auto" over the workers that live.
+
+    Up to `MOST_COMPLETE` workers, everyone is joined with everyone. Among more, each rank is joined
+    with the first live rank at or after rank + 2^k, for every 2^k < n, where n is the number of
+    ranks that the run has known; after the highest rank comes the lowest. Without gaps this is the
+    exponential graph. A death or a join changes few edges: those of the rank itself, and at a new
+    highest rank those that pass it.
+
+    The result depends on the set of live workers and on ``num_originals`` alone, so workers with
+    the same view have the same graph. It is connected: a hop of 1 leads through all ranks.
+
+    Args:
+        live: Ranks, at least one.
+        num_originals: The number of workers that the run began with.
+
+    Example:
+        >>> automatic([0, 1, 3], 4).edges
+        [(0, 1), (0, 3), (1, 3)]
+        >>> sorted(automatic([rank for rank in range(16) if rank != 2], 16)[1])
+        [0, 3, 5, 9, 13, 15]
+    """
+    ranks = sorted(live)
+    if len(ranks) <= MOST_COMPLETE:
+        return Graph(ranks, combinations(ranks, 2), f"complete ({_sized_auto(ranks)})")
+    span = max(num_originals, ranks[-1] + 1)
+    graph = Graph(ranks, name=f"exponential ({_sized_auto(ranks)})")
+    for rank in ranks:
+        for power in range((span - 1).bit_length()):
+            place = bisect.bisect_left(ranks, (rank + (1 << power)) % span) % len(ranks)
+            if ranks[place] != rank:
+                graph.join(rank, ranks[place])
+    return graph
 
 
 def checked_graph(graph: Graph | nx.Graph[int]) -> Graph:
@@ -188,6 +233,10 @@ def _sized_name(kind: str, num_workers: int, num_edges: int) -> str:
 def count(number: int, noun: str) -> str:
     """Return ``number`` with its noun, in the plural unless it is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _sized_auto(ranks: list[int]) -> str:
+    return f"{count(len(ranks), 'worker')}, {AUTO}"
 
 
 def torus_shape(num_workers: int) -> tuple[int, int]:
@@ -411,5 +460,5 @@ _BUILDERS: dict[str, Callable[[int, random.Random], Edges]] = {
     "erdos-renyi": _erdos_renyi,
 }
 
-GRAPH_NAMES: tuple[str, ...] = tuple(_BUILDERS)
+GRAPH_NAMES: tuple[str, ...] = (AUTO, *_BUILDERS)
 """The names that `build_graph` knows."""

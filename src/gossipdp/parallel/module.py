@@ -66,8 +66,9 @@ class GossipDataParallel(nn.Module):
         optimizer: a torch optimizer over the module's parameters, or several; a gradient step is a
             step of the first. It may keep momenta, and no copy of the weights (float32 masters,
             slow weights, schedule-free): exchanges would not move that.
-        graph: a name (``ring``, ``complete``, ``exponential``, ...) or a networkx graph whose
-            nodes are the ranks.
+        graph: ``auto`` (complete for up to 8 workers, exponential for more, also where workers die
+            and join), another name (``ring``, ``torus``, ...), or a networkx graph whose nodes are
+            the ranks.
         comm_rate: exchanges per worker per gradient step, in expectation; ``"auto"``: as many as
             this worker's links and processor have room for, 4 at most
             (:mod:`~gossipdp.protocol.exchange_rate`). The same on all workers.
@@ -120,7 +121,7 @@ class GossipDataParallel(nn.Module):
         module: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        graph: Any = "ring",
+        graph: Any = "auto",
         comm_rate: float | Literal["auto"] = 1.0,
         method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
         wire_format: Literal["full", "bfloat16", "lattice8"] = "full",

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.graph.topology import AUTO
 from gossipdp.logs import OF_RUN
 from gossipdp.rules import (
     Checked,
@@ -204,7 +205,7 @@ class Monitor(Checked):
 class Options(Checked):
     """All arguments of ``GossipDataParallel`` but module and optimizer; see there."""
 
-    graph: Any = "ring"
+    graph: Any = AUTO
     comm_rate: float | str = option(1.0, comm_rate)
     method: str = option("a2cid2", partial(one_of, METHODS))
     wire_format: str = option("full", _wire_format)

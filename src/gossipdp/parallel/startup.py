@@ -22,8 +22,8 @@ from gossipdp.errors import RendezvousError, SupersededError
 from gossipdp.gossip.joining import RunEndingError, ask_members
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph
+from gossipdp.graph.constants import Constants, LiveGraph
+from gossipdp.graph.topology import AUTO, build_graph
 from gossipdp.launcher.rendezvous import Habits, Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import Identity
@@ -176,7 +176,9 @@ class Startup:
             unit.eta if has_eta else 0.0, unit.worker_rate(rank) if is_original else 0.0
         )
         if self._method == "a2cid2" and unit.alpha_tilde < 0.5 + 1e-9:
-            # Exchanges leave c at zero (complete graphs): plain averaging, without its memory.
+            # Exchanges leave c at zero (complete graphs): plain averaging, without its memory. So
+            # it stays if the run grows beyond a complete graph: all workers, also those that join,
+            # decide by the number that it began with, and send each other the same state.
             self._method = "gossip"
             self._state.drop_momentum()
         # Random graphs of one name may differ between versions.
@@ -241,6 +243,7 @@ class Startup:
             host=host,
             port=listener.getsockname()[1],
             constants=self._constants,
+            live_graph=LiveGraph(self._constants, is_automatic=options.graph == AUTO),
             method=self._method,  # type: ignore[arg-type]
             timeout_s=network.timeout_s,
             random=Random(f"{options.seed} {self.rank} {self.incarnation}"),

@@ -19,9 +19,9 @@ class SimulateArguments:
     """A Python file with a mapping named scenarios, from names to Scenario objects. They are
     simulated in place of what the other options describe; docs/simulator.md shows one."""
 
-    graph: str = "ring"
-    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
-    several with commas."""
+    graph: str = "auto"
+    """auto: complete for up to 8 workers, exponential for more; the paper's ring; path, star,
+    complete, exponential, hypercube, torus, random-regular or erdos-renyi. Several with commas."""
 
     workers: int = option(16, at_least_1)
     """Number of workers."""

@@ -27,8 +27,9 @@ class RunOptions:
     """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: torch's
     DistributedDataParallel; none: workers train apart and are averaged only at the end."""
 
-    graph: str = "ring"
-    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
+    graph: str = "auto"
+    """auto: complete for up to 8 workers, exponential for more; the paper's ring; path, star,
+    complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
     comm_rate: float | Literal["auto"] = option(1.0, comm_rate)
     """Exchanges per worker per gradient step; auto: as many as its links and processor allow."""

@@ -24,6 +24,8 @@ SIZES = (
 )
 """Mostly small: one schedule of 64 costs as much as dozens of 8."""
 GRAPHS = (
+    "auto",
+    "auto",
     "ring",
     "ring",
     "path",

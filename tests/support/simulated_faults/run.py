@@ -9,7 +9,7 @@ import torch
 
 from gossipdp.dynamics.phase import Phase
 from gossipdp.graph.constants import Constants, LiveGraph
-from gossipdp.graph.topology import build_graph
+from gossipdp.graph.topology import AUTO, build_graph
 from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
@@ -111,7 +111,7 @@ class _Run:
             build_graph(schedule.graph, schedule.num_workers, seed=schedule.seed),
             1.0 if schedule.comm_rate == "auto" else schedule.comm_rate,
         )
-        self.live_graph = LiveGraph(self.constants)
+        self.live_graph = LiveGraph(self.constants, is_automatic=schedule.graph == AUTO)
         self.phases: dict[int, Phase] = {}
         num_rows = schedule.num_workers + schedule.num_joins
         begun = Quadratic(DIMENSION, noise_variance=4.0).begin(num_rows, schedule.seed)

@@ -19,7 +19,7 @@ from gossipdp.graph.constants import (
     sparse_spectrum,
     spectrum,
 )
-from gossipdp.graph.topology import GRAPH_NAMES, build_graph, without
+from gossipdp.graph.topology import GRAPH_NAMES, MOST_COMPLETE, build_graph, without
 
 
 def of(name, num_workers, comm_rate=1.0):
@@ -193,6 +193,35 @@ def test_one_worker_and_one_joiner() -> None:
     live = live_graph()
     assert live.constants({3}).edges == ()
     assert LiveGraph(Constants.of(build_graph("ring", 1))).constants({0, 1}).edges == ((0, 1),)
+
+
+@given(live=st.sets(st.integers(0, 40), min_size=1), num_originals=st.integers(1, 24))
+def test_the_automatic_graph_follows_the_live_workers(live: set[int], num_originals: int) -> None:
+    original = Constants.of(build_graph("auto", num_originals))
+    graph = LiveGraph(original, is_automatic=True).graph(live)
+    assert set(graph) == live
+    assert nx.is_connected(nx.Graph(graph))
+    assert nx.number_of_selfloops(nx.Graph(graph)) == 0
+    if len(live) <= MOST_COMPLETE:
+        assert all(graph[rank] == live - {rank} for rank in live)
+    elif live == set(range(max(num_originals, max(live) + 1))):
+        assert graph == build_graph("exponential", len(live))
+
+
+@pytest.mark.parametrize("rank", [0, 20, 31])
+def test_a_death_moves_few_edges_of_the_automatic_graph(rank: int) -> None:
+    live = LiveGraph(Constants.of(build_graph("auto", 32)), is_automatic=True)
+    before, after = (set(live.graph(set(range(32)) - gone).edges) for gone in (set(), {rank}))
+    assert {edge for edge in before if rank not in edge} <= after
+    assert len(after - before) <= 5, "one for each hop of those that led to it"
+
+
+def test_momentum_flows_on_where_the_automatic_graph_turns_complete() -> None:
+    live = LiveGraph(Constants.of(build_graph("auto", 10)), is_automatic=True)
+    many, few = live.constants(range(10)), live.constants(range(8))
+    assert many.alpha_tilde > 0.6
+    assert few.alpha_tilde == pytest.approx(0.5)
+    assert few.eta > 0, "c, to which exchanges add nothing any more, goes to zero"
 
 
 @given(

@@ -19,7 +19,7 @@ LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
     [
         (lambda: build_graph("rings", 4), r"'rings'; do you mean ring\?"),
         (lambda: build_graph("Torus", 4), r"'Torus'; do you mean torus\?"),
-        (lambda: build_graph("zzz", 4), "choose one of ring, path, star, .*, erdos-renyi"),
+        (lambda: build_graph("zzz", 4), "choose one of auto, ring, path, star, .*, erdos-renyi"),
         (lambda: build_graph("ring", 0), "'ring' of 0 workers"),
         (lambda: build_graph("ring", -3), "'ring' of -3 workers"),
         (lambda: build_graph("ring", 4.5), r"whole number, got 4\.5"),
