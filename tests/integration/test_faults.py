@@ -166,7 +166,7 @@ DEATHS = {0: 0.5, 2: 0.7}
 
 def die_one_by_one(directory: Path) -> None:
     """Let two of a ring of four die: the others, opposite each other, exchange from then on."""
-    worker = Worker(directory, network=PATIENT)
+    worker = Worker(directory, graph="ring", network=PATIENT)
     if worker.model.rank in DEATHS:
         worker.train(DEATHS[worker.model.rank])
         worker.die()
@@ -440,6 +440,8 @@ def two_join(directory: Path) -> None:
     if rank < 2:
         worker.train_until(lambda: all(worker.noticed("joined", other) for other in (2, 3)))
     worker.train_until_exchanged(3)
+    live_graph = worker.protocol.neighbourhood.graph
+    assert len(live_graph.graph(range(4)).edges) == 6, "the default graph is complete for joiners"
     if rank == 3:
         worker.die()
     worker.train_until(lambda: "3 DEAD" in worker.seen)
