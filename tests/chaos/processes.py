@@ -170,7 +170,9 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     """Train under a plan, or undisturbed, and look at everything that is left."""
     faults = plan.faults if plan else FaultPlan()
     cuts = plan.cuts if plan else ()
-    arguments = DemoArguments(workers=NUM_WORKERS, samples=samples, output=directory / "run")
+    arguments = DemoArguments(
+        workers=NUM_WORKERS, graph="ring", samples=samples, output=directory / "run"
+    )
     arguments.directory.mkdir(parents=True)
     temporary = directory / "tmp"
     temporary.mkdir()

@@ -69,6 +69,7 @@ def main(directory: Path) -> None:
     model = GossipDataParallel(
         net,
         optimizer,
+        graph="ring",  # it has momentum
         network=Network(start_timeout_s=300),
         checkpoints=Checkpoints(directory / "checkpoints", every_steps=STEPS_PER_CHECKPOINT),
     )

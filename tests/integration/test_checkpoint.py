@@ -23,7 +23,7 @@ from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer, Write
 
 pytestmark = pytest.mark.processes
 
-NUM_WORKERS, STEPS = 4, 18  # a ring of three mixes as fast without momentum
+NUM_WORKERS, STEPS = 4, 18  # the complete graph, also the ring of three, has no momentum
 BATCH = 8
 
 
@@ -38,6 +38,7 @@ def make_model(directory: str, method: str = "a2cid2", **options: Any) -> Any:
     model = GossipDataParallel(
         net,
         optimizer,
+        graph="ring",
         method=method,
         checkpoints=Checkpoints(directory, resume="auto", **saving),
         **options,

@@ -166,7 +166,7 @@ DEATHS = {0: 0.5, 2: 0.7}
 
 def die_one_by_one(directory: Path) -> None:
     """Let two of a ring of four die: the others, opposite each other, exchange from then on."""
-    worker = Worker(directory, network=PATIENT)
+    worker = Worker(directory, graph="ring", network=PATIENT)
     if worker.model.rank in DEATHS:
         worker.train(DEATHS[worker.model.rank])
         worker.die()

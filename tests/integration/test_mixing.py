@@ -67,6 +67,7 @@ def mix(task, meeting):
     model = GossipDataParallel(
         vector,
         optimizer,
+        graph="ring",
         comm_rate=2.0,
         exchange=Exchange(pace="strict"),  # each step brings its exchanges on a busy machine too
         counting=Counting(samples_per_step=1),

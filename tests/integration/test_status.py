@@ -30,6 +30,7 @@ def train(directory: Path) -> None:
     model = GossipDataParallel(
         net,
         optimizer,
+        graph="ring",
         network=Network(timeout_s=1.0),
         monitor=Monitor(status_port=0),
     )

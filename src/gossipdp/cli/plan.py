@@ -14,12 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from gossipdp.protocol.exchange_rate import Bound, affordable_rate
-from gossipdp.rules import megabits_per_s, number, option, output_file, positive_number
+from gossipdp.rules import (
+    DEFAULT_GRAPH,
+    megabits_per_s,
+    number,
+    option,
+    output_file,
+    positive_number,
+)
 
 if TYPE_CHECKING:
     from gossipdp.graph import Graph, Plan
 
-DEFAULT_GRAPH = "ring"
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
 
 LEARNING_RATE_RULE = """\

@@ -66,7 +66,7 @@ class GossipDataParallel(nn.Module):
         optimizer: a torch optimizer over the module's parameters, or several; a gradient step is a
             step of the first. It may keep momenta, and no copy of the weights (float32 masters,
             slow weights, schedule-free): exchanges would not move that.
-        graph: a name (``ring``, ``complete``, ``exponential``, ...) or a networkx graph whose
+        graph: a name (``exponential``, the paper's ``ring``, ...) or a networkx graph whose
             nodes are the ranks.
         comm_rate: exchanges per worker per gradient step, in expectation; ``"auto"``: as many as
             this worker's links and processor have room for, 4 at most
@@ -121,7 +121,7 @@ class GossipDataParallel(nn.Module):
         module: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        graph: Any = "ring",
+        graph: Any = "exponential",
         comm_rate: float | Literal["auto"] | None = None,
         method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
         wire_format: Literal["full", "bfloat16", "lattice8"] = "full",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.logs import OF_RUN
 from gossipdp.rules import (
+    DEFAULT_GRAPH,
     Checked,
     at_least_0,
     at_least_1,
@@ -205,7 +206,7 @@ class Monitor(Checked):
 class Options(Checked):
     """All arguments of ``GossipDataParallel`` but module and optimizer; see there."""
 
-    graph: Any = "ring"
+    graph: Any = DEFAULT_GRAPH
     comm_rate: float | str | None = option(None, comm_rate)
     method: str = option("a2cid2", partial(one_of, METHODS))
     wire_format: str = option("full", _wire_format)

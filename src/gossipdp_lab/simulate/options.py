@@ -8,7 +8,7 @@ from typing import Literal
 
 import tyro
 
-from gossipdp.rules import at_least_1, number, option, output_file, positive_number
+from gossipdp.rules import DEFAULT_GRAPH, at_least_1, number, option, output_file, positive_number
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class SimulateArguments:
     """A Python file with a mapping named scenarios, from names to Scenario objects. They are
     simulated in place of what the other options describe; docs/simulator.md shows one."""
 
-    graph: str = "ring"
+    graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
     several with commas."""
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, final
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import Graph, build_graph
-from gossipdp.rules import Checked, at_least_1, comm_rate, number, one_of, option, positive_number
+from gossipdp.rules import (
+    DEFAULT_GRAPH,
+    Checked,
+    at_least_1,
+    comm_rate,
+    number,
+    one_of,
+    option,
+    positive_number,
+)
 from gossipdp_lab.simulate.objectives import Consensus, Objective
 from gossipdp_lab.simulate.optimizers import RowOptimizer, Sgd
 from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
@@ -233,7 +242,7 @@ class Scenario(Checked):
         keep_timeline: record what each worker does when.
     """
 
-    graph: str | nx.Graph[int] = "ring"
+    graph: str | nx.Graph[int] = DEFAULT_GRAPH
     num_workers: int = 16
     objective: Objective = field(default_factory=Consensus)
     optimizer: RowOptimizer = field(default_factory=Sgd)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gossipdp.rules import (
+    DEFAULT_GRAPH,
     at_least_0,
     at_least_1,
     check_flags,
@@ -27,7 +28,7 @@ class RunOptions:
     """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: torch's
     DistributedDataParallel; none: workers train apart and are averaged only at the end."""
 
-    graph: str = "ring"
+    graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
     comm_rate: float | Literal["auto"] = option("auto", comm_rate)

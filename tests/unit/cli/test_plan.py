@@ -19,7 +19,7 @@ def plan(words: str) -> int:
 
 
 def test_the_table_and_the_verdict(capsys):
-    assert plan("--workers 64") == 0
+    assert plan("--workers 64 --graph ring") == 0
     printed = capsys.readouterr().out
     for expected in ("ring (64 workers)", "207.673", "0.984375", "0.0349704", "7.26238", "14.5"):
         assert expected in printed
@@ -34,7 +34,7 @@ def test_where_it_does_not_help(capsys, graph, workers):
 
 def test_json(tmp_path):
     path = tmp_path / "plan.json"
-    assert plan(f"--workers 16 --comm-rate 2 --json {path}") == 0
+    assert plan(f"--graph ring --workers 16 --comm-rate 2 --json {path}") == 0
     written = json.loads(path.read_text())
     assert written.keys() == {*WRITTEN, "edges"}
     assert (written["exchanges_per_unit_time"], written["edges"]) == (pytest.approx(16.0), 16)

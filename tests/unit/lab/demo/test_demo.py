@@ -86,7 +86,7 @@ def test_the_configuration_says_what_was_asked_for() -> None:
     assert plain == {
         "workload": "digits",
         "workers": 4,
-        "graph": "ring",
+        "graph": "exponential",
         "method": "a2cid2",
         "comm_rate": "auto",
         "samples": 128_000,

@@ -96,7 +96,7 @@ def test_a_file_where_the_figures_go(elsewhere: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_default_study() -> None:
-    study = study_of("")
+    study = study_of("--graph ring")
     assert (study.methods, study.seeds) == (["a2cid2", "gossip"], [0, 1, 2])
     (case,) = study.cases
     assert case.scenario.compute_time == ConstantTime(0.1)
@@ -108,7 +108,7 @@ def test_the_default_study() -> None:
     ]
     # Gossip needs longer, in proportion to theory's rates.
     assert jobs[3].scenario.num_steps > 3 * jobs[0].scenario.num_steps
-    opening = "\n".join(study_of("--workers 4096").opening())
+    opening = "\n".join(study_of("--graph ring --workers 4096").opening())
     assert "gossip: 1,907 steps at most, since the" in opening
     assert "--steps sets another length" in opening
 
@@ -165,7 +165,7 @@ def test_the_timeline_of_the_docs_idles_as_they_say() -> None:
 
 
 def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--workers 16 --json results.json --timeline --processes 1") == 0
+    assert simulate("--graph ring --workers 16 --json results.json --timeline --processes 1") == 0
     written = strict(elsewhere / "results.json")
     assert set(written["methods"]) == {"a2cid2", "gossip"}
     # The design's table, with Poisson edges.
@@ -183,7 +183,7 @@ def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]
         assert results["events_per_s"] > 0
     assert written["seeds"] == [0, 1, 2]
     assert written["configuration"]["workers"] == 16
-    assert written["command"] == "gossipdp simulate"
+    assert written["command"] == "gossipdp simulate --graph ring"
     assert written["version"]
     figure = elsewhere / "runs" / "simulate-consensus-ring-16" / "figure.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
@@ -227,7 +227,7 @@ def test_methods_that_never_agree_or_diverge() -> None:
 
 @pytest.mark.parametrize("changes", ["eta_factor=40.0", "alpha_tilde_factor=40.0", "num_workers=1"])
 def test_more_steps_help_neither_divergence_nor_one_worker(changes: str, elsewhere: Path) -> None:
-    scenario = f"Scenario(objective=Consensus(2), num_steps=300, {changes})"
+    scenario = f"Scenario(graph='ring', objective=Consensus(2), num_steps=300, {changes})"
     text = "from gossipdp_lab.simulate import Consensus, Scenario\n"
     (elsewhere / "study.py").write_text(f"{text}scenarios = {{'one': {scenario}}}\n")
     _, said = results("study.py --methods a2cid2 --seeds 1")

@@ -31,7 +31,9 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 def ensemble(method: str, case: int = 0, seeds: int = 2, **changes: Any) -> Ensemble:
     traces = [
-        simulate(Scenario(num_workers=4, num_steps=10, seed=seed, **changes), method)
+        simulate(
+            Scenario(**{"graph": "ring"} | changes, num_workers=4, num_steps=10, seed=seed), method
+        )
         for seed in range(seeds)
     ]
     return Ensemble(f"{method} {case}", traces, case)

@@ -79,6 +79,7 @@ def test_gradients_of_a_rank_do_not_depend_on_the_others() -> None:
 def settled(num_workers: int, objective: Quadratic, num_steps: float) -> float:
     """Return the late consensus distance of plain gossip at learning rate one."""
     scenario = Scenario(
+        graph="ring",
         num_workers=num_workers,
         objective=objective,
         optimizer=Sgd(1.0),

@@ -20,6 +20,7 @@ from gossipdp_lab.simulate.synchronous import DiLoCo
 QUIET = Quadratic(dimension=6, mu=0.5, smoothness=2.0, noise_variance=0.0, heterogeneity=4.0)
 RATE = 0.1
 SCENARIO = Scenario(
+    graph="ring",
     num_workers=4,
     objective=QUIET,
     optimizer=Sgd(RATE),
@@ -141,6 +142,7 @@ def test_changes_by_flow_and_exchanges_are_no_step_of_the_optimizer() -> None:
 @pytest.mark.parametrize(("fidelity", "method"), [("ideal", "a2cid2"), ("links", "gossip")])
 def test_with_momentum_0_and_lr_1_there_is_none(fidelity: Fidelity, method: str) -> None:
     scenario = Scenario(
+        graph="ring",
         num_workers=8,
         objective=NOISY.objective,
         optimizer=Sgd(0.1, momentum=0.5),
