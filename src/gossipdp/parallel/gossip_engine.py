@@ -182,6 +182,10 @@ class GossipEngine:
 
     # Training.
 
+    def begins(self, optimizer_index: int) -> None:
+        """Add to an optimizer's moments what exchanges have brought; its step is next."""
+        self._moments.begins(optimizer_index)
+
     def boundary(self, optimizer_index: int, samples: int) -> int:
         """Add to x what exchanges have brought, and count the step of the first optimizer.
 

@@ -193,6 +193,17 @@ class Moments:
             self._kept[segment.optimizer_index].append(_Kept(segment, places, optimizers, finish))
         self._is_default = is_default
 
+    def begins(self, optimizer_index: int) -> None:
+        """Add what exchanges have brought, before an optimizer steps.
+
+        Its step, with beta m + (1 - beta) g, then counts its new gradient whole. Added after it,
+        k exchanges in the time of a step would leave 1/2^k of that gradient: a moment's memory was
+        2^k times as long, and an ``exp_avg`` in two exchanges a step made training diverge
+        (docs/quality.md).
+        """
+        for kept in self._kept[optimizer_index]:
+            kept.begins()
+
     def stepped(self, optimizer_index: int) -> None:
         """Look at an optimizer that has stepped, before its boundary begins.
 
@@ -256,6 +267,13 @@ class _Kept:
                 self._moment.name,
                 self._who,
             )
+
+    def begins(self) -> None:
+        """Add what is pending, unless the optimizer's tensors were replaced since its last step."""
+        if any(chunk.has_pending for chunk in self._chunks) and self._is_in_place():
+            self._finish()
+            for chunk in self._chunks:
+                chunk.boundary(0.0)
 
     def stepped(self) -> None:
         """Count a step, and take in the tensors that the optimizer has replaced.

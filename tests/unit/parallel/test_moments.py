@@ -66,8 +66,8 @@ def give(model: GossipDataParallel, value: float) -> None:
             chunk.snapshot_and_exchange(0.0, out, torch.full_like(out, value), 0.5)
 
 
-def averaged(own: Tensor, value: float, age: int) -> Tensor:
-    return (own + (1 - 0.999**age) * value) / 2
+def averaged(own: Tensor, value: float, age: int, decay: float = 0.999) -> Tensor:
+    return (own + (1 - decay**age) * value) / 2
 
 
 # The optimizer sees no difference.
@@ -112,22 +112,26 @@ def test_without_an_exchange_training_is_bitwise_the_plain_loop(
         )
 
 
-def test_what_an_exchange_brings_is_in_the_next_step(wrap: Callable) -> None:
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("num_exchanges", [1, 3])
+def test_what_exchanges_bring_is_in_the_next_step_and_its_gradient_counts_whole(
+    wrap: Callable, name: str, num_exchanges: int
+) -> None:
+    """If they were added after it, 3 exchanges would leave an eighth of that step's gradient."""
     plain, net = make_net(), make_net()
     theirs, ours = (torch.optim.Adam(each.parameters(), 0.1) for each in (plain, net))
-    model = wrap(net, ours)
+    model = wrap(net, ours, exchange=Exchange(moments={name: 1}))
     train(model, ours, 5)
     train(plain, theirs, 5)
-    give(model, 0.5)
-    for each, module, optimizer in ((model, net, ours), (plain, plain, theirs)):
-        train(each, optimizer, 1, seed=2)
-        if module is plain:
-            for value in kept(theirs):
-                value.copy_(averaged(value, 0.5, age=6))
-        train(each, optimizer, 3, seed=3)
+    for _ in range(num_exchanges):
+        give(model, 0.5)
+        for value in kept(theirs, name):
+            value.copy_(averaged(value, 0.5, age=5, decay={"exp_avg": 0.9}.get(name, 0.999)))
+    for each, optimizer in ((model, ours), (plain, theirs)):
+        train(each, optimizer, 4, seed=2)
     for one, other in zip(plain.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-    for one, other in zip(kept(theirs), kept(ours), strict=True):
+    for one, other in zip(kept(theirs, name), kept(ours, name), strict=True):
         torch.testing.assert_close(one, other)
 
 
