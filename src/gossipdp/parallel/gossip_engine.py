@@ -105,7 +105,7 @@ class GossipEngine:
             momentum=options.method == "a2cid2",
             outer=options.outer,
             exchange_frozen=options.exchange.frozen,
-            moments=chosen_moments(choice, optimizers, options.fixed_comm_rate),
+            moments=chosen_moments(choice, optimizers),
         )
         self._state = self._flat.state
         self._moments = Moments(
@@ -136,7 +136,13 @@ class GossipEngine:
         _engines.add(self)
         own = weakref.ref(self)
         speak_for_run(lambda: (engine := own()) is None or engine.is_lead)
-        line = cost(self._state, self._loop.codec, optimizers)
+        line = cost(
+            self._state,
+            self._loop.codec,
+            optimizers,
+            is_default=choice is True,
+            comm_rate=options.fixed_comm_rate,
+        )
         if line is not None and self.rank == 0:
             logger.info(line)
 
@@ -181,6 +187,10 @@ class GossipEngine:
         )
 
     # Training.
+
+    def begins(self, optimizer_index: int) -> None:
+        """Add to an optimizer's moments what exchanges have brought; its step is next."""
+        self._moments.begins(optimizer_index)
 
     def boundary(self, optimizer_index: int, samples: int) -> int:
         """Add to x what exchanges have brought, and count the step of the first optimizer.

@@ -53,7 +53,7 @@ class Hooks:
     Args:
         module, optimizers: of the wrapper.
         between: learns when each of the optimizers steps.
-        stepped: called with the index of an optimizer that has stepped.
+        begins, stepped: called with the index of an optimizer that is to step, or has stepped.
         counting_once: makes the closure that a step gets count its samples once, however often the
             optimizer calls it.
         loaded: called with the parameters and buffers of a part of the module that were loaded.
@@ -65,13 +65,15 @@ class Hooks:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         between: BetweenSteps,
+        begins: Callable[[int], None],
         stepped: Callable[[int], None],
         counting_once: Callable[[Callable[..., Any]], Callable[..., Any]],
         loaded: Callable[[Iterable[Tensor]], None],
     ) -> None:
         self._indices = {optimizer: index for index, optimizer in enumerate(optimizers)}
         self._module = module
-        self._between, self._stepped, self._counting_once = between, stepped, counting_once
+        self._between, self._counting_once = between, counting_once
+        self._before_step, self._stepped = begins, stepped
         self._parameters = {id(parameter) for parameter in module.parameters()}
         self._num_boundaries = 0
         # How many boundaries there had been when the step of an optimizer began, which may be a
@@ -113,9 +115,11 @@ class Hooks:
         if optimizer in _steps_around():
             return None
         self._begun[optimizer] = self._num_boundaries
-        if optimizer not in self._indices:
+        index = self._indices.get(optimizer)
+        if index is None:
             return None
         self._between.begins(optimizer)
+        self._before_step(index)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return None

@@ -11,6 +11,7 @@ that memory as they do buffers (:class:`~gossipdp.dynamics.moments.MomentChunk`)
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,65 +54,48 @@ KINDS = (
 and settings, not from an optimizer's state: all workers must decide alike, before any step too.
 """
 
-LONGEST_PERIOD = 16
-AUTO_PERIOD = 2
-"""The period where workers choose the numbers of their exchanges: half of all numbers carry."""
-SHARE_OF_MEMORY = 1 / 24
-"""Under ``comm_rate="auto"`` a moment travels each time this share of its memory has passed: six
-times in a quarter of it, in which six exchanges of each mix up to 64 workers."""
+NUMBERS_PERIOD = 2
+"""By default half of all numbers carry moments, and workers choose their exchanges' numbers."""
+DEFAULT_PERIOD = 4
+"""By default one exchange in so many carries moments, or the first one after this share of their
+memory. On the first seed of 16 simulated workers that train for 256 steps, each doubling of the
+gradient steps between two such exchanges costs about 0.5% of the loss, at beta_2 = 0.999 as at 0.95
+(docs/quality.md); so it is not worth to save much of the 25% more bytes."""
+SHARE_OF_MEMORY = 1 / 4
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> Kind | None:
     return next((kind for kind in KINDS if isinstance(optimizer, kind.optimizers)), None)
 
 
-def default_period(decay: float, comm_rate: float) -> int:
-    """One exchange in how many carries a moment of which a step keeps the share ``decay``.
-
-    As many as a worker has in a quarter of the moment's memory of 1 / (1 - decay) steps, and 16 at
-    most: one worker's own moment is the poorer, the shorter its memory (docs/quality.md).
-
-    Example:
-        >>> [default_period(decay, 1.0) for decay in (0.9, 0.95, 0.98, 0.99, 0.999)]
-        [2, 5, 12, 16, 16]
-        >>> default_period(0.999, 1 / 32)
-        7
-    """
-    # A little more, since 1 - 0.95 is a little more than 0.05.
-    num_exchanges = (0.25 + 1e-9) * comm_rate / max(1.0 - decay, 1e-9)
-    return max(1, min(LONGEST_PERIOD, int(num_exchanges)))
-
-
 def steps_between(decay: float) -> float:
-    """Return after how many gradient steps a moment travels again, where the rate sets itself.
+    """Return after how many gradient steps a moment travels again by default, if not before.
+
+    ``decay``: the share of it that a step keeps, so that it remembers 1 / (1 - decay) steps.
 
     Example:
         >>> [round(steps_between(decay), 1) for decay in (0.9, 0.95, 0.99, 0.999)]
-        [0.4, 0.8, 4.2, 41.7]
+        [2.5, 5.0, 25.0, 250.0]
     """
     return SHARE_OF_MEMORY / max(1.0 - decay, 1e-9)
 
 
-def _default(optimizer: torch.optim.Optimizer, comm_rate: float | None) -> Periods:
+def _default(optimizer: torch.optim.Optimizer) -> Periods:
     kind = _kind(optimizer)
     # With amsgrad one worker's largest gradient would stay in its peers' maxima for ever.
     has_maximum = any(group.get("amsgrad") for group in optimizer.param_groups)
-    if kind is None or has_maximum:
-        return {}
-    if comm_rate is None:
-        return dict.fromkeys(kind.travels, AUTO_PERIOD)
-    return {name: default_period(decay_of(name, optimizer), comm_rate) for name in kind.travels}
+    return {} if kind is None or has_maximum else dict.fromkeys(kind.travels, NUMBERS_PERIOD)
 
 
 def chosen_moments(
-    choice: bool | Periods, optimizers: Sequence[torch.optim.Optimizer], comm_rate: float | None
+    choice: bool | Periods, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[Periods]:
     """Return what travels of each optimizer's state.
 
     A name that is given goes for every optimizer that keeps such a tensor, or of which nothing is
     known.
 
-    By default nothing of one with ``amsgrad=True``. ``comm_rate``: None if it sets itself.
+    By default nothing of one with ``amsgrad=True``.
 
     Raises:
         ValueError: a name is given that none of these optimizers keeps.
@@ -125,7 +109,7 @@ def chosen_moments(
                 type(optimizer).__name__,
             )
     if isinstance(choice, bool):
-        return [_default(optimizer, comm_rate) if choice else {} for optimizer in optimizers]
+        return [_default(optimizer) if choice else {} for optimizer in optimizers]
     for name in choice:
         if all(kind is not None and name not in kind.keeps for kind in kinds):
             kept = sorted({each for kind in kinds if kind is not None for each in kind.keeps})
@@ -193,6 +177,17 @@ class Moments:
             self._kept[segment.optimizer_index].append(_Kept(segment, places, optimizers, finish))
         self._is_default = is_default
 
+    def begins(self, optimizer_index: int) -> None:
+        """Add what exchanges have brought, before an optimizer steps.
+
+        Its step, with beta m + (1 - beta) g, then counts its new gradient whole. Added after it,
+        k exchanges in the time of a step would leave 1/2^k of that gradient: a moment's memory was
+        2^k times as long, and an ``exp_avg`` in two exchanges a step made training diverge
+        (docs/quality.md).
+        """
+        for kept in self._kept[optimizer_index]:
+            kept.begins()
+
     def stepped(self, optimizer_index: int) -> None:
         """Look at an optimizer that has stepped, before its boundary begins.
 
@@ -256,6 +251,13 @@ class _Kept:
                 self._moment.name,
                 self._who,
             )
+
+    def begins(self) -> None:
+        """Add what is pending, unless the optimizer's tensors were replaced since its last step."""
+        if any(chunk.has_pending for chunk in self._chunks) and self._is_in_place():
+            self._finish()
+            for chunk in self._chunks:
+                chunk.boundary(0.0)
 
     def stepped(self) -> None:
         """Count a step, and take in the tensors that the optimizer has replaced.
@@ -380,15 +382,31 @@ class _Kept:
         return type(self._optimizer).__name__
 
 
-def cost(state: State, codec: Codec, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """Return a line that says what travels, and what that adds to exchanges; None: nothing does."""
+def cost(
+    state: State,
+    codec: Codec,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    is_default: bool,
+    comm_rate: float | None,
+) -> str | None:
+    """Return a line that says what travels, and what that adds to exchanges; None: nothing does.
+
+    ``comm_rate``: None if it sets itself.
+    """
+    moments = [each.moment for each in state.moments if each.moment is not None]
+    if not moments:
+        return None
+    # All travel together by default.
+    num_exchanges = steps_between(min(each.decay for each in moments)) * (comm_rate or 1.0)
+    default = max(1, min(DEFAULT_PERIOD, math.ceil(num_exchanges)))
     what: dict[str, None] = {}
     num_bytes = 0.0
-    for segment in state.moments:
-        moment, optimizer = segment.moment, optimizers[segment.optimizer_index]
-        assert moment is not None
-        every = "each exchange" if moment.period == 1 else f"one exchange in {moment.period}"
-        what[f"{type(optimizer).__name__}'s {moment.name} travels with {every}"] = None
-        num_bytes += sum(map(codec.num_bytes, segment.chunks)) / moment.period
-    share = num_bytes / sum(map(codec.num_bytes, state.chunks)) if what else 0.0
-    return f"{'; '.join(what)}: {share:.0%} more bytes" if what else None
+    for segment, moment in zip(state.moments, moments, strict=True):
+        period = default if is_default else moment.period
+        every = "each exchange" if period == 1 else f"one exchange in {period}"
+        kind = type(optimizers[segment.optimizer_index]).__name__
+        what[f"{kind}'s {moment.name} travels with {every}"] = None
+        num_bytes += sum(map(codec.num_bytes, segment.chunks)) / period
+    share = num_bytes / sum(map(codec.num_bytes, state.chunks))
+    return f"{'; '.join(what)}: {share:.0%} more bytes"

@@ -129,6 +129,7 @@ class Session:
                 module,
                 optimizers,
                 between=self.engine.between_steps,
+                begins=self.engine.begins,
                 stepped=self.stepped,
                 counting_once=self.batches.counting_once,
                 loaded=self.engine.loaded,

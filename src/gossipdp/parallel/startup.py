@@ -34,15 +34,16 @@ from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.moments import steps_between
+from gossipdp.parallel.moments import DEFAULT_PERIOD, steps_between
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
-from gossipdp.protocol.exchange_rate import ExchangeRate, Numbering
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.neighbours import Place
+from gossipdp.protocol.numbering import Numbering
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.rules import shown_rate
 
@@ -281,22 +282,19 @@ class Startup:
         self.thread.start()
 
     def _numbering(self) -> Numbering | None:
-        """Return the choice of the exchanges that carry moments if the comm rate sets itself.
+        """Return the choice of the exchanges that carry moments.
 
-        Else return None. So too for periods that the user gave: they count exchanges, and stay.
+        None if none travel, or for periods that the user gave: they count exchanges, and stay.
         """
-        options, state = self._options, self._state
+        state = self._state
         decays = [each.moment.decay for each in state.moments if each.moment is not None]
-        if (
-            options.fixed_comm_rate is not None
-            or options.exchange.moments is not True
-            or not decays
-        ):
+        if self._options.exchange.moments is not True or not decays:
             return None
         num_chunks = len(state.chunks)
         return Numbering(
             lambda number: len(state.carried(number)) > num_chunks,
-            steps_between(min(decays)),
+            num_exchanges=DEFAULT_PERIOD,
+            num_steps=steps_between(min(decays)),
         )
 
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:

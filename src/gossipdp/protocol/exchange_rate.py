@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from statistics import median
 from typing import Literal, TypeAlias, final
 
@@ -46,7 +46,6 @@ LAST_COSTS = 9
 HYSTERESIS = 1.25
 SPARE = 1.5
 """A worker's exchanges, asked for and answered, are at most so many times the rate in force."""
-MOST_SKIPPED = 16
 BURST = 4.0
 """Exchanges that a worker may save up while it exchanges less than it can afford."""
 
@@ -181,42 +180,3 @@ class ExchangeRate:
             earned = (now - self._tokens_at) * SPARE * self.rate / self._step_s
             self._tokens = min(BURST, self._tokens + earned)
         self._tokens_at = max(now, self._tokens_at)
-
-
-@final
-class Numbering:
-    """The numbers of the exchanges that a worker asks for, so that moments travel in time.
-
-    The number of an exchange says whether the optimizer's moments travel with it, and the worker
-    that asks for the exchange chooses the number. Moments are due ``every_steps`` gradient steps
-    after the last exchange that carried them, whichever worker asked for that. So they travel every
-    so many steps on any link. If they travelled with one in so many exchanges, a slow link would
-    carry them too rarely, and a fast one more often than they need.
-
-    Args:
-        carries: whether moments travel with the exchange of a number.
-        every_steps: gradient steps; at most 1: with the first exchange after each step.
-    """
-
-    def __init__(self, carries: Callable[[int], bool], every_steps: float) -> None:
-        self._carries = carries
-        self._every_steps = every_steps
-        self._since = 0
-
-    def step(self) -> None:
-        """Count a gradient step."""
-        self._since += 1
-
-    def began(self, number: int) -> None:
-        """Note an exchange that begins."""
-        if self._carries(number):
-            self._since = 0
-
-    def from_(self, number: int) -> int:
-        """Return the first number from this one on that carries moments if and only if due.
-
-        If there is none near, return this one: moments may have been given up.
-        """
-        is_due = self._since >= self._every_steps
-        near = range(number, number + MOST_SKIPPED)
-        return next((each for each in near if self._carries(each) == is_due), number)

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from gossipdp.protocol.actions import Begin, Send, Stop
-from gossipdp.protocol.exchange_rate import Numbering
 from gossipdp.protocol.messages import (
     Abort,
     Accept,
@@ -43,6 +42,7 @@ from gossipdp.protocol.messages import (
     ProtocolError,
 )
 from gossipdp.protocol.neighbours import NeighbourPolicy
+from gossipdp.protocol.numbering import Numbering
 
 MAX_BACKLOG = 4
 

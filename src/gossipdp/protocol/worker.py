@@ -36,7 +36,7 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.averages import FIRST_NUMBER, LiveAverages
 from gossipdp.protocol.consolidate import Consolidation
-from gossipdp.protocol.exchange_rate import ExchangeRate, Numbering
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.link_health import LinkHealth
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
@@ -64,6 +64,7 @@ from gossipdp.protocol.neighbours import (
     WorkOut,
     at_once,
 )
+from gossipdp.protocol.numbering import Numbering
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
 from gossipdp.protocol.presence import CloseIfSilent, Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction

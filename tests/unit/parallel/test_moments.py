@@ -16,7 +16,7 @@ from gossipdp import Counting, Exchange, GossipDataParallel
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.moments import MOST_REPLACED
+from gossipdp.parallel.moments import MOST_REPLACED, chosen_moments
 
 ADAMW = torch.optim.AdamW
 
@@ -66,8 +66,8 @@ def give(model: GossipDataParallel, value: float) -> None:
             chunk.snapshot_and_exchange(0.0, out, torch.full_like(out, value), 0.5)
 
 
-def averaged(own: Tensor, value: float, age: int) -> Tensor:
-    return (own + (1 - 0.999**age) * value) / 2
+def averaged(own: Tensor, value: float, age: int, decay: float = 0.999) -> Tensor:
+    return (own + (1 - decay**age) * value) / 2
 
 
 # The optimizer sees no difference.
@@ -112,22 +112,26 @@ def test_without_an_exchange_training_is_bitwise_the_plain_loop(
         )
 
 
-def test_what_an_exchange_brings_is_in_the_next_step(wrap: Callable) -> None:
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("num_exchanges", [1, 3])
+def test_what_exchanges_bring_is_in_the_next_step_and_its_gradient_counts_whole(
+    wrap: Callable, name: str, num_exchanges: int
+) -> None:
+    """If they were added after it, 3 exchanges would leave an eighth of that step's gradient."""
     plain, net = make_net(), make_net()
     theirs, ours = (torch.optim.Adam(each.parameters(), 0.1) for each in (plain, net))
-    model = wrap(net, ours)
+    model = wrap(net, ours, exchange=Exchange(moments={name: 1}))
     train(model, ours, 5)
     train(plain, theirs, 5)
-    give(model, 0.5)
-    for each, module, optimizer in ((model, net, ours), (plain, plain, theirs)):
-        train(each, optimizer, 1, seed=2)
-        if module is plain:
-            for value in kept(theirs):
-                value.copy_(averaged(value, 0.5, age=6))
-        train(each, optimizer, 3, seed=3)
+    for _ in range(num_exchanges):
+        give(model, 0.5)
+        for value in kept(theirs, name):
+            value.copy_(averaged(value, 0.5, age=5, decay={"exp_avg": 0.9}.get(name, 0.999)))
+    for each, optimizer in ((model, ours), (plain, theirs)):
+        train(each, optimizer, 4, seed=2)
     for one, other in zip(plain.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-    for one, other in zip(kept(theirs), kept(ours), strict=True):
+    for one, other in zip(kept(theirs, name), kept(ours, name), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -305,12 +309,8 @@ def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap: Callabl
 
 
 def test_what_travels_by_default() -> None:
-    def names(
-        *optimizers: torch.optim.Optimizer, choice: Any = True, comm_rate: float = 1.0
-    ) -> list[tuple[str, int, int]]:
-        from gossipdp.parallel.moments import chosen_moments
-
-        periods = chosen_moments(choice, optimizers, comm_rate)
+    def names(*optimizers: torch.optim.Optimizer, choice: Any = True) -> list[tuple[str, int, int]]:
+        periods = chosen_moments(choice, optimizers)
         flat = FlatParameters(net, optimizers, momentum=True, moments=periods)
         return [
             (each.moment.name, each.moment.period, each.optimizer_index)
@@ -321,15 +321,11 @@ def test_what_travels_by_default() -> None:
     net = make_net()
     first, second = [net[0].weight], [net[2].weight]
     sgd = torch.optim.SGD(first, 0.1)
-    assert names(ADAMW(first)) == [("exp_avg_sq", 16, 0)]
-    # A quarter of the moment's memory, which is 20 steps here.
-    assert names(ADAMW(first, betas=(0.9, 0.95))) == [("exp_avg_sq", 5, 0)]
-    assert names(ADAMW(first), comm_rate=1 / 50) == [("exp_avg_sq", 5, 0)]
-    assert names(ADAMW(first, betas=(0.9, 0.95)), comm_rate=1 / 50) == [("exp_avg_sq", 1, 0)]
+    assert names(ADAMW(first)) == [("exp_avg_sq", 2, 0)]  # half of all numbers
     assert names(ADAMW(first), choice=False) == []
     assert names(sgd) == []
     assert names(torch.optim.RMSprop(first)) == []
-    assert names(sgd, ADAMW(second)) == [("exp_avg_sq", 16, 1)]
+    assert names(sgd, ADAMW(second)) == [("exp_avg_sq", 2, 1)]
     # One worker's largest gradient would stay in the maxima of its peers.
     amsgrad = ADAMW(first, amsgrad=True)
     assert names(amsgrad) == []
@@ -386,15 +382,51 @@ def test_workers_with_other_moments_or_periods_are_refused() -> None:
     assert description(both) == description(dict(reversed(both.items())))
 
 
-@pytest.mark.parametrize(("wire_format", "share"), [("full", "6%"), ("lattice8", "12%")])
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({}, "one exchange in 4: 25% more bytes"),
+        ({"wire_format": "lattice8"}, "one exchange in 4: 50% more bytes"),
+        ({"comm_rate": "auto"}, "one exchange in 4: 25% more bytes"),
+        ({"comm_rate": 1 / 100}, "one exchange in 3: 33% more bytes"),
+        ({"comm_rate": 1 / 300}, "each exchange: 100% more bytes"),
+        ({"exchange": Exchange(moments={"exp_avg_sq": 16})}, "one exchange in 16: 6% more bytes"),
+        ({"exchange": Exchange(moments={"exp_avg_sq": 1})}, "each exchange: 100% more bytes"),
+    ],
+)
 def test_a_line_says_what_travels_and_what_it_costs(
-    wrap: Callable, caplog: pytest.LogCaptureFixture, wire_format: str, share: str
+    wrap: Callable, caplog: pytest.LogCaptureFixture, options: dict[str, Any], line: str
 ) -> None:
     net = nn.Linear(300, 300, bias=False)
     with caplog.at_level(logging.INFO, "gossipdp"):
-        wrap(net, ADAMW(net.parameters()), wire_format=wire_format)
+        wrap(net, ADAMW(net.parameters()), **options)
     lines = [each.getMessage() for each in caplog.records]
-    assert f"AdamW's exp_avg_sq travels with one exchange in 16: {share} more bytes" in lines
+    assert f"AdamW's exp_avg_sq travels with {line}" in lines
+
+
+@pytest.mark.parametrize(("beta_2", "expected"), [(0.99, [4, 8, 12]), (0.9, [3, 6, 9, 12])])
+@pytest.mark.parametrize("comm_rate", [1.0, "auto"])
+def test_by_default_one_exchange_in_four_carries_moments_or_one_in_a_quarter_of_their_memory(
+    wrap: Callable, comm_rate: Any, beta_2: float, expected: list[int]
+) -> None:
+    net = make_net()
+    model = wrap(net, ADAMW(net.parameters(), betas=(0.9, beta_2)), comm_rate=comm_rate)
+    state, numbering = model._engine._state, model._engine._protocol.pairing._numbering
+    assert numbering is not None
+    number, with_moments = 0, []
+    for count in range(1, 13):  # an exchange a step
+        numbering.step()
+        number = numbering.from_(number + 1)
+        numbering.began(number)
+        if len(state.carried(number)) > len(state.chunks):
+            with_moments.append(count)
+    assert with_moments == expected
+
+
+def test_periods_that_are_named_count_exchanges(wrap: Callable) -> None:
+    net = make_net()
+    model = wrap(net, ADAMW(net.parameters()), exchange=Exchange(moments={"exp_avg_sq": 4}))
+    assert model._engine._protocol.pairing._numbering is None
 
 
 # What cannot.

@@ -13,7 +13,6 @@ from gossipdp.protocol.exchange_rate import (
     SPARE,
     START_RATE,
     ExchangeRate,
-    Numbering,
 )
 from gossipdp.protocol.messages import Accept, Busy, Envelope, ExchangeId, Free, Propose
 from gossipdp.protocol.worker import Action
@@ -203,34 +202,3 @@ def test_released_while_it_cannot_afford_more_it_stays_closed() -> None:
     worker.hold(100.0)
     worker.release(100.0)
     assert not worker.pairing.answers
-
-
-def test_moments_travel_so_many_steps_after_the_last_time() -> None:
-    numbering = Numbering(lambda number: number % 2 == 0, every_steps=3)
-    numbers, carried = [0], []
-    for _ in range(12):
-        numbering.step()
-        for _ in range(2):
-            numbers.append(numbering.from_(numbers[-1] + 1))
-            numbering.began(numbers[-1])
-            carried.append(numbers[-1] % 2 == 0)
-    assert numbers == sorted(set(numbers))
-    # In the first exchange of every third step.
-    assert [index for index, has in enumerate(carried) if has] == [4, 10, 16, 22]
-
-
-def test_an_exchange_that_a_peer_asked_for_counts_too() -> None:
-    numbering = Numbering(lambda number: number % 2 == 0, every_steps=1)
-    numbering.step()
-    numbering.began(100)
-    assert numbering.from_(6) == 7
-    numbering.step()
-    assert numbering.from_(7) == 8
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_without_moments_or_with_all_of_them_numbers_go_on(always: bool) -> None:
-    numbering = Numbering(lambda number: always, every_steps=2)
-    for number in range(5):
-        assert numbering.from_(number) == number
-        numbering.step()
