@@ -126,9 +126,10 @@ def slowness(rank: int) -> int:
 
 OBJECTIVES: dict[str, Callable[[bool], Objective]] = {
     "mlp": ByteModel,
+    "mlp, 64 predictions": lambda is_disjoint: ByteModel(is_disjoint, batch_size=8),
     "transformer": BatchedTransformer,
 }
-RATE_FACTORS = {"mlp": 1.0, "transformer": 1 / 8}
+RATE_FACTORS = {"mlp": 1.0, "mlp, 64 predictions": 1.0, "transformer": 1 / 8}
 """The start of the search for a rate, relative to that for the mlp."""
 
 
@@ -157,6 +158,7 @@ def _muon(rate: float, parameters: list[nn.Parameter]) -> list[torch.optim.Optim
 OPTIMIZERS: dict[str, Callable[[float, str], RowOptimizer]] = {
     "adamw": lambda rate, _: AdamW(rate),
     "adamw, beta_2 0.95": lambda rate, _: AdamW(rate, betas=(0.9, 0.95)),
+    "adamw, beta_2 0.99": lambda rate, _: AdamW(rate, betas=(0.9, 0.99)),
     "sgd": lambda rate, _: Sgd(rate, momentum=0.9),
     "muon": lambda rate, model: TorchRows(partial(_muon, rate), shapes(model)),
     "adafactor": lambda rate, model: TorchRows(

@@ -73,12 +73,11 @@ class Exchange(Checked):
 
     Args:
         moments: what of the optimizer's state is averaged too. True: Adam's second moment
-            (``exp_avg_sq``; also of AdamW, NAdam, RAdam), as often as fits its memory of
-            1 / (1 - beta_2) steps: at comm rate 1 with one exchange in 16 for beta_2 = 0.999, in 5
-            for 0.95; nothing of other optimizers, nor under ``amsgrad=True`` (a maximum keeps one
-            worker's outlier for ever). A mapping names such tensors, of their parameter's shape,
-            and their periods: ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a
-            parameter in memory.
+            (``exp_avg_sq``; also of AdamW, NAdam, RAdam) with one exchange in 4, or with the first
+            after a quarter of its memory of 1 / (1 - beta_2) steps; nothing of other optimizers,
+            nor under ``amsgrad=True`` (a maximum keeps one worker's outlier for ever). A mapping
+            names such tensors, of their parameter's shape, and their periods in exchanges:
+            ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a parameter in memory.
         frozen: exchange frozen parameters too, so that they may be unfrozen later.
         pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
             two exchanges behind the comm rate; never for the dead or silent).
