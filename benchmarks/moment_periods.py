@@ -2,7 +2,7 @@
 
 The task is that of quality_simulated.py, with a quarter of the predictions in a batch, so that one
 core gets through it. v travels so many gradient steps after the last time, at comm rates of 1 and 4
-and three lengths of its memory; every row has one learning rate. Each run that ends is kept, and
+and three values of beta_2; every row has one learning rate. Each run that ends is kept, and
 not run again. Writes benchmarks/results/moment_periods.{jsonl,json,md}.
 """
 
