@@ -2,15 +2,16 @@
 
 A worker takes part in
 
-    r = min(4, t / (2 d), (0.015 + c / 2) t / p, (0.015 + i / 2) t / q)
+    r = min(4, t / (2 d), 0.015 t / ((1 - c) p), 0.015 t / ((1 - i) q))
 
 exchanges a step. t is the duration of a gradient step, and d that of an exchange. For one exchange
 gossip takes the processor time p, of which it spends q in Python. c is the share of one core that
 the machine leaves idle, and i the share of time for which the training thread is idle. i matters
 because only one thread runs Python at a time: gossip's Python stops a training thread that runs
-Python, however many cores there are. At this rate exchanges fill at most half of a worker's time,
-and take no more than 1.5% of what training would use itself. At 4 a step, 16 simulated workers end
-level with all-reduce (docs/quality.md); more was not tried.
+Python, however many cores there are. Exchanges come at any time, so the share 1 - c, or 1 - i, of
+what they take is taken from training. At this rate exchanges fill at most half of a worker's time,
+and take 1.5% of it from training. At 4 a step, 16 simulated workers end level with all-reduce
+(docs/quality.md); more was not tried.
 
 A worker asks for half of its r exchanges. It also answers other workers, which have rates of their
 own and may afford more. So it limits all its exchanges to 1.5 r, which may take half as much again
@@ -41,7 +42,7 @@ START_RATE = 1.0
 NUM_TO_KNOW = 4
 """Exchanges, and their durations, after which the rate is no longer ``START_RATE``."""
 LINK_SHARE = 0.5
-PROCESSOR_SHARE, IDLE_SHARE = 0.015, 0.5
+TAKEN_SHARE = 0.015
 LAST_COSTS = 9
 HYSTERESIS = 1.25
 SPARE = 1.5
@@ -70,9 +71,8 @@ def affordable_rate(
     allowed: dict[Bound, float] = {"ceiling": CEILING}
     is_limited = exchange_s > HYSTERESIS * (exchange_s - held_s)
     allowed["limit" if is_limited else "link"] = LINK_SHARE * step_s / max(exchange_s, 1e-9)
-    for taken_s, idle in processor:
-        share = PROCESSOR_SHARE + IDLE_SHARE * idle
-        most = step_s * share / max(taken_s, 1e-9)
+    for used_s, idle in processor:
+        most = TAKEN_SHARE * step_s / max((1.0 - idle) * used_s, 1e-9)
         allowed["processor"] = min(most, allowed.get("processor", math.inf))
     bound = min(allowed, key=lambda each: allowed[each])
     return allowed[bound], bound

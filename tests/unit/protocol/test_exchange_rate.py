@@ -63,15 +63,16 @@ def test_before_it_knows_an_exchange_it_starts_at_one_a_step() -> None:
         ({"duration_s": 0.2, "held_s": 0.041}, 0.25, "limit"),
         ({"duration_s": 0.2, "held_s": 0.039}, 0.25, "link"),
         ({"duration_s": 0.001, "held_s": 0.001}, CEILING, "ceiling"),
-        # The share of a core that is never idle, and half of what is.
+        # What exchanges take while a core is idle is not taken from training.
         ({"duration_s": 0.001, "processor_s": 0.01, "idle": (0.0, 1.0)}, 0.15, "processor"),
-        ({"duration_s": 0.001, "processor_s": 0.1, "idle": (0.8, 1.0)}, 0.415, "processor"),
+        ({"duration_s": 0.001, "processor_s": 0.1, "idle": (0.9, 1.0)}, 0.15, "processor"),
         # While training runs Python, the Python of gossip stops it, and arrays do not.
         (
             {"duration_s": 0.001, "processor_s": 0.01, "arrays_s": 0.006, "idle": (1.0, 0.0)},
             0.375,
             "processor",
         ),
+        ({"duration_s": 0.001, "processor_s": 0.1, "idle": (1.0, 1.0)}, CEILING, "ceiling"),
         # Nothing is known of the processor.
         ({"duration_s": 0.001, "processor_s": 9.0}, CEILING, "ceiling"),
     ],
