@@ -2,7 +2,7 @@
 
 A worker takes part in
 
-    r = min(4, t / (2 d), 0.015 t / ((1 - c) p), 0.015 t / ((1 - i) q))
+    r = min(4, t / (2 d), 0.02 t / ((1 - c) p), 0.02 t / ((1 - i) q))
 
 exchanges a step. t is the duration of a gradient step, and d that of an exchange. For one exchange
 gossip takes the processor time p, of which it spends q in Python. c is the share of one core that
@@ -10,7 +10,7 @@ the machine leaves idle, and i the share of time for which the training thread i
 because only one thread runs Python at a time: gossip's Python stops a training thread that runs
 Python, however many cores there are. Exchanges come at any time, so the share 1 - c, or 1 - i, of
 what they take is taken from training. At this rate exchanges fill at most half of a worker's time,
-and take 1.5% of it from training. At 4 a step, 16 simulated workers end level with all-reduce
+and take 2% of it from training. At 4 a step, 16 simulated workers end level with all-reduce
 (docs/quality.md); more was not tried.
 
 A worker asks for half of its r exchanges. It also answers other workers, which have rates of their
@@ -42,7 +42,7 @@ START_RATE = 1.0
 NUM_TO_KNOW = 4
 """Exchanges, and their durations, after which the rate is no longer ``START_RATE``."""
 LINK_SHARE = 0.5
-TAKEN_SHARE = 0.015
+TAKEN_SHARE = 0.02
 LAST_COSTS = 9
 HYSTERESIS = 1.25
 SPARE = 1.5
