@@ -124,7 +124,7 @@ def run(arguments: PlanArguments) -> int:
 
 
 class OwnRate(NamedTuple):
-    """What ``comm_rate="auto"`` does on given links, if the processor allows it."""
+    """The rate of ``comm_rate="auto"`` on given links, if the processor allows it."""
 
     comm_rate: float
     bound: Bound

@@ -415,12 +415,11 @@ class TcpLink(Link):
                 self._write_error = f"connection lost: {error.strerror}"
                 self._owner.to_read[self] = None
                 return
-            if self._owner.limit is None:
-                pass
-            elif self._sending_chunk is not None:
-                self._granted -= count
-            else:
-                self._owner.limit.spend(count)
+            if (limit := self._owner.limit) is not None:
+                if self._sending_chunk is not None:
+                    self._granted -= count
+                else:
+                    limit.spend(count)
             self.bytes_sent += count
             self.queued_bytes -= count
             budget -= count
