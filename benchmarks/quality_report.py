@@ -232,7 +232,10 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
             f"Nesterov, momentum {OUTER_MOMENTUM:g} but where a row says so, "
             f"rate {OUTER_RATE:g}; gossipdp: {OuterStep()}"
         ),
-        "gossipdp": f"graph {base.graph}, no shared memory: all goes through sockets",
+        "gossipdp": (
+            f"graph {base.graph}, but for rows of its defaults; no shared memory: all goes "
+            "through sockets"
+        ),
     }
 
 

@@ -295,7 +295,7 @@ class RowKind:
     by_speed: Literal["nothing", "batch", "steps"] = "nothing"
     needs: Mapping[str, str] = field(default_factory=dict)
     is_default: bool = False
-    """Graph, rate and pace are the library's defaults, whatever the benchmark's are."""
+    """What its options do not name is the library's default, whatever the benchmark's is."""
 
     @property
     def is_ours(self) -> bool:
@@ -350,8 +350,14 @@ KINDS = {
     "decent_dp": RowKind("Decent-DP", DecentDP, needs=DECENT_DP),
     "none": RowKind("no exchange, one average at the end", Gossip, "none"),
     "gossipdp": RowKind("gossipdp, defaults", Gossip, is_default=True),
-    "gossipdp_lattice8": RowKind(
-        "gossipdp, lattice8", Gossip, options={"wire_format": "lattice8"}, is_default=True
+    "gossipdp_auto": RowKind(
+        "gossipdp, auto", Gossip, options={"comm_rate": "auto"}, is_default=True
+    ),
+    "gossipdp_auto_lattice8": RowKind(
+        "gossipdp, auto, lattice8",
+        Gossip,
+        options={"comm_rate": "auto", "wire_format": "lattice8"},
+        is_default=True,
     ),
     **{name: kind for method in ("gossip", "a2cid2") for name, kind in _ours(method).items()},
 }
