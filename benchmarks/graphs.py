@@ -6,7 +6,7 @@ Every row trains the same network on the same batches, at the same learning rate
 the method and the condition differ. Exchanges follow the real protocol. The loss is that of the
 mean model on held-out text, in bits a byte. The consensus distance is a mean over the run, since at
 the end the learning rate is zero and workers agree anyway. Adam's second moment is averaged in
-every 16th exchange, as is the library's default.
+every 16th exchange.
 
 Each run that ends is appended to a file of JSON lines; a run that stands there is not run again.
 Writes benchmarks/results/graphs.{json,md}, of all runs in that file.
