@@ -78,8 +78,8 @@ class QualityBenchmark:
     beta2: float = option(0.999, partial(number, below=1.0))
     """AdamW's beta 2: the share of the second moment that a step keeps; torch's is 0.999."""
 
-    timed: bool = False
-    """Let a step last 40 ms, as if each worker had a processor of its own; pace is free then, and
+    step_ms: float | None = option(None, partial(number, is_positive=True))
+    """Let a step last so long, as if each worker had a processor of its own; pace is free then, and
     learning rates are those that are best without."""
 
     runs: Path = Path("runs/quality/runs.jsonl")
@@ -120,6 +120,9 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         raise ValueError(f"none of these rows can run here: {report.missing[0].why}")
     num_runs = len(here) * len(kinds) * (len(rates) + 1 + benchmark.seeds)
     campaign = Campaign(benchmark, Runs(benchmark.runs), num_runs)
+    condition = None
+    if benchmark.step_ms is not None:
+        condition = replace(CONDITIONS["equal"], step_s=benchmark.step_ms / 1000)
     bases = [
         RunSettings(
             row=name.text,
@@ -130,7 +133,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
             workers=benchmark.workers,
             graph=benchmark.graph,
             beta2=benchmark.beta2,
-            condition=CONDITIONS["equal"] if benchmark.timed else None,
+            condition=condition,
         )
         for kind in kinds
         for name in here

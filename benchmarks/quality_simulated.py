@@ -198,6 +198,11 @@ ROWS: dict[str, Row] = {
     "gossip, four exchanges a step, v every 64th": _row(
         "gossip", 0.064, every=0.25, exchange_moments=_v(64)
     ),
+    # The library's defaults, at two rates that comm_rate="auto" takes: 4 where nothing bounds it.
+    "gossipdp, 1 exchange a step": _row("a2cid2", 0.064, "exponential", exchange_moments=_v(4)),
+    "gossipdp, 4 exchanges a step": _row(
+        "a2cid2", 0.064, "exponential", every=0.25, exchange_moments=_v(4)
+    ),
     "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", exchange_moments=_v(16)),
     "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", exchange_moments=_v(16)),
     "DiLoCo, H = 16": _row("diloco", 0.016, sync_every=16, outer=OUTER),
