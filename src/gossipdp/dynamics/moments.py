@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import BufferChunk, Role
+from gossipdp.dynamics.chunks import Chunk, Role
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Moment:
         return (counter * 2_654_435_769 & 0xFFFFFFFF) * self.period < 1 << 32
 
 
-class MomentChunk(BufferChunk):
-    r"""A chunk of a moment, in the optimizer's own memory; averaged much as buffers are.
+class MomentChunk(Chunk):
+    r"""A chunk of a moment, in the optimizer's own memory.
 
     Workers average the corrected moment :math:`\hat v = v / (1 - \beta^t)`, since their ages t
     differ. Its present value is ``weight x / mass + pending``, with the present mass
@@ -70,6 +70,7 @@ class MomentChunk(BufferChunk):
         self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None, moment: Moment
     ) -> None:
         super().__init__(role, x, pending, c)
+        self.weight = 1.0
         self._moment = moment
         self._gives = False  # in this exchange; the gossip thread's
 
@@ -79,7 +80,13 @@ class MomentChunk(BufferChunk):
         mass = self._moment.mass
         if mass == 0.0:  # the optimizer was reset since
             return [self._reset]
-        return [partial(self.pending.mul_, mass), *super()._additions(share)]
+        return [
+            partial(self.pending.mul_, mass),
+            partial(self.pending.add_, self.x, alpha=self.weight),
+            partial(self.x.copy_, self.pending),
+            self.pending.zero_,  # the remainder of rounding would outlive an x that shrinks
+            partial(setattr, self, "weight", 1.0),
+        ]
 
     def _write(self, out: Tensor) -> None:
         values = torch.mul(self.pending, self._moment.mass, out=update.scratch(self.pending))
@@ -99,7 +106,7 @@ class MomentChunk(BufferChunk):
     def _exchange(
         self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
     ) -> float:
-        """Average as buffers do, but return 0: the distance is not worth its passes."""
+        """Average, and return 0: the distance is not worth its passes."""
         theirs = update.scratch(self.pending).copy_(peers)
         if not update.is_finite(theirs):
             return math.inf
@@ -108,3 +115,13 @@ class MomentChunk(BufferChunk):
             self.pending.add_(theirs).mul_(0.5)
             self.weight *= 0.5
         return 0.0
+
+    def _snapshot_and_exchange(
+        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
+    ) -> float:
+        self._snapshot(out, flow[0])
+        return self._exchange(out, peers, flow, alpha_tilde)
+
+    def _reset(self) -> None:
+        self.weight = 1.0
+        super()._reset()
