@@ -1,4 +1,4 @@
-"""Which graph of workers trains best? Simulated workers, a small language model.
+"""Graphs of workers compared: simulated workers, a small language model.
 
     python benchmarks/graphs.py [--workers 4,8,16] [--seeds 3] [--rows "ring a2cid2"]
 
@@ -8,7 +8,7 @@ mean model on held-out text, in bits a byte. The consensus distance is a mean ov
 the end the learning rate is zero and workers agree anyway. Adam's second moment is averaged in
 every 16th exchange.
 
-Each run that ends is appended to a file of JSON lines; a run that stands there is not run again.
+Each run that ends is appended to a file of JSON lines; a run that is in it is not run again.
 Writes benchmarks/results/graphs.{json,md}, of all runs in that file.
 """
 
@@ -50,7 +50,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Condition:
-    """What workers train on, how often they exchange, and what is between them.
+    """The workers' data, comm rate and links.
 
     ``slow``: how many times longer than the others' the steps of one worker take; it makes fewer.
     """

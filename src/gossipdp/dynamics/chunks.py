@@ -153,7 +153,7 @@ class Chunk:
         """
         taken: list[bool] = []
         try:
-            # One call of C: an interrupt comes when it is known whether the lock is taken.
+            # One call of C, so that no interrupt comes between taking the lock and noting it.
             taken.extend(map(self.lock.acquire, (wait,)))
             if not taken[0]:
                 return False
@@ -188,7 +188,7 @@ class Chunk:
             self._forget(part)
 
     def restored(self) -> None:
-        """Take note that x, pending and c are those of a checkpoint, at phase 0."""
+        """Note that x, pending and c are those of a checkpoint, at phase 0."""
         self.has_pending = bool(self.pending.any())
         if self.c is not None and bool(self.c.any()):
             self.theta_c = self.theta
@@ -281,7 +281,7 @@ class Chunk:
     def snapshot_and_exchange(
         self, theta: float, out: Tensor, peers: Tensor, alpha_tilde: float
     ) -> float:
-        """Take the :meth:`snapshot`, whole in any case, and :meth:`exchange` in the same pass."""
+        """Take the :meth:`snapshot`, always whole, and :meth:`exchange`, in one pass."""
         with self.lock, self.order:
             there = self.device.there(0, out), self.device.load(1, peers)
             squared_norm = self._snapshot_and_exchange(*there, self._flow(theta), alpha_tilde)
@@ -305,7 +305,7 @@ class Chunk:
         if self.has_pending or c is None or self.x.dtype != self.pending.dtype:
             state = self.x, self.pending, c
             return update.boundary_operations(*state, share, base, compiled=compiled)
-        # Pending is zero, so half of the memory need not be passed over.
+        # Pending is zero, so this pass leaves out half of the memory.
         both = (self.x,) if base is None else (self.x, base)
         return [update.flow_operation(values, c, share, compiled=compiled) for values in both]
 
@@ -384,7 +384,7 @@ class BufferChunk(Chunk):
         self.seen = torch.zeros_like(pending)
 
     def copy_momentum(self, pending: Tensor | None, /, *_: Tensor | None) -> None:
-        """Copy the present values less x to ``pending``; there are no momenta."""
+        """Copy the present values minus x to ``pending``; there are no momenta."""
         if pending is None:
             return
         with self.lock, self.order:

@@ -38,9 +38,9 @@ class Moment:
     def travels_with(self, counter: int) -> bool:
         """Return True if the exchange of this number carries it; both ends know the number.
 
-        The multiples of the golden ratio, less their whole parts, are spread evenly from 0 to 1,
-        and so are those of every second or third number. So if proposals are refused in a rhythm,
-        and all exchanges have even numbers, one in ``period`` still carries it. The first ones do
+        The fractional parts of the golden ratio's multiples are spread evenly from 0 to 1, and so
+        are those of every second or third multiple. So if proposals are refused in a rhythm, and
+        all exchanges have even numbers, one in ``period`` still carries it. The first exchanges do
         not. A moment of a longer period travels with those of shorter ones.
 
         Example:
@@ -58,8 +58,8 @@ class MomentChunk(Chunk):
     :math:`1 - \beta^t`; an exchange halves both and adds half of the peer's. So a second moment
     stays positive, however many steps the optimizer makes between snapshot and boundary.
 
-    If v itself were averaged, a worker at t = 20 and one at t = 400 (beta 0.999) would then take
-    steps of a third and of 1.4 times their size.
+    If v itself were averaged, workers at t = 20 and t = 400 (beta 0.999) would then take steps of a
+    third and of 1.4 times their size.
 
     Zeros are not averaged. A chunk sends them, and takes nothing in that exchange, if its optimizer
     has made no step, or if a value is not finite in the precision in which it travels: after one
@@ -84,7 +84,7 @@ class MomentChunk(Chunk):
             partial(self.pending.mul_, mass),
             partial(self.pending.add_, self.x, alpha=self.weight),
             partial(self.x.copy_, self.pending),
-            self.pending.zero_,  # the remainder of rounding would outlive an x that shrinks
+            self.pending.zero_,  # a rounding remainder would stay while x shrinks
             partial(setattr, self, "weight", 1.0),
         ]
 

@@ -33,8 +33,8 @@ to it:
   that are returned may be reordered.
 * It is applied whole or not at all. If any of its values is NaN or infinite, only the snapshot is
   written. This depends on delta alone, so both ends decide alike.
-* Nothing is allocated after the first call, but by :func:`carry_on`, which serves buffers alone.
-  The interpreter's lock is free meanwhile.
+* Nothing is allocated after the first call, except by :func:`carry_on`, which serves buffers alone.
+  The interpreter's lock is free during a pass.
 """
 
 # ruff: noqa: PLR0917 (tensors and numbers in the order of the equations)
@@ -136,7 +136,7 @@ def outer_step(
 ) -> None:
     """Take the outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
 
-    With g = x - base. Another thread may write x meanwhile: each value is read once.
+    g is x - base. Another thread may write x meanwhile: each value is read once.
     """
     if compiled:
         state = _array(x), _array(pending), _array(base), _array(m)
@@ -220,7 +220,7 @@ def snapshot_and_exchange(
     *,
     compiled: bool = False,
 ) -> float:
-    """Do both, as the peer's snapshot is there already; return as :func:`exchange` does."""
+    """Do both, once the peer's snapshot is here; return as :func:`exchange` does."""
     if compiled:
         state = _array(out), _array(x), _array(pending), _array(c, pending), c is not None
         kept = _array(scratch(pending, 0)), _array(scratch(pending, 1))

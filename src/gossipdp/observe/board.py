@@ -448,7 +448,7 @@ class StatusBoard:
             if source.status is not None
             for each in source.status.notices
         )
-        # Of the last event of each kind: its place, the last time it was noticed, and since when.
+        # The last event of each kind: its place, the last time it was noticed, and since when.
         last: dict[tuple[int, str], tuple[int, float, float | None]] = {}
         notices: list[NoticeStatus] = []
         for ago_s, rank, kind, silent_s in reversed(events):

@@ -265,7 +265,7 @@ class RunLogging:
             if notice.number > self._num_noticed:
                 self._num_noticed = notice.number
                 self.writer.notice(notice.rank, notice.kind, notice.at_s, notice.silent_s)
-        # In consolidate() exchanges go on after the last step.
+        # Exchanges go on after the last step, in consolidate().
         counted = self._gradient_steps, stats.exchanges
         is_due = finally_ and counted != self._recorded
         if is_due or (self._gradient_steps and self.writer.wait_s() <= 0):

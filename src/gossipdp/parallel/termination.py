@@ -112,7 +112,8 @@ class Termination:
     def may_end_in(self, model: "Checkpointer") -> bool:
         """Return whether the loop may end where ``model`` is between two steps.
 
-        Not in the body of a loop over the batches of another, of which the rest would be lost.
+        It may not in the body of a loop over another model's batches: the rest of that body would
+        be lost.
         """
         return model in self._models and (
             model.is_within_batches or not any(each.is_within_batches for each in self._models)
@@ -121,8 +122,8 @@ class Termination:
     def save_and_end(self) -> NoReturn:
         """Save all models, side by side, and end the process.
 
-        Neither the checkpoints nor what unwinds the stack is broken into. With shards another
-        process may have been asked first; this one's own signal then comes now.
+        Further signals interrupt neither the checkpoints nor the unwinding of the stack. With
+        shards another process may have been asked first; this one's own signal then comes now.
         """
         self.is_asked = self._is_answered = True
         self._cancel_timer()
@@ -143,8 +144,8 @@ class Termination:
             logger.log(level, "worker %d is stopped; saved %s", model.rank, path)
             send_report(Report(saved=model.place))
         send_report(Report(saves=False))
-        # A kill may follow soon. The interpreter's end looks for garbage among all of torch's
-        # objects, for most of a second on a free core: they are not looked at.
+        # A kill may follow soon. At its end the interpreter would look for garbage among all of
+        # torch's objects, for most of a second on a free core: freezing them prevents that.
         gc.freeze()
         raise SystemExit(128 + self._number)
 

@@ -341,7 +341,7 @@ class RunView:
     def events(self) -> list[Event]:
         """Return losses, silences, returns and joins, the earliest first.
 
-        A worker that was stopped itself notices late what happened meanwhile, but knows since when.
+        A worker that was stopped notices late what happened meanwhile, but knows when it began.
         """
         noticed: dict[tuple[int, str], list[_Sighting]] = defaultdict(list)
         events = []
@@ -369,9 +369,9 @@ class RunView:
         return sorted(events, key=lambda event: (event.time_s, event.rank))
 
     def known_of(self, event: Event) -> str:
-        """Return what became of a worker that was silent or lost, as far as the logs hold it.
+        """Return the fate of a worker that was silent or lost, as far as the logs hold it.
 
-        Empty for other events, and for a silence that ended in a loss, of which more is known.
+        It is empty for other events, and for a silence that ended in a loss: that has its own text.
         """
         rank = event.rank
         after = [one for one in self.events if one.rank == rank and one.time_s >= event.time_s]
@@ -400,7 +400,7 @@ class RunView:
         )
 
     def _end_of_log(self, rank: int, since_s: float) -> str:
-        """Return what its own log says of a worker that has not been heard since ``since_s``."""
+        """Return the news in its own log about a worker that was last heard at ``since_s``."""
         worker = self.workers.get(rank)
         if worker is None:
             return "there is no log of it here"
@@ -414,7 +414,7 @@ class RunView:
         return f"all logs end here, its own at {last_s:.1f} s"
 
     def unended(self) -> dict[int, str]:
-        """Return by rank what is known of each worker without an end in its log; may be empty."""
+        """Return by rank the known facts about each worker whose log has no end; may be empty."""
         known = {}
         for rank, worker in self.workers.items():
             if worker.end is None:
@@ -432,8 +432,9 @@ class RunView:
     def standstills(self) -> dict[int, tuple[float, list[int]]]:
         """Return the longest time without a step of each worker that beat, and its witnesses.
 
-        A time that began as the worker fell silent, or its process ended, is left out: it is shown
-        as that. So is a time in which the witness itself stood still: it heard of no steps then.
+        A time that began as the worker fell silent, or its process ended, is left out, since the
+        silence or the end is shown. So is a time in which the witness itself stood still, since it
+        heard of no steps then.
         """
         longest: dict[int, tuple[float, list[int]]] = {}
         for witness, worker in self.workers.items():
