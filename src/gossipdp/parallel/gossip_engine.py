@@ -27,10 +27,9 @@ from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
-from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.startup import Startup, random_state
+from gossipdp.parallel.startup import Startup, StatusPort, random_state
 from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats, view_of
 from gossipdp.parallel.training_state import BetweenSteps
@@ -88,7 +87,7 @@ class GossipEngine:
         replica: Replica,
         *,
         resumption: Resumption | None = None,
-        page: StatusPage | None = None,
+        page: StatusPort | None = None,
     ) -> None:
         check_platform()
         self._module = module

@@ -40,12 +40,12 @@ from gossipdp.observe.status import (
     encode_status,
     idle_seconds,
 )
+from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
 
 if TYPE_CHECKING:
     from gossipdp.observe.server import Page, StatusServer
-    from gossipdp.parallel.gossip_engine import GossipEngine
 
 logger = logging.getLogger("gossipdp")
 
@@ -81,7 +81,7 @@ class Monitoring:
 
     def begin(
         self,
-        engine: "GossipEngine",
+        engine: GossipEngine,
         stats: Callable[[], Stats],
         budget: Callable[[], int | None],
         described: Callable[[], Mapping[str, Any]],
@@ -166,7 +166,7 @@ class RunLogging:
     def __init__(
         self,
         directory: Path,
-        engine: "GossipEngine",
+        engine: GossipEngine,
         stats: Callable[[], Stats],
         configuration: Mapping[str, Any],
         *,
@@ -354,7 +354,7 @@ class StatusPage:
 
     def show(
         self,
-        engine: "GossipEngine",
+        engine: GossipEngine,
         stats: Callable[[], Stats],
         budget: Callable[[], int | None],
         options: Options,
@@ -392,7 +392,7 @@ class StatusPage:
     # By the server's threads.
 
     def _status(
-        self, engine: "GossipEngine", stats: Stats, budget: int | None, options: Options
+        self, engine: GossipEngine, stats: Stats, budget: int | None, options: Options
     ) -> WorkerStatus:
         now_s, stepped_s = since_boot_s(), self.stepped_s
         members, neighbours = engine.view()

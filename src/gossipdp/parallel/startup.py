@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
 import msgspec
 import torch
@@ -35,7 +36,6 @@ from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import DEFAULT_PERIOD, steps_between
-from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
@@ -54,6 +54,16 @@ LOOK_AT_RANK_EVERY_S = 0.05
 # Learning rates are compared for so many parameter groups at most.
 MAX_RATES = 64
 RATES_AGREE_WITHIN = 0.01
+
+
+class StatusPort(Protocol):
+    """A port that shows a worker's status, to be taken once the worker's rank is known."""
+
+    def bind(self, rank: int) -> None:
+        """Take the port of that rank; a worker that is given another rank moves."""
+
+    def announced(self, host: str) -> tuple[str, int]:
+        """Return the address for others, on ``host`` if the port has no host of its own."""
 
 
 class Startup:
@@ -84,7 +94,7 @@ class Startup:
         replica: Replica,
         *,
         resumption: Resumption | None,
-        page: StatusPage | None,
+        page: StatusPort | None,
     ) -> None:
         network, environment = options.network, replica.environment
         files = environment.tls if network.tls is None else tls_files(network.tls)
