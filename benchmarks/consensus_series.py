@@ -117,14 +117,6 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return summary
 
 
-def quantiles(durations_s: Sequence[float]) -> dict[str, float]:
-    """Return the median and the outer tenths of some durations; NaN without any."""
-    if not durations_s:
-        return dict.fromkeys(("median", "p10", "p90"), float("nan"))
-    median, p10, p90 = np.quantile(durations_s, [0.5, 0.1, 0.9])
-    return {"median": float(median), "p10": float(p10), "p90": float(p90)}
-
-
 def _first(condition: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
     """Return the first place where it holds, or the length where it never does."""
     return int(np.argmax(condition)) if condition.any() else len(condition)

@@ -1,4 +1,4 @@
-"""Which graph of workers trains best? Simulated workers, a small language model.
+"""Graphs of workers compared: simulated workers, a small language model.
 
     python benchmarks/graphs.py [--workers 4,8,16] [--seeds 3] [--rows "ring a2cid2"]
 
@@ -8,14 +8,13 @@ mean model on held-out text, in bits a byte. The consensus distance is a mean ov
 the end the learning rate is zero and workers agree anyway. Adam's second moment is averaged in
 every 16th exchange.
 
-Each run that ends is appended to a file of JSON lines; a run that stands there is not run again.
+Each run that ends is appended to a file of JSON lines; a run that is in it is not run again.
 Writes benchmarks/results/graphs.{json,md}, of all runs in that file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from support.byte_model import ByteModel
+from support.finished_runs import FinishedRuns
 from support.report import Report, Table, run_script
 
 from gossipdp_lab.simulate import (
@@ -50,7 +50,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Condition:
-    """What workers train on, how often they exchange, and what is between them.
+    """The workers' data, comm rate and links.
 
     ``slow``: how many times longer than the others' the steps of one worker take; it makes fewer.
     """
@@ -89,6 +89,11 @@ class Run:
     learning_rate: float
     seed: int
 
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Run:
+        """Return the run that found this."""
+        return cls(**{name: found[name] for name in cls.__annotations__})
+
     def scenario(self) -> Scenario:
         """Return what the simulator runs."""
         condition = CONDITIONS[self.condition]
@@ -125,24 +130,21 @@ class Run:
         }
 
 
-class Runs:
-    """The runs that have ended, in memory and in their file."""
+class Runs(FinishedRuns[dict[str, Any]]):
+    """The runs that have ended."""
 
     def __init__(self, path: Path, make: Callable[[Run], dict[str, Any]] = Run.make) -> None:
-        self._path, self._make = path, make
-        self.known: dict[Run, dict[str, Any]] = {}
-        if path.exists():
-            for line in path.read_text("utf-8").splitlines():
-                found = json.loads(line)
-                self.known[Run(**{name: found[name] for name in Run.__annotations__})] = found
+        names = Run.__annotations__
+        super().__init__(
+            path, dict[str, Any], lambda run: Run(**{name: run[name] for name in names})
+        )
+        self._make = make
 
     def find(self, run: Run) -> dict[str, Any]:
         """Return a run, from the file or made now."""
         if run not in self.known:
-            found = self.known[run] = self._make(run)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
+            found = self._make(run)
+            self.keep(found)
             print(f"{run}: {found['loss']:.4f}, {found['wall_s']:.0f} s", flush=True)
         return self.known[run]
 

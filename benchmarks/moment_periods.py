@@ -1,4 +1,4 @@
-"""How often need Adam's second moment v travel? Simulated workers, a small language model.
+"""Compare periods of Adam's second moment v. Simulated workers, a small language model.
 
 The task is that of quality_simulated.py, with a quarter of the predictions in a batch, so that one
 core gets through it. v travels so many gradient steps after the last time, at comm rates of 1 and 4

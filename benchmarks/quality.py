@@ -28,9 +28,10 @@ import tyro
 from conditions import CONDITIONS
 from quality_report import draw, rows_as_json, tables, targets
 from quality_rows import DEFAULT_ROWS, RowName
-from quality_runs import Measured, NoBestRateError, Runs, measure
+from quality_runs import Measured, Runs, measure
 from quality_worker import DataName, RunResult, RunSettings, Size, run
 from rich.console import Console
+from support.learning_rates import NoBestRateError
 from support.report import Missing, Report, results_folder, run_script
 
 from gossipdp import WorkerFailedError

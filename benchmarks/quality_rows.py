@@ -295,7 +295,7 @@ class RowKind:
     by_speed: Literal["nothing", "batch", "steps"] = "nothing"
     needs: Mapping[str, str] = field(default_factory=dict)
     is_default: bool = False
-    """What its options do not name is the library's default, whatever the benchmark's is."""
+    """True if an option that it does not name has the library's default, not the benchmark's."""
 
     @property
     def is_ours(self) -> bool:

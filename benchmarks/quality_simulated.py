@@ -18,6 +18,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ from rich.console import Console
 from scipy.stats import spearmanr
 from support.batched_transformer import BatchedTransformer
 from support.byte_model import ByteModel
+from support.finished_runs import FinishedRuns
+from support.learning_rates import NoBestRateError, best_rate, next_rate
 from support.report import QUICK_RESULTS, RESULTS, Report, Table
 from support.torch_rows import TorchRows
 from torch import nn
@@ -51,8 +54,6 @@ from gossipdp_lab.simulate.synchronous import DiLoCo
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
 NAME = "quality_simulated"
-MOST_RATES = 8
-"""So many rates of a grid are tried at most, lest a row that has no best one goes on for ever."""
 
 
 @dataclass(frozen=True)
@@ -351,16 +352,11 @@ REFERENCES = {
 """The row that each optimizer's rows are compared with."""
 
 
-class Runs:
-    """The runs that have ended, in memory and in their file."""
+class Runs(FinishedRuns[dict[str, Any]]):
+    """The runs that have ended."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.known: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            for line in path.read_text("utf-8").splitlines():
-                run = {"model": "mlp"} | json.loads(line)
-                self.known[self.key(run)] = run
+        super().__init__(path, dict[str, Any], self.key)
 
     @staticmethod
     def key(run: dict[str, Any]) -> str:
@@ -399,27 +395,17 @@ class Runs:
             "wall_s": trace.wall_s,
         }
         console.print(f"{label}: {last.loss:.4f}", highlight=False)
-        self.known[self.key(run)] = run
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(run) + "\n")
+        self.keep(run)
         return run
 
 
 def tune(loss_at: Callable[[float], float], first: float) -> float:
-    """Return the rate of the least loss on the grid first * 2^k, with higher losses beside it."""
-    tried = {first: loss_at(first)}
-    for factor in (2.0, 0.5):
-        best = min(tried, key=lambda rate: tried[rate])
-        if factor == 0.5 and best > first:
-            break  # it rose downwards from there already
-        rate = best * factor
-        while len(tried) < MOST_RATES:
-            tried[rate] = loss_at(rate)
-            if tried[rate] >= tried[rate / factor]:
-                break
-            rate *= factor
-    return min(tried, key=lambda rate: tried[rate])
+    """Return the best of the rates that were tried, also where no higher loss is beside it."""
+    losses: dict[float, float] = {}
+    with suppress(NoBestRateError):
+        while (rate := next_rate(losses, [first])) is not None:
+            losses[rate] = loss_at(rate)
+    return best_rate(losses)
 
 
 def loss_of(run: dict[str, Any]) -> float:

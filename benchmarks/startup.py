@@ -28,7 +28,7 @@ SMALL, COMPILED = 64, 1_000_000
 
 @dataclass(frozen=True)
 class Case:
-    """What a fresh interpreter does; torch, a model and its optimizer come first in each."""
+    """The work of a fresh interpreter, after it has made torch, a model and its optimizer."""
 
     text: str
     what: str = WRAP

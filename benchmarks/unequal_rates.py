@@ -36,7 +36,7 @@ from gossipdp_lab.simulate import (
 
 STEP_S = 0.1
 DURATIONS = (0.05, 0.5, 2.0)
-"""Of an exchange on a fast, a middling and a slow link, in gradient steps."""
+"""The length of an exchange on a fast, a middling and a slow link, in gradient steps."""
 SLOWEST_RATE = 0.25
 CASES = ("own rates", "equal rates, as many exchanges", "the slowest's rate for all")
 OBJECTIVES = (Consensus(), Quadratic(mu=0.1, noise_variance=1.0, heterogeneity=1.0))

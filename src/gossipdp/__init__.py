@@ -18,8 +18,16 @@ cli         the command line
 
 Demo, built-in trainings, simulator and report page are in gossipdp_lab.
 
-The way of a parameter: optimizer.step → parallel/gossip_engine (boundary) → dynamics/chunks, update
-← gossip/codec ← gossip/exchange → links → the neighbour, and back the same way.
+The way of a parameter, from one worker's step to its neighbour's next one:
+
+optimizer.step → parallel/hooks → parallel/session → parallel/gossip_engine (the boundary)
+→ dynamics/state → dynamics/chunks → dynamics/update; then, in the gossip thread,
+gossip/loop → gossip/exchange → gossip/codec → dynamics/chunks (a snapshot) → links
+→ the neighbour's gossip/loop → gossip/exchange → gossip/codec → dynamics/chunks
+→ dynamics/update, and with its next boundary into its parameters.
+
+At the end, and in averaged(): protocol/consolidate or protocol/averages → protocol/reduction (whose
+turn it is) → gossip/sums (reads, adds, divides) → links.
 """
 
 from importlib import import_module

@@ -12,13 +12,16 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Rule = Callable[[str, Any], Any]
 
 DEFAULT_GRAPH = "exponential"
 """Trains as well as any other with 4 to 64 workers (benchmarks/results/graphs.md), and costs each
 worker about 2 log2 n links. Up to 5 workers it is complete."""
+
+WireFormatName = Literal["full", "bfloat16", "lattice8"]
+"""The names of ``FORMATS`` in ``gossip/codec.py``, which imports torch."""
 
 
 def one_of(choices: tuple[str, ...], name: str, value: Any) -> Any:

@@ -6,7 +6,7 @@ only those to its left, and the library, which never imports the lab (a test say
 
     baselines  →  tasks  →  simulate  →  report  →  demo
 
-baselines   DistributedDataParallel under the wrapper's names, for what demo and train compare with
+baselines   DistributedDataParallel under the wrapper's names, with which demo and train compare
 tasks       built-in trainings: digits, bytes, CIFAR-10, ImageNet, and ``gossipdp train``
 simulate    the same protocol on a virtual clock, and ``gossipdp simulate``
 report      pages from a run's logs, pictures of simulations, and ``gossipdp report``

@@ -30,8 +30,8 @@ class SynchronousDataParallel(DistributedDataParallel):
     """DistributedDataParallel under those names of ``GossipDataParallel`` that the lab's loops use.
 
     All workers make the same steps on ``batch_size`` samples each. So each of them knows how far
-    the run is without asking, and all end with the same step. What averages gradients is torch's
-    alone, without a hook of ours.
+    the run is without asking, and all end with the same step. Torch alone averages the gradients,
+    without a hook of ours.
 
     Args:
         module: the model, on its device already; all workers start from rank 0's parameters.
@@ -87,7 +87,7 @@ class SynchronousDataParallel(DistributedDataParallel):
 
     @property
     def is_lead(self) -> bool:
-        """True on worker 0, whose death would end the run, as that of any other."""
+        """True on worker 0. Any worker's death ends the run, so no other ever takes its place."""
         return self.rank == 0
 
     def progress(self) -> float:
@@ -116,8 +116,8 @@ class SynchronousDataParallel(DistributedDataParallel):
     def waited_in_step_s(self) -> float:
         """Return the seconds of the step under way in which this worker did nothing but wait.
 
-        They are those in which rank 0 gives its buffers to all, before the forward pass, and those
-        of the all-reduce that the backward pass does not hide, as torch measures them for its log.
+        It waits while rank 0 gives its buffers to all, before the forward pass, and for the part of
+        the all-reduce that the backward pass does not hide, as torch measures it for its log.
         """
         assert self.logger is not None
         self.logger.set_runtime_stats_and_log()

@@ -22,9 +22,9 @@ from quality_runs import (
     TUNING_SEED,
     Measured,
     measure,
-    next_rate,
 )
 from quality_worker import NUM_MARKS, Point, RunResult, RunSettings, Size, num_parameters, run
+from support.learning_rates import MOST_WIDENINGS, NoBestRateError, next_rate
 from torch import nn
 
 from gossipdp import WorkerFailedError
@@ -68,6 +68,12 @@ def test_the_grid_is_widened_until_the_best_has_neighbours(best: float, expected
     while (rate := next_rate(tried, RATES)) is not None:
         tried[rate] = abs(math.log2(rate / best))
     assert list(tried) == pytest.approx(expected)
+
+
+def test_a_search_without_an_end_is_given_up():
+    tried = {0.004 * 2.0**exponent: -exponent for exponent in range(len(RATES) + MOST_WIDENINGS)}
+    with pytest.raises(NoBestRateError, match="start elsewhere"):
+        next_rate(tried, RATES)
 
 
 def test_all_seeds_run_at_the_rate_that_is_best_for_another_seed_without_a_condition():

@@ -10,6 +10,7 @@ import torch
 from quality_simulated import Runs, Setting, as_row, result_of, tables, tried, tune
 from support.batched_transformer import BatchedTransformer
 from support.byte_model import ByteModel
+from support.learning_rates import MOST_WIDENINGS
 from support.torch_rows import TorchRows
 from torch.nn import functional as F
 
@@ -66,7 +67,12 @@ def test_the_search_ends_where_the_loss_rises_both_ways(best: int) -> None:
         return math.inf if exponent > 4.5 else abs(exponent - best)
 
     assert tune(loss_at, 0.01) == pytest.approx(0.01 * 2.0**best)
-    assert len(set(asked)) == len(asked) <= quality_simulated.MOST_RATES
+    assert asked[:2] == [0.01, 0.02], "upwards first: the best rates of gossip are high"
+    assert len(set(asked)) == len(asked) <= 1 + MOST_WIDENINGS
+
+
+def test_a_row_that_gets_better_for_ever_has_the_last_rate_that_was_tried() -> None:
+    assert tune(lambda rate: -rate, 1.0) == 2.0**MOST_WIDENINGS
 
 
 def run_of(rate: float, seed: int, loss: float | None, row: str = "gossip") -> dict[str, object]:

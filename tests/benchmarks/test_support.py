@@ -11,6 +11,7 @@ import pytest
 import run_all
 import support.report
 from run_all import Benchmark
+from support.finished_runs import FinishedRuns
 from support.meeting import Meeting
 from support.provenance import commit_of
 from support.report import Spread, Target, interleaved, quantile
@@ -30,6 +31,30 @@ def test_spreads_quantiles_and_targets_without_values():
     assert [quantile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
     assert Target("rate", 0.97, 0.95, at_most=False).is_met
     assert not Target("time", math.nan, 1.0).is_met
+
+
+def finished(path: Path | None) -> FinishedRuns[dict[str, object]]:
+    return FinishedRuns(path, dict[str, object], lambda run: run["seed"])
+
+
+def test_finished_runs_are_found_again_and_a_damaged_line_is_named(tmp_path: Path):
+    path = tmp_path / "new" / "runs.jsonl"
+    runs = finished(path)
+    runs.keep({"seed": 1, "loss": 3.0})
+    runs.keep({"seed": 2, "loss": math.nan})
+    again = finished(path).known
+    assert again[1] == {"seed": 1, "loss": 3.0}
+    assert math.isnan(again[2]["loss"])
+    with path.open("a") as file:
+        file.write('{"loss": 3.0}\n')
+    with pytest.raises(ValueError, match=r"line 3 is no finished run.*delete that line"):
+        finished(path)
+
+
+def test_without_a_file_finished_runs_are_kept_in_memory():
+    runs = finished(None)
+    runs.keep({"seed": 1})
+    assert runs.known == {1: {"seed": 1}}
 
 
 def test_every_case_begins_a_round_in_turn():

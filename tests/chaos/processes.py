@@ -37,6 +37,7 @@ from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import (
     averaged_together,
+    not_back,
     own_average_file,
     read_results,
     train_worker,
@@ -213,7 +214,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     except WorkerFailedError as error:
         problems.append(str(error))
     seconds = time.monotonic() - began
-    # Who is slow to come back takes no fault meanwhile; not_back() judges that.
+    # Who is slow to come back takes no fault meanwhile; not_back() judges it by the first one.
     missed = [each for each in injector.records if each.missed not in (None, NOT_BACK_YET)]
     problems += map(str, missed)
     problems += [
@@ -297,15 +298,6 @@ def late_stops(plan: Plan, results: Sequence[dict[str, Any]]) -> list[str]:
         if clause.for_s is not None and clause.for_s >= NOTICED_AFTER_S + 0.5
     ]
     return late_notices(long_enough, "stop", LATEST_NOTICE_S)
-
-
-def not_back(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Return who was killed and did not come back, and whose return nobody noticed."""
-    return [
-        f"worker {result['rank']}, killed at {result['at_s']} s, was not seen again"
-        for result in results
-        if result["kind"] == "kill" and result["rejoined_s"] is None
-    ]
 
 
 def main() -> int:

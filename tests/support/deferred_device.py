@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gossipdp.dynamics import update
+from gossipdp.dynamics.chunks import BufferChunk
 from gossipdp.dynamics.device import Mark, QueuedDevice
 from gossipdp.dynamics.state import State
 
@@ -108,6 +109,7 @@ class DeferredDevice(QueuedDevice):
                 self.adopt(segment.c)
             if segment.outer is not None:
                 self.adopt(segment.outer.base, segment.outer.m)
+            self.adopt(*(each.seen for each in segment.chunks if isinstance(each, BufferChunk)))
 
     # What a stream does.
 

@@ -190,16 +190,6 @@ class World:
         return first, second, *self.join(first, second)
 
 
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def has_ended(connection: socket.socket) -> bool:
     """Return whether the other end has closed; drop some of what it said before."""
     connection.setblocking(False)

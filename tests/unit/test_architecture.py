@@ -144,13 +144,9 @@ def test_every_public_name_exists():
 
 
 def modules_imported_by(path: Path) -> set[str]:
-    """Modules of this package that a file imports while it runs, also within functions."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
+    """Modules that a file imports, also within functions and for type checkers alone."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):

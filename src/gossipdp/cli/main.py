@@ -1,7 +1,7 @@
 """The ``gossipdp`` program.
 
 It reads the arguments of a subcommand, runs it, and shows an error of gossipdp's own as one line.
-No module here imports ``torch``, only what a subcommand runs does: so help is quick.
+Help is quick, because no module here imports ``torch`` before a subcommand runs.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def _parse(words: list[str], command: str) -> tuple[Any, str | None]:
         options, script = split_script(words[start:])
         words = [*words[:start], *options]
     program, description = "gossipdp", DESCRIPTION
-    if command:  # alone: to import the modules of all takes half as long again
+    if command:  # import its module alone: to import all takes half as long again
         words.remove(command)
         chosen = _arguments_of(command)
         program, description = f"gossipdp {command}", inspect.cleandoc(chosen.__doc__)
@@ -149,7 +149,7 @@ def _arguments_of(command: str) -> Any:
 
 
 def _listed(command: str) -> Any:
-    """Return that class as the list of all commands shows it: in a line or two, for one screen."""
+    """Return that class with a help of a line or two, for the list of all commands."""
     kind = _arguments_of(command)
     short = kind.__doc__.partition("\n\n")[0]
     return _annotated[kind, tyro.conf.subcommand(command, description=short)]

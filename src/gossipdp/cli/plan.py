@@ -16,6 +16,8 @@ from rich.text import Text
 from gossipdp.protocol.exchange_rate import Bound, affordable_rate
 from gossipdp.rules import (
     DEFAULT_GRAPH,
+    WireFormatName,
+    at_least_1,
     megabits_per_s,
     number,
     option,
@@ -39,7 +41,7 @@ Measured on grids of factors of two (docs/quality.md). AdamW's is larger
 at comm rate 1, as it divides by the noise of one worker's gradient."""
 """The rule of docs/choosing.md, which has the figures."""
 
-BYTES_OF_A_VALUE = {"full": 4, "bfloat16": 2, "lattice8": 1}
+BYTES_OF_A_VALUE: dict[WireFormatName, int] = {"full": 4, "bfloat16": 2, "lattice8": 1}
 BOUNDS: dict[Bound, str] = {
     "ceiling": "4 a step is the most: more was not tried.",
     "link": "The link is the bound: exchanges fill half of a worker's time.",
@@ -51,7 +53,7 @@ BOUNDS: dict[Bound, str] = {
 class PlanArguments:
     """Print the constants of a graph and whether A2CiD2 helps on it. Nothing is trained."""
 
-    workers: int | None = None
+    workers: int | None = option(None, at_least_1)
     """Number of workers; may be left out with --edge-list."""
 
     graph: str = DEFAULT_GRAPH
@@ -70,7 +72,7 @@ class PlanArguments:
     """Trained parameters of a model. With this, --step-ms and --link-mbps the plan says what
     comm_rate="auto" does."""
 
-    wire_format: Literal["full", "bfloat16", "lattice8"] = "full"
+    wire_format: WireFormatName = "full"
     """The form in which they travel: 4, 2 or 1 bytes each."""
 
     step_ms: float | None = option(None, positive_number)
@@ -134,7 +136,7 @@ class OwnRate(NamedTuple):
 
     @property
     def bytes_per_second(self) -> float:
-        """Return the mean over exchanges and the time between them."""
+        """Return the mean speed, over exchanges and the time between them."""
         return self.exchange_bytes * self.comm_rate / self.step_seconds
 
     def text(self) -> str:
@@ -193,7 +195,7 @@ def _graph(arguments: PlanArguments) -> Graph:
 
 
 def _table(plan: Plan) -> Table:
-    # Text, since the name of a file may look like markup.
+    # A Text, since the name of a file may look like markup.
     table = Table(title=Text(plan.graph), title_justify="left")
     table.add_column("quantity", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)

@@ -47,7 +47,9 @@ class RunArguments:
     Everything after the script belongs to the script.
     """
 
-    workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = None
+    workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = option(
+        None, at_least_1
+    )
     """Number of workers to start here; with --join one by default.
     Leave it out if torchrun, srun or an indexed Job of Kubernetes started this process.
     It then starts the worker of its rank."""
@@ -229,9 +231,9 @@ def run(arguments: RunArguments) -> int:
         code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
         if ended_by is not None:
             _tell(stopped_line(supervisor.saved.values()))
-        if supervisor.failures and some_go_on:  # the lines on them may be hours back
+        if supervisor.failures and some_go_on:  # the lines about them may be hours old
             _tell(f"at the end: {describe(supervisor.failures)}")
-    finally:  # however it ends: under torchrun others may wait for this one's end
+    finally:  # also after an error: under torchrun others may wait for this one's end
         wait = plan.under_torchrun and code == 1 and some_go_on
         if wait:
             _tell("staying until the other workers have ended: torchrun would end them with this")
@@ -242,7 +244,7 @@ def run(arguments: RunArguments) -> int:
         with suppress(OSError):
             stream.flush()
     if "torch" in sys.modules:
-        # Nothing is left to do, and without torch's own end, or that of its import, it is quick.
+        # Nothing is left to do. To end torch, or an import of it that still runs, would take long.
         os._exit(code)
     return code
 
@@ -289,8 +291,6 @@ def _num_workers(arguments: RunArguments) -> int:
         if "RANK" not in with_torchrun_names(os.environ):
             raise ValueError("-n (--workers) is missing; say how many workers to start")
         return 1
-    if number < 1:
-        raise ValueError(f"-n is {number}; start at least one worker")
     if number % num_shards:
         raise ValueError(
             f"-n is {number}; it counts processes, and must be a multiple of --nproc-per-replica, "

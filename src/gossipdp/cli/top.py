@@ -24,9 +24,9 @@ from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
 from gossipdp.observe.status import Answer, StatusPoll, notice_words
 from gossipdp.rules import number, option, shown_rate
 
-# So long top waits without an answer, at the beginning or later.
+# The longest wait without an answer, at the beginning or later.
 PATIENCE_S = 10.0
-# In one look; later answers are shown with the next.
+# The wait of one look; later answers are shown with the next.
 WAIT_FOR_ANSWERS_S = 0.5
 
 
@@ -114,7 +114,7 @@ class Top:
         return 0
 
     def _live(self) -> int:
-        # On a dumb terminal, which cannot go back, Live would show the end alone.
+        # A dumb terminal cannot go back, so Live would show nothing but the end there.
         can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
         live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
         is_drawing = can_redraw and not self._arguments.json
@@ -253,7 +253,7 @@ def _counted(states: Sequence[str]) -> str:
 
 
 def _progress_facts(job: JobStatus, width: float = math.inf) -> str:
-    """Return what is known of the run; distance, then loss, are left out rather than cut."""
+    """Return the known facts of the run; without room leave out the distance, then the loss."""
     of_all = f" of {job.budget_samples:,}" if job.budget_samples else ""
     facts = [
         f"{job.samples:,}{of_all} samples",
@@ -351,7 +351,7 @@ def _link(link: LinkStatus) -> dict[str, str]:
 
 
 def _rate(worker: JobWorker) -> str:
-    """Return the comm rate; if it sets itself, the one in force, and what keeps it from more."""
+    """Return the comm rate; if it sets itself, the present one and its bound."""
     if worker.comm_rate_bound == "fixed":
         return _show(worker.achieved_comm_rate, ".2f")
     return f"{_show(worker.aimed_comm_rate, '.2g')} {printable(worker.comm_rate_bound)}"

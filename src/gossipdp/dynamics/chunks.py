@@ -153,7 +153,7 @@ class Chunk:
         """
         taken: list[bool] = []
         try:
-            # One call of C: an interrupt comes when it is known whether the lock is taken.
+            # One call of C, so that no interrupt comes between taking the lock and noting it.
             taken.extend(map(self.lock.acquire, (wait,)))
             if not taken[0]:
                 return False
@@ -188,7 +188,7 @@ class Chunk:
             self._forget(part)
 
     def restored(self) -> None:
-        """Take note that x, pending and c are those of a checkpoint, at phase 0."""
+        """Note that x, pending and c are those of a checkpoint, at phase 0."""
         self.has_pending = bool(self.pending.any())
         if self.c is not None and bool(self.c.any()):
             self.theta_c = self.theta
@@ -281,7 +281,7 @@ class Chunk:
     def snapshot_and_exchange(
         self, theta: float, out: Tensor, peers: Tensor, alpha_tilde: float
     ) -> float:
-        """Take the :meth:`snapshot`, whole in any case, and :meth:`exchange` in the same pass."""
+        """Take the :meth:`snapshot`, always whole, and :meth:`exchange`, in one pass."""
         with self.lock, self.order:
             there = self.device.there(0, out), self.device.load(1, peers)
             squared_norm = self._snapshot_and_exchange(*there, self._flow(theta), alpha_tilde)
@@ -305,7 +305,7 @@ class Chunk:
         if self.has_pending or c is None or self.x.dtype != self.pending.dtype:
             state = self.x, self.pending, c
             return update.boundary_operations(*state, share, base, compiled=compiled)
-        # Pending is zero, so half of the memory need not be passed over.
+        # Pending is zero, so this pass leaves out half of the memory.
         both = (self.x,) if base is None else (self.x, base)
         return [update.flow_operation(values, c, share, compiled=compiled) for values in both]
 
@@ -371,33 +371,40 @@ class Chunk:
 class BufferChunk(Chunk):
     """A chunk of float buffers, which forward passes change between two boundaries.
 
-    The present values are ``weight x + pending``; an exchange halves both and adds half of the
-    peer's. So they lie between x, as forward passes change it, and the peers' values: a running
-    variance stays positive. While x stands still this is the plain average.
+    ``pending`` holds the present values as the last exchange left them, and ``seen`` x as it was
+    then (both zero if there was none since the boundary). What forward passes have changed since
+    counts whole: the present values are ``pending + (x - seen)``. So exchanges conserve the mean
+    over workers, however many there are in the time of a step, and also where forward passes come
+    between snapshot and exchange. A limit keeps running variances positive; see
+    :func:`~gossipdp.dynamics.update.carry_on`.
     """
 
-    weight = 1.0
+    def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
+        super().__init__(role, x, pending, c)
+        self.seen = torch.zeros_like(pending)
 
     def copy_momentum(self, pending: Tensor | None, /, *_: Tensor | None) -> None:
-        """Copy the present values less x to ``pending``; there are no momenta."""
+        """Copy the present values minus x to ``pending``; there are no momenta."""
         if pending is None:
             return
         with self.lock, self.order:
-            more = self.weight - 1.0
-            self.device.write(lambda p: torch.add(self.pending, self.x, alpha=more, out=p), pending)
+            self.device.write(lambda out: out.copy_(self._present(self.x)).sub_(self.x), pending)
 
     # Under the lock.
 
+    def _present(self, x: Tensor) -> Tensor:
+        return update.carry_on(self.pending, self.seen, x)
+
+    def _copy_of_x(self) -> Tensor:
+        """Return x in pending's precision, each value read once: a forward pass may write it."""
+        return update.scratch(self.pending).copy_(self.x)
+
     def _additions(self, share: float) -> list[Callable[[], object]]:
-        return [
-            partial(self.pending.add_, self.x, alpha=self.weight),
-            partial(self.x.copy_, self.pending),
-            self.pending.zero_,  # the remainder of rounding would outlive an x that shrinks
-            partial(setattr, self, "weight", 1.0),
-        ]
+        present = self._present(self.x)
+        return [partial(self.x.copy_, present), self.pending.zero_, self.seen.zero_]
 
     def _write(self, out: Tensor) -> None:
-        torch.add(self.pending, self.x, alpha=self.weight, out=out)
+        out.copy_(self._present(self._copy_of_x()))
 
     def _snapshot(self, out: Tensor, share: float) -> bool:
         self._write(out)
@@ -406,11 +413,13 @@ class BufferChunk(Chunk):
     def _exchange(
         self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
     ) -> float:
-        only_its_norm = update.scratch(self.pending, 1)
-        squared_norm = update.exchange(only_its_norm, None, mine, peers, *flow, alpha_tilde)
+        average = update.scratch(self.pending, 1)
+        squared_norm = update.exchange(average, None, mine, peers, *flow, alpha_tilde)
         if math.isfinite(squared_norm):
-            self.pending.add_(peers).mul_(0.5)
-            self.weight *= 0.5
+            average.copy_(mine).add_(peers).mul_(0.5)  # the same bits at both ends
+            x = self._copy_of_x()
+            self.pending.copy_(update.carry_on(average, mine, self._present(x)))
+            self.seen.copy_(x)
         return squared_norm
 
     def _snapshot_and_exchange(
@@ -420,8 +429,5 @@ class BufferChunk(Chunk):
         return self._exchange(out, peers, flow, alpha_tilde)
 
     def _forget(self, part: slice) -> None:
-        torch.mul(self.x[part], 1.0 - self.weight, out=self.pending[part])
-
-    def _reset(self) -> None:
-        self.weight = 1.0
-        super()._reset()
+        super()._forget(part)
+        self.seen[part].zero_()

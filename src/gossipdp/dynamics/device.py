@@ -9,9 +9,9 @@ be checked by reading: **it has never run on a card**.
 Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
 :class:`Mark` is a place in a stream (a CUDA event) that others can wait for.
 
-**Rule 1, order.** A chunk's lock comes with a mark. The holder of the lock makes its stream wait
-for the mark first, and last leaves the mark behind all that it has queued (:class:`Order`). So the
-holders' work is done in the order in which they held the lock. Otherwise a snapshot could add a
+**Rule 1, order.** A chunk's lock comes with a mark. The holder of the lock first makes its stream
+wait for the mark, and in the end leaves the mark behind all that it has queued (:class:`Order`). So
+the holders' work is done in the order in which they held the lock. Otherwise a snapshot could add a
 pending that a boundary has moved into x already, or a boundary could add a pending that an exchange
 writes later. No two streams wait for each other: each wait is for a mark that exists.
 
@@ -119,7 +119,7 @@ class QueuedDevice(Device, abc.ABC):
 
     @abc.abstractmethod
     def mark(self) -> Mark:
-        """Return a new mark that was left nowhere."""
+        """Return a new mark, which was not left anywhere yet."""
 
     @abc.abstractmethod
     def finish_all(self) -> None:
@@ -219,7 +219,7 @@ class Slot:
 
     def store(self, out: Tensor) -> None:
         """Copy the device's part to ``out``; return when it has arrived."""
-        self._loaded.wait()  # the device may read the slot yet
+        self._loaded.wait()  # the device may still read the slot
         pinned = self._pinned[: out.nbytes].view(out.dtype)
         pinned.copy_(self.there(out), non_blocking=True)
         self._device.finish()
@@ -305,10 +305,10 @@ def device_of(devices: set[torch.device]) -> Device:
 
 
 def zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros in memory of their own: many megabytes of host memory on huge pages.
+    """Return zeros in memory of their own; many megabytes of host memory lie on huge pages.
 
-    A pass over pages of 4 KiB takes a sixth longer: the processor reads nothing ahead across their
-    ends. A kernel without huge pages gives small ones.
+    A pass over pages of 4 KiB takes a sixth longer, because the processor does not read ahead
+    across their ends. A kernel without huge pages gives small ones.
     """
     num_bytes = length * dtype.itemsize
     if device.type != "cpu" or num_bytes < LEAST_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -6,10 +6,10 @@ that is nearest to its own round(y / s). That is the sender's k if, for every va
 
     |x - y| < 127 s.
 
-Both then know the same difference s (k_x - k_y), one the negative of the other, off by s at most:
-with s following the distance (:class:`LatticeSteps`) the error shrinks as the two
-agree, where a code of the values themselves would stop at its own resolution. Values that are
-equal stay so, since the step is the same at both ends.
+Both then know the same difference s (k_x - k_y), one the negative of the other, with an error of at
+most s. As s follows the distance (:class:`LatticeSteps`), the error shrinks as the two agree; the
+error of a code of the values themselves would stop at its own resolution. Values that are equal
+stay equal, since the step is the same at both ends.
 
 All of it is exact: s is a power of two, so x / s is not rounded, k is a whole number of the
 integers' range, and |k_x - k_y| <= 128. A checksum over the part of k that did not travel, above
@@ -42,7 +42,7 @@ follows half as fast. The error was 10%, 8%, 5% and 11% of the distance, root me
 
 LARGEST_EXPONENT = 120
 SMALLEST_EXPONENT = -120
-_FARTHEST = 127 * 2.0**LARGEST_EXPONENT  # that a code can bridge; a float32, unlike 4 times it
+_FARTHEST = 127 * 2.0**LARGEST_EXPONENT  # a code bridges no more; 4 times it is no float32
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 # The part of a value that rounding both ends to bfloat16 may hide: at most 2**-8 of each of the
 # two, and half of that as a rule.

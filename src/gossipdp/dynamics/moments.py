@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import BufferChunk, Role
+from gossipdp.dynamics.chunks import Chunk, Role
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Moment:
     def travels_with(self, counter: int) -> bool:
         """Return True if the exchange of this number carries it; both ends know the number.
 
-        The multiples of the golden ratio, less their whole parts, are spread evenly from 0 to 1,
-        and so are those of every second or third number. So if proposals are refused in a rhythm,
-        and all exchanges have even numbers, one in ``period`` still carries it. The first ones do
+        The fractional parts of the golden ratio's multiples are spread evenly from 0 to 1, and so
+        are those of every second or third multiple. So if proposals are refused in a rhythm, and
+        all exchanges have even numbers, one in ``period`` still carries it. The first exchanges do
         not. A moment of a longer period travels with those of shorter ones.
 
         Example:
@@ -50,16 +50,16 @@ class Moment:
         return (counter * 2_654_435_769 & 0xFFFFFFFF) * self.period < 1 << 32
 
 
-class MomentChunk(BufferChunk):
-    r"""A chunk of a moment, in the optimizer's own memory; averaged much as buffers are.
+class MomentChunk(Chunk):
+    r"""A chunk of a moment, in the optimizer's own memory.
 
     Workers average the corrected moment :math:`\hat v = v / (1 - \beta^t)`, since their ages t
     differ. Its present value is ``weight x / mass + pending``, with the present mass
     :math:`1 - \beta^t`; an exchange halves both and adds half of the peer's. So a second moment
     stays positive, however many steps the optimizer makes between snapshot and boundary.
 
-    If v itself were averaged, a worker at t = 20 and one at t = 400 (beta 0.999) would then take
-    steps of a third and of 1.4 times their size.
+    If v itself were averaged, workers at t = 20 and t = 400 (beta 0.999) would then take steps of a
+    third and of 1.4 times their size.
 
     Zeros are not averaged. A chunk sends them, and takes nothing in that exchange, if its optimizer
     has made no step, or if a value is not finite in the precision in which it travels: after one
@@ -70,6 +70,7 @@ class MomentChunk(BufferChunk):
         self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None, moment: Moment
     ) -> None:
         super().__init__(role, x, pending, c)
+        self.weight = 1.0
         self._moment = moment
         self._gives = False  # in this exchange; the gossip thread's
 
@@ -79,7 +80,13 @@ class MomentChunk(BufferChunk):
         mass = self._moment.mass
         if mass == 0.0:  # the optimizer was reset since
             return [self._reset]
-        return [partial(self.pending.mul_, mass), *super()._additions(share)]
+        return [
+            partial(self.pending.mul_, mass),
+            partial(self.pending.add_, self.x, alpha=self.weight),
+            partial(self.x.copy_, self.pending),
+            self.pending.zero_,  # a rounding remainder would stay while x shrinks
+            partial(setattr, self, "weight", 1.0),
+        ]
 
     def _write(self, out: Tensor) -> None:
         values = torch.mul(self.pending, self._moment.mass, out=update.scratch(self.pending))
@@ -99,7 +106,7 @@ class MomentChunk(BufferChunk):
     def _exchange(
         self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
     ) -> float:
-        """Average as buffers do, but return 0: the distance is not worth its passes."""
+        """Average, and return 0: the distance is not worth its passes."""
         theirs = update.scratch(self.pending).copy_(peers)
         if not update.is_finite(theirs):
             return math.inf
@@ -108,3 +115,13 @@ class MomentChunk(BufferChunk):
             self.pending.add_(theirs).mul_(0.5)
             self.weight *= 0.5
         return 0.0
+
+    def _snapshot_and_exchange(
+        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
+    ) -> float:
+        self._snapshot(out, flow[0])
+        return self._exchange(out, peers, flow, alpha_tilde)
+
+    def _reset(self) -> None:
+        self.weight = 1.0
+        super()._reset()

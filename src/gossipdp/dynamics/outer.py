@@ -16,8 +16,8 @@ nothing, and the mean of x + c/2 over workers moves by optimizer and outer steps
 
 Two workers in lock-step, with an exchange and an outer step every H steps, take exactly DiLoCo's
 steps. If workers exchange at their own times, each is asked for an exchange as often as it asks for
-one. An outer step in both made the outer momentum's memory half as long, counted in optimizer
-steps, and the loss worse (docs/quality.md): hence every second exchange.
+one. With an outer step in both, the outer momentum's memory was half as long, counted in optimizer
+steps, and the loss was worse (docs/quality.md): so it comes with every second exchange.
 
 The optimizer may write x while the gossip thread takes the step. It reads each value of x once, and
 the values read are the new base, so that no part of an optimizer's step is lost or counted twice.

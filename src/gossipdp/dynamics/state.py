@@ -186,7 +186,7 @@ class State:
         return self.chunks + due if due else self.chunks
 
     def drop_momentum(self) -> None:
-        """Hold no c, before training: if alpha_tilde is 1/2 it would stay zero."""
+        """Drop c, before training: if alpha_tilde is 1/2 it would stay zero."""
         for segment in self.segments:
             segment.c = None
         for chunk in self.chunks:
@@ -252,10 +252,10 @@ class State:
     def _helped_boundary(self, chunks: list[Chunk], theta: float, is_patient: bool) -> int:
         """Do the boundary of many compiled chunks, with as many threads as the optimizer's step.
 
-        A compiled loop has one thread, which reads half or less of what memory gives. All take the
-        next chunk from one list: the interpreter's lock gives each chunk to one of them. The
-        calling thread waits for those that have taken one, also if it was interrupted, and does the
-        rest alone.
+        A compiled loop has one thread, which uses at most half of the memory's speed. All threads
+        take the next chunk from one list: the interpreter's lock gives each chunk to one of them.
+        The calling thread waits for those that have taken one, also if it was interrupted, and
+        does the rest alone.
         """
         rest = iter(chunks)
         skipped: list[int] = []
@@ -300,7 +300,7 @@ class State:
             self._helpers.append(helper)
 
     def end_helpers(self) -> None:
-        """End the helper threads: there will hardly be another boundary."""
+        """End the helper threads: another boundary is unlikely, and would do without them."""
         helpers, self._helpers = self._helpers, []
         for _ in helpers:
             self._tasks.put(None)

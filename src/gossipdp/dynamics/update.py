@@ -33,7 +33,8 @@ to it:
   that are returned may be reordered.
 * It is applied whole or not at all. If any of its values is NaN or infinite, only the snapshot is
   written. This depends on delta alone, so both ends decide alike.
-* Nothing is allocated after the first call, and the interpreter's lock is free meanwhile.
+* Nothing is allocated after the first call, except by :func:`carry_on`, which serves buffers alone.
+  The interpreter's lock is free during a pass.
 """
 
 # ruff: noqa: PLR0917 (tensors and numbers in the order of the equations)
@@ -135,7 +136,7 @@ def outer_step(
 ) -> None:
     """Take the outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
 
-    With g = x - base. Another thread may write x meanwhile: each value is read once.
+    g is x - base. Another thread may write x meanwhile: each value is read once.
     """
     if compiled:
         state = _array(x), _array(pending), _array(base), _array(m)
@@ -219,7 +220,7 @@ def snapshot_and_exchange(
     *,
     compiled: bool = False,
 ) -> float:
-    """Do both, as the peer's snapshot is there already; return as :func:`exchange` does."""
+    """Do both, once the peer's snapshot is here; return as :func:`exchange` does."""
     if compiled:
         state = _array(out), _array(x), _array(pending), _array(c, pending), c is not None
         kept = _array(scratch(pending, 0)), _array(scratch(pending, 1))
@@ -234,6 +235,25 @@ def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, left: floa
     torch.add(x, pending, out=out)
     if c is not None:
         out.add_(c, alpha=0.5 * left)
+
+
+def carry_on(values: Tensor, before: Tensor, now: Tensor) -> Tensor:
+    """Return ``values`` with what has changed meanwhile: values + (now - before).
+
+    If ``values`` and ``now`` have the same sign, the result keeps it, with half of the smaller one
+    at least: a running variance stays positive, however much it has shrunk meanwhile. This limit
+    matters only if the change is more than half of ``values``, with the other sign.
+
+    Example:
+        >>> values, before = torch.tensor([3.0, 0.5]), torch.tensor([4.0, 1.0])
+        >>> carry_on(values, before, now=torch.tensor([4.5, 0.25]))
+        tensor([3.5000, 0.1250])
+    """
+    least = torch.minimum(values, now).mul_(0.5)
+    most = torch.maximum(values, now).mul_(0.5)
+    least.masked_fill_(least < 0.0, -math.inf)
+    most.masked_fill_(most > 0.0, math.inf)
+    return (values + (now - before)).clamp_(least, most)
 
 
 def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:

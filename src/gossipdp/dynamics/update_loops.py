@@ -197,7 +197,7 @@ def boundary(
 ) -> None:
     """Flow, then x += pending; pending keeps the remainder of rounding x. x - base stays."""
     q = _F32(share)
-    if has_base:  # before the flow: q c is 0 without c, whose place pending takes
+    if has_base:  # without a c pending takes its place, so q must be 0
         q = q if has_c else _F32(0.0)
         for i in range(x.size):
             before = _get(x, i)
@@ -219,7 +219,7 @@ def boundary(
 def outer_step(x: Any, pending: Any, base: Any, m: Any, momentum: float, lr: float) -> None:
     """Take the outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
 
-    With g = x - base.
+    g is x - base.
     """
     mu, rate = _F32(momentum), _F32(lr)
     for i in range(x.size):

@@ -74,7 +74,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 class PoisonFound(Exception):
-    """A chunk holds NaN or infinity. ``ours`` says whose."""
+    """A chunk holds NaN or infinity; ``ours``: it is this worker's own."""
 
     def __init__(self, ours: bool) -> None:
         super().__init__("our own parameters" if ours else "the peer's parameters")
@@ -123,8 +123,8 @@ class Codec:
         self, wire_format: WireFormat, state: State, allocate: Allocate | None = None
     ) -> None:
         self.is_timed, self.busy_s = False, 0.0
-        """The processor time spent on arrays so far, in which other threads may run Python; counted
-        only on demand: each look at the clock is a call of the system."""
+        """The processor time spent on arrays so far, in which other threads may run Python. It is
+        counted only on demand, since each look at the clock is a system call."""
         self.window = wire_format.window
         self.most_queued = wire_format.most_queued
         self._format = wire_format
@@ -155,7 +155,7 @@ class Codec:
         # A frame is not empty, even if nothing is coded.
         self._needed = torch.zeros(max(1, sum(blocks.values())), dtype=torch.int8)
         self.preface_landing = tensor_bytes(torch.zeros_like(self._needed))
-        """Room for the words that the peer returned from :meth:`start`."""
+        """Room for the preface that the peer's :meth:`start` returned."""
         self._code_slots: dict[torch.dtype, list[_CodeSlot]] = {}
         self._scratch: dict[torch.dtype, _Scratch] = {}
         for dtype in {chunk.pending.dtype for chunk in coded}:
@@ -164,11 +164,11 @@ class Codec:
             self._scratch[dtype] = _Scratch(most, dtype)
 
     def _renew(self) -> None:
-        """Ask for the memory again: it may be other than before, and what it held is lost then."""
+        """Ask for the memory again; if it is another one, the former content is lost."""
         memory = self._allocate()
         if memory is not self._memory:
             self._memory = memory
-            # Kept: making one gives the interpreter's lock away, in training's way.
+            # Kept, since making one gives the interpreter's lock away and so delays training.
             self._tensors: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def _bytes(self, slot: int, num_bytes: int) -> memoryview:
@@ -196,7 +196,7 @@ class Codec:
         return _CHECKSUM.size + chunk.num_elements > chunk.pending.nbytes
 
     def num_bytes(self, chunk: Chunk) -> int:
-        """Return how many bytes a chunk is on its way, where it need not be repeated."""
+        """Return the bytes of a chunk on its way, unless it must be repeated."""
         if self.is_certain(chunk):
             return chunk.num_elements * self._dtype(chunk).itemsize
         return _CHECKSUM.size + chunk.num_elements
@@ -268,7 +268,7 @@ class Codec:
     # Coded chunks.
 
     def _encode_difference(self, chunk: Chunk, theta: float) -> None:
-        """Code a snapshot; one that the steps do not fit is neither coded nor decoded."""
+        """Code a snapshot; if the steps do not fit it, it is neither coded nor decoded."""
         slot, scratch = self._code_slot(chunk), self._scratch[chunk.pending.dtype]
         chunk.snapshot(theta, slot.snapshot[: chunk.num_elements])
         snapshot = _blocks(slot.snapshot, chunk)

@@ -86,7 +86,7 @@ class Exchange:
             [codec.is_certain(chunk) for chunk in self._chunks], codec.window
         )
         self._num_encoded = 0
-        # Slot frames handed to the link: in all, and up to the last one of each slot.
+        # The number of slot frames handed to the link, and that number at each slot's last frame.
         self._num_handed = 0
         self._handed_of_slot = [0] * codec.window
         self._preface = codec.start(self._chunks)

@@ -408,8 +408,8 @@ class GossipLoop(LinkHandler):
         self._pump()
 
     def _pump(self) -> None:
-        # On a lost link nothing counts as queued, but the peer may still be reading our slots:
-        # link_down, which is on its way, stops the exchange.
+        # On a lost link nothing counts as queued, but the peer may still be reading our slots. So
+        # this waits for link_down, which comes soon and stops the exchange.
         if self._exchange is not None and not self._exchange.link.closed:
             self._guarded(self._exchange.pump)
         self.transfers.pump()

@@ -27,11 +27,11 @@ class _Seen(NamedTuple):
 
 @final
 class IdleWatch:
-    """A look at the idle time of the machine, and of the training thread, which makes this object.
+    """A watch on the idle time of the machine and of the training thread, which makes this object.
 
-    A thread that waits for a core counts as busy: it has none to give away. Linux alone reports how
-    long it waited, and the time of each core; only the cores that this process may use count.
-    Elsewhere there is no such watch, and the processor does not bound the rate.
+    A thread that waits for a core counts as busy: it has none to give away. Only the cores that
+    this process may use count. Linux alone reports how long a thread waited, and the time of each
+    core. On other systems there is no such watch, and the processor does not bound the rate.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class IdleWatch:
             ran_ns, waited_ns, _ = map(int, self._of_thread.read_text("ascii").split())
         except (FileNotFoundError, ValueError):
             ran_ns = waited_ns = 0
-        # A kernel without these statistics tells zeros.
+        # A kernel without these statistics reports zeros.
         return (ran_ns + waited_ns) / 1e9 if ran_ns else time.clock_gettime(self._clock)
 
     def _ticks(self) -> tuple[int, int]:

@@ -131,7 +131,7 @@ class Publisher:
     def snapshot(self, now: float) -> LoopSnapshot:
         """Return the state of the run now."""
         protocol, membership = self._protocol, self._protocol.membership
-        # A joiner that asks who is there comes under a number that is no rank.
+        # A joiner that asks for the members uses a number that is no rank.
         silent = {peer for peer in protocol.suspects() if peer < FIRST_VISITOR_RANK}
         if self._num_standstills != protocol.num_standstills:
             self._num_standstills = protocol.num_standstills
@@ -275,7 +275,7 @@ class Noticed:
         if process == 0:
             is_another = rank in self._lost and member.restarts > 0
         if is_another and before is not None and before.is_live:
-            # It was started again so soon that its new life is known before the loss is.
+            # It was started again so soon that this worker hears of the new life before the loss.
             self._lose(before, now_s)
         if member.status is Status.LEFT:
             self._since.pop(rank, None)

@@ -158,7 +158,7 @@ class Sums:
                 else:
                     asked.set_exception(PeerLostError("no worker has parameters to average"))
             case Commit(origin=origin, consensus_distance=distance, num_members=num_members):
-                # All are here, but for copied chunks of a leader for which no worker has asked.
+                # All are here, except a leader's copied chunks if no worker has asked for them.
                 results = [self._values(origin, index) for index in range(len(self._chunks))]
                 values = [each for each in results if each is not None]
                 left_out = self._protocol.consolidation.left_out

@@ -101,7 +101,7 @@ class GossipThread:
         num_threads = torch.get_num_threads()
         self._thread.start()
         self._ready.wait()
-        # In the thread, torch.set_num_threads(1) also set the default of threads yet to come.
+        # torch.set_num_threads(1) in the thread also set the default of threads yet to come.
         torch.set_num_threads(num_threads)
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":

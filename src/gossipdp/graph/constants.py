@@ -29,7 +29,7 @@ SPECTRUM_TOLERANCE = 1e-6
 LEAST_RATE, LARGEST_RATE = 1e-100, 1e100
 
 MAX_CACHED = 64
-"""Graphs that a `LiveGraph` keeps, one for each set of live workers."""
+"""The most graphs that a `LiveGraph` keeps, one for each set of live workers."""
 
 MAX_DENSE_WORKERS = 256
 """Up to this many, dense numpy is as quick, and a worker need not import scipy."""

@@ -33,8 +33,8 @@ Edges = Iterable[tuple[int, int]]
 class Graph(dict[int, set[int]]):
     """The neighbours of each worker, under its rank.
 
-    networkx takes it as it is: ``networkx.Graph(graph)``. It is no class of networkx, whose import
-    would take each worker longer than all of gossipdp's.
+    networkx accepts it: ``networkx.Graph(graph)``. It is no class of networkx, whose import would
+    take each worker longer than that of gossipdp.
 
     Args:
         workers: ranks.

@@ -85,8 +85,8 @@ class GossipStrategy(SingleDeviceStrategy):
         """Wrap the module and the optimizers; wait for the other workers."""
         super().on_train_start()
         assert self.lightning_module is not None
-        # Lightning's handler would end the process with status 0, as one that is done, and without
-        # a last checkpoint. Lightning itself puts back what it found, when training has ended.
+        # Lightning's handler would end the process with status 0, as if it were done, and without a
+        # last checkpoint. When training has ended, Lightning puts back the handler that it found.
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and self._users_sigterm == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

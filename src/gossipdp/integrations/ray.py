@@ -66,7 +66,7 @@ def launch(
                 results[rank] = ray.get(ended)
             except ray.exceptions.RayError as error:
                 failures[rank] = error
-                # What it left running in its process would count as alive to the others.
+                # Threads that it left running would make it count as alive to the others.
                 ray.kill(actors[rank])
                 if not _has_begun(meeting):
                     break

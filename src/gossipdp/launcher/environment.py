@@ -334,7 +334,7 @@ def show_address(host: str, port: int) -> str:
 
 
 def identity_variables(run_id: str | None, secret: str | None) -> dict[str, str]:
-    """Return the variables by which a worker belongs to a run, without those not known."""
+    """Return the variables by which a worker belongs to a run; leave out unknown ones."""
     given = {"GOSSIPDP_RUN_ID": run_id, "GOSSIPDP_SECRET": secret}
     return {name: value for name, value in given.items() if value}
 
@@ -345,7 +345,7 @@ def replica_variables(
     """Return the variables of one process of a replica.
 
     To ``torch.distributed`` the replica is a world of its own, which meets at ``store``: RANK is
-    the shard. The place of the replica among the others goes by other names.
+    the shard. Other variables hold the place of the replica among the others.
 
     Args:
         own: those of the replica, as for a worker of one process; LOCAL_RANK is the replica's

@@ -26,7 +26,7 @@ from gossipdp.links.clock import since_boot_s
 
 # A slow worker runs and stands still once in this time, and runs for at least RUN_S of it.
 TURN_S, RUN_S = 0.05, 0.005
-# A late turn is made up for by at most this at a time: far below any time-out of the workers.
+# Later turns make up for a late one by at most this: far below any time-out of the workers.
 MAX_DEBT_S = 0.5
 NOT_BACK_YET = "it has been started again and does not train yet"
 

@@ -1,8 +1,8 @@
 """``LaunchPlan``: the workers that one supervisor starts, and the run that they belong to.
 
-A run that goes on is joined by the addresses of live workers, and the run id that they answer. If
+A worker joins a running job by the addresses of live workers and the run id that they answer. If
 workers are single processes, a run is one network. If each is a replica of several processes,
-those that hold the same shard make a network of their own, whose run id names the shard.
+the processes of one shard make a network of their own, whose run id names the shard.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ INHERITED = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
 )
-# A worker that joins needs one of them to live.
+# One of these addresses must be live for a worker to join.
 MAX_JOIN_ADDRESSES = 32
-# Belongs to no run, so the worker that it greets refuses it and names its own run.
+# An identity of no run: a worker that gets this hello refuses it and names its own run.
 NO_RUN = Identity(0, 0, 0, "", "", "", "", "", "")
 
 
@@ -269,8 +269,8 @@ def ask_join_infos(
 ) -> list[JoinInfo]:
     """Ask the workers at these addresses how to join them, for each shard.
 
-    Each process of a replica says by its run id (:func:`shard_run_id`) which shard it holds, and
-    all are asked. If workers are single processes, one that answers will do.
+    The run id of a replica's process names its shard (:func:`shard_run_id`), so all addresses are
+    asked. If workers are single processes, one answer is enough.
 
     Raises:
         RefusedError, RendezvousError: see :func:`ask_run_id`.
@@ -303,10 +303,10 @@ def ask_join_infos(
 def ask_run_id(
     addresses: Sequence[tuple[str, int]], tls: Tls | None = None, timeout_s: float = 5.0
 ) -> str:
-    """Ask for the id of a run: of the worker at the first address that answers.
+    """Ask the worker at the first address that answers for the id of its run.
 
-    The id is no secret: a worker says it to any caller whose id differs. So it proves nothing. The
-    handshake that follows proves to both sides that they are of one run.
+    The id is no secret and proves nothing: a worker tells it to any caller whose id differs. The
+    handshake that follows proves to both sides that they are in one run.
 
     Args:
         addresses: (host, port) of workers, tried one after the other.

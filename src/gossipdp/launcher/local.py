@@ -41,9 +41,9 @@ from gossipdp.launcher.supervisor import (
 )
 from gossipdp.rules import at_least_0, at_least_1
 
-# What the fork server imports once. By name, as nothing here may import what lies above. Nothing
-# in them computes on import: a thread pool that computing starts does not survive the fork.
-# torch._dynamo is what the first optimizer of each worker would import, a second of CPU time.
+# The modules that the fork server imports once. They are given by name, as nothing here may import
+# the layers above. None computes on import: a thread pool that computing starts does not survive
+# the fork. The first optimizer of each worker would import torch._dynamo, in a second of CPU time.
 PRELOADED = [
     "cloudpickle",
     "msgspec",
@@ -166,8 +166,8 @@ def launch(
 def start_fork_server(also: Sequence[str] = ()) -> None:
     """Start the fork server ahead of the first :func:`launch`; returns at once.
 
-    ``also`` are modules that it imports besides torch, so that the workers need not; nothing that
-    starts a thread on import. Where the server runs already, this does nothing.
+    ``also`` are modules that it imports besides torch, so that the workers need not; none may start
+    a thread on import. If the server runs already, this does nothing.
     """
     from multiprocessing import forkserver
 
@@ -186,13 +186,13 @@ def available_cores() -> list[int]:
 
 
 def num_threads(num_workers: int) -> int:
-    """Return the number of threads that each of so many workers here computes with."""
+    """Return the number of compute threads of each of so many workers here."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     return int(chosen) if chosen.isdigit() else max(1, len(available_cores()) // num_workers)
 
 
 def _cores(rank: int, num_workers: int) -> set[int]:
-    """Return a worker's share: a block of its own, or one shared core if there are too few."""
+    """Return a worker's share of the cores: its own block, or one shared core if they are few."""
     cores = available_cores()
     share = len(cores) // num_workers
     if share == 0:
@@ -201,7 +201,7 @@ def _cores(rank: int, num_workers: int) -> set[int]:
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle by value code of a notebook or of __main__, which a worker cannot import."""
+    """Pickle a value; code of a notebook or of __main__, which a worker cannot import, by value."""
     import cloudpickle
 
     pickled: bytes = cloudpickle.dumps(value)
@@ -229,7 +229,7 @@ class ForkedWorker(WorkerProcess):
         self._is_open = True
         self._reader, writer = multiprocessing.Pipe(duplex=False)
         os.set_blocking(self._reader.fileno(), False)
-        # Not a daemon: those may not have children, and a DataLoader has.
+        # It is no daemon: daemons may not have children, and a DataLoader has some.
         self._process = multiprocessing.get_context("forkserver").Process(
             target=work,
             args=(payload, dict(variables), cores, num_threads),
@@ -299,12 +299,13 @@ def work(
     logs.configure()
     if cores is not None:
         os.sched_setaffinity(0, cores)
-    # The platform's own again: by the server's, loaders would start another that imports torch.
+    # Back to the platform's default: by "forkserver", loaders would start a server of their own,
+    # which imports torch.
     multiprocessing.set_start_method(None, force=True)
     import torch
 
     torch.set_num_threads(num_threads)
-    atexit._clear()  # those of the server; ours run below, since the process leaves by _exit
+    atexit._clear()  # drop the server's; ours run below, since the process leaves by _exit
     code = 1
     try:
         function, args = pickle.loads(payload)

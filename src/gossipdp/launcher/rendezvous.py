@@ -1,8 +1,7 @@
 """The meeting of the workers of a run, once, at the start.
 
 Addresses and settings go through the store, and so does the secret if worker 0 made it; parameters
-never do.
-All keys begin with the run id and the restart count, so that the user's own
+never do. All keys begin with the run id and the restart count, so that the user's own
 ``init_process_group`` may share the store. After the meeting the store is not needed.
 
     Environment.read → Rendezvous.open → bind links on choose_host() → meet → mark_ready
@@ -45,14 +44,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gossipdp")
 
-# Rendezvous of this process so far: every worker makes its models in the same order, so the
+# Numbers the meetings of this process: every worker makes its models in the same order, so the
 # number tells the first model's keys from the second's.
 _numbers = itertools.count()
 
-# What is read from the store: a model of 100,000 tensors has about 8 MiB of names and shapes.
+# Bounds on values from the store: a model of 100,000 tensors has about 8 MiB of names and shapes.
 MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
 
-# From the beginning of a wait to the line that names the absent workers.
+# After this wait a line names the absent workers.
 SAY_AFTER_S = 30.0
 # The key under which a worker that was refused leaves its reason: the start fails for all.
 _REFUSAL = "refusal"
@@ -65,8 +64,9 @@ Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 class Settings(msgspec.Struct, frozen=True):
     """The settings that must be the same on all workers of a run.
 
-    ``tensors`` are the names and shapes of what is exchanged, in order; never the device, so that
-    a CPU and a CUDA worker can train together. The others are short texts that an error can show.
+    ``tensors`` are the names and shapes of the exchanged tensors, in order. The device is not among
+    them: a CPU and a CUDA worker can train together. The others are short texts that an error can
+    show.
     """
 
     tensors: Tensors
@@ -219,7 +219,7 @@ class Rendezvous:
 
     @property
     def joins(self) -> bool:
-        """Return whether this worker joins a run under way: then it asks one that lives."""
+        """Return whether this worker joins a run under way, and so asks a live worker."""
         return self._environment.is_joining and self._number == 0
 
     def meet(
@@ -336,8 +336,8 @@ class Rendezvous:
         refused = self._difference(store, settings, secret, found)
         if refused is not None:
             text = f"worker {rank} cannot join: {printable(refused, 1000)}; start all workers alike"
-            # Without this key the others would wait in vain for this worker. If worker 0 is the odd
-            # one, all the others are refused: then all give the reason that was set first.
+            # Without this key the others would wait in vain for this worker. If worker 0 differs
+            # from all others, all are refused: then all give the reason that was set first.
             first = store.compare_set(f"{self._prefix}{_REFUSAL}", "", text)
             raise RefusedError(printable(first.decode(errors="replace"), MAX_REFUSAL))
         return found

@@ -1,7 +1,7 @@
 """Reports of a worker to the launcher that started it: the stage of its life, and all addresses.
 
-From these reports a launcher knows live addresses, by which a restarted worker joins without a
-store. Each worker has one end of a datagram socket pair of its own, named by GOSSIPDP_REPORT;
+From these reports a launcher knows live addresses, through which a restarted worker joins without
+a store. Each worker has one end of a datagram socket pair of its own, named by GOSSIPDP_REPORT;
 without a launcher, reports go nowhere. Nothing here waits: a report that does not fit the socket's
 queue is dropped, and a later one follows.
 
@@ -27,9 +27,9 @@ logger = logging.getLogger("gossipdp")
 
 REPORT_VARIABLE = "GOSSIPDP_REPORT"
 MAX_REPORT_BYTES = 1 << 16
-# A joiner needs one live address, and so many fit one datagram.
+# A joiner needs only one live address; this many fit one datagram.
 MAX_ADDRESSES = 256
-# What torch says if its functions for process groups are called without one.
+# Torch's message if a function for process groups is called without one.
 NO_GROUP = "Default process group has not been initialized"
 
 
@@ -69,7 +69,7 @@ def send_report(report: Report, variables: Mapping[str, str] = os.environ) -> bo
         kept = dict(sorted(report.addresses.items())[:MAX_ADDRESSES])
         report = msgspec.structs.replace(report, addresses=kept)
     try:
-        # In a program that the worker started, the number may name something else.
+        # If a program that the worker started calls this, the number may name another file.
         status = os.fstat(int(descriptor))
         if not stat.S_ISSOCK(status.st_mode) or str(status.st_ino) != inode:
             return False
@@ -98,9 +98,9 @@ def _say(kind: type[BaseException], value: BaseException, trace: TracebackType |
 
 
 def advice_on(error: BaseException) -> str:
-    """Return advice for a script for DistributedDataParallel that asks torch for its process group.
+    """Return advice if the script asks torch for a process group, as DDP's scripts do.
 
-    If the error is another one, the advice is empty.
+    For any other error the advice is empty.
     """
     if NO_GROUP not in str(error):
         return ""

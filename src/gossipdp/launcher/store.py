@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gossipdp")
 
-# From the beginning of all workers to the end of a store that other machines reach: a script may
-# make a second model, or a process group of its own, after its first model.
+# A store that other machines reach ends this long after all workers have begun: a script may make a
+# second model, or a process group of its own, after its first model.
 CLOSE_AFTER_S = 60.0
 CHECK_EVERY_S = 0.5
-# For a connection to a store on another host.
+# The time-out of a connection to a store on another host.
 CONNECT_S = 5.0
 # The end of a run does not wait longer for a thread that may be importing torch.
 LEAVE_S = 0.2
@@ -75,8 +75,8 @@ class HostedStore:
         self.host, self.port = self._listener.getsockname()[:2]
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        # Guards what follows, and _listener, which the thread and its owner use. It is never held
-        # while torch is imported.
+        # Guards the fields below and _listener, which the thread and its owner use. It is never
+        # held while torch is imported.
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._expected = ("", 0)
@@ -85,7 +85,7 @@ class HostedStore:
     def open_in_background(self, prefix: str, world_size: int) -> None:
         """Begin to answer; ``prefix`` and ``world_size`` say which keys the workers set."""
         self._expected = (prefix, world_size)
-        # A daemon, since an import cannot be interrupted and the end of a run does not wait for it.
+        # A daemon: an import cannot be interrupted, and the end of a run does not wait for it.
         self._thread = threading.Thread(target=self._run, name="gossipdp store", daemon=True)
         self._thread.start()
 
@@ -190,7 +190,7 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
 
 
 def reach(address: tuple[str, int]) -> "Store":
-    """Connect to a store that is there; OSError or RuntimeError if it is not."""
+    """Connect to a store that exists; raise OSError or RuntimeError if it does not."""
     # The import takes seconds. If the store has gone since, TCPStore would try long, with traces.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -39,10 +39,10 @@ POLL_S = 0.1
 # If a worker fails before the run has begun, the others are ended after this time. So workers that
 # fail for the same reason have the time to say so.
 GRACE_S = 0.25
-# From the signal that ends a worker to SIGKILL, and from there to giving it up: a process that
-# hangs in the kernel cannot be killed.
+# The time from the signal that ends a worker to SIGKILL, and from there until we give it up: a
+# process that hangs in the kernel cannot be killed.
 PATIENCE_S, UNKILLABLE_S = 1.5, 10.0
-# In place of PATIENCE_S if a worker has reported that it writes a last checkpoint.
+# The same as PATIENCE_S, if a worker has reported that it writes a last checkpoint.
 SAVING_PATIENCE_S = 120.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
 
@@ -243,7 +243,7 @@ def shown_rank(rank: int) -> str:
 def describe(failures: Sequence[Failure]) -> str:
     """Describe all failures in their order; identical ones once, with their ranks.
 
-    The first life of a worker comes first: what the later ones met may be its consequence.
+    The first life of a worker comes first: the later failures may be its consequences.
     """
     ranks: dict[tuple[Ending, ...], list[int]] = {}
     for failure in failures:
@@ -339,7 +339,7 @@ class Supervisor:
         self._some_ended_well = False
         self.begun = self.is_complete = False
         self.saved: dict[int, tuple[int, str]] = {}
-        self._join_info = plan.join_infos[0]  # of single processes, or of each replica's first
+        self._join_info = plan.join_infos[0]  # for single processes, or each replica's first one
         first = plan.first_rank
         self._lives = [
             _Lives(-1 - local_rank if first is None else first + local_rank)

@@ -5,7 +5,7 @@ lid was closed for an hour would not know that it had been away. This clock runs
 for all processes of one machine, so their stamps can be compared; never those of two machines.
 
 Compare times of this clock only with times of this clock. A wait that concerns one process only,
-such as that for a child to end, may use any.
+such as the wait for a child to end, may use any clock.
 """
 
 import time

@@ -13,7 +13,7 @@ If ``segment`` is not 0, no payload follows: the ``length`` bytes lie at ``offse
 of the sender's memory (:mod:`.shared_memory`), to be read in place. ``read`` says, in every frame,
 how many such chunks of the other direction have been read on this link, modulo 2**32; an
 ACKNOWLEDGEMENT says nothing else. SEGMENT_READY says that the receiver's ``segment`` is mapped.
-MEMORY_SOCKET says where its sender takes segments: a name and a token.
+MEMORY_SOCKET names the socket where its sender takes segments, with a token.
 
 :func:`parse_header` checks all of it, with the bound on ``length``, before the caller allocates
 or reads anything else.
@@ -49,7 +49,7 @@ class FrameError(ValueError):
 
 
 class FrameType(enum.IntEnum):
-    """The kinds of frames. Those from 64 on are between the two ends of a link alone."""
+    """The kinds of frames. Those from 64 on stay between the two transports of a link."""
 
     CONTROL = 1
     EXCHANGE_CHUNK = 2

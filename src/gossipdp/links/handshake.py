@@ -12,8 +12,8 @@ HMAC-SHA256 over the direction, the run id, both nonces and both ranks. So a rec
 opens no second link (other nonces), and neither side's proof can be turned back at it (other
 direction). Nothing else is authenticated: not the rest of the identities, not the words of a
 refusal, and no frame that follows. Before it has seen the proof, the acceptor says only its run id.
-Only a member can have a reason for some refusals (a newer process of that rank, another model), and
-a worker may end on them: so they count only from an end that shows the secret.
+A worker may end because of some refusals (a newer process of that rank, another model), for which
+only a member can have a reason: so these count only from an end that shows the secret.
 
 Inside TLS (:mod:`.tls`) the hello is plain data: holding the run's key is membership.
 
@@ -49,7 +49,7 @@ MAX_TEXT = 200
 FIRST_VISITOR_RANK, LAST_VISITOR_RANK = 2**30, 2**31 - 1
 
 _PREFIX = struct.Struct("<4sBBH")
-# An acceptor that does not show the run's secret may refuse for these alone.
+# An acceptor that does not show the run's secret may refuse only for these.
 _UNPROVED_FIELDS = ("run_id", "secret", "tls", "gossipdp_version")
 # The start of a TLS connection: a handshake record of version 3.x.
 _TLS_HELLO = b"\x16\x03"
@@ -61,10 +61,11 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     The settings are short strings that a refusal can show: ``model`` the fingerprint of names,
     shapes and order, ``graph`` a digest.
 
-    ``incarnation`` is the one with which the process began, and stays when the process goes on as
-    a new life after it was taken for dead. It orders the processes of one rank: a later one begins
-    above all that is known of the earlier. Membership decides over links which life stands. If the
-    hello followed the life, the process that must give way would be shut out before it heard so.
+    ``incarnation`` is the one with which the process began. It stays when the process goes on as a
+    new life after it was taken for dead. It orders the processes of one rank: a later process
+    begins above all incarnations that are known of the earlier. Links carry the membership that
+    decides which life counts. If the hello changed with the life, the process that must give way
+    would be shut out before it heard of that.
     """
 
     rank: int
@@ -345,7 +346,7 @@ class Handshake:
         self._peer_nonce = nonce
 
     def _decide(self) -> None:
-        """Make a link, as the dialler is a member, unless there is a reason against it."""
+        """Make a link with the dialler, a member, unless there is a reason against it."""
         mine, peer, wanted = self._identity, self._hello.identity, self._hello.wanted_rank
         self.peer = peer
         refusal = mine.disagreement(peer)

@@ -31,8 +31,8 @@ from gossipdp.links.handshake import Identity, Refusal
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0
 # If two workers want the same link, the lower rank dials at once and the higher one waits this long
-# for it: dialling from both sides works, but costs a link. After the loss of a link it waits less:
-# if the peer was killed, its address refuses connections, and the dial shows that.
+# for that dial: if both dial, one of two links is wasted. After the loss of a link the higher rank
+# waits less: if the peer was killed, its address refuses connections, and the dial shows that.
 GRACE_S = 1.0
 GRACE_AFTER_LOSS_S = 0.2
 
@@ -50,8 +50,8 @@ class Link(abc.ABC):
             chunk under way and those read in place, excluding those received and dropped.
         last_heard_s: the time of the last byte's arrival, by the transport's clock, in seconds.
         is_shared: True if the peer reads exchange chunks in the memory that ``allocate`` gives now.
-        is_aging: True if the link is to be closed, and dialled again, when nothing is under way.
-            Otherwise it closes itself in the end, in the middle of anything.
+        is_aging: True if the handler should close the link, and dial again, when nothing is under
+            way. If it never does, the link closes itself in the end, even in mid-transfer.
     """
 
     peer_identity: Identity
@@ -171,7 +171,7 @@ class LinkHandler(abc.ABC):
 
     @abc.abstractmethod
     def refused(self, peer: int | None, refusal: Refusal) -> None:
-        """Take note that a worker that we dialled refuses us (or we it), for ``str(refusal)``."""
+        """Note that a worker that we dialled refuses us, or we refuse it; ``str(refusal)``: why."""
 
     @abc.abstractmethod
     def dial_failed(
@@ -179,8 +179,8 @@ class LinkHandler(abc.ABC):
     ) -> None:
         """Take note that the dial to ``address`` failed.
 
-        ``refused_connection``: no process listens at that address. It is the one that was dialled,
-        not another that was asked for while this dial was under way.
+        ``refused_connection``: no process listens at that address. The address is the one that was
+        dialled, even if another one was asked for while this dial was under way.
         """
 
 
@@ -198,8 +198,8 @@ class Transport(abc.ABC):
         """Return memory for the slots of one exchange: ``num_bytes`` from the start of a page.
 
         Call it before each exchange and never in the middle of one. The memory is the same as
-        before, unless the peer of a link that broke may still be reading that: then it is fresh,
-        and the old one stays unchanged for as long as a peer reads it.
+        before, unless the peer of a broken link may still be reading it: then it is fresh, and the
+        old memory stays unchanged for as long as a peer reads it.
 
         If peers can read it in place (``Link.is_shared``), its chunks are not copied.
         """

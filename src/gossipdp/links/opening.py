@@ -1,5 +1,5 @@
 """A connection that is no link yet: accepted or dialled, then TLS if there is any, then our
-handshake. A stranger is read a little only, and before its first byte nothing is allocated for TLS.
+handshake. Few bytes of a stranger are read, and nothing is allocated for TLS before its first byte.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Opening:
         Raises:
             BlockingIOError: the other end is to speak first.
             EOFError: the other end has ended.
-            HandshakeError, OSError: it has come to nothing.
+            HandshakeError, OSError: it has failed.
         """
         handshake = self.handshake
         if not self._is_connected:
@@ -97,9 +97,9 @@ class Opening:
             return
         if dialler and self.stream is None:
             self._wrap(self._tls).do_handshake()  # says hello
-            # It did not wait: the answer was there at once, and no event will follow.
+            # do_handshake did not wait: the answer was there, so no event will follow.
             return
-        # The start of our own handshake shows a worker without TLS. The plain method, since an
+        # The start of our own handshake shows a worker without TLS. Use the plain method, since an
         # ssl.SSLSocket refuses flags.
         start = socket.socket.recv(self.connection, len(MAGIC), socket.MSG_PEEK)
         if not start:
@@ -113,7 +113,7 @@ class Opening:
             self._wrap(self._tls)
 
     def _wrap(self, tls: Tls) -> TlsStream:
-        # Under the guard: a forked child must find the socket under its new object.
+        # A child forked between these two lines must find the socket under its new object.
         with sockets.descriptors_guard:
             stream = tls.wrap(self.connection, server_side=not self.handshake.dialler)
             self.stream = stream

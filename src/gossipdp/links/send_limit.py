@@ -8,12 +8,12 @@ from typing import final
 PORTION_S, LONGEST_PORTION_S = 0.01, 0.25
 PORTION_BYTES = 32 << 10
 LEAST_PORTION_BYTES = 1500
-# What may be saved up, in portions, so that a thread that wakes late loses little.
+# The portions that may be saved up, so that a thread that wakes late loses little.
 MOST_SAVED = 2
 
 
 def portion_of(bytes_per_s: float) -> float:
-    """Return the bytes that leave at a time, at least."""
+    """Return the least number of bytes that leave at a time."""
     small = min(PORTION_BYTES, LONGEST_PORTION_S * bytes_per_s)
     return max(small, PORTION_S * bytes_per_s, LEAST_PORTION_BYTES)
 
@@ -22,7 +22,7 @@ def portion_of(bytes_per_s: float) -> float:
 class SendLimit:
     """Bytes that may be sent: they come in at a steady rate, and a few portions can be saved.
 
-    Chunks take what is there. Other frames always leave, and chunks wait the longer for it.
+    Chunks take what is there. Other frames always leave, and chunks then wait longer.
     """
 
     def __init__(self, bytes_per_s: float) -> None:

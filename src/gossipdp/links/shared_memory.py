@@ -13,8 +13,8 @@ from names.
 
 Guarantees:
 
-- A mapping lives as long as anything that looks at it: memoryviews, slices of them, tensors made of
-  them all hold it. So none ends under a running read, whatever became of the link.
+- A mapping lives as long as any view of it: memoryviews, slices of them and tensors made of them
+  all hold it. So no mapping ends during a read, whatever becomes of the link.
 - A forked child has neither the mapping (``MADV_DONTFORK``) nor, once :mod:`.sockets` has closed
   it, the descriptor. So the child must not look at its copies of these objects; collecting them
   there does no harm.
@@ -125,7 +125,7 @@ class SharedSegment(sockets.DescriptorOwner):
         with sockets.descriptors_guard:
             self.descriptor = os.memfd_create("gossipdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             sockets.register(self)
-        # Allocated at once, so that too little memory is an error here and no signal later.
+        # Allocate at once, so that a lack of memory is an error here and not a signal later.
         os.posix_fallocate(self.descriptor, 0, num_bytes)
         self.memory = _Mapping(self.descriptor, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -181,9 +181,9 @@ class PeerMemory:
         send: queues a frame on the link: its type, its payload and the segment that it names.
 
     Attributes:
-        token: what the peer shows with a segment for this link.
-        socket: where the peer takes segments, a name and a token; None until it said so, empty
-            once it was found to be on another host.
+        token: the peer shows it with a segment for this link.
+        socket: name and token of the socket where the peer takes segments; None until it has told
+            us, empty once it was found to be on another host.
         offered, ready: numbers of the last segments of ours that the peer was offered, and that it
             has mapped; 0: none.
     """
@@ -324,7 +324,7 @@ class MemorySocket:
     def _receive(
         self, connection: socket.socket, tokens: Collection[bytes]
     ) -> tuple[bytes, int, memoryview] | None:
-        """Return the offer that came, None if its link is no more; ValueError: it is no offer."""
+        """Return the offer, None if its link has ended; raise ValueError if it is no offer."""
         with sockets.descriptors_guard:
             packet, descriptors, flags, _ = socket.recv_fds(
                 connection, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC
@@ -388,10 +388,10 @@ class SlotMemory:
         return self._memory
 
     def abandon(self) -> None:
-        """Write nothing there any more: the next exchange gets another segment.
+        """Stop writing to the segment: the next exchange gets another one.
 
-        A peer may be in the middle of a read, stopped there perhaps, and apply those values when it
-        goes on. This segment ends when the peer has let go of it too.
+        A peer may be stopped in the middle of a read, and apply those values when it goes on. The
+        segment ends when the peer has let go of it too.
         """
         self.segment = self._memory = None
 
@@ -402,7 +402,7 @@ class SlotMemory:
             peer.invite(self._socket.name)
 
     def remove(self, peer: PeerMemory, *, is_reading: bool) -> None:
-        """Forget the peer of a link that ended; if it ``is_reading`` yet, abandon our segment."""
+        """Forget the peer of a link that ended; if it still ``is_reading``, abandon our segment."""
         self._peers.pop(peer.token, None)
         peer.close()
         if is_reading:

@@ -30,8 +30,8 @@ from typing import final
 
 from gossipdp.errors import RendezvousError
 
-# The most unsent bytes that the kernel takes, so that a control message on a slow link waits behind
-# these and one chunk, not behind megabytes.
+# The most unsent bytes that the kernel takes: a control message on a slow link waits for these and
+# one chunk, and not for megabytes.
 NOTSENT_LOWAT_BYTES = 256 << 10
 BACKLOG = 128
 
@@ -105,10 +105,10 @@ class Stream(abc.ABC):
         """
 
     def batch(self, num_bytes: int) -> bool:
-        """Let no event come before ``num_bytes`` (at least 1) have come, or the connection's end.
+        """Delay events until ``num_bytes`` (at least 1) have come, or the connection has ended.
 
-        Return True if it was more until now. TLS has no such limit: its part of a record does not
-        count.
+        Return True if the number was larger until now. TLS does not delay: the plain bytes in a
+        part of a record cannot be counted.
         """
         return False
 
@@ -213,7 +213,7 @@ def empty(connection: socket.socket, scratch: memoryview, max_bytes: int = 16 <<
     Closing with unread data resets the connection, and the reset overtakes the last bytes sent.
     """
     try:
-        # The plain method, since the bytes need not be decrypted any more.
+        # Use the plain method, since nobody needs the bytes decrypted.
         while max_bytes > 0 and (count := socket.socket.recv_into(connection, scratch)):
             max_bytes -= count
     except OSError:

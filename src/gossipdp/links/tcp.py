@@ -45,7 +45,7 @@ SharedMemory = Literal["auto", "off"]
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNAUTHENTICATED = 64
-# Bytes read of a stranger that is turned away, so that it hears why before the reset.
+# Bytes read from a stranger that is refused, so that it hears why before the reset.
 MAX_EMPTIED_BYTES = 64 << 10
 SCRATCH_BYTES = 256 << 10
 # The pause in accepting connections when the process has no descriptor left.
@@ -119,9 +119,9 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self._accept_due = self._segments_due = False
         self._listener_rests_until_s = -math.inf
         self._log = OnceLog(logging.getLogger("gossipdp"))
-        # Keeps close() in another thread from closing the descriptor, and the system from giving
-        # its number away, between wake()'s test and its write. Re-entrant, so that a signal handler
-        # does not wait for its own thread.
+        # Race: between wake()'s test and its write another thread's close() could close the
+        # descriptor, and the system reuse its number. Re-entrant, so that a signal handler does not
+        # wait for its own thread.
         self._wake_guard = threading.RLock()
         self._listener = listener
         may_share = shared_memory == "auto" and max_bytes_per_s is None
@@ -150,8 +150,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 if self._segments_due:
                     self._segments_due = False
                     self.memory.take_offers()
-                # A link may be there already, and its first frame: the other end was quick, or we
-                # slow.
+                # If the other end was quick, the link and its first frame may be here already.
                 self._tell()
             if self._is_open():
                 self._read()
@@ -263,7 +262,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 self._release(dial)
         assert opening.stream is not None
         link = TcpLink(self, opening.stream, peer, mine if handshake.dialler else peer.rank)
-        # Listed as a link before it ceases to be listed as an opening, for a fork in between.
+        # List it as a link before it leaves the openings: a fork may come between the two.
         self.links[peer.rank] = link
         del self._openings[opening]
         self._by_descriptor[opening.descriptor] = link
@@ -279,7 +278,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             return
         opening = None
         try:
-            # Numeric, as in every hello: looking a name up may block for seconds.
+            # Only numeric hosts, as in every hello: to look a name up may block for seconds.
             version = ipaddress.ip_address(host).version
             if not 0 < port < 65536:
                 raise ValueError(f"port {port} is not in 1..65535")
@@ -335,7 +334,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                     except ConnectionError:
                         continue  # it was gone before we looked
                     opening = self._begin(connection, address[:2], False, None)
-                # The bytes that it has sent by now count when one must go.
+                # Read what it has sent by now: that counts when one must go.
                 self._advance(opening)
                 if len(self._accepted()) > self._max_unauthenticated:
                     self._drop_one("too many unauthenticated connections")
@@ -352,7 +351,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def _drop_one(self, reason: str) -> None:
         """Close the oldest of the accepted openings that have shown least, if there are any.
 
-        So a flood of connections that say nothing, or not the run's id, drives out none that do.
+        So a flood of connections that do not show the run's id drives out none that does.
         """
         accepted = self._accepted()
         if accepted:
@@ -437,7 +436,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def _close_connection(self, connection: socket.socket, descriptor: int) -> None:
         del self._by_descriptor[descriptor]
         if connection.fileno() >= 0:  # else lost on its way into TLS, and closed there
-            # Unregistered by hand: a forked child that has not closed its copy yet keeps the
+            # Unregister explicitly: a forked child that has not closed its copy yet keeps the
             # connection, and with it the registration, alive.
             self._epoll.unregister(connection)
             connection.close()
@@ -462,14 +461,14 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._let_on(self.limit)
         had_output = any(link.has_output for link in self.to_write)
         for link in list(self.to_write):
-            # Removed only afterwards: should the handler raise, the rest is written next time.
+            # Remove it only afterwards: if the handler raises, the rest is written next time.
             link.write_some(acknowledge)
             if not (link.has_output or link.owes):
                 self.to_write.pop(link, None)
         return had_output
 
     def _let_on(self, limit: SendLimit) -> None:
-        """Let the link go on that the limit has held longest, if a portion is there."""
+        """If a portion is there, let the link that the limit has held longest go on."""
         now = self.clock()
         if self.held:
             self.held_s += now - self._looked_s

@@ -47,11 +47,11 @@ CONTROL_BATCH_BYTES = 64 << 10
 # Bytes read behind a header that comes first, so that small frames arrive in one call.
 READ_AHEAD_BYTES = 1024
 # Within a payload, packets that follow one another sooner than this are read several at once: each
-# time the thread wakes it takes the interpreter's lock, and a core, from training. At most so many
-# bytes gather; on a slow link none do, so that the peer is heard as often as it sends.
+# time the thread wakes it takes the interpreter's lock, and a core, from training. At most this
+# many bytes gather. On a slow link none do, so that the peer is heard as often as it sends.
 QUICK_S = 1e-3
 MAX_BATCH_BYTES = 64 << 10
-# A peer that leaves so many bytes of messages unread is as good as gone.
+# A peer that leaves this many bytes of messages unread counts as gone.
 MAX_QUEUED_CONTROL_BYTES = 4 << 20
 # The handler hears that a link is writable while fewer chunks than this are queued.
 MAX_QUEUED_CHUNKS = 4
@@ -187,7 +187,7 @@ class TcpLink(Link):
             self._send(TURN_BYTES)
 
     def end(self, reason: str, *, broken: bool = False) -> None:
-        """Close without sending anything more. No buffer of a user is touched from here on."""
+        """Close without sending anything more, and touch no buffer of a user from here on."""
         if self.closed:
             return
         self.closed = True
@@ -261,7 +261,7 @@ class TcpLink(Link):
         room = self._inbox[num_ahead:]
         rooms = [room]
         if rest:
-            # Behind a payload the next header alone: the bytes after it land in their own place.
+            # Read only the next header behind a payload: the bytes after it have their own place.
             payload = self._owner.scratch[:rest] if self._landing is None else self._landing[-rest:]
             rooms = [payload, room[:HEADER_BYTES]] if len(payload) == rest else [payload]
         try:
@@ -340,7 +340,7 @@ class TcpLink(Link):
             try:
                 self._owner.handler.chunk(self, frame.frame_type, frame.key, landing)
             finally:
-                # Only now: the peer may write there again as soon as it hears.
+                # Acknowledge only now: the peer may write there again as soon as it hears.
                 if frame.segment and not self.closed:
                     self.shared_bytes_received += frame.length
                     if landing is not None:
@@ -438,7 +438,7 @@ class TcpLink(Link):
                 self._sending_chunk = None
                 self._let_go()
                 if self.stream.is_worn:
-                    return  # the link ends here, however much waits
+                    return  # the link ends here, even if more frames wait
 
     def _admitted(self) -> list[bytes | memoryview]:
         """Return the part of what is being sent that the limit lets pass; [] if it must wait.

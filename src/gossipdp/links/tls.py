@@ -6,9 +6,9 @@ no further than TLS's own handshake. With an authority of your own, every certif
 is membership. Host names are not compared: workers are known by numeric addresses that change from
 run to run.
 
-The end of a stream needs no farewell of TLS: frames have lengths, and a link that is cut short is
-the same to us as one that was closed. A key protects a bounded number of records: once half of them
-have gone, a new link takes over between two exchanges, and at the bound at any moment.
+A stream may end without TLS's closing message: frames have lengths, and we treat a link that is cut
+like one that was closed. A key protects a bounded number of records. Once half of them are used, a
+new link takes over between two exchanges; at the bound it does so at any moment.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
         >>> make_tls_files(getfixture("tmp_path")).cert.name
         'cert.pem'
     """
-    # Here, since it takes a tenth of a second to import and nothing else needs it.
+    # Imported here: it takes a tenth of a second, and nothing else needs it.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -145,7 +145,7 @@ class Tls:
                 raise ValueError(f"cannot read {path}: {error.strerror}; {made}") from None
         check_private("the key", files.key)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
-        # No tickets: every link shows its certificate, and no unasked-for message follows.
+        # No session tickets: every link shows its certificate, and no unexpected message follows.
         self._server.num_tickets = 0
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
         left_s = self._meet_oneself(files) - clock()
@@ -241,7 +241,7 @@ class TlsStream(Stream):
         return 2 * max(self._num_sent, self._num_received) >= MAX_RECORDS
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
-        # OpenSSL wants a call that found no room repeated as it was.
+        # OpenSSL requires that a call that found no room is repeated unchanged.
         total = 0
         try:
             for part in parts:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from gossipdp.gossip.counters import MAX_WORKERS, Counters
+from gossipdp.observe.events import Event, events_of
 from gossipdp.observe.status import (
     IDLE_AFTER_S,
     MemberStatus,
@@ -33,8 +34,6 @@ IDLE_AFTER_STEPS = 10.0
 SPEED_OVER_S = 5.0
 SPEED_OVER_STEPS = 3.0
 LONGEST_SPEED_OVER_S = 60.0
-# Views show one event within this time of one another.
-SAME_EVENT_S = 3.0
 # Worker r of a host listens on the status port + r.
 NEAR_PORTS = 15
 GONE = ("lost", "left")
@@ -437,35 +436,23 @@ class StatusBoard:
         return tuple(links)
 
     def _notices(self, now_s: float) -> tuple[NoticeStatus, ...]:
-        """Return every event once, however many workers noticed it, oldest first.
-
-        A worker that was stopped itself notices late what happened meanwhile, but knows since when.
-        So two notices are of one event if their own times agree, or their times since when.
-        """
-        events = sorted(
-            (now_s - source.answered_s + each.ago_s, each.rank, each.kind, each.silent_s or 0.0)
+        """Return every event once, however many workers noticed it, oldest first."""
+        noticed = (
+            Event.noticed(
+                source.status.rank,
+                source.answered_s - each.ago_s,
+                each.rank,
+                each.kind,
+                each.silent_s,
+            )
             for source in self._sources.values()
             if source.status is not None
             for each in source.status.notices
         )
-        # Of the last event of each kind: its place, the last time it was noticed, and since when.
-        last: dict[tuple[int, str], tuple[int, float, float | None]] = {}
-        notices: list[NoticeStatus] = []
-        for ago_s, rank, kind, silent_s in reversed(events):
-            since_s = ago_s + silent_s if silent_s else None
-            place, last_s, known_s = last.get((rank, kind), (0, math.inf, None))
-            apart_s = last_s - ago_s
-            if since_s is not None and known_s is not None:
-                apart_s = min(apart_s, abs(since_s - known_s))
-            if apart_s > SAME_EVENT_S:
-                place, known_s = len(notices), None
-                notices.append(NoticeStatus(rank, kind, ago_s))
-            if since_s is not None and since_s > (known_s or 0.0):
-                known_s = since_s
-                silent_s = since_s - notices[place].ago_s
-                notices[place] = msgspec.structs.replace(notices[place], silent_s=silent_s)
-            last[rank, kind] = place, ago_s, known_s
-        return tuple(notices)
+        return tuple(
+            NoticeStatus(each.rank, each.what, now_s - each.time_s, each.silent_s)
+            for each in events_of(noticed)
+        )
 
 
 def facts_of(record: Counters) -> dict[str, Any]:

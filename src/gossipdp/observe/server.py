@@ -42,7 +42,7 @@ MAX_CONNECTIONS = 32
 CONNECTION_S = 5.0
 MAX_REQUEST_BYTES = 8 << 10
 REBUILD_S = 0.1
-# If no descriptor is left to accept with, the listener is ready all the time: pause so long.
+# If no descriptor is left to accept with, the listener is ready all the time: pause this long.
 PAUSE_S = 0.2
 LOOK_EVERY_S = 0.1
 """The time between two looks of the accepting thread at whether it must end."""

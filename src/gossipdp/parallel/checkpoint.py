@@ -15,7 +15,7 @@ and its momentum), and the training state: its layout and its tensors by number;
 **The rule.** If as many workers start as have saved, each goes on from its own newest whole file,
 bit for bit. If their number differs, all of them start from one mean over the newest whole files of
 all workers, with c = 0 and a new outer step; so does a worker that has no file. Optimizer states
-are never averaged: a worker takes that of its own file, or of another's if there is none.
+are never averaged: a worker takes the one in its own file, or, without a file, another worker's.
 
 A worker that died long before its run ended left a checkpoint of the point where it died. A run
 that resumes from it, or averages it with the others', is thrown back. So each checkpoint names the
@@ -58,7 +58,8 @@ _FILE_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 
 GRACE_S = 10.0
-"""From the first to the last worker of a run that is ended: at most a step, a save, a time-out."""
+"""The longest time between the ends of the first and the last worker of a run that is ended: a
+step, a save and a time-out."""
 BEFORE_THIS_RUN = -1
 """In place of an incarnation: the lives that a rank had before its run was last resumed."""
 
@@ -215,7 +216,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     }
 
 
-# Which files the run has left behind.
+# Files that the run has left behind.
 
 
 def ended_lives(
@@ -245,7 +246,7 @@ def outlived(newest: Mapping[int, Facts]) -> set[int]:
         if any(
             _run_samples(other) > _run_samples(facts)
             and _is_ended(facts, other)
-            # Not where two halves of one run call each other dead.
+            # If two halves of one run call each other dead, both count.
             and not (facts.run_id == other.run_id and _is_ended(other, facts))
             for other in newest.values()
         )
@@ -271,14 +272,14 @@ class Resumption:
     """The state from which a worker starts when its run goes on.
 
     Attributes:
-        num_means: for the files of this run; see :class:`Facts`.
+        num_means: goes into the files of this run; see :class:`Facts`.
         start: says how the run starts, for all workers to compare.
-        counts: from which this worker goes on.
-        progress: every life to be counted in.
+        counts: those from which this worker goes on.
+        progress: the lives that count in the run's progress.
         tensors: by kind and name, as ``model/NAME``; see the module.
         training: the training state.
         is_own: whether this worker goes on with its own share of the data.
-        ended: for the files of this run: the lives of earlier runs that have ended.
+        ended: goes into the files of this run: the lives of earlier runs that have ended.
     """
 
     num_means: int
@@ -355,7 +356,7 @@ def find_resumption(
             ", ".join(map(str, missing)),
             extra=OF_RUN,
         )
-    # Its own, or that of rank modulo how many there are, or the next that is whole.
+    # Its own file, or that of its rank modulo their number, or the next one that is whole.
     turn = ranks.index(rank) if rank in ranks else rank % len(ranks)
     found = ((each, _newest_good(by_rank[each], layout)) for each in ranks[turn:] + ranks[:turn])
     base, good = next(((each, good) for each, good in found if good), (-1, None))
@@ -367,7 +368,7 @@ def find_resumption(
     if not is_own:
         goods = (good if each == base else _newest_good(by_rank[each], layout) for each in ranks)
         tensors = _mean_of_z(tensors, (each[1] for each in goods if each))
-        # So that its files are the newest.
+        # The files that it will write must be the newest.
         step = int(min(newest_step, max(each.step for each in newest.values())))
     logger.info("worker %d resumes from worker %d's step %d in %s", rank, base, facts.step, source)
     return Resumption(
@@ -417,9 +418,10 @@ def _holds_files(directory: Path) -> bool:
 
 
 def _progress(known: Mapping[int, Facts], alive: Collection[int]) -> tuple[ProgressEntry, ...]:
-    """Return the progress of every process; about its own, a rank that goes on knows best.
+    """Return the progress of every process; for its own, the record of a rank that goes on counts.
 
-    Others had heard of steps that it made after its checkpoint: these are lost, and made again.
+    Others may have heard of steps that it made after its checkpoint: these are lost, and it makes
+    them again.
     """
     own = {
         (entry.rank, entry.process_id)
@@ -478,7 +480,7 @@ def _newest_good(
 def _mean_of_z(
     base: Mapping[str, Tensor], files: Iterable[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Average z over files, one at a time; what is no float is the base's."""
+    """Average z over files, one at a time; take integers from the base."""
     kept = {name: tensor for name, tensor in base.items() if name.startswith("model/")}
     sums = {
         name: torch.zeros_like(tensor, dtype=torch.float64)

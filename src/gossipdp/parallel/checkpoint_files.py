@@ -50,10 +50,11 @@ def never() -> bool:
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
     """Give a file to write to; when the block ends, the file is on the disk, under ``path``.
 
-    If anything fails, the file that was under ``path`` before stays. Writers of one path do not
-    meet, in whatever process, container or host they are: the last to end leaves its file. As by
-    ``tempfile.mkstemp``, the file is new and of a random name, so that no link is followed and no
-    process number matters; unlike there, it gets the permissions of the user's other files.
+    If anything fails, the file that was under ``path`` before stays. Several writers of one path
+    do not disturb each other, in whatever process, container or host they are: the file of the
+    last to end stays. As with ``tempfile.mkstemp``, the file is new and has a random name, so that
+    no link is followed and no process number matters; unlike there, it gets the permissions of the
+    user's other files.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
     with temporary.open("xb") as file:
@@ -187,14 +188,14 @@ def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
     """Copy a module's ``state_dict`` to host memory; tied parameters stay one tensor.
 
     All processes of a replica call it together: they gather sharded tensors, one at a time. With
-    ``is_kept=False`` this process only takes part in that.
+    ``is_kept=False`` this process takes part in the gathering and keeps nothing.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict().items():
         sharded = as_dtensor(value) if isinstance(value, Tensor) else None
         if sharded is not None:
-            # Also where they are tied: a process without a part of them could not tell.
+            # Tied ones are gathered again: a process without a part of them cannot see the tie.
             whole = sharded.full_tensor().detach().cpu()
             value = whole if is_kept else None
         elif isinstance(value, Tensor):

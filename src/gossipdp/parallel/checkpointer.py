@@ -196,8 +196,8 @@ class Checkpointer:
     def of_batches(self) -> Iterator[None]:
         """Take checkpoints, within this context, only at the end of the loop's body.
 
-        A body may step several optimizers, or one several times. After a checkpoint between two of
-        these steps the batch counts as done, and the rest of the body would be lost.
+        A body may step several optimizers, or one several times. A checkpoint between two of these
+        steps would count the batch as done, and a resumed run would skip the rest of the body.
         """
         self._num_generators += 1
         try:
@@ -208,7 +208,7 @@ class Checkpointer:
     def at_forward(self) -> None:
         """Take the checkpoint that is due, with the random states right after the last step.
 
-        The next step may have begun, and have drawn random numbers for its batch.
+        The next step may have begun and drawn random numbers for its batch.
         """
         if not self.is_within_batches:
             self.take_due(self._random_states)
@@ -282,7 +282,7 @@ class Checkpointer:
         return path
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the write under way end, report it, and end the thread; take no checkpoint later."""
+        """Wait for the write under way, report it, and end the thread; take no checkpoint later."""
         TERMINATION.remove(self)
         self.is_due = False
         self._writer.close(timeout_s)

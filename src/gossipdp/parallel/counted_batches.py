@@ -25,7 +25,7 @@ logger = logging.getLogger("gossipdp")
 Batch = TypeVar("Batch")
 
 STEPS_WITHOUT_SAMPLES = 3
-"""After so many steps without one counted sample something is wrong with the loop."""
+"""If so many steps count no sample, something is wrong with the loop."""
 IN_AN_OWN_ORDER = (
     "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(model.worker_seed))"
 )
@@ -92,9 +92,9 @@ class CountedBatches:
     def check_order(self, num_steps: int) -> None:
         """Warn, once, if a loop of the user's own never calls its sampler's ``set_epoch``.
 
-        Nothing leads from a loop to its sampler, so all objects are looked at, once. Other samplers
-        of the script, as for evaluation, may well stay at epoch 0. So the warning comes only if all
-        samplers are still there.
+        A loop has no reference to its sampler, so this looks at all objects, once. Other samplers
+        of the script, such as one for evaluation, may well stay at epoch 0. So the warning comes
+        only if all samplers are still at epoch 0.
         """
         if self._is_yielding or self._samples_per_step is not None:
             return
@@ -122,8 +122,8 @@ class CountedBatches:
     def count_forward(self, batch: Any) -> None:
         """Count a batch of a loop of the user's own, unless it is counted already.
 
-        A batch that was yielded here is, and so is one whose forward pass is repeated: by a
-        closure, or in a backward pass, by activation checkpointing. (If that is reentrant, its
+        A batch that was yielded here is counted already. So is one whose forward pass is repeated,
+        by a closure or, in a backward pass, by activation checkpointing. (If that is reentrant, its
         first pass had no gradients and was not counted.)
         """
         node = torch._C._current_autograd_node()  # None: no backward pass runs
@@ -141,8 +141,8 @@ class CountedBatches:
     def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Return the closure for a step; only its first call counts samples.
 
-        If a batch had its forward pass before the step already, as with SAM, not even the first
-        call counts it. Another batch is another part of the step, as with Lightning's accumulation.
+        If a batch had its forward pass before the step, as with SAM, not even the first call counts
+        it. If the closure gets another batch, as with Lightning's accumulation, it counts.
         """
         is_first = True
 
@@ -227,7 +227,7 @@ class CountedBatches:
             while not self._has_ended(samples_before + num_epochs * size):
                 self._check_open()
                 epoch = max(epoch + 1, (self._total_samples() - samples_before) // size)
-                if epoch >= num_epochs:  # the loop left epochs before their ends
+                if epoch >= num_epochs:  # the loop broke off epochs before their ends
                     return
                 end = samples_before + (epoch + 1) * size
                 yield epochs_before + epoch, self._until(end, passes)

@@ -38,8 +38,8 @@ class DataPosition:
     ) -> None:
         """Make the next :meth:`epoch` go on where ``position`` was captured.
 
-        The random states are set once it is reached. If it was captured in another share of the
-        data than this worker's (not ``is_own``), the epoch starts from its beginning.
+        The random states are set once that place is reached. If it was captured in another share of
+        the data than this worker's (not ``is_own``), the epoch starts from its beginning.
         """
         self._epoch = position["epoch"]
         if is_own and position["start"] is not None:
@@ -88,7 +88,7 @@ class DataPosition:
 
 
 class _Order:
-    """The states from which the order of a loader's batches follows.
+    """The states that decide the order of a loader's batches.
 
     Samplers, the loader and its dataset may hold random generators of their own, of torch, Python
     or NumPy. If the loader is not torch's, only its ``set_epoch`` is known.
@@ -151,7 +151,7 @@ class _Order:
     def _generators(self) -> dict[str, Any]:
         """Return each distinct random generator, by the place where it is held."""
         found: dict[str, Any] = {}
-        # Not at the top: numpy imports its random numbers, and cython with them, at this name.
+        # Not at the top: the name ``numpy.random`` makes numpy import it, and cython with it.
         arrays = numpy.random.Generator, numpy.random.RandomState
         kinds = (torch.Generator, random.Random, *arrays)
         for index, holder in enumerate(self._holders):

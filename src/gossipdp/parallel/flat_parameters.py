@@ -49,19 +49,20 @@ class FlatParameters:
     stay where they are. Optimizers' parameter groups say which boundary covers which parameter.
 
     A shard of a DTensor is not moved: FSDP gathers parameters from memory of its own, so that
-    memory becomes a segment. There is one for each parameter, if need be of no value.
+    memory becomes a segment. Every parameter has one, even if this process holds none of its
+    values.
 
     Args:
         module, optimizers: the user's.
         momentum: whether trained parameters carry c (method ``a2cid2``).
         outer: the outer step of trained parameters.
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
-        moments: what travels of each optimizer's state; by default nothing.
+        moments: the tensors of each optimizer's state that travel; by default none.
         chunk_bytes: the size of a chunk; by default one that grows with the model.
 
     Attributes:
         state: the flat segments, cut into chunks.
-        moment_places: of each of the state's moments, where each parameter's belongs.
+        moment_places: for each of the state's moments, the place of each parameter's part.
 
     Raises:
         ValueError: an optimizer updates a parameter that is not the module's, or that another
@@ -98,7 +99,7 @@ class FlatParameters:
                 self._lay_out(index, segment, moment, chunk_bytes)
         self.state = State(segments, moments=[segment for segment, _ in self.moment_places])
         self._flats = [segment.x for segment in self.state.segments]
-        # What every boundary looks at.
+        # Every boundary looks at these.
         self._held = [(view, *held) for view in self._views for held in view.owners]
         untrained = (Role.FROZEN, Role.UNOPTIMIZED)
         self._frozen = [
@@ -115,7 +116,7 @@ class FlatParameters:
     def _move(self, momentum: bool, outer: OuterStep | None, chunk_bytes: int) -> Iterator[Segment]:
         """Lay out one segment per (role, optimizer, dtype, device) and move the values there.
 
-        Parameters of no optimizer are apart from those of the first: they have no moments.
+        Parameters of no optimizer have a segment of their own, since they have no moments.
         """
         groups: dict[tuple[Any, ...], list[View]] = {}
         for view in self._views:
@@ -185,11 +186,12 @@ class FlatParameters:
         return lines
 
     def check(self) -> None:
-        """At a boundary: find what was moved or replaced since wrapping.
+        """Find, at a boundary, the tensors that were moved or replaced since wrapping.
 
         A tensor whose storage was exchanged for another of the same kind (``param.data = ...``, a
-        buffer assigned in ``forward``) is copied into its view and bound to it again. That is no
-        load: optimizers do so at every step, as SAM does when it undoes its first half.
+        buffer assigned in ``forward``) is copied into its view and bound to it again. That does not
+        count as a load: some optimizers do so at every step, such as SAM when it undoes its first
+        half.
 
         Raises:
             ModelChangedError: parameters moved to another device or precision, replaced by new
@@ -222,7 +224,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def _watch_frozen(self) -> None:
-        """Warn once if parameters that should be frozen change, going by a few values of each."""
+        """Warn once if parameters that should be frozen change; look at a few values of each."""
         seen = [
             view.tensor.flatten()[:: max(1, view.tensor.numel() // 4)] for view in self._watched
         ]
@@ -279,8 +281,8 @@ class FlatParameters:
     def bind_to(self, flats: Sequence[Tensor]) -> None:
         """Make the module use other flat tensors, of the same layout; see :meth:`bind_back`.
 
-        Where FSDP gathers from, those values are copied to, and exchanges go on from a copy of what
-        was there.
+        FSDP gathers from memory of its own, so the values are copied there, and exchanges go on
+        with a copy of the former content.
         """
         for view in self._views:
             if view.is_shard:
@@ -324,8 +326,8 @@ class FlatParameters:
     def export(self, values: dict[str, Any], flats: Sequence[Tensor]) -> None:
         """Replace what lies in the parameters' storage, in a ``state_dict``, by that of ``flats``.
 
-        A hook may have split a parameter or turned it round: whatever is a view of its storage
-        becomes the same view of the other.
+        A hook may have split or transposed a parameter: each view of its storage becomes the same
+        view of the other.
         """
         others = {
             view.data_ptr: view.alone(flats[view.segment])

@@ -27,10 +27,9 @@ from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
-from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.startup import Startup, random_state
+from gossipdp.parallel.startup import Startup, StatusPort, random_state
 from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats, view_of
 from gossipdp.parallel.training_state import BetweenSteps
@@ -42,17 +41,17 @@ logger = logging.getLogger("gossipdp")
 
 WAIT_LINE_EVERY_S = 10.0
 TURN_WHILE_WAITING_S = 0.002
-# Of a worker, before the share of its demands that was served is worth a warning: links have come
-# up by then. Where exchanges are rare, so few demands may be those of hours.
+# A low share of served demands gets a warning after this many steps of a worker: links are up then.
+# If exchanges are rare, the warning also waits for enough demands, which may take hours.
 MIN_STEPS_FOR_RATE_WARNING = 200
-# A short run need not know it.
+# A short run gets no such warning.
 MIN_SECONDS_FOR_RATE_WARNING = 60.0
 MIN_TICKS_FOR_RATE_WARNING = 20
 RATE_WARNING_BELOW = 0.8
 LOOK_AT_THREAD_EVERY_S = 0.05
-# So long two workers wait for each other at the ends of two models until they give up.
+# Two workers that wait for each other at the ends of two models give up after this.
 CROSSED_FOR_TIMEOUTS = 3
-# Under pace="strict": own demands for an exchange that may be unserved.
+# The most unserved demands of this worker's own under pace="strict".
 MAX_LAG = 2
 
 _engines: "weakref.WeakSet[GossipEngine]" = weakref.WeakSet()
@@ -88,7 +87,7 @@ class GossipEngine:
         replica: Replica,
         *,
         resumption: Resumption | None = None,
-        page: StatusPage | None = None,
+        page: StatusPort | None = None,
     ) -> None:
         check_platform()
         self._module = module
@@ -159,18 +158,18 @@ class GossipEngine:
     def _come_again(self, superseded: SupersededError) -> None:
         """Take another rank, or raise ``superseded``; see :meth:`Startup.come_again`."""
         self._startup.come_again(superseded)
-        # What it had done is counted under its former rank.
+        # Its work so far counts under its former rank.
         self._gradient_steps = self._samples = 0
         self._has_started()
 
     @property
     def between_steps(self) -> BetweenSteps:
-        """Return what gives joiners the optimizers' state, and must know of each step."""
+        """Return the object that gives joiners the optimizers' state; it must know of each step."""
         return self._startup.between_steps
 
     @property
     def draws_alike(self) -> bool:
-        """Return whether all workers began with the random state that torch still has here."""
+        """Return whether torch still has the random state here with which all workers began."""
         return self.world_size > 1 and self._startup.common_random_state == random_state()
 
     @property
@@ -232,7 +231,8 @@ class GossipEngine:
     def _agree(self, samples: int) -> int:
         """Return the samples of this step of all processes of the replica.
 
-        It is where they learn alike whether to go on; see :mod:`gossipdp.parallel.shards`.
+        In this sum all of them learn at the same step whether to go on; see
+        :mod:`gossipdp.parallel.shards`.
         """
         snapshot = self._loop.snapshot
         self._agreed = self._replica.agree(
@@ -253,13 +253,13 @@ class GossipEngine:
     def _keep_pace(self) -> None:
         """Wait while more than ``MAX_LAG`` own demands are unserved and someone could serve them.
 
-        Demands that the gossip thread has not seen, for want of a core, count as one a step: it
-        would come to more of them than a backlog holds. At the start every neighbour is expected
-        to be linked within ``timeout_s``. The protocol's values are read without a lock: each is
-        one object, replaced whole by the gossip thread, and a stale one costs a turn.
+        If the gossip thread lacks a core, it has not seen the latest steps. They count as one
+        demand each: it would find more demands than a backlog holds. At the start every neighbour
+        is expected to be linked within ``timeout_s``. The protocol's values are read without a
+        lock: each is one object, replaced whole by the gossip thread, and a stale one costs a turn.
 
-        Nothing is waited for while this worker may exchange with no other: the end of that may be
-        up to this very thread, as where the parameters are poisoned.
+        It does not wait while this worker may exchange with no other: it may be up to this very
+        thread to end that, as when the parameters are poisoned.
         """
         protocol, thread = self._protocol, self._thread
         pairing = protocol.pairing
@@ -350,16 +350,16 @@ class GossipEngine:
     def check(self) -> None:
         """Raise ModelChangedError if parameters were moved or replaced since wrapping.
 
-        Not within ``averaged()``, where the module holds other storage: that would be taken for a
-        load of the average. This worker's own is there again at the end.
+        Do nothing within ``averaged()``: the module holds other storage then, which would be taken
+        for a load of the average. At its end the module holds this worker's own again.
         """
         if not self._is_averaged:
             self._flat.check()
 
     def loaded(self, tensors: Iterable[Tensor]) -> None:
-        """Leave no pending, no momentum and no half exchange of tensors that were loaded.
+        """Drop pending and momentum of the tensors that were loaded, and abort the exchange.
 
-        What is not exchanged, such as a target network, breaks no exchange off.
+        If none of them is exchanged, as in a target network, the exchange goes on.
         """
         if self._is_averaged:
             raise RuntimeError(
@@ -381,7 +381,7 @@ class GossipEngine:
     def _agreed_poison(self) -> PoisonedError | None:
         """Return this process's poison, or with shards one of the replica's, once all know it.
 
-        So all of them raise at the same step, and none waits for another in a collective.
+        So all processes raise at the same step, and none waits for another in a collective.
         """
         own = self._loop.poisoned
         if not self._replica.is_sharded:
@@ -526,8 +526,8 @@ class GossipEngine:
         averaged = self._state.averaged_chunks + self._state.copied_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)
-        # Each shard was averaged over the replicas that its own network had: after a death in the
-        # middle of it these may differ.
+        # Each shard was averaged over the replicas in its own network; after a death in the middle
+        # of it the networks may differ.
         distances, counts = self._replica.gather(outcome.consensus_distance, outcome.num_workers)
         progress, membership = self._protocol.progress, self._protocol.membership
         samples, steps, by_rank, members = self._thread.call(
@@ -538,7 +538,7 @@ class GossipEngine:
                 membership.members(),
             )
         ).result()
-        # Those that the run began with, and who has joined since.
+        # The workers that the run began with, and those that have joined since.
         joined = {member.rank for member in members if member.status is not Status.JOINING}
         known = joined.union(range(self.world_size))
         if outcome.num_workers < len(known):
@@ -584,8 +584,8 @@ class GossipEngine:
                 )
 
     def _refuse_crossing(self, crossing: Crossing) -> None:
-        """Raise where peers wait at the end of another model for this worker, which waits here."""
-        # The others first: what a peer has done here before is known by then.
+        """Raise if peers wait for this worker at the end of another model while it waits here."""
+        # Ask the others first: whatever a peer did here before that is known by then.
         elsewhere = [each._peers() for each in list(_engines) if not each.is_consolidating]
         peers = crossing.look(self._peers(), elsewhere, time.monotonic())
         if peers:
@@ -614,7 +614,7 @@ class GossipEngine:
         finally:
             self._state.end_helpers()
 
-    # What other threads may ask: of one snapshot.
+    # Answers to other threads, each from one snapshot.
 
     def stats(self) -> Stats:
         """See ``GossipDataParallel.stats``."""
@@ -645,7 +645,7 @@ class GossipEngine:
 def is_rate_low(num_steps: int, num_due: int, num_served: int, seconds: float) -> bool:
     """Return whether a worker is served too few of the exchanges that it has asked for.
 
-    Those that wait in its backlog are not late yet.
+    Exchanges that wait in its backlog are not late yet.
     """
     if num_steps < MIN_STEPS_FOR_RATE_WARNING or num_due < MIN_TICKS_FOR_RATE_WARNING:
         return False
@@ -655,7 +655,7 @@ def is_rate_low(num_steps: int, num_due: int, num_served: int, seconds: float) -
 
 
 def _missing(snapshot: LoopSnapshot, now_s: float) -> str:
-    """Return who still trains, and when each was last seen to make a step."""
+    """Name the workers that still train, and when each was last seen to make a step."""
     missing = [
         f"worker {member.rank} (its last step came "
         f"{now_s - snapshot.stepped_s.get(member.rank, now_s):.0f} s ago)"

@@ -76,8 +76,8 @@ class Hooks:
         self._before_step, self._stepped = begins, stepped
         self._parameters = {id(parameter) for parameter in module.parameters()}
         self._num_boundaries = 0
-        # How many boundaries there had been when the step of an optimizer began, which may be a
-        # shell around another.
+        # The number of boundaries when an optimizer's step began: the optimizer may be a shell
+        # around another, whose step then has had its boundary.
         self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._begun = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -85,16 +85,16 @@ class Hooks:
         for each in optimizers:
             if (handle := _left_alone.pop(each, None)) is not None:
                 handle.remove()
-        # Nothing of this goes into the graph of a compiled step().
+        # A compiled step() must not trace these hooks into its graph.
         disable: Callable[[Any], Any] = torch.compiler.disable
         self._handles: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(disable(self._begins)),
             register_optimizer_step_post_hook(disable(self._ended)),
-            # Of every module there is: what was registered is looked for at the next step.
+            # Every module of the process calls these; the next step looks for what was registered.
             register_module_parameter_registration_hook(self._grows),
             register_module_module_registration_hook(self._grows),
         ]
-        # Of every part: loading a part calls the hooks of that part alone.
+        # Every part has a hook: loading a part calls the hooks of that part alone.
         self._handles.extend(
             each.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
                 _LoadedHook(weakref.ref(each), weakref.ref(module), loaded)
@@ -129,7 +129,7 @@ class Hooks:
         return (args[0], counted, *args[2:]), kwargs
 
     def _ended(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Begin the boundary of an optimizer that was wrapped; else see that it needs none."""
+        """Begin the boundary of a wrapped optimizer; of another, check that it needs none."""
         around = _steps_around()
         if optimizer in around:
             return
@@ -141,7 +141,7 @@ class Hooks:
         self._between.ended(optimizer)
         self._num_boundaries += 1
         self._refuse_new_parameters()
-        # GradScaler calls a fused optimizer's step also where it moves nothing. On a device this
+        # GradScaler calls a fused optimizer's step even if that moves nothing. On a device this
         # waits for the step, as the boundary does anyway.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None or not found_inf:
@@ -183,17 +183,17 @@ class Hooks:
 
 
 def _steps_around() -> list[torch.optim.Optimizer]:
-    """Return the optimizers within whose step() the one runs that calls a hook, innermost first.
+    """Return the optimizers whose step() is running when a hook is called, innermost first.
 
     Torch hooks into ``step`` class by class, so a step() that calls ``super().step()`` calls the
-    hooks twice, and the outermost is the step. The stack tells, also where a step has raised and
-    never ended.
+    hooks twice, and the outermost is the step. The stack shows which it is, even after a step that
+    raised and never ended.
     """
     return _callers(_HOOKED_STEP)[1:]
 
 
 def _callers(method: Any) -> list[Any]:
-    """Return whose ``method`` calls run now in this thread, innermost first."""
+    """Return the objects whose ``method`` runs now in this thread, innermost first."""
     owners = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -206,8 +206,8 @@ def _callers(method: Any) -> list[Any]:
 class _LoadedHook:
     """The hook after loading; a copy of the module brings it along, but is not what trains.
 
-    Of all parts that one load goes through, that which is whole calls: the one whose
-    ``load_state_dict`` was called, or, where that is a container of it, the wrapped module.
+    One load goes through many parts, and the outermost one alone reports it: the part whose
+    ``load_state_dict`` was called, or the wrapped module if that part contains it.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ OF_DDP = signature(nn.parallel.DistributedDataParallel).parameters
 
 
 def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> None:
-    """Raise where the first argument is no module that can be wrapped, or a keyword is unknown.
+    """Raise if the first argument is no module that can be wrapped, or a keyword is unknown.
 
     Raises:
         ValueError: the module is none, or holds no values yet.

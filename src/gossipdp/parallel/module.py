@@ -33,10 +33,11 @@ from gossipdp.parallel.options import (
 )
 from gossipdp.parallel.session import Session, close_at_exit
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
+from gossipdp.rules import WireFormatName
 
 Batch = TypeVar("Batch")
 
-# Here, as a script that fails for want of a process group fails before it wraps its model.
+# At import: a script that lacks a process group fails before it wraps its model.
 atexit.register(advise_at_exit)
 
 
@@ -110,7 +111,7 @@ class GossipDataParallel(nn.Module):
         64
 
     Departures from the paper (arXiv 2306.08289): the pair (x, c) is held in place of (x, x_tilde),
-    so that any optimizer works unchanged which keeps no copy of x; both ends of an exchange apply
+    so that every optimizer that keeps no copy of x works unchanged; both ends of an exchange apply
     the same delta, so the mean of x + c/2 is conserved; time is measured in the worker's own
     communication periods.
     """
@@ -123,7 +124,7 @@ class GossipDataParallel(nn.Module):
         graph: Any = "exponential",
         comm_rate: float | Literal["auto"] = 1.0,
         method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
-        wire_format: Literal["full", "bfloat16", "lattice8"] = "full",
+        wire_format: WireFormatName = "full",
         outer: OuterStep | None = None,
         budget_samples: int | None = None,
         seed: int = 0,
@@ -175,7 +176,7 @@ class GossipDataParallel(nn.Module):
 
     @property
     def is_lead(self) -> bool:
-        """True on one live worker at a time: for what one should do, as evaluate, save or print.
+        """True on one live worker at a time: let that worker evaluate, save and print.
 
         It is the live worker of the lowest rank, as this worker knows, and when that one dies or
         leaves, the next. Until the news of a death is everywhere, for about ``timeout_s``, there
@@ -206,7 +207,7 @@ class GossipDataParallel(nn.Module):
         return self._batches.finished
 
     def progress(self) -> float:
-        """Progress of the whole run, 0 to 1, equal on all workers but for what is on its way.
+        """Progress of the whole run, 0 to 1; workers differ by the news still on its way.
 
         It is the share of ``budget_samples``, or of what :meth:`epochs` goes through, that all
         workers together have trained on. Without either it is 0 until the first step.
@@ -232,9 +233,9 @@ class GossipDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module.
 
-        In a loop of your own it counts the samples, in training mode and with gradients enabled. In
-        one over :meth:`batches` or :meth:`epochs` these are counted already, so the module itself,
-        or a compiled one, may be called in place of this.
+        In a loop of your own it counts the samples, in training mode and with gradients enabled. A
+        loop over :meth:`batches` or :meth:`epochs` has counted them already, so you may call the
+        module itself, or a compiled one, instead.
         """
         if self.training and torch.is_grad_enabled():
             self._session.begin_forward((args, kwargs))
@@ -243,7 +244,7 @@ class GossipDataParallel(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context to accumulate gradients in, for scripts written for DDP.
 
-        Exchanges come with ``optimizer.step()`` alone, so it does nothing: to accumulate, call that
+        It does nothing, since exchanges come with ``optimizer.step()`` alone: to accumulate, step
         less often.
         """
         return contextlib.nullcontext()
@@ -340,9 +341,9 @@ class GossipDataParallel(nn.Module):
         """End the run early, on all workers.
 
         :meth:`batches` and :meth:`epochs` yield no more, here at once and elsewhere a fraction of a
-        second later, when the news is there; :attr:`finished` is true. Call :meth:`consolidate` as
-        ever. With shards the processes of a replica end together, after one more step. A checkpoint
-        does not keep it: a run that is resumed trains on.
+        second later, when the news is there; :attr:`finished` is true. Then call
+        :meth:`consolidate` as usual. With shards the processes of a replica end together, after one
+        more step. A checkpoint does not keep the stop: a run that is resumed trains on.
 
         Example:
             >>> net = nn.Linear(4, 2)
@@ -361,8 +362,8 @@ class GossipDataParallel(nn.Module):
     def log(self, *, loss: Tensor | float | None = None, **values: bool | float | str) -> None:
         """Put the loss of a step, and numbers or text by name, into the run's log and its status.
 
-        Cheap, and nothing at all without ``monitor``: a loss on a device is not
-        waited for. The log holds the mean loss of every fifth of a second, and the latest of each
+        It is cheap, as it does not wait for a loss on a device, and does nothing without
+        ``monitor``. The log holds the mean loss of every fifth of a second, and the latest of each
         value; a value may also be logged after :meth:`consolidate`.
 
         Raises:
@@ -397,21 +398,21 @@ class GossipDataParallel(nn.Module):
     def consolidate(self, *, timeout_s: float | None = None) -> Consolidated:
         """End the run: wait for all live workers, then give all of them the exact average.
 
-        Serves exchanges until every live worker has called it, waiting as long as they show life,
-        or for ``timeout_s`` if that is given: then the average goes on without those that still
-        train (a training loop may hang). Give all workers the same. While it waits, a line every
-        10 seconds names the others, and when each was last seen to make a step. If a worker has
+        It serves exchanges until every live worker has called it. It waits as long as they show
+        life, or for ``timeout_s`` if that is given: then the average goes on without those that
+        still train (a training loop may hang). Give all workers the same. While it waits, a line
+        every 10 seconds names the others, and when each last made a step. If a worker has
         called it and lives, but gives nothing to the average for a few time-outs, the others go on
         without that one too. A worker that is left out ends with an average of its own;
         ``Consolidated.world_size`` is the number of workers in the average.
 
-        Several models are consolidated in the same order on all workers. If two workers wait for
-        each other in those of different models, both raise after three time-outs, unless
+        Consolidate several models in the same order on all workers. If two workers wait for each
+        other at the ends of different models, both raise after three time-outs, unless
         ``timeout_s`` is given.
 
         Afterwards parameters and float buffers are equal on all workers that were averaged, bit for
-        bit, integer buffers are those of the lowest rank, and the wrapper is closed: the module
-        trains on alone, if at all.
+        bit, integer buffers are those of the lowest rank, and the wrapper is closed: further steps
+        train this module alone.
 
         Raises:
             RuntimeError: it was called before, or workers wait for each other as above.
@@ -431,7 +432,7 @@ class GossipDataParallel(nn.Module):
     def close(self) -> None:
         """Stop taking part: end the background thread and all links.
 
-        Happens by itself at exit, and when nothing refers to the wrapper any more.
+        It happens by itself at exit, and when nothing refers to the wrapper any more.
         """
         atexit.unregister(self._at_exit)
         if self._dropped.detach() is not None:
@@ -450,13 +451,13 @@ class GossipDataParallel(nn.Module):
     def save_checkpoint(self) -> Path:
         """Save all that this worker needs to go on, between two steps; return the file's path.
 
-        It returns when the file is on the disk; of this worker's files those beyond the newest
-        ``checkpoints.keep`` are removed then.
+        It returns when the file is on the disk. Then it removes this worker's files but the newest
+        ``checkpoints.keep``.
 
         Raises:
             ValueError: ``checkpoints`` names no directory, or a value in an optimizer's state is
                 neither tensor, number, text, list, tuple nor dict.
-            OSError: it could not be written; the checkpoints before it are there still.
+            OSError: it could not be written; earlier checkpoints are still there.
             PoisonedError: parameters hold NaN or infinity.
         """
         return self._checkpointer.save()
@@ -464,8 +465,8 @@ class GossipDataParallel(nn.Module):
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.
 
-        Where the run resumed, each gets its saved state at once, by ``load_state_dict``. Each is
-        asked for its state here already, to see whether it can be saved.
+        If the run resumed, each gets its saved state at once, by ``load_state_dict``. Each is asked
+        for its state now, to see whether it can be saved.
 
         Raises:
             ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
@@ -515,7 +516,7 @@ class GossipDataParallel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the wrapped module; what exchanges had brought and the momentum are dropped."""
+        """Load the wrapped module; drop what exchanges had brought, and the momentum."""
         if assign:
             raise ValueError(
                 "assign=True would replace the parameters that the optimizer and the exchanges "
@@ -524,13 +525,13 @@ class GossipDataParallel(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GossipDataParallel":
-        """Let ``.to()`` and its like pass where they change nothing; else say so at once."""
+        """Let ``.to()`` and its like pass if they change nothing; else raise at once."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._engine.check()
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Say where to find what only the wrapped module has."""
+        """Raise for an unknown name; if the wrapped module has it, say so."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:

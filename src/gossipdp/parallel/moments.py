@@ -6,8 +6,8 @@ as they average parameters but seldom: it changes slowly.
 
 The optimizer keeps such a tensor in its own state. After its first step, and whenever a state was
 loaded into it, the tensor is replaced by a view of flat memory that holds the same values; the
-optimizer, ``state_dict()`` and its readers see no difference. Exchanges and boundaries treat
-that memory as they do buffers (:class:`~gossipdp.dynamics.moments.MomentChunk`).
+optimizer, ``state_dict()`` and its readers see no difference. Exchanges average that memory in
+chunks (:class:`~gossipdp.dynamics.moments.MomentChunk`).
 """
 
 import logging
@@ -30,12 +30,12 @@ Periods: TypeAlias = Mapping[str, int]
 
 # An optimizer that replaces its tensors at every step is given up after so many in a row.
 MOST_REPLACED = 3
-# Which beta of a parameter group is a tensor's, in optimizers that correct the bias.
+# The index of the beta that belongs to a tensor, in optimizers that correct the bias.
 BETAS = {"exp_avg": 0, "exp_avg_sq": 1}
 
 
 class Kind(NamedTuple):
-    """Some optimizers, what they keep of each parameter in its shape, and what of it travels."""
+    """A kind of optimizers: the tensors that they keep for a parameter, and those that travel."""
 
     optimizers: tuple[type[torch.optim.Optimizer], ...]
     keeps: tuple[str, ...]
@@ -72,7 +72,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> Kind | None:
 
 
 def steps_between(decay: float) -> float:
-    """Return after how many gradient steps a moment travels again by default, if not before.
+    """Return the gradient steps after which a moment travels again by default, if not before.
 
     ``decay``: the share of it that a step keeps, so that it remembers 1 / (1 - decay) steps.
 
@@ -93,12 +93,10 @@ def _default(optimizer: torch.optim.Optimizer) -> Periods:
 def chosen_moments(
     choice: bool | Periods, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[Periods]:
-    """Return what travels of each optimizer's state.
+    """Return the tensors of each optimizer's state that travel.
 
-    A name that is given goes for every optimizer that keeps such a tensor, or of which nothing is
-    known.
-
-    By default nothing of one with ``amsgrad=True``.
+    A given name counts for every optimizer that keeps such a tensor, and for every optimizer of an
+    unknown kind. By default an optimizer with ``amsgrad=True`` sends none.
 
     Raises:
         ValueError: a name is given that none of these optimizers keeps.
@@ -130,7 +128,7 @@ def chosen_moments(
 def is_meant(name: str, index: int, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Return whether a name may be for this optimizer.
 
-    It may not if this one is of an unknown kind and one of a known kind keeps such a tensor.
+    It is not if this one's kind is unknown and another one's known kind keeps such a tensor.
     """
     kinds = [_kind(optimizer) for optimizer in optimizers]
     is_kept = any(kind is not None and name in kind.keeps for kind in kinds)
@@ -183,10 +181,10 @@ class Moments:
     def begins(self, optimizer_index: int) -> None:
         """Add what exchanges have brought, before an optimizer steps.
 
-        Its step, with beta m + (1 - beta) g, then counts its new gradient whole. Added after it,
-        k exchanges in the time of a step would leave 1/2^k of that gradient: a moment's memory was
-        2^k times as long, and an ``exp_avg`` in two exchanges a step made training diverge
-        (docs/quality.md).
+        Its step, with beta m + (1 - beta) g, then counts its new gradient whole. If it were added
+        after the step, k exchanges in the time of a step would leave 1/2^k of that gradient. A
+        moment's memory was then 2^k times as long, and training diverged with ``exp_avg`` in two
+        exchanges a step (docs/quality.md).
         """
         for kept in self._kept[optimizer_index]:
             kept.begins()
@@ -211,7 +209,7 @@ class Moments:
 
 
 class _CannotTravelError(Exception):
-    """A moment cannot travel. ``is_wrong``: to name it was a mistake."""
+    """A moment cannot travel. ``is_wrong``: it was a mistake to name it."""
 
     def __init__(self, reason: str, *, is_wrong: bool) -> None:
         super().__init__(reason)
@@ -237,14 +235,14 @@ class _Kept:
         self._places = places
         self._optimizer = optimizers[index]
         self._num_states = 0
-        # Where each tensor lies once it is in flat memory; 0 before.
+        # The address of each tensor once it is in flat memory; 0 before.
         self._addresses = [0] * len(places)
         self._next = 0
         self._num_replaced = 0
         self._is_warning_due = True
 
     def warn_if_unsound(self) -> None:
-        """Say once that some of it was not exchanged. Here: the gossip thread holds a lock."""
+        """Warn once that some of it was not exchanged: the gossip thread finds it under a lock."""
         if self._moment.is_unsound and self._is_warning_due:
             self._is_warning_due = False
             logger.warning(
@@ -265,9 +263,9 @@ class _Kept:
     def stepped(self) -> None:
         """Count a step, and take in the tensors that the optimizer has replaced.
 
-        A tensor that was replaced is seen at once where an optimizer replaces all of them: one is
-        looked at after each step. All are looked at before an average is added, so that none is
-        added to memory that is not read.
+        It looks at one tensor after each step, so it sees at once if an optimizer replaces all of
+        them. Before an average is added it looks at all: none may be added to memory that the
+        optimizer no longer reads.
         """
         if self._moment.steps == 0:
             if not self._may_have_begun():
@@ -286,7 +284,7 @@ class _Kept:
             )
 
     def _may_have_begun(self) -> bool:
-        """Return whether a look is worth its time: frozen parameters may never have a state."""
+        """Return whether it is worth looking: frozen parameters may never have a state."""
         before, self._num_states = self._num_states, len(self._optimizer.state)
         place = self._places[self._following()]
         has_begun = place.parameter.grad is not None or bool(self._state_of(place))
@@ -298,7 +296,7 @@ class _Kept:
         return self._is_place_taken(self._following())
 
     def _following(self) -> int:
-        """Return which place is looked at after this step: one after the other."""
+        """Return the place to look at after this step: each in its turn."""
         self._next = (self._next + 1) % len(self._places)
         return self._next
 
@@ -318,12 +316,12 @@ class _Kept:
     def _take_in(self) -> bool:
         """Move the optimizer's tensors into flat memory; return whether any was there before.
 
-        What exchanges have brought stays pending: it is a weighted mean, of which x is now what the
-        optimizer holds. A parameter without such a tensor had no gradient yet. Its place takes part
-        all the same, so that the mean over workers is kept for those that train it.
+        What exchanges have brought stays pending: it belongs to a weighted mean, whose other part,
+        x, is now the optimizer's value. A parameter without such a tensor had no gradient yet. Its
+        place takes part all the same: so the mean over workers is kept for those that train it.
 
-        The gossip thread may take a snapshot meanwhile. While values are copied the age is 0, so it
-        gives nothing: new values would be sent by the old age.
+        Race: the gossip thread may take a snapshot meanwhile, and would send new values with the
+        old age. So the age is 0 while values are copied, and it sends nothing then.
         """
         name, steps, was_there, is_any = self._moment.name, 0.0, False, False
         for index, place in enumerate(self._places):
@@ -357,7 +355,7 @@ class _Kept:
         return was_there
 
     def _hold_back(self) -> None:
-        """Let no snapshot be of the present age; one that is being taken is waited for."""
+        """Set the age to 0 for later snapshots, and wait for one that is being taken."""
         if self._moment.steps:
             self._moment.steps = 0
             for chunk in self._chunks:
@@ -393,7 +391,7 @@ def cost(
     is_default: bool,
     comm_rate: float | None,
 ) -> str | None:
-    """Return a line that says what travels, and what that adds to exchanges; None: nothing does.
+    """Describe the moments that travel and their cost in a line; None if none do.
 
     ``comm_rate``: None if it sets itself.
     """

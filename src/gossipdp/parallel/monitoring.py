@@ -40,12 +40,12 @@ from gossipdp.observe.status import (
     encode_status,
     idle_seconds,
 )
+from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
 
 if TYPE_CHECKING:
     from gossipdp.observe.server import Page, StatusServer
-    from gossipdp.parallel.gossip_engine import GossipEngine
 
 logger = logging.getLogger("gossipdp")
 
@@ -81,7 +81,7 @@ class Monitoring:
 
     def begin(
         self,
-        engine: "GossipEngine",
+        engine: GossipEngine,
         stats: Callable[[], Stats],
         budget: Callable[[], int | None],
         described: Callable[[], Mapping[str, Any]],
@@ -166,7 +166,7 @@ class RunLogging:
     def __init__(
         self,
         directory: Path,
-        engine: "GossipEngine",
+        engine: GossipEngine,
         stats: Callable[[], Stats],
         configuration: Mapping[str, Any],
         *,
@@ -265,7 +265,7 @@ class RunLogging:
             if notice.number > self._num_noticed:
                 self._num_noticed = notice.number
                 self.writer.notice(notice.rank, notice.kind, notice.at_s, notice.silent_s)
-        # In consolidate() exchanges go on after the last step.
+        # Exchanges go on after the last step, in consolidate().
         counted = self._gradient_steps, stats.exchanges
         is_due = finally_ and counted != self._recorded
         if is_due or (self._gradient_steps and self.writer.wait_s() <= 0):
@@ -354,7 +354,7 @@ class StatusPage:
 
     def show(
         self,
-        engine: "GossipEngine",
+        engine: GossipEngine,
         stats: Callable[[], Stats],
         budget: Callable[[], int | None],
         options: Options,
@@ -392,7 +392,7 @@ class StatusPage:
     # By the server's threads.
 
     def _status(
-        self, engine: "GossipEngine", stats: Stats, budget: int | None, options: Options
+        self, engine: GossipEngine, stats: Stats, budget: int | None, options: Options
     ) -> WorkerStatus:
         now_s, stepped_s = since_boot_s(), self.stepped_s
         members, neighbours = engine.view()

@@ -25,19 +25,19 @@ ONLY_WRITES_ITS_COPY = (torch.optim.ASGD,)
 class OptimizerWatch:
     r"""Finds out whether an optimizer keeps a copy of the weights, or changes none.
 
-    Exchanges move a parameter, and no copy of it that an optimizer keeps: float32 master weights,
-    slow weights (Lookahead), the z of schedule-free, an average. Such an optimizer pulls the
-    parameter back to its copy, at one end of an exchange only, or ends with a copy that was not
-    averaged. To add to the copy what an exchange adds to the parameter is no cure: z then still
-    drifts apart between workers of unlike data. To exchange the copy itself is one.
+    Exchanges move a parameter, but not a copy of it that an optimizer keeps: float32 master
+    weights, slow weights (Lookahead), the z of schedule-free, an average. Such an optimizer pulls
+    the parameter back to its copy, at one end of an exchange only, or ends with a copy that was not
+    averaged. It does not help to add to the copy what an exchange adds to the parameter: z then
+    still drifts apart between workers of unlike data. It helps to exchange the copy itself.
 
-    A copy is known by its values. With b and a some values of a parameter before and after a step,
-    s of a tensor in the optimizer with as many elements, and t in 0..1:
+    A copy is recognized by its values. Let b and a be some values of a parameter before and after a
+    step, s those of a tensor in the optimizer with as many elements, and t in 0..1:
 
     .. math:: \min_t \lVert s - b - t (a - b) \rVert \le 0.01 \, \lVert b - \bar b \rVert
 
     A parameter proves nothing if it is constant, if the step was larger than itself, or if its
-    gradient looks like it: an ordinary momentum would then look like a copy. All is looked at after
+    gradient looks like it: an ordinary momentum would then look like a copy. The watch looks after
     an optimizer's first step, and again when its state gets further tensors.
 
     Args:
@@ -90,7 +90,7 @@ class OptimizerWatch:
         self._before = {}
 
     def _warn_if_unmoved(self, after: Mapping[str, Tensor]) -> None:
-        """Say that nothing was written: values that only stay, as at a learning rate of 0, may."""
+        """Warn if the step wrote to no parameter; to write equal values, as at rate 0, is fine."""
         is_moved = self._versions != self._counted_writes() or any(
             not torch.equal(values, self._before[name]) for name, values in after.items()
         )

@@ -72,9 +72,9 @@ class Exchange(Checked):
     """The content of an exchange, and its bearing on training; ``GossipDataParallel(exchange=)``.
 
     Args:
-        moments: what of the optimizer's state is averaged too. True: Adam's second moment
-            (``exp_avg_sq``; also of AdamW, NAdam, RAdam) with one exchange in 4, or with the first
-            after a quarter of its memory of 1 / (1 - beta_2) steps; nothing of other optimizers,
+        moments: the tensors of the optimizer's state that are averaged too. True: Adam's second
+            moment (``exp_avg_sq``; also of AdamW, NAdam, RAdam) with one exchange in 4, or the
+            first after a quarter of its memory of 1 / (1 - beta_2) steps; none of other optimizers,
             nor under ``amsgrad=True`` (a maximum keeps one worker's outlier for ever). A mapping
             names such tensors, of their parameter's shape, and their periods in exchanges:
             ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a parameter in memory.

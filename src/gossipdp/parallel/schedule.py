@@ -96,7 +96,7 @@ class ProgressLR(LRScheduler):
         super().__init__(optimizer)
 
     def factor(self, progress: float) -> float:
-        """Return what the first rates are multiplied by at that progress, 0 to 1."""
+        """Return the factor of the first rates at that progress, 0 to 1."""
         shape, warmup = self._shape, self._warmup
         rising = progress / warmup if progress < warmup else 1.0
         if shape == "one_cycle":

@@ -39,7 +39,8 @@ logger = logging.getLogger("gossipdp")
 class Session:
     """Engine, checkpoints, log, data and hooks of one wrapper.
 
-    It does not know the wrapper, and neither does anything below: one that is dropped is closed.
+    Neither it nor its parts refer to the wrapper: so a wrapper that is dropped is collected, which
+    closes the session.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Session:
         self._optimizers = optimizers
         self._saves = options.checkpoints.directory is not None
         if self._saves:
-            check_savable(  # of a kind of parameter of its own the plain values are saved
+            check_savable(  # a parameter of a class of its own is saved as its plain values
                 {name: torch.empty(0, dtype=x.dtype) for name, x in named_tensors(module).items()},
                 "the module",
                 "change its type, or register it as a buffer with persistent=False, or wrap "
@@ -60,18 +61,18 @@ class Session:
             for optimizer in optimizers:
                 self._check_savable(optimizer)
         joins = environment.is_joining
-        # One that comes into a run that goes on takes a live worker's state, and writes beside it.
+        # A worker that joins a running job takes a live worker's state, and adds its own files.
         resumption = None if joins else _resumption(module, options, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
-        # What is shown of a replica is what its first process sees.
+        # A replica's log and status are those of its first process.
         self.monitoring = Monitoring(options, environment, is_shown=environment.shard == 0)
         self._unchecked = set(range(len(optimizers)))
         self._process_id = os.getpid()
         self.num_steps = 0
         self.average_saved_at_step = -1
         position = DataPosition()
-        # What was opened is closed in the reverse order, wherever this fails.
+        # If any of this fails, the parts opened so far are closed in reverse order.
         with contextlib.ExitStack() as opened:
             opened.callback(self.monitoring.close)
             self.engine = GossipEngine(
@@ -109,7 +110,7 @@ class Session:
                 joins=joins,
                 resumes=resumption is not None,
             )
-            # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
+            # A compiled wrapper breaks its graph here, and so compiles the module's graphs alone.
             disable: Callable[[Any], Any] = torch.compiler.disable
             self.begin_forward = disable(self._begin_forward)
             choice = options.exchange.moments
@@ -137,10 +138,10 @@ class Session:
             opened.pop_all()
 
     def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say at once what no checkpoint and no joining worker could take.
+        """Warn at once of values that no checkpoint and no joining worker could take.
 
         Raises:
-            ValueError: there is such a thing, and checkpoints are to be saved.
+            ValueError: there are such values, and checkpoints are to be saved.
         """
         kind = type(optimizer).__name__
         try:
@@ -185,9 +186,10 @@ class Session:
         self.batches.check_counted(self.num_steps)
 
     def _warn_of_no_average(self) -> None:
-        """Say, once a run, that a script ends by itself and has not saved the average.
+        """Warn once a run that a script ends by itself and has not saved the average.
 
-        An evaluation of it, as after each epoch, does not excuse a save of the module afterwards.
+        To have evaluated the average, as after each epoch, is not enough: a script that saves its
+        module afterwards still saves one worker's.
         """
         engine = self.engine
         failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
@@ -207,12 +209,12 @@ class Session:
     def close(
         self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S, *, is_dropped: bool = False
     ) -> None:
-        """Close all parts, each of them whatever another raises.
+        """Close all parts; if one raises, close the others all the same.
 
-        Garbage is collected in any thread, one of those that are ended here among them: what would
-        wait for itself is left to a thread of its own. A forked child leaves its parent's run
-        alone. If the wrapper ``is_dropped``, or the script ends, that and a step that follows get a
-        warning.
+        Garbage is collected in any thread, even in one that this call ends. Such a thread would
+        wait for itself, so a new thread closes the parts then. A forked child leaves its parent's
+        run alone. If the wrapper ``is_dropped``, or the script ends, a warning says so, and another
+        one comes at the next step.
         """
         if os.getpid() != self._process_id:
             return
@@ -239,7 +241,7 @@ class Session:
 def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resumption | None:
     """Find the checkpoint that the run goes on from; one step for all processes of a replica.
 
-    One that was killed may have written one checkpoint more, or less, than the others.
+    A process that was killed may have written one checkpoint more, or less, than the others.
     """
     saving, environment = options.checkpoints, replica.environment
     newest_step = math.inf

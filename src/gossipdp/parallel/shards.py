@@ -7,10 +7,10 @@ every count, rate and graph, and each shard is exchanged alone, with the same sh
 replica. Networks need not agree on partners or moments: the mean of x + c/2 is conserved value by
 value, and each value mixes at the rate of the graph (docs/shards.md has the measurement).
 
-What they must agree on is where a loop ends, since FSDP's collectives wait for every process of the
-replica. So after each gradient step they add up a few numbers (:meth:`Replica.agree`), and all that
-a script can ask (progress, budget, ``stop()``) is answered from those: the same on all of them, at
-the same step. A process that is gone fails this sum at once, which ends the rest of its replica.
+The processes of a replica must agree where a loop ends, since FSDP's collectives wait for all of
+them. So after each gradient step they add up a few numbers (:meth:`Replica.agree`). All answers to
+a script (progress, budget, ``stop()``) come from these numbers: the same on all processes, at the
+same step. If a process is gone, this sum fails at once, which ends the rest of its replica.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def as_sharded(like: Tensor, values: Tensor) -> Tensor:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered parameters, which FSDP would use again though the shards have changed."""
+    """Free gathered parameters: FSDP would use them again though the shards have changed."""
     if "torch.distributed.fsdp" not in sys.modules:
         return  # nothing is sharded by it
     from torch.distributed.fsdp import FSDPModule
@@ -197,7 +197,7 @@ class Replica:
             world_size=mesh.size(),
             shard=ranks.index(dist.get_rank()),
             num_shards=len(ranks),
-            agent_store=True,  # hosted since the mesh's world was made
+            agent_store=True,  # someone hosts it, since the mesh's world was made in it
         )
         return cls(environment, _group(ranks) if len(ranks) > 1 else None)
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
 import msgspec
 import torch
@@ -35,7 +36,6 @@ from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import DEFAULT_PERIOD, steps_between
-from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
@@ -51,9 +51,19 @@ logger = logging.getLogger("gossipdp")
 
 LOOK_AT_PROGRESS_EVERY_S = 1.0
 LOOK_AT_RANK_EVERY_S = 0.05
-# More parameter groups than that are not compared.
+# Learning rates are compared for so many parameter groups at most.
 MAX_RATES = 64
 RATES_AGREE_WITHIN = 0.01
+
+
+class StatusPort(Protocol):
+    """A port that shows a worker's status, to be taken once the worker's rank is known."""
+
+    def bind(self, rank: int) -> None:
+        """Take the port of that rank; a worker that is given another rank moves."""
+
+    def announced(self, host: str) -> tuple[str, int]:
+        """Return the address for others, on ``host`` if the port has no host of its own."""
 
 
 class Startup:
@@ -84,7 +94,7 @@ class Startup:
         replica: Replica,
         *,
         resumption: Resumption | None,
-        page: StatusPage | None,
+        page: StatusPort | None,
     ) -> None:
         network, environment = options.network, replica.environment
         files = environment.tls if network.tls is None else tls_files(network.tls)
@@ -119,8 +129,8 @@ class Startup:
                 self._join_with_one_rank()
             else:
                 self._join()
-            # Each network of a replica may or may not have heard of its last steps. With one number
-            # to count on from, its processes save at the same steps.
+            # Each shard's network may or may not have heard of the replica's last steps. All its
+            # processes count on from one number, so they save at the same steps.
             self.before = Counts(*(int(max(each)) for each in self._replica.gather(*self.before)))
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
@@ -151,7 +161,7 @@ class Startup:
         self._end_thread()
 
     def close(self) -> None:
-        """End the thread, if there is one, and then the work that it has others do."""
+        """End the thread, if there is one, and then the threads that work for it."""
         self._end_thread()
         self.between_steps.close()
 
@@ -177,7 +187,7 @@ class Startup:
             unit.eta if has_eta else 0.0, unit.worker_rate(rank) if is_original else 0.0
         )
         if self._method == "a2cid2" and unit.alpha_tilde < 0.5 + 1e-9:
-            # Exchanges leave c at zero (complete graphs): plain averaging, without its memory.
+            # On a complete graph exchanges leave c at zero: plain averaging needs no memory for it.
             self._method = "gossip"
             self._state.drop_momentum()
         # Random graphs of one name may differ between versions.
@@ -284,7 +294,7 @@ class Startup:
     def _numbering(self) -> Numbering | None:
         """Return the choice of the exchanges that carry moments.
 
-        None if none travel, or for periods that the user gave: they count exchanges, and stay.
+        None if none travel, or if the user gave periods: these count exchanges and stay fixed.
         """
         state = self._state
         decays = [each.moment.decay for each in state.moments if each.moment is not None]
@@ -439,7 +449,7 @@ class Startup:
             return loop.transfers.num_chunks_sent
 
         try:
-            # Not a limit on the whole: a large model on a slow link takes its time.
+            # The limit is on a pause, not on the whole: a large model on a slow link takes long.
             wait_while_it_advances(served, num_sent, timeout_s)
         except TimeoutError:
             raise RendezvousError(

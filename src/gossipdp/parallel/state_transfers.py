@@ -101,7 +101,7 @@ def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Ne
                 is_turned_away = isinstance(error, TurnedAwayError)
                 if is_turned_away and donor == giver:
                     training = giver = None
-            # To be turned away again and again in the middle is no progress.
+            # Refusal after refusal in the middle of a transfer is no progress.
             if transfers.num_chunks_received > advanced and not is_turned_away:
                 deadline_s = time.monotonic() + limit_s
             advanced = transfers.num_chunks_received
@@ -110,7 +110,7 @@ def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Ne
                 f"worker {rank} could not join: no live worker gave it a state"
                 f"{'; the last: ' if reason else ''}{reason}"
             )
-        # An optimizer's step may take longer than the time-out, and the donor sends after it.
+        # The donor sends after its optimizer's step, which may take longer than the time-out.
         patience_s = min(2 * patience_s, limit_s)
         time.sleep(PAUSE_BETWEEN_ROUNDS_S)
 

@@ -15,12 +15,12 @@ from gossipdp.protocol.members import Status
 
 logger = logging.getLogger("gossipdp")
 
-# Steps of others after a worker's end matter in the average from this share of its own steps on.
-# Fewer may be news that was still under way.
+# If others made more steps than this share of a worker's own after its end, they matter in the
+# average. Fewer may be news that was still on its way.
 LATER_SHARE = 0.1
 MIN_LATER_STEPS = 50
 
-# What the gossip thread counts under the names of the statistics.
+# The names of a member's states in statistics and logs.
 STATES: dict[Status, MemberState] = {
     Status.JOINING: "joining",
     Status.ALIVE: "training",

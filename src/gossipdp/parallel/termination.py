@@ -9,12 +9,9 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from gossipdp.launcher.reports import Report, send_report
-
-if TYPE_CHECKING:
-    from gossipdp.parallel.checkpointer import Checkpointer
 
 logger = logging.getLogger("gossipdp")
 
@@ -23,6 +20,25 @@ DEFAULTS: dict[int, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
+
+
+class Saved(Protocol):
+    """A wrapped model that saves one more checkpoint before the process ends."""
+
+    @property
+    def rank(self) -> int:
+        """Return the worker's rank."""
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Return the worker's step, and the directory in which its script saves."""
+
+    @property
+    def is_within_batches(self) -> bool:
+        """Return whether a loop over the model's batches runs."""
+
+    def begin_save(self) -> "Future[Path]":
+        """Take a checkpoint now; the future gets its path, or the error."""
 
 
 class Termination:
@@ -49,7 +65,7 @@ class Termination:
     LONGEST_WAIT_S = 1.0
 
     def __init__(self) -> None:
-        self._models: list[Checkpointer] = []
+        self._models: list[Saved] = []
         self._again: threading.Timer | None = None
         self._reset()
 
@@ -58,7 +74,7 @@ class Termination:
         self.is_asked = self._is_answered = self._is_late = False
         self._number: int = signal.SIGTERM
 
-    def add(self, model: "Checkpointer") -> None:
+    def add(self, model: Saved) -> None:
         """Save this model too."""
         self._models.append(model)
         for number, default in DEFAULTS.items():
@@ -66,7 +82,7 @@ class Termination:
             if is_ours and not (number == signal.SIGINT and _is_interactive()):
                 signal.signal(number, self._handle)
 
-    def remove(self, model: "Checkpointer") -> None:
+    def remove(self, model: Saved) -> None:
         """Leave this model alone from now on; without any, SIGTERM ends the process at once."""
         if model not in self._models:
             return
@@ -109,10 +125,11 @@ class Termination:
         if again is not None:
             again.cancel()
 
-    def may_end_in(self, model: "Checkpointer") -> bool:
+    def may_end_in(self, model: Saved) -> bool:
         """Return whether the loop may end where ``model`` is between two steps.
 
-        Not in the body of a loop over the batches of another, of which the rest would be lost.
+        It may not in the body of a loop over another model's batches: the rest of that body would
+        be lost.
         """
         return model in self._models and (
             model.is_within_batches or not any(each.is_within_batches for each in self._models)
@@ -121,13 +138,13 @@ class Termination:
     def save_and_end(self) -> NoReturn:
         """Save all models, side by side, and end the process.
 
-        Neither the checkpoints nor what unwinds the stack is broken into. With shards another
-        process may have been asked first; this one's own signal then comes now.
+        Further signals interrupt neither the checkpoints nor the unwinding of the stack. With
+        shards another process may have been asked first; this one's own signal then comes now.
         """
         self.is_asked = self._is_answered = True
         self._cancel_timer()
         is_told = send_report(Report(saves=True))
-        begun: list[tuple[Checkpointer, Future[Path]]] = []
+        begun: list[tuple[Saved, Future[Path]]] = []
         for model in self._models:
             try:
                 begun.append((model, model.begin_save()))
@@ -143,8 +160,8 @@ class Termination:
             logger.log(level, "worker %d is stopped; saved %s", model.rank, path)
             send_report(Report(saved=model.place))
         send_report(Report(saves=False))
-        # A kill may follow soon. The interpreter's end looks for garbage among all of torch's
-        # objects, for most of a second on a free core: they are not looked at.
+        # A kill may follow soon. At its end the interpreter would look for garbage among all of
+        # torch's objects, for most of a second on a free core: freezing them prevents that.
         gc.freeze()
         raise SystemExit(128 + self._number)
 

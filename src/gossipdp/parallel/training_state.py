@@ -165,7 +165,7 @@ class Arriving:
 def refuse_poison(state: Any) -> None:
     """Raise ValueError if a tensor that an optimizer keeps for a parameter is NaN or infinite.
 
-    Such a gradient spoils the momentum for good, and also that of any worker that takes it over.
+    A NaN in a gradient spoils the momentum for good, and that of every worker that takes it over.
     Settings (``param_groups``) and numbers may be infinite, as a limit is.
     """
     optimizers = state.get("optimizers") if isinstance(state, dict) else None

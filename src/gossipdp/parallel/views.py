@@ -14,16 +14,17 @@ from gossipdp.parallel.shards import local
 
 AVERAGED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_UNOPTIMIZED = 2.0
-"""Parameters of no optimizer are averaged at the end if they are at most so many times the trained
-ones: an average network and a target network, and not the frozen base of an adapter."""
+"""Parameters of no optimizer are averaged at the end if they are at most so many times as large as
+the trained ones: this includes an EMA or a target network, and excludes an adapter's frozen base.
+"""
 
 
 @dataclass(slots=True)
 class View:
     """One parameter or buffer and its place in a flat tensor.
 
-    ``held`` is what the module holds, and ``tensor`` where its values are: the same, or of a
-    DTensor the part that this process has.
+    ``held`` is the module's own object, and ``tensor`` holds its values: it is the same object, or
+    this process's part of a DTensor.
     """
 
     name: str
@@ -50,14 +51,14 @@ class View:
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the view of a flat tensor at this place, with the parameter's own strides."""
-        # as_strided counts from the storage's beginning, and large flats begin later in theirs.
+        # as_strided counts from the storage's beginning, but a large flat begins later in its own.
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     def alone(self, flat: Tensor) -> Tensor:
         """Return the memory of :meth:`of` as a tensor whose storage holds nothing else.
 
-        What saves models tells tensors apart by their storage: of all that share one, Accelerate
-        saves the first alone, and safetensors' ``save_model`` refuses them.
+        Programs that save models tell tensors apart by their storage: if several share one,
+        Accelerate saves the first alone, and safetensors' ``save_model`` refuses them.
         """
         start = self.offset * flat.itemsize
         own = flat.view(torch.uint8)[start : start + self.tensor.numel() * flat.itemsize]
@@ -159,8 +160,8 @@ def _views(
 def _set_following(views: Sequence[View]) -> None:
     """Let the parameters of no optimizer be averaged in the end, unless they are a frozen base.
 
-    By their size, and not by what becomes of them: so all workers decide alike, those too that
-    come into a run that goes on.
+    Their size decides, and not whether they change: so all workers decide alike, also those that
+    join a running job.
     """
     trained = sum(view.tensor.nbytes for view in views if view.role is Role.TRAINED)
     others = [
@@ -188,7 +189,7 @@ def _check_device(views: Sequence[View]) -> None:
 
 
 def _check_memory(module: nn.Module) -> None:
-    """Refuse memory that is another's too: wrapping gives each parameter its own.
+    """Refuse tensors that share memory: wrapping gives each parameter its own.
 
     Two buffers may overlap: views of one table of constants stay equal.
     """
@@ -196,7 +197,7 @@ def _check_memory(module: nn.Module) -> None:
     for name, held in [*module.named_parameters(), *module.named_buffers()]:
         tensor = local(held)
         is_parameter = isinstance(held, nn.Parameter)
-        # On a GPU any tensor is.
+        # On a GPU every tensor says that it is shared.
         is_shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
         if is_parameter and is_shared:
             raise ValueError(
@@ -227,7 +228,7 @@ def _check_memory(module: nn.Module) -> None:
 
 def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:
     if not isinstance(tensor, nn.Parameter):
-        # A mask of infinities, say, is a constant: its average would be none.
+        # A buffer of infinities, such as a mask, is a constant and has no average.
         is_averaged = tensor.is_floating_point() and is_finite(local(tensor))
         return Role.BUFFER if is_averaged else Role.COPIED
     if not (exchange_frozen or (tensor.requires_grad and is_optimized)):

@@ -53,7 +53,7 @@ class _Request:
     sum: Reduction
     told: dict[int, TellAverage] = field(default_factory=dict)
     own: TellAverage | None = None
-    """The number of workers in this one's sums; None: not all below have said theirs."""
+    """The number of workers in this one's sums; None: not all children have told theirs."""
     idle_ticks: int = 0
 
 
@@ -269,7 +269,7 @@ class LiveAverages:
         reduction.advance()
 
     def _tell(self, request: _Request) -> None:
-        """Say the number of workers in the sums, once all children have said theirs."""
+        """Tell the number of workers in the sums, once all children have told theirs."""
         reduction, told = request.sum, request.told.values()
         if request.own is not None or len(told) < len(reduction.children):
             return

@@ -1,4 +1,4 @@
-"""The rule of when a chunk that travels in a code may be applied: one end of one exchange.
+"""The rule for applying a chunk that travels in a code, at one end of one exchange.
 
 A receiver decodes a code against its own values, and that may fail. So each end tells the other
 whether it could decode a chunk (its *verdict*), and a chunk is applied only if both could. If

@@ -437,9 +437,10 @@ class Consolidation:
     def _take_offer(self, peer: int, begin: BeginEpoch) -> None:
         """Keep the offer to join an epoch, to be followed once its leader is the lowest.
 
-        The word of its leader begins an epoch. A parent's word does so only if there is no link to
-        the leader, since any worker could make up an epoch. So of a parent and a child one joins
-        first, and the other may have dropped its words: both repeat them once.
+        An epoch begins at its leader's word. A parent's word is enough only if there is no link to
+        the leader, since any worker could make up an epoch. So a parent and its child join at
+        different times, and the later one may have dropped the other's words: both repeat them
+        once.
         """
         attempt = self._attempt
         if attempt is not None and attempt.epoch == begin.epoch:
@@ -527,7 +528,7 @@ class Consolidation:
         self._say(attempt.epoch.leader, Held(attempt.epoch, self._held))
 
     def _pull_results(self, attempt: _Attempt) -> None:
-        """Ask for the chunks that there is room for; a parent also sees that this worker joined."""
+        """Ask for as many chunks as fit here; a parent also learns that this worker has joined."""
         start = self._num_results
         if attempt.source is not None and start < self.total_chunks:
             stop = min(start + WINDOW, self.total_chunks)
@@ -666,7 +667,7 @@ class Consolidation:
         distance = 0.0 if held.is_committed else self._squared_distance
         for child in children:
             distance += attempt.distances[child]
-        # In float32 it is infinite if parameters are huge, though still finite.
+        # If parameters are huge, though finite, it is infinite in float32.
         distance = min(distance, MAX_DISTANCE2)
         attempt.distance_sent = distance
         if attempt.parent is not None:

@@ -57,7 +57,7 @@ def affordable_rate(
     held_s: float = 0.0,
     processor: Iterable[tuple[float, float]] = (),
 ) -> tuple[float, Bound]:
-    """Return r of the module's text, and what keeps it from being higher.
+    """Return r of the module's text, and the bound that keeps it from being higher.
 
     Args:
         step_s, exchange_s: t and d.
@@ -100,8 +100,8 @@ class ExchangeRate:
     """One worker's rate, in exchanges a gradient step, from what it has measured.
 
     Attributes:
-        rate: in force now.
-        bound: what keeps it from being higher.
+        rate: the one in force.
+        bound: the limit that keeps it from being higher.
     """
 
     def __init__(self) -> None:
@@ -125,9 +125,9 @@ class ExchangeRate:
     def took_processor(self, processor_s: float, arrays_s: float) -> None:
         """Note the processor time that the gossip thread took from an exchange's begin to its end.
 
-        Not from one exchange to the next: all else that the thread does would make rare exchanges
-        look dear, and so rarer still. A state that was given meanwhile is an outlier; the median of
-        the last exchanges counts.
+        The time between exchanges does not count: the thread's other work would make rare exchanges
+        look expensive, and so rarer still. A state that was given meanwhile is an outlier, but the
+        median of the last exchanges counts.
 
         ``arrays_s``: of that, the time spent on arrays, outside of Python.
         """
@@ -160,7 +160,7 @@ class ExchangeRate:
         self.rate, self.bound = allowed, bound
         return has_changed
 
-    # --- in all, asked for and answered ----------------------------------------------------
+    # --- all exchanges, asked for and answered ---------------------------------------------
 
     def began(self, now: float) -> None:
         """Spend the cost of an exchange that begins, whether asked for or answered."""

@@ -17,8 +17,8 @@ from gossipdp.protocol.members import Membership, Progress, ProgressEntry
 from gossipdp.protocol.messages import MAX_NEWS, Envelope, Heartbeat, Message
 
 HEARTBEATS_PER_TIMEOUT = 10
-# Share of the time-out. A worker that itself stood still for longer restarts all its waits, so its
-# own silence makes no peer overdue. It is also beyond the jitter of bad links.
+# A share of the time-out, beyond the jitter of bad links. A worker that itself stood still for
+# longer restarts all its waits, so its own silence makes no peer overdue.
 OVERDUE_AFTER = 0.5
 NEWS_INTERVAL_S = 0.05
 PROGRESS_INTERVAL_S = 0.25
@@ -87,7 +87,7 @@ class LinkHealth:
         link = self._links.get(peer)
         return math.inf if link is None else link.last_heard
 
-    # --- what happens to them --------------------------------------------------------------
+    # --- changes of them -------------------------------------------------------------------
 
     def up(self, peer: int, now: float) -> None:
         """Add a link, which replaces an older one."""
@@ -134,7 +134,7 @@ class LinkHealth:
             self._links[peer].is_silent = True
         return fallen
 
-    # --- what is said on them --------------------------------------------------------------
+    # --- messages on them ------------------------------------------------------------------
 
     def say_all_at_once(self) -> None:
         """Send the present news at once, not with the next heartbeat: this worker comes or leaves.
@@ -175,7 +175,7 @@ class LinkHealth:
         if own is not None and own is not link.own_told:
             progress = (own,)
         link.own_told = own
-        # Always with news of members: a worker that hears of a peer's end also hears all its steps.
+        # News of members always brings progress: who hears of a peer's end hears all its steps.
         if members or now >= link.progress_sent + PROGRESS_INTERVAL_S:
             progress, link.progress_told = self._progress.news(link.progress_told, MAX_NEWS)
             link.progress_sent = now

@@ -49,8 +49,8 @@ from gossipdp.protocol.messages import AskLife, LifeMessage, TellLife
 
 MAX_WITNESSES = 3
 
-# In time-outs. Asking begins before the time-out is over, so the verdict need not wait for answers
-# after it.
+# In time-outs. The questions go out before the time-out is over, so that the verdict need not wait
+# for the answers after it.
 ASK_AFTER = 0.6
 ANSWER_WITHIN = 0.5
 CONFIRMED_WITHIN = 0.15  # longer than a heartbeat, for which a witness that hears it waits
@@ -133,7 +133,7 @@ class FailureDetector:
         self._watches: dict[int, _Watch] = {}
         self._questions: dict[int, _Question] = {}
         self._counter = 0
-        # Nothing is due before; None: to be worked out. A sign of life only defers what is due.
+        # Nothing is due before this time; None: not worked out. A sign of life only defers it.
         self._quiet_until: float | None = None
 
     @property
@@ -311,7 +311,7 @@ class FailureDetector:
     ) -> list[DetectorAction]:
         linked, others = witnesses(peer)
         asked = self._random.sample(list(linked), min(len(linked), MAX_WITNESSES))
-        # At random, or one that lies might be asked every time.
+        # Drawn at random, or one that lies might be asked every time.
         asked += self._random.sample(list(others), min(len(others), MAX_WITNESSES - len(asked)))
         self._counter += 1
         deadline = now + ANSWER_WITHIN * self.timeout_s

@@ -255,7 +255,7 @@ def _newest(
 def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int, int]:
     """Choose the rank and incarnation of a worker that is about to join.
 
-    Two that join without a rank may take the same one. The record of one wins; the other gets
+    Two workers that join without a rank may take the same one. One's record wins; the other gets
     ``Superseded`` and starts again with another rank.
 
     Args:

@@ -255,8 +255,8 @@ LifeMessage: TypeAlias = AskLife | TellLife
 class Average(_Value, frozen=True):
     """A result: the mean over the ``num_members`` members of epoch ``origin``, which names it.
 
-    ``consensus_distance`` is None until it is committed. Of two results the greater ``order``
-    survives: a committed one, then the one computed later.
+    ``consensus_distance`` is None until it is committed. If there are two results, the one with the
+    greater ``order`` survives: a committed one, or else the one computed later.
     """
 
     origin: Epoch

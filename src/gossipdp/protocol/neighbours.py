@@ -2,12 +2,12 @@
 
 :class:`Neighbourhood` is a worker's place in the graph over the live workers. The graph is a
 function of the set of live workers alone, so workers with the same view have the same graph; every
-live worker is in it, and it is connected. The first change is followed at once, further ones after
-``REBUILD_INTERVAL_S``: a partition brings half of the workers' deaths in a burst, and each new set
-costs an eigenvalue problem, which among hundreds of workers takes longer than a worker may be
-silent. So the driver may work it out elsewhere; until then the old graph holds. Two workers whose
-views differ for a while have different neighbours and gains: a worker answers anyone that asks,
-neighbour or not, and ACCEPT fixes the smaller gain.
+live worker is in it, and it is connected. The worker follows the first change at once, and further
+ones after ``REBUILD_INTERVAL_S``: a partition brings the deaths of half the workers in a burst, and
+each new set costs an eigenvalue problem, which among hundreds of workers takes longer than a worker
+may be silent. So the driver may work it out elsewhere; until then the old graph is used. While the
+views of two workers differ, so do their neighbours and gains: a worker answers any worker that
+asks, neighbour or not, and ACCEPT fixes the smaller gain.
 
 A policy is given the neighbours that can exchange now, with their rates ``lambda_ij``. It returns
 the order in which to try them for this demand. A worker that is asked accepts if it is idle, so a
@@ -54,9 +54,8 @@ class NeighbourPolicy(ABC):
 class Fresh(NeighbourPolicy):
     """The neighbours without the latest partners.
 
-    Of the ``deg`` neighbours that can exchange now, the ``floor(deg / 2)`` most recent partners
-    are left out (at least one when ``deg > 1``); the others are tried in an order
-    drawn by lambda.
+    If ``deg`` neighbours can exchange now, leave out the ``floor(deg / 2)`` most recent partners
+    (at least one if ``deg > 1``), and try the others in an order drawn by lambda.
     """
 
     def __init__(self, random: Random) -> None:
@@ -109,7 +108,7 @@ class Neighbourhood:
         rank: this worker.
         graph: the run's graph; its workers without a record count as live.
         has_momentum: whether the method is a2cid2; else eta is 0 and alpha_tilde 1/2.
-        work_out: calls what takes long.
+        work_out: calls functions that take long.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""When an optimizer's moments travel: by the numbers of exchanges, which both ends know."""
+"""The choice of the exchanges with which an optimizer's moments travel, by their numbers."""
 
 from collections.abc import Callable
 from typing import final
@@ -14,7 +14,7 @@ class Numbering:
     that asks for the exchange chooses the number. Moments are due with every
     ``num_exchanges``-th exchange of a worker, whichever worker asks for it, and sooner where
     exchanges are so rare that ``num_steps`` gradient steps have passed since the last one with
-    moments. So no comm rate need be known, nor hold.
+    moments. So this needs no comm rate, which may be unknown and may change.
 
     Args:
         carries: whether moments travel with the exchange of a number.

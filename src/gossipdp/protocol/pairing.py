@@ -14,9 +14,9 @@ cannot be served at once wait in a backlog.
   has waited longest since its BUSY, and to the next only after PASS: FREE to all would start a
   stampede.
 - A worker does not wait for a peer that has been silent for half the time-out (*overdue*): it
-  withdraws its proposal and asks the others. Else one stopped worker would halt its neighbours, and
-  those that wait for them, until the time-out. If that peer waits for this worker, it gets its
-  answer at once.
+  withdraws its proposal and asks the others. Otherwise one stopped worker would halt its
+  neighbours, and those that wait for them, until the time-out. If the overdue peer waits for this
+  worker, it gets its answer at once.
 
 Exchange ids name every proposal. An ACCEPT that answers no proposal held now gets CANCEL, and any
 other message with a foreign id is dropped.
@@ -234,10 +234,10 @@ class Pairing:
     def overdue(self, peers: Collection[int]) -> list[PairingAction]:
         """Wait no longer for answers of ``peers``, whose heartbeats are late.
 
-        The call names all that are late by now, or a wait for one could follow that for another. A
-        running exchange goes on: it ends only once its peer is silent. Peers that this worker has
-        put off get the FREE for which they wait, so that they ask again if they hear it: nothing
-        else would show them that they are forgotten, as a lost link does.
+        The call names all that are late by now: otherwise one wait could follow another. A running
+        exchange goes on: it ends only once its peer is silent. Peers that this worker has put off
+        get the FREE for which they wait, so that they ask again if they hear it. Nothing else tells
+        them that they are forgotten, since their link is not lost.
         """
         waiting = self._waiting
         told: list[PairingAction] = []
@@ -335,8 +335,8 @@ class Pairing:
             )
         self.state = Exchanging(peer, state.id, initiator=True)
         return [
-            # The gain of ACCEPT, with which the peer has begun: this worker's own may have changed
-            # since it proposed, with a new graph.
+            # Take the gain of ACCEPT, with which the peer has begun: this worker's own may have
+            # changed with a new graph since it proposed.
             Begin(peer, state.id, accept.alpha_tilde, initiator=True),
             *self._refuse_parked(),
         ]
@@ -400,7 +400,7 @@ class Pairing:
         return [Send(peer, Propose(id, self.alpha_tilde))]
 
     def _withdrawn(self, state: Proposing) -> list[PairingAction]:
-        """Ask others as after BUSY; with one less available, the policy may allow further ones."""
+        """Ask others, as after BUSY; with one less available, the policy may name further ones."""
         return self._ask_others(dict.fromkeys([*state.untried, *self._draw()]))
 
     def _ask_others(self, order: Iterable[int]) -> list[PairingAction]:

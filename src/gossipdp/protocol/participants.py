@@ -17,7 +17,8 @@ from gossipdp.protocol.messages import Epoch, Process
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT
 
 PASS_OVER_AFTER = 16
-"""Ticks without movement under a leader. A leader restarts sooner, without the one that stalls."""
+"""A leader is passed over after these ticks without movement. A live leader would have restarted
+sooner, without the worker that stalls."""
 MAX_RESTARTS = 8
 """Epochs that a leader restarts on the word of one worker."""
 MAX_EPOCHS = 16
@@ -122,10 +123,10 @@ class Crossing:
     ``consolidate()``, which ends when this worker has called it too, and that is never. Such a peer
     cannot be merely slow, since it trains no more.
 
-    The two models' news come over different links, and of one that has ended the first a peer's
-    news may be missing. So this must have been so for ``limit_s`` on end, by when a death or a
-    departure is known. If the peer leaves in the second half of that time, it has seen the same and
-    was a little faster.
+    The two models' news come over different links, and if a peer has ended the first model, news of
+    that may be missing here. So the circle must last for ``limit_s`` without a break: by then a
+    death or a departure is known. If the peer leaves in the second half of that time, it has seen
+    the same circle and was a little faster.
     """
 
     def __init__(self, limit_s: float) -> None:

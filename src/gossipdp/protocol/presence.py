@@ -1,4 +1,4 @@
-"""One worker's opinion on who is there, from the membership view, silence and dials.
+"""One worker's opinion on which workers are present, from membership, silence and dials.
 
 The membership view says who lives, the failure detector finds out who does not, and the
 neighbourhood follows both. :class:`Presence` keeps the three in line. It decides which peers are
@@ -88,7 +88,7 @@ class Presence:
         """Note that a link came, went, fell overdue or was heard again."""
         self._available_version = -1
 
-    # --- what is found out -----------------------------------------------------------------
+    # --- observations ----------------------------------------------------------------------
 
     def linked(self, peer: int) -> None:
         """Note that a link to ``peer`` is up."""
@@ -140,7 +140,7 @@ class Presence:
             self._forget_at = now + self._timeout_s
             self._membership.forget(now, FORGET_AFTER * self._timeout_s)
 
-    # --- what follows from it --------------------------------------------------------------
+    # --- consequences ----------------------------------------------------------------------
 
     def review(self, now: float, closed_for: Collection[str]) -> list[PresenceAction]:
         """Follow the membership view: deaths, neighbours, this worker's own life.
@@ -205,7 +205,7 @@ class Presence:
             )
         ]
 
-    # --- who can be exchanged with ---------------------------------------------------------
+    # --- peers that can exchange -----------------------------------------------------------
 
     def available(self, now: float) -> dict[int, float] | None:
         """Return the neighbours that can exchange now, with their rates; None: no change."""

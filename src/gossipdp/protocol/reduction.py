@@ -44,9 +44,9 @@ REPEAT_AFTER = 4
 GRACE = 4
 """The root waits for accusations from elsewhere, which began at about the same time."""
 RIPE_AFTER = 2
-"""An accusation counts from then on: the accused may have sent one of another worker."""
+"""An accusation counts after so long: the accused may itself have accused another worker."""
 ABANDONED_AFTER = 24
-"""A member forgets a sum without movement, which its root must have given up."""
+"""A member forgets a sum after so long without movement: its root must have given it up."""
 
 ReductionAction: TypeAlias = (
     Send[ReductionMessage] | Send[ConsolidationMessage] | Send[AverageMessage] | DataAction
@@ -207,7 +207,7 @@ class Reduction:
             self.children[peer].quiet_ticks = 0
 
     def progressed(self, peer: int, count: int) -> None:
-        """Take the word of ``peer`` that payload moves, below it or, of a parent, anywhere."""
+        """Take the word of ``peer`` that payload moves: below a child, or anywhere for a parent."""
         if peer == self.parent and count > self._parent_count:
             self._parent_count = count
             self.moved(peer)
@@ -304,7 +304,7 @@ class Blame:
     The fault may lie with the child, its accuser, or the link between them. So both are *suspect*:
     in the next tree they come last, where they have no child to accuse and another parent. A
     suspect that stalls again is left out. A child is left out at once if the root itself awaits and
-    hears it, and a member that says so of itself.
+    hears it; so is a member that accuses itself.
     """
 
     def __init__(self, rank: int) -> None:

@@ -94,7 +94,7 @@ class StepClock:
 
     @property
     def timed_from_step(self) -> float:
-        """Return the number of steps after which :meth:`next_tick_at` knows; inf if unknown."""
+        """Return the number of steps after which :meth:`next_tick_at` returns a time, or inf."""
         if self.is_paused:
             return math.inf
         if self.step_seconds is None:  # look then, or the first ticks would be late

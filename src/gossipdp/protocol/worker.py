@@ -624,7 +624,7 @@ class WorkerProtocol:
         ticks = self.clock.ticks_due(now)
         return [action for _ in range(ticks) for action in self.pairing.tick()]
 
-    # --- what every input ends with --------------------------------------------------------
+    # --- the end of every input ------------------------------------------------------------
 
     def _settle(self, actions: Sequence[_Inner], now: float) -> list[Action]:
         """Bring the parts in line with one another, add due actions, wrap messages."""
@@ -632,7 +632,7 @@ class WorkerProtocol:
         settled: list[_Inner] = []
         for action in actions:
             match action:
-                case Stop():  # its link is closed: not to be chosen again just now
+                case Stop():  # its link is closed, so do not choose it again now
                     self.exchanges_failed += 1
                     self._forget_link(action.peer)
                     settled.append(action)
@@ -711,7 +711,7 @@ class WorkerProtocol:
         assert self.exchange_rate is not None
         return self.exchange_rate.opens_at(now)
 
-    # --- when this worker does not exchange ------------------------------------------------
+    # --- times without exchanges -----------------------------------------------------------
 
     def _close(self, reason: str, now: float) -> list[PairingAction]:
         """Answer BUSY and do not ask, until every reason to do so is gone."""
@@ -784,6 +784,6 @@ class WorkerProtocol:
         return self.pairing.set_available(weights)
 
     def _announce_done(self) -> None:
-        # Not while its own proposal or exchange is open: once all are done, no exchange can begin.
+        # Wait while its own proposal or exchange is open: once all are done, no exchange can begin.
         if self.is_done and not self.pairing.is_initiating:
             self.membership.set_status(Status.DONE)

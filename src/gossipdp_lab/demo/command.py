@@ -39,7 +39,7 @@ def run(arguments: DemoArguments) -> int:
     """Train, show the results and write the files; return the exit status.
 
     Raises:
-        ValueError: bad input; no process has started then.
+        ValueError: bad input; no process has started yet.
     """
     check(arguments)
     if arguments.compare:

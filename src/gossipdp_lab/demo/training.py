@@ -31,7 +31,7 @@ METRIC, DIGEST = "metric_before_average", "average_digest"
 """Logged by each worker that comes to the end."""
 
 MAX_RESTARTS = 100
-"""More than the kills of a demo; a worker that always dies by itself is given up some day."""
+"""More than the kills of a demo; a worker that always dies by itself is given up in the end."""
 
 AVERAGE_FILE, REPORT_FILE = "averaged_model.pt", "report.html"
 
@@ -68,7 +68,7 @@ def train(arguments: DemoArguments, console: Console) -> Training:
     from gossipdp_lab.tasks import make_workload
 
     workload = make_workload(arguments.task, disjoint=arguments.disjoint)
-    # Raises if a share of the data is too small, before a worker does.
+    # This raises if a share of the data is too small, before a worker does.
     workload.train_loader(0, arguments.workers, arguments.seed)
     configuration = configuration_of(arguments, workload.batch_size)
     directory = arguments.directory
@@ -205,7 +205,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
 
     logs.configure()
     rank = int(os.environ["RANK"])
-    # Different on purpose: the wrapper gives every worker rank 0's initial parameters.
+    # Seeds differ on purpose: the wrapper gives every worker rank 0's initial parameters.
     torch.manual_seed(arguments.seed * 1_000_003 + rank)
     workload = make_workload(arguments.task, disjoint=arguments.disjoint)
     net = workload.make_model()

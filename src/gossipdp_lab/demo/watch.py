@@ -1,4 +1,4 @@
-"""The live view of ``gossipdp demo``, and what came of the faults that were done to its workers.
+"""The live view of ``gossipdp demo``, and the effects of the faults on its workers.
 
 Both follow the logs that the workers write.
 """
@@ -63,7 +63,7 @@ class WorkerProgress:
     """The latest news of one worker.
 
     Attributes:
-        state: by its own log, or by another's while the worker is lost or silent.
+        state: from its own log, or from another's while the worker is lost or silent.
         counts: its latest record.
         loss: the latest that it logged.
     """
@@ -198,7 +198,7 @@ class LiveView:
         )
 
 
-# What came of the faults.
+# The effects of the faults.
 
 
 def fault_results(records: Sequence[FaultRecord], run_log: RunLog) -> list[dict[str, Any]]:

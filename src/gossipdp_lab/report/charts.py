@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gossipdp.observe.events import Event
 from gossipdp.observe.status import notice_words
-from gossipdp_lab.report.view import Event, Points, RunView, Span, merged
+from gossipdp_lab.report.view import Points, RunView, Span, merged
 
 COLOURS = 7
 """Up to so many workers have a colour each in page.css; more share a scale of blue to yellow."""

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import gossipdp
+from gossipdp.observe.events import Event
 from gossipdp_lab.report.charts import (
     HALF_WIDTH,
     Drawing,
@@ -29,7 +30,7 @@ from gossipdp_lab.report.charts import (
     timeline,
 )
 from gossipdp_lab.report.run_log import RunLog
-from gossipdp_lab.report.view import Event, Pause, Points, RunView
+from gossipdp_lab.report.view import Pause, Points, RunView
 
 if TYPE_CHECKING:
     from gossipdp.graph.promise import Plan

@@ -16,50 +16,18 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
+from gossipdp.observe.events import Event, events_of
 from gossipdp.observe.log import GROWTH, CountsRecord
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 Points = list[tuple[float, float]]
 
-SAME_EVENT_S = 15.0
 LONGEST_SILENCE_S = 1.5
 LONGEST_STEP = 5.0
 """In median steps: a longer time without a step is a standstill."""
 NEWS_S = 2.0
 """The news of a worker's last step may come so much before or after its last sign of life."""
 ENDS_OF_SILENCE = ("lost", "answered", "restarted", "began")
-
-
-@dataclass(frozen=True)
-class Event:
-    """A change in a worker's life; ``witnesses`` noticed it: none if it is from its own log.
-
-    ``what`` is the kind of a notice, or ``began``: a later process of the worker made its first
-    gradient step. ``silent_s`` is as of ``time_s``: see :class:`gossipdp.gossip.snapshot.Notice`.
-    """
-
-    time_s: float
-    rank: int
-    what: str
-    witnesses: tuple[int, ...] = ()
-    last_noticed_s: float = 0.0
-    silent_s: float | None = None
-
-
-class _Sighting(NamedTuple):
-    """A notice; ``since_s`` is when the worker was heard last, if it is known."""
-
-    time_s: float
-    witness: int
-    since_s: float | None
-
-    def belongs_to(self, group: Sequence[_Sighting]) -> bool:
-        """Return whether this is the event that an earlier ``group`` noticed."""
-        return self.time_s <= group[0].time_s + SAME_EVENT_S or any(
-            abs(self.since_s - each.since_s) <= NEWS_S
-            for each in group
-            if self.since_s is not None and each.since_s is not None
-        )
 
 
 @dataclass(frozen=True)
@@ -341,37 +309,30 @@ class RunView:
     def events(self) -> list[Event]:
         """Return losses, silences, returns and joins, the earliest first.
 
-        A worker that was stopped itself notices late what happened meanwhile, but knows since when.
+        ``began``, without a witness: a later process of the worker made its first gradient step.
         """
-        noticed: dict[tuple[int, str], list[_Sighting]] = defaultdict(list)
-        events = []
-        for witness, worker in self.workers.items():
-            for notice in worker.notices:
-                time_s = self.at(witness, notice.time_s)
-                since_s = None if notice.silent_s is None else time_s - notice.silent_s
-                noticed[notice.rank, notice.what].append(_Sighting(time_s, witness, since_s))
-            for life in worker.lives[1:]:
-                events.append(Event(self.at(witness, life.time_s), witness, "began"))
-        for (rank, what), sightings in noticed.items():
-            groups: list[list[_Sighting]] = []
-            for one in sorted(sightings):
-                if not groups or not one.belongs_to(groups[-1]):
-                    groups.append([])
-                groups[-1].append(one)
-            for group in groups:
-                witnesses = tuple(sorted({each.witness for each in group}))
-                first_s, last_s = group[0].time_s, group[-1].time_s
-                since_s = min(
-                    (each.since_s for each in group if each.since_s is not None), default=None
-                )
-                silent_s = None if since_s is None else first_s - since_s
-                events.append(Event(first_s, rank, what, witnesses, last_s, silent_s))
-        return sorted(events, key=lambda event: (event.time_s, event.rank))
+        noticed = [
+            Event.noticed(
+                witness,
+                self.at(witness, notice.time_s),
+                notice.rank,
+                notice.what,
+                notice.silent_s,
+            )
+            for witness, worker in self.workers.items()
+            for notice in worker.notices
+        ]
+        began = [
+            Event(self.at(rank, life.time_s), rank, "began")
+            for rank, worker in self.workers.items()
+            for life in worker.lives[1:]
+        ]
+        return sorted([*events_of(noticed), *began], key=lambda event: (event.time_s, event.rank))
 
     def known_of(self, event: Event) -> str:
-        """Return what became of a worker that was silent or lost, as far as the logs hold it.
+        """Return the fate of a worker that was silent or lost, as far as the logs hold it.
 
-        Empty for other events, and for a silence that ended in a loss, of which more is known.
+        It is empty for other events, and for a silence that ended in a loss: that has its own text.
         """
         rank = event.rank
         after = [one for one in self.events if one.rank == rank and one.time_s >= event.time_s]
@@ -400,7 +361,7 @@ class RunView:
         )
 
     def _end_of_log(self, rank: int, since_s: float) -> str:
-        """Return what its own log says of a worker that has not been heard since ``since_s``."""
+        """Return the news in its own log about a worker that was last heard at ``since_s``."""
         worker = self.workers.get(rank)
         if worker is None:
             return "there is no log of it here"
@@ -414,7 +375,7 @@ class RunView:
         return f"all logs end here, its own at {last_s:.1f} s"
 
     def unended(self) -> dict[int, str]:
-        """Return by rank what is known of each worker without an end in its log; may be empty."""
+        """Return by rank the known facts about each worker whose log has no end; may be empty."""
         known = {}
         for rank, worker in self.workers.items():
             if worker.end is None:
@@ -432,8 +393,9 @@ class RunView:
     def standstills(self) -> dict[int, tuple[float, list[int]]]:
         """Return the longest time without a step of each worker that beat, and its witnesses.
 
-        A time that began as the worker fell silent, or its process ended, is left out: it is shown
-        as that. So is a time in which the witness itself stood still: it heard of no steps then.
+        A time that began as the worker fell silent, or its process ended, is left out, since the
+        silence or the end is shown. So is a time in which the witness itself stood still, since it
+        heard of no steps then.
         """
         longest: dict[int, tuple[float, list[int]]] = {}
         for witness, worker in self.workers.items():

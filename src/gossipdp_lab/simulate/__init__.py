@@ -2,10 +2,10 @@
 
 The description of a run:
 
-    scenario          everything that a run depends on: step times, links, graph, method's knobs
+    scenario          everything that a run depends on: step times, links, graph, method's options
     objectives        the seam of the objective; consensus, quadratic
     module_objective  any torch module; digits
-    optimizers        how rows step
+    optimizers        the steps of rows
 
 Its course:
 

@@ -1,4 +1,4 @@
-"""``gossipdp simulate``: what a run would do, on a virtual clock."""
+"""``gossipdp simulate``: runs on a virtual clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(arguments: SimulateArguments) -> int:
     """Simulate, show the results and write the files; return the exit status.
 
     Raises:
-        ValueError: bad input; nothing has been simulated or written then.
+        ValueError: bad input; nothing has been simulated or written yet.
     """
     from gossipdp_lab.simulate.command_study import make_study
 

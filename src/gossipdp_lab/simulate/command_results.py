@@ -62,7 +62,7 @@ def _text(estimate: Estimate, digits: int = 4, *, spread: bool = True) -> str:
 
 
 def notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
-    """Return lines on what the table leaves open: its spread, what is missing, how quick it was."""
+    """Return lines that complete the table: its spread, missing runs, the time that it took."""
     lines = []
     has_gradients = study.objective.has_gradients
     if len(study.seeds) > 1:
@@ -134,7 +134,7 @@ def _effort(ensembles: Sequence[Ensemble]) -> tuple[int, float]:
 
 
 def as_json(study: Study, ensembles: Sequence[Ensemble]) -> dict[str, Any]:
-    """Return what ``--json`` writes, with null for NaN and infinite values."""
+    """Return the content of ``--json``, with null for NaN and infinite values."""
     cases = [
         {
             "name": case.name,

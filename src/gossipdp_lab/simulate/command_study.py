@@ -116,7 +116,7 @@ class Study:
         ]
 
     def title(self) -> str:
-        """Say in a line what is simulated."""
+        """Describe the simulations in a line."""
         arguments, scenario = self.arguments, self.cases[0].scenario
         seeds = f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else f"seed {self.seeds[0]}"
         if arguments.file is not None:
@@ -137,7 +137,7 @@ class Study:
         return ", ".join(parts)
 
     def timeline_title(self) -> str:
-        """Say in a line what the timeline shows."""
+        """Describe the timeline in a line."""
         scenario, slow = self.cases[0].scenario, ""
         if isinstance(scenario.compute_time, SlowedTime):
             for rank, factor in scenario.compute_time.factors.items():
@@ -148,7 +148,7 @@ class Study:
         )
 
     def opening(self) -> list[str]:
-        """Say what is about to be simulated, and how long."""
+        """Describe the simulations that are about to begin, and their lengths."""
         if self.arguments.file is not None:
             return [self.title()]
         if self.arguments.steps is not None or self.objective.has_gradients:
@@ -194,7 +194,7 @@ def make_study(arguments: SimulateArguments) -> Study:
 
 
 def _base_scenario(arguments: SimulateArguments, seed: int) -> Scenario:
-    """Return the scenario but for its graph and comm rate."""
+    """Return the scenario without its graph and comm rate."""
     objective: Objective
     match arguments.workload:
         case "consensus":
@@ -253,7 +253,7 @@ def _case(
     arguments: SimulateArguments, name: str, scenario: Scenario, methods: Sequence[str]
 ) -> Case:
     """Return the case, with lengths if the user gave none."""
-    scenario.make_constants()  # raises for a graph or a rate that cannot be
+    scenario.make_constants()  # raises for an impossible graph or rate
     if arguments.steps is not None or scenario.objective.has_gradients:
         return Case(name, scenario, dict.fromkeys(methods, scenario.num_steps))
     scenario = replace(scenario, stop_below=TAIL_LOWEST)
@@ -355,7 +355,7 @@ def load_scenarios(path: Path) -> dict[str, Scenario]:
 
 
 def _words(option: str, text: str) -> list[str]:
-    """Return the words between commas; each may stand there once."""
+    """Return the words between commas; each may occur once."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise ValueError(f"{option} is {text!r}: write names with commas between them")

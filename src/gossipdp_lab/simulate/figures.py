@@ -128,8 +128,8 @@ def _name_the_hidden(axes: Axes, ensembles: Sequence[Ensemble]) -> None:
 def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
     """Write a PNG: the workers in the last ten steps of each run, one method above another.
 
-    Workers of the asynchronous methods compute without pause; below that a bar shows when they
-    exchange. Those of the synchronous ones do one thing at a time.
+    Workers of the asynchronous methods compute without pause; a bar below shows when they exchange.
+    Workers of the synchronous methods do one thing at a time.
 
     Raises:
         ValueError: a trace kept no timeline.
@@ -167,7 +167,7 @@ def _shown_ranks(trace: Trace, most: int) -> list[int]:
 
 
 def _draw_workers(axes: Axes, trace: Trace, ranks: Sequence[int]) -> None:
-    # A worker that was ahead of others was in a round at the end that is not over.
+    # At the end a worker that was ahead of others was in a round that is not over.
     last_s = {one.rank: one.end_s for one in trace.intervals}
     end_s = min(trace.records[-1].time_s, *last_s.values())
     begin_s = max(0.0, end_s - NUM_TIMELINE_STEPS * trace.unit_s)

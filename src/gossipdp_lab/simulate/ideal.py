@@ -27,8 +27,8 @@ EVENTS_AT_ONCE = 8192
 def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], None]) -> Trace:
     """Simulate a2cid2, gossip, none or released with instantaneous exchanges.
 
-    Edges fire at rate lambda_ij per unit of time, whatever the workers do; eta is that of the
-    scenario's comm rate, as in the paper's section 3, since here it is met exactly. Gradients are
+    Edges fire at rate lambda_ij per unit of time, whatever the workers do. The comm rate is met
+    exactly here, so eta is that of the scenario's rate, as in the paper's section 3. Gradients are
     evaluated at the start of a step, and applied at its end.
 
     Without gradients (consensus) steps are not simulated but counted: one a worker in each unit of
@@ -73,7 +73,7 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
 
     takes_steps = training.source is not None or scenario.keep_timeline
     if takes_steps:
-        # Workers are not in step: each is caught somewhere in the middle of its first one.
+        # Workers are not in step: each begins somewhere in the middle of its first one.
         offsets = Random(f"{scenario.seed} offsets")
         for rank in range(num_workers):
             start_step(rank, offsets.random())
@@ -104,7 +104,7 @@ class PoissonEdges:
     Exchanges are applied in blocks, by :meth:`advance`, before the state is read.
 
     With an outer step, both ends take theirs before they average. The optimizers' moments are
-    averaged at once, counted by the end that asks: either, by chance.
+    averaged at once, counted by the end that asks, which is drawn at random.
 
     ``unit_s`` is the unit of time, ``eta`` the mixing speed per unit. With ``is_released`` each end
     subtracts its own flowed value from the other's value before it flowed.

@@ -31,8 +31,8 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     the rows of a population (:class:`CarriedRows`).
     Links, step times and measured durations enter as they are given: nothing is fitted.
 
-    Workers are not in step: each is caught somewhere in the middle of its first step, by the seed.
-    The records show the rows as they stand, flowed to each worker's last boundary or exchange.
+    Workers are not in step: each begins somewhere in the middle of its first step, by the seed. The
+    records show the rows as they are, flowed to each worker's last boundary or exchange.
 
     Raises:
         ValueError: the scenario's graph or rates are not valid.
@@ -40,8 +40,8 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     constants, links = scenario.make_constants(), scenario.links
     has_momentum = method in ("a2cid2", "released")
     protocol_method: dict[str, Method] = {"gossip": "gossip", "none": "none"}
-    # The runtime's 5 s for steps of 0.1 s, and in proportion: so the unit of time has no effect.
-    # Over links of a long latency it is longer: heartbeats take their time to start arriving.
+    # In proportion to the runtime's 5 s for steps of 0.1 s, so that the unit of time has no effect.
+    # Over links of a long latency it is longer: the first heartbeats arrive late.
     longest_s = max(link.latency_s for link in (links.every, *links.overrides.values()))
     workers = make_workers(
         constants,
@@ -55,8 +55,8 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         worker.pairing.alpha_tilde = 0.5 + (worker.alpha_tilde - 0.5) * scenario.alpha_tilde_factor
     training = Training.of(scenario, momentum=has_momentum, outer=scenario.outer)
     recorder = Recorder(scenario, method, training, on_progress)
-    # eta and the worker's rate both scale with the comm rate: their ratio, which is all that a
-    # phase takes of them, is that at comm rate 1.
+    # eta and the worker's rate both scale with the comm rate. A phase uses only their ratio, which
+    # is that at comm rate 1.
     eta = constants.eta * scenario.eta_factor if has_momentum else 0.0
     phases = {rank: Phase(eta, constants.worker_rate(rank)) for rank in constants.workers}
     rows = CarriedRows(
@@ -115,10 +115,10 @@ class CarriedRows(Payload):
 
     As on a real worker, an exchange freezes the phase at its start and the row flows to it; one
     snapshot then travels, and delta is computed from the same snapshot. A step boundary applies the
-    gradient step, then flows the row to the phase. An outer step is taken before the snapshot. The
-    optimizer's moments, where they are due, travel along: each end takes the mean of its own, as
-    they are when the peer's arrive, and of those. Between boundaries the row is x + pending of a
-    real worker; the gradient that is under way was begun at the row's value then.
+    gradient step, then flows the row to the phase. An outer step is taken before the snapshot. If
+    the optimizer's moments are due, they travel along: when the peer's arrive, each end takes the
+    mean of those and its own present ones. Between boundaries the row is x + pending of a real
+    worker; the gradient under way is that of the row's value when its step began.
 
     In the released exchange, for comparison only, the row before it flowed travels; delta is the
     live row when the data arrive, flowed and with the steps taken meanwhile, minus that.

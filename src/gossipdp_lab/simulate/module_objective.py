@@ -40,8 +40,8 @@ class ModuleObjective(Objective):
     Gradients of many rows are computed together by ``torch.func.vmap``, if their batches have one
     shape. If vmap cannot do it (models that draw random numbers, such as dropout, or whose control
     flow depends on data), they are computed row by row, with random numbers of the rank's own, and
-    the log says so. So the
-    gradient of a rank's k-th step depends on its row and the seed alone, not on how it is computed.
+    the log says so. So the gradient of a rank's k-th step depends on its row and the seed alone,
+    and not on the way in which it is computed.
 
     Args:
         make_model: a new module on the CPU; called with torch's random state seeded.
@@ -261,7 +261,7 @@ class _ModuleSource(GradientSource):
         return Gradients(torch.stack(values), torch.stack(changes), torch.stack(losses))
 
     def _can_vectorize(self) -> bool:
-        """Try vmap on a batch that training does not miss, and say if it can do it."""
+        """Try vmap on a batch that training does not need, and return whether it works."""
         batch = next(self._batches_of(0))
         row = self._layout.read(self._model)
         self._looped(row.unsqueeze(0), [batch], [0])  # an error in the model itself is its own

@@ -86,7 +86,7 @@ class Conditions:
 
 
 class Payload:
-    """The data of the workers; here there is none, and exchanges take their time all the same.
+    """The data of the workers; here there is none, but exchanges still take time.
 
     For each rank the calls alternate: a step starts, ends, and the next starts at once; an
     exchange begins, the peer's data may arrive, and it ends before the next one begins.
@@ -120,7 +120,7 @@ class End:
     began: float
     alpha_tilde: float
     own_leave: float
-    """When its own data have left."""
+    """The time at which its own data have left."""
     ended: float | None = None
     outcome: Outcome = "running"
 
@@ -151,8 +151,8 @@ class _Direction:
 class Wire:
     """A link in one of its lives; both ends drop messages of an earlier life.
 
-    Messages arrive in the order in which they were sent. The data of an exchange travel in chunks:
-    a message goes between two of them, behind all of them only once all have left.
+    Messages arrive in the order in which they were sent. The data of an exchange travel in chunks,
+    so a message can overtake those that have not left yet.
     """
 
     def __init__(self, first: int, second: int) -> None:
@@ -181,7 +181,7 @@ class Wire:
 class VirtualNetwork:
     """The driver of the protocols of ``workers``, with a link for each of ``edges``.
 
-    ``keeps_exchanges``: ``exchanges`` keeps those that are over too, in a long run many.
+    ``keeps_exchanges``: ``exchanges`` also keeps those that are over, which are many in a long run.
 
     Attributes:
         engine: the clock and its events; ``engine.run`` raises a RuntimeError when a worker begins

@@ -55,7 +55,7 @@ class Sgd(Checked, RowOptimizer):
 
         g += weight_decay x,   b = momentum b + g,   x -= learning_rate b
 
-    as ``torch.optim.SGD``, whose first step takes b = g just so.
+    as ``torch.optim.SGD``, whose first step takes b = g too.
     """
 
     learning_rate: float = option(0.1, number)

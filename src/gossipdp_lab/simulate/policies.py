@@ -11,7 +11,7 @@ from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy, weighted_order
 
 @final
 class Poisson(NeighbourPolicy):
-    """The paper's edges: a partner drawn by lambda in advance, and waited for."""
+    """The paper's edges: a worker draws its partner by lambda in advance, and waits for it."""
 
     def __init__(self, random: Random) -> None:
         super().__init__(random)
@@ -29,7 +29,7 @@ class Poisson(NeighbourPolicy):
 
 @final
 class Available(NeighbourPolicy):
-    """The first that is free, as in the authors' released code. It locks in."""
+    """The first neighbour that is free, as in the authors' released code. It locks in."""
 
     def draw(self, available: Mapping[int, float]) -> list[int]:
         return weighted_order(available, self._random)

@@ -24,8 +24,8 @@ class Population:
     flow (``x + pending`` of a real worker). ``c`` is the momentum of the trained columns; float
     buffers, in the columns after them, are averaged without. Without ``momentum`` there is no c.
 
-    With ``outer``, ``base`` is where each worker's last outer step left its trained columns, moved
-    along by what flow and exchanges added since: so x - base is what its optimizer did.
+    With ``outer``, ``base`` holds each worker's trained columns as its last outer step left them,
+    plus all that flow and exchanges added since: so x - base is the sum of its optimizer's steps.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Population:
         """Exchanges that each worker began, counted for the outer step alone."""
         self.theta = np.zeros(len(start))
         """The phase to which each row has been flowed."""
-        # Where the sum of x + c/2 would be if gradient and outer steps alone moved it.
+        # The sum of x + c/2 if gradient and outer steps alone moved it.
         self.expected_sum = self.x[:, :num_trained].sum(dim=0, dtype=torch.float64)
         self.half_applied = torch.zeros(num_trained, dtype=torch.float64)
         """Change of the sum of x + c/2 by exchanges that only one end has applied yet."""

@@ -41,7 +41,7 @@ LATENCY_S = 0.0005
 
 LARGEST_STEP_SPREAD = 3.0
 """With a larger spread the mean comes from steps so rare that a run does not see them: nearly all
-its steps take next to no time, and there is no end of them."""
+its steps take almost no time, and the run has too many of them."""
 
 
 def step_spread(name: str, spread: float) -> float:
@@ -234,7 +234,7 @@ class Scenario(Checked):
         eta_factor: multiplies eta.
         alpha_tilde_factor: multiplies the excess alpha_tilde - 1/2.
         outer: the outer step. With a2cid2 and gossip each worker takes it at the start of its
-            exchanges; None: none. For diloco: None: as its paper.
+            exchanges, and None means none. With diloco None means its paper's.
         exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
             too, and at every how many of the exchanges that a worker asks for.
         sync_every: H, gradient steps from one average to the next, of diloco.

@@ -47,7 +47,7 @@ WORTH_PROCESSES_S = 10.0
 """Processes take seconds to start: torch is imported, and numba compiles in each."""
 
 MARGIN = 1.3
-"""The bounds are about expectations, and single runs lie on both sides of those."""
+"""The bounds are about expectations; single runs lie on both sides of them."""
 LEAST_STEPS = 20.0
 STEPS_WITHOUT_AGREEMENT = 100.0
 MOST_VALUES = {"ideal": 2.5e8, "links": 3e6, "rounds": 2.5e8}
@@ -212,10 +212,10 @@ def run_all(
 ) -> list[Answer]:
     """Return ``[function(task, progress) for task in tasks]``, computed over processes.
 
-    Torch and numpy compute with one thread in each process, also where there is but this one, so
-    that sums do not depend on the number of cores. With ``processes=None`` there are as many as
-    cores, unless the rest would soon be done here: the cheapest tasks, by ``costs``, are done here
-    first, to see how long they take. A function may call its ``progress`` with the share of its
+    Torch and numpy compute with one thread in each process, even if this is the only one, so that
+    sums do not depend on the number of cores. With ``processes=None`` the cheapest tasks, by
+    ``costs``, are done here first, to see how long they take. If the rest would take long, there
+    are then as many processes as cores. A function may call its ``progress`` with the share of its
     task that is done, which has an effect in this process alone; ``on_progress`` gets the share of
     all costs.
 

@@ -34,7 +34,7 @@ LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
 WARMUP_EPOCHS = 5
 
 RELEASED_BATCH_SIZE, RELEASED_CLIP_NORM = 256, 1.0
-"""In the authors' released scripts: the batch size of their learning rate, and their clipping."""
+"""The batch size of the learning rate, and the clipping, in the authors' released scripts."""
 
 CIFAR10_FOLDER = "cifar-10-batches-bin"
 CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")

@@ -63,7 +63,7 @@ MISTAKES = [
     ("top --interval 0", "--interval is 0.0; it must be a number of at least 0.1"),
     # run
     ("run train.py", "-n (--workers) is missing; say how many workers to start"),
-    ("run -n 0 train.py", "-n is 0; start at least one worker"),
+    ("run -n 0 train.py", "--workers is 0; it must be at least 1"),
     ("run -n 2", "no script to run; write it after the options"),
     ("run -n 2 nothing.py", "no such script: nothing.py"),
     ("run -n 2 --max-restarts -1 train.py", "--max-restarts is -1; it must be at least 0"),
@@ -95,7 +95,7 @@ MISTAKES = [
     ("run -n 2 --tls . train.py", "cert.pem: No such file or directory; gossipdp tls-init DIR"),
     # plan
     ("plan", "pass --workers"),
-    ("plan --workers 0", "at least 1"),
+    ("plan --workers -3", "--workers is -3; it must be at least 1"),
     ("plan --workers 4 --graph rign", "do you mean ring?"),
     ("plan --workers 6 --graph hypercube", "power of two"),
     ("plan --workers 4 --comm-rate 0", "comm rate 0.0 is not"),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import WIRE_FORMATS, make_codec
 from gossipdp.links.tls import Tls, tls_files
+from gossipdp.rules import WireFormatName
 
 
 def plan(words: str) -> int:
@@ -94,7 +96,7 @@ def test_a_rate_of_links_that_are_not_given(capsys, words):
 
 
 def test_it_counts_the_bytes_that_an_exchange_sends():
-    assert tuple(BYTES_OF_A_VALUE) == WIRE_FORMATS
+    assert tuple(BYTES_OF_A_VALUE) == WIRE_FORMATS == get_args(WireFormatName)
     values = torch.zeros(1 << 16)
     state = State([Segment(values, Role.TRAINED)])
     for name, num_bytes in BYTES_OF_A_VALUE.items():

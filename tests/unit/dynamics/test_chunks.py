@@ -2,6 +2,8 @@
 
 import math
 import threading
+from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -120,29 +122,92 @@ def test_buffers_are_averaged_and_both_ends_hold_the_same_bits():
     torch.testing.assert_close(ends[0].x, values.mean(dim=0))
 
 
-def test_buffers_stay_between_what_they_are_and_what_peers_sent():
-    """A running variance stays positive, however batches shrink it between two exchanges.
+@pytest.mark.parametrize("num_exchanges", [1, 2, 4])
+def test_what_forward_passes_change_in_buffers_counts_whole(num_exchanges):
+    """Four workers' buffers are those of averaging at once, however forward passes fall.
 
-    Each exchange halves this worker's share and adds half of the peer's value.
+    Each worker makes so many exchanges a step, and three forward passes, of which some fall between
+    snapshot and exchange. If each exchange halved what forward passes had changed, a running mean
+    would remember 2^k times as many batches.
     """
+    random = Random(0)
+    torch.manual_seed(0)
+    ends = [buffers(1.0 + torch.rand(64, dtype=torch.float64)) for _ in range(4)]
+    expected = torch.stack([end.x for end in ends])
+    mean = expected.mean(dim=0)
+    out = torch.empty(2, 64, dtype=torch.float64)
+
+    def pass_forward(worker: int) -> None:
+        x = ends[worker].x
+        change = 0.1 * (1.0 + torch.rand_like(x) - x)
+        x += change
+        expected[worker] += change
+        mean.add_(change / 4)
+
+    def exchange(one: int, other: int) -> None:
+        pair = ends[one], ends[other]
+        for end, snapshot in zip(pair, out, strict=True):
+            assert end.snapshot(0.0, snapshot)
+        delta = out[0] - out[1]
+        if random.random() < 0.5:
+            pass_forward(one)
+        if random.random() < 0.2:
+            pair[0].boundary(0.0)
+        pair[0].exchange(0.0, out[0], out[1], 0.5)
+        pair[1].snapshot_and_exchange(0.0, out[1], out[0], 0.5)
+        expected[one] -= delta / 2
+        expected[other] += delta / 2
+
+    for _ in range(10):
+        events = [partial(pass_forward, worker) for worker in range(4)] * 2
+        events += [partial(exchange, *random.sample(range(4), 2)) for _ in range(2 * num_exchanges)]
+        random.shuffle(events)
+        for event in events:
+            event()
+        for end in ends:
+            end.boundary(0.0)
+        found = torch.stack([end.x for end in ends])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found.mean(dim=0), mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_running_variance_stays_positive_however_it_shrinks(dtype, sign):
+    """Peers' values are small beside this worker's, and then its own shrink too."""
     torch.manual_seed(1)
+
+    def some() -> Tensor:
+        return (sign * (0.01 + torch.rand(64)) ** 4).to(dtype)
+
     for _ in range(50):
-        one, sent = buffers(torch.rand(64)), []
-        share, taken = 1.0, torch.zeros(64)
+        one = buffers(some())
+        mine = torch.empty(64, dtype=dtype)
         for _ in range(int(torch.randint(1, 5, ()))):
-            peer = buffers(torch.rand(64))
-            sent.append(peer.x.clone())
-            share, taken = share / 2, (taken + sent[-1]) / 2
-            meet(one, peer)
-            one.x.copy_(torch.rand(64))  # what forward passes do meanwhile
-        present = share * one.x + taken
-        snapshot, ends = torch.empty(64), torch.stack([one.x, *sent])
-        one.snapshot(0.0, snapshot)
+            assert one.snapshot(0.0, mine)
+            assert (sign * mine > 0.0).all()
+            one.x.copy_(some())  # what forward passes do before the peer's values are there
+            one.exchange(0.0, mine, some(), 0.5)
+            one.x.copy_(some())
+            one.read(mine)
+            assert (sign * mine > 0.0).all()
         one.boundary(0.0)
-        for found in (snapshot, one.x):
-            torch.testing.assert_close(found, present)
-        assert (one.x >= ends.amin(dim=0) - 1e-6).all()
-        assert (one.x <= ends.amax(dim=0) + 1e-6).all()
+        assert torch.equal(one.x, mine)
+    one = buffers(torch.ones(64, dtype=dtype))
+    one.exchange(0.0, one.x.clone(), torch.zeros_like(mine), 0.5)
+    one.x.zero_()
+    one.boundary(0.0)
+    assert not one.x.any()
+
+
+@pytest.mark.parametrize("start", [0.0, 4.0])
+def test_a_part_of_buffers_that_was_loaded_holds_what_was_loaded(start):
+    one = buffers(torch.full((4,), start))
+    one.exchange(0.0, one.x.clone(), torch.full((4,), 2.0), 0.5)
+    one.x[:2] = 7.0
+    one.forget(slice(0, 2))
+    one.boundary(0.0)
+    assert one.x.tolist() == [7.0, 7.0, *[(start + 2.0) / 2] * 2]
 
 
 def test_a_checkpoint_of_buffers_holds_what_is_missing_to_the_present_values():

@@ -11,7 +11,7 @@ import torch
 from deferred_device import GOSSIP, MAIN, DeferredDevice
 from torch import Tensor, nn
 
-from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
 from gossipdp.dynamics.device import (
     HUGE_PAGE_BYTES,
     LEAST_HUGE_BYTES,
@@ -89,6 +89,9 @@ class World:
         held = {}
         for index, segment in enumerate(self.state.segments + self.state.moments):
             held[f"x {index}"], held[f"pending {index}"] = segment.x, segment.pending
+            for chunk in segment.chunks:
+                if isinstance(chunk, BufferChunk):
+                    held[f"seen {chunk.index}"] = chunk.seen
             if segment.c is not None:
                 held["c"] = segment.c
             if segment.outer is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
 from gossipdp.dynamics.device import Mark, QueuedDevice
-from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.moments import Moment, MomentChunk
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import Segment, State
 
@@ -167,6 +167,8 @@ class World:
                 chunk.c.copy_(torch.rand(8, generator=generator))
                 chunk.theta_c = 0.0
             if isinstance(chunk, BufferChunk):
+                chunk.seen.copy_(0.5 * chunk.x)
+            if isinstance(chunk, MomentChunk):
                 chunk.weight = 0.5
         self.began = self.held()
 
@@ -183,6 +185,7 @@ class World:
                 "base": None if chunk.outer is None else chunk.outer.base.clone(),
                 "phases": (chunk.theta, chunk.theta_c),
                 "flag": chunk.has_pending,
+                "seen": chunk.seen.clone() if isinstance(chunk, BufferChunk) else None,
                 "weight": getattr(chunk, "weight", 1.0),
             }
             for chunk in self.chunks
@@ -197,12 +200,16 @@ class World:
             chunk.theta, chunk.theta_c = held["phases"]
             chunk.has_pending = held["flag"]
             if isinstance(chunk, BufferChunk):
+                chunk.seen.copy_(held["seen"])
+            if isinstance(chunk, MomentChunk):
                 chunk.weight = held["weight"]
 
 
 def z_of(chunk: Chunk) -> Tensor:
     """Return z in float64: neither flow nor boundary changes it."""
     z = chunk.pending.double() + getattr(chunk, "weight", 1.0) * chunk.x.double()
+    if isinstance(chunk, BufferChunk):
+        z -= chunk.seen.double()
     if chunk.c is not None:
         z += 0.5 * math.exp(-2.0 * (chunk.theta - chunk.theta_c)) * chunk.c.double()
     return z

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from links import Clock, has_ended
+from clocks import Clock
+from links import has_ended
 
 from gossipdp.links.frames import (
     HEADER_BYTES,

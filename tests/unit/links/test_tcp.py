@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 import pytest
-from links import Clock
+from clocks import Clock
 
 from gossipdp.errors import RendezvousError
 from gossipdp.links import sockets

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from clocks import Clock
 from msgspec.structs import replace
 
 from gossipdp.gossip.counters import Counters, metrics_of
@@ -41,26 +42,18 @@ SOME = Counters(
 )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def write_run(directory: Path, rank: int = 0, num_records: int = 5) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     with closing(RunLogWriter(worker_file(directory, rank), interval_s=1.0, clock=clock)) as log:
         log.start(rank=rank, num_workers=2, configuration={"graph": "ring"})
         for index in range(1, num_records + 1):
-            clock.now += 1
+            clock.now_s += 1
             counters = replace(SOME, gradient_steps=2 * index, samples=16 * index)
             log.counts(counters, loss=0.5, recent=RECENT)
         log.values({"accuracy": 0.5, "note": "first"})
         log.values({"accuracy": 0.75, "loss": float("nan")})
         log.consolidating()
-        clock.now += 1
+        clock.now_s += 1
         log.end(consensus_distance=0.1, num_averaged=2)
 
 
@@ -86,16 +79,16 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_records_come_ever_less_often(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     num_records = 0
     with closing(RunLogWriter(worker_file(tmp_path, 0), interval_s=100.0, clock=clock)) as log:
         log.start(rank=0, num_workers=1, configuration={})
-        while clock.now < 30 * 86400:
+        while clock.now_s < 30 * 86400:
             assert log.wait_s() > 0
-            clock.now += log.wait_s()
+            clock.now_s += log.wait_s()
             log.counts(SOME)
             num_records += 1
-        assert log.wait_s() == pytest.approx((clock.now - 100) / 2000)
+        assert log.wait_s() == pytest.approx((clock.now_s - 100) / 2000)
     # 2000 (1 + ln(30 days / 2000 intervals)) of them.
     assert num_records == pytest.approx(2000 * (1 + 2.56), rel=0.01)
 
@@ -149,7 +142,7 @@ def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
     path = worker_file(tmp_path, 0)
     tail = RunLogTail(path)
     assert tail.read_new() == []
-    with closing(RunLogWriter(path, clock=Clock())) as log:
+    with closing(RunLogWriter(path, clock=Clock(100.0))) as log:
         log.start(rank=0, num_workers=1, configuration={})
         assert [type(record) for record in tail.read_new()] == [StartRecord]
         log.counts(SOME)
@@ -163,7 +156,7 @@ def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
 def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> None:
     path = worker_file(tmp_path, 0)
     for life in range(2):
-        with closing(RunLogWriter(path, clock=Clock(), goes_on=life > 0)) as log:
+        with closing(RunLogWriter(path, clock=Clock(100.0), goes_on=life > 0)) as log:
             log.start(rank=0, num_workers=2, configuration={})
             log.began()
             log.counts(SOME)
@@ -220,7 +213,7 @@ def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) 
         nonlocal date_s
         date_s += 100
         with closing(
-            RunLogWriter(path, clock=Clock(), date=lambda: date_s, run_id=run_id, **options)
+            RunLogWriter(path, clock=Clock(100.0), date=lambda: date_s, run_id=run_id, **options)
         ) as log:
             log.start(rank=0, num_workers=2, configuration={})
             log.counts(SOME)
@@ -251,19 +244,19 @@ def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) 
 def test_the_time_of_a_log_that_goes_on_never_goes_back(
     tmp_path: Path, date_step_s: float, boot_id: str, begins_s: float
 ) -> None:
-    clock, date_s = Clock(), 1.7e9
+    clock, date_s = Clock(100.0), 1.7e9
     path = worker_file(tmp_path, 0)
     with closing(RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id="one")) as log:
         log.start(rank=0, num_workers=2, configuration={})
-        clock.now += 2
+        clock.now_s += 2
         log.counts(SOME)
-    clock.now, date_s = 150.0, 1.7e9 + 50 + date_step_s
+    clock.now_s, date_s = 150.0, 1.7e9 + 50 + date_step_s
     with closing(
         RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id=boot_id, goes_on=True)
     ) as log:
         log.start(rank=0, num_workers=2, configuration={})
         log.began()
-        clock.now += 1
+        clock.now_s += 1
         log.counts(SOME)
     worker = RunLog.read(tmp_path).workers[0]
     assert [life.time_s for life in worker.lives] == [begins_s]
@@ -274,7 +267,7 @@ def test_notices_beyond_the_most_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_module, "MAX_NOTICES", 10)
-    with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock())) as log:
+    with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))) as log:
         log.start(rank=0, num_workers=2, configuration={})
         for _ in range(13):
             log.notice(1, "silent", 101.0)
@@ -302,7 +295,7 @@ def test_a_full_disk_leaves_lines_out_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "gossipdp")
-    with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock())) as log:
+    with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))) as log:
         log.start(rank=0, num_workers=2, configuration={})
         log._file = FullDisk(log._file, [5, None])
         for what in ("lost", "answered", "silent"):
@@ -314,7 +307,7 @@ def test_a_full_disk_leaves_lines_out_and_says_so_once(
 
 
 def test_values_may_follow_the_end(tmp_path: Path) -> None:
-    log = RunLogWriter(worker_file(tmp_path, 0), clock=Clock())
+    log = RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))
     log.start(rank=0, num_workers=1, configuration={})
     log.close()
     log.close()
@@ -328,7 +321,7 @@ def test_a_damaged_log_is_set_aside_and_blocks_no_restart(
 ) -> None:
     path = worker_file(tmp_path, 0)
     path.write_bytes(content)
-    with closing(RunLogWriter(path, clock=Clock(), goes_on=True)) as log:
+    with closing(RunLogWriter(path, clock=Clock(100.0), goes_on=True)) as log:
         log.start(rank=0, num_workers=2, configuration={})
     assert len(RunLog.read(tmp_path).workers) == 1
     (aside,) = tmp_path.glob("*.damaged")

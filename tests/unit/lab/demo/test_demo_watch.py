@@ -3,6 +3,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from clocks import Clock
 from rich.console import Console
 
 from gossipdp.gossip.counters import Counters
@@ -100,14 +101,6 @@ def test_a_notice_belongs_to_the_last_fault_of_its_worker(tmp_path: Path) -> Non
 # The view.
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
     for rank in range(2):
         writer = RunLogWriter(worker_file(directory, rank), clock=clock, run_id="7f")
@@ -140,13 +133,13 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     view, output = make_view(tmp_path, clock, terminal=False)
     with view:
         view.poll()
-        clock.now = 4.0
+        clock.now_s = 4.0
         view.poll()
         assert output.getvalue() == ""
-        clock.now = 5.5
+        clock.now_s = 5.5
         view.poll()
         log_steps(tmp_path, clock, 3)
-        clock.now = 11.0
+        clock.now_s = 11.0
         view.poll()
     first, second = output.getvalue().splitlines()
     assert first == "   6 s  starting 2 workers"
@@ -159,7 +152,7 @@ def test_the_table_of_top_in_a_terminal(tmp_path: Path) -> None:
     view, output = make_view(tmp_path, clock, terminal=True)
     with view:
         log_steps(tmp_path, clock, 3)
-        clock.now = 1.0
+        clock.now_s = 1.0
         view.poll()
     text = output.getvalue()
     for expected in (
@@ -188,7 +181,7 @@ def test_a_worker_that_waits_for_the_others_averages(tmp_path: Path) -> None:
                 log.consolidating()
                 if rank:
                     log.end(consensus_distance=0.0)
-        clock.now = 6.0
+        clock.now_s = 6.0
         view.poll()
     assert "2 workers: 1 averaging, 1 left · 120 of 100 samples" in output.getvalue()
 
@@ -199,7 +192,7 @@ def test_the_dead_and_the_silent_are_shown(tmp_path: Path) -> None:
     log_steps(tmp_path, clock, 1)
     writer = RunLogWriter(worker_file(tmp_path, 0), clock=clock, run_id="7f", goes_on=True)
     with closing(writer) as log, view:
-        clock.now = 5.0
+        clock.now_s = 5.0
         log.notice(1, "silent", 1.0)
         view.poll()
         assert "2 workers: 1 training, 1 silent" in output.getvalue()
@@ -207,6 +200,6 @@ def test_the_dead_and_the_silent_are_shown(tmp_path: Path) -> None:
             log.notice(1, what, 2.0)
             view.poll()
             assert view.workers[1].state == state
-        clock.now = 10.0
+        clock.now_s = 10.0
         view.poll()
     assert "2 workers: 1 training, 1 lost" in output.getvalue()

@@ -294,6 +294,14 @@ def test_one_that_was_stopped_itself_notices_late_and_no_other_event() -> None:
     assert sum(event.what == "lost" for event in RunView(log).events) == 2
 
 
+def test_a_worker_that_is_lost_again_after_eight_seconds_is_shown_as_lost_twice() -> None:
+    log = a_run(2)
+    losses = tuple(NoticeRecord(1, "lost", 0.0, at_s, 0.5) for at_s in (4.0, 12.0))
+    log.workers[0] = dataclasses.replace(log.workers[0], notices=losses)
+    times_s = [event.time_s for event in RunView(log).events if event.what == "lost"]
+    assert times_s == [4.0, 12.0]
+
+
 def lost_one(*notices: tuple[str, float, float | None], **changes: object) -> RunView:
     """Return a run of three in which worker 0 noticed this of worker 1, whose log has no end."""
     log = a_run(3)

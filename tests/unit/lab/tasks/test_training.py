@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clocks import Clock
 from rich.console import Console
 
 from gossipdp_lab.tasks.options import BytesGptOptions
@@ -40,14 +41,6 @@ def test_the_row_of_the_papers_tables():
     assert cells == ["a2cid2", "ring", "16", "0.9434", "20.94", "2,391", "2,512"]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Model:
     """The part of a wrapped model that the display of a training uses."""
 
@@ -71,7 +64,7 @@ def test_a_line_now_and_then():
     options = BytesGptOptions(epochs=10)
     view = TrainingView(model, options, 1000, console, clock)  # type: ignore[arg-type]
     steps = {5: (4.0, 0.1), 10: (2.0, 0.2), 11: (9.0, 0.25), 20: (1.0, 0.3)}
-    for clock.now, (loss, model.at) in steps.items():
+    for clock.now_s, (loss, model.at) in steps.items():
         view.step(torch.tensor(loss, requires_grad=True))
     assert console.file.getvalue().splitlines()[1:] == [
         "  10 s  training:  20%  epoch 2.00 of 10, loss 3.0000, 200 samples/s",
@@ -85,7 +78,7 @@ def test_the_display_moves_with_the_lead():
     view = TrainingView(model, BytesGptOptions(epochs=10), 1000, terminal, clock)  # type: ignore[arg-type]
 
     def step_at(now: float) -> str:
-        clock.now = now
+        clock.now_s = now
         before = len(terminal.file.getvalue())
         view.step(torch.tensor(float(now)))
         return terminal.file.getvalue()[before:]
