@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 
-WINDOW_S, WINDOW_STEPS = 1.0, 8
+WINDOW_S, WINDOW_STEPS, LEAST_WINDOWS = 1.0, 8, 3
 SLOW_FACTOR = 1.5
 """Who takes longer than this times the usual is slow."""
 BIN_RATIO = 1.05
@@ -54,10 +54,10 @@ class FullSpeed:
 
     def __init__(self) -> None:
         self.samples_per_second = math.nan
-        """NaN until the first window is full."""
+        """NaN until three windows are full: the first one of a process is often slower."""
         self._bins: dict[int, tuple[int, float]] = {}
         self._began_s = math.nan
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._num_windows = 0
 
     def step(self, samples: int, now: float) -> None:
         """Take a step that ended at ``now``. The first one only begins the first window."""
@@ -73,7 +73,9 @@ class FullSpeed:
             key = round(math.log(self._samples / seconds, BIN_RATIO))
             held = self._bins.get(key, (0, 0.0))
             self._bins[key] = (held[0] + self._samples, held[1] + seconds)
-            self.samples_per_second = self._estimate()
+            self._num_windows += 1
+            if self._num_windows >= LEAST_WINDOWS:
+                self.samples_per_second = self._estimate()
         self._began_s, self._steps, self._samples = now, 0, 0
 
     def _estimate(self) -> float:

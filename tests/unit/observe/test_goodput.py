@@ -51,7 +51,7 @@ def test_full_speed_is_found_though_the_worker_is_slow_for_most_of_the_time(
     assert own_goodput([0.16] * slow + [0.04] * fast) == pytest.approx(expected, rel=0.02)
 
 
-@given(seed=st.integers(0, 10**6), mean_s=st.sampled_from([0.002, 0.05, 0.3, 20.0]))
+@given(seed=st.integers(0, 10**6), mean_s=st.sampled_from([0.01, 0.05, 0.3, 20.0]))
 def test_steps_that_differ_in_length_lower_nothing(seed: int, mean_s: float) -> None:
     random = Random(seed)
     # Each is 0.5 to 1.5 of the mean, and every third twice as long, as with longer sequences.
@@ -82,7 +82,7 @@ def test_the_full_speed_lies_between_the_speeds_of_its_windows(
             windows.append((samples, now - began))
             samples, num, began = 0, 0, now
     speeds = [n / s for n, s in windows if n]
-    if not speeds:
+    if len(speeds) < 3:
         assert math.isnan(full.samples_per_second)
         return
     assert min(speeds) * 0.999 <= full.samples_per_second <= max(speeds) * 1.001
@@ -95,33 +95,38 @@ def test_the_full_speed_lies_between_the_speeds_of_its_windows(
     assert full.samples_per_second >= usual / 1.5 * 0.9
 
 
-def test_no_speed_before_a_whole_window() -> None:
-    """Seven steps of a second are too few, and so is a tenth of a second of many."""
-    for durations_s in ([1.0] * 7, [0.01] * 10):
+def test_no_speed_before_three_whole_windows() -> None:
+    """The third one lacks a step, or a tenth of a second."""
+    for durations_s in ([1.0] * 23, [0.01] * 290):
         meter, now = stepped(durations_s)
         assert math.isnan(goodput_of([meter.part(now)]))
-    meter, now = stepped([1.0] * 8)
-    assert meter.part(now) == Part(64, 8.0, 8.0)
+    meter, now = stepped([1.0] * 24)
+    assert meter.part(now) == Part(192, 24.0, 8.0)
+
+
+def test_a_process_s_slow_beginning_is_not_its_full_speed() -> None:
+    meter, now = stepped([0.12] * 9 + [0.05] * 50)
+    assert meter.part(now).full_samples_per_second == pytest.approx(8 / 0.05)
 
 
 def test_the_first_step_and_what_came_before_it_count_in_nothing() -> None:
     meter = GoodputMeter()
     assert (meter.part(50.0).seconds, math.isnan(meter.first_s)) == (0.0, True)
-    meter, now = stepped([0.5] * 20)
-    assert (meter.first_s, meter.part(now)) == (100.0, Part(160, 10.0, 16.0))
+    meter, now = stepped([0.25] * 40)
+    assert (meter.first_s, meter.part(now)) == (100.0, Part(320, 10.0, 32.0))
 
 
 def test_a_long_step_costs_nothing_while_it_runs_and_a_hang_does() -> None:
-    meter, now = stepped([2.0] * 20)
+    meter, now = stepped([2.0] * 24)
     assert goodput_of([meter.part(now + 1.5)]) == pytest.approx(1.0)
-    assert meter.part(now + 40.0).samples == 8 * 21
-    assert goodput_of([meter.part(now + 40.0)]) == pytest.approx(21 / 40)
+    assert meter.part(now + 40.0).samples == 8 * 25
+    assert goodput_of([meter.part(now + 40.0)]) == pytest.approx(25 / 44)
 
 
 def test_what_follows_the_last_step_before_the_end_counts_in_nothing() -> None:
-    meter, now = stepped([0.5] * 20)
+    meter, now = stepped([0.25] * 40)
     meter.end()
-    assert meter.part(now + 100.0) == Part(160, 10.0, 16.0)
+    assert meter.part(now + 100.0) == Part(320, 10.0, 32.0)
 
 
 def test_a_life_goes_on_where_the_first_one_of_its_rank_began() -> None:

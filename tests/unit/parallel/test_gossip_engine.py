@@ -227,15 +227,15 @@ def test_stats_hold_this_worker_s_part_in_the_goodput(
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     model = wrap(net, optimizer)
     assert math.isnan(model.stats().goodput)
-    for _ in range(9):
+    for _ in range(25):
         now += 0.5
         model(torch.ones(4, 2)).sum().backward()
         optimizer.step()
     stats = model.stats()
-    assert (stats.goodput_samples, stats.full_samples_per_second) == (32, pytest.approx(8.0))
+    assert (stats.goodput_samples, stats.full_samples_per_second) == (96, pytest.approx(8.0))
     assert stats.goodput == pytest.approx(1.0)
     now += 4.0  # one step of which may be under way
-    assert model.stats().goodput == pytest.approx(36 / 64)
+    assert model.stats().goodput == pytest.approx(100 / 128)
     model.consolidate()
     now += 100.0
     assert model.stats().goodput == pytest.approx(1.0), "the wait at the end is no training time"
