@@ -1,9 +1,10 @@
-"""Fixtures of unit tests: a world of workers' transports, and what descriptors are open."""
+"""Fixtures of unit tests: a world of workers' transports, open descriptors, a fake card."""
 
 import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from fake_card import FakeCard, fake_card
 from links import World
 
 from gossipdp.links.tls import TlsFiles
@@ -33,3 +34,9 @@ def open_descriptors() -> Callable[[], set[tuple[str, str]]]:
         return found
 
     return look
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
+    with fake_card(monkeypatch) as card:
+        yield card

@@ -191,7 +191,7 @@ MAX_LINKS, MAX_NOTICES = 8, 5
 # The head of the page, the gap, the table's heading, and a line for workers that do not fit.
 OTHER_LINES = 7
 GAP = 2  # between columns
-LEFT_OUT_FIRST = ("where", "waited", "sent", "distance", "links", "exchanges")
+LEFT_OUT_FIRST = ("where", "waited", "sent", "distance", "links", "exchanges", "goodput")
 TEXTS = ("worker", "state", "links", "where", "link")
 
 
@@ -253,13 +253,18 @@ def _counted(states: Sequence[str]) -> str:
 
 
 def _progress_facts(job: JobStatus, width: float = math.inf) -> str:
-    """Return the known facts of the run; without room leave out the distance, then the loss."""
+    """Return the known facts of the run; without room leave out distance, loss, then goodput."""
     of_all = f" of {job.budget_samples:,}" if job.budget_samples else ""
     facts = [
         f"{job.samples:,}{of_all} samples",
         f"{_show(job.samples_per_second, ',.0f')} samples/s",
     ]
     less_important = [f"loss {_show(job.loss, '.4f')}"]
+    if job.goodput is not None:
+        goodput = f"goodput {job.goodput:.0%}"
+        if job.lost_seconds_per_fault is not None:
+            goodput += f", {job.lost_seconds_per_fault:.1f} s lost a fault"
+        less_important.insert(0, goodput)
     if job.edge_distance is not None:
         less_important.append(f"distance {job.edge_distance:.2g}")
     end = []
@@ -329,6 +334,7 @@ def _worker(worker: JobWorker) -> dict[str, str]:
         "steps": f"{worker.gradient_steps:,}",
         "step": _milliseconds(worker.step_seconds),
         "samples/s": _show(worker.samples_per_second, ",.0f"),
+        "goodput": _show(worker.goodput, ".0%"),
         "loss": _show(worker.loss, ".4f"),
         "distance": _show(worker.edge_distance, ".2g"),
         "exchanges": _show(worker.exchanges, ",.0f"),

@@ -3,8 +3,9 @@
 In host memory (:class:`Device`) an operation is done when its call returns, so a lock is all that
 two threads need. On a GPU a call only queues, and two threads that take turns at a lock may still
 overlap there. :class:`QueuedDevice` has the rules that keep them apart; tests check them with a
-stand-in that works late, in any order that they allow. :class:`CudaDevice` is so thin that it can
-be checked by reading: **it has never run on a card**.
+stand-in that works late, in any order that they allow. :class:`AcceleratorDevice` is so thin that
+it can be checked by reading: **it has never run on a card**. It names no maker: torch has the same
+streams and events for CUDA, ROCm and XPU.
 
 Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
 :class:`Mark` is a place in a stream (a CUDA event) that others can wait for.
@@ -46,13 +47,32 @@ import torch
 from torch import Tensor
 
 SWITCH, ON = "GOSSIPDP_CUDA", "experimental"
+ACCELERATORS = ("cuda", "xpu")
+"""The types of torch's devices that queue work on streams; a ROCm device is ``cuda`` to torch."""
 HUGE_PAGE_BYTES = 1 << 21
 LEAST_HUGE_BYTES = 16 * HUGE_PAGE_BYTES
 
 
-def is_cuda_allowed() -> bool:
-    """Return True if the user allows CUDA, which has never run on a card."""
-    return os.environ.get(SWITCH) == ON
+def refusal(device: torch.device) -> str | None:
+    """Return why parameters on a device of torch's are refused, and the fix; None: they are not."""
+    if device.type == "cpu":
+        return None
+    if device.type in ACCELERATORS:
+        if os.environ.get(SWITCH) == ON:
+            return None
+        return (
+            f"The exchange of parameters on a GPU has never run on one: set {SWITCH}={ON} to try "
+            "it all the same, or move the module to the CPU before wrapping"
+        )
+    if device.type == "mps":
+        return (
+            "Exchanges need a second stream and float64, which Apple's GPUs lack: move the module "
+            "to the CPU before wrapping"
+        )
+    return (
+        "Exchanges know the CPU and CUDA, ROCm and XPU devices: move the module to the CPU before "
+        "wrapping"
+    )
 
 
 class Device:
@@ -227,8 +247,8 @@ class Slot:
 
 
 @final
-class CudaDevice(QueuedDevice):
-    """One CUDA device, and the gossip thread's stream on it.
+class AcceleratorDevice(QueuedDevice):
+    """One device of the accelerator that torch was built for, and the gossip thread's stream on it.
 
     That stream's priority is high: its kernels are few and small, and a peer waits for them.
     """
@@ -236,21 +256,23 @@ class CudaDevice(QueuedDevice):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device, priority=-1)
 
     @contextlib.contextmanager
     def gossip_thread(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):  # a current stream is a thread's own
+        with self._stream:  # a current stream is a thread's own
             try:
                 yield
             finally:
                 self.finish()
 
     def finish(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()  # without the interpreter's lock
+        torch.accelerator.current_stream(
+            self._device
+        ).synchronize()  # without the interpreter's lock
 
     def finish_all(self) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.accelerator.synchronize(self._device)
 
     def mark(self) -> Mark:
         return _Event(self._device)
@@ -267,18 +289,17 @@ class CudaDevice(QueuedDevice):
 
 @final
 class _Event(Mark):
-    """A CUDA event: a stream that waits for it waits for the place of its last record."""
+    """An event of torch's: a stream that waits for it waits for the place of its last record."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # The host sleeps rather than spins.
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event = torch.Event(device, blocking=True)  # the host sleeps rather than spins
 
     def leave(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._device))
+        self._event.record(torch.accelerator.current_stream(self._device))
 
     def precede(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -288,7 +309,7 @@ def device_of(devices: set[torch.device]) -> Device:
     """Return the device of parameters that lie on these devices of torch's.
 
     Raises:
-        ValueError: there are several, or one of an unknown kind.
+        ValueError: there are several, or one of a kind that exchanges do not know.
     """
     if devices <= {torch.device("cpu")}:
         return Device()
@@ -299,9 +320,9 @@ def device_of(devices: set[torch.device]) -> Device:
             "before wrapping"
         )
     (device,) = devices
-    if device.type != "cuda":
-        raise ValueError(f"parameters are on {device}; move the module to the CPU or a CUDA device")
-    return CudaDevice(device)
+    if device.type not in ACCELERATORS:
+        raise ValueError(f"parameters are on {device}. {refusal(device)}")
+    return AcceleratorDevice(device)
 
 
 def zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -157,6 +157,7 @@ class Publisher:
         return LoopSnapshot(
             counters=Counters(
                 step_seconds=math.nan if step_seconds is None else step_seconds,
+                standstills=protocol.num_standstills,
                 exchanges_initiated=protocol.exchanges_initiated,
                 exchanges_answered=protocol.exchanges_answered,
                 exchanges_failed=protocol.exchanges_failed,

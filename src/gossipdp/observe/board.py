@@ -19,6 +19,7 @@ import msgspec
 
 from gossipdp.gossip.counters import MAX_WORKERS, Counters
 from gossipdp.observe.events import Event, events_of
+from gossipdp.observe.goodput import SLOW_FACTOR, Part, goodput_of, lost_seconds_per_fault
 from gossipdp.observe.status import (
     IDLE_AFTER_S,
     MemberStatus,
@@ -28,8 +29,6 @@ from gossipdp.observe.status import (
 )
 
 MAX_COUNTS = 512
-SLOW_FACTOR = 1.5
-"""A worker whose gradient steps take longer than this times the median of the others' is slow."""
 IDLE_AFTER_STEPS = 10.0
 SPEED_OVER_S = 5.0
 SPEED_OVER_STEPS = 3.0
@@ -55,6 +54,7 @@ class JobWorker(msgspec.Struct, frozen=True):
         restarts: processes of this rank before this one.
         silent_s: while it is ``silent``, the seconds since an answering worker last heard it.
         step_factor: its step's duration over the median of the others'.
+        goodput: of this worker alone; while it does not answer, it goes on at its full speed.
         neighbours: those in the graph that it has a link to; None if it is gone.
 
     The other fields are those of :class:`~gossipdp.observe.status.WorkerStatus`; speeds are over
@@ -72,6 +72,7 @@ class JobWorker(msgspec.Struct, frozen=True):
     process_id: int | None = None
     step_seconds: float | None = None
     step_factor: float | None = None
+    goodput: float | None = None
     since_step_s: float | None = None
     samples_per_second: float | None = None
     bytes_sent_per_second: float | None = None
@@ -112,6 +113,9 @@ class JobStatus(msgspec.Struct, frozen=True):
         loss, edge_distance: means over the workers that are not lost and have not left.
         heard_ago_s: since the last answer of any worker.
         num_answering: workers that answered the last time they were asked.
+        goodput: see :mod:`~gossipdp.observe.goodput`.
+        faults: restarts of workers, workers lost now, and standstills that workers told.
+        lost_seconds_per_fault: None without a fault.
         notices: oldest first.
     """
 
@@ -127,6 +131,9 @@ class JobStatus(msgspec.Struct, frozen=True):
     samples_per_second: float | None = None
     loss: float | None = None
     edge_distance: float | None = None
+    goodput: float | None = None
+    faults: int = 0
+    lost_seconds_per_fault: float | None = None
     workers: tuple[JobWorker, ...] = ()
     links: tuple[LinkStatus, ...] = ()
     notices: tuple[NoticeStatus, ...] = ()
@@ -285,6 +292,9 @@ class StatusBoard:
         if about is None:
             raise ValueError("no worker has answered yet")
         workers = self._workers(now_s)
+        parts = self._parts(workers, now_s)
+        workers = tuple(_with_goodput(each, parts.get(each.rank)) for each in workers)
+        faults = self._num_faults(workers)
         present = [worker for worker in workers if worker.state not in GONE]
         speeds = [each.samples_per_second for each in workers if each.samples_per_second]
         return JobStatus(
@@ -302,6 +312,9 @@ class StatusBoard:
             samples_per_second=sum(speeds) if speeds else None,
             loss=mean_of_known(each.loss for each in present),
             edge_distance=mean_of_known(each.edge_distance for each in present),
+            goodput=_known(goodput_of(parts.values())),
+            faults=faults,
+            lost_seconds_per_fault=_known(lost_seconds_per_fault(parts.values(), faults)),
             heard_ago_s=now_s - latest.answered_s,
             num_answering=sum(worker.is_answering for worker in workers),
             workers=workers,
@@ -401,6 +414,42 @@ class StatusBoard:
         )
         return min(heard_ago_s, default=None)
 
+    # Goodput.
+
+    def _parts(self, workers: Iterable[JobWorker], now_s: float) -> dict[int, Part]:
+        """Return the part of each worker of which anything is known.
+
+        Who trains and does not answer goes on in time, as long as any other worker answers. Its
+        samples go on as far as the others have heard. One that never answered here is known for
+        the time since its last step alone.
+        """
+        own = self._own()
+        if not any(source.is_answering for source in own.values()):
+            now_s = max(source.answered_s for source in self._sources.values())
+        parts = {}
+        for worker in workers:
+            source = own.get(worker.rank, _Source())
+            status = source.status
+            if status is None:
+                if worker.state in ("lost", "silent") and worker.since_step_s is not None:
+                    parts[worker.rank] = Part(0, worker.since_step_s, math.nan)
+                continue
+            part = Part(
+                status.goodput_samples, status.goodput_seconds, status.full_samples_per_second
+            )
+            trains = status.state == "training" and worker.state not in ("left", "averaging")
+            if trains and not source.is_answering:
+                part = part.away(now_s - source.answered_s, worker.samples - status.samples)
+            if part.seconds > 0:  # else it is NaN, or the worker has not made its first step
+                parts[worker.rank] = part
+        return parts
+
+    def _num_faults(self, workers: Iterable[JobWorker]) -> int:
+        """Return the faults that are known: deaths and standstills."""
+        deaths = sum(each.restarts + (each.state == "lost") for each in workers)
+        own = (source.status for source in self._own().values())
+        return deaths + sum(status.standstills for status in own if status is not None)
+
     # Links and notices.
 
     def _links(self, gone: set[int], now_s: float) -> tuple[LinkStatus, ...]:
@@ -459,6 +508,11 @@ def facts_of(record: Counters) -> dict[str, Any]:
     """Return the fields of a :class:`JobWorker` that a status or a log's record holds too."""
     names = (name for name in JobWorker.__struct_fields__ if hasattr(record, name))
     return {name: _known(getattr(record, name)) for name in names}
+
+
+def _with_goodput(worker: JobWorker, part: Part | None) -> JobWorker:
+    goodput = math.nan if part is None else goodput_of([part])
+    return msgspec.structs.replace(worker, goodput=_known(goodput))
 
 
 def _known(value: Any) -> Any:

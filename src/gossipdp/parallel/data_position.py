@@ -208,15 +208,17 @@ def _with_arrays(value: Any) -> Any:
 def random_states() -> dict[str, Any]:
     """Return the states of the random generators of Python, NumPy and torch, in host memory.
 
-    If CUDA was used, its states too.
+    If an accelerator was used, its states too, by the name that torch has for it.
     """
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": _with_tensors(numpy.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    if (accelerator := torch.accelerator.current_accelerator()) is not None:
+        module = torch.get_device_module(accelerator)
+        if module.is_initialized():
+            states[accelerator.type] = module.get_rng_state_all()
     return states
 
 
@@ -225,5 +227,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     numpy.random.set_state(_with_arrays(states["numpy"]))
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in states:
+        torch.get_device_module(accelerator).set_rng_state_all(states[accelerator.type])

@@ -473,12 +473,12 @@ class Startup:
             if c is not None and name in momenta:
                 momenta[name].copy_(c)
             elif c is not None and name in pendings:  # saved under another method: z goes on
-                update.flow(pendings[name], c, 0.5)
+                update.flow(pendings[name], c.to(x.device), 0.5)
             if name in bases:
                 g, m = tensors.get(f"outer_g/{name}"), tensors.get(f"outer_m/{name}")
                 bases[name].copy_(x)
                 if g is not None and m is not None:
-                    bases[name].sub_(g)
+                    bases[name].sub_(g.to(x.device))
                     outer_momenta[name].copy_(m)
         for chunk in self._state.chunks:
             chunk.restored()

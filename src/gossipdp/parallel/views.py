@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from gossipdp.dynamics.chunks import Role
-from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed
+from gossipdp.dynamics.device import refusal
 from gossipdp.dynamics.update import is_finite
 from gossipdp.parallel.shards import local
 
@@ -175,17 +175,8 @@ def _set_following(views: Sequence[View]) -> None:
 def _check_device(views: Sequence[View]) -> None:
     for view in views:
         device = view.tensor.device
-        if device.type == "cpu" or (device.type == "cuda" and is_cuda_allowed()):
-            continue
-        way = (
-            f"The exchange of parameters on a GPU has never run on one: set {SWITCH}={ON} to try "
-            "it all the same, or move"
-            if device.type == "cuda"
-            else "Exchanges know the CPU and CUDA devices: move"
-        )
-        raise ValueError(
-            f"{view.name!r} is on {device}. {way} the module to the CPU before wrapping"
-        )
+        if (reason := refusal(device)) is not None:
+            raise ValueError(f"{view.name!r} is on {device}. {reason}")
 
 
 def _check_memory(module: nn.Module) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import gossipdp
 from gossipdp.observe.events import Event
+from gossipdp.observe.goodput import goodput_of, lost_seconds_per_fault
 from gossipdp_lab.report.charts import (
     HALF_WIDTH,
     Drawing,
@@ -146,6 +147,7 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
         ("samples", number(samples), speed),
         ("gradient steps", number(sum(steps)), range_of_steps),
         ("last loss", loss, "mean of the workers" if losses else ""),
+        *_goodput_tile(view),
     ]
     if view.gossips and view.log.num_ranks > 1:
         achieved, asked = view.achieved_comm_rate, view.configuration.get("comm_rate")
@@ -160,6 +162,17 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     if distance is None:
         return [*tiles, ("consensus distance", "unknown", "no worker came to the end")]
     return [*tiles, ("consensus distance", number(distance), "exact, at the end")]
+
+
+def _goodput_tile(view: RunView) -> list[tuple[str, str, str]]:
+    """Return the share of the samples at full speed; none for a log too short to know it."""
+    goodput = goodput_of(view.parts.values())
+    if math.isnan(goodput):
+        return []
+    faults = view.num_faults
+    lost_s = lost_seconds_per_fault(view.parts.values(), faults)
+    note = f"{lost_s:.1f} s lost a fault, of {faults}" if faults else "no fault was seen"
+    return [("goodput", f"{goodput:.1%}", note)]
 
 
 # Charts.
@@ -293,11 +306,13 @@ def _witnesses(event: Event) -> str:
 def _worker_row(view: RunView, rank: int) -> Row:
     worker, last = view.workers[rank], view.last.get(rank)
     ran_s = view.at(rank, last.time_s) - view.at(rank, 0.0) if last else 0.0
+    own = goodput_of([view.parts[rank]]) if rank in view.parts else math.nan
     return (
         rank,
         worker.latest_start.configuration.get("host", ""),
         f"{last.gradient_steps:,}" if last else 0,
         f"{last.samples / ran_s:,.0f}" if last and ran_s else "–",
+        "–" if math.isnan(own) else f"{own:.1%}",
         f"{last.exchanges_initiated:,} + {last.exchanges_answered:,}" if last else 0,
         f"{last.exchanges_failed:,}" if last else 0,
         f"{last.waited_seconds:.1f}" if last else 0,

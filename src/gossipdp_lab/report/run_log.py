@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Self, TypedDict, TypeVar
 
@@ -67,6 +68,7 @@ class WorkerLog:
         processes: the times of the first and the last record of each process, the first one first;
             a killed process may have lived a little longer.
         process_ends: the ends of the processes that failed, as far as their launcher wrote them.
+        num_restarts: processes that came after another one in the same run.
     """
 
     start: StartRecord
@@ -80,6 +82,7 @@ class WorkerLog:
     restart: StartRecord | None = None
     processes: tuple[tuple[float, float], ...] = ()
     process_ends: tuple[ProcessEndRecord, ...] = ()
+    num_restarts: int = 0
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -115,6 +118,7 @@ class WorkerLog:
             restart=starts[-1] if len(starts) > 1 else None,
             processes=_processes(records),
             process_ends=of(ProcessEndRecord),
+            num_restarts=sum(one.run_id == other.run_id for one, other in pairwise(starts)),
         )
 
     @property

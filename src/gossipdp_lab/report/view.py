@@ -17,6 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from gossipdp.observe.events import Event, events_of
+from gossipdp.observe.goodput import Part
 from gossipdp.observe.log import GROWTH, CountsRecord
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
@@ -209,6 +210,39 @@ class RunView:
         exact = [end for end in ends if end.consensus_distance is not None]
         most = max(exact, key=lambda end: end.num_averaged or 0, default=None)
         return None if most is None else most.consensus_distance
+
+    # Goodput.
+
+    @cached_property
+    def parts(self) -> dict[int, Part]:
+        """Return the part in the goodput of each worker that has made a step, by rank.
+
+        It goes from the first record with a step to the last one that brought a step. Who has not
+        come to the end goes on until the last worker has trained its last.
+        """
+        trained = {rank: self.at(rank, worker.trained_s) for rank, worker in self.workers.items()}
+        until_s, parts = max(trained.values(), default=0.0), {}
+        for rank, worker in self.workers.items():
+            stepped = [counts for counts in worker.counts if counts.gradient_steps > 0]
+            if stepped:
+                has_ended = worker.consolidating is not None or worker.end is not None
+                seconds = (trained[rank] if has_ended else until_s) - self.at(
+                    rank, stepped[0].time_s
+                )
+                speeds = (counts.full_samples_per_second for counts in stepped)
+                known = [speed for speed in speeds if not math.isnan(speed)]
+                samples = stepped[-1].samples - stepped[0].samples
+                parts[rank] = Part(samples, seconds, known[-1] if known else math.nan)
+        return parts
+
+    @cached_property
+    def num_faults(self) -> int:
+        """Return the faults that are known: deaths, and standstills that workers told."""
+        lost = {one.rank: one.what == "lost" for one in self.events if one.what in ENDS_OF_SILENCE}
+        ended = {rank for rank, worker in self.workers.items() if worker.end is not None}
+        deaths = sum(lost[rank] for rank in lost.keys() - ended)
+        deaths += sum(worker.num_restarts for worker in self.workers.values())
+        return deaths + sum(last.standstills for last in self.last.values())
 
     # Lines.
 

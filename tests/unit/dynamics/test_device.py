@@ -15,11 +15,11 @@ from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
 from gossipdp.dynamics.device import (
     HUGE_PAGE_BYTES,
     LEAST_HUGE_BYTES,
-    CudaDevice,
+    AcceleratorDevice,
     Device,
     Slot,
     device_of,
-    is_cuda_allowed,
+    refusal,
     zeros,
 )
 from gossipdp.dynamics.moments import Moment
@@ -381,17 +381,25 @@ def test_host_memory_gets_and_gives_copies():
 
 
 def test_other_devices_and_several_are_refused():
-    with pytest.raises(ValueError, match="on meta; move the module to the CPU or a CUDA device"):
+    known = r"on meta\. Exchanges know the CPU and CUDA, ROCm and XPU devices: move the module"
+    with pytest.raises(ValueError, match=known):
         device_of({torch.device("meta")})
+    with pytest.raises(ValueError, match=r"on mps:0\. Exchanges need a second stream and float64"):
+        device_of({torch.device("mps:0")})
     with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); move the module to one"):
         device_of({torch.device("meta"), torch.device("cpu")})
     assert type(device_of(set())) is Device
 
 
-def test_cuda_is_for_those_who_ask_for_it(monkeypatch):
+def test_an_accelerator_is_for_those_who_ask_for_it(monkeypatch):
     for value, is_allowed in (("", False), ("1", False), ("experimental", True)):
         monkeypatch.setenv("GOSSIPDP_CUDA", value)
-        assert is_cuda_allowed() is is_allowed
+        for name in ("cuda:0", "xpu:1"):
+            reason = refusal(torch.device(name))
+            assert (reason is None) is is_allowed
+            assert is_allowed or "set GOSSIPDP_CUDA=experimental to try it" in reason
+        assert refusal(torch.device("cpu")) is None
+        assert refusal(torch.device("mps")) is not None
 
 
 @pytest.mark.cuda
@@ -403,7 +411,9 @@ def test_a_module_on_a_card_is_refused_by_default(monkeypatch):
     with pytest.raises(ValueError, match="GOSSIPDP_CUDA=experimental"):
         FlatParameters(net, [optimizer], momentum=True)
     monkeypatch.setenv("GOSSIPDP_CUDA", "experimental")
-    assert isinstance(FlatParameters(net, [optimizer], momentum=True).state.device, CudaDevice)
+    assert isinstance(
+        FlatParameters(net, [optimizer], momentum=True).state.device, AcceleratorDevice
+    )
 
 
 def test_large_memory_is_zeros_on_page_ends_of_its_own():

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -24,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Checkpoints
 from gossipdp.parallel.checkpointer import Checkpointer
+from gossipdp.parallel.data_position import random_states, restore_random_states
 
 NUM_STEPS = 20
 NUM_SAMPLES = 12
@@ -220,3 +222,32 @@ def test_a_loader_that_has_become_shorter_is_said(train, caplog: pytest.LogCaptu
     seen = train(DataLoader(Subset(Numbers(), range(6)), BATCH))
     assert "ended after 3 of the 4 batches that were trained on before" in caplog.text
     assert seen[:2] == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_an_accelerators_random_states_are_kept_once_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[list[torch.Tensor]] = []
+    held = [torch.ones(3)]
+    module = SimpleNamespace(
+        is_initialized=lambda: False,
+        get_rng_state_all=lambda: held,
+        set_rng_state_all=given.append,
+    )
+    present = [torch.device("xpu")]
+
+    def accelerator(check_available: bool = False) -> torch.device | None:
+        return present[0] if present else None
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", accelerator)
+    assert "xpu" not in random_states()
+    module.is_initialized = lambda: True
+    states = random_states()
+    restore_random_states(states)
+    assert given == [held]
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
+    restore_random_states(states)  # on a machine without one
+    assert given == [held]

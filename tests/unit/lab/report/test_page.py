@@ -8,12 +8,15 @@ import time
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from gossipdp.cli.main import main
 from gossipdp.gossip.counters import Counters
+from gossipdp.observe.goodput import Part
 from gossipdp.observe.log import (
     BeganRecord,
     ConsolidatingRecord,
@@ -476,6 +479,54 @@ def test_a_worker_that_stood_still_while_it_was_heard_is_named() -> None:
     words = " ".join(Page(render(log, "run")).words.split())
     assert "Worker 2 made no gradient step for up to 34 s" in words
     assert "as worker 0, 1 logged" in words
+
+
+def goodput_run(**ends: bool) -> RunLog:
+    """Make 12 s of two workers, 400 samples/s each; worker 1 is away from 4 to 8 s."""
+    log = a_run(2)
+    for rank, worker in log.workers.items():
+        counts = [
+            msgspec.structs.replace(
+                each,
+                full_samples_per_second=400.0,
+                samples=80 * (index + 1),
+                standstills=int(rank == 0),
+            )
+            for index, each in enumerate(worker.counts)
+        ]
+        counts = counts[:-5] if rank == 1 and ends.get("is_dead") else counts
+        changes: Any = {"counts": tuple(counts), "num_restarts": int(rank == 1)}
+        if rank == 1 and ends.get("is_dead"):
+            changes |= {"end": None, "consolidating": None, "last_s": counts[-1].time_s}
+        log.workers[rank] = dataclasses.replace(worker, **changes)
+    return log
+
+
+def test_goodput_counts_absence_and_not_what_came_before_the_first_step() -> None:
+    view = RunView(goodput_run())
+    # From the first record, at 0.2 s, to the last, at 12 s; of worker 1 nineteen are missing.
+    num_records = len(view.workers[1].counts)
+    assert view.parts[0] == Part(4720, pytest.approx(11.8), 400.0)
+    assert view.parts[1] == Part(80 * (num_records - 1), pytest.approx(11.8), 400.0)
+    assert view.num_faults == 2, "a restart, and a standstill that worker 0 told"
+    expected = (4720 + 80 * (num_records - 1)) / 9440
+    words = " ".join(Page(render(view.log, "run")).words.split())
+    assert f"goodput {expected:.1%} " in words
+    assert f"{(1 - expected) * 23.6 / 2:.1f} s lost a fault, of 2" in words
+
+
+def test_a_worker_that_died_for_good_loses_time_until_the_others_end() -> None:
+    view = RunView(goodput_run(is_dead=True))
+    # The last record of the other is a tenth of a second earlier on the clock of this one.
+    assert view.parts[1].seconds == pytest.approx(11.7)
+    assert view.num_faults == 2, "the loss that others noticed ended with the restart"
+
+
+def test_time_in_which_no_worker_ran_is_not_lost(tmp_path: Path) -> None:
+    two_lives(tmp_path)
+    log = RunLog.read(tmp_path)
+    assert [part.seconds for part in RunView(log).parts.values()] == pytest.approx([39.8, 38.8])
+    assert [worker.num_restarts for worker in log.workers.values()] == [0, 0], "they were resumed"
 
 
 def test_loss_is_drawn_over_the_samples_of_all() -> None:

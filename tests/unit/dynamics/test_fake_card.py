@@ -1,0 +1,119 @@
+"""Each operation on a device's tensors finds all of them there, and the host reads few numbers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fake_card import CARD, FakeCard
+
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.device import AcceleratorDevice
+from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.outer import OuterStep
+from gossipdp.dynamics.state import Segment, State
+from gossipdp.gossip.codec import WIRE_FORMATS, make_codec
+
+ON_CARD = pytest.mark.usefixtures("card")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def state_of(dtype: torch.dtype, *, has_momenta: bool) -> State:
+    x = torch.zeros(40, dtype=dtype, device=CARD)
+    outer = OuterStep(every=1) if has_momenta else None
+    moment = Moment("exp_avg_sq", 1, 0.5, steps=1)
+    return State(
+        [
+            Segment(x, Role.TRAINED, momentum=has_momenta, outer=outer, chunk_bytes=64),
+            Segment(torch.zeros(5, dtype=dtype, device=CARD), Role.BUFFER),
+            Segment(torch.zeros(5, dtype=dtype, device=CARD), Role.UNOPTIMIZED),
+            Segment(torch.arange(3, device=CARD), Role.COPIED),
+        ],
+        moments=[Segment(x.clone(), Role.MOMENT, momentum=False, moment=moment)],
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("has_momenta", [False, True])
+@ON_CARD
+def test_events_of_chunks(dtype, has_momenta):
+    state = state_of(dtype, has_momenta=has_momenta)
+    assert isinstance(state.device, AcceleratorDevice)
+    state.compile()
+    assert state.kernels == "torch on the device"
+    for number, chunk in enumerate(state.carried(1)):
+        wide = chunk.pending.dtype  # of a coded chunk
+        for wire in {dtype, torch.bfloat16, wide}:
+            theta = 0.1 * number
+            mine, peers = (torch.zeros(chunk.num_elements, dtype=wire) for _ in range(2))
+            chunk.outer_step()
+            assert chunk.snapshot(theta, mine)
+            assert torch.equal(mine, torch.ones_like(mine))
+            chunk.boundary(theta + 0.02)
+            chunk.exchange(theta + 0.03, mine, peers, 1.5)
+            chunk.snapshot_and_exchange(theta + 0.04, mine, peers, 1.5)
+    state.boundary(1.0, wait=True)
+    state.flow(2.0)
+    for segment in state.segments:
+        segment.copy_momentum()
+        segment.forget(1, 3)
+        segment.lie_in(segment.x.clone())
+    for chunk in state.all_chunks:
+        for place in ("cpu", CARD):
+            out = torch.empty(chunk.num_elements, dtype=chunk.x.dtype, device=place)
+            chunk.read(out)
+            chunk.read_z(out)
+            chunk.replace(out)
+        if chunk.role.is_averaged:  # a sum, in host memory
+            total = torch.empty(chunk.num_elements, dtype=chunk.pending.dtype)
+            chunk.read_z(total)
+            chunk.replace(total)
+    for chunk in state.chunks:
+        chunk.restored()
+
+
+@DTYPES
+@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+@ON_CARD
+def test_each_form_in_which_chunks_travel(dtype, wire_format):
+    state = state_of(dtype, has_momenta=True)
+    codec = make_codec(wire_format, state)
+    decoded = []
+    for _ in range(2):  # the first shows a code the distance
+        chunks = state.carried(1)
+        if (preface := codec.start(chunks)) is not None:
+            codec.agree(memoryview(bytearray(preface)))
+        for chunk in chunks:
+            codec.encode(chunk, 0.0)
+            payload = memoryview(bytearray(codec.room(chunk)))
+            if codec.is_certain(chunk):
+                for is_encoded in (True, False):
+                    codec.exchange(chunk, 0.0, payload, 1.5, is_encoded=is_encoded)
+                continue
+            decoded.append(codec.decode(chunk, payload))
+            if decoded[-1]:
+                codec.exchange_decoded(chunk, 0.0, 1.5)
+            else:
+                repeat = memoryview(bytearray(codec.repeat(chunk)))
+                codec.exchange_repeated(chunk, 0.0, repeat, 1.5)
+    assert set(decoded) == ({False, True} if wire_format == "lattice8" else set())
+
+
+@DTYPES
+def test_the_host_reads_few_numbers(card: FakeCard, dtype):
+    state = state_of(dtype, has_momenta=True)
+
+    def reads(use: Callable[..., object], *args: object) -> int:
+        before = len(card.reads)
+        use(*args)
+        return len(card.reads) - before
+
+    for chunk in state.carried(1):
+        is_moment = chunk.role is Role.MOMENT
+        mine, peers = torch.zeros(2, chunk.num_elements, dtype=dtype)
+        assert reads(chunk.outer_step) == 0
+        assert reads(chunk.snapshot, 0.1, mine) == 1
+        assert reads(chunk.exchange, 0.1, mine, peers, 1.5) == (2 if is_moment else 1)
+        both = reads(chunk.snapshot_and_exchange, 0.1, mine, peers, 1.5)
+        assert both == (3 if is_moment else 2)
+        assert reads(chunk.boundary, 0.2) == 0
+        assert reads(chunk.read_z, mine) == 0

@@ -1,0 +1,159 @@
+"""Goodput: full speed of a worker that is disturbed, its own part, and the run's figure."""
+
+import math
+from itertools import accumulate
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipdp.observe.goodput import (
+    FullSpeed,
+    GoodputMeter,
+    Part,
+    goodput_of,
+    lost_seconds_per_fault,
+)
+
+
+def stepped(
+    durations_s: list[float], samples: int = 8, meter: GoodputMeter | None = None
+) -> tuple[GoodputMeter, float]:
+    """Return a meter after these steps, and the time when the last one ended; the first at 100."""
+    meter, now = meter or GoodputMeter(), 100.0
+    meter.step(samples, now)
+    for now in accumulate(durations_s, initial=100.0):
+        if now > 100.0:
+            meter.step(samples, now)
+    return meter, now
+
+
+def own_goodput(durations_s: list[float]) -> float:
+    meter, now = stepped(durations_s)
+    return goodput_of([meter.part(now)])
+
+
+def test_a_worker_four_times_slower_for_ten_seconds_loses_three_quarters_of_them() -> None:
+    meter, now = stepped([0.04] * 750 + [0.16] * 63 + [0.04] * 500)
+    part = meter.part(now)
+    assert part.full_samples_per_second == pytest.approx(8 / 0.04, rel=0.005)
+    assert (1 - goodput_of([part])) * part.seconds == pytest.approx(63 * 0.12, rel=0.03)
+
+
+@pytest.mark.parametrize("undisturbed", [0.25, 0.5, 0.9])
+def test_full_speed_is_found_though_the_worker_is_slow_for_most_of_the_time(
+    undisturbed: float,
+) -> None:
+    fast, slow = round(100 * undisturbed / 0.04), round(100 * (1 - undisturbed) / 0.16)
+    expected = undisturbed + (1 - undisturbed) / 4
+    assert own_goodput([0.04] * fast + [0.16] * slow) == pytest.approx(expected, rel=0.02)
+    assert own_goodput([0.16] * slow + [0.04] * fast) == pytest.approx(expected, rel=0.02)
+
+
+@given(seed=st.integers(0, 10**6), mean_s=st.sampled_from([0.01, 0.05, 0.3, 20.0]))
+def test_steps_that_differ_in_length_lower_nothing(seed: int, mean_s: float) -> None:
+    random = Random(seed)
+    # Each is 0.5 to 1.5 of the mean, and every third twice as long, as with longer sequences.
+    durations_s = [
+        mean_s * random.uniform(0.5, 1.5) * (2 if number % 3 == 0 else 1) for number in range(600)
+    ]
+    assert own_goodput(durations_s) == pytest.approx(1.0, abs=0.04)
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(0.02, 3.0), st.integers(0, 64)), min_size=1, max_size=200),
+    gap=st.integers(0, 199),
+)
+def test_the_full_speed_lies_between_the_speeds_of_its_windows(
+    steps: list[tuple[float, int]], gap: int
+) -> None:
+    """Against a plain list of windows, each with its exact speed."""
+    full, now = FullSpeed(), 5.0
+    full.step(9, now)
+    windows: list[tuple[int, float]] = []
+    samples, num, began = 0, 0, now
+    for number, (duration_s, of_step) in enumerate(steps):
+        duration_s += 30.0 * (number == gap)  # a standstill
+        now += duration_s
+        full.step(of_step, now)
+        samples, num = samples + of_step, num + 1
+        if now - began >= 1.0 and num >= 8:
+            windows.append((samples, now - began))
+            samples, num, began = 0, 0, now
+    speeds = [n / s for n, s in windows if n]
+    if len(speeds) < 3:
+        assert math.isnan(full.samples_per_second)
+        return
+    assert min(speeds) * 0.999 <= full.samples_per_second <= max(speeds) * 1.001
+    votes, usual = 0, 0.0
+    for n, s in sorted((each for each in windows if each[0]), key=lambda each: -each[0] / each[1]):
+        votes, usual = votes + n, n / s
+        if 2 * votes >= sum(n for n, _ in windows):
+            break
+    # Bins of 5% may move a window over the border, and the median by one bin.
+    assert full.samples_per_second >= usual / 1.5 * 0.9
+
+
+def test_no_speed_before_three_whole_windows() -> None:
+    """The third one lacks a step, or a tenth of a second."""
+    for durations_s in ([1.0] * 23, [0.01] * 290):
+        meter, now = stepped(durations_s)
+        assert math.isnan(goodput_of([meter.part(now)]))
+    meter, now = stepped([1.0] * 24)
+    assert meter.part(now) == Part(192, 24.0, 8.0)
+
+
+def test_a_process_s_slow_beginning_is_not_its_full_speed() -> None:
+    meter, now = stepped([0.12] * 9 + [0.05] * 50)
+    assert meter.part(now).full_samples_per_second == pytest.approx(8 / 0.05)
+
+
+def test_the_first_step_and_what_came_before_it_count_in_nothing() -> None:
+    meter = GoodputMeter()
+    assert (meter.part(50.0).seconds, math.isnan(meter.first_s)) == (0.0, True)
+    meter, now = stepped([0.25] * 40)
+    assert (meter.first_s, meter.part(now)) == (100.0, Part(320, 10.0, 32.0))
+
+
+def test_a_long_step_costs_nothing_while_it_runs_and_a_hang_does() -> None:
+    meter, now = stepped([2.0] * 24)
+    assert goodput_of([meter.part(now + 1.5)]) == pytest.approx(1.0)
+    assert meter.part(now + 40.0).samples == 8 * 25
+    assert goodput_of([meter.part(now + 40.0)]) == pytest.approx(25 / 44)
+
+
+def test_what_follows_the_last_step_before_the_end_counts_in_nothing() -> None:
+    meter, now = stepped([0.25] * 40)
+    meter.end()
+    assert meter.part(now + 100.0) == Part(320, 10.0, 32.0)
+
+
+def test_a_life_goes_on_where_the_first_one_of_its_rank_began() -> None:
+    """It made 400 samples until it was killed, and was away from 60 to 100 s."""
+    meter = GoodputMeter((20.0, 400))
+    part = meter.part(90.0)
+    assert (part.samples, part.seconds) == (400, 70.0)
+    meter, now = stepped([0.8] * 50, meter=meter)
+    assert meter.first_s == 20.0
+    # All samples of the new life: also those of its first step.
+    assert meter.part(now) == Part(400 + 8 * 51, pytest.approx(120.0), pytest.approx(10.0))
+
+
+def test_a_run_s_goodput_is_by_the_samples_that_each_could_have_made() -> None:
+    fast, slow_one = Part(500, 10.0, 100.0), Part(50, 10.0, 10.0)
+    assert goodput_of([fast, slow_one]) == pytest.approx(550 / 1100)
+    dead = slow_one.away(30.0, samples=50)
+    assert dead == Part(100, 40.0, 10.0)
+    assert goodput_of([fast, dead]) == pytest.approx(600 / 1400)
+    # Unknown speed: the median of the others'.
+    assert goodput_of([fast, Part(0, 10.0, math.nan)]) == pytest.approx(500 / 2000)
+    assert math.isnan(goodput_of([Part(0, 10.0, math.nan)]))
+    assert math.isnan(goodput_of([]))
+
+
+def test_seconds_lost_are_shared_among_the_faults() -> None:
+    parts = [Part(750, 10.0, 100.0), Part(1000, 10.0, 100.0)]
+    assert lost_seconds_per_fault(parts, 2) == pytest.approx(1.25)
+    assert math.isnan(lost_seconds_per_fault(parts, 0))
+    assert lost_seconds_per_fault([Part(1010, 10.0, 100.0)], 1) == 0.0, "a matter of rounding"

@@ -1,0 +1,98 @@
+"""A worker whose parameters are on a device: what it saves, resumes and averages."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointing import AtOnce
+from fake_card import CARD
+from torch import nn
+
+from gossipdp import Checkpoints, Exchange, GossipDataParallel, OuterStep
+from gossipdp.dynamics.state import State
+from gossipdp.parallel.checkpointer import Checkpointer
+
+Wrap = Callable[..., GossipDataParallel]
+
+
+class Net(nn.Module):
+    """A parameter that is trained, one that follows it, buffers of floats and integers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": CARD, "dtype": dtype}
+        self.trained = nn.Parameter(torch.zeros(50, 3, **place))
+        self.following = nn.Parameter(torch.zeros(5, **place), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(3, **place))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=CARD))
+
+
+def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    """Take a step; the backward pass of a fake tensor needs a driver."""
+    net.trained.grad = torch.zeros_like(net.trained)
+    optimizer.step()
+
+
+@pytest.fixture
+def started(wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+    # One worker alone has no use for momentum.
+    monkeypatch.setattr(State, "drop_momentum", lambda state: None)
+
+    def start(dtype: torch.dtype, **options: Any) -> Any:
+        net = Net(dtype)
+        optimizer = torch.optim.AdamW([net.trained])
+        saving = Checkpoints(tmp_path, resume="auto" if any(tmp_path.iterdir()) else None)
+        options = {"graph": "ring", "exchange": Exchange(moments={"exp_avg_sq": 1})} | options
+        return net, optimizer, wrap(net, optimizer, checkpoints=saving, **options)
+
+    return start
+
+
+def exchange(model: GossipDataParallel) -> None:
+    """Do in the main thread what an exchange of the gossip thread does to the device."""
+    state = model._engine._state
+    for chunk in state.carried(13):
+        mine, peers = torch.ones(2, chunk.num_elements, dtype=chunk.x.dtype)
+        chunk.outer_step()
+        chunk.snapshot(1.0, mine)
+        chunk.exchange(1.0, mine, peers, 1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("before", "after", "outer"),
+    [
+        ("a2cid2", "a2cid2", OuterStep(every=1)),
+        ("a2cid2", "gossip", None),
+        ("gossip", "a2cid2", None),
+    ],
+    ids=["same", "gossip", "a2cid2"],
+)
+@pytest.mark.usefixtures("card")
+def test_a_run_goes_on(started, dtype, before, after, outer):
+    net, optimizer, model = started(dtype, method=before, outer=outer)
+    for _ in range(2):
+        step(net, optimizer)
+        exchange(model)
+    model.save_checkpoint()
+    model.close()
+    net, optimizer, model = started(dtype, method=after, outer=outer)
+    step(net, optimizer)
+    exchange(model)
+    held = model.state_dict()
+    assert held["trained"].device == CARD
+    net.load_state_dict(held)
+    with model.averaged():
+        assert net.trained.device == CARD
+        net.trained.sum()
+    offer = model._engine.between_steps._describe()
+    for tensor in offer.tensors:
+        assert offer.copy(tensor, torch.empty(tensor.numel(), dtype=torch.uint8))
+    net.trained.data = net.trained.detach().clone()
+    step(net, optimizer)
+    assert model.consolidate().world_size == 1
+    step(net, optimizer)
+    assert net.trained.device == net.following.device == net.count.device == CARD
