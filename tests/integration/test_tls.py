@@ -29,7 +29,7 @@ def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]
     net = torch.nn.Linear(50, 20)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     network = Network(start_timeout_s=60, shared_memory="off")  # TLS is given by the environment
-    model = GossipDataParallel(net, optimizer, graph="complete", network=network)
+    model = GossipDataParallel(net, optimizer, graph="complete", comm_rate=1, network=network)
 
     def ended() -> list[str]:
         # One end closes and says why. The other finds the end by reading, by writing or as a reset.

@@ -349,7 +349,7 @@ def test_workers_that_do_not_fit_are_one_clear_error(workers):
     ("options", "message"),
     [
         ({"method": "gossip"}, "method is 'gossip' here and 'a2cid2' on"),
-        ({"comm_rate": 2.0}, "comm_rate is '2' here and '1' on"),
+        ({"comm_rate": 2.0}, "comm_rate is '2' here and 'auto' on"),
         ({"wire_format": "lattice8"}, "wire_format is 'lattice8' here and 'full' on"),
         (
             {"outer": OuterStep(momentum=0.9)},

@@ -300,7 +300,7 @@ class GossipEngine:
                 "with exchange=Exchange(pace='strict')",
                 self.rank,
                 100 * served / due,
-                self._options.comm_rate,
+                self._options.asked_comm_rate,
                 extra=OF_RUN,
             )
 

@@ -71,7 +71,8 @@ class GossipDataParallel(nn.Module):
             nodes are the ranks.
         comm_rate: exchanges per worker per gradient step, in expectation; ``"auto"``: as many as
             this worker's links and processor have room for, 4 at most
-            (:mod:`~gossipdp.protocol.exchange_rate`). The same on all workers.
+            (:mod:`~gossipdp.protocol.exchange_rate`). The same on all workers. None: ``"auto"``,
+            but 1 with ``pace="strict"`` or an outer step, which want a fixed rate.
         method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``none`` (workers train apart:
             the control).
         wire_format: the form of parameters in exchanges: ``full`` (as they are), ``bfloat16``
@@ -122,7 +123,7 @@ class GossipDataParallel(nn.Module):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         graph: Any = "exponential",
-        comm_rate: float | Literal["auto"] = 1.0,
+        comm_rate: float | Literal["auto"] | None = None,
         method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
         wire_format: WireFormatName = "full",
         outer: OuterStep | None = None,

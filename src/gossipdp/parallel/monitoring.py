@@ -57,7 +57,7 @@ MAX_NOTICES = 20
 MAX_LOGGED = 100
 MAX_EDGES = 5000
 """Beyond them the graph is named but not listed."""
-OPTIONS = ("method", "comm_rate", "seed", "wire_format")
+OPTIONS = ("method", "seed", "wire_format")
 EXCHANGE_OPTIONS = ("pace", "on_nonfinite")
 NETWORK_OPTIONS = ("shared_memory", "max_megabits_per_s", "timeout_s")
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
@@ -407,7 +407,7 @@ class StatusPage:
             run_id=engine.run_id,
             method=options.method,
             graph=engine.graph,
-            comm_rate=options.comm_rate,
+            comm_rate=options.asked_comm_rate,
             host=socket.gethostname(),
             process_id=os.getpid(),
             state="averaging" if engine.is_consolidating else "training",
@@ -485,6 +485,7 @@ def describe(
         "graph": graph.name,
         "workers": num_workers,
         "budget_samples": options.budget_samples,
+        "comm_rate": options.asked_comm_rate,
         **{name: getattr(options, name) for name in OPTIONS},
         **{name: getattr(options.exchange, name) for name in EXCHANGE_OPTIONS},
         **{name: getattr(options.network, name) for name in NETWORK_OPTIONS},

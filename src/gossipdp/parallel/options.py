@@ -206,7 +206,7 @@ class Options(Checked):
     """All arguments of ``GossipDataParallel`` but module and optimizer; see there."""
 
     graph: Any = DEFAULT_GRAPH
-    comm_rate: float | str = option(1.0, comm_rate)
+    comm_rate: float | str | None = option(None, comm_rate)
     method: str = option("a2cid2", partial(one_of, METHODS))
     wire_format: str = option("full", _wire_format)
     outer: OuterStep | None = option(None, partial(_instance_of, OuterStep))
@@ -251,9 +251,17 @@ class Options(Checked):
                 )
 
     @property
+    def asked_comm_rate(self) -> float | str:
+        """Return the comm rate that was asked for, or the default: 1 where it must be fixed."""
+        if self.comm_rate is not None:
+            return self.comm_rate
+        return "auto" if self.exchange.pace == "free" and self.outer is None else 1.0
+
+    @property
     def fixed_comm_rate(self) -> float | None:
         """Return the comm rate that was asked for; None: it sets itself."""
-        return None if isinstance(self.comm_rate, str) else self.comm_rate
+        asked = self.asked_comm_rate
+        return None if isinstance(asked, str) else asked
 
     @property
     def exchange_method(self) -> str:

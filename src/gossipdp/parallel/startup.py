@@ -115,7 +115,7 @@ class Startup:
             tensors=(*flat.description(), *flat.state.description()),
             method=options.exchange_method,
             graph="",
-            comm_rate=shown_rate(options.comm_rate),
+            comm_rate=shown_rate(options.asked_comm_rate),
             wire_format=options.wire_format,
             start="afresh" if resumption is None else resumption.start,
         )

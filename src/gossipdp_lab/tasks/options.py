@@ -31,7 +31,7 @@ class RunOptions:
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
-    comm_rate: float | Literal["auto"] = option(1.0, comm_rate)
+    comm_rate: float | Literal["auto"] = option("auto", comm_rate)
     """Exchanges per worker per gradient step; auto: as many as its links and processor allow."""
 
     seed: int = option(0, at_least_0)

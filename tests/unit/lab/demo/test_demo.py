@@ -88,7 +88,7 @@ def test_the_configuration_says_what_was_asked_for() -> None:
         "workers": 4,
         "graph": "exponential",
         "method": "a2cid2",
-        "comm_rate": 1.0,
+        "comm_rate": "auto",
         "samples": 128_000,
         "batch_size": 32,
         "seed": 0,
