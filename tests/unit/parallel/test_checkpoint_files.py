@@ -120,8 +120,8 @@ def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
 
     real = Path.open
 
-    def open_(path: Path, mode: str = "r", *rest: object) -> object:
-        return Broken(path, "xb") if mode == "xb" else real(path, mode, *rest)
+    def open_(path: Path, mode: str = "r", **rest: Any) -> object:
+        return Broken(path, "xb") if mode == "xb" else real(path, mode, **rest)
 
     patch.setattr(Path, "open", open_)
 
