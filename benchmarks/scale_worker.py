@@ -61,7 +61,7 @@ def run_worker(task: ScaleTask) -> WorkerScale:
     net = nn.Sequential(nn.Linear(64, task.num_hidden), nn.ReLU(), nn.Linear(task.num_hidden, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     model = GossipDataParallel(
-        net, optimizer, graph=task.graph, counting=Counting(samples_per_step=1)
+        net, optimizer, graph=task.graph, comm_rate=1, counting=Counting(samples_per_step=1)
     )
     protocol = model._engine._protocol  # type: ignore[attr-defined]
     meeting.meet()

@@ -171,6 +171,7 @@ def train(task: Task) -> Measured:
             net,
             optimizer,
             mesh=mesh["replicate"],
+            comm_rate=1,
             budget_samples=num_samples,
             wire_format="bfloat16" if case.sends_half else "full",
             network=None if network is None else GOSSIP_NETWORK,

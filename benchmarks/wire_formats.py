@@ -61,6 +61,7 @@ def work(wire_format: str, samples: int, seed: int, pause_s: float) -> dict[str,
         net,
         optimizer,
         graph="ring",
+        comm_rate=1,
         budget_samples=samples,
         seed=seed,
         wire_format=wire_format,  # type: ignore[arg-type]
