@@ -134,10 +134,7 @@ class Runs(FinishedRuns[dict[str, Any]]):
     """The runs that have ended."""
 
     def __init__(self, path: Path, make: Callable[[Run], dict[str, Any]] = Run.make) -> None:
-        names = Run.__annotations__
-        super().__init__(
-            path, dict[str, Any], lambda run: Run(**{name: run[name] for name in names})
-        )
+        super().__init__(path, dict[str, Any], Run.of)
         self._make = make
 
     def find(self, run: Run) -> dict[str, Any]:

@@ -350,14 +350,8 @@ KINDS = {
     "decent_dp": RowKind("Decent-DP", DecentDP, needs=DECENT_DP),
     "none": RowKind("no exchange, one average at the end", Gossip, "none"),
     "gossipdp": RowKind("gossipdp, defaults", Gossip, is_default=True),
-    "gossipdp_auto": RowKind(
-        "gossipdp, auto", Gossip, options={"comm_rate": "auto"}, is_default=True
-    ),
-    "gossipdp_auto_lattice8": RowKind(
-        "gossipdp, auto, lattice8",
-        Gossip,
-        options={"comm_rate": "auto", "wire_format": "lattice8"},
-        is_default=True,
+    "gossipdp_lattice8": RowKind(
+        "gossipdp, defaults, lattice8", Gossip, options={"wire_format": "lattice8"}, is_default=True
     ),
     **{name: kind for method in ("gossip", "a2cid2") for name, kind in _ours(method).items()},
 }

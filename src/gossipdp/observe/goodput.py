@@ -30,7 +30,7 @@ from statistics import median
 
 WINDOW_S, WINDOW_STEPS, LEAST_WINDOWS = 1.0, 8, 3
 SLOW_FACTOR = 1.5
-"""Who takes longer than this times the usual is slow."""
+"""A worker is slow if its steps take longer than this times the usual."""
 BIN_RATIO = 1.05
 
 
