@@ -223,21 +223,23 @@ def write(result: Result) -> list[str]:
     rings = [(data, n) for data in ("iid", "dirichlet") for n in result.sizes]
     ratios = {(data, n): Estimate.of(result.ratios(data, "ring", n)) for data, n in rings}
     close = [ring for ring in rings if ratios[ring].mean <= 1.0]
-    by_data = "; ".join(
-        f"{DATA_NAMES[data]}: "
-        + ", ".join(f"{ratios[data, n].text} on the ring of {n}" for n in result.sizes)
-        for data in ("iid", "dirichlet")
+    papers = [(data, largest) for data in ("iid", "dirichlet")]
+    at_largest = " and ".join(
+        f"{ratios[ring].text} ({DATA_NAMES[ring[0]]}, ahead after {result.ahead_from(*ring):.0%})"
+        for ring in papers
     )
-    ahead = "; ".join(
-        f"ring of {n}, {DATA_NAMES[data]}: {result.ahead_from(data, n):.0%}" for data, n in close
+    smaller = "; ".join(
+        f"{DATA_NAMES[data]}: "
+        + ", ".join(f"{ratios[data, n].text} with {n}" for n in result.sizes if n != largest)
+        for data in ("iid", "dirichlet")
     )
     return [
         "Claim: on a ring, A2CiD2 acts like doubling the comm rate: at rate 1 it keeps the workers "
-        "as close together as plain gossip does at rate 2.",
-        f"Verdict: {verdict(len(close) == len(rings))}; it holds on {len(close)} of {len(rings)} "
-        "rings. Consensus distance of A2CiD2 at rate 1 over that of gossip at rate 2, second half "
-        f"of the run (at most 1 is asked for): {by_data}."
-        + (f" After this share of the run A2CiD2 stays ahead: {ahead}." if close else ""),
+        "as close together as plain gossip does at rate 2. The paper shows it with 64 workers.",
+        f"Verdict: {verdict(set(papers) <= set(close))} with {largest} workers. The consensus "
+        "distance of A2CiD2 at rate 1 over that of gossip at rate 2 should be at most 1; in the "
+        f"second half of the run it is {at_largest}.",
+        f"Smaller rings are our addition, and there it mostly does not hold; {smaller}.",
         FIGURE,
         "**Rings.** Loss: training loss of the mean of the workers at the end. Distance: "
         "consensus distance, mean over the second half of the run. All over the seeds.",
