@@ -15,7 +15,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test lint types fuzz chaos soak many large mutants browser-test cluster-test bench \
   docs docs-serve dist lock clean
 
-# All-reduce and gossip side by side, in about two minutes; ARGS="--workers 6" for another demo.
+# All-reduce and gossip side by side while machines misbehave, in less than two minutes;
+# ARGS="--workers 6" for another demo.
 demo: $(VENV)/lab.installed
 	$(BIN)/gossipdp demo $(or $(ARGS),--compare)
 

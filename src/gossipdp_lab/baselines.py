@@ -29,14 +29,16 @@ Batch = TypeVar("Batch")
 class SynchronousDataParallel(DistributedDataParallel):
     """DistributedDataParallel under those names of ``GossipDataParallel`` that the lab's loops use.
 
-    All workers make the same steps on ``batch_size`` samples each. So each of them knows how far
-    the run is without asking, and all end with the same step. Torch alone averages the gradients,
-    without a hook of ours.
+    All workers make the same steps on ``batch_size`` samples each. So each of them knows how many
+    samples the run has seen without asking, and all end with the same step. If the run lasts for
+    some seconds, rank 0's clock counts for all: it is broadcast after each step. Torch alone
+    averages the gradients, without a hook of ours.
 
     Args:
         module: the model, on its device already; all workers start from rank 0's parameters.
         batch_size: samples of one step of one worker.
-        budget_samples: samples of the run, all workers together.
+        budget_samples: samples of the run, all workers together; None: as many as its time allows.
+        least_s: seconds that the run trains at least; 0: no time is looked at.
         seed: of :attr:`worker_seed`.
         log_dir: directory of this worker's log.
 
@@ -45,7 +47,14 @@ class SynchronousDataParallel(DistributedDataParallel):
     """
 
     def __init__(
-        self, module: nn.Module, *, batch_size: int, budget_samples: int, seed: int, log_dir: Path
+        self,
+        module: nn.Module,
+        *,
+        batch_size: int,
+        budget_samples: int | None,
+        least_s: float = 0.0,
+        seed: int,
+        log_dir: Path,
     ) -> None:
         environment = Environment.read()
         if environment.tls is not None:
@@ -67,6 +76,8 @@ class SynchronousDataParallel(DistributedDataParallel):
         self._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
         self.worker_seed = seed_of(seed, rank)
         self._batch_size, self._budget_samples = batch_size, budget_samples
+        self._least_s, self._began_s = least_s, time.monotonic()
+        self._elapsed_s = torch.zeros((), dtype=torch.float64)
         self._num_steps = self._num_recorded = 0
         self._waited_s = self._buffers_s = 0.0
         self._losses: list[Tensor] = []
@@ -92,11 +103,16 @@ class SynchronousDataParallel(DistributedDataParallel):
 
     def progress(self) -> float:
         """Return the progress of the whole run, 0 to 1."""
-        samples = self._num_steps * self._batch_size * self.world_size
-        return min(1.0, samples / self._budget_samples)
+        shares = [1.0]
+        if self._budget_samples is not None:
+            samples = self._num_steps * self._batch_size * self.world_size
+            shares.append(samples / self._budget_samples)
+        if self._least_s:
+            shares.append(float(self._elapsed_s) / self._least_s)
+        return min(shares)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield batches, pass after pass, until the workers together have used up the budget."""
+        """Yield batches, pass after pass, until the run is over for all workers."""
         while True:
             for batch in loader:
                 if self.progress() >= 1:
@@ -107,6 +123,9 @@ class SynchronousDataParallel(DistributedDataParallel):
     def _stepped(self) -> None:
         self._num_steps += 1
         self._waited_s += self.waited_in_step_s()
+        if self._least_s:
+            self._elapsed_s.fill_(time.monotonic() - self._began_s)
+            dist.broadcast(self._elapsed_s, src=0)
         if self._num_steps == 1:
             self._log.began()
             send_report(Report(trains=True))

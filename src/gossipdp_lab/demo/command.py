@@ -19,11 +19,12 @@ def check(arguments: DemoArguments) -> None:
     """Raise ValueError for invalid options; quick, without torch."""
     if arguments.compare:
         check_compare(arguments)
-    clauses = arguments.fault_plan.clauses
-    if arguments.method == "allreduce" and any(clause.kind != "slow" for clause in clauses):
+    if arguments.samples and arguments.seconds:
+        raise ValueError("--samples and --seconds both say when the run ends; leave one out")
+    if arguments.method == "allreduce" and arguments.fault_plan.kills:
         raise ValueError(
-            "--faults kill or stop with --method allreduce: there a death ends the run and a stop "
-            "stops all; choose a2cid2, gossip or none"
+            "--faults kill with --method allreduce: there a death ends the run; choose a2cid2, "
+            "gossip or none"
         )
     if arguments.restart and not arguments.fault_plan.kills:
         raise ValueError(

@@ -161,7 +161,7 @@ def configuration_of(arguments: DemoArguments, batch_size: int) -> dict[str, Any
     for name in ("json", "output", "compare"):
         del asked[name]
     asked.update(workload=arguments.task, samples=arguments.num_samples, batch_size=batch_size)
-    for name in ("faults", "restart", "learning_rate"):
+    for name in ("faults", "restart", "learning_rate", "samples", "seconds"):
         if not asked[name]:
             del asked[name]
     return {**asked, "least_seconds": arguments.least_s} if arguments.least_s else asked
@@ -172,9 +172,11 @@ def _opening(arguments: DemoArguments) -> str:
     text = f"{arguments.task}: {workers}, graph {arguments.graph}, method {arguments.method}"
     if arguments.method in ("a2cid2", "gossip"):
         text += f", comm rate {shown_rate(arguments.comm_rate)}"
-    text += f", {arguments.num_samples:,} samples"
-    if arguments.least_s:
-        text += f" and at least {arguments.least_s:g} s"
+    if arguments.seconds:
+        text += f", {arguments.seconds:g} s"
+    else:
+        text += f", {arguments.num_samples:,} samples"
+        text += f" and at least {arguments.least_s:g} s" if arguments.least_s else ""
     text += f", {arguments.fault_plan}" if arguments.faults is not None else ""
     return f"{text}, start them again" if arguments.restart else text
 
@@ -193,7 +195,8 @@ def _clear(directory: Path) -> None:
 def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[str, Any]) -> None:
     """Train in this process together with the other workers, then average.
 
-    Training goes on until the workers together have used up the samples and ``least_s`` is over.
+    Training goes on until ``least_s`` is over and, unless that alone decides, the workers together
+    have used up the samples.
     """
     import torch
 
@@ -219,6 +222,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
             net,
             batch_size=workload.batch_size,
             budget_samples=arguments.num_samples,
+            least_s=least_s,
             seed=arguments.seed,
             log_dir=arguments.directory,
         )
@@ -239,12 +243,14 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     if int(os.environ.get("GOSSIPDP_RESTARTS") or 0) > 0:
         before = WorkerLog.read(worker_file(arguments.directory, rank))
         began_s = before.lives[0].at_s if before and before.lives else began_s
+    # Under all-reduce the model itself looks at the time, since all must end with the same step.
+    is_timed = least_s > 0 and arguments.method != "allreduce"
 
     def progress() -> float:
-        elapsed_s = since_boot_s() - began_s
-        return min(model.progress(), elapsed_s / least_s) if least_s else model.progress()
+        passed = (since_boot_s() - began_s) / least_s if is_timed else 1.0
+        return min(1.0, passed) if arguments.seconds and is_timed else min(model.progress(), passed)
 
-    batches = _until(lambda: progress() >= 1, loader) if least_s else model.batches(loader)
+    batches = _until(lambda: progress() >= 1, loader) if is_timed else model.batches(loader)
     schedule = ProgressLR(
         optimizer, progress, lambda at: workload.rate_factor(at, model.world_size)
     )
@@ -368,7 +374,7 @@ def summarize(
         "waited_seconds",
         "samples_per_second",
     )
-    summary: dict[str, Any] = {
+    return {
         **metric,
         "train_seconds": max(result.train_seconds for result in results),
         "samples": sum(result.samples for result in results),
@@ -377,10 +383,6 @@ def summarize(
         "workers": [{name: getattr(result, name) for name in names} for result in results],
         "configuration": configuration,
     }
-    if arguments.slow_worker is not None:
-        rank, factor = arguments.slow_worker
-        summary["slow_worker"] = {"rank": rank, "factor": factor, "by": "stopping"}
-    return summary
 
 
 def not_back(faults: Sequence[dict[str, Any]]) -> list[str]:

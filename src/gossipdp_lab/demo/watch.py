@@ -126,7 +126,7 @@ class LiveView:
         directory: Path,
         *,
         num_workers: int,
-        budget_samples: int,
+        budget_samples: int | None,
         console: Console,
         clock: Callable[[], float] = since_boot_s,
     ) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from gossipdp.observe.log import CountsRecord, StartRecord
+from gossipdp.observe.log import BeganRecord, CountsRecord, StartRecord
 from gossipdp_lab.demo import comparison
-from gossipdp_lab.demo.comparison import Compared, draw_comparison, loss_curve, waiting_shares
+from gossipdp_lab.demo.comparison import (
+    Compared,
+    draw_comparison,
+    loss_curve,
+    present,
+    waiting_shares,
+)
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, new_figure
 
@@ -56,19 +64,34 @@ def test_the_share_that_a_worker_waited() -> None:
     assert list(longer) == [1.0] * 3
 
 
-def test_the_loss_is_the_mean_of_the_workers_batches() -> None:
+def test_the_loss_is_the_mean_of_the_workers_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "NUM_POINTS", 2)
     slow = worker(1, 0.0)
     fewer = tuple(
         replace(each, gradient_steps=each.gradient_steps // 2, samples=each.samples // 2, loss=2.0)
         for each in slow.counts
     )
     both = RunLog({0: worker(0, 0.0), 1: WorkerLog(slow.start, fewer)})
-    curve = loss_curve(both, 2.0)
-    assert [time_s for time_s, _ in curve] == [1.0, 3.0, 5.0]
-    # Two parts of worker 0's loss, one of worker 1's; the piece that is evaluation holds step 4.
-    assert curve[0][1] == pytest.approx((2 * 8.0 + 2.0) / 3)
-    assert curve[1][1] == pytest.approx((2 * (8 / 2 + 8 / 3) / 2 + 2.0) / 3)
-    assert curve[2][1] == pytest.approx((2 * 2.0 + 2.0) / 3)
+    # Worker 0 has 16 samples a second at loss 8 / t, worker 1 has 8 at loss 2; the halves are the
+    # first two seconds and the last two.
+    first, second = loss_curve(both)
+    assert first == pytest.approx((1.5, (16 * 8 + 8 * 2 + 16 * 4 + 8 * 2) / 48))
+    assert second == pytest.approx((3.5, (16 * 8 / 3 + 8 * 2 + 16 * 2 + 8 * 2) / 48))
+    assert loss_curve(RunLog({0: WorkerLog(slow.start)})) == []
+
+
+def test_a_killed_worker_is_away_until_it_trains_again() -> None:
+    killed = dataclasses.replace(
+        worker(0, 0.0, until_s=8.0),
+        processes=((0.0, 2.1), (3.0, 5.2), (5.6, 9.0)),
+        lives=(BeganRecord(1, 100.5, 0.5), BeganRecord(2, 104.0, 4.0), BeganRecord(3, 106.5, 6.5)),
+    )
+    edges = np.arange(0.0, 9.0)
+    # Pieces at 0.5, 1.5, ..: the second life trains from 4.0 to 5.2, the third from 6.5 on.
+    assert present(killed, edges).tolist() == [
+        True, True, False, False, True, False, True, True,
+    ]  # fmt: skip
+    assert present(worker(0, 0.0), edges).all()
 
 
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +102,18 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return drawn[-1]
 
     monkeypatch.setattr(comparison, "new_figure", remember)
-    trainings = [Compared("waiting", run(0.5, 8.0), 1.5), Compared("going on", run(0.0), 1.25)]
+    faults = (
+        {"kind": "kill", "rank": 1, "at_s": 2.5},
+        {"kind": "slow", "rank": 0, "at_s": 1.0, "missed": "it was not there"},
+    )
+    going_on = run(0.0)
+    going_on.workers[0] = dataclasses.replace(
+        going_on.workers[0], lives=(BeganRecord(1, 100.25, 0.25),)
+    )
+    trainings = [
+        Compared("waiting", run(0.5, 8.0), 1.5),
+        Compared("going on", going_on, 1.25, faults),
+    ]
     path = tmp_path / "comparison.png"
     draw_comparison(trainings, path, title="a title", loss_label="loss", loss_unit=2.0)
     (figure,) = drawn
@@ -96,7 +130,15 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if bar.get_facecolor()[:3] == grey:
                 rows[round(bar.get_y())] += bar.get_width() * bar.get_height() / 0.8
         assert rows == pytest.approx({0: waits * until_s, 1: 0.0})
+    (mark,) = below.get_lines()
+    assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (2.75, 1)
+    assert [text.get_text() for text in above.get_legend().get_texts()] == [
+        "computing",
+        "waiting",
+        "becomes slow",
+        "killed",
+    ]
     lines = {str(line.get_label()): line for line in losses.get_lines()}
-    (time_s,), (loss,) = lines["its averaged model, on held-out data: 1.250"].get_data()
+    (time_s,), (loss,) = lines["averaged model,\nheld-out text: 1.250"].get_data()
     assert (time_s, loss) == (4.0, 1.25)
     assert min(lines["waiting"].get_ydata()) == pytest.approx(0.5)  # 8 / 8 in units of 2

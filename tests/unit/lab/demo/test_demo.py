@@ -99,6 +99,8 @@ def test_the_configuration_says_what_was_asked_for() -> None:
     assert faults == {**plain, "faults": "kill 0 at 5s", "restart": True, "least_seconds": 13.0}
     rate = configuration_of(DemoArguments(learning_rate=0.1), 32)
     assert rate == {**plain, "learning_rate": 0.1}
+    timed = configuration_of(DemoArguments(seconds=9.0), 32)
+    assert {**timed, "samples": 128_000} == {**plain, "seconds": 9.0, "least_seconds": 9.0}
 
 
 def test_a_worker_that_was_killed_has_results_but_no_model() -> None:
@@ -123,13 +125,7 @@ def test_the_run_outlasts_its_faults_unless_its_samples_are_given() -> None:
     assert DemoArguments(faults="kill 0 at 50s").least_s > 51
     assert DemoArguments(faults="stop 70s 0 at 5s").least_s > 76
     assert DemoArguments(faults="kill 0 at 50s", samples=3200).least_s == 0
-
-
-def test_the_worker_that_is_slow_all_the_time_is_in_the_results() -> None:
-    summary = summary_of(make_results(3), faults="kill 0 at 5s; slow 2.5x 1")
-    assert summary["slow_worker"] == {"rank": 1, "factor": 2.5, "by": "stopping"}
-    for other in ("slow 4x", "slow 4x 1 at 3s", "slow 4x 1 for 3s", "slow 4x 1 every 3s"):
-        assert DemoArguments(faults=other).slow_worker is None
+    assert DemoArguments(faults="kill 0 at 50s", seconds=9.0).least_s == 9.0
 
 
 def test_a_worker_that_did_not_come_back_is_named() -> None:

@@ -8,57 +8,116 @@ from typing import Any
 
 import pytest
 
-from gossipdp_lab.demo.compare import AS_GOOD, WORKLOAD, Verdict, both
-from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
+from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp_lab.demo.command import check
+from gossipdp_lab.demo.compare import (
+    AS_GOOD,
+    SECONDS,
+    WORKLOAD,
+    Verdict,
+    both,
+    default_faults,
+    judge,
+)
+from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.demo.training import Training
+from gossipdp_lab.report.run_log import RunLog
 
-FASTER = Verdict("a2cid2", (2, 4.0), 48_000, 40.0, 16.0, 2.6, 2.61)
+BETTER = Verdict("a2cid2", 40.0, 1, 12_000, 36_000, 3.0, 2.7)
 
 
 def test_the_verdict_in_one_sentence() -> None:
-    assert str(FASTER) == (
-        "While worker 2 was 4 times slower, a2cid2 took 16.0 s and all-reduce 40.0 s for the same "
-        "48,000 samples, so a2cid2 was 2.5 times as fast, and both models are as good: 2.610 and "
-        "2.600 bits per byte (lower is better)."
+    assert str(BETTER) == (
+        "In 40 s a2cid2 trained on 36,000 samples, although 1 worker was killed in its run alone, "
+        "3.0 times as many as all-reduce (12,000), and its model is 10.0% better: 2.700 and 3.000 "
+        "bits per byte (lower is better)."
     )
 
 
 @pytest.mark.parametrize(
     ("figures", "words"),
     [
-        ({"gossip_loss": 2.73}, "2.5 times as fast, but its model is 5.0% worse: 2.730 and 2.600"),
-        ({"gossip_loss": 2.47}, "2.5 times as fast, and its model is 5.0% better: 2.470"),
-        ({"allreduce_s": 16.4}, "a2cid2 was not faster, but both models are as good"),
-        ({"allreduce_s": 16.4, "gossip_loss": 2.47}, "not faster, but its model is 5.0% better"),
-        ({"allreduce_s": 8.0, "gossip_loss": 2.73}, "slower, and its model is 5.0% worse"),
-        ({"slow_worker": (0, 2.5)}, "While worker 0 was 2.5 times slower, a2cid2 took"),
+        ({"gossip_loss": 3.03}, "3.0 times as many as all-reduce (12,000), and both models are as"),
+        ({"gossip_loss": 3.3}, "3.0 times as many as all-reduce (12,000), but its model is 10.0%"),
+        ({"gossip_samples": 12_100}, "as many as all-reduce (12,000), and its model is 10.0% bett"),
+        ({"gossip_samples": 6_000}, "0.5 times as many as all-reduce (12,000), but its model is"),
+        ({"gossip_samples": 6_000, "gossip_loss": 3.3}, "0.5 times as many as all-reduce (12,000), "
+         "and its model is 10.0% worse"),
+        ({"num_kills": 2}, "although 2 workers were killed in its run alone, 3.0 times"),
+        ({"num_kills": 0}, "trained on 36,000 samples, 3.0 times as many"),
     ],
-)
+)  # fmt: skip
 def test_the_words_follow_from_the_figures(figures: dict[str, Any], words: str) -> None:
-    assert words in str(replace(FASTER, **figures))
+    assert words in str(replace(BETTER, **figures))
 
 
 @pytest.mark.parametrize("share", [-1, 1])
 def test_the_limit_of_a_model_that_is_as_good(share: int) -> None:
-    at = replace(FASTER, gossip_loss=FASTER.allreduce_loss * (1 + share * 0.999 * AS_GOOD))
-    beyond = replace(FASTER, gossip_loss=FASTER.allreduce_loss * (1 + share * 1.001 * AS_GOOD))
+    at = replace(BETTER, gossip_loss=BETTER.allreduce_loss * (1 + share * 0.999 * AS_GOOD))
+    beyond = replace(BETTER, gossip_loss=BETTER.allreduce_loss * (1 + share * 1.001 * AS_GOOD))
     assert "as good" in str(at)
     assert "as good" not in str(beyond)
 
 
-def test_the_two_trainings_differ_in_method_and_place_alone(tmp_path: Path) -> None:
+def test_the_two_trainings_differ_in_method_place_and_kills_alone(tmp_path: Path) -> None:
     arguments = DemoArguments(compare=True, method="gossip", output=tmp_path, seed=3)
     allreduce, gossip = both(arguments).values()
     assert (allreduce.method, gossip.method) == ("allreduce", "gossip")
     assert not allreduce.compare
-    assert allreduce.num_samples == DEFAULT_SAMPLES[WORKLOAD]
-    assert (allreduce.slow_worker, allreduce.seed) == ((2, 4.0), 3)
+    assert allreduce.task == WORKLOAD
+    assert (allreduce.seconds, allreduce.num_samples, allreduce.least_s) == (SECONDS, None, SECONDS)
+    assert allreduce.seed == 3
     for own in (allreduce, gossip):
         assert own.directory == tmp_path / own.method
-    assert replace(allreduce, method="gossip", output=gossip.output) == gossip
+        check(own)
+    assert gossip.faults == f"{allreduce.faults}; kill 0 at 20s"
+    assert (allreduce.restart, gossip.restart) == (False, True)
+    other = {"method": "gossip", "output": gossip.output, "faults": gossip.faults, "restart": True}
+    assert replace(allreduce, **other) == gossip
 
 
-def test_the_slow_worker_exists_and_may_be_chosen() -> None:
-    two = DemoArguments(compare=True, workers=2)
-    assert {own.slow_worker for own in both(two).values()} == {(1, 4.0)}
-    chosen = replace(two, faults="slow 2x 0")
-    assert {own.slow_worker for own in both(chosen).values()} == {(0, 2.0)}
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
+def test_three_workers_are_slow_in_turn_and_never_two_at_once(num_workers: int) -> None:
+    *slow, kill = FaultPlan.parse(default_faults(num_workers, 30.0), num_workers).clauses
+    assert [(each.kind, each.time_s, each.for_s) for each in slow] == [
+        ("slow", start_s, 10.0) for start_s in (0.0, 10.0, 20.0)
+    ]
+    assert slow[0].rank != slow[1].rank != slow[2].rank
+    assert (kill.kind, kill.rank, kill.time_s) == ("kill", 0, 15.0)
+
+
+def test_own_faults_replace_all_and_kill_by_gossip_alone() -> None:
+    arguments = DemoArguments(compare=True, faults="stop 1s 1 at 3s; kill 1 at 9s", seconds=20.0)
+    allreduce, gossip = both(arguments).values()
+    assert (allreduce.faults, gossip.faults) == ("stop 1s 1 at 3s", arguments.faults)
+    assert allreduce.seconds == gossip.seconds == 20.0
+    only_kills = both(replace(arguments, faults="kill 1 at 9s"))
+    assert only_kills["allreduce"].faults is None
+
+
+def test_only_kills_that_happened_are_counted() -> None:
+    def training(loss: float, samples: int, *faults: dict[str, Any]) -> Training:
+        summary = {"bits": loss, "samples": samples, "faults": faults}
+        return Training("bits", RunLog({}), [], summary, [])
+
+    kill, slow = {"kind": "kill", "rank": 0}, {"kind": "slow", "rank": 1}
+    found = {
+        "allreduce": training(3.0, 12_000, slow),
+        "a2cid2": training(2.7, 36_000, slow, kill, {**kill, "missed": "it was not there"}),
+    }
+    gossip = both(DemoArguments(compare=True))["a2cid2"]
+    assert judge(gossip, found) == BETTER
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compare": True, "samples": 100}, "--compare does not go with --samples: both train for"),
+        ({"compare": True, "restart": True, "faults": "kill 0"}, "--compare does not go with --re"),
+        ({"samples": 100, "seconds": 3.0}, "--samples and --seconds both say when the run ends"),
+        ({"method": "allreduce", "faults": "kill 0"}, "there a death ends the run; choose a2cid2"),
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(DemoArguments(**options))
