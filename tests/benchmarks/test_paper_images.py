@@ -1,6 +1,7 @@
 """The paper's experiment on images, on a few made up here: its optimizer, its rows, its tables."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import paper_images
@@ -132,3 +133,15 @@ def test_missing_data_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.argv", ["paper_images.py", "--data", str(tmp_path)])
     with pytest.raises(ValueError, match="install Debian's package dataset-fashion-mnist"):
         main()
+
+
+@pytest.mark.processes
+def test_real_processes_by_the_command(task: Task, tmp_path: Path) -> None:
+    runs = Runs(tmp_path / "runs.jsonl")
+    setting = replace(task.setting, workers=2)
+    run = runs.find_real(DOUBLED, setting, tmp_path, seed=1)
+    assert 0 <= run["accuracy"] <= 1
+    assert run["slowest_steps"] + run["fastest_steps"] >= 16
+    assert Runs(tmp_path / "runs.jsonl").find_real(DOUBLED, setting, Path("none"), seed=1) == run
+    (table,) = paper_images.real_table(runs, setting)
+    assert [row[0] for row in table.rows] == [DOUBLED]
