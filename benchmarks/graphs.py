@@ -34,6 +34,7 @@ from gossipdp_lab.simulate import (
     SlowedTime,
     simulate,
 )
+from gossipdp_lab.tasks.workload import learning_rate_factor
 
 LEARNING_RATE = 0.064
 """Tuned for gossip on the complete graph in quality_simulated, a larger model."""
@@ -108,7 +109,7 @@ class Run:
             seed=self.seed,
             num_records=10,
             exchange_moments={"exp_avg_sq": 16},
-            learning_rate_decay=True,
+            schedule=learning_rate_factor,
             fidelity="links",
             **{"links": LinkModel(Link(latency_s=0.0)), **condition.options},
         )

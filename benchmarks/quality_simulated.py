@@ -78,7 +78,7 @@ class Row:
             num_steps=setting.steps,
             seed=seed,
             num_records=10,
-            learning_rate_decay=True,
+            schedule=learning_rate_factor,
             fidelity="links",
             # A latency would make rounds end later: fewer steps.
             **{"links": LinkModel(Link(latency_s=0.0)), **self.options},

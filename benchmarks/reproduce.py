@@ -61,6 +61,18 @@ _SUMMARY = table(
 )
 """Claim by claim; sections 3 and 4 are about claims of ours."""
 
+ON_IMAGES = (
+    "## On real images",
+    "The sections above train on digits, or on nothing. `python "
+    "benchmarks/paper_images.py` repeats the paper's experiment on Fashion-MNIST, a "
+    "Debian package (`apt-get install dataset-fashion-mnist`): all-reduce, plain gossip "
+    "at one and at two exchanges a step, and A2CiD2 at one, on a ring and on a complete "
+    "graph of 16 simulated workers, with a ResNet-8 and the paper's settings; `--workers "
+    "64` for more workers, `--real` for four real processes too. It writes its tables and"
+    " its figure to `benchmarks/results/paper_images.md` and `.png`.",
+)
+"""Ends the page."""
+
 
 class Stored(msgspec.Struct, frozen=True):
     """One section's result, to be decoded as that section's own type."""
@@ -164,7 +176,7 @@ def _blocks(directory: Path) -> list[str]:
         anchor = heading.lower().replace(".", "").replace(" ", "-")
         contents.append(f"- [{heading}](#{anchor})")
         sections += [f"## {heading}", *_section(directory, name, section)]
-    return [*blocks, "\n".join(contents), *sections]
+    return [*blocks, "\n".join(contents), *sections, *ON_IMAGES]
 
 
 def _section(directory: Path, name: str, section: ModuleType) -> list[str]:

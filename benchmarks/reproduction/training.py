@@ -23,6 +23,7 @@ from gossipdp_lab.simulate import (
     digits_objective,
     simulate,
 )
+from gossipdp_lab.tasks.workload import learning_rate_factor
 
 TITLE = "Training on rings"
 DATA_NAMES = {"iid": "same data", "dirichlet": "uneven classes", "noise": "white noise"}
@@ -162,7 +163,7 @@ def measure_run(settings: Settings, **cell: Any) -> Run:
         else LognormalTime(1.0, settings.step_spread),
         num_steps=settings.noise_steps if is_noise else settings.total_steps / num_workers,
         num_records=settings.num_records,
-        learning_rate_decay=not is_noise,
+        schedule=None if is_noise else learning_rate_factor,
         seed=cell["seed"],
     )
     trace = simulate(scenario, method)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from image_files import write_cifar10, write_imagenet
+from image_files import write_cifar10, write_fashion_mnist, write_imagenet
 
 from gossipdp.cli.main import main
 from gossipdp_lab.tasks import make_recipe
 from gossipdp_lab.tasks.options import (
     BytesGptOptions,
     Cifar10Options,
+    FashionMnistOptions,
     ImageNetOptions,
     TrainOptions,
 )
@@ -34,6 +35,11 @@ def cifar10(folder: Path) -> Cifar10Options:
 def imagenet(folder: Path) -> ImageNetOptions:
     write_imagenet(folder, per_class=1)
     return ImageNetOptions(data=folder, epochs=1, batch_size=2, loader_processes=1)
+
+
+def fashion_mnist(folder: Path) -> FashionMnistOptions:
+    write_fashion_mnist(folder, num_train=20)
+    return FashionMnistOptions(data=folder, epochs=1, batch_size=10)
 
 
 def bytes_gpt(folder: Path) -> BytesGptOptions:
@@ -100,7 +106,7 @@ def test_under_a_launcher_the_command_is_one_worker(workers, tmp_path):
     assert (options.directory / MODEL_FILE).exists()
 
 
-@pytest.mark.parametrize("make", [cifar10, imagenet])
+@pytest.mark.parametrize("make", [cifar10, imagenet, fashion_mnist])
 def test_the_papers_trainings(make, tmp_path, monkeypatch):
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)

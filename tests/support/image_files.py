@@ -1,9 +1,12 @@
-"""Small files in the formats of CIFAR-10 and of ImageNet, of images made up here."""
+"""Small files in the formats of the image data sets, of images made up here."""
 
+import gzip
 import io
+import struct
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 SYNSETS = ("n01440764", "n01443537", "n02105855")
@@ -31,6 +34,34 @@ def write_cifar10(folder: Path, images_per_file: int = 8) -> Path:
     for name, content in cifar10_files(images_per_file).items():
         (path / name).write_bytes(content)
     return path
+
+
+def fashion_mnist_arrays(num_train: int, num_test: int) -> dict[str, NDArray[np.uint8]]:
+    """Make the arrays of the four files: noise, and as many bright rows as the class says."""
+    random, arrays = np.random.default_rng(0), {}
+    for part, count in (("train", num_train), ("t10k", num_test)):
+        labels = random.integers(10, size=count, dtype=np.uint8)
+        images = random.integers(100, size=(count, 28, 28), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[4 : 4 + 2 * label] += 150
+        arrays[f"{part}-images-idx3-ubyte"] = images
+        arrays[f"{part}-labels-idx1-ubyte"] = labels
+    return arrays
+
+
+def idx(array: NDArray[np.uint8]) -> bytes:
+    """Return a file in the IDX format that holds these bytes."""
+    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+    return header + array.tobytes()
+
+
+def write_fashion_mnist(
+    folder: Path, num_train: int = 8, num_test: int = 8, suffix: str = ".gz"
+) -> None:
+    """Write the four files, compressed or not."""
+    for name, array in fashion_mnist_arrays(num_train, num_test).items():
+        content = gzip.compress(idx(array)) if suffix == ".gz" else idx(array)
+        (folder / f"{name}{suffix}").write_bytes(content)
 
 
 def jpeg(label: int, number: int, kind: str = "JPEG", mode: str = "RGB") -> bytes:

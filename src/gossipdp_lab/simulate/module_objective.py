@@ -178,8 +178,7 @@ class _ModuleSource(GradientSource):
             for name, buffer in self._model.named_buffers()
             if name not in self._layout.shapes
         }
-        self._gradient = grad_and_value(self._loss, has_aux=True)
-        self._together = vmap(self._gradient)
+        self._together = vmap(grad_and_value(self._loss, has_aux=True))
         self._batches = [self._batches_of(rank) for rank in range(num_workers)]
         self._steps = [0] * num_workers
         self.start = self._layout.read(self._model).expand(num_workers, -1).clone()
@@ -254,8 +253,9 @@ class _ModuleSource(GradientSource):
             for row, batch, seed in zip(x, batches, seeds, strict=True):
                 torch.manual_seed(seed)
                 trained, buffers = row[: self.num_trained], row[self.num_trained :]
-                value, (loss, after) = self._gradient(trained, buffers, batch)
-                values.append(value)
+                trained = trained.detach().requires_grad_()
+                loss, after = self._loss(trained, buffers, batch)
+                values += torch.autograd.grad(loss, trained)
                 changes.append(after.detach() - buffers)
                 losses.append(loss.detach())
         return Gradients(torch.stack(values), torch.stack(changes), torch.stack(losses))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from gossipdp.dynamics.outer import OuterStep
 from gossipdp_lab.simulate.objectives import Gradients, GradientSource
 from gossipdp_lab.simulate.optimizers import RowOptimizer
 from gossipdp_lab.simulate.scenario import Scenario
-from gossipdp_lab.tasks.workload import learning_rate_factor
 
 
 class Population:
@@ -139,7 +138,8 @@ class Training:
     Therefore the gradients of all steps under way can be evaluated together, in one batch, when
     the first of them is needed. The gradient of a step does not depend on that.
 
-    Without a ``source`` (consensus) steps only count. The learning rate decays over ``decay_s``.
+    Without a ``source`` (consensus) steps only count. The learning rate follows ``schedule``, a
+    function of the share of ``end_s`` that has passed.
     ``exchange_moments`` gives the periods of the optimizer's tensors that exchanges average.
     """
 
@@ -149,7 +149,8 @@ class Training:
         optimizer: RowOptimizer,
         population: Population,
         *,
-        decay_s: float | None = None,
+        schedule: Callable[[float], float] | None = None,
+        end_s: float = 1.0,
         exchange_moments: Mapping[str, int] | None = None,
     ) -> None:
         self.source = source
@@ -158,7 +159,7 @@ class Training:
         self.state = optimizer.begin(population.trained)
         self.steps = [0] * len(population.x)
         """Gradient steps that each worker has ended."""
-        self._decay_s = decay_s
+        self._schedule, self._end_s = schedule, end_s
         self._starts = torch.zeros_like(population.x)
         self._factors = [1.0] * len(population.x)
         self._under_way: dict[int, None] = {}
@@ -191,7 +192,8 @@ class Training:
             source,
             scenario.optimizer,
             population,
-            decay_s=scenario.end_s if scenario.learning_rate_decay else None,
+            schedule=scenario.schedule,
+            end_s=scenario.end_s,
             exchange_moments=scenario.exchange_moments,
         )
 
@@ -219,9 +221,9 @@ class Training:
 
     def factor(self, now_s: float) -> float:
         """Return the factor on the learning rate of a step that starts now."""
-        if self._decay_s is None:
+        if self._schedule is None:
             return 1.0
-        return learning_rate_factor(min(1.0, now_s / self._decay_s))
+        return self._schedule(min(1.0, now_s / self._end_s))
 
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
         """Return the next gradients of ``ranks`` at rows ``x``; their losses count."""

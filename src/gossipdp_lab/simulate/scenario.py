@@ -238,7 +238,7 @@ class Scenario(Checked):
         exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
             too, and at every how many of the exchanges that a worker asks for.
         sync_every: H, gradient steps from one average to the next, of diloco.
-        learning_rate_decay: warm-up and cosine decay over the run, in place of a constant rate.
+        schedule: the factor on the learning rate at a share of the run, 0 to 1; None: always 1.
         keep_timeline: record what each worker does when.
     """
 
@@ -262,7 +262,7 @@ class Scenario(Checked):
     outer: OuterStep | None = None
     exchange_moments: Mapping[str, int] = field(default_factory=dict)
     sync_every: int = option(16, at_least_1)
-    learning_rate_decay: bool = False
+    schedule: Callable[[float], float] | None = None
     keep_timeline: bool = False
 
     def __post_init__(self) -> None:

@@ -1,10 +1,11 @@
 """Built-in trainings: data, model, optimizer and schedule, for any training loop.
 
-workload     the interface of all of them
-digits       handwritten digits: no download, seconds
-text         a small GPT on the bytes of any text, by default Python's own standard library
-images       the paper's two: ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet
-options      the options of ``gossipdp train``; training: its loop
+workload       the interface of all of them
+digits         handwritten digits: no download, seconds
+text           a small GPT on the bytes of any text, by default Python's own standard library
+images         the paper's two: ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet
+fashion_mnist  their settings with a ResNet-8, for one core a worker
+options        the options of ``gossipdp train``; training: its loop
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ WORKLOADS = {
     "pystdlib": "text.PyStdlib",
     "pystdlib-small": "text.SmallPyStdlib",
 }
-RECIPES = {"cifar10": "images.Cifar10", "imagenet": "images.ImageNet", "bytes-gpt": "text.Gpt"}
+RECIPES = {
+    "cifar10": "images.Cifar10",
+    "imagenet": "images.ImageNet",
+    "fashion-mnist": "fashion_mnist.FashionMnist",
+    "bytes-gpt": "text.Gpt",
+}
 
 
 def make_workload(name: str, **options: Any) -> Workload[Any]:

@@ -9,11 +9,17 @@ from typing import Annotated
 import tyro
 
 from gossipdp.rules import at_least_0, at_least_1, option
-from gossipdp_lab.tasks.options import BytesGptOptions, Cifar10Options, ImageNetOptions
+from gossipdp_lab.tasks.options import (
+    BytesGptOptions,
+    Cifar10Options,
+    FashionMnistOptions,
+    ImageNetOptions,
+)
 
 Recipe = (
     Annotated[Cifar10Options, tyro.conf.subcommand("cifar10")]
     | Annotated[ImageNetOptions, tyro.conf.subcommand("imagenet")]
+    | Annotated[FashionMnistOptions, tyro.conf.subcommand("fashion-mnist")]
     | Annotated[BytesGptOptions, tyro.conf.subcommand("bytes-gpt")]
 )
 
@@ -22,9 +28,9 @@ Recipe = (
 class TrainArguments:
     """Train a recipe with several workers on this machine.
 
-    The paper's ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet, and a small GPT on any text. Each
-    recipe has options of its own. If gossipdp run or torchrun started this process, it is one of
-    their workers, and --workers has no effect.
+    The paper's ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet, a ResNet-8 on Fashion-MNIST, and a
+    small GPT on any text. Each recipe has options of its own. If gossipdp run or torchrun started
+    this process, it is one of their workers, and --workers has no effect.
     """
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]

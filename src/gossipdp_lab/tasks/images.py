@@ -23,7 +23,7 @@ from gossipdp_lab.tasks.options import Cifar10Options, ImageNetOptions, PaperOpt
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
 
 Batch = tuple[Tensor, Tensor]
-"""Images (batch, 3, height, width), uint8; labels (batch,), int64."""
+"""Images (batch, channels, height, width), uint8; labels (batch,), int64."""
 
 Box = tuple[float, float, float, float]
 """Left, upper, right and lower edge in pixels."""
@@ -67,12 +67,14 @@ class PaperRecipe(Workload[Batch]):
     over 256, gradients are clipped under a2cid2, and all norms start as the identity.
 
     milestones: shares of the run after which the rate is divided by ten.
-    mean, deviation: of the training images' three channels, as shares of the largest value.
+    warmup_epochs: epochs over which the rate rises.
+    mean, deviation: of the training images' channels, as shares of the largest value.
     """
 
     milestones: tuple[float, ...]
-    mean: ClassVar[tuple[float, float, float]]
-    deviation: tuple[float, float, float]
+    warmup_epochs: float = WARMUP_EPOCHS
+    mean: ClassVar[tuple[float, ...]]
+    deviation: tuple[float, ...]
 
     def __init__(self, options: PaperOptions) -> None:
         super().__init__(options.batch_size, device=options.device)
@@ -102,7 +104,7 @@ class PaperRecipe(Workload[Batch]):
         peak = float(world_size)
         if self._is_released:
             peak *= self.batch_size / RELEASED_BATCH_SIZE
-        warmup = min(1.0, WARMUP_EPOCHS / self._epochs)
+        warmup = min(1.0, self.warmup_epochs / self._epochs)
         through = min(1.0, progress / warmup)
         drops = sum(progress >= milestone for milestone in self.milestones)
         return float((1 + through * (peak - 1)) * 0.1**drops)
@@ -133,22 +135,17 @@ class PaperRecipe(Workload[Batch]):
         return int(right) / count
 
 
-@final
-class Cifar10(PaperRecipe):
-    """ResNet-18 with the stem for small images, SGD, crop and flip; see ``Cifar10Options``.
+class SmallImages(PaperRecipe):
+    """Images that are all kept in memory, on the worker's device; crop by 4 pixels, and flip.
 
-    All images are kept in memory, on the worker's device (180 MB for the real ones).
+    The rate falls after half and after three quarters of the run, as epochs 50 and 75 of 100.
     """
 
     metric_name = "test_accuracy"
-    milestones = (0.5, 0.75)  # epochs 50 and 75 of 100
-    mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    milestones = (0.5, 0.75)
 
-    def __init__(self, options: Cifar10Options) -> None:
+    def __init__(self, options: PaperOptions, train: Batch, test: Batch) -> None:
         super().__init__(options)
-        if options.released_settings:
-            self.deviation = (0.2023, 0.1994, 0.2010)
-        train, test = read_cifar10(options.data)
         self.train, self.test = (
             (images.to(self.device), labels.to(self.device)) for images, labels in (train, test)
         )
@@ -157,9 +154,6 @@ class Cifar10(PaperRecipe):
     @property
     def num_samples(self) -> int:
         return len(self.train[1])
-
-    def make_network(self) -> nn.Module:
-        return cifar_resnet18()
 
     def train_loader(self, rank: int, num_workers: int, seed: int) -> BatchLoader[Batch]:
         def gather(chosen: Tensor) -> Batch:
@@ -180,6 +174,24 @@ class Cifar10(PaperRecipe):
         """Return the share of the test images that are classified correctly."""
         images, labels = (torch.split(each, 500) for each in self.test)
         return self.accuracy(model, zip(images, labels, strict=True))
+
+
+@final
+class Cifar10(SmallImages):
+    """ResNet-18 with the stem for small images, SGD, crop and flip; see ``Cifar10Options``.
+
+    The real images take 180 MB of memory.
+    """
+
+    mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+    def __init__(self, options: Cifar10Options) -> None:
+        super().__init__(options, *read_cifar10(options.data))
+        if options.released_settings:
+            self.deviation = (0.2023, 0.1994, 0.2010)
+
+    def make_network(self) -> nn.Module:
+        return cifar_resnet18()
 
 
 def read_cifar10(path: Path) -> tuple[Batch, Batch]:
@@ -389,7 +401,8 @@ def cifar_resnet18(num_classes: int = 10) -> ResNet:
     >>> cifar_resnet18()(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
-    return ResNet((2, 2, 2, 2), num_classes, small_images=True)
+    stem = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    return ResNet((2, 2, 2, 2), num_classes, stem=stem)
 
 
 def resnet50(num_classes: int = 1000) -> ResNet:
@@ -398,12 +411,14 @@ def resnet50(num_classes: int = 1000) -> ResNet:
     In its bottlenecks the 3 by 3 convolution has the stride, as in torchvision and in what Goyal et
     al. (arXiv 1706.02677) train; in the article of 2015 the first 1 by 1 convolution has it.
     """
-    return ResNet((3, 4, 6, 3), num_classes, bottleneck=True)
+    stem = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+    pool = nn.MaxPool2d(3, stride=2, padding=1)
+    return ResNet((3, 4, 6, 3), num_classes, stem=stem, pool=pool, bottleneck=True)
 
 
 @final
 class ResNet(nn.Module):
-    """He et al., *Deep residual learning* (CVPR 2016): (batch, 3, height, width) to logits.
+    """He et al., *Deep residual learning* (CVPR 2016), from images to logits.
 
     The names in ``state_dict()`` are torchvision's, so that either loads what the other saved.
     Convolutions start normally distributed with variance 2 / (outputs · kernel area), norms as the
@@ -412,39 +427,38 @@ class ResNet(nn.Module):
     blow up.
 
     Args:
-        depths: number of blocks of each layer.
+        depths: number of blocks of each layer. Each layer but the first halves the image, and has
+            twice as many channels as the one before.
         num_classes: number of logits.
+        stem: the first convolution; the first layer has as many channels as it gives.
+        pool: what follows the stem's norm; None: nothing.
         bottleneck: the kind of blocks.
-        small_images: a 3 by 3 stem of stride 1 without pooling, in place of 7 by 7 of stride 2.
     """
 
     def __init__(
         self,
-        depths: tuple[int, int, int, int],
+        depths: Sequence[int],
         num_classes: int,
         *,
+        stem: nn.Conv2d,
+        pool: nn.Module | None = None,
         bottleneck: bool = False,
-        small_images: bool = False,
     ) -> None:
         super().__init__()
-        if small_images:
-            self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-        else:
-            self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
+        channels = width = stem.out_channels
+        self.conv1 = stem
+        self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
-        channels = 64
-        layers: list[nn.Module] = []
+        self.maxpool = pool or nn.Identity()
+        self.num_layers = len(depths)
         for number, depth in enumerate(depths):
             blocks: list[nn.Module] = []
             for index in range(depth):
                 stride = 2 if number and not index else 1
-                block = Block(channels, 64 << number, stride, bottleneck=bottleneck)
+                block = Block(channels, width << number, stride, bottleneck=bottleneck)
                 blocks.append(block)
                 channels = block.num_outputs
-            layers.append(nn.Sequential(*blocks))
-        self.layer1, self.layer2, self.layer3, self.layer4 = layers
+            self.add_module(f"layer{number + 1}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(channels, num_classes)
         for module in self.modules():
@@ -454,7 +468,8 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits, (batch, ``num_classes``)."""
         features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
+        for number in range(1, self.num_layers + 1):
+            features = self.get_submodule(f"layer{number}")(features)
         logits: Tensor = self.fc(self.avgpool(features).flatten(1))
         return logits
 

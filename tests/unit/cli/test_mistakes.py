@@ -22,7 +22,7 @@ WORDS = [
     ("tls-init", "Missing from gossipdp tls-init", "gossipdp tls-init --help"),
     ("top --interval", "Missing value for argument '--interval'", "gossipdp top --help"),
     ("demo --method a2cid", "invalid choice 'a2cid' for argument '--method'", "'a2cid2'"),
-    ("train", "Expected one of {cifar10, imagenet, bytes-gpt}", "--help"),
+    ("train", "Expected one of {cifar10, imagenet, fashion-mnist, bytes-gpt}", "--help"),
     # values that the class of the options refuses
     ("train cifar10 --epochs 0", "--epochs is 0; it must be at least 1", "--help"),
     ("train imagenet --batch-size 0", "--batch-size is 0", "--help"),
@@ -135,6 +135,7 @@ MISTAKES = [
     ("train bytes-gpt --device tpu", "--device is 'tpu'; choose cpu or cuda"),
     ("train bytes-gpt --max-restarts 1 --method allreduce", "where a death ends the run: leave it"),
     ("train cifar10 --data .", "data_batch_1.bin. CIFAR-10 is not downloaded for you"),
+    ("train fashion-mnist --data .", "install Debian's package dataset-fashion-mnist, or name"),
     ("train imagenet --data .", "ImageNet is not downloaded for you: register at"),
     ("train bytes-gpt --data edges", "holds 9 bytes of text"),
     ("train bytes-gpt --data train.py --batch-size 9999", "are less than one batch of"),

@@ -17,6 +17,7 @@ from gossipdp_lab.simulate.scenario import (
     SlowedTime,
 )
 from gossipdp_lab.simulate.trace import Trace
+from gossipdp_lab.tasks.workload import learning_rate_factor
 
 QUICK = LinkModel(Link(latency_s=1e-4))
 SMALL = Scenario(
@@ -141,7 +142,7 @@ def test_without_the_excess_of_alpha_tilde_it_is_gossip() -> None:
 def test_gradients_bring_the_workers_to_the_optimum() -> None:
     trace = run(replace(TRAINING, num_steps=120))
     assert trace.records[-1].loss < 0.1 * trace.records[0].loss
-    decaying = run(replace(TRAINING, num_steps=120, learning_rate_decay=True))
+    decaying = run(replace(TRAINING, num_steps=120, schedule=learning_rate_factor))
     assert trace.records[-1].loss != decaying.records[-1].loss < 0.5 * trace.records[0].loss
     # Training steps do not wait for exchanges, however long these take.
     slow = run(replace(TRAINING, links=LinkModel(Link(1e-4, bytes_per_s=10.0))))

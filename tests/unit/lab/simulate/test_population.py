@@ -1,7 +1,7 @@
 """Rows of the population follow the float64 reference, and gradient steps apply at their end."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -97,11 +97,12 @@ class Halving(GradientSource):
 
 
 def make(
-    decay_s: float | None = None, learning_rate: float = 0.5
+    schedule: Callable[[float], float] | None = None, end_s: float = 1.0
 ) -> tuple[Halving, Population, Training]:
     source = Halving()
     population = Population(source.start, 1, momentum=False)
-    return source, population, Training(source, Sgd(0.5), population, decay_s=decay_s)
+    training = Training(source, Sgd(0.5), population, schedule=schedule, end_s=end_s)
+    return source, population, training
 
 
 def test_a_step_uses_the_row_at_its_start_and_adds_to_the_row_at_its_end() -> None:
@@ -128,12 +129,14 @@ def test_all_steps_under_way_are_evaluated_together() -> None:
 
 
 def test_the_time_scales_the_learning_rate_of_each_step() -> None:
-    _, population, training = make(decay_s=20.0)
-    training.start_step(0, 20.0)
-    training.start_step(1, 1.0)
-    training.end_step(0)
-    training.end_step(1)
-    assert population.x[:2, 0].tolist() == pytest.approx([8.0 - 0.01 * 4.0, 16.0 - 8.0])
+    _, population, training = make(schedule=lambda share: 1.0 - share / 2, end_s=20.0)
+    training.start_step(0, 25.0)  # as at the end
+    training.start_step(1, 0.0)
+    training.start_step(2, 10.0)
+    for rank in range(3):
+        training.end_step(rank)
+    expected = [8.0 - 0.5 * 4.0, 16.0 - 8.0, 32.0 - 0.75 * 16.0]
+    assert population.x[:, 0].tolist() == pytest.approx(expected)
 
 
 def test_the_mean_loss_is_that_since_the_last_look() -> None:

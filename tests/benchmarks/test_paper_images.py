@@ -1,0 +1,147 @@
+"""The paper's experiment on images, on a few made up here: its optimizer, its rows, its tables."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import paper_images
+import pytest
+import torch
+from image_files import write_fashion_mnist
+from paper_images import ACCELERATED, ALL_REDUCE, DOUBLED, GOSSIP, ROWS, Row, Runs, Task, main
+from torch import nn
+
+from gossipdp_lab.simulate import simulate
+
+SLOWED = "A2CiD2, ring, one worker 2 times slower"
+
+
+@pytest.fixture(autouse=True)
+def few_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paper_images, "NUM_RECORDS", 2)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    write_fashion_mnist(tmp_path, num_train=64, num_test=32)
+    return Task(tmp_path, workers=4, epochs=1, batch_size=4)
+
+
+def test_a_step_of_a_row_is_that_of_the_recipe_s_optimizer(task: Task) -> None:
+    source, rows = task.objective().begin(4, seed=3), task.optimizer(2.0)
+    x = source.start[:, : source.num_trained]
+    state = rows.begin(x)
+    model = task.recipe.make_model()
+    nn.utils.vector_to_parameters(x[1].clone(), model.parameters())
+    optimizer = task.recipe.make_optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"] *= 2.0 * 4 / 128 * 0.5  # twice the rule for batches of 4, at half the schedule
+    after = x.clone()
+    for _ in range(2):
+        gradients = torch.randn(1, source.num_trained)
+        after[1] += rows.changes(state, [1], after[1:2], gradients, 0.5)[0]
+        sizes = [each.numel() for each in model.parameters()]
+        for each, gradient in zip(model.parameters(), gradients[0].split(sizes), strict=True):
+            each.grad = gradient.view_as(each).clone()
+        optimizer.step()
+    expected = nn.utils.parameters_to_vector(model.parameters())
+    torch.testing.assert_close(after[1], expected.detach())
+    assert not torch.equal(after[1], x[1])
+
+
+def test_a_judged_model_has_the_statistics_of_its_own_activations(task: Task) -> None:
+    model = task.recipe.make_model().eval()
+    with torch.no_grad():
+        task.judge(model)
+        norm = model.get_submodule("bn1")
+        mean, momentum = norm.running_mean.clone(), norm.momentum
+        model.get_submodule("conv1").weight.mul_(3.0)
+        task.judge(model)
+    torch.testing.assert_close(norm.running_mean, 3.0 * mean)
+    assert (momentum, norm.momentum, model.training) == (0.1, 0.1, False)
+    assert len(task.as_averaged) == 2
+
+
+def test_all_rows_train_on_equally_many_samples(task: Task) -> None:
+    steps = {}
+    for name, row in ROWS.items():
+        scenario = task.scenario(row, 1.0, 0)
+        trace = simulate(scenario, row.method)
+        steps[name] = trace.records[-1].gradient_steps
+        assert all(record.drift < 1e-4 for record in trace.records)
+    expected = task.setting.steps * task.setting.workers
+    assert steps[ALL_REDUCE] == expected == 16
+    # Asynchronous workers begin in the middle of a step.
+    assert all(abs(found - expected) <= 2 for found in steps.values())
+
+
+def test_on_a_complete_graph_a2cid2_is_gossip(task: Task) -> None:
+    traces = [
+        simulate(task.scenario(Row(method, "complete"), 1.0, 0), method)
+        for method in ("a2cid2", "gossip")
+    ]
+    losses = [trace.column("batch_loss").tolist() for trace in traces]
+    assert losses[0] == pytest.approx(losses[1], nan_ok=True)
+
+
+def test_the_benchmark_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_fashion_mnist(tmp_path, num_train=64, num_test=32)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("support.report.RESULTS", tmp_path / "results")
+    common = ["paper_images.py", "--data", ".", "--workers", "4", "--epochs", "1"]
+    common += ["--batch-size", "4", "--seeds", "2"]
+    monkeypatch.setattr("sys.argv", [*common, "--rows", ACCELERATED])
+    main()
+    path = tmp_path / "results" / "paper_images.jsonl"
+    runs = Runs(path)
+    setting = Task(tmp_path, workers=4, epochs=1, batch_size=4).setting
+    best, tried = runs.best(ACCELERATED, setting), runs.tried(ACCELERATED, setting)
+    assert len(tried) >= 3
+    assert tried[best]["loss"] == min(run["loss"] or math.inf for run in tried.values())
+    for times in (1.0, best):
+        found = runs.of("simulated", ACCELERATED, setting, times)
+        assert [run["seed"] for run in found] == [0, 1]
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    before = path.read_bytes()
+    monkeypatch.setattr(Task, "scenario", None)  # no run is made again
+    main()
+    assert path.read_bytes() == before
+    page = path.with_suffix(".md").read_text()
+    headings = (
+        "At the paper's learning rate",
+        "At each row's own best rate",
+        "Rates tried",
+        "Time",
+    )
+    assert [heading for heading in headings if f"### {heading}" in page] == list(headings)
+
+
+def test_time_by_the_simulators_clock() -> None:
+    table = paper_images.clock(paper_images.Setting(8, 1, 10, 4000))
+    seconds = {row[0]: float(row[1]) for row in table.rows}
+    # 50 steps of 0.1 s; the slowest of eight is some percent above the mean.
+    assert 5 < seconds[f"{ALL_REDUCE}, alike"] < 6.5
+    assert seconds[f"{ALL_REDUCE}, one worker 2 times slower"] > 9.5
+    for name in (GOSSIP, DOUBLED, ACCELERATED):
+        assert seconds[f"{name}, alike"] == pytest.approx(5, rel=0.05)
+        assert seconds[f"{name}, one worker 2 times slower"] == pytest.approx(5 / 0.9375, rel=0.05)
+
+
+def test_missing_data_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["paper_images.py", "--data", str(tmp_path)])
+    with pytest.raises(ValueError, match="install Debian's package dataset-fashion-mnist"):
+        main()
+
+
+@pytest.mark.processes
+def test_real_processes_by_the_command(task: Task, tmp_path: Path) -> None:
+    runs = Runs(tmp_path / "runs.jsonl")
+    setting = replace(task.setting, workers=2)
+    run = runs.find_real(DOUBLED, setting, tmp_path, seed=1)
+    assert 0 <= run["accuracy"] <= 1
+    assert run["slowest_steps"] + run["fastest_steps"] >= 16
+    assert Runs(tmp_path / "runs.jsonl").find_real(DOUBLED, setting, Path("none"), seed=1) == run
+    (table,) = paper_images.real_table(runs, setting)
+    assert [row[0] for row in table.rows] == [DOUBLED]
