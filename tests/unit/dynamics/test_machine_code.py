@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -40,18 +41,33 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return folders
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of the loop, compiled once for all tests."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine_code, "_folders", lambda: [folder])
+        assert flows(flow())
+    (code,) = folder.iterdir()
+    return code
+
+
+@pytest.fixture
+def kept(compiled: Path, folders: list[Path]) -> Path:
+    """Return the file in the first of the places."""
+    folders[0].mkdir()
+    return Path(shutil.copy(compiled, folders[0]))
+
+
 def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("gossipdp.dynamics.update_loops", raising=False)
     monkeypatch.setitem(sys.modules, "gossipdp.dynamics.update_loops", None)
 
 
-def test_what_was_compiled_once_needs_no_numba(folders, monkeypatch):
-    assert flows(flow())
-    (code,) = folders[0].iterdir()
-    assert not folders[1].exists()
+def test_what_was_compiled_once_needs_no_numba(kept, monkeypatch):
     without_numba(monkeypatch)
     assert flows(flow())
-    code.write_bytes(code.read_bytes()[:-1])
+    kept.unlink()
     with pytest.raises(ImportError):
         flow()
 
@@ -64,18 +80,15 @@ def test_no_other_memory_is_touched(c):
         machine_code.loop("flow")(torch.zeros(37), c, 0.5)
 
 
-def test_half_a_file_is_compiled_again(folders, monkeypatch):
-    flow()
-    (code,) = folders[0].iterdir()
-    code.write_bytes(code.read_bytes()[:1000])
+def test_half_a_file_is_compiled_again(kept, monkeypatch):
+    kept.write_bytes(kept.read_bytes()[:1000])
     assert flows(flow())
     without_numba(monkeypatch)
     assert flows(flow())
 
 
 @pytest.mark.parametrize("version", ["of numba", "of the loops"])
-def test_code_of_another_version_is_not_loaded(folders, monkeypatch, tmp_path, version):
-    flow()
+def test_code_of_another_version_is_not_loaded(kept, monkeypatch, tmp_path, version):
     if version == "of numba":
         monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 1000")
     else:
