@@ -107,8 +107,8 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
         rows,
         "Extra MB: PSS after wrapping and exchanging, less PSS before, less what the first row "
         "gained without a wrapper; medians over runs and workers, least and greatest. Tensors: "
-        "storages that Python can reach, and DDP's buckets. Compiled kernels: numba "
-        "itself is in the rest.",
+        "storages that Python can reach, and DDP's buckets. Compiled kernels: LLVM, "
+        "which loads them, is in the rest.",
     )
 
 

@@ -90,7 +90,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     if any(item.get_closest_marker("processes") for item in session.items):
-        start_fork_server(also=["gossipdp_lab.simulate.study", "numba"])
+        start_fork_server(also=["gossipdp_lab.simulate.study"])
 
 
 def with_warnings_as_errors(function: Callable[..., Any], *args: Any) -> Any:

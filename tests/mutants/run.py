@@ -207,7 +207,7 @@ def _run(mutant: Mutant) -> Outcome:
 
 
 class _Copy:
-    """A copy of the tree for as long as it is needed; with what Python and numba have compiled."""
+    """A copy of the tree for as long as it is needed; with what Python and we have compiled."""
 
     def __enter__(self) -> Path:
         self._directory = tempfile.TemporaryDirectory(prefix="gossipdp-mutant-")

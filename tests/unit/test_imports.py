@@ -1,16 +1,20 @@
 """The cost of a start, by the modules that it imports: times vary by machine."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from gossipdp.dynamics.update import compile_loops
 
 HEAVY = {
     *("accelerate", "cloudpickle", "cryptography", "gossipdp_lab", "http.server", "jinja2"),
-    *("joblib", "lightning", "matplotlib", "networkx", "numba", "numpy", "PIL", "ray", "rich"),
-    *("scipy", "sklearn", "tensorboard", "torch", "transformers", "tyro"),
+    *("joblib", "lightning", "llvmlite", "matplotlib", "networkx", "numba", "numpy", "PIL", "ray"),
+    *("rich", "scipy", "sklearn", "tensorboard", "torch", "transformers", "tyro"),
 }
 """Each takes a start longer than most of gossipdp's own modules together; used here and there."""
 
@@ -53,14 +57,22 @@ def imported_by(words: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "launcher", [(), pytest.param(("-m", "gossipdp", "run", "-n2"), marks=pytest.mark.processes)]
+    ("launcher", "kernels"),
+    [
+        ((), "numba"),
+        pytest.param(("-m", "gossipdp", "run", "-n2"), "auto", marks=pytest.mark.processes),
+    ],
 )
 def test_importing_wrapping_and_training_import_little(
-    launcher: tuple[str, ...], tmp_path: Path
+    launcher: tuple[str, ...], kernels: str, tmp_path: Path
 ) -> None:
+    compile_loops(torch.float32, torch.float32)  # kept from now on, if they were not
+    compile_loops(torch.float32, torch.bfloat16)
     script, found = tmp_path / "script.py", tmp_path / "modules.json"
     script.write_text(WORKER)
-    subprocess.run([sys.executable, *launcher, script, found], check=True, timeout=200)
+    command = [sys.executable, *launcher, script, found]
+    environment = {**os.environ, "GOSSIPDP_KERNELS": kernels}
+    subprocess.run(command, env=environment, check=True, timeout=200)
     imported, trained = map(set, json.loads(found.read_text()))
     assert "gossipdp.parallel.module" in imported
     libraries = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
@@ -70,7 +82,8 @@ def test_importing_wrapping_and_training_import_little(
     layers = {name.split(".")[1] for name in imported if name.startswith("gossipdp.")}
     assert not layers & {"cli", "integrations"}
     assert "gossipdp.gossip.thread" in trained
-    assert trained & HEAVY <= {"numpy", "torch"}
+    loads = {"llvmlite"} if kernels == "numba" else set()  # which is quick, unlike numba
+    assert trained & HEAVY <= {"numpy", "torch"} | loads
 
 
 def test_help_imports_little() -> None:

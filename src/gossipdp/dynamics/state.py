@@ -195,7 +195,7 @@ class State:
     # What computes.
 
     def compile(self, requested: str | None = None) -> None:
-        """Choose the kernels of exchanges, and compile them, so that they delay no step.
+        """Choose the kernels of exchanges, and load them, so that they delay no step.
 
         For the choice and its errors see :func:`~gossipdp.dynamics.update.choose_kernels`.
         """

@@ -41,7 +41,6 @@ to it:
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -49,12 +48,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from operator import call
-from typing import Any
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from gossipdp.dynamics import machine_code
+from gossipdp.dynamics.machine_code import loop
 
 KERNELS = ("numba", "torch")
 
@@ -87,7 +86,7 @@ def flow_operation(
 ) -> Callable[[], object]:
     """Return the flow as an operation for :func:`at_once`."""
     if compiled:
-        return partial(_loops().flow, _array(values), _array(c), share)
+        return loop("flow").operation(values, c, share)
     return partial(values.add_, c, alpha=share)
 
 
@@ -107,8 +106,8 @@ def boundary_operations(
     """
     flows = c is not None and share != 0.0
     if compiled:
-        numbers = _array(c, pending), flows, share, _array(base, pending), base is not None
-        return [partial(_loops().boundary, _array(x), _array(pending), *numbers)]
+        numbers = _or(c, pending), flows, share, _or(base, pending), base is not None
+        return [loop("boundary", x.dtype).operation(x, pending, *numbers)]
     operations: list[Callable[[], object]] = []
     if c is not None and flows:
         operations.append(partial(pending.add_, c, alpha=share))
@@ -139,8 +138,7 @@ def outer_step(
     g is x - base. Another thread may write x meanwhile: each value is read once.
     """
     if compiled:
-        state = _array(x), _array(pending), _array(base), _array(m)
-        _loops().outer_step(*state, momentum, lr)
+        loop("outer_step", x.dtype)(x, pending, base, m, momentum, lr)
         return
     values, g = scratch(pending, 0), scratch(pending, 1)
     values.copy_(x)
@@ -165,8 +163,8 @@ def snapshot(
     """
     flows = c is not None and share != 0.0
     if compiled:
-        arrays = _array(out), _array(x), _array(pending), _array(c, pending)
-        return bool(_loops().snapshot(*arrays, flows, share))
+        each = loop("snapshot", x.dtype, out.dtype)
+        return each(out, x, pending, _or(c, pending), flows, share) == 0.0
     if c is not None and flows:
         pending = torch.add(pending, c, alpha=share, out=scratch(pending))
     torch.add(x, pending, out=out)
@@ -189,9 +187,8 @@ def exchange(
     If the norm is not finite, delta was not, and nothing was written.
     """
     if compiled:
-        momentum = _array(c, pending), c is not None
-        snapshots, numbers = (_array(mine), _array(peers)), (share, left, alpha_tilde)
-        return float(_loops().exchange(_array(pending), *momentum, *snapshots, *numbers))
+        momentum, numbers = (_or(c, pending), c is not None), (share, left, alpha_tilde)
+        return loop("exchange", wire=mine.dtype)(pending, *momentum, mine, peers, *numbers)
     delta = scratch(pending)
     squared_norm = difference(delta, mine, peers)
     if not math.isfinite(squared_norm):
@@ -222,10 +219,10 @@ def snapshot_and_exchange(
 ) -> float:
     """Do both, once the peer's snapshot is here; return as :func:`exchange` does."""
     if compiled:
-        state = _array(out), _array(x), _array(pending), _array(c, pending), c is not None
-        kept = _array(scratch(pending, 0)), _array(scratch(pending, 1))
-        both = _loops().snapshot_and_exchange
-        return float(both(*state, _array(peers), *kept, share, left, alpha_tilde))
+        state = out, x, pending, _or(c, pending), c is not None
+        kept, numbers = (scratch(pending, 0), scratch(pending, 1)), (share, left, alpha_tilde)
+        both = loop("snapshot_and_exchange", x.dtype, out.dtype)
+        return both(*state, peers, *kept, *numbers)
     snapshot(out, x, pending, c, share)
     return exchange(pending, c, out, peers, share, left, alpha_tilde)
 
@@ -317,44 +314,11 @@ def can_compile(x: Tensor) -> bool:
 def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
     """Compile the loops for parameters and snapshots of these precisions, or load them from disk.
 
-    So no later call is slow. An empty call of each loop compiles it. If the disk is full, the loops
-    work all the same, but are not kept.
-
-    Raises:
-        ImportError: numba cannot be imported.
+    So no later call is slow. For the errors see :func:`~gossipdp.dynamics.machine_code.loop`.
     """
-    p, values, out = torch.empty(0), torch.empty(0, dtype=x), torch.empty(0, dtype=wire)
-    for use in (
-        lambda: snapshot(out, values, p, p, 0.0, compiled=True),
-        lambda: exchange(p, p, out, out, 0.0, 1.0, 0.5, compiled=True),
-        lambda: snapshot_and_exchange(out, values, p, p, out, 0.0, 1.0, 0.5, compiled=True),
-        lambda: at_once(*boundary_operations(values, p, p, 0.0, compiled=True)),
-        flow_operation(p, p, 0.0, compiled=True),
-        lambda: outer_step(values, p, p, p, 0.0, 1.0, compiled=True),
-    ):
-        try:
-            use()
-        except OSError as error:
-            logger.warning(
-                "compiled kernels cannot be kept on disk, so each start compiles them: %s", error
-            )
-            use()
+    for name in machine_code.ARGUMENTS:
+        loop(name, x, wire)
 
 
-def _loops() -> Any:
-    """Return the compiled loops; numba takes most of a second to import and load, so it waits."""
-    from gossipdp.dynamics import update_loops
-
-    return update_loops
-
-
-def _array(values: Tensor | None, instead: Tensor | None = None) -> Any:
-    """Return the memory of the tensor, or of ``instead`` if it is None, as an array.
-
-    Numpy does not know bfloat16: its bits are in uint16.
-    """
-    values = instead if values is None else values
-    assert values is not None
-    if values.dtype == torch.bfloat16:
-        values = values.view(torch.uint16)
-    return values.numpy()
+def _or(values: Tensor | None, instead: Tensor) -> Tensor:
+    return instead if values is None else values

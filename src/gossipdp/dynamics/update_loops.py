@@ -1,37 +1,57 @@
 """The events of :mod:`~gossipdp.dynamics.update` as loops that numba compiles, one pass each.
 
-All arrays are one-dimensional and of one length. Those of ``pending``, ``c``, ``base`` and ``m``
-are float32; those of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16.
-Without a ``c`` (or ``base``), ``has_c`` is False and any array takes its place.
+All arrays are addresses of ``size`` values. Those of ``pending``, ``c``, ``base`` and ``m`` are
+float32; those of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16.
+Without a ``c`` (or ``base``), ``has_c`` is False and any address takes its place.
 
 Rounding: the loops that hold delta are compiled without fast-math, so no operation is fused or
 reordered and delta is the exact negative of the other end's. Only :func:`_add_square` and
 :func:`_add_zero` may be reordered, which lets LLVM add sixteen values at a time. They touch nothing
 but the sums that are returned.
 
-The compiled code is kept on disk beside this file, or in the user's cache directory.
+Only :mod:`~gossipdp.dynamics.machine_code` imports this module, to compile a loop for the first
+time on a machine.
 """
 
-# ruff: noqa: PLR0917 (compiled functions take arrays, and positional arguments alone)
+# ruff: noqa: PLR0917 (compiled functions take addresses, and positional arguments alone)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
+from numba import types
 from numba.extending import overload
 
 _F32, _F64, _U32, _U16 = np.float32, np.float64, np.uint32, np.uint16
 _HALF = _F32(0.5)
 
 
-def _compiled(function: Any) -> Any:
-    """Compile at the first call with each set of types; keep the code if a place can be written."""
-    try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # neither our directory nor the user's cache can be written
-        return numba.njit(nogil=True, error_model="numpy")(function)
+def compiled(name: str, arguments: Iterable[str], symbol: str) -> Any:
+    """Compile a loop for arguments of these types; return a module of LLVM with it as ``symbol``.
+
+    The types are named as in :mod:`~gossipdp.dynamics.machine_code`.
+    """
+    pointer: Any = types.CPointer
+    kinds = {
+        "size": types.intp,
+        "bool": types.boolean,
+        "number": types.float64,
+        "float32": pointer(types.float32),
+        "bfloat16": pointer(types.uint16),
+    }
+    signature = tuple(kinds[each] for each in arguments)
+    # A wrapper for Python would need numba wherever the code is loaded.
+    bare: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    loop = numba.njit(error_model="numpy", **bare)(globals()[name])
+    loop.compile(signature)
+    module = llvm.parse_assembly(loop.inspect_llvm(signature))
+    (function,) = (each for each in module.functions if not each.name.startswith("llvm."))
+    function.name = symbol
+    return module
 
 
 @numba.njit(fastmath={"reassoc"})
@@ -92,30 +112,28 @@ def _overload_put(values: Any, i: Any, value: Any) -> Any:
     return put_float32
 
 
-@_compiled
-def flow(values: Any, c: Any, share: float) -> None:
+def flow(size: int, values: Any, c: Any, share: float) -> None:
     """Flow: values += share c; all float32."""
     q = _F32(share)
-    for i in range(values.size):
+    for i in range(size):
         values[i] = values[i] + q * c[i]
 
 
-@_compiled
-def snapshot(out: Any, x: Any, pending: Any, c: Any, has_c: bool, share: float) -> Any:
-    """Write x + pending + share c to ``out``; return True if all is finite."""
+def snapshot(size: int, out: Any, x: Any, pending: Any, c: Any, has_c: bool, share: float) -> Any:
+    """Write x + pending + share c to ``out``; return 0 if all is finite, else NaN."""
     q = _F32(share)
     zero = _F32(0.0)
     if has_c:
-        for i in range(out.size):
+        for i in range(size):
             zero = _add_zero(zero, _put(out, i, _get(x, i) + (pending[i] + q * c[i])))
     else:
-        for i in range(out.size):
+        for i in range(size):
             zero = _add_zero(zero, _put(out, i, _get(x, i) + pending[i]))
-    return zero == _F32(0.0)
+    return _F64(zero)
 
 
-@_compiled
 def exchange(
+    size: int,
     pending: Any,
     c: Any,
     has_c: bool,
@@ -127,25 +145,25 @@ def exchange(
 ) -> Any:
     """Flow, then apply delta = mine - peers, if it is finite; return its squared norm."""
     squared_norm = _F64(0.0)
-    for i in range(mine.size):
+    for i in range(size):
         squared_norm = _add_square(squared_norm, _get(mine, i) - _get(peers, i))
     if not np.isfinite(squared_norm):
         return squared_norm
     q, s, g = _F32(share), _F32(left), _F32(alpha_tilde - 0.5)
     if has_c:
-        for i in range(mine.size):
+        for i in range(size):
             delta = _get(mine, i) - _get(peers, i)
             momentum = c[i]
             pending[i] = (pending[i] + q * momentum) - _HALF * delta
             c[i] = s * momentum - g * delta
     else:
-        for i in range(mine.size):
+        for i in range(size):
             pending[i] = pending[i] - _HALF * (_get(mine, i) - _get(peers, i))
     return squared_norm
 
 
-@_compiled
 def snapshot_and_exchange(
+    size: int,
     out: Any,
     x: Any,
     pending: Any,
@@ -166,7 +184,7 @@ def snapshot_and_exchange(
     q, s, g = _F32(share), _F32(left), _F32(alpha_tilde - 0.5)
     squared_norm = _F64(0.0)
     if has_c:
-        for i in range(out.size):
+        for i in range(size):
             before, momentum = pending[i], c[i]
             kept_pending[i] = before
             kept_c[i] = momentum
@@ -176,53 +194,53 @@ def snapshot_and_exchange(
             c[i] = s * momentum - g * delta
             squared_norm = _add_square(squared_norm, delta)
     else:
-        for i in range(out.size):
+        for i in range(size):
             before = pending[i]
             kept_pending[i] = before
             delta = _put(out, i, _get(x, i) + before) - _get(peers, i)
             pending[i] = before - _HALF * delta
             squared_norm = _add_square(squared_norm, delta)
     if not np.isfinite(squared_norm):
-        for i in range(out.size):
+        for i in range(size):
             pending[i] = kept_pending[i]
         if has_c:
-            for i in range(out.size):
+            for i in range(size):
                 c[i] = kept_c[i]
     return squared_norm
 
 
-@_compiled
 def boundary(
-    x: Any, pending: Any, c: Any, has_c: bool, share: float, base: Any, has_base: bool
+    size: int, x: Any, pending: Any, c: Any, has_c: bool, share: float, base: Any, has_base: bool
 ) -> None:
     """Flow, then x += pending; pending keeps the remainder of rounding x. x - base stays."""
     q = _F32(share)
     if has_base:  # without a c pending takes its place, so q must be 0
         q = q if has_c else _F32(0.0)
-        for i in range(x.size):
+        for i in range(size):
             before = _get(x, i)
             moved = before + (pending[i] + q * c[i])
             stored = _put(x, i, moved)
             pending[i] = moved - stored
             base[i] = stored - (before - base[i])
     elif has_c:
-        for i in range(x.size):
+        for i in range(size):
             moved = _get(x, i) + (pending[i] + q * c[i])
             pending[i] = moved - _put(x, i, moved)
     else:
-        for i in range(x.size):
+        for i in range(size):
             moved = _get(x, i) + pending[i]
             pending[i] = moved - _put(x, i, moved)
 
 
-@_compiled
-def outer_step(x: Any, pending: Any, base: Any, m: Any, momentum: float, lr: float) -> None:
+def outer_step(
+    size: int, x: Any, pending: Any, base: Any, m: Any, momentum: float, lr: float
+) -> None:
     """Take the outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
 
     g is x - base.
     """
     mu, rate = _F32(momentum), _F32(lr)
-    for i in range(x.size):
+    for i in range(size):
         value = _get(x, i)  # once: the optimizer may write it meanwhile
         g = value - base[i]
         velocity = mu * m[i] + g

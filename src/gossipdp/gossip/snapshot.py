@@ -22,6 +22,9 @@ from gossipdp.protocol.worker import WorkerProtocol
 RECENT_EXCHANGES = 16
 MAX_NOTICES = 1000
 LOOK_AT_OTHERS_EVERY_S = 0.2
+# A dead worker is found dead within so many time-outs of its last word. If this worker heard it
+# longer ago, others heard it since, and the moment of its last word is not known here.
+FOUND_DEAD_WITHIN_TIMEOUTS = 3
 
 NoticeKind: TypeAlias = Literal["joined", "silent", "lost", "answered", "restarted", "stopped"]
 _Bytes: TypeAlias = tuple[int, int, int, int]
@@ -99,7 +102,9 @@ class Publisher:
     """The maker of :class:`LoopSnapshot`. The gossip thread alone calls it."""
 
     def __init__(self, protocol: WorkerProtocol, links: Mapping[int, Link]) -> None:
-        self._noticed = Noticed(protocol.rank, protocol.neighbourhood.num_originals)
+        self._noticed = Noticed(
+            protocol.rank, protocol.neighbourhood.num_originals, protocol.timeout_s
+        )
         self._protocol = protocol
         self._links = links
         self._by_neighbour: dict[int, int] = {}
@@ -208,9 +213,10 @@ class Noticed:
     is forgotten.
     """
 
-    def __init__(self, rank: int, num_workers: int) -> None:
+    def __init__(self, rank: int, num_workers: int, timeout_s: float) -> None:
         self._rank = rank
         self._num_workers = num_workers
+        self._found_dead_within_s = FOUND_DEAD_WITHIN_TIMEOUTS * timeout_s
         self.notices: tuple[Notice, ...] = ()
         self._num_noted = 0
         self._version = -1
@@ -278,6 +284,8 @@ class Noticed:
         if is_another and before is not None and before.is_live:
             # It was started again so soon that this worker hears of the new life before the loss.
             self._lose(before, now_s)
+        if is_another:
+            self._heard.pop(rank, None)  # the former process's
         if member.status is Status.LEFT:
             self._since.pop(rank, None)
         if not member.is_live:
@@ -297,7 +305,10 @@ class Noticed:
         rank = member.rank
         self._process.setdefault(rank, member.process_id)
         self._lost.add(rank)
-        since = self._since.setdefault(rank, self._heard.get(rank))
+        since = self._since.get(rank, self._heard.get(rank))
+        if since is not None and now_s - since > self._found_dead_within_s:
+            since = None
+        self._since[rank] = since
         self.note(rank, "lost", now_s, None if since is None else now_s - since)
 
     def _end_silence(self, rank: int, kind: NoticeKind, now_s: float) -> None:

@@ -2,10 +2,6 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -442,50 +438,3 @@ def test_what_computes_is_visible_and_torch_computes_what_loops_do_not_know():
         mixed.compile_for(wire)
     assert mixed.kernels == "numba, torch"
     assert [chunk.is_compiled for chunk in mixed.chunks] == [True, False, False]
-
-
-def test_a_numba_that_cannot_be_imported_is_an_error(monkeypatch):
-    monkeypatch.delattr("gossipdp.dynamics.update_loops", raising=False)
-    monkeypatch.setitem(sys.modules, "gossipdp.dynamics.update_loops", None)
-    with pytest.raises(ImportError):
-        state_of(torch.float32).compile("numba")
-
-
-def test_loops_compile_if_nothing_can_be_kept(monkeypatch):
-    import numba
-
-    from gossipdp.dynamics import update_loops
-
-    calls = []
-
-    def njit(cache: bool = False, **options: object) -> object:
-        calls.append(cache)
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available for file")
-        return lambda function: function
-
-    monkeypatch.setattr(numba, "njit", njit)
-    assert update_loops._compiled(len) is len
-    assert calls == [True, False]
-
-
-def test_loops_compile_if_the_disk_is_full(tmp_path):
-    code = """
-        import resource, torch
-        from gossipdp.dynamics import update
-        # The flow alone, for the time that it takes.
-        for name in ("snapshot", "exchange", "snapshot_and_exchange", "outer_step"):
-            setattr(update, name, lambda *values, **options: None)
-        update.boundary_operations = lambda *values, **options: []
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-        update.compile_loops(torch.float32, torch.float32)
-    """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        check=False,
-        timeout=100,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert b"compiled kernels cannot be kept on disk" in ended.stderr

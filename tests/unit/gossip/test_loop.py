@@ -367,7 +367,7 @@ def member(rank, incarnation=0, process_id=None, status=Status.ALIVE, restarts=0
 
 def kinds(*views):
     """Return rank 0's notices of rank 1, of three, as its view goes from one record to the next."""
-    noticed = Noticed(0, 3)
+    noticed = Noticed(0, 3, timeout_s=5.0)
     for version, view in enumerate(views):
         noticed.look(version, lambda view=view: [member(0), view], (), {}, float(version))
     return [(notice.kind, notice.at_s) for notice in noticed.notices if notice.rank == 1]
@@ -407,7 +407,7 @@ def test_a_loss_and_what_may_follow_it():
 
 
 def test_one_beyond_the_first_workers_joins_and_is_restarted():
-    noticed = Noticed(0, 3)
+    noticed = Noticed(0, 3, timeout_s=5.0)
     joining, joined = member(3, status=Status.JOINING), member(3)
     for version, view in enumerate([joining, joined, member(3, 1, 7, restarts=1), member(4)]):
         noticed.look(version, lambda view=view: [view], (), {}, float(version))
@@ -424,7 +424,7 @@ def seen(*looks):
 
     Without a link it is not heard.
     """
-    noticed = Noticed(0, 3)
+    noticed = Noticed(0, 3, timeout_s=5.0)
     for version, (view, is_silent, heard_s, now) in enumerate(looks):
         heard = {} if heard_s is None else {1: heard_s}
         noticed.look(version, lambda view=view: [view], {1} if is_silent else (), heard, now)
@@ -466,8 +466,28 @@ def test_one_that_was_lost_answers_again_after_the_whole_silence():
     assert at_once == [("lost", 6.5, 5.5), ("answered", 9.0, 8.0)]
 
 
+def test_one_that_lived_on_without_a_link_has_an_unknown_silence():
+    alive, dead = member(1), member(1, status=Status.DEAD)
+    unlinked = [(alive, False, 1.0, 1.0), (alive, False, None, 2.0)]
+    assert seen(*unlinked, (dead, False, None, 2.5)) == [("lost", 2.5, 1.5)]
+    lost = [*unlinked, (dead, False, None, 900.0)]
+    assert seen(*lost) == [("lost", 900.0, None)]
+    assert seen(*lost, (member(1, 1), False, None, 901.0))[1:] == [("answered", 901.0, None)]
+    # The same if its link was silent before it closed.
+    silent = [unlinked[0], (alive, True, 1.0, 6.0), (alive, False, None, 7.0)]
+    assert seen(*silent, (dead, False, None, 7.5))[1:] == [("lost", 7.5, 6.5)]
+    assert seen(*silent, (dead, False, None, 900.0))[1:] == [("lost", 900.0, None)]
+
+
+def test_the_silence_of_a_process_does_not_begin_with_its_predecessor_s():
+    again, dead = member(1, 1, 7, restarts=1), member(1, 1, 7, Status.DEAD, restarts=1)
+    heard = [(member(1), False, 1.0, 1.0), (again, False, None, 2.0)]
+    expected = [("lost", 2.0, 1.0), ("restarted", 2.0, 1.0)]
+    assert seen(*heard, (dead, False, None, 3.0)) == [*expected, ("lost", 3.0, None)]
+
+
 def test_a_loss_is_not_forgotten_whatever_happens_to_others():
-    noticed = Noticed(2, 3)
+    noticed = Noticed(2, 3, timeout_s=5.0)
     noticed.note(0, "lost", 1.0)
     for number in range(2 * MAX_NOTICES):
         noticed.note(1, ("lost", "answered")[number % 2], float(number))
