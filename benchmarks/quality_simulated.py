@@ -204,6 +204,15 @@ ROWS: dict[str, Row] = {
     "gossipdp, 4 exchanges a step": _row(
         "a2cid2", 0.064, "exponential", every=0.25, exchange_moments=_v(4)
     ),
+    "gossipdp, 4 exchanges a step, v every time": _row(
+        "a2cid2", 0.064, "exponential", every=0.25, exchange_moments=_v(1)
+    ),
+    "gossipdp, 4 exchanges a step, v and m every 2nd": _row(
+        "a2cid2", 0.064, "exponential", every=0.25, exchange_moments=_v(2) | {"exp_avg": 2}
+    ),
+    "gossipdp, 8 exchanges a step": _row(
+        "a2cid2", 0.064, "exponential", every=0.125, exchange_moments=_v(8)
+    ),
     "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", exchange_moments=_v(16)),
     "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", exchange_moments=_v(16)),
     "DiLoCo, H = 16": _row("diloco", 0.016, sync_every=16, outer=OUTER),
