@@ -179,12 +179,14 @@ def unequal(found: Mapping[str, Runs]) -> str:
     return (
         f"A process needs {imported.text('.1f')} s for its imports (Python, torch, the row's own) "
         f"and {started.text('.1f')} s to the end of its first step: scale the kill period by that. "
-        f"The final model was there so many seconds after the end of the time: {ends}. The row's "
-        "supervisor notices a death at once, as no cluster does: for DDP, whose workers would wait "
-        "for it, that is a gift. A vanished host's worker starts on another one after 0.1 s. The "
-        "lighthouse of torchft never dies. A dead job's checkpoints are on a local disk. All "
-        "workers share this machine's cores, so that imports after a death take time from those "
-        "who train, if there are few."
+        f"The final model was there so many seconds after the end of the time: {ends}. A kill that "
+        "finds nobody in training is missed, so a job that is starting again is spared. The "
+        "supervisor notices a death at once, as no cluster does: DDP's other workers would wait "
+        "for it. A vanished host's worker starts on another host after 0.1 s. torchft's lighthouse "
+        "never dies, and its DDP hook is repaired (benchmarks/support/torchft_rows.py). "
+        "Checkpoints are on a local disk. gossipdp exchanges through sockets, not shared memory. "
+        "All workers share this machine's cores: if they are few, imports after a death take time "
+        "from those who train."
     )
 
 

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import race as race_script
+import race_worker
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quality_rows import OuterNesterov
 from race import Campaign, Line, Race, check, measure_rows, missing_rows, settings_of, tune
 from race_conditions import CONDITIONS
 from race_job import MAX_EARLY_DEATHS, RESTART_DELAY_S, Job
@@ -29,9 +33,12 @@ from race_report import (
     unequal,
 )
 from race_run import Fault, Point, RaceResult, final_model, present_model
-from race_settings import HEADER, CheckpointFiles, RaceSettings, Shelf
+from race_settings import HEADER, TASK, CheckpointFiles, RaceSettings, Shelf
+from race_worker import Bytes, Life, make_save
 from support.finished_runs import FinishedRuns
+from support.rows import OneOptimizer, RowPlan
 from support.timed_compute import LONGEST_GAP_S, TICK_S, RunningClock
+from torch import nn
 
 from gossipdp import WorkerFailedError
 from gossipdp.launcher.fault_plan import FaultPlan
@@ -67,8 +74,6 @@ def run_of(row: str, condition: str = "calm", **figures: float) -> Run:
 
 
 def replace_settings(**changes: object) -> RaceSettings:
-    import msgspec
-
     return msgspec.structs.replace(SETTINGS, **changes)
 
 
@@ -407,6 +412,101 @@ def test_a_job_that_is_starting_again_has_only_its_checkpoint() -> None:
     assert final_model(True, fleet) is None  # type: ignore[arg-type]
     left = [({"samples": 64.0}, np.array([1.0])), ({"samples": 96.0}, np.array([2.0]))]
     assert present_model(True, left) == (96, np.array([2.0]))
+
+
+class Plain(OneOptimizer):
+    """One worker's SGD; all hold the same every second step."""
+
+    def __init__(self) -> None:
+        plan = RowPlan(
+            rank=0,
+            samples=1,
+            seed=0,
+            batch_sizes=[TASK.batch_size],
+            periods=[2],
+            make_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5, momentum=0.9),
+        )
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(1, 1, bias=False), plan)
+
+    def finish(self) -> None:
+        """Nothing is left to average."""
+
+    def value(self) -> float:
+        return float(self.net.weight)
+
+    def take_step(self) -> None:
+        self.step(self.net(torch.ones(1, 1)).sum())
+
+
+def test_a_row_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    settings = replace_settings(row="local_sgd@2", checkpoint_steps=3, workers=1)
+    row = Plain()
+    save = make_save(row, settings, tmp_path, 0)
+    values = []
+    for _ in range(7):
+        row.take_step()
+        save()
+        values.append(row.value())
+    again = Plain()
+    make_save(again, settings, tmp_path, 0)
+    assert (again.steps, again.value()) == (4, values[3])  # 3 steps, in whole periods
+    again.take_step()
+    assert again.value() == values[4]  # with its momentum
+    found = from_checkpoint_of(tmp_path)
+    assert found["batches"] == 4
+
+
+def from_checkpoint_of(folder: Path) -> dict[str, object]:
+    files = CheckpointFiles(folder, 1)
+    newest = files.newest()
+    assert newest is not None
+    loaded: dict[str, object] = torch.load(files.path(newest, 0), weights_only=True)
+    return loaded
+
+
+def test_the_outer_optimizer_goes_on_from_its_state() -> None:
+    nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    one, two = (OuterNesterov(net) for net in nets)
+    one.step(torch.tensor([0.5, 1.0]))
+    two.load(one.state())
+    for outer in (one, two):
+        outer.step(torch.tensor([0.25, -1.0]))
+    assert torch.equal(nets[0].weight, nets[1].weight)
+
+
+def test_a_shelf_gets_only_models_that_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(race_worker, "bytes_by_connection", lambda: {"socket:[7]": 12})
+    row, shelf = Plain(), Shelf(tmp_path / "shelf", 1)
+    life = Life(row, shelf, imported_s=3.0, began_s=100.0)
+    for now_s in (104.0, 104.5, 105.0, 105.1):
+        before = row.num_batches()
+        row.take_step()
+        life.stepped(before, now_s)
+    found = shelf.look()
+    assert found is not None
+    header, values = found
+    assert (header["samples"], header["at_s"]) == (4 * TASK.batch_size, 105.1)
+    assert (header["first_step_s"], header["imported_s"]) == (4.0, 3.0)
+    assert header["sent_bytes"] == 12
+    assert values.tolist() == [row.value()]
+    row.take_step()
+    life.stepped(4, 106.0)  # in the middle of a period
+    life.end(106.0)
+    found = shelf.look()
+    assert found is not None
+    assert found[0]["at_s"] == 105.1
+
+
+def test_what_closed_connections_had_sent_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([{"a": 10, "b": 5}, {"b": 8}])
+    monkeypatch.setattr(race_worker, "bytes_by_connection", lambda: next(seen))
+    count = Bytes()
+    assert count.sent(100.0) == 15
+    assert count.sent(100.5) == 15  # once a second
+    assert count.sent(101.0) == 18
 
 
 def test_a_device_stands_still_while_its_process_is_stopped() -> None:
