@@ -220,6 +220,11 @@ def modelled(row: str, runs: Sequence[Run], period_s: float) -> float:
     return synchronous_goodput(1 / period_s, settings.checkpoint_steps * settings.step_s, restart_s)
 
 
+def percent(share: float) -> str:
+    """Return a share as tables show it; "-" where no process came back, so that none is known."""
+    return f"{share:.0%}" if finite(share) else "-"
+
+
 def model_tables(found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> list[Table]:
     """Return the measured points beside the model, and the model for many workers."""
     by_period = {
@@ -235,7 +240,7 @@ def model_tables(found: Mapping[str, Runs], conditions: Mapping[str, RaceConditi
             RowName.parse(row).label,
             f"{period_s:g}",
             f"{share:.0%}",
-            f"{modelled(row, by_period[period_s][row], period_s):.0%}",
+            percent(modelled(row, by_period[period_s][row], period_s)),
         )
         for row, points in kill_points(found, conditions).items()
         for period_s, share in points
@@ -310,10 +315,18 @@ def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCon
         axes.set_title(name, fontsize="medium")
     if points:
         _draw_periods(panels[len(shown)], points, colours)
+    done = {
+        fault.kind
+        for name in shown
+        for runs in found[name].values()
+        for run in runs
+        for fault in run.result.faults
+    }
     handles = [Line2D([], [], color=colours[row], label=RowName.parse(row).label) for row in rows]
     handles += [
         Line2D([], [], color="grey", linestyle="", marker=mark, label=kind)
         for kind, mark in MARKS.items()
+        if kind in done
     ]
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

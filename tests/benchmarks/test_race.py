@@ -36,6 +36,7 @@ from race_run import Fault, Point, RaceResult, final_model, present_model
 from race_settings import HEADER, TASK, CheckpointFiles, RaceSettings, Shelf
 from race_worker import Bytes, Life, make_save
 from support.finished_runs import FinishedRuns
+from support.provenance import Provenance
 from support.rows import OneOptimizer, RowPlan
 from support.timed_compute import LONGEST_GAP_S, TICK_S, RunningClock
 from torch import nn
@@ -151,6 +152,14 @@ class FakeRace:
         return result(loss=3.0 + abs(math.log(settings.learning_rate / 0.04)))
 
 
+@pytest.fixture
+def provenance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask no git for every run."""
+    known = Provenance("command", "0", "abc", "hardware", 1.0)
+    monkeypatch.setattr(race_script.Provenance, "here", lambda seconds: known)
+
+
+@pytest.mark.usefixtures("provenance")
 def test_finished_runs_are_kept_and_the_order_rotates(tmp_path: Path) -> None:
     benchmark = Race(conditions="calm,moving", rows="gossipdp,ddp,local_sgd@16", rounds=2)
     program, path, fake = check(benchmark), tmp_path / "runs.jsonl", FakeRace()
@@ -180,6 +189,7 @@ def test_finished_runs_are_kept_and_the_order_rotates(tmp_path: Path) -> None:
     assert len(fake.asked) == len(order)
 
 
+@pytest.mark.usefixtures("provenance")
 def test_tuning_widens_the_grid_until_the_best_rate_is_within(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -433,7 +443,7 @@ class Plain(OneOptimizer):
         """Nothing is left to average."""
 
     def value(self) -> float:
-        return float(self.net.weight)
+        return float(self.net.weight.detach())
 
     def take_step(self) -> None:
         self.step(self.net(torch.ones(1, 1)).sum())
@@ -574,9 +584,9 @@ def test_the_report_of_what_is_there(tmp_path: Path) -> None:
         "ddp": [(10, pytest.approx(0.4))],
     }
     measured, many = model_tables(runs, conditions)
-    assert [row[:3] for row in measured.rows] == [
-        ("gossipdp, defaults", "10", "90%"),
-        ("DDP, float32", "10", "40%"),
+    assert measured.rows == [
+        ("gossipdp, defaults", "10", "90%", "91%"),  # 1 / (1 + 4 s / (4 workers * 10 s))
+        ("DDP, float32", "10", "40%", "64%"),  # 0.1 * exp(-0.4) / (exp(0.1) - 1)
     ]
     assert [row[0] for row in many.rows] == ["4", "8", "64", "1,000"]
     assert "3.0" in unequal(runs)
