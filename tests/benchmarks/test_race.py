@@ -1,5 +1,6 @@
 """Tests of the race: what is asked for, what is kept, the supervisor of a job, figures, a run."""
 
+import copy
 import itertools
 import math
 import signal
@@ -479,7 +480,7 @@ def test_the_outer_optimizer_goes_on_from_its_state() -> None:
     nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
     one, two = (OuterNesterov(net) for net in nets)
     one.step(torch.tensor([0.5, 1.0]))
-    two.load(one.state())
+    two.load(copy.deepcopy(one.state()))
     for outer in (one, two):
         outer.step(torch.tensor([0.25, -1.0]))
     assert torch.equal(nets[0].weight, nets[1].weight)
