@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from networks.emulated import EmulatedHosts
 from networks.namespaces import Hosts
 from networks.shaped import ShapedHosts
-from torch import Tensor, nn
 
 from gossipdp_lab.simulate.scenario import ComputeTime, LognormalTime, SlowedTime
 
 MODEL_PARAMETERS = 1_000_000
-FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -80,49 +76,3 @@ CONDITIONS = {
     ),
 }
 """By the name of the table, in the order in which they matter."""
-
-
-class TimedCompute:
-    """The stand-in for an accelerator: real gradients that are there when a device would have them.
-
-    A third of a step is forward and two thirds are backward, in equal parts a stage. This machine's
-    cores compute the values within that time; a wait makes up the rest. So each stage's gradient is
-    there at its time, and a method that sends it while the backward pass goes on gains what it
-    would gain on a device.
-
-    Args:
-        stages: modules of which each takes in what the one before gave out. A stage that holds
-            others, such as the whole model, takes the part of what comes after those.
-        draw_s: how long the next step takes.
-    """
-
-    def __init__(self, stages: Sequence[nn.Module], draw_s: Callable[[], float]) -> None:
-        self.computed_s = 0.0
-        self._draw_s = draw_s
-        self._began_s = self._duration_s = 0.0
-        for number, stage in enumerate(stages):
-            self._pace(stage, number / len(stages), (number + 1) / len(stages))
-
-    def _pace(self, stage: nn.Module, before: float, until: float) -> None:
-        """Let a stage last from one share of the model's depth to another, there and back."""
-
-        def forward(module: nn.Module, inputs: object, output: Tensor) -> None:
-            self.wait(FORWARD_SHARE * until)
-            if output.requires_grad:
-                output.register_hook(backward)
-
-        def backward(gradient: Tensor) -> None:
-            self.wait(FORWARD_SHARE + (1 - FORWARD_SHARE) * (1 - before))
-
-        stage.register_forward_hook(forward)
-
-    def begin(self) -> None:
-        """Note that a step begins now."""
-        self._began_s, self._duration_s = time.monotonic(), self._draw_s()
-        self.computed_s += self._duration_s
-
-    def wait(self, share: float) -> None:
-        """Wait until this share of the step is over; return at once where it is already."""
-        left_s = self._began_s + share * self._duration_s - time.monotonic()
-        if left_s > 0:
-            time.sleep(left_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -26,6 +25,7 @@ from support.rows import (
     average_parameters,
     missing_package,
 )
+from support.torchft_rows import TorchftDDP, TorchftLocalSgd, TorchftRow
 from torch import Tensor, nn
 
 BETA1, WEIGHT_DECAY = 0.9, 0.1
@@ -33,7 +33,6 @@ OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
 """The momentum of the synchronous rows but ``diloco_gentle``; gossipdp's have its own default."""
 GENTLE_MOMENTUM = 0.5
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 0.05
-LIGHTHOUSE_JOIN_MS, TORCHFT_TIMEOUT_S = 60_000, 120.0
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float) -> torch.optim.AdamW:
@@ -117,6 +116,15 @@ class OuterNesterov:
         after = self._anchor.detach().clone()
         nn.utils.vector_to_parameters(after, self._net.parameters())
 
+    def state(self) -> dict[str, Any]:
+        """Return the content of a checkpoint."""
+        return {"anchor": self._anchor.detach(), "optimizer": self._optimizer.state_dict()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._anchor.data.copy_(state["anchor"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
 
 class OuterDDP(DistributedDataParallel):
     """DDP that takes an outer step every ``period`` steps; all workers hold the same model."""
@@ -193,6 +201,13 @@ class DiLoCo(LocalSgd):
         dist.all_reduce(drift)
         self._outer.step(drift)
 
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"outer": self._outer.state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        self._outer.load(state["outer"])
+
 
 class GentleDiLoCo(DiLoCo):
     """DiLoCo with less outer momentum: gossipdp's default, which did better in the simulation."""
@@ -214,68 +229,19 @@ class DiLoCoWithMoments(DiLoCo):
             moment.copy_(part.view_as(moment))
 
 
-class TorchftDiLoCo(OneOptimizer):
-    """DiLoCo of PyPI's torchft: each worker a replica group of its own, rank 0 has the lighthouse.
-
-    What it agrees on over HTTP is counted with the rest. torch.distributed's group is there to tell
-    the lighthouse's address and to average what is left at the end.
-    """
+class TorchftDiLoCo(TorchftRow):
+    """DiLoCo of PyPI's torchft."""
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
-        dist.init_process_group("gloo")
-        from torchft import Manager, ProcessGroupGloo
-        from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo as Torchft
 
-        self._lighthouse: Any = None
-        address: list[Any] = [None]
-        if dist.get_rank() == 0:
-            self._lighthouse = LighthouseServer(
-                bind="127.0.0.1:0",
-                min_replicas=len(plan.periods),
-                join_timeout_ms=LIGHTHOUSE_JOIN_MS,
-            )
-            address = [self._lighthouse.address()]
-        dist.broadcast_object_list(address)
-        patience = timedelta(seconds=TORCHFT_TIMEOUT_S)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._manager = Manager(
-            pg=ProcessGroupGloo(timeout=patience),
-            min_replica_size=len(plan.periods),
-            use_async_quorum=False,
-            load_state_dict=net.load_state_dict,
-            state_dict=net.state_dict,
-            replica_id=f"worker{dist.get_rank()}",
-            store_addr="127.0.0.1",
-            store_port=self._store.port,
-            rank=0,
-            world_size=1,
-            lighthouse_addr=address[0],
-            hostname="127.0.0.1",
-            timeout=patience,
-            quorum_timeout=patience,
-            init_sync=False,  # all begin with the same parameters
-        )
         outer = torch.optim.SGD(
             net.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True
         )
-        self._diloco = Torchft(self._manager, [net], self.optimizer, outer, sync_every=plan.period)
+        # It holds hooks on the optimizer.
+        self._diloco = Torchft(self.manager, [net], self.optimizer, outer, sync_every=plan.period)
         self._diloco.__enter__()
-
-    def account(self) -> dict[str, float]:
-        return {"exchanges": self._manager.current_step()}
-
-    def finish(self) -> None:
-        average_parameters(self.net, self.plan.share)
-
-    def close(self) -> None:
-        dist.barrier()  # nobody takes the lighthouse away from those who still train
-        self._diloco.__exit__(None, None, None)
-        self._manager.shutdown(wait=False)
-        if self._lighthouse is not None:
-            self._lighthouse.shutdown()
-        super().close()
 
 
 @dataclass(frozen=True)
@@ -347,6 +313,10 @@ KINDS = {
     "diloco_by_speed": RowKind("DiLoCo, steps by speed", DiLoCo, period="must", by_speed="steps"),
     "diloco_moments": RowKind("DiLoCo, second moments averaged", DiLoCoWithMoments, period="must"),
     "diloco_torchft": RowKind("DiLoCo of torchft", TorchftDiLoCo, period="must", needs=TORCHFT),
+    "local_sgd_torchft": RowKind(
+        "local SGD of torchft", TorchftLocalSgd, period="must", needs=TORCHFT
+    ),
+    "ddp_torchft": RowKind("DDP of torchft", TorchftDDP, needs=TORCHFT),
     "decent_dp": RowKind("Decent-DP", DecentDP, needs=DECENT_DP),
     "none": RowKind("no exchange, one average at the end", Gossip, "none"),
     "gossipdp": RowKind("gossipdp, defaults", Gossip, is_default=True),

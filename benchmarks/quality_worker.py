@@ -19,12 +19,13 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
-from conditions import Condition, TimedCompute
+from conditions import Condition
 from networks.namespaces import Hosts, bytes_sent, enter
 from quality_rows import RowName, make_optimizer
 from support.meeting import Meeting
 from support.rows import Row, RowPlan
 from support.sockets import tcp_bytes_sent
+from support.timed_compute import TimedCompute
 from torch import Tensor, nn
 
 import gossipdp

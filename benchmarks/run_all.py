@@ -65,6 +65,14 @@ BENCHMARKS = (
     Benchmark("time_to_loss", ("equal", "--steps", "128"), 130),
     Benchmark("time_to_loss", ("gigabit", "--steps", "128"), 150),
     Benchmark("time_to_loss", ("jitter", "--steps", "128"), 130),
+    Benchmark(
+        "race",
+        (
+            *("--conditions", "calm,kills10", "--rows", "gossipdp,ddp"),
+            *("--rounds", "1", "--seconds", "35"),
+        ),
+        165,
+    ),
     # Hours in all: each call goes on where the one before was stopped.
     Benchmark("quality", ("--size", "small", "--minutes", "10"), 630),
 )

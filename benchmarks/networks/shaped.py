@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 
 from networks.namespaces import Hosts, run
 
@@ -12,11 +13,16 @@ BURST_S, LEAST_BURST_BYTES, LONGEST_WAIT = 1e-3, 9_000, "20ms"
 
 
 class ShapedHosts(Hosts):
-    """Each host sends and receives at ``mbits_per_s`` at most, at the same time; no added delay."""
+    """Each host sends and receives at ``mbits_per_s`` at most, at the same time; no added delay.
 
-    def __init__(self, num_hosts: int, mbits_per_s: float) -> None:
+    others: the rates of hosts that have another one, by number.
+    """
+
+    def __init__(
+        self, num_hosts: int, mbits_per_s: float, others: Mapping[int, float] | None = None
+    ) -> None:
         super().__init__(num_hosts)
-        self.mbits_per_s = mbits_per_s
+        self.mbits_per_s, self._others = mbits_per_s, others or {}
         self.switch = f"{self.mark}s"
 
     def connect(self) -> None:
@@ -24,16 +30,16 @@ class ShapedHosts(Hosts):
         run("ip", "netns", "add", self.switch)
         run("ip", "-n", self.switch, "link", "add", "bridge0", "type", "bridge")
         run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
-        burst = max(LEAST_BURST_BYTES, round(BURST_S * self.mbits_per_s * 1e6 / 8))
         for rank, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
-            port = f"port{rank}"
+            port, mbits_per_s = f"port{rank}", self._others.get(rank, self.mbits_per_s)
+            burst = max(LEAST_BURST_BYTES, round(BURST_S * mbits_per_s * 1e6 / 8))
             veth = ("type", "veth", "peer", "name", self.interface, "netns", name)
             run("ip", "-n", self.switch, "link", "add", port, *veth)
             run("ip", "-n", self.switch, "link", "set", port, "master", "bridge0", "up")
             run("ip", "-n", name, "address", "add", f"{address}/24", "dev", self.interface)
             run("ip", "-n", name, "link", "set", self.interface, "up")
             for place, device in ((name, self.interface), (self.switch, port)):
-                shape = ("tbf", "rate", f"{round(self.mbits_per_s * 1e6)}bit", "burst", f"{burst}b")
+                shape = ("tbf", "rate", f"{round(mbits_per_s * 1e6)}bit", "burst", f"{burst}b")
                 wait = ("latency", LONGEST_WAIT)
                 run("tc", "-n", place, "qdisc", "add", "dev", device, "root", *shape, *wait)
 

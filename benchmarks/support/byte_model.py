@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from support.byte_task import NUM_BYTES, ByteTask, windows_at
 from torch import Tensor, nn
 
 from gossipdp_lab.simulate import Evaluation, Gradients, GradientSource, Objective
-from gossipdp_lab.tasks.text import NUM_BYTES, read_text
+from gossipdp_lab.tasks.text import read_text
 
 NUM_JUDGED = 2048
 """Held-out windows, evenly spaced, of which the mean model is judged."""
@@ -26,48 +27,16 @@ NUM_JUDGED = 2048
 
 @final
 @dataclass(frozen=True)
-class ByteModel(Objective):
+class ByteModel(ByteTask, Objective):
     """Predict the next byte of the source text of Python's standard library.
 
-    Files lie in the order of their paths, and every twentieth of 200 equal pieces is held out. The
-    loss is that of the held-out text, in bits a byte. All workers start alike.
-
-    Args:
-        disjoint: each worker has a stretch of the text of its own: packages that follow one another
-            by name. Otherwise all draw from the whole text.
-        batch_size: windows of a gradient step, drawn at random from the worker's text.
-        context: bytes from which each byte is predicted.
-        predicted: bytes that are predicted in each window.
-        width: values that stand for each byte.
-        hidden: width of the hidden layer.
+    The loss is that of the held-out text, in bits a byte. All workers start alike.
     """
-
-    disjoint: bool = False
-    batch_size: int = 32
-    context: int = 8
-    predicted: int = 8
-    width: int = 32
-    hidden: int = 96
 
     name: ClassVar[str] = "bytes"
 
     def begin(self, num_workers: int, seed: int) -> ByteSource:
         return ByteSource(self, num_workers, seed)
-
-    def make_model(self) -> nn.Sequential:
-        """Return the network as a module; contexts of shape (k, context) to logits of (k, 256)."""
-        return nn.Sequential(
-            nn.Embedding(NUM_BYTES, self.width),
-            nn.Flatten(),
-            nn.Linear(self.context * self.width, self.hidden),
-            nn.ReLU(),
-            nn.Linear(self.hidden, NUM_BYTES),
-        )
-
-    def split(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the contexts, (k, context), and the bytes that follow them, (k,)."""
-        contexts = windows[:, :-1].unfold(1, self.context, 1).reshape(-1, self.context)
-        return contexts, windows[:, self.context :].flatten()
 
 
 @functools.cache
@@ -98,9 +67,8 @@ class ByteSource(GradientSource):
         self._generators = [
             torch.Generator().manual_seed((seed << 20) + rank) for rank in range(num_workers)
         ]
-        self._length = objective.context + objective.predicted
-        starts = torch.linspace(0, len(held_out) - self._length, NUM_JUDGED).long()
-        self._judged = self._windows(held_out, starts)
+        starts = torch.linspace(0, len(held_out) - objective.length, NUM_JUDGED).long()
+        self._judged = windows_at(held_out, starts, objective.length)
 
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
         values, losses = torch.empty(len(ranks), self.num_trained), torch.empty(len(ranks))
@@ -110,10 +78,7 @@ class ByteSource(GradientSource):
 
     def windows(self, rank: int) -> Tensor:
         """Return the worker's next batch: (batch_size, context + predicted), int64."""
-        text, generator = self.texts[rank], self._generators[rank]
-        size = (self._objective.batch_size,)
-        starts = torch.randint(len(text) - self._length, size, generator=generator)
-        return self._windows(text, starts)
+        return self._objective.draw(self.texts[rank], self._generators[rank])
 
     def evaluate(self, x: Tensor) -> Evaluation:
         nats = 0.0
@@ -123,9 +88,6 @@ class ByteSource(GradientSource):
             nats += float(nn.functional.cross_entropy(logits, targets, reduction="sum"))
         num_bytes = len(self._judged) * self._objective.predicted
         return Evaluation(loss=nats / num_bytes / math.log(2))
-
-    def _windows(self, text: Tensor, starts: Tensor) -> Tensor:
-        return text[starts.unsqueeze(1) + torch.arange(self._length)].long()
 
     def _tensors(self, row: Tensor) -> list[Tensor]:
         pieces = row.split([shape.numel() for shape in self._shapes])

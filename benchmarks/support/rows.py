@@ -11,13 +11,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from gossipdp import Counting, Exchange, GossipDataParallel, OuterStep
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,7 @@ class RowPlan:
     make_optimizer: given parameters, the optimizer that is the same for every row.
     method, options: of GossipDataParallel.
     own_pace: a row that can lets a fast worker take more steps, instead of equally many.
+    host: the address of this worker's machine.
     """
 
     rank: int
@@ -41,6 +40,7 @@ class RowPlan:
     method: str = "a2cid2"
     options: Mapping[str, Any] = field(default_factory=dict)
     own_pace: bool = False
+    host: str = "127.0.0.1"
 
     @property
     def batch_size(self) -> int:
@@ -76,6 +76,8 @@ class Row(ABC):
     """One worker's part of one way to train together."""
 
     model: nn.Module
+    holds_all: ClassVar[bool] = True
+    """True if each worker holds the model of all; False if that is the workers' mean."""
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         self.net, self.plan = net, plan
@@ -101,6 +103,13 @@ class Row(ABC):
         """Return the count of this row: exchanges (or averages) of this worker."""
         return {}
 
+    def num_batches(self) -> int:
+        """Return the batches in the model that this worker holds, of all workers if it holds all.
+
+        A model that is averaged every ``period`` steps counts when it has just been averaged.
+        """
+        return len(self.plan.periods) * (self.steps - self.steps % self.plan.period)
+
     def close(self) -> None:
         """End what was started."""
         if dist.is_initialized():
@@ -125,6 +134,20 @@ class OneOptimizer(Row):
         self.optimizer.step()
         self.steps += 1
 
+    def state(self) -> dict[str, Any]:
+        """Return the content of a checkpoint: references, not copies."""
+        return {
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+
 
 class Gossip(OneOptimizer):
     """GossipDataParallel: methods a2cid2, gossip, and none, which averages once, at the end.
@@ -132,7 +155,12 @@ class Gossip(OneOptimizer):
     Among the options ``outer`` stands for the default outer step.
     """
 
+    holds_all = False
+
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        # Here, so that a process of another row starts without it.
+        from gossipdp import Counting, Exchange, GossipDataParallel, OuterStep
+
         super().__init__(net, plan)
         options = dict(plan.options)
         if "outer" in options:
@@ -156,6 +184,9 @@ class Gossip(OneOptimizer):
     def account(self) -> dict[str, float]:
         stats = self.gossip.stats()
         return {"exchanges": stats.exchanges, "failed": stats.exchanges_failed}
+
+    def num_batches(self) -> int:
+        return self.steps
 
     def finish(self) -> None:
         self.gossip.consolidate()
@@ -195,6 +226,8 @@ class DecentDP(Row):
     Its optimizers, one a bucket, step in the backward pass.
     """
 
+    holds_all = False
+
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
         dist.init_process_group("gloo")
@@ -227,6 +260,9 @@ class DecentDP(Row):
 
     def account(self) -> dict[str, float]:
         return {"exchanges": self.steps}
+
+    def num_batches(self) -> int:
+        return self.steps
 
     def finish(self) -> None:
         self.model.global_avg(will_revert=False)

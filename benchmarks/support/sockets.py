@@ -21,12 +21,18 @@ def tcp_bytes_sent() -> int:
     Raises:
         OSError: this kernel does not count it.
     """
-    total = 0
+    return sum(bytes_by_connection().values())
+
+
+def bytes_by_connection() -> dict[str, int]:
+    """Return the same for each connection, by the kernel's own name of its socket."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                total += _bytes_sent(int(name))
-    return total
+            socket_name = os.readlink(f"/proc/self/fd/{name}")
+            if socket_name.startswith("socket:"):
+                found[socket_name] = _bytes_sent(int(name))
+    return found
 
 
 def _bytes_sent(descriptor: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import time_to_loss
 import torch
-from conditions import Condition, TimedCompute
+from conditions import Condition
 from hypothesis import given
 from hypothesis import strategies as st
 from networks.namespaces import missing
@@ -17,6 +17,7 @@ from quality_rows import RowName, make_optimizer
 from quality_runs import Runs
 from quality_worker import Point, RunResult, RunSettings, Size, make_task, num_parameters, run
 from support.rows import RowPlan
+from support.timed_compute import TimedCompute
 from time_to_loss import TimeToLossBenchmark, check, measure_round
 from time_to_loss_report import Round, draw, measured_table, rows_as_json, targets, timed_losses
 
@@ -79,7 +80,7 @@ def test_gradients_are_those_of_the_plain_model_and_come_when_a_device_would_hav
     plain = task.make_model()
     torch.manual_seed(0)
     timed = task.make_model()
-    compute = TimedCompute([*timed.blocks, timed], lambda: 0.9)
+    compute = TimedCompute([*timed.blocks, timed], lambda: 0.9, lambda: now_s)
     there_s: dict[str, float] = {}
 
     def note(parameter: torch.Tensor) -> None:
@@ -89,7 +90,6 @@ def test_gradients_are_those_of_the_plain_model_and_come_when_a_device_would_hav
     for parameter in names:
         parameter.register_post_accumulate_grad_hook(note)
     task.loss(plain, batch).backward()
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setattr(time, "sleep", sleep)
     compute.begin()
     loss = task.loss(timed, batch)

@@ -1,0 +1,418 @@
+"""Where machines misbehave: gossipdp beside its strongest rivals, at equal wall time.
+
+    python benchmarks/race.py --runs runs/race.jsonl                 hours: all conditions and rows
+    python benchmarks/race.py --conditions calm,kills10 --rows gossipdp,ddp --runs runs/race.jsonl
+    python benchmarks/race.py --tune --rows ddp --runs runs/race_tuning.jsonl
+    python benchmarks/race.py --quick                                all of it, tiny: 5 minutes
+
+Worker processes train a byte model on the source of Python's standard library. The compute of a
+step is a timed wait in which this machine's cores compute real gradients; while a worker is
+stopped, its wait stands still too. Conditions (benchmarks/race_conditions.py) are plans of the
+library's own fault injector: the same plan and seed for every row, done from outside, by process
+id.
+
+Each row trains for the same wall time, the start of its processes included, with the whole schedule
+of its learning rate, which was tuned in the calm. Rows:
+
+gossipdp            the library by its defaults, with its own supervisor
+ddp                 DistributedDataParallel over gloo; a death ends the job, which starts again from
+                    its last checkpoint (benchmarks/race_job.py: torchrun's own restart hung in
+                    gloo's connect)
+local_sgd@16, diloco@16     the same job; averages every 16 steps
+ddp_torchft, local_sgd_torchft@16, diloco_torchft@16    replicas of PyPI's torchft, each started
+                    again by itself; from a checkpoint, if all have died. The lighthouse is in this
+                    process
+decent_dp           where nobody dies: it has no answer to that
+
+The report says what is not equal, and how long a process needs to start: scale the kill period by
+that. Rows take turns, in an order that rotates from round to round; a round's seed is that of all
+its rows. With --runs finished runs are kept, and the report is written each time from what is
+there: benchmarks/results/race.{json,md,png}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import tyro
+from networks.namespaces import Hosts, missing
+from networks.shaped import ShapedHosts
+from quality_rows import TORCHFT, RowName
+from race_conditions import CONDITIONS, RaceCondition
+from race_report import NOTE, Run, as_json, draw, model_tables, table, unequal
+from race_run import RaceResult, race
+from race_settings import STEP_S, RaceSettings, num_parameters, saves
+from support.finished_runs import FinishedRuns
+from support.learning_rates import NoBestRateError, best_rate, next_rate
+from support.provenance import Provenance
+from support.report import Missing, Report, Table, results_folder, run_script
+from time_to_loss import given_rates
+
+from gossipdp import WorkerFailedError
+from gossipdp.rules import (
+    at_least_1,
+    check_flags,
+    option,
+    output_file,
+    positive_number,
+    whole_number,
+)
+
+ROWS = (
+    "gossipdp,ddp,ddp_torchft,local_sgd@16,diloco@16,local_sgd_torchft@16,diloco_torchft@16,"
+    "decent_dp"
+)
+RATE, RATES = 0.01, {"gossipdp": 0.02}
+"""Learning rates, where ``--rates`` gives none; `--tune` finds them."""
+TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
+QUICK_ROWS, QUICK_WITH_ALL, QUICK_SECONDS = ("gossipdp",), ("calm", "kills10"), 9.0
+MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
+MODEL_PARAMETERS = 1_000_000
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A finished run as it is stored."""
+
+    settings: RaceSettings
+    result: RaceResult
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Race:
+    """Measure what misbehaving machines cost: gossipdp and its rivals at equal wall time.
+
+    Conditions: benchmarks/race_conditions.py. Rows: as in benchmarks/quality_rows.py.
+    """
+
+    conditions: str = ",".join(CONDITIONS)
+    """Conditions to run, with commas between them; without calm no share of it is shown."""
+
+    rows: str = ROWS
+    """Rows to run, with commas between them."""
+
+    rounds: int = option(5, at_least_1)
+    """Runs of each row under each condition."""
+
+    seconds: float = option(70.0, positive_number)
+    """Wall time of a run, the start included; kills120 takes 300 s at least."""
+
+    workers: int = option(4, partial(whole_number, least=2))
+    """Worker processes, one torch thread each."""
+
+    step_ms: float = option(1e3 * STEP_S, positive_number)
+    """The time of a gradient step."""
+
+    rates: str = ""
+    """Learning rates, instead of the written ones: ddp=0.02,diloco@16=0.01."""
+
+    tune: bool = False
+    """Find each row's learning rate in the calm, by factors of two, and run nothing else."""
+
+    checkpoint_steps: int = option(25, at_least_1)
+    """Steps from one checkpoint to the next, in all rows but gossipdp."""
+
+    join_ms: int = option(200, at_least_1)
+    """torchft: how long the lighthouse waits for a replica that is late; torchft's own: 60000."""
+
+    timeout_s: int = option(5, at_least_1)
+    """torchft: time-out of its collectives and quorums; torchft's own: 60."""
+
+    heartbeat_ms: int = option(5_000, at_least_1)
+    """torchft: after so long without a sign of life a replica counts as dead."""
+
+    runs: Path | None = None
+    """Keep finished runs in this file, and take those that it has."""
+
+    minutes: float | None = None
+    """Begin no run after so long; what is finished is shown."""
+
+    json: Path | None = option(None, output_file)
+    """Write the figures to this file, and the picture beside it."""
+
+    quick: bool = False
+    """Short runs, to see that all works: every row in the calm and under kills, else gossipdp."""
+
+
+def main() -> None:
+    benchmark = tyro.cli(Race, config=(tyro.conf.FlagCreatePairsOff,))
+    # A namespace has no names for addresses, of which torch would warn in every run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    measure_all(benchmark)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is to run: conditions by name, rows with their learning rates.
+
+    shortened: only QUICK_ROWS run, but for the conditions QUICK_WITH_ALL.
+    """
+
+    conditions: dict[str, RaceCondition]
+    rows: dict[str, float]
+    shortened: bool = False
+
+    def rows_under(self, condition: str) -> list[str]:
+        """Return the rows that are wanted under a condition, in their order."""
+        few = self.shortened and condition not in QUICK_WITH_ALL
+        return [row for row in self.rows if not few or row in QUICK_ROWS]
+
+
+def check(benchmark: Race) -> Program:
+    """Return what is to run; raises ValueError for what cannot be meant."""
+    if benchmark.tune:
+        benchmark = replace(benchmark, conditions="calm")
+    conditions = {}
+    for text in benchmark.conditions.split(","):
+        name = text.strip()
+        if name not in CONDITIONS:
+            raise ValueError(f"there is no condition {name!r}; choose from {', '.join(CONDITIONS)}")
+        conditions[name] = CONDITIONS[name].quick() if benchmark.quick else CONDITIONS[name]
+    rates = RATES | given_rates(benchmark.rates)
+    names = [RowName.parse(row.strip()) for row in benchmark.rows.split(",")]
+    check_flags(benchmark)
+    in_order = {name: conditions[name] for name in CONDITIONS if name in conditions}
+    return Program(
+        in_order,
+        {name.text: rates.get(name.text, RATE) for name in names},
+        shortened=benchmark.quick and benchmark.rows == ROWS,
+    )
+
+
+def settings_of(
+    benchmark: Race, program: Program, row: str, condition: str, seed: int
+) -> RaceSettings:
+    """Return the settings of a run, without the options that its row does not have."""
+    plan = program.conditions[condition]
+    name = RowName.parse(row)
+    is_torchft = name.needs(TORCHFT)
+    return RaceSettings(
+        row=row,
+        condition=condition,
+        faults=plan.faults,
+        learning_rate=program.rows[row],
+        seed=seed,
+        seconds=plan.seconds(benchmark.seconds),
+        workers=benchmark.workers,
+        step_s=benchmark.step_ms / 1e3,
+        spread=plan.spread,
+        checkpoint_steps=benchmark.checkpoint_steps if saves(name) else None,
+        join_ms=benchmark.join_ms if is_torchft else None,
+        timeout_s=benchmark.timeout_s if is_torchft else None,
+        heartbeat_ms=benchmark.heartbeat_ms if is_torchft else None,
+    )
+
+
+def cannot_run(row: str, condition: RaceCondition) -> str | None:
+    """Say why a row cannot run under a condition here; None if it can."""
+    name = RowName.parse(row)
+    if (why := name.missing()) is not None:
+        return why
+    if condition.network is not None and (why := missing("tc")) is not None:
+        return why
+    if name.kind == "decent_dp" and condition.plan.kills:
+        return "Decent-DP has no answer to a death: it takes over the optimizers, and saves none"
+    return None
+
+
+def hosts_for(condition: RaceCondition, settings: RaceSettings) -> Hosts | None:
+    """Return the namespaces of a run: one a worker, spare ones, and one for the launcher."""
+    if condition.network is None:
+        return None
+    scale = num_parameters() / MODEL_PARAMETERS
+    if condition.network == "bad_link":
+        bad = {settings.workers - 1: BAD_MBITS_PER_S * scale}
+        return ShapedHosts(settings.workers + 1, MBITS_PER_S * scale, bad)
+    assert condition.kill_period_s is not None
+    num_spare = math.ceil(settings.seconds / condition.kill_period_s)
+    return ShapedHosts(settings.workers + num_spare + 1, FAST_MBITS_PER_S)
+
+
+class Campaign:
+    """Makes the runs that are not finished, one after the other."""
+
+    def __init__(
+        self,
+        runs: FinishedRuns[Line],
+        minutes: float | None,
+        race: Callable[[RaceSettings, Hosts | None], RaceResult] = race,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runs, self._race, self._clock = runs, race, clock
+        self._until_s = math.inf if minutes is None else clock() + 60 * minutes
+        self.failures: dict[tuple[str, str], str] = {}
+        self.commits: set[str] = set()
+
+    def run(self, settings: RaceSettings, condition: RaceCondition) -> Run | None:
+        """Return a run, of this call or an earlier one; None if it failed or no time is left."""
+        line = self._runs.known.get(settings.key)
+        if line is None:
+            place = settings.condition, settings.row
+            if place in self.failures or self._clock() >= self._until_s:
+                return None
+            started_s = self._clock()
+            try:
+                with contextlib.ExitStack() as stack:
+                    hosts = hosts_for(condition, settings)
+                    if hosts is not None:
+                        stack.enter_context(hosts)
+                    result = self._race(settings, hosts)
+            except WorkerFailedError as error:
+                self.failures[place] = str(error).strip().splitlines()[-1]
+                print(f"{settings.condition}, {settings.row}: failed\n{error}", file=sys.stderr)
+                return None
+            line = Line(settings, result, Provenance.here(self._clock() - started_s))
+            self._runs.keep(line)
+            print(progress(line), flush=True)
+        self.commits.add(line.provenance.commit)
+        return Run(line.settings, line.result)
+
+
+def progress(line: Line) -> str:
+    """Return a line for a run that has just finished."""
+    run = Run(line.settings, line.result)
+    return (
+        f"{run.settings.condition}, seed {run.settings.seed}, {run.settings.row}: "
+        f"{run.result.samples:,} samples, loss {run.loss:.3f}, {run.num_done} faults, "
+        f"{run.result.num_lives} processes, {line.provenance.seconds:.0f} s"
+    )
+
+
+def measure_all(benchmark: Race) -> None:
+    """Run what is not finished; print and write what came out.
+
+    Raises:
+        ValueError: for bad input, before any process starts.
+    """
+    program = check(benchmark)
+    if benchmark.quick:
+        is_default = benchmark.seconds == Race.seconds
+        seconds = QUICK_SECONDS if is_default else benchmark.seconds
+        benchmark = replace(benchmark, seconds=seconds, rounds=1)
+    runs = FinishedRuns(benchmark.runs, Line, key=lambda line: line.settings.key)
+    campaign = Campaign(runs, benchmark.minutes)
+    if benchmark.tune:
+        print(tune(benchmark, program, campaign))
+        return
+    found = measure_rows(benchmark, program, campaign)
+    suffix = "" if benchmark.workers == Race.workers else f"_{benchmark.workers}"
+    report = Report(f"race{suffix}", "Where machines misbehave", benchmark.quick)
+    report.missing = missing_rows(benchmark, program, campaign, found)
+    write(benchmark, program, campaign, found, report)
+    if campaign.failures:
+        sys.exit("race: a row failed; see above")
+
+
+Found = dict[str, dict[str, list[Run]]]
+"""The runs, by condition and row."""
+
+
+def measure_rows(benchmark: Race, program: Program, campaign: Campaign) -> Found:
+    """Run round after round; each begins with another row."""
+    found: Found = {name: {row: [] for row in program.rows} for name in program.conditions}
+    for number in range(benchmark.rounds):
+        for name, condition in program.conditions.items():
+            rows = [row for row in program.rows_under(name) if not cannot_run(row, condition)]
+            turn = number % max(1, len(rows))
+            for row in rows[turn:] + rows[:turn]:
+                settings = settings_of(benchmark, program, row, name, number + 1)
+                run = campaign.run(settings, condition)
+                if run is not None:
+                    found[name][row].append(run)
+    return found
+
+
+def tune(benchmark: Race, program: Program, campaign: Campaign) -> str:
+    """Return the best learning rate of each row in the calm, as ``--rates`` takes them."""
+    best = []
+    calm = program.conditions["calm"]
+    for row in program.rows:
+        if cannot_run(row, calm) is not None:
+            continue
+        tried: dict[float, float] = {}
+        try:
+            while (rate := next_rate(tried, TUNING_GRID)) is not None:
+                settings = settings_of(benchmark, program, row, "calm", TUNING_SEED)
+                run = campaign.run(msgspec.structs.replace(settings, learning_rate=rate), calm)
+                if run is None:
+                    break
+                tried[rate] = run.loss
+            else:
+                best.append(f"{row}={best_rate(tried):g}")
+        except NoBestRateError as error:
+            print(f"{row}: {error}", file=sys.stderr)
+        losses = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(tried.items()))
+        print(f"{row}: {losses}", flush=True)
+    return f"--rates {','.join(best)}" if best else "no row is tuned yet: call again"
+
+
+def missing_rows(
+    benchmark: Race, program: Program, campaign: Campaign, found: Found
+) -> list[Missing]:
+    """Return what is not measured, and why."""
+    rows = []
+    for name, condition in program.conditions.items():
+        for row in program.rows_under(name):
+            label = f"{name}: {RowName.parse(row).label}"
+            why = cannot_run(row, condition)
+            if why is None and (name, row) in campaign.failures:
+                why = f"it failed: {campaign.failures[name, row]}"
+            count = len(found[name][row])
+            if why is None and count < benchmark.rounds:
+                why = f"{count} of {benchmark.rounds} rounds are measured: call again"
+            if why is not None:
+                rows.append(Missing(label, why))
+    return rows
+
+
+def write(
+    benchmark: Race, program: Program, campaign: Campaign, found: Found, report: Report
+) -> None:
+    """Print and write the report of what is there."""
+    calm = found.get("calm", {})
+    shown = [name for name in program.conditions if any(found[name].values())]
+    for name in shown:
+        title = f"{name}: {program.conditions[name].text}"
+        report.tables.append(table(title, found[name], calm))
+    if shown:
+        report.tables += model_tables(found, program.conditions)
+        report.tables.append(settings_table(benchmark, program, campaign, unequal(found)))
+        path = benchmark.json or results_folder(benchmark.quick) / report.name
+        draw(path.with_suffix(".png"), found, program.conditions)
+    report.write(as_json(found), benchmark.json)
+
+
+def settings_table(benchmark: Race, program: Program, campaign: Campaign, text: str) -> Table:
+    """Return the conditions of the measurement, and below them how to read all tables."""
+    facts: Sequence[tuple[str, str]] = [
+        ("workers", f"{benchmark.workers}, one torch thread each, all through sockets"),
+        ("a step", f"{benchmark.step_ms:g} ms, a timed wait with real gradients within"),
+        ("model", f"byte model of {num_parameters():,} parameters; AdamW"),
+        ("wall time", f"{benchmark.seconds:g} s, the start included; kills120: at least 300 s"),
+        ("checkpoints", f"of all rows but gossipdp: every {benchmark.checkpoint_steps} steps"),
+        (
+            "torchft",
+            f"join time-out {benchmark.join_ms} ms, time-outs {benchmark.timeout_s} s, heartbeat "
+            f"time-out {benchmark.heartbeat_ms} ms",
+        ),
+        (
+            "faults",
+            "; ".join(f"{n}: {c.faults}" for n, c in program.conditions.items() if c.faults),
+        ),
+        ("rounds", f"{benchmark.rounds}, rows in turn, one seed a round"),
+        ("source of the runs", ", ".join(sorted(campaign.commits))),
+    ]
+    return Table("Settings", ("", ""), facts, f"{NOTE}\n\nNot equal: {text}")
+
+
+if __name__ == "__main__":
+    run_script(main)

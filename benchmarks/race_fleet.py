@@ -1,0 +1,135 @@
+"""The processes of one run of the race, and the hosts they are on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from networks.namespaces import Hosts, run
+from race_settings import RaceSettings, Shelf, Values, num_parameters
+from race_worker import life_variables, log_path, shelf_path
+
+from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher.supervisor import Ending, WorkerProcess
+
+WORKER = Path(__file__).with_name("race_worker.py")
+PORT_ON_HOST = 29_400
+
+
+class HostWorker(WorkerProcess):
+    """A worker on a host of its own, which vanishes when the worker is killed."""
+
+    def __init__(self, worker: ScriptWorker, vanish: Callable[[], None]) -> None:
+        self.reports = worker.reports
+        self.pid, self._worker, self._vanish = worker.pid, worker, vanish
+
+    def waits_for(self) -> Sequence[object]:
+        return self._worker.waits_for()
+
+    def poll(self) -> Ending | None:
+        return self._worker.poll()
+
+    def send(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            self._vanish()  # first, or the kernel would close its connections at their other ends
+        self._worker.send(number)
+
+    def kill(self) -> None:
+        self._worker.kill()
+
+
+class Fleet:
+    """The processes of a run, by rank and life, and the hosts they are on."""
+
+    def __init__(self, settings: RaceSettings, folder: Path, hosts: Hosts | None) -> None:
+        self._settings, self._folder, self._hosts = settings, folder, hosts
+        self.pids: dict[int, int] = {}
+        self.num_lives = [0] * settings.workers
+        self.shelves: dict[tuple[int, int], Shelf] = {}
+        # The last host is the launcher's; those between it and the first ones are spare.
+        self._host_of = list(range(settings.workers))
+        self._is_gone: set[int] = set()
+
+    def address(self, rank: int) -> str:
+        """Return the address of a worker's host."""
+        return "127.0.0.1" if self._hosts is None else self._hosts.addresses[self._host_of[rank]]
+
+    def start(self, variables: Mapping[str, str]) -> WorkerProcess:
+        """Start a life of the worker whose rank the variables say."""
+        rank = int(variables["RANK"])
+        life, self.num_lives[rank] = self.num_lives[rank], self.num_lives[rank] + 1
+        where = None
+        own = {**os.environ, **common_variables(), **variables}
+        if self._hosts is not None:
+            host = self._move(rank)
+            where = self._hosts.names[host], self._hosts.addresses[host]
+            own |= {"GLOO_SOCKET_IFNAME": self._hosts.interface}
+            own |= {"MASTER_ADDR": self.address(0), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            own |= {"MASTER_PORT": str(PORT_ON_HOST + self.num_lives[0])}
+            own.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the launcher's cannot be reached
+        own |= life_variables(self._folder, life, where)
+        self.shelves[rank, life] = Shelf(shelf_path(self._folder, rank, life), num_parameters())
+        worker = ScriptWorker([sys.executable, str(WORKER)], own)
+        self.pids[rank] = worker.pid
+        if self._settings_vanish:
+            return HostWorker(worker, lambda: self._cut(rank))
+        return worker
+
+    @property
+    def _settings_vanish(self) -> bool:
+        return self._hosts is not None and self._settings.condition == "vanish"
+
+    def _move(self, rank: int) -> int:
+        """Return the host of a worker: a spare one if its own has vanished."""
+        if self._host_of[rank] in self._is_gone:
+            assert self._hosts is not None
+            used = {*self._host_of, *self._is_gone}
+            self._host_of[rank] = min(set(range(len(self._hosts.names) - 1)) - used)
+        return self._host_of[rank]
+
+    def _cut(self, rank: int) -> None:
+        assert self._hosts is not None
+        host = self._host_of[rank]
+        self._is_gone.add(host)
+        run("ip", "-n", self._hosts.names[host], "link", "set", self._hosts.interface, "down")
+
+    def shelf(self, rank: int) -> Shelf:
+        """Return the shelf of a worker's present life."""
+        return self.shelves[rank, self.num_lives[rank] - 1]
+
+    def trains(self, rank: int) -> bool:
+        """Return whether the present life of a worker has made a step."""
+        return self.shelf(rank).look() is not None
+
+    def live(self) -> list[int]:
+        """Return the workers whose process exists."""
+        return [rank for rank, pid in self.pids.items() if Path(f"/proc/{pid}").exists()]
+
+    def held(self, ranks: Sequence[int]) -> list[tuple[dict[str, float], Values]]:
+        """Return what the present lives of these workers have left."""
+        found = [self.shelf(rank).look() for rank in ranks]
+        return [each for each in found if each is not None]
+
+    def log_tail(self) -> str:
+        """Return the last lines of the first log that has any."""
+        for rank, life in self.shelves:
+            path = log_path(self._folder, rank, life)
+            text = path.read_text("utf-8", errors="replace").strip() if path.exists() else ""
+            if text:
+                return "\n".join(text.splitlines()[-12:])
+        return ""
+
+
+def common_variables() -> dict[str, str]:
+    """Return the variables of every worker."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GOSSIPDP_LOG": os.environ.get("GOSSIPDP_LOG", "error"),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RUST_LOG": "error",  # of torchft
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,396 @@
+"""The report of the race: a table and a panel a condition, goodput by kill period, a model."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quality_rows import KINDS, RowName
+from race_conditions import RaceCondition
+from race_model import gossip_goodput, synchronous_goodput
+from race_run import RaceResult
+from race_settings import TASK, RaceSettings, num_parameters
+from support.report import Spread, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CALM = "calm"
+MODEL_SIZES = (4, 8, 64, 1_000)
+EXAMPLE_MONTH_S, EXAMPLE_RESTART_S, EXAMPLE_CHECKPOINT_S = 30 * 86_400.0, 600.0, 1_800.0
+"""A machine that fails once a month, a restart of 10 minutes, a checkpoint every half an hour."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    settings: RaceSettings
+    result: RaceResult
+
+    @property
+    def loss(self) -> float:
+        """Of the final model, bits a byte; infinity if it had diverged."""
+        return math.inf if self.result.loss is None else self.result.loss
+
+    @property
+    def goodput(self) -> float:
+        """Samples kept over those of all workers at full speed, from the start of the run."""
+        full_steps = self.settings.workers * self.settings.seconds / self.settings.step_s
+        return self.result.samples / (full_steps * TASK.batch_size)
+
+    @property
+    def bytes_per_parameter_step(self) -> float:
+        """Bytes that were sent, over parameters and the batches that were kept."""
+        steps = self.result.samples / TASK.batch_size
+        return self.result.sent_bytes / (steps * num_parameters()) if steps else math.inf
+
+    @property
+    def num_done(self) -> int:
+        """Faults that were done."""
+        return sum(fault.at_s is not None for fault in self.result.faults)
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of the run after the first start."""
+        return max(0.0, self.settings.seconds - self.result.start_s)
+
+
+Runs = Mapping[str, Sequence[Run]]
+"""By row, of one condition."""
+
+
+def calm_rate(calm: Sequence[Run]) -> float:
+    """Return the samples a second of a row's own calm runs, after the start; NaN without any."""
+    rates = [run.result.samples / run.trained_s for run in calm if run.trained_s]
+    return statistics.median(rates) if rates else math.nan
+
+
+def share_of_calm(run: Run, calm: Sequence[Run]) -> float:
+    """Return the samples kept over those that the row keeps in the calm in the same time."""
+    expected = calm_rate(calm) * run.trained_s
+    return run.result.samples / expected if expected else math.nan
+
+
+def lost_seconds(run: Run, calm: Sequence[Run]) -> float:
+    """Return the seconds of the whole job that a fault cost; NaN if there was none."""
+    if not run.num_done:
+        return math.nan
+    return (1 - share_of_calm(run, calm)) * run.trained_s / run.num_done
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table; ``best`` chooses the best of the medians, None has no best."""
+
+    name: str
+    key: str
+    form: str
+    value: Callable[[Run, Sequence[Run]], float]
+    best: Callable[[Sequence[float]], float] | None = None
+
+
+COLUMNS = (
+    Column("samples kept", "samples", ",.0f", lambda run, _: run.result.samples, max),
+    Column("of its own calm", "share_of_calm", ".0%", share_of_calm, max),
+    Column("goodput", "goodput", ".0%", lambda run, _: run.goodput, max),
+    Column("final loss", "loss", ".3f", lambda run, _: run.loss, min),
+    Column("s lost a fault", "lost_s", ".1f", lost_seconds, min),
+    Column("bytes", "bytes", ".2f", lambda run, _: run.bytes_per_parameter_step, min),
+    Column("faults", "faults", ".0f", lambda run, _: run.num_done),
+    Column(
+        "restart (s)",
+        "restart_s",
+        ".1f",
+        lambda run, _: statistics.median(run.result.restarts_s or [math.nan]),
+    ),
+)
+
+
+def spreads(runs: Runs, calm: Runs) -> dict[str, dict[str, Spread]]:
+    """Return each figure of each row that ran, over its runs."""
+    return {
+        row: {
+            column.key: Spread.of(column.value(run, calm.get(row, ())) for run in found)
+            for column in COLUMNS
+        }
+        for row, found in runs.items()
+        if found
+    }
+
+
+def table(title: str, runs: Runs, calm: Runs) -> Table:
+    """Medians over the rounds; the best median of each column is bold."""
+    found = spreads(runs, calm)
+    best = {
+        column.key: column.best(values)
+        for column in COLUMNS
+        if column.best is not None
+        and (values := [v for one in found.values() if finite(v := one[column.key].median)])
+    }
+    lines = []
+    for row, figures in found.items():
+        cells = [RowName.parse(row).label, f"{runs[row][0].settings.learning_rate:g}"]
+        for column in COLUMNS:
+            spread = figures[column.key]
+            is_known = finite(spread.median)
+            text = spread.text(column.form) if is_known else "-"
+            is_best = is_known and spread.median == best.get(column.key)
+            cells.append(f"**{text}**" if is_best else text)
+        lines.append((*cells, str(len(runs[row]))))
+    head = ("row", "rate", *(column.name for column in COLUMNS), "runs")
+    return Table(title, head, lines)
+
+
+def finite(value: float) -> bool:
+    """Return whether a value is a finite number."""
+    return math.isfinite(value)
+
+
+NOTE = (
+    "Medians over the runs (least to greatest); the best median of a column is bold. Samples "
+    "kept: in the final model; work since a checkpoint, an average or an exchange that died is "
+    "not. Its own calm: the same row, the same time after its start. Goodput: samples kept over "
+    "those of all workers at full speed from the start of the processes. Final loss: at equal wall "
+    "time, of the model of all on held-out text, bits a byte. Seconds lost a fault: of the whole "
+    "job. Bytes: sent by all workers' sockets, over parameters and batches kept. Restart: from the "
+    "start of a process to the end of its first step."
+)
+
+
+def unequal(found: Mapping[str, Runs]) -> str:
+    """Return what was not equal, with the measured times of a start."""
+    every = [run for runs in found.values() for one in runs.values() for run in one]
+    imported = Spread.of(run.result.imported_s for run in every)
+    started = Spread.of(run.result.start_s for run in every)
+    late = {
+        RowName.parse(row).label: Spread.of(
+            run.result.ended_s - run.settings.seconds
+            for runs in found.values()
+            for run in runs.get(row, ())
+        )
+        for row in {row for runs in found.values() for row in runs}
+    }
+    ends = "; ".join(f"{label} {spread.text('.2f')}" for label, spread in sorted(late.items()))
+    return (
+        f"A process needs {imported.text('.1f')} s for its imports (Python, torch, the row's own) "
+        f"and {started.text('.1f')} s to the end of its first step: scale the kill period by that. "
+        f"The final model was there so many seconds after the end of the time: {ends}. A kill that "
+        "finds nobody in training is missed, so a job that is starting again is spared. The "
+        "supervisor notices a death at once, as no cluster does: DDP's other workers would wait "
+        "for it. A vanished host's worker starts on another host after 0.1 s. torchft's lighthouse "
+        "never dies, and its DDP hook is repaired (benchmarks/support/torchft_rows.py). "
+        "Checkpoints are on a local disk. gossipdp exchanges through sockets, not shared memory. "
+        "All workers share this machine's cores: if they are few, imports after a death take time "
+        "from those who train."
+    )
+
+
+def kill_points(
+    found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return (kill period, share of its own calm) of each row, for plans of kills alone."""
+    calm = found.get(CALM, {})
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, condition in conditions.items():
+        is_plain = condition.network is None and len(condition.plan.clauses) == 1
+        if condition.kill_period_s is None or not is_plain:
+            continue
+        for row, runs in found.get(name, {}).items():
+            shares = [share_of_calm(run, calm.get(row, ())) for run in runs]
+            if shares and finite(statistics.median(shares)):
+                point = (condition.kill_period_s, statistics.median(shares))
+                points.setdefault(row, []).append(point)
+    return {row: sorted(each) for row, each in points.items()}
+
+
+def modelled(row: str, runs: Sequence[Run], period_s: float) -> float:
+    """Return the model's goodput of a row at this kill period, with its own measured restart."""
+    settings = runs[0].settings
+    restart_s = statistics.median(
+        [value for run in runs for value in run.result.restarts_s] or [math.nan]
+    )
+    if KINDS[RowName.parse(row).kind].is_ours or settings.join_ms is not None:
+        return gossip_goodput(1 / period_s, settings.workers, restart_s)
+    assert settings.checkpoint_steps is not None
+    return synchronous_goodput(1 / period_s, settings.checkpoint_steps * settings.step_s, restart_s)
+
+
+def percent(share: float) -> str:
+    """Return a share as tables show it; "-" where no process came back, so that none is known."""
+    return f"{share:.0%}" if finite(share) else "-"
+
+
+def model_tables(found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> list[Table]:
+    """Return the measured points beside the model, and the model for many workers."""
+    by_period = {
+        condition.kill_period_s: found[name]
+        for name, condition in conditions.items()
+        if condition.kill_period_s is not None
+        and name in found
+        and condition.network is None
+        and len(condition.plan.clauses) == 1
+    }
+    lines = [
+        (
+            RowName.parse(row).label,
+            f"{period_s:g}",
+            f"{share:.0%}",
+            percent(modelled(row, by_period[period_s][row], period_s)),
+        )
+        for row, points in kill_points(found, conditions).items()
+        for period_s, share in points
+    ]
+    measured = Table(
+        "Goodput against the kill period",
+        ("row", "one kill every (s)", "measured", "model"),
+        lines,
+        "Measured: samples kept over the row's own calm. Model: kills at random at that mean "
+        "period; a synchronous job loses half a checkpoint interval and a restart at each, gossip "
+        "(and torchft, if its survivors lost nothing) one worker's restart. Kills of the plan come "
+        "at fixed times, so near one restart a period the model is the worse.",
+    )
+    rate, checkpoint_s, restart_s = 1 / EXAMPLE_MONTH_S, EXAMPLE_CHECKPOINT_S, EXAMPLE_RESTART_S
+    many = Table(
+        "The model for many workers",
+        ("workers", "synchronous, started again as a whole", "gossip"),
+        [
+            (
+                f"{workers:,}",
+                f"{synchronous_goodput(workers * rate, checkpoint_s, restart_s):.1%}",
+                f"{gossip_goodput(workers * rate, workers, restart_s):.1%}",
+            )
+            for workers in MODEL_SIZES
+        ],
+        "Not measured: benchmarks/race_model.py, if a worker fails once in 30 days, a restart "
+        "takes 10 minutes and a checkpoint is taken every 30. The model knows no network and no "
+        "loss.",
+    )
+    return [measured, many] if lines else [many]
+
+
+def as_json(found: Mapping[str, Runs]) -> dict[str, Any]:
+    """Return the content of ``--json``: by condition and row the medians, and every run."""
+    calm = found.get(CALM, {})
+    return {
+        name: {
+            row: {key: spread.median for key, spread in figures.items()}
+            | {"runs": [{"settings": r.settings, "result": r.result} for r in runs[row]]}
+            for row, figures in spreads(runs, calm).items()
+        }
+        for name, runs in found.items()
+    }
+
+
+MARKS = {"kill": "X", "stop": "s", "slow": "v"}
+
+
+def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> None:
+    """Write a PNG: loss against wall time, a panel a condition; and goodput by kill period."""
+    from matplotlib.lines import Line2D
+
+    from gossipdp_lab.simulate.figures import OKABE_ITO, new_figure
+
+    shown = [name for name in conditions if any(found.get(name, {}).values())]
+    points = kill_points(found, conditions)
+    num_panels = len(shown) + bool(points)
+    if not shown:
+        return
+    rows = list(dict.fromkeys(row for name in shown for row in found[name]))
+    colours = dict(zip(rows, [*OKABE_ITO[1:], OKABE_ITO[0]] * 2, strict=False))
+    columns = min(3, num_panels)
+    lines = math.ceil(num_panels / columns)
+    figure = new_figure(4.6 * columns + 2.2, 3.6 * lines)
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes in panels[num_panels:]:
+        axes.remove()
+    losses = [run.loss for name in shown for runs in found[name].values() for run in runs]
+    least = min(filter(math.isfinite, losses), default=2.0)
+    for axes, name in zip(panels, shown, strict=False):
+        _draw_condition(axes, found[name], colours, least)
+        axes.set_title(name, fontsize="medium")
+    if points:
+        _draw_periods(panels[len(shown)], points, colours)
+    done = {
+        fault.kind
+        for name in shown
+        for runs in found[name].values()
+        for run in runs
+        for fault in run.result.faults
+    }
+    handles = [Line2D([], [], color=colours[row], label=RowName.parse(row).label) for row in rows]
+    handles += [
+        Line2D([], [], color="grey", linestyle="", marker=mark, label=kind)
+        for kind, mark in MARKS.items()
+        if kind in done
+    ]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def median_curve(runs: Sequence[Run]) -> list[tuple[float, float]]:
+    """Return the median loss over the median time of each mark that most runs have."""
+    marks: dict[int, list[tuple[float, float]]] = {}
+    for run in runs:
+        for point in run.result.curve:
+            if point.loss is not None:
+                number = round(100 * point.seconds / run.settings.seconds)
+                marks.setdefault(number, []).append((point.seconds, point.loss))
+    return [
+        (statistics.median(s for s, _ in each), statistics.median(loss for _, loss in each))
+        for _, each in sorted(marks.items())
+        if 2 * len(each) > len(runs)
+    ]
+
+
+def _draw_condition(axes: Axes, runs: Runs, colours: Mapping[str, str], least: float) -> None:
+    import numpy as np
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    for row, each in runs.items():
+        curve = median_curve(each)
+        if not curve:
+            continue
+        times, losses = zip(*curve, strict=True)
+        is_ours = KINDS[RowName.parse(row).kind].is_ours
+        axes.plot(times, losses, color=colours[row], linewidth=2.2 if is_ours else 1.3)
+        for fault in each[0].result.faults:
+            if fault.at_s is not None and fault.at_s <= each[0].settings.seconds:
+                loss = float(np.interp(fault.at_s, times, losses))
+                axes.plot(
+                    fault.at_s, loss, MARKS[fault.kind], color=colours[row], markersize=5,
+                    markeredgecolor="white", markeredgewidth=0.5,
+                )  # fmt: skip
+    axes.set(yscale="log", xlabel="wall time (s)", ylabel="loss (bits a byte)")
+    axes.set_ylim(0.97 * least, 8.4)
+    ticks = [tick for tick in (2, 2.5, 3, 3.5, 4, 5, 6, 8) if tick >= 0.97 * least]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(left=0)
+    axes.grid(True, linewidth=0.4, alpha=0.6)
+
+
+def _draw_periods(
+    axes: Axes, points: Mapping[str, Sequence[tuple[float, float]]], colours: Mapping[str, str]
+) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
+
+    for row, each in points.items():
+        periods, shares = zip(*each, strict=True)
+        axes.plot(periods, shares, "o-", color=colours[row])
+    axes.set(xscale="log", xlabel="one kill every (s)", ylabel="samples kept, of its own calm")
+    axes.xaxis.set_major_locator(
+        FixedLocator(sorted({period for each in points.values() for period, _ in each}))
+    )
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(0, 1.05)
+    axes.set_title("goodput by kill period", fontsize="medium")
+    axes.grid(True, linewidth=0.4, alpha=0.6)

@@ -1,0 +1,351 @@
+"""One run of the race: real processes, the faults of a plan, and what came out of it.
+
+Each row has the supervisor that its user would have: gossipdp the library's own, torchft one that
+starts a killed replica again, the others one that ends the whole job at a death and starts it again
+from its last checkpoint. All have the library's fault injector, which acts from outside, by process
+id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from networks.namespaces import Hosts, enter
+from quality_rows import KINDS
+from race_fleet import Fleet
+from race_job import Job
+from race_settings import TASK, Assignment, CheckpointFiles, RaceSettings, Values, restarts_whole
+from support.byte_model import ByteModel, ByteSource
+from support.rows import Gossip
+
+from gossipdp import WorkerFailedError
+from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.faults import FaultInjector, FaultRecord
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.supervisor import Supervisor, WorkerProcess, describe
+
+NUM_MARKS = 28
+MAX_RESTARTS = 10_000
+PATIENCE_S, GRACE_S = 15.0, 0.5
+"""After the end of a run: for what a row has to do there, and for the others if one has ended."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A point of a curve: seconds of the run, and the loss of the model then, in bits a byte.
+
+    The loss is None where it is no finite number.
+    """
+
+    seconds: float
+    loss: float | None
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A fault of the plan. at_s: seconds of the run; None if it was missed, for this reason."""
+
+    kind: str
+    rank: int
+    planned_s: float
+    at_s: float | None
+    missed: str | None = None
+
+
+class RaceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a run.
+
+    samples: that are in the final model.
+    loss: of the final model on held-out text, bits a byte; None where it is no finite number.
+    ended_s: seconds of the run at which the final model was there.
+    start_s, restarts_s: from the start of a process to the end of its first step: the median of the
+        first lives; all later lives that came there.
+    imported_s: of these the seconds until all was imported, median.
+    num_lives: processes that were started.
+    """
+
+    samples: int
+    loss: float | None
+    curve: list[Point]
+    faults: list[Fault]
+    sent_bytes: int
+    ended_s: float
+    start_s: float
+    restarts_s: list[float]
+    imported_s: float
+    num_lives: int
+
+
+@cache
+def judge() -> ByteSource:
+    """Return the data and the validation."""
+    return ByteModel().begin(1, 0)
+
+
+def loss_of(parameters: Values) -> float | None:
+    """Return the loss on held-out text, bits a byte; None where it is no finite number."""
+    value = judge().evaluate(torch.from_numpy(parameters).float()).loss
+    assert value is not None
+    return value if math.isfinite(value) else None
+
+
+def present_model(
+    holds_all: bool, found: Sequence[tuple[dict[str, float], Values]]
+) -> tuple[int, Values] | None:
+    """Return samples and parameters of the model that these shelves hold; None of none."""
+    if not found:
+        return None
+    if holds_all:
+        header, values = max(found, key=lambda each: each[0]["samples"])
+        return int(header["samples"]), values
+    samples = sum(header["samples"] for header, _ in found)
+    return int(samples), np.mean([values for _, values in found], axis=0)
+
+
+def final_model(holds_all: bool, fleet: Fleet) -> tuple[int, Values] | None:
+    """Return samples and parameters of the model at the end; None if nobody holds one.
+
+    Where each worker holds a part, a life that did not come to the average of the end counts with
+    its samples up to its last exchange that was seen.
+    """
+    last = fleet.held(range(len(fleet.num_lives)))
+    voters = max((header["voters"] for header, _ in last), default=0)
+    if holds_all or not voters:
+        return present_model(holds_all, last)
+    samples = 0
+    for shelf in fleet.shelves.values():
+        found = shelf.look()
+        if found is not None:
+            header = found[0]
+            samples += int(header["samples" if header["voters"] == voters else "exchanged"])
+    return samples, next(values for header, values in last if header["voters"] == voters)
+
+
+def race(settings: RaceSettings, hosts: Hosts | None = None) -> RaceResult:
+    """Train once, by the clock, and score it.
+
+    Args:
+        settings: what is trained, and what befalls it.
+        hosts: where the workers run; None for this machine.
+
+    Raises:
+        WorkerFailedError: workers failed by themselves.
+    """
+    kind = KINDS[settings.name.kind]
+    holds_all = kind.row.holds_all
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        np.save(folder / "text.npy", judge().texts[0].numpy())
+        fleet = Fleet(settings, folder, hosts)
+        started_s = time.monotonic()
+        ends_s = started_s + settings.seconds
+        assignment = Assignment(settings=settings, started_s=started_s, ends_s=ends_s)
+        (folder / "run.json").write_bytes(msgspec.json.encode(assignment))
+        course = Course(settings, fleet, started_s, ends_s)
+        if kind.row is Gossip:
+            supervise_gossip(course)
+        elif settings.join_ms is None:
+            supervise_job(course, {})
+        else:
+            supervise_job(course, stack.enter_context(torchft_variables(settings, hosts)))
+        model = final_model(holds_all, fleet)
+        if model is None and settings.checkpoint_steps is not None:
+            model = from_checkpoint(settings, folder)
+        return result_of(course, model or untrained(settings))
+
+
+def untrained(settings: RaceSettings) -> tuple[int, Values]:
+    """Return what a run has if nothing of its training is left."""
+    torch.manual_seed(settings.seed)
+    flat = torch.nn.utils.parameters_to_vector(TASK.make_model().parameters())
+    return 0, flat.detach().double().numpy()
+
+
+def result_of(course: Course, model: tuple[int, Values]) -> RaceResult:
+    """Score a run that is over. model: samples and parameters at the end."""
+    fleet, settings, started_s = course.fleet, course.settings, course.started_s
+    headers = {
+        life: found[0]
+        for life, shelf in fleet.shelves.items()
+        if (found := shelf.look()) is not None
+    }
+    if not headers:
+        raise WorkerFailedError(f"no worker has made a step\n{fleet.log_tail()}")
+    samples, parameters = model
+    loss = loss_of(parameters)
+    last_s = max(header["at_s"] for header in headers.values()) - started_s
+    ended_s = max(last_s, settings.seconds)
+    curve = [Point(at_s, loss_of(values)) for at_s, values in course.marks]
+    first = [header["first_step_s"] for (_, life), header in headers.items() if life == 0]
+    return RaceResult(
+        samples=samples,
+        loss=loss,
+        curve=[*curve, Point(ended_s, loss)],
+        faults=[fault_of(record, started_s) for record in course.injector.records],
+        sent_bytes=round(sum(header["sent_bytes"] for header in headers.values())),
+        ended_s=ended_s,
+        start_s=statistics.median(first or [math.nan]),
+        restarts_s=[header["first_step_s"] for (_, life), header in headers.items() if life],
+        imported_s=statistics.median(header["imported_s"] for header in headers.values()),
+        num_lives=sum(fleet.num_lives),
+    )
+
+
+def fault_of(record: FaultRecord, started_s: float) -> Fault:
+    """Return a fault by the clock of the run."""
+    at_s = None if record.clock_s is None else record.clock_s - started_s
+    return Fault(record.kind, record.rank, record.planned_s, at_s, record.missed)
+
+
+def from_checkpoint(settings: RaceSettings, folder: Path) -> tuple[int, Values] | None:
+    """Return samples and parameters of the newest checkpoint; None if there is none."""
+    files = CheckpointFiles(folder, settings.num_writers)
+    newest = files.newest()
+    if newest is None:
+        return None
+    found = torch.load(files.path(newest, 0), weights_only=True)
+    net = TASK.make_model()
+    net.load_state_dict(found["row"]["net"])
+    flat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+    return found["batches"] * TASK.batch_size, flat.double().numpy()
+
+
+class Course:
+    """A run under way.
+
+    marks: seconds of the run, and the parameters of the model at that time, if there was one.
+    """
+
+    def __init__(
+        self, settings: RaceSettings, fleet: Fleet, started_s: float, ends_s: float
+    ) -> None:
+        self.settings, self.fleet, self.ends_s = settings, fleet, ends_s
+        self.started_s = started_s
+        self._holds_all = KINDS[settings.name.kind].row.holds_all
+        self.marks: list[tuple[float, Values]] = []
+        self._num_marks = 0
+        self.injector = FaultInjector(
+            FaultPlan.parse(settings.faults) if settings.faults else FaultPlan(),
+            settings.workers,
+            seed=settings.seed,
+            clock=time.monotonic,
+        )
+
+    def look(self) -> float:
+        """Note the model at a mark, without the workers' help; return how long ago the end was."""
+        passed_s = time.monotonic() - self.started_s
+        due_s = (self._num_marks + 1) * self.settings.seconds / NUM_MARKS
+        if due_s <= passed_s and due_s < self.settings.seconds:
+            self._num_marks += 1
+            model = present_model(self._holds_all, self.fleet.held(self.fleet.live()))
+            if model is not None:
+                self.marks.append((passed_s, model[1]))
+        if passed_s >= self.settings.seconds:
+            self.injector.release()  # a worker that stands still goes on, in all rows
+        return passed_s - self.settings.seconds
+
+
+def supervise_gossip(course: Course) -> None:
+    """Run gossipdp's workers to their end, by the library's own supervisor."""
+    fleet = course.fleet
+    supervisor = Supervisor(
+        LaunchPlan.on_one_host(course.settings.workers),
+        fleet.start,
+        max_restarts=MAX_RESTARTS,
+        faults=course.injector,
+    )
+
+    def on_step() -> None:
+        if course.look() >= PATIENCE_S and not supervisor.ending:
+            supervisor.end()
+
+    supervisor.run(on_step)
+    if supervisor.failures and not any(shelf.look() for shelf in fleet.shelves.values()):
+        raise WorkerFailedError(f"{describe(supervisor.failures)}\n{fleet.log_tail()}")
+
+
+def supervise_job(course: Course, variables: Mapping[str, str]) -> None:
+    """Run another row's workers to their end. variables: of every process."""
+    settings, fleet = course.settings, course.fleet
+    own = {"WORLD_SIZE": str(settings.workers), "MASTER_ADDR": "127.0.0.1", **variables}
+    ports: dict[int, int] = {}
+
+    def start(rank: int, number: int) -> WorkerProcess:
+        port = ports.setdefault(number, free_port())
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+        return fleet.start({**own, **place})
+
+    whole = restarts_whole(settings.name)
+    job = Job(settings.workers, start, fleet.trains, course.injector, whole=whole)
+    try:
+        while job.step():
+            since_end_s = course.look()
+            # Those that still wait then wait for one that has ended.
+            if since_end_s >= PATIENCE_S or (job.ended_well and since_end_s >= GRACE_S):
+                break
+            time.sleep(job.wait_s())
+    except WorkerFailedError as error:
+        raise WorkerFailedError(f"{error}\n{fleet.log_tail()}") from None
+    finally:
+        job.end()
+        until_s = time.monotonic() + PATIENCE_S
+        while job.step() and time.monotonic() < until_s:
+            time.sleep(0.01)
+    course.injector.close()
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def torchft_variables(settings: RaceSettings, hosts: Hosts | None) -> Iterator[dict[str, str]]:
+    """Keep a lighthouse, on the launcher's host, which nothing befalls; yield the variables."""
+    os.environ.setdefault("RUST_LOG", "error")  # it logs every step
+    from torchft.coordination import LighthouseServer
+
+    made: list[Any] = []
+
+    def make() -> None:
+        if hosts is not None:
+            enter(hosts.names[-1])  # of this thread, and of those that the lighthouse starts
+        made.append(
+            LighthouseServer(
+                bind="0.0.0.0:0" if hosts is not None else "127.0.0.1:0",
+                min_replicas=1,
+                join_timeout_ms=settings.join_ms,
+                heartbeat_timeout_ms=settings.heartbeat_ms,
+            )
+        )
+
+    thread = threading.Thread(target=make, name="lighthouse")
+    thread.start()
+    thread.join()
+    (lighthouse,) = made
+    address = lighthouse.address()
+    if hosts is not None:
+        address = f"http://{hosts.addresses[-1]}:{address.rpartition(':')[2]}"
+    try:
+        yield {
+            "TORCHFT_LIGHTHOUSE": address,
+            "TORCHFT_TIMEOUT_SEC": str(settings.timeout_s),
+            "TORCHFT_QUORUM_TIMEOUT_SEC": str(settings.timeout_s),
+        }
+    finally:
+        lighthouse.shutdown()

@@ -1,0 +1,168 @@
+"""What a run of the race follows from, and the files by which its processes know one another."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from quality_rows import KINDS, RowName
+from support.byte_task import ByteTask
+from support.rows import Gossip, OneOptimizer
+from support.torchft_rows import TorchftRow
+
+TASK = ByteTask()
+STEP_S = 0.040
+HEADER = ("samples", "exchanged", "at_s", "first_step_s", "imported_s", "sent_bytes", "voters")
+Values: TypeAlias = NDArray[np.float64]
+
+
+class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a run's result follows from; runs are found again by it.
+
+    checkpoint_steps: None for gossipdp's rows, which need none here.
+    join_ms, timeout_s, heartbeat_ms: of torchft's rows; None for others.
+    step_s: what the gradients of a batch take, the mean.
+    """
+
+    row: str
+    condition: str
+    faults: str
+    learning_rate: float
+    seed: int
+    seconds: float
+    workers: int
+    step_s: float = STEP_S
+    spread: float = 0.0
+    checkpoint_steps: int | None = None
+    join_ms: int | None = None
+    timeout_s: int | None = None
+    heartbeat_ms: int | None = None
+
+    @property
+    def key(self) -> str:
+        """The same for equal settings, and for no others."""
+        return msgspec.json.encode(self, order="sorted").decode()
+
+    @property
+    def name(self) -> RowName:
+        """Return the row."""
+        return RowName.parse(self.row)
+
+    @property
+    def num_writers(self) -> int:
+        """Return how many files a checkpoint has: one, unless each worker holds a state of its own.
+
+        Torchft's replicas heal from any other, so the state of one is enough.
+        """
+        return 1 if self.name.period is None or self.join_ms is not None else self.workers
+
+
+@cache
+def num_parameters() -> int:
+    """Count the parameters of the model."""
+    return sum(parameter.numel() for parameter in TASK.make_model().parameters())
+
+
+def saves(name: RowName) -> bool:
+    """Return whether the row takes checkpoints: gossipdp's need none as long as one worker lives.
+
+    Decent-DP cannot: it takes over the optimizers, and saves none.
+    """
+    return issubclass(KINDS[name.kind].row, OneOptimizer) and not KINDS[name.kind].is_ours
+
+
+def restarts_whole(name: RowName) -> bool:
+    """Return whether a death ends the row's whole job, which starts again from a checkpoint."""
+    kind = KINDS[name.kind].row
+    return kind is not Gossip and not issubclass(kind, TorchftRow)
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's process finds in a file of the run's folder.
+
+    started_s, ends_s: of the run, by ``time.monotonic``, which is one clock for all processes.
+    """
+
+    settings: RaceSettings
+    started_s: float
+    ends_s: float
+
+
+class Shelf:
+    """A file in which a life of a worker leaves what it holds, for whoever looks at it.
+
+    Two places take turns, and a number says which of them is whole: the worker may be killed or
+    stopped at any moment.
+    """
+
+    def __init__(self, path: Path, num_parameters: int) -> None:
+        self._path, self._width = path, len(HEADER) + num_parameters
+        self._file: Values | None = None
+
+    def put(self, header: dict[str, float], parameters: NDArray[np.float32]) -> None:
+        """Leave this; the file is there from the first call on."""
+        if self._file is None:
+            empty = self._path.with_name(f"{self._path.name}.new")
+            empty.write_bytes(np.zeros(1 + 2 * self._width).tobytes())
+            empty.rename(self._path)  # so that it is there whole or not at all
+            self._file = np.memmap(self._path, dtype=np.float64, mode="r+")
+        number = int(self._file[0]) + 1
+        place = self._place(number)
+        place[: len(HEADER)] = [header[name] for name in HEADER]
+        place[len(HEADER) :] = parameters
+        self._file[0] = number
+
+    def look(self) -> tuple[dict[str, float], Values] | None:
+        """Return what was left last; None if nothing was."""
+        if self._file is None:
+            if not self._path.exists():
+                return None
+            self._file = np.memmap(self._path, dtype=np.float64, mode="r")
+        while True:
+            number = int(self._file[0])
+            if number == 0:
+                return None
+            found = self._place(number).copy()
+            if int(self._file[0]) == number:
+                header = dict(zip(HEADER, found.tolist(), strict=False))
+                return header, found[len(HEADER) :]
+
+    def _place(self, number: int) -> Values:
+        assert self._file is not None
+        start = 1 + (number % 2) * self._width
+        return self._file[start : start + self._width]
+
+
+class CheckpointFiles:
+    """The checkpoints of a job, one file for each writer, of the last two steps.
+
+    Written to another name and renamed, so that a file is whole or not there. A checkpoint counts
+    when all its writers' files are there.
+    """
+
+    def __init__(self, folder: Path, num_writers: int) -> None:
+        self._folder, self._num_writers = folder, num_writers
+
+    def path(self, step: int, writer: int) -> Path:
+        """Return the file of a writer."""
+        return self._folder / f"checkpoint-{step}-{writer}.pt"
+
+    def newest(self) -> int | None:
+        """Return the step of the last whole checkpoint; None if there is none."""
+        found: dict[int, int] = {}
+        for path in self._folder.glob("checkpoint-*-*.pt"):
+            step = int(path.stem.split("-")[1])
+            found[step] = found.get(step, 0) + 1
+        whole = [step for step, count in found.items() if count == self._num_writers]
+        return max(whole, default=None)
+
+    def commit(self, written: Path, step: int, writer: int) -> None:
+        """Let a file that was written whole be this writer's, and remove its older ones."""
+        written.rename(self.path(step, writer))
+        mine = self._folder.glob(f"checkpoint-*-{writer}.pt")
+        for old in sorted(mine, key=lambda path: int(path.stem.split("-")[1]))[:-2]:
+            old.unlink(missing_ok=True)

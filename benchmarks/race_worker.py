@@ -1,0 +1,269 @@
+"""One worker's process in the race: trains by the clock, and leaves what it holds on its shelf.
+
+A process of benchmarks/race_run.py, which says by variables what it is. Nothing is imported here
+that a plain script of the row would not import, but for little that all rows share: a process that
+is started again imports it again. What the validation needs is out of band: the parent reads the
+shelves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from networks.namespaces import enter
+from quality_rows import make_optimizer
+from race_settings import (
+    TASK,
+    Assignment,
+    CheckpointFiles,
+    RaceSettings,
+    Shelf,
+    num_parameters,
+)
+from support.rows import Gossip, OneOptimizer, Row, RowPlan
+from support.sockets import bytes_by_connection
+from support.timed_compute import RunningClock, TimedCompute
+from torch import Tensor, nn
+
+from gossipdp_lab.tasks.workload import learning_rate_factor
+
+BETA2 = 0.999
+LEAVE_EVERY_S, COUNT_EVERY_S = 0.2, 1.0
+CLONE_NEWUTS = 0x04000000
+
+
+def life_variables(folder: Path, life: int, host: tuple[str, str] | None) -> dict[str, str]:
+    """Return the variables of a worker's process, beside those of its supervisor.
+
+    host: namespace and address of its machine; None for this machine.
+    """
+    found = {"RACE_LIFE": str(life), "RACE_BEGAN": repr(time.monotonic()), "RACE_DIR": str(folder)}
+    return found if host is None else found | {"RACE_HOST": host[0], "RACE_ADDRESS": host[1]}
+
+
+def shelf_path(folder: Path, rank: int, life: int) -> Path:
+    """Return the file of a life's shelf."""
+    return folder / f"shelf-{rank}-{life}"
+
+
+def log_path(folder: Path, rank: int, life: int) -> Path:
+    """Return the file of what a life writes to standard error."""
+    return folder / f"log-{rank}-{life}"
+
+
+class Bytes:
+    """The bytes that this process has sent, connections that are closed by now included."""
+
+    def __init__(self) -> None:
+        self._by_connection: dict[str, int] = {}
+        self._counted_s = -math.inf
+
+    def sent(self, now: float) -> int:
+        """Return the count, which is made once a second."""
+        if now >= self._counted_s + COUNT_EVERY_S:
+            self._by_connection |= bytes_by_connection()
+            self._counted_s = now
+        return sum(self._by_connection.values())
+
+
+class Life:
+    """What one process has done, and its shelf."""
+
+    def __init__(self, row: Row, shelf: Shelf, imported_s: float, began_s: float) -> None:
+        self._row, self._shelf, self._bytes = row, shelf, Bytes()
+        self._imported_s, self._began_s = imported_s, began_s
+        self._first_step_s = 0.0
+        self._left_s, self._left_exchanges, self._exchanged = -math.inf, -1.0, 0
+        self._is_whole = False
+
+    def stepped(self, before: int, now: float) -> None:
+        """Leave what the row holds, now and then; only what a step has just made whole.
+
+        before: the row's batches before the step.
+        """
+        if self._first_step_s == 0.0:
+            self._first_step_s = now - self._began_s
+        self._is_whole = self._row.num_batches() > before
+        if self._is_whole and now >= self._left_s + LEAVE_EVERY_S:
+            self.leave(now)
+
+    def end(self, now: float) -> None:
+        """Leave what the row holds at the end, if the last step has made it whole."""
+        if self._is_whole:
+            self.leave(now)
+
+    def leave(self, now: float, voters: int = 0) -> None:
+        """Leave what the row holds. voters: workers in the average of the end, once it is made."""
+        batches = self._row.num_batches()
+        exchanges = self._row.account().get("exchanges", 0.0)
+        if exchanges != self._left_exchanges:
+            self._left_exchanges, self._exchanged = exchanges, batches
+        header = {
+            "samples": batches * TASK.batch_size,
+            "exchanged": self._exchanged * TASK.batch_size,
+            "at_s": now,
+            "first_step_s": self._first_step_s,
+            "imported_s": self._imported_s,
+            "sent_bytes": self._bytes.sent(now),
+            "voters": voters,
+        }
+        flat = nn.utils.parameters_to_vector(self._row.net.parameters()).detach().numpy()
+        self._shelf.put({name: float(value) for name, value in header.items()}, flat)
+        self._left_s = now
+
+
+def train(
+    row: Row,
+    assignment: Assignment,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    compute: TimedCompute,
+    stepped: Callable[[int], None],
+) -> None:
+    """Train until the time of the run is over: the loop that every row runs.
+
+    stepped: called after each step with the row's batches before it.
+    """
+    settings = assignment.settings
+    for contexts, targets in batches:
+        now = time.monotonic()
+        if now >= assignment.ends_s:
+            return
+        progress = (now - assignment.started_s) / settings.seconds
+        row.set_rate(settings.learning_rate * learning_rate_factor(progress))
+        before = row.num_batches()
+        compute.begin()
+        row.step(nn.functional.cross_entropy(row.model(contexts), targets))
+        stepped(before)
+
+
+def make_save(row: Row, settings: RaceSettings, folder: Path, rank: int) -> Callable[[], None]:
+    """Return what writes a checkpoint whenever one is due; load the newest one first.
+
+    One worker writes for all if all hold the same; where any of them may be away, each writes the
+    same file.
+    """
+    if settings.checkpoint_steps is None or not isinstance(row, OneOptimizer):
+        return lambda: None
+    period = row.plan.period
+    every = period * math.ceil(settings.checkpoint_steps / period)
+    writers = settings.num_writers
+    files, place = CheckpointFiles(folder, writers), rank % writers
+    newest = files.newest()
+    if newest is not None:
+        found = torch.load(files.path(newest, place), weights_only=True)
+        row.load(found["row"])
+
+    def save() -> None:
+        is_writer = rank < writers or settings.join_ms is not None
+        if row.steps % every == 0 and is_writer:
+            written = folder / f"unfinished-{rank}"
+            torch.save({"row": row.state(), "batches": row.num_batches()}, written)
+            files.commit(written, row.steps, place)
+
+    return save
+
+
+def draws(settings: RaceSettings, rank: int, life: int) -> Callable[[], float]:
+    """Return what gives the time of each step."""
+    if not settings.spread:
+        return lambda: settings.step_s
+    normal = random.Random(f"{settings.seed} {rank} {life}").gauss
+    mean = -(settings.spread**2) / 2
+    return lambda: settings.step_s * math.exp(normal(mean, settings.spread))
+
+
+def endless(text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield contexts and the bytes that follow them."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield TASK.split(TASK.draw(text, generator))
+
+
+def main() -> None:
+    began_s = float(os.environ["RACE_BEGAN"])
+    imported_s = time.monotonic() - began_s
+    folder, life = Path(os.environ["RACE_DIR"]), int(os.environ["RACE_LIFE"])
+    rank = int(os.environ["RANK"])
+    log = os.open(log_path(folder, rank, life), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, sys.stderr.fileno())
+    address = enter_host()
+    torch.set_num_threads(1)
+    assignment = msgspec.json.decode((folder / "run.json").read_bytes(), type=Assignment)
+    settings = assignment.settings
+    torch.manual_seed(settings.seed)
+    net = TASK.make_model()
+    text = torch.from_numpy(np.load(folder / "text.npy", mmap_mode="c"))
+    contexts, targets = next(endless(text, 0))
+    nn.functional.cross_entropy(net(contexts), targets).backward()  # what torch makes at first
+    net.zero_grad()
+    clock = RunningClock().start()
+    compute = TimedCompute([net[0], net[2], net], draws(settings, rank, life), clock)
+    row = make_row(net, settings, rank, address)
+    shelf = Shelf(shelf_path(folder, rank, life), num_parameters())
+    own = Life(row, shelf, imported_s, began_s)
+    save = make_save(row, settings, folder, rank)
+
+    def stepped(before: int) -> None:
+        own.stepped(before, time.monotonic())
+        save()
+
+    seed = (settings.seed << 32) + (life << 16) + rank
+    train(row, assignment, endless(text, seed), compute, stepped)
+    own.end(time.monotonic())
+    if isinstance(row, Gossip):
+        voters = row.gossip.consolidate().world_size
+        own.leave(time.monotonic(), voters)
+    # Others may wait for this one in a collective: the parent ends them.
+    os._exit(0)
+
+
+def make_row(net: nn.Module, settings: RaceSettings, rank: int, address: str | None) -> Row:
+    """Make this worker's part of the row. address: of its host; None for this machine."""
+    name = settings.name
+    options = name.gossip_options("ring")
+    if options:
+        from gossipdp import Network
+
+        options |= {"network": Network(shared_memory="off", host=address)}
+    full_steps = settings.workers * settings.seconds / settings.step_s
+    plan = RowPlan(
+        rank=rank,
+        samples=math.ceil(2 * full_steps) * TASK.batch_size,  # never used up: the clock ends it
+        seed=settings.seed,
+        batch_sizes=[TASK.batch_size] * settings.workers,
+        periods=name.periods([1.0] * settings.workers),
+        make_optimizer=partial(make_optimizer, beta2=BETA2),
+        method=name.method,
+        options=options,
+        own_pace=True,
+        host=address or "127.0.0.1",
+    )
+    return name.make(net, plan)
+
+
+def enter_host() -> str | None:
+    """Move this process into its host's namespace, under the host's name; return its address."""
+    namespace, address = os.environ.get("RACE_HOST"), os.environ.get("RACE_ADDRESS")
+    if namespace is None or address is None:
+        return None
+    enter(namespace)
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS) != 0:
+        raise OSError(ctypes.get_errno(), "this process cannot have a host name of its own")
+    socket.sethostname(address)  # torchft tells others this name
+    return address
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,633 @@
+"""Tests of the race: what is asked for, what is kept, the supervisor of a job, figures, a run."""
+
+import copy
+import itertools
+import math
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import race as race_script
+import race_worker
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from quality_rows import OuterNesterov
+from race import Campaign, Line, Race, check, measure_rows, missing_rows, settings_of, tune
+from race_conditions import CONDITIONS
+from race_job import MAX_EARLY_DEATHS, RESTART_DELAY_S, Job
+from race_model import gossip_goodput, synchronous_goodput
+from race_report import (
+    Run,
+    as_json,
+    draw,
+    kill_points,
+    lost_seconds,
+    median_curve,
+    model_tables,
+    share_of_calm,
+    table,
+    unequal,
+)
+from race_run import Fault, Point, RaceResult, final_model, present_model
+from race_settings import HEADER, TASK, CheckpointFiles, RaceSettings, Shelf
+from race_worker import Bytes, Life, make_save
+from support.finished_runs import FinishedRuns
+from support.provenance import Provenance
+from support.rows import OneOptimizer, RowPlan
+from support.timed_compute import LONGEST_GAP_S, TICK_S, RunningClock
+from torch import nn
+
+from gossipdp import WorkerFailedError
+from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.faults import FaultInjector
+from gossipdp.launcher.supervisor import Ending
+
+SETTINGS = RaceSettings(
+    row="gossipdp", condition="calm", faults="", learning_rate=0.02, seed=1, seconds=70, workers=4
+)
+
+
+def result(samples: int = 100_000, loss: float | None = 2.7, num_kills: int = 0) -> RaceResult:
+    return RaceResult(
+        samples=samples,
+        loss=loss,
+        curve=[Point(20.0, 4.0), Point(45.0, None), Point(70.0, loss)],
+        faults=[Fault("kill", 0, 10.0 * n, 14.0 + 10 * n) for n in range(1, num_kills + 1)]
+        + [Fault("kill", 1, 65.0, None, "it does not run")],
+        sent_bytes=10**9,
+        ended_s=70.1,
+        start_s=5.0,
+        restarts_s=[4.0] * num_kills,
+        imported_s=3.0,
+        num_lives=4 + num_kills,
+    )
+
+
+def run_of(row: str, condition: str = "calm", **figures: float) -> Run:
+    settings = replace_settings(row=row, condition=condition)
+    if row == "ddp":
+        settings = replace_settings(row=row, condition=condition, checkpoint_steps=25)
+    return Run(settings, result(**figures))  # type: ignore[arg-type]
+
+
+def replace_settings(**changes: object) -> RaceSettings:
+    return msgspec.structs.replace(SETTINGS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"conditions": "calm,strom"}, "there is no condition 'strom'"),
+        ({"rows": "dpp"}, "there is no row 'dpp'"),
+        ({"rates": "ddp"}, "write ROW=RATE"),
+        ({"workers": 1}, "--workers"),
+        ({"checkpoint_steps": 0}, "--checkpoint-steps"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(replace(Race(), **changes))  # type: ignore[arg-type]
+
+
+def test_rows_and_conditions_are_read_in_the_order_of_the_report() -> None:
+    asked = Race(conditions="kills10, calm", rows="ddp,gossipdp", rates="ddp=0.04")
+    program = check(asked)
+    assert list(program.conditions) == ["calm", "kills10"]
+    assert program.rows == {"ddp": 0.04, "gossipdp": 0.02}
+    assert list(check(replace(asked, tune=True)).conditions) == ["calm"]
+
+
+def test_a_quick_run_takes_every_row_only_where_that_shows_most() -> None:
+    program = check(Race(quick=True))
+    assert len(program.rows_under("calm")) == len(program.rows) == 8
+    assert program.rows_under("moving") == ["gossipdp"]
+    assert check(Race(quick=True, rows="ddp")).rows_under("moving") == ["ddp"]
+
+
+def test_every_condition_has_a_plan_that_can_be_done() -> None:
+    for name, condition in CONDITIONS.items():
+        for each in (condition, condition.quick()):
+            plan = FaultPlan.parse(each.faults, num_workers=2) if each.faults else FaultPlan()
+            assert plan.kills == (each.kill_period_s is not None), name
+            periods = [clause.time_s for clause in plan.clauses if clause.kind == "kill"]
+            assert not periods or periods == [each.kill_period_s]
+    assert CONDITIONS["kills120"].seconds(70) > 2 * 120
+    assert CONDITIONS["stops"].quick().faults.startswith("stop 0.4s at 2s; stop 1s at 4s")
+
+
+def test_a_run_has_the_options_of_its_row_alone() -> None:
+    benchmark = Race(conditions="kills10", rows="gossipdp,ddp,ddp_torchft,diloco@16")
+    program = check(benchmark)
+
+    def of(row: str, changed: Race) -> str:
+        return settings_of(changed, program, row, "kills10", 1).key
+
+    saves, waits = replace(benchmark, checkpoint_steps=50), replace(benchmark, join_ms=1_000)
+    assert of("gossipdp", benchmark) == of("gossipdp", saves) == of("gossipdp", waits)
+    assert of("ddp", benchmark) == of("ddp", waits) != of("ddp", saves)
+    assert of("diloco@16", benchmark) != of("diloco@16", saves)
+    assert of("ddp_torchft", benchmark) != of("ddp_torchft", saves)
+    assert of("ddp_torchft", benchmark) != of("ddp_torchft", waits)
+    settings = settings_of(benchmark, program, "ddp", "kills10", 3)
+    assert (settings.faults, settings.seed) == ("kill every 10s", 3)
+
+
+class FakeRace:
+    """Finishes at once; runs that are asked for are noted."""
+
+    def __init__(self) -> None:
+        self.asked: list[RaceSettings] = []
+        self.fails_at = ""
+
+    def __call__(self, settings: RaceSettings, hosts: object) -> RaceResult:
+        self.asked.append(settings)
+        if settings.row == self.fails_at:
+            raise WorkerFailedError("worker 1 died\nof hunger")
+        return result(loss=3.0 + abs(math.log(settings.learning_rate / 0.04)))
+
+
+@pytest.fixture
+def provenance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask no git for every run."""
+    known = Provenance("command", "0", "abc", "hardware", 1.0)
+    monkeypatch.setattr(race_script.Provenance, "here", lambda seconds: known)
+
+
+@pytest.mark.usefixtures("provenance")
+def test_finished_runs_are_kept_and_the_order_rotates(tmp_path: Path) -> None:
+    benchmark = Race(conditions="calm,moving", rows="gossipdp,ddp,local_sgd@16", rounds=2)
+    program, path, fake = check(benchmark), tmp_path / "runs.jsonl", FakeRace()
+
+    def campaign(minutes: float | None = None) -> Campaign:
+        now_s = itertools.count(0.0, 10.0)
+        kept = FinishedRuns(path, Line, key=lambda line: line.settings.key)
+        return Campaign(kept, minutes, fake, lambda: next(now_s))
+
+    fake.fails_at = "ddp"
+    first = campaign(minutes=2.5)
+    found = measure_rows(benchmark, program, first)
+    order = [(each.condition, each.row, each.seed) for each in fake.asked]
+    assert order[:3] == [("calm", "gossipdp", 1), ("calm", "ddp", 1), ("calm", "local_sgd@16", 1)]
+    assert len(order) == 6
+    missing = {row.row: row.why for row in missing_rows(benchmark, program, first, found)}
+    assert missing["calm: DDP, float32"] == "it failed: of hunger"
+    assert "rounds are measured: call again" in missing["moving: gossipdp, defaults"]
+    fake.fails_at, num_before = "", len(order)
+    found = measure_rows(benchmark, program, campaign())
+    order = [(each.condition, each.row, each.seed) for each in fake.asked]
+    assert len(order) - num_before == 12 - 4  # all but those that were kept
+    assert all(len(runs) == 2 for rows in found.values() for runs in rows.values())
+    second = [row for condition, row, seed in order if (condition, seed) == ("moving", 2)]
+    assert second == ["ddp", "local_sgd@16", "gossipdp"]
+    measure_rows(benchmark, program, campaign())
+    assert len(fake.asked) == len(order)
+
+
+@pytest.mark.usefixtures("provenance")
+def test_tuning_widens_the_grid_until_the_best_rate_is_within(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    benchmark = Race(tune=True, rows="ddp")
+    fake = FakeRace()
+    kept = FinishedRuns(None, Line, key=lambda line: line.settings.key)
+    campaign = Campaign(kept, None, fake)
+    assert tune(benchmark, check(benchmark), campaign) == "--rates ddp=0.04"
+    assert [each.learning_rate for each in fake.asked] == [0.005, 0.01, 0.02, 0.04, 0.08]
+    assert "0.04: 3.000" in capsys.readouterr().out
+
+
+def test_a_row_that_cannot_recover_is_missing_where_workers_die(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(race_script.RowName, "missing", lambda name: None)
+    assert race_script.cannot_run("decent_dp", CONDITIONS["moving"]) is None
+    why = race_script.cannot_run("decent_dp", CONDITIONS["kills30"])
+    assert why is not None
+    assert "no answer to a death" in why
+
+
+class FakeProcess:
+    """A process that dies when it is told to, and is reaped at the next look."""
+
+    def __init__(self, name: tuple[int, int]) -> None:
+        self.name, self.ending, self.is_closed = name, None, False
+
+    def poll(self) -> Ending | None:
+        return self.ending
+
+    def send(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            self.ending = Ending("died of signal 9 (SIGKILL)")
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeJob:
+    """A job of fake processes, on a clock that a test sets."""
+
+    def __init__(self, faults: str, *, whole: bool, num_workers: int = 3) -> None:
+        self.now_s = 100.0
+        self.started: list[FakeProcess] = []
+        self.training: set[tuple[int, int]] = set()
+        self.injector = FaultInjector(
+            FaultPlan.parse(faults), num_workers, clock=lambda: self.now_s
+        )
+        self.job = Job(
+            num_workers,
+            self.start,
+            lambda rank: self.life(rank).name in self.training,
+            self.injector,
+            whole=whole,
+            clock=lambda: self.now_s,
+        )
+
+    def start(self, rank: int, number: int) -> FakeProcess:
+        self.started.append(FakeProcess((rank, number)))
+        return self.started[-1]
+
+    def life(self, rank: int) -> FakeProcess:
+        return next(each for each in reversed(self.started) if each.name[0] == rank)
+
+    def all_train(self) -> None:
+        self.training |= {each.name for each in self.started}
+
+    def step(self, after_s: float = 0.0) -> bool:
+        self.now_s += after_s
+        return self.job.step()
+
+    @property
+    def names(self) -> list[tuple[int, int]]:
+        return [each.name for each in self.started]
+
+
+def test_a_death_ends_the_whole_job_which_starts_again() -> None:
+    fake = FakeJob("kill 1 at 10s", whole=True)
+    fake.step()
+    assert fake.names == [(0, 0), (1, 0), (2, 0)]
+    fake.all_train()
+    fake.step()
+    fake.step(after_s=10.0)
+    assert fake.life(1).ending is not None
+    fake.step()  # it is reaped, and the others are killed
+    assert fake.life(0).ending == fake.life(2).ending == Ending("died of signal 9 (SIGKILL)")
+    fake.step(after_s=RESTART_DELAY_S / 2)
+    assert len(fake.started) == 3
+    fake.step(after_s=RESTART_DELAY_S)
+    assert fake.names[3:] == [(0, 1), (1, 1), (2, 1)]
+    assert all(each.is_closed for each in fake.started[:3])
+    assert [(each.rank, each.missed) for each in fake.injector.records] == [(1, None)]
+
+
+def test_none_starts_again_before_all_of_the_job_are_gone() -> None:
+    fake = FakeJob("kill 1 at 10s", whole=True)
+    fake.step()
+    fake.all_train()
+    fake.step()
+    lingers = fake.life(0)
+    lingers.kill = lambda: None  # type: ignore[method-assign]  # it hangs in the kernel
+    fake.step(after_s=10.0)
+    fake.step()
+    fake.step(after_s=5.0)
+    assert len(fake.started) == 3
+    lingers.send(signal.SIGKILL)
+    fake.step()
+    assert fake.names[3:] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_a_replica_is_started_again_alone() -> None:
+    fake = FakeJob("kill 1 at 10s", whole=False)
+    fake.step()
+    fake.all_train()
+    fake.step()
+    fake.step(after_s=10.0)
+    fake.step()
+    fake.step(after_s=RESTART_DELAY_S)
+    assert fake.names[3:] == [(1, 1)]
+    assert fake.life(0).ending is None
+
+
+def test_at_the_end_nobody_is_started_again() -> None:
+    fake = FakeJob("kill 1 at 10s", whole=True)
+    fake.step()
+    fake.all_train()
+    fake.life(0).ending = Ending()
+    fake.step()
+    fake.life(1).ending = Ending("raised RuntimeError")  # of one that has left
+    fake.step()
+    fake.life(2).ending = Ending()
+    assert not fake.step(after_s=1.0)
+    assert len(fake.started) == 3
+
+
+def test_a_job_that_dies_by_itself_before_it_trains_is_given_up() -> None:
+    fake = FakeJob("kill 1 at 10s", whole=True, num_workers=2)
+    for number in range(MAX_EARLY_DEATHS):
+        fake.step(after_s=RESTART_DELAY_S)
+        fake.life(0).ending = Ending("ended with exit code 1")
+        if number < MAX_EARLY_DEATHS - 1:
+            fake.step()
+            fake.step()
+    with pytest.raises(WorkerFailedError, match="worker 0 ended with exit code 1 before it"):
+        fake.step()
+    assert len(fake.started) == 2 * MAX_EARLY_DEATHS
+
+
+def test_after_its_end_a_job_is_killed_and_starts_nobody() -> None:
+    fake = FakeJob("kill 1 at 10s", whole=False)
+    fake.step()
+    fake.job.end()
+    assert not fake.step()
+    assert all(each.ending is not None for each in fake.started)
+    assert not fake.step(after_s=1.0)
+    assert len(fake.started) == 3
+
+
+def test_a_shelf_shows_what_was_left_last(tmp_path: Path) -> None:
+    shelf, other = Shelf(tmp_path / "shelf", 2), Shelf(tmp_path / "shelf", 2)
+    assert other.look() is None
+    for number in (1.0, 2.0, 3.0):
+        header = dict.fromkeys(HEADER, number) | {"samples": 10 * number}
+        shelf.put(header, np.array([number, -number], np.float32))
+        found = other.look()
+        assert found is not None
+        assert found[0] == header
+        assert found[1].tolist() == [number, -number]
+
+
+def test_a_checkpoint_counts_when_all_have_written_it(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path, 2)
+    assert files.newest() is None
+    for step, writer in [(32, 0), (32, 1), (64, 0), (64, 1), (96, 0)]:
+        written = tmp_path / "unfinished"
+        written.write_text(f"{step} {writer}")
+        files.commit(written, step, writer)
+    assert files.newest() == 64
+    assert files.path(64, 1).read_text() == "64 1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"checkpoint-{step}-{writer}.pt" for step, writer in [(32, 1), (64, 0), (64, 1), (96, 0)]
+    ]
+
+
+class FakeFleet:
+    """Lives by (rank, number) and what they left."""
+
+    def __init__(self, lives: dict[tuple[int, int], tuple[float, float, float] | None]) -> None:
+        self.num_lives = [1 + max(n for r, n in lives if r == rank) for rank in range(2)]
+        self.shelves = {life: FakeShelf(left) for life, left in lives.items()}
+
+    def held(self, ranks: Iterator[int]) -> list[object]:
+        found = [self.shelves[rank, self.num_lives[rank] - 1].look() for rank in ranks]
+        return [each for each in found if each is not None]
+
+
+class FakeShelf:
+    def __init__(self, left: tuple[float, float, float] | None) -> None:
+        self.left = left
+
+    def look(self) -> object:
+        if self.left is None:
+            return None
+        samples, exchanged, voters = self.left
+        header = {"samples": samples, "exchanged": exchanged, "voters": voters}
+        return header, np.array([samples])
+
+
+def test_samples_that_died_with_a_worker_are_not_counted() -> None:
+    # Worker 0 was killed after 90 samples, the last 10 of them in no exchange.
+    fleet = FakeFleet({(0, 0): (90, 80, 0), (0, 1): (30, 20, 2), (1, 0): (200, 190, 2)})
+    samples, values = final_model(False, fleet)  # type: ignore[arg-type, misc]
+    assert samples == 80 + 30 + 200
+    assert values.tolist() == [30]  # the average, which both hold
+    # It did not come back, and the other one ended alone.
+    fleet = FakeFleet({(0, 0): (90, 80, 0), (0, 1): None, (1, 0): (200, 190, 1)})
+    assert final_model(False, fleet)[0] == 200 + 80  # type: ignore[arg-type, index]
+    # Nobody came to an average: the workers' mean, as it was.
+    fleet = FakeFleet({(0, 0): (90, 80, 0), (1, 0): (210, 190, 0)})
+    samples, values = final_model(False, fleet)  # type: ignore[arg-type, misc]
+    assert (samples, values.tolist()) == (300, [150])
+
+
+def test_a_job_that_is_starting_again_has_only_its_checkpoint() -> None:
+    fleet = FakeFleet({(0, 0): (90, 90, 0), (0, 1): None, (1, 0): (90, 90, 0), (1, 1): None})
+    assert final_model(True, fleet) is None  # type: ignore[arg-type]
+    left = [({"samples": 64.0}, np.array([1.0])), ({"samples": 96.0}, np.array([2.0]))]
+    assert present_model(True, left) == (96, np.array([2.0]))
+
+
+class Plain(OneOptimizer):
+    """One worker's SGD; all hold the same every second step."""
+
+    def __init__(self) -> None:
+        plan = RowPlan(
+            rank=0,
+            samples=1,
+            seed=0,
+            batch_sizes=[TASK.batch_size],
+            periods=[2],
+            make_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5, momentum=0.9),
+        )
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(1, 1, bias=False), plan)
+
+    def finish(self) -> None:
+        """Nothing is left to average."""
+
+    def value(self) -> float:
+        return float(self.net.weight.detach())
+
+    def take_step(self) -> None:
+        self.step(self.net(torch.ones(1, 1)).sum())
+
+
+def test_a_row_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    settings = replace_settings(row="local_sgd@2", checkpoint_steps=3, workers=1)
+    row = Plain()
+    save = make_save(row, settings, tmp_path, 0)
+    values = []
+    for _ in range(7):
+        row.take_step()
+        save()
+        values.append(row.value())
+    again = Plain()
+    make_save(again, settings, tmp_path, 0)
+    assert (again.steps, again.value()) == (4, values[3])  # 3 steps, in whole periods
+    again.take_step()
+    assert again.value() == values[4]  # with its momentum
+    found = from_checkpoint_of(tmp_path)
+    assert found["batches"] == 4
+
+
+def from_checkpoint_of(folder: Path) -> dict[str, object]:
+    files = CheckpointFiles(folder, 1)
+    newest = files.newest()
+    assert newest is not None
+    loaded: dict[str, object] = torch.load(files.path(newest, 0), weights_only=True)
+    return loaded
+
+
+def test_the_outer_optimizer_goes_on_from_its_state() -> None:
+    nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    one, two = (OuterNesterov(net) for net in nets)
+    one.step(torch.tensor([0.5, 1.0]))
+    two.load(copy.deepcopy(one.state()))
+    for outer in (one, two):
+        outer.step(torch.tensor([0.25, -1.0]))
+    assert torch.equal(nets[0].weight, nets[1].weight)
+
+
+def test_a_shelf_gets_only_models_that_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(race_worker, "bytes_by_connection", lambda: {"socket:[7]": 12})
+    row, shelf = Plain(), Shelf(tmp_path / "shelf", 1)
+    life = Life(row, shelf, imported_s=3.0, began_s=100.0)
+    for now_s in (104.0, 104.5, 105.0, 105.1):
+        before = row.num_batches()
+        row.take_step()
+        life.stepped(before, now_s)
+    found = shelf.look()
+    assert found is not None
+    header, values = found
+    assert (header["samples"], header["at_s"]) == (4 * TASK.batch_size, 105.1)
+    assert (header["first_step_s"], header["imported_s"]) == (4.0, 3.0)
+    assert header["sent_bytes"] == 12
+    assert values.tolist() == [row.value()]
+    row.take_step()
+    life.stepped(4, 106.0)  # in the middle of a period
+    life.end(106.0)
+    found = shelf.look()
+    assert found is not None
+    assert found[0]["at_s"] == 105.1
+
+
+def test_what_closed_connections_had_sent_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([{"a": 10, "b": 5}, {"b": 8}])
+    monkeypatch.setattr(race_worker, "bytes_by_connection", lambda: next(seen))
+    count = Bytes()
+    assert count.sent(100.0) == 15
+    assert count.sent(100.5) == 15  # once a second
+    assert count.sent(101.0) == 18
+
+
+def test_a_device_stands_still_while_its_process_is_stopped() -> None:
+    now_s = 50.0
+    clock = RunningClock(lambda: now_s)
+    began_s = clock()
+    for _ in range(10):
+        now_s += TICK_S
+        clock()
+    assert clock() - began_s == pytest.approx(10 * TICK_S)
+    now_s += 2.0  # stopped, somewhere within a tick
+    assert clock() - began_s == pytest.approx(10.5 * TICK_S)
+    now_s += LONGEST_GAP_S - 0.001  # only late
+    assert clock() - began_s == pytest.approx(10.5 * TICK_S + LONGEST_GAP_S - 0.001)
+
+
+def test_shares_are_of_the_rows_own_calm() -> None:
+    calm = [run_of("ddp", samples=65_000), run_of("ddp", samples=130_000)]
+    killed = run_of("ddp", "kills10", samples=48_750, num_kills=5)
+    assert share_of_calm(killed, calm) == pytest.approx(0.5)
+    assert lost_seconds(killed, calm) == pytest.approx(0.5 * 65 / 5)
+    assert math.isnan(lost_seconds(calm[0], calm))
+    assert math.isnan(share_of_calm(killed, []))
+    full = 4 * 70 / 0.04 * 32
+    assert killed.goodput == pytest.approx(48_750 / full)
+
+
+def found() -> dict[str, dict[str, list[Run]]]:
+    return {
+        "calm": {
+            "gossipdp": [run_of("gossipdp", samples=130_000, loss=2.66)],
+            "ddp": [run_of("ddp", samples=130_000, loss=2.61)],
+        },
+        "kills10": {
+            "gossipdp": [
+                run_of("gossipdp", "kills10", samples=117_000, loss=loss, num_kills=5)
+                for loss in (2.7, 2.72, None)
+            ],
+            "ddp": [run_of("ddp", "kills10", samples=52_000, loss=3.2, num_kills=5)],
+        },
+    }
+
+
+def test_the_best_of_each_column_is_bold_whoever_has_it() -> None:
+    runs = found()
+    ours, ddp = table("kills10", runs["kills10"], runs["calm"]).rows
+    assert ours[0] == "gossipdp, defaults"
+    assert ours[2] == "**117,000 (117,000 to 117,000)**"
+    assert ours[3].startswith("**90%")
+    assert ddp[3] == "40%"
+    assert ours[6].startswith("**1.3")
+    assert ddp[6] == "7.8"
+    ours, ddp = table("calm", runs["calm"], runs["calm"]).rows
+    assert ours[2] == ddp[2] == "**130,000**"  # level
+    assert (ours[5], ddp[5]) == ("2.660", "**2.610**")
+    assert ours[6] == "-"  # nothing befell it
+
+
+def test_the_report_of_what_is_there(tmp_path: Path) -> None:
+    runs = found()
+    conditions = {name: CONDITIONS[name] for name in ("calm", "kills10", "kills30")}
+    runs["kills30"] = {"gossipdp": [], "ddp": []}
+    assert kill_points(runs, conditions) == {
+        "gossipdp": [(10, pytest.approx(0.9))],
+        "ddp": [(10, pytest.approx(0.4))],
+    }
+    measured, many = model_tables(runs, conditions)
+    assert measured.rows == [
+        ("gossipdp, defaults", "10", "90%", "91%"),  # 1 / (1 + 4 s / (4 workers * 10 s))
+        ("DDP, float32", "10", "40%", "64%"),  # 0.1 * exp(-0.4) / (exp(0.1) - 1)
+    ]
+    assert [row[0] for row in many.rows] == ["4", "8", "64", "1,000"]
+    assert "3.0" in unequal(runs)
+    data = as_json(runs)
+    assert data["kills10"]["ddp"]["samples"] == 52_000
+    assert len(data["kills10"]["gossipdp"]["runs"]) == 3
+    assert data["kills30"] == {}
+    draw(tmp_path / "race.png", runs, conditions)
+    assert (tmp_path / "race.png").stat().st_size > 1_000
+
+
+def test_a_curve_is_the_median_where_most_runs_had_a_model() -> None:
+    runs = [run_of("ddp", loss=loss) for loss in (2.7, 2.8, 3.3)]
+    assert median_curve(runs) == [(20.0, 4.0), (70.0, 2.8)]
+
+
+@given(st.floats(1e-6, 0.1), st.floats(0.1, 1_000), st.floats(0.1, 1_000))
+def test_the_model_of_goodput(rate: float, checkpoint_s: float, restart_s: float) -> None:
+    value = synchronous_goodput(rate, checkpoint_s, restart_s)
+    assert 0 <= value < 1
+    assert synchronous_goodput(2 * rate, checkpoint_s, restart_s) <= value
+    assert synchronous_goodput(rate, 2 * checkpoint_s, restart_s) <= value
+    assert synchronous_goodput(rate, checkpoint_s, 2 * restart_s) <= value
+    lost = rate * (
+        restart_s + checkpoint_s / 2
+    )  # half an interval and a restart, if failures are rare
+    assert value >= 1 - lost - 1e-12
+    assert value <= 1 - lost + lost**2
+    # As many failures of each worker, whatever their number.
+    one = gossip_goodput(rate, 1, restart_s)
+    assert gossip_goodput(1_000 * rate, 1_000, restart_s) == pytest.approx(one)
+    assert one == pytest.approx(1 / (1 + rate * restart_s))
+
+
+def test_the_model_of_goodput_where_nothing_or_everything_fails() -> None:
+    assert synchronous_goodput(0.0, 60.0, 60.0) == gossip_goodput(0.0, 4, 60.0) == 1.0
+    assert synchronous_goodput(100.0, 60.0, 60.0) == 0.0
+    # Exponential times between failures: by simulation.
+    draws = np.random.default_rng(0).exponential(50.0, 200_000)
+    kept = np.floor(np.maximum(0.0, draws - 20.0) / 10.0) * 10.0
+    assert synchronous_goodput(1 / 50, 10.0, 20.0) == pytest.approx(
+        kept.sum() / draws.sum(), rel=0.02
+    )
