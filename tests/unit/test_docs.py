@@ -35,7 +35,9 @@ from gossipdp_lab.simulate import study
 from gossipdp_lab.tasks import RECIPES
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md")]
+)
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 OF_NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
 each_page = pytest.mark.parametrize(
