@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cli_page
 import pytest
 import torch
 import yaml
@@ -118,6 +119,12 @@ def test_the_command_line_page_names_every_option():
     for recipe in RECIPES:
         for option in options_of("train", recipe):
             assert option in (section if option not in ("--help", "--log-level") else text), option
+
+
+def test_the_options_of_the_command_line_page_are_those_of_the_help():
+    written = (ROOT / "docs" / "cli.md").read_text()
+    assert cli_page.page() == written, "write it with: python tools/cli_page.py"
+    assert "- `--faults-seed 0`: Seed of the workers" in written
 
 
 def test_make_targets_exist():
