@@ -127,6 +127,30 @@ def test_the_options_of_the_command_line_page_are_those_of_the_help():
     assert "- `--faults-seed 0`: Seed of the workers" in written
 
 
+def messages_in(path: Path) -> Iterator[str]:
+    """Yield the texts of a module, with three dots in place of values."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        texts = [
+            str(part.value) if isinstance(part, ast.Constant) else "..."
+            for part in parts
+            if isinstance(part, (ast.Constant, ast.FormattedValue))
+        ]
+        yield re.sub(r"%[.\d]*[a-z]", "...", "".join(texts)).replace("%%", "%")
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    shown = re.findall(r"^\| `(.*?)` \|", page, re.M)
+    assert len(shown) >= 25
+    texts = [
+        text for path in (ROOT / "src" / "gossipdp").rglob("*.py") for text in messages_in(path)
+    ]
+    for message in shown:
+        pattern = ".*".join(re.escape(part) for part in message.split("..."))
+        assert any(re.search(pattern, text, re.S) for text in texts), message
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
