@@ -75,7 +75,7 @@ def options(kind: type) -> list[str]:
         if not isinstance(default, bool) and default not in (None, ()):
             names[-1] += f" {default:g}" if isinstance(default, float) else f" {default}"
         shown = ", ".join(f"`{each}`" for each in names)
-        text = text.replace("*", r"\*")
+        text = re.sub(r"([*\[])", r"\\\1", text)  # Markdown's own
         lines.append(f"- {shown}: {text}" if text else f"- {shown}")
     return lines
 

@@ -19,7 +19,7 @@ _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix
 
 
 def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(tmp_path):
-    for name in ("benchmarks", "docs", "examples", "src", "tools"):
+    for name in ("docs", "examples", "src", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     assert build(tmp_path) == []
