@@ -1,4 +1,4 @@
-"""The figures of docs/quality.md on the periods of moments are those of the committed runs."""
+"""The figures of benchmarks/NOTES.md on the periods of moments are those of the committed runs."""
 
 import re
 from pathlib import Path
@@ -38,11 +38,11 @@ def test_rows_are_compared_seed_by_seed_with_all_reduce_of_their_beta(tmp_path: 
 
 
 @pytest.mark.parametrize("comm_rate", PERIODS)
-def test_the_page_shows_the_measured_figures(comm_rate: int) -> None:
+def test_the_notes_show_the_measured_figures(comm_rate: int) -> None:
     runs = Runs(ROOT / "benchmarks/results/moment_periods.jsonl")
     (setting,) = runs.settings()
     measured = tables(runs, setting)[list(PERIODS).index(comm_rate)]
-    page = (ROOT / "docs/quality.md").read_text()
+    page = (ROOT / "benchmarks/NOTES.md").read_text()
     (shown,) = re.findall(rf"^Comm rate {comm_rate}:\n\n((?:\|.*\n)+)", page, re.M)
     lines = [[each.strip() for each in line.split("|")[1:-1]] for line in shown.splitlines()]
     assert lines[0] == list(measured.head)

@@ -122,11 +122,12 @@ def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path:
     assert table.rows[1][-1] == "0.750"
 
 
-def test_the_page_shows_the_measured_figures() -> None:
-    page = (ROOT / "docs/quality.md").read_text()
-    runs = Runs(ROOT / "benchmarks/results/quality_simulated.jsonl")
+def shown_in(page: str) -> dict[Setting, list[tuple[str, ...]]]:
+    """Return the rows of a page's tables, by the setting that stands above each table."""
     parts = re.findall(
-        r"^(Common|Disjoint) data, (\d+) workers, ([\d,]+) steps(.*):\n\n((?:\|.*\n)+)", page, re.M
+        r"^(Common|Disjoint) data, (\d+) workers, ([\d,]+) steps(.*):\n\n((?:\|.*\n)+)",
+        (ROOT / page).read_text(),
+        re.M,
     )
     shown: dict[Setting, list[tuple[str, ...]]] = {}
     for data, workers, steps, more, table in parts:
@@ -134,12 +135,27 @@ def test_the_page_shows_the_measured_figures() -> None:
         setting = Setting(data.lower(), model, int(workers), int(steps.replace(",", "")))
         lines = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()[2:]]
         shown.setdefault(setting, []).extend(map(tuple, lines))
-    assert sorted(shown, key=str) == sorted(runs.settings(), key=str)
-    for setting, lines in shown.items():
-        assert sorted(lines) == sorted(
-            (name, f"{mean} ± {spread}" if spread else mean, above, *rest)
-            for name, mean, above, spread, *rest in tables(runs, setting)[0].rows
-        )
+    return shown
+
+
+def measured(runs: Runs, setting: Setting) -> list[tuple[str, ...]]:
+    """Return the rows of a setting as the pages write them."""
+    return sorted(
+        (name, f"{mean} ± {spread}" if spread else mean, above, *rest)
+        for name, mean, above, spread, *rest in tables(runs, setting)[0].rows
+    )
+
+
+def test_the_pages_show_the_measured_figures() -> None:
+    runs = Runs(ROOT / "benchmarks/results/quality_simulated.jsonl")
+    notes = shown_in("benchmarks/NOTES.md")
+    assert sorted(notes, key=str) == sorted(runs.settings(), key=str)
+    for setting, lines in notes.items():
+        assert sorted(lines) == measured(runs, setting)
+    page = shown_in("docs/quality.md")  # a selection
+    assert sum(map(len, page.values())) >= 20
+    for setting, lines in page.items():
+        assert set(lines) <= set(measured(runs, setting))
 
 
 def test_torch_optimizers_over_rows_step_as_the_simulators_do() -> None:

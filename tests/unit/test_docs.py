@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cli_page
 import pytest
 import torch
 import yaml
@@ -35,7 +36,9 @@ from gossipdp_lab.simulate import study
 from gossipdp_lab.tasks import RECIPES
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md")]
+)
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 OF_NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
 each_page = pytest.mark.parametrize(
@@ -116,6 +119,36 @@ def test_the_command_line_page_names_every_option():
     for recipe in RECIPES:
         for option in options_of("train", recipe):
             assert option in (section if option not in ("--help", "--log-level") else text), option
+
+
+def test_the_options_of_the_command_line_page_are_those_of_the_help():
+    written = (ROOT / "docs" / "cli.md").read_text()
+    assert cli_page.page() == written, "write it with: python tools/cli_page.py"
+    assert "- `--faults-seed 0`: Seed of the workers" in written
+
+
+def messages_in(path: Path) -> Iterator[str]:
+    """Yield the texts of a module, with three dots in place of values."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        texts = [
+            str(part.value) if isinstance(part, ast.Constant) else "..."
+            for part in parts
+            if isinstance(part, (ast.Constant, ast.FormattedValue))
+        ]
+        yield re.sub(r"%[.\d]*[a-z]", "...", "".join(texts)).replace("%%", "%")
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    shown = re.findall(r"^\| `(.*?)` \|", page, re.M)
+    assert len(shown) >= 25
+    texts = [
+        text for path in (ROOT / "src" / "gossipdp").rglob("*.py") for text in messages_in(path)
+    ]
+    for message in shown:
+        pattern = ".*".join(re.escape(part) for part in message.split("..."))
+        assert any(re.search(pattern, text, re.S) for text in texts), message
 
 
 def test_make_targets_exist():

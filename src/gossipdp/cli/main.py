@@ -55,7 +55,7 @@ class Common:
     """Options of every subcommand."""
 
     log_level: Literal["debug", "info", "warning", "error"] | None = None
-    """Least important messages to show; by default GOSSIPDP_LOG, else warning."""
+    """Show messages from this level up; by default GOSSIPDP_LOG, else warning."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -54,7 +54,7 @@ class PlanArguments:
     """Print the constants of a graph and whether A2CiD2 helps on it. Nothing is trained."""
 
     workers: int | None = option(None, at_least_1)
-    """Number of workers; may be left out with --edge-list."""
+    """Number of workers; not needed with --edge-list."""
 
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
@@ -73,7 +73,7 @@ class PlanArguments:
     comm_rate="auto" does."""
 
     wire_format: WireFormatName = "full"
-    """The form in which they travel: 4, 2 or 1 bytes each."""
+    """full, bfloat16 or lattice8: they travel as 4, 2 or 1 bytes each."""
 
     step_ms: float | None = option(None, positive_number)
     """Duration of a gradient step, in milliseconds."""

@@ -52,25 +52,24 @@ class RunArguments:
         None, at_least_1
     )
     """Number of workers to start here; with --join one by default.
-    Leave it out if torchrun, srun or an indexed Job of Kubernetes started this process.
-    It then starts the worker of its rank."""
+    Leave it out under torchrun, srun or an indexed Job: it then starts the worker of its rank."""
 
     nproc_per_replica: int = option(1, at_least_1)
     """Number of processes that hold one replica of the model, each a shard of it (fully_shard).
-    -n is a multiple of it. A replica lives and ends with all of its processes."""
+    -n is a multiple of it."""
 
     max_restarts: int = option(0, at_least_0)
-    """Number of times, in all, that this call starts a worker again that has died."""
+    """Number of times, in all, that dead workers are started again."""
 
     host: str | None = None
-    """Address of this machine on which workers meet and listen.
-    By default 127.0.0.1; with --rendezvous or --join that of the interface that leads there."""
+    """Address of this machine on which workers meet and listen; by default 127.0.0.1.
+    With --rendezvous or --join, by default that of the interface that leads there."""
 
     port: int = 0
     """Port on which workers meet; with 0 any free port."""
 
     nnodes: int = 1
-    """Number of hosts. Call gossipdp run on each of them, with the same -n."""
+    """Number of hosts; each calls gossipdp run with the same -n."""
 
     node_rank: int = 0
     """Number of this host, from 0."""
@@ -79,17 +78,16 @@ class RunArguments:
     """HOST:PORT on host 0, where the workers of all hosts meet; instead of --port."""
 
     join: str | None = None
-    """HOST:PORT of a worker of a running job, or of several, with commas between them.
-    The workers started here join that job.
-    With --nproc-per-replica, give a process of each shard."""
+    """HOST:PORT of a worker of a running job, which the workers started here join.
+    With --nproc-per-replica give a process of each shard, with commas."""
 
     secret_file: Path | None = None
     """File with the workers' common secret, of at least 16 bytes; by default GOSSIPDP_SECRET.
-    Workers on one host need none; on several hosts they need this or --tls."""
+    Several hosts need this or --tls."""
 
     tls: Path | None = None
-    """Directory that gossipdp tls-init made, the same on every host.
-    All links then use TLS, and no secret is needed."""
+    """Directory that gossipdp tls-init made, the same on every host; by default GOSSIPDP_TLS.
+    No secret is needed then."""
 
     log_dir: Path | None = None
     """Directory where each worker writes its log, for gossipdp report."""
@@ -102,12 +100,9 @@ class RunArguments:
     """Address on which workers show their status; by default 127.0.0.1."""
 
     faults: str | None = None
-    """Faults to do to the workers started here, such as "kill every 60s; stop 8s 2 at 2m".
-    kill [RANK] [WHEN]: SIGKILL.
-    stop DURATION [RANK] [WHEN]: SIGSTOP, and SIGCONT after that time.
-    slow FACTORx [RANK] [WHEN] [for DURATION]: the worker runs 1/FACTOR of the time.
-    WHEN is at TIME or every TIME, counted from when all train; by default at once.
-    Without RANK the worker is drawn. Times: 500ms, 8s, 2m, 1h."""
+    """Faults to test the script with, such as "kill every 60s; stop 8s 2 at 2m; slow 4x 1".
+    A clause is kill, stop DURATION or slow FACTORx, with [RANK] [at TIME | every TIME] after it.
+    Times count from when all train. Without RANK a worker is drawn. docs/faults.md has more."""
 
     faults_seed: int = option(0, at_least_0)
     """Seed of the workers that --faults draws."""

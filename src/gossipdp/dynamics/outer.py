@@ -17,7 +17,7 @@ nothing, and the mean of x + c/2 over workers moves by optimizer and outer steps
 Two workers in lock-step, with an exchange and an outer step every H steps, take exactly DiLoCo's
 steps. If workers exchange at their own times, each is asked for an exchange as often as it asks for
 one. With an outer step in both, the outer momentum's memory was half as long, counted in optimizer
-steps, and the loss was worse (docs/quality.md): so it comes with every second exchange.
+steps, and the loss was worse (benchmarks/NOTES.md): so it comes with every second exchange.
 
 The optimizer may write x while the gossip thread takes the step. It reads each value of x once, and
 the values read are the new base, so that no part of an optimizer's step is lost or counted twice.
@@ -61,7 +61,7 @@ class OuterStep(Checked):
 
     Departures from DiLoCo: workers exchange in pairs and at their own times, and each holds an
     outer momentum of its own. That has one worker's noise, while DiLoCo's has the noise of the mean
-    of all, so the momentum is smaller here (docs/quality.md).
+    of all, so the momentum is smaller here (benchmarks/NOTES.md).
     """
 
     momentum: float = option(0.5, partial(number, below=1.0))

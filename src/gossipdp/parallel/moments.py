@@ -62,7 +62,7 @@ DEFAULT_PERIOD = 4
 16 simulated workers with one exchange a step end 4.4% above all-reduce after 256 steps if v travels
 with each exchange (beta_2 = 0.999), 5.6% with every 4th, 8.2% with every 42nd and 8.9% without v;
 with four exchanges a step 2.4% if v travels once a step. 0.99 and 0.95 are much the same
-(docs/quality.md). Every 4th exchange with v adds 25% to the bytes, each 100%.
+(benchmarks/NOTES.md). Every 4th exchange with v adds 25% to the bytes, each 100%.
 """
 SHARE_OF_MEMORY = 1 / 4
 
@@ -184,7 +184,7 @@ class Moments:
         Its step, with beta m + (1 - beta) g, then counts its new gradient whole. If it were added
         after the step, k exchanges in the time of a step would leave 1/2^k of that gradient. A
         moment's memory was then 2^k times as long, and training diverged with ``exp_avg`` in two
-        exchanges a step (docs/quality.md).
+        exchanges a step (benchmarks/NOTES.md).
         """
         for kept in self._kept[optimizer_index]:
             kept.begins()

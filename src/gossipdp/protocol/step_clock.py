@@ -10,8 +10,8 @@ a step that ends early, u jumps to the next whole number and the ticks in the ju
 
 The paper's ticks are a Poisson process. These come more evenly: each gap is between 0.5 and 1.5 of
 the mean. A Poisson gap may be long, and workers drift apart in it: with as many exchanges they
-train less well (docs/quality.md). Some chance remains, or two workers could ask at the same moment
-for ever.
+train less well (benchmarks/NOTES.md). Some chance remains, or two workers could ask at the same
+moment for ever.
 """
 
 from __future__ import annotations

@@ -20,22 +20,20 @@ class DemoArguments(RunOptions):
     """Train a small model with several worker processes here, and show what happens."""
 
     compare: bool = False
-    """Train twice for as long, by all-reduce and by --method. One worker at a time is four times
-    slower, three in turn, and --method also loses worker 0. It takes less than two minutes, and
-    draws both in one picture. The workload is pystdlib-small."""
+    """Train pystdlib-small twice for as long, by all-reduce and by --method. One worker at a time is
+    four times slower, three in turn, and --method also loses worker 0. It takes less than two
+    minutes."""
 
     workload: Literal["digits", "pystdlib", "pystdlib-small"] | None = None
     """digits (the default): handwritten digits, a small convolutional network; pystdlib: the source
-    text of Python's standard library, a small byte-level transformer; pystdlib-small: the same
-    text, a transformer six times smaller."""
+    of Python's standard library, a byte-level transformer; pystdlib-small: six times smaller."""
 
     workers: int = option(4, at_least_1)
     """Worker processes."""
 
     faults: str | None = None
-    """Faults to do to the workers, as for gossipdp run, such as "kill 0 at 5s; stop 8s 2 at 4s".
-    Or "slow 4x 2": worker 2 is 4 times slower.
-    If a fault names no worker, one is drawn; --seed decides which."""
+    """Faults, as for gossipdp run, such as "kill 0 at 5s; stop 8s 2 at 4s; slow 4x 1".
+    If one names no worker, --seed draws it."""
 
     restart: bool = False
     """Start workers that were killed again; they rejoin the run."""
@@ -44,8 +42,8 @@ class DemoArguments(RunOptions):
     """The optimizer's highest learning rate; by default the workload's own."""
 
     samples: int | None = option(None, at_least_1)
-    """Samples to train on, all workers together; by default what takes about half a minute, and
-    longer if the faults need it."""
+    """Samples to train on, all workers together; by default for about half a minute, or as long as
+    the faults need."""
 
     seconds: float | None = option(None, positive_number)
     """Train for so long, on as many samples as that allows; with --compare 40 by default."""

@@ -16,8 +16,8 @@ class SimulateArguments:
     """Simulate runs on a virtual clock, to choose a graph, a comm rate and a method."""
 
     file: tyro.conf.Positional[Path | None] = None
-    """A Python file with a mapping named scenarios, from names to Scenario objects. They are
-    simulated in place of what the other options describe; docs/simulator.md shows one."""
+    """A Python file with a mapping named scenarios, from names to Scenario objects, instead of
+    options; docs/simulator.md shows one."""
 
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
@@ -35,15 +35,15 @@ class SimulateArguments:
     digits-convolutional: the demo's network."""
 
     comm_rate: str = "1"
-    """Exchanges per worker per gradient step; several with commas."""
+    """Exchanges per worker per gradient step; several with commas; auto with --fidelity links."""
 
     fidelity: Literal["ideal", "links"] = "ideal"
-    """ideal: exchanges happen at random, as in the paper, and take no time. links: the real
-    protocol; messages and exchanges take time."""
+    """ideal: exchanges happen at random, as in the paper, and take no time; links: the real
+    protocol, over links that take their time."""
 
     steps: float | None = option(None, positive_number)
-    """Length of the run, in gradient steps of an ordinary worker. The default is 100; for consensus
-    it is as long as the workers need to agree."""
+    """Length in gradient steps of an ordinary worker; by default 100, for consensus as long as the
+    workers need to agree."""
 
     seeds: str = "3"
     """Number of runs of each kind, or a list of their seeds such as 0,1,2."""
@@ -55,12 +55,11 @@ class SimulateArguments:
     """Mean duration of a gradient step, in milliseconds."""
 
     step_spread: float = 0.0
-    """Variation of step times: the standard deviation of their logarithm. With 0.1
-    a step takes 10% more or less; with 0 all take equally long."""
+    """Variation of step times, as the standard deviation of their logarithm: with 0.1 a step takes
+    10% more or less."""
 
     slow_worker: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Make a worker slower: RANK:FACTOR. 2:4 makes worker 2 four times slower. Separate several
-    with commas, or repeat the option."""
+    """RANK:FACTOR, such as 2:4: worker 2 is four times slower. Separate several with commas."""
 
     latency_ms: float = option(0.5, number)
     """Time that a message travels, in milliseconds."""
@@ -69,7 +68,7 @@ class SimulateArguments:
     """Speed of every link in each direction, in Mbit/s; by default unlimited."""
 
     model_mb: float | None = option(None, positive_number)
-    """Megabytes that a worker sends in an exchange; by default the size of its parameters."""
+    """Megabytes that a worker sends in an exchange; by default its parameters."""
 
     json: Path | None = option(None, output_file)
     """Also write the results to this file."""
@@ -78,8 +77,7 @@ class SimulateArguments:
     """Draw loss and consensus distance in this file, a PNG; by default one under runs/."""
 
     timeline: bool = False
-    """Also draw what each worker does over time, beside --figure, as *-timeline.png."""
+    """Also draw what each worker does when, beside --figure, as *-timeline.png."""
 
     processes: int | None = option(None, at_least_1)
-    """Number of runs at once. By default one on each core, if that is quicker than one after the
-    other."""
+    """Number of runs at once; by default one on each core, if that is quicker."""

@@ -26,7 +26,7 @@ class RunOptions:
 
     method: MethodName = "a2cid2"
     """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: torch's
-    DistributedDataParallel; none: workers train apart and are averaged only at the end."""
+    DistributedDataParallel; none: workers train apart until the end."""
 
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
@@ -35,7 +35,7 @@ class RunOptions:
     """Exchanges per worker per gradient step; auto: as many as its links and processor allow."""
 
     seed: int = option(0, at_least_0)
-    """Seed of data order, augmentation and exchange timing. All start from rank 0's model."""
+    """Seed of data order, augmentation and exchange timing."""
 
     json: Path | None = option(None, output_file)
     """Also write the results to this file."""
@@ -63,7 +63,7 @@ class TrainOptions(RunOptions):
     """cpu or cuda. With cuda the workers of a machine take its devices in turn."""
 
     checkpoint_every: int | None = option(None, at_least_1)
-    """Each worker saves a checkpoint every so many of its gradient steps; by default never."""
+    """Gradient steps of a worker between two checkpoints; by default none are saved."""
 
     resume: bool = False
     """Go on from the checkpoints in --output, if there are any."""
