@@ -20,8 +20,8 @@ class DemoArguments(RunOptions):
     """Train a small model with several worker processes here, and show what happens."""
 
     compare: bool = False
-    """Train pystdlib-small twice for as long, by all-reduce and by --method. One worker at a time is
-    four times slower, three in turn, and --method also loses worker 0. It takes less than two
+    """Train pystdlib-small twice for as long, by all-reduce and by --method. One worker at a time
+    is four times slower, three in turn, and --method also loses worker 0. It takes less than two
     minutes."""
 
     workload: Literal["digits", "pystdlib", "pystdlib-small"] | None = None
