@@ -1,14 +1,17 @@
 """A worker whose parameters are on a device: what it saves, resumes and averages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpointing import AtOnce
 from fake_card import CARD
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from gossipdp import Checkpoints, Exchange, GossipDataParallel, OuterStep
 from gossipdp.dynamics.state import State
@@ -18,12 +21,18 @@ Wrap = Callable[..., GossipDataParallel]
 
 
 class Net(nn.Module):
-    """A parameter that is trained, one that follows it, buffers of floats and integers."""
+    """A parameter that is trained, one that follows it, buffers of floats and integers.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    With ``mesh`` the former is sharded over it.
+    """
+
+    def __init__(self, dtype: torch.dtype, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         place: dict[str, Any] = {"device": CARD, "dtype": dtype}
-        self.trained = nn.Parameter(torch.zeros(50, 3, **place))
+        trained = torch.zeros(50, 3, **place)
+        if mesh is not None:
+            trained = DTensor.from_local(trained, mesh, [Shard(0)], run_check=False)
+        self.trained = nn.Parameter(trained)
         self.following = nn.Parameter(torch.zeros(5, **place), requires_grad=False)
         self.register_buffer("mean", torch.zeros(3, **place))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=CARD))
@@ -41,14 +50,22 @@ def started(wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     # One worker alone has no use for momentum.
     monkeypatch.setattr(State, "drop_momentum", lambda state: None)
 
-    def start(dtype: torch.dtype, **options: Any) -> Any:
-        net = Net(dtype)
+    def start(dtype: torch.dtype, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+        net = Net(dtype, mesh)
         optimizer = torch.optim.AdamW([net.trained])
         saving = Checkpoints(tmp_path, resume="auto" if any(tmp_path.iterdir()) else None)
         options = {"graph": "ring", "exchange": Exchange(moments={"exp_avg_sq": 1})} | options
         return net, optimizer, wrap(net, optimizer, checkpoints=saving, **options)
 
     return start
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Yield a mesh of this process alone: its shard is all there is."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cuda", [0], _init_backend=False)
+    dist.destroy_process_group()
 
 
 def exchange(model: GossipDataParallel) -> None:
@@ -61,8 +78,7 @@ def exchange(model: GossipDataParallel) -> None:
         chunk.exchange(1.0, mine, peers, 1.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
+CASES = pytest.mark.parametrize(
     ("before", "after", "outer"),
     [
         ("a2cid2", "a2cid2", OuterStep(every=1)),
@@ -71,15 +87,44 @@ def exchange(model: GossipDataParallel) -> None:
     ],
     ids=["same", "gossip", "a2cid2"],
 )
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
+@CASES
 @pytest.mark.usefixtures("card")
 def test_a_run_goes_on(started, dtype, before, after, outer):
-    net, optimizer, model = started(dtype, method=before, outer=outer)
+    net, optimizer = saved_and_resumed(started, dtype, before, after, outer)
+    net.trained.data = net.trained.detach().clone()
+    step(net, optimizer)
+
+
+@CASES
+@pytest.mark.usefixtures("card")
+def test_a_sharded_run_goes_on(started, mesh, before, after, outer):
+    """The memory of a shard is that of the module, not the library's."""
+    net, optimizer = saved_and_resumed(started, torch.bfloat16, before, after, outer, mesh)
+    for held in (net.trained, *optimizer.state[net.trained].values()):
+        assert held.ndim == 0 or isinstance(held, DTensor)
+
+
+def saved_and_resumed(
+    started: Callable[..., Any],
+    dtype: torch.dtype,
+    before: str,
+    after: str,
+    outer: OuterStep | None,
+    mesh: DeviceMesh | None = None,
+) -> tuple[Net, torch.optim.Optimizer]:
+    """Train, save, resume under another method; use all that touches the parameters."""
+    net, optimizer, model = started(dtype, mesh, method=before, outer=outer)
     for _ in range(2):
         step(net, optimizer)
         exchange(model)
     model.save_checkpoint()
     model.close()
-    net, optimizer, model = started(dtype, method=after, outer=outer)
+    net, optimizer, model = started(dtype, mesh, method=after, outer=outer)
+    assert model.stats().kernels == "torch on the device"
     step(net, optimizer)
     exchange(model)
     held = model.state_dict()
@@ -91,8 +136,8 @@ def test_a_run_goes_on(started, dtype, before, after, outer):
     offer = model._engine.between_steps._describe()
     for tensor in offer.tensors:
         assert offer.copy(tensor, torch.empty(tensor.numel(), dtype=torch.uint8))
-    net.trained.data = net.trained.detach().clone()
     step(net, optimizer)
     assert model.consolidate().world_size == 1
     step(net, optimizer)
     assert net.trained.device == net.following.device == net.count.device == CARD
+    return net, optimizer
