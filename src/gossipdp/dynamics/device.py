@@ -168,8 +168,7 @@ class QueuedDevice(Device, abc.ABC):
             return
         there = self.room(out.nbytes).view(out.dtype)
         write(there)
-        out.copy_(there)
-        self.finish()
+        out.copy_(there)  # waits
 
     def there(self, number: int, out: Tensor) -> Tensor:
         return self._slot(number, out).there(out)
@@ -183,8 +182,7 @@ class QueuedDevice(Device, abc.ABC):
     def _slot(self, number: int, values: Tensor) -> "Slot":
         slot = self._slots.get(number)
         if slot is None or slot.num_bytes < values.nbytes:
-            if slot is not None:
-                self.finish()  # it may be in use
+            # Torch keeps pinned memory that is dropped until the copies from it are done.
             slot = self._slots[number] = Slot(self, values.nbytes)
         return slot
 
@@ -239,7 +237,6 @@ class Slot:
 
     def store(self, out: Tensor) -> None:
         """Copy the device's part to ``out``; return when it has arrived."""
-        self._loaded.wait()  # the device may still read the slot
         pinned = self._pinned[: out.nbytes].view(out.dtype)
         pinned.copy_(self.there(out), non_blocking=True)
         self._device.finish()

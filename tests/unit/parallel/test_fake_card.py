@@ -103,7 +103,7 @@ def test_a_run_goes_on(started, dtype, before, after, outer):
 @pytest.mark.usefixtures("card")
 def test_a_sharded_run_goes_on(started, mesh, before, after, outer):
     """The memory of a shard is that of the module, not the library's."""
-    net, optimizer = saved_and_resumed(started, torch.bfloat16, before, after, outer, mesh)
+    net, optimizer = saved_and_resumed(started, torch.bfloat16, before, after, outer, mesh=mesh)
     for held in (net.trained, *optimizer.state[net.trained].values()):
         assert held.ndim == 0 or isinstance(held, DTensor)
 
@@ -114,6 +114,7 @@ def saved_and_resumed(
     before: str,
     after: str,
     outer: OuterStep | None,
+    *,
     mesh: DeviceMesh | None = None,
 ) -> tuple[Net, torch.optim.Optimizer]:
     """Train, save, resume under another method; use all that touches the parameters."""
