@@ -149,6 +149,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     stream = _Stream(card)
     monkeypatch.setenv("GOSSIPDP_CUDA", "experimental")
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "Stream", lambda device, priority: _Stream(card))
     monkeypatch.setattr(torch, "Event", lambda device, blocking: _Event())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)

@@ -92,6 +92,10 @@ class Device:
     def finish(self) -> None:
         """Return when all that the calling thread has asked for is done."""
 
+    def is_capturing(self) -> bool:
+        """Return True if what the calling thread asks for is recorded in a graph, and not done."""
+        return False
+
     def write(self, write: Callable[[Tensor], object], out: Tensor) -> None:
         """Call ``write(out)``, which reads the state; ``out`` may be in host memory."""
         write(out)
@@ -270,6 +274,9 @@ class AcceleratorDevice(QueuedDevice):
 
     def finish_all(self) -> None:
         torch.accelerator.synchronize(self._device)
+
+    def is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def mark(self) -> Mark:
         return _Event(self._device)

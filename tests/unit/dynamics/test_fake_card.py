@@ -56,7 +56,7 @@ def test_events_of_chunks(dtype, has_momenta):
     for segment in state.segments:
         segment.copy_momentum()
         segment.forget(1, 3)
-        segment.lie_in(segment.x.clone())
+        segment.swap(segment.x.clone())
     for chunk in state.all_chunks:
         for place in ("cpu", CARD):
             out = torch.empty(chunk.num_elements, dtype=chunk.x.dtype, device=place)

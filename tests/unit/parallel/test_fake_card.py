@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from gossipdp import Checkpoints, Exchange, GossipDataParallel, OuterStep
+from gossipdp import Checkpoints, Exchange, GossipDataParallel, Monitor, OuterStep
 from gossipdp.dynamics.state import State
 from gossipdp.parallel.checkpointer import Checkpointer
 
@@ -76,6 +76,33 @@ def exchange(model: GossipDataParallel) -> None:
         chunk.outer_step()
         chunk.snapshot(1.0, mine)
         chunk.exchange(1.0, mine, peers, 1.5)
+
+
+@pytest.mark.usefixtures("card")
+def test_a_step_within_a_graph_is_refused(started, monkeypatch):
+    """Its replays would step without exchanging."""
+    net, optimizer, model = started(torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"is being captured in a CUDA graph, .*capture the"):
+            step(net, optimizer)
+    step(net, optimizer)
+    assert model.stats().gradient_steps == 1
+
+
+def test_a_loss_on_a_device_is_read_after_the_next_boundary(card, started, tmp_path):
+    """No other thread reads it: that one would wait for the default stream, and no other."""
+    monitor = Monitor(log_dir=tmp_path / "log", status_port=0)
+    net, optimizer, model = started(torch.float32, monitor=monitor)
+    card.reads.clear()
+    model.log(loss=torch.zeros((), device=CARD))
+    assert not card.reads
+    step(net, optimizer)
+    assert [each for each in card.reads if each.startswith("_read_losses")]
+    assert list(model._monitoring.page._losses) == [1.0]
+    model.log(loss=torch.zeros((), device=CARD))
+    model.close()
+    assert list(model._monitoring.page._losses) == [1.0, 1.0]
 
 
 CASES = pytest.mark.parametrize(
