@@ -30,7 +30,8 @@ other calls :meth:`Device.finish`.
 **Rule 5, waits are short.** With rule 1 a snapshot waits for the last boundary. If the host were
 many steps ahead of the device, it would wait for all of those, and no heartbeat would leave. So the
 main thread finishes its stream before each boundary. The price: the host does not run ahead of the
-device over a boundary.
+device over a boundary. If it waited for the last boundary alone, the next one would always be
+queued behind the step in progress, and each chunk of an exchange would wait for the end of a step.
 
 Memory that both threads use is allocated before the gossip thread starts and freed after it was
 joined; scratch belongs to one thread, so to one stream.

@@ -167,10 +167,16 @@ def snapshot(
     if compiled:
         arrays = _array(out), _array(x), _array(pending), _array(c, pending)
         return bool(_loops().snapshot(*arrays, flows, share))
-    if c is not None and flows:
+    _write_snapshot(out, x, pending, c, share)
+    return is_finite(out)
+
+
+def _write_snapshot(
+    out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, share: float
+) -> None:
+    if c is not None and share != 0.0:
         pending = torch.add(pending, c, alpha=share, out=scratch(pending))
     torch.add(x, pending, out=out)
-    return is_finite(out)
 
 
 def exchange(
@@ -226,7 +232,7 @@ def snapshot_and_exchange(
         kept = _array(scratch(pending, 0)), _array(scratch(pending, 1))
         both = _loops().snapshot_and_exchange
         return float(both(*state, _array(peers), *kept, share, left, alpha_tilde))
-    snapshot(out, x, pending, c, share)
+    _write_snapshot(out, x, pending, c, share)
     return exchange(pending, c, out, peers, share, left, alpha_tilde)
 
 
@@ -265,9 +271,8 @@ def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:
 
 def is_finite(values: Tensor) -> bool:
     """Return True if no value is NaN or infinite: one sum, and a closer look if it overflows."""
-    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(
-        torch.isfinite(values).all()
-    )
+    total = float(values.sum(dtype=torch.float32))
+    return math.isfinite(total) or bool(torch.isfinite(values).all())
 
 
 class _Kept(threading.local):
