@@ -35,12 +35,14 @@ class FakeCard:
 
     Attributes:
         reads: the lines of the library where the host has waited for a number, in order.
+        finishes: the functions of the library in which the host has waited for its stream.
         num_launches: operations that a card would do, copies included.
         num_waits: times that the host has waited: for a number, a copy, a stream or an event.
     """
 
     def __init__(self) -> None:
         self.reads: list[str] = []
+        self.finishes: list[str] = []
         self.num_launches = self.num_waits = 0
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.turn = threading.RLock()
@@ -126,6 +128,9 @@ class _Stream:
 
     def synchronize(self) -> None:
         self._card.num_waits += 1
+        frames = [each for each in traceback.extract_stack() if each.filename.startswith(SOURCE)]
+        callers = [each for each in frames if each.name != "finish"]
+        self._card.finishes.append(callers[-1].name)
 
     def wait_event(self, event: "_Event") -> None:
         pass

@@ -471,7 +471,6 @@ class GossipEngine:
             chunk.boundary(0.0, wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
-        self._state.device.finish()
         kinds = ("pending", "c", "outer_g", "outer_m")
         flats: dict[str, list[Tensor | None]] = {kind: [] for kind in ("model", *kinds)}
         for segment in self._state.segments:

@@ -105,6 +105,23 @@ def test_a_loss_on_a_device_is_read_after_the_next_boundary(card, started, tmp_p
     assert list(model._monitoring.page._losses) == [1.0, 1.0]
 
 
+def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
+    """Rule 4; and before it reads chunk by chunk, so that the other waits for no step."""
+    net, optimizer, model = started(torch.float32)
+
+    def finishes(use: Callable[[], object]) -> list[str]:
+        card.finishes.clear()
+        use()
+        return card.finishes
+
+    assert "_take_in" in finishes(lambda: step(net, optimizer))
+    assert "boundary" in finishes(lambda: step(net, optimizer))
+    assert "_copies" in finishes(model.state_dict)
+    assert "loaded" in finishes(lambda: net.load_state_dict(net.state_dict()))
+    assert "flow" in finishes(model.save_checkpoint)
+    assert "_wait_for_average" in finishes(model.consolidate)
+
+
 CASES = pytest.mark.parametrize(
     ("before", "after", "outer"),
     [
