@@ -55,7 +55,6 @@ BENCHMARKS = (
     Benchmark("shards", ("link", "--rounds", "1"), 90),
     Benchmark("shard_partners", (), 100),
     Benchmark("wire_formats", (), 90),
-    Benchmark("gpu", (), 5),  # without a card
     Benchmark("startup", ("--rounds", "2"), 70),
     Benchmark("faults", ("--rounds", "2"), 90),
     # The tables in the order in which they matter, should time run out.

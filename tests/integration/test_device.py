@@ -1,4 +1,4 @@
-"""Training with parameters on a device that works late: a stand-in, or a CUDA device."""
+"""Training with parameters on a device that queues: a stand-in, or a CUDA device."""
 
 import contextlib
 import itertools
@@ -44,12 +44,12 @@ def enter(kind: str, stack: contextlib.ExitStack) -> Any:
     if kind != "stand-in":
         return None
     sys.path.insert(0, SUPPORT)
-    from deferred_device import DeferredDevice
+    from clocked_device import ClockedDevice
 
     from gossipdp.dynamics import state
     from gossipdp.parallel import flat_parameters
 
-    device = DeferredDevice(seed=int(os.environ["RANK"]))
+    device = ClockedDevice(is_strict=False)
 
     class State(state.State):
         def __init__(self, segments, moments):
@@ -105,7 +105,7 @@ def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, An
         "distance": result.consensus_distance,
         "stats": model.stats(),
         "names": list(state),
-        "deferred": device.num_deferred if device is not None else 0,
+        "queued": device.num_operations if device is not None else 0,
     }
 
 
@@ -133,4 +133,4 @@ def test_training_on_a_device(kinds, wire_format, workers, tmp_path):
         ]  # fmt: skip
         if kind != "host":
             assert result["stats"].kernels == "torch on the device"
-        assert (result["deferred"] > 1000) == (kind == "stand-in")
+        assert (result["queued"] > 1000) == (kind == "stand-in")

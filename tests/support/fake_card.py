@@ -27,6 +27,7 @@ from gossipdp.parallel import moments, shards, state_layout, views
 CARD = torch.device("cuda:0")
 SOURCE = str(Path(update.__file__).parents[1])
 aten = torch.ops.aten
+ALLOCATES = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 
 
 class FakeCard:
@@ -34,10 +35,15 @@ class FakeCard:
 
     Attributes:
         reads: the lines of the library where the host has waited for a number, in order.
+        finishes: the functions of the library in which the host has waited for its stream.
+        num_launches: operations that a card would do, copies included.
+        num_waits: times that the host has waited: for a number, a copy, a stream or an event.
     """
 
     def __init__(self) -> None:
         self.reads: list[str] = []
+        self.finishes: list[str] = []
+        self.num_launches = self.num_waits = 0
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.turn = threading.RLock()
         # Kept, so that no place is used twice.
@@ -89,8 +95,14 @@ class _Cards(TorchDispatchMode):
             stack = traceback.extract_stack()
             last = [frame for frame in stack if frame.filename.startswith(SOURCE)][-1]
             card.reads.append(f"{last.name}: {last.line}")
+            card.num_waits += 1
             is_number = func is aten._local_scalar_dense.default
             return torch.ones((), dtype=tensors[0].dtype if is_number else torch.bool).item()
+        is_idle = func.is_view or func.namespace != "aten" or func._schema.name in ALLOCATES
+        card.num_launches += not is_idle
+        is_late = func is aten.copy_.default and True in (*args[2:], kwargs.get("non_blocking"))
+        to_host = func is aten.copy_.default and not isinstance(args[0], FakeTensor)
+        card.num_waits += to_host and not is_late
         with card.turn, card.fakes:
             if func is not aten.copy_.default or isinstance(args[0], FakeTensor):
                 outcome = func(*args, **kwargs)
@@ -115,18 +127,24 @@ class _Stream:
         self._context.close()
 
     def synchronize(self) -> None:
-        pass
+        self._card.num_waits += 1
+        frames = [each for each in traceback.extract_stack() if each.filename.startswith(SOURCE)]
+        callers = [each for each in frames if each.name != "finish"]
+        self._card.finishes.append(callers[-1].name)
 
     def wait_event(self, event: "_Event") -> None:
         pass
 
 
 class _Event:
+    def __init__(self, card: FakeCard) -> None:
+        self._card = card
+
     def record(self, stream: _Stream) -> None:
         pass
 
     def synchronize(self) -> None:
-        pass
+        self._card.num_waits += 1
 
 
 def _let_torch_know_cuda() -> None:
@@ -149,8 +167,9 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     stream = _Stream(card)
     monkeypatch.setenv("GOSSIPDP_CUDA", "experimental")
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "Stream", lambda device, priority: _Stream(card))
-    monkeypatch.setattr(torch, "Event", lambda device, blocking: _Event())
+    monkeypatch.setattr(torch, "Event", lambda device, blocking: _Event(card))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     # Addresses, which the fake ones lack.

@@ -425,7 +425,7 @@ class BufferChunk(Chunk):
     def _snapshot_and_exchange(
         self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
     ) -> float:
-        self._snapshot(out, flow[0])
+        self._write(out)
         return self._exchange(out, peers, flow, alpha_tilde)
 
     def _forget(self, part: slice) -> None:

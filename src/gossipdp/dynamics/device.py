@@ -30,7 +30,8 @@ other calls :meth:`Device.finish`.
 **Rule 5, waits are short.** With rule 1 a snapshot waits for the last boundary. If the host were
 many steps ahead of the device, it would wait for all of those, and no heartbeat would leave. So the
 main thread finishes its stream before each boundary. The price: the host does not run ahead of the
-device over a boundary.
+device over a boundary. If it waited for the last boundary alone, the next one would always be
+queued behind the step in progress, and each chunk of an exchange would wait for the end of a step.
 
 Memory that both threads use is allocated before the gossip thread starts and freed after it was
 joined; scratch belongs to one thread, so to one stream.
@@ -91,6 +92,10 @@ class Device:
 
     def finish(self) -> None:
         """Return when all that the calling thread has asked for is done."""
+
+    def is_capturing(self) -> bool:
+        """Return True if what the calling thread asks for is recorded in a graph, and not done."""
+        return False
 
     def write(self, write: Callable[[Tensor], object], out: Tensor) -> None:
         """Call ``write(out)``, which reads the state; ``out`` may be in host memory."""
@@ -168,8 +173,7 @@ class QueuedDevice(Device, abc.ABC):
             return
         there = self.room(out.nbytes).view(out.dtype)
         write(there)
-        out.copy_(there)
-        self.finish()
+        out.copy_(there)  # waits
 
     def there(self, number: int, out: Tensor) -> Tensor:
         return self._slot(number, out).there(out)
@@ -183,8 +187,7 @@ class QueuedDevice(Device, abc.ABC):
     def _slot(self, number: int, values: Tensor) -> "Slot":
         slot = self._slots.get(number)
         if slot is None or slot.num_bytes < values.nbytes:
-            if slot is not None:
-                self.finish()  # it may be in use
+            # Torch keeps pinned memory that is dropped until the copies from it are done.
             slot = self._slots[number] = Slot(self, values.nbytes)
         return slot
 
@@ -239,7 +242,6 @@ class Slot:
 
     def store(self, out: Tensor) -> None:
         """Copy the device's part to ``out``; return when it has arrived."""
-        self._loaded.wait()  # the device may still read the slot
         pinned = self._pinned[: out.nbytes].view(out.dtype)
         pinned.copy_(self.there(out), non_blocking=True)
         self._device.finish()
@@ -273,6 +275,9 @@ class AcceleratorDevice(QueuedDevice):
 
     def finish_all(self) -> None:
         torch.accelerator.synchronize(self._device)
+
+    def is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def mark(self) -> Mark:
         return _Event(self._device)

@@ -79,15 +79,23 @@ class Segment:
             for chunk, part in zip(self.chunks, parts, strict=True):
                 chunk.outer = Outer(rule, base[part], m[part])
 
-    def lie_in(self, x: Tensor) -> None:
-        """Let x lie in another tensor that holds the same values; for the main thread.
+    def swap(self, other: Tensor) -> None:
+        """Swap the values of x and ``other``, where x lies from now on; for the main thread.
 
-        Parameters lie elsewhere for a time, as in ``averaged()``.
+        So the memory of the module's parameters holds others for a time, as in ``averaged()``. If
+        x lies in ``other`` already, nothing changes.
         """
-        self.x = x
         for chunk, part in zip(self.chunks, self._parts, strict=True):
-            with chunk.lock, chunk.order:
-                chunk.x = x[part]
+            there = other[part]
+            if chunk.x.data_ptr() != there.data_ptr():
+                with chunk.lock, chunk.order:
+                    own = chunk.x.clone()
+                    update.at_once(
+                        partial(chunk.x.copy_, there),
+                        partial(there.copy_, own),
+                        partial(setattr, chunk, "x", there),
+                    )
+        self.x = other
 
     def forget(self, start: int, length: int) -> None:
         """Reset everything but x for values that were loaded; see :meth:`.Chunk.forget`."""

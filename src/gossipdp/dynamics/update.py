@@ -165,10 +165,16 @@ def snapshot(
     if compiled:
         each = loop("snapshot", x.dtype, out.dtype)
         return each(out, x, pending, _or(c, pending), flows, share) == 0.0
-    if c is not None and flows:
+    _write_snapshot(out, x, pending, c, share)
+    return is_finite(out)
+
+
+def _write_snapshot(
+    out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, share: float
+) -> None:
+    if c is not None and share != 0.0:
         pending = torch.add(pending, c, alpha=share, out=scratch(pending))
     torch.add(x, pending, out=out)
-    return is_finite(out)
 
 
 def exchange(
@@ -223,7 +229,7 @@ def snapshot_and_exchange(
         kept, numbers = (scratch(pending, 0), scratch(pending, 1)), (share, left, alpha_tilde)
         both = loop("snapshot_and_exchange", x.dtype, out.dtype)
         return both(*state, peers, *kept, *numbers)
-    snapshot(out, x, pending, c, share)
+    _write_snapshot(out, x, pending, c, share)
     return exchange(pending, c, out, peers, share, left, alpha_tilde)
 
 
@@ -262,9 +268,8 @@ def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:
 
 def is_finite(values: Tensor) -> bool:
     """Return True if no value is NaN or infinite: one sum, and a closer look if it overflows."""
-    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(
-        torch.isfinite(values).all()
-    )
+    total = float(values.sum(dtype=torch.float32))
+    return math.isfinite(total) or bool(torch.isfinite(values).all())
 
 
 class _Kept(threading.local):

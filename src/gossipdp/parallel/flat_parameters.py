@@ -278,31 +278,20 @@ class FlatParameters:
             view.of(flat).copy_(tensor)
         self._bind(view, flat)
 
-    def bind_to(self, flats: Sequence[Tensor]) -> None:
-        """Make the module use other flat tensors, of the same layout; see :meth:`bind_back`.
+    @torch.no_grad()
+    def swap(self, flats: Sequence[Tensor]) -> None:
+        """Let the module hold the values of other flat tensors, which take its own.
 
-        FSDP gathers from memory of its own, so the values are copied there, and exchanges go on
-        with a copy of the former content.
+        Exchanges go on there. The addresses stay: FSDP gathers from them, and CUDA graphs read
+        them. :meth:`swap_back` ends it.
         """
-        for view in self._views:
-            if view.is_shard:
-                segment = self.state.segments[view.segment]
-                segment.lie_in(segment.x.clone())
-                view.tensor.copy_(flats[view.segment].view(view.shape))
-            else:
-                view.tensor.data = view.alone(flats[view.segment])
+        for segment, flat in zip(self.state.segments, flats, strict=True):
+            segment.swap(flat)
         reshard(self._module)
 
-    def bind_back(self) -> None:
-        """Make the module use its own storage again."""
-        for view in self._views:
-            if view.is_shard:
-                segment = self.state.segments[view.segment]
-                view.tensor.copy_(segment.x.view(view.shape))
-                segment.lie_in(self._flats[view.segment])
-            else:
-                view.tensor.data = view.alone(self._flats[view.segment])
-        reshard(self._module)
+    def swap_back(self) -> None:
+        """Let the module hold its own values again."""
+        self.swap(self._flats)
 
     def exchanged(self, tensors: Iterable[Tensor]) -> list[View]:
         """Return those of these parameters and buffers that exchanges change."""

@@ -198,7 +198,17 @@ class GossipEngine:
     # Training.
 
     def begins(self, optimizer_index: int) -> None:
-        """Add to an optimizer's moments what exchanges have brought; its step is next."""
+        """Add to an optimizer's moments what exchanges have brought; its step is next.
+
+        Raises:
+            RuntimeError: the step is captured in a graph, which would repeat it without its hooks.
+        """
+        if self._state.device.is_capturing():
+            raise RuntimeError(
+                "optimizer.step() is being captured in a CUDA graph, whose replays would step "
+                "without exchanging: capture the forward and backward pass alone, and call "
+                "optimizer.step() after each replay"
+            )
         self._moments.begins(optimizer_index)
 
     def boundary(self, optimizer_index: int, samples: int) -> int:
@@ -461,7 +471,6 @@ class GossipEngine:
             chunk.boundary(0.0, wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
-        self._state.device.finish()
         kinds = ("pending", "c", "outer_g", "outer_m")
         flats: dict[str, list[Tensor | None]] = {kind: [] for kind in ("model", *kinds)}
         for segment in self._state.segments:
@@ -485,7 +494,12 @@ class GossipEngine:
         )
 
     def export(self, values: dict[str, Any]) -> None:
-        """Put x + pending, in new tensors, into a state_dict of the module."""
+        """Put x + pending, in new tensors, into a state_dict of the module.
+
+        Within ``averaged()`` the average stays there.
+        """
+        if self._is_averaged:
+            return
         self._flat.export(values, self._copies(Chunk.read))
 
     def _copies(self, read: Callable[[Chunk, Tensor], object]) -> list[Tensor]:
@@ -510,11 +524,11 @@ class GossipEngine:
         values = average_over_live(self._thread, self._loop).values
         average = self._copies(lambda chunk, room: room.copy_(values[chunk.index]))
         self._is_averaged = True
-        self._flat.bind_to(average)
         try:
+            self._flat.swap(average)
             yield
         finally:
-            self._flat.bind_back()
+            self._flat.swap_back()
             self._is_averaged = False
 
     # The end.

@@ -1,9 +1,9 @@
 """The log and the status port of a worker.
 
-Training counts a step, and leaves a loss as it is; both are single assignments or appends, and
-values that other threads read are replaced whole. The log's thread and the status server's threads
-do the rest: they convert losses (which may wait for a device), write, and build pages. An error
-there costs lines, never training.
+Training counts a step, and leaves a loss as a number; both are single assignments or appends, and
+values that other threads read are replaced whole. A loss on a device is read at the next boundary,
+which has waited for it anyway. The log's thread and the status server's threads do the rest: they
+write, and build pages. An error there costs lines, never training.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -72,6 +72,7 @@ class Monitoring:
         wanted = options.monitor
         self._is_shown = is_shown
         self._options = options
+        self._unread: deque[Tensor] = deque(maxlen=MAX_LOSSES)
         self._log: RunLogging | None = None
         self.page: StatusPage | None = None
         port = environment.status_port if wanted.status_port is None else wanted.status_port
@@ -117,7 +118,8 @@ class Monitoring:
         )
 
     def stepped(self, samples: int) -> None:
-        """Count a gradient step that has ended."""
+        """Count a gradient step that has ended, with its boundary."""
+        self._read_losses()
         if self._log is not None:
             self._log.stepped(samples)
         if self.page is not None:
@@ -129,13 +131,26 @@ class Monitoring:
             return
         kept = None if loss is None else _one_loss(loss)
         plain = {_text(name): _plain(name, value) for name, value in values.items()}
+        if isinstance(kept, Tensor):
+            self._unread.append(kept)
+            kept = None
+        self._keep(kept, plain)
+
+    def _keep(self, loss: float | None, values: Mapping[str, Value]) -> None:
         if self._log is not None:
-            self._log.log(kept, plain)
+            self._log.log(loss, values)
         if self.page is not None:
-            self.page.log(kept, plain)
+            self.page.log(loss, values)
+
+    def _read_losses(self) -> None:
+        while self._unread:
+            # Torch refuses the results of a CUDA graph once the graph has run again.
+            with contextlib.suppress(RuntimeError):
+                self._keep(float(self._unread.popleft()), {})
 
     def consolidating(self) -> None:
         """Log that the worker has come to the end and waits for the others."""
+        self._read_losses()
         if self._log is not None:
             self._log.write_last(self._log.writer.consolidating)
 
@@ -150,6 +165,7 @@ class Monitoring:
 
     def close(self) -> None:
         """Write the last records and stop showing. A second call does nothing."""
+        self._read_losses()
         if self._log is not None:
             self._log.close()
         if self.page is not None:
@@ -188,7 +204,7 @@ class RunLogging:
         self.writer.start(rank=rank, num_workers=num_workers, configuration=configuration)
         self._engine, self._stats = engine, stats
         self._gradient_steps = self._samples = 0
-        self._losses: deque[SupportsFloat] = deque(maxlen=MAX_LOSSES)
+        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
         self._values: deque[Mapping[str, Value]] = deque()
         self._began_s: float | None = None
         self._has_written_began = self._has_warned = self._is_closed = False
@@ -210,7 +226,7 @@ class RunLogging:
             self._began_s = since_boot_s()
             self._wake.set()
 
-    def log(self, loss: Tensor | float | None, values: Mapping[str, Value]) -> None:
+    def log(self, loss: float | None, values: Mapping[str, Value]) -> None:
         """Keep a loss and values; after the end write them at once."""
         if loss is not None:
             self._losses.append(loss)
@@ -313,7 +329,7 @@ class StatusPage:
         self._first_port = first_port
         self._server: StatusServer | None = None
         self._pages: Mapping[str, Page] = {}
-        self._losses: deque[SupportsFloat] = deque(maxlen=MEAN_OF_LOSSES)
+        self._losses: deque[float] = deque(maxlen=MEAN_OF_LOSSES)
         self._values: dict[str, float] = {}
 
     def bind(self, rank: int) -> None:
@@ -380,7 +396,7 @@ class StatusPage:
         if self._server is not None:
             self._server.close()
 
-    def log(self, loss: Tensor | float | None, values: Mapping[str, Value]) -> None:
+    def log(self, loss: float | None, values: Mapping[str, Value]) -> None:
         """Keep a loss, and those of the values that are numbers."""
         if loss is not None:
             self._losses.append(loss)
@@ -426,7 +442,7 @@ class StatusPage:
 
 
 def _one_loss(loss: Tensor | float) -> Tensor | float:
-    """Return a loss to keep, apart from its graph, without waiting for the device."""
+    """Return a loss as a number, or apart from its graph if it is on a device."""
     if not isinstance(loss, Tensor):
         try:
             return float(loss)
@@ -434,17 +450,13 @@ def _one_loss(loss: Tensor | float) -> Tensor | float:
             raise ValueError(f"log(loss=...) takes one number, not {loss!r}") from None
     if loss.numel() != 1:
         raise ValueError(f"log(loss=...) takes one number, not {tuple(loss.shape)}")
-    return loss.detach()
+    loss = loss.detach()
+    return float(loss) if loss.device.type == "cpu" else loss
 
 
-def _mean_loss(losses: Iterable[SupportsFloat]) -> float:
-    """Return the mean of the losses that can be read; NaN if there is none."""
-    numbers = []
-    for loss in losses:
-        # Torch refuses the results of a CUDA graph once the graph has run again.
-        with contextlib.suppress(RuntimeError):
-            numbers.append(float(loss))
-    return sum(numbers) / len(numbers) if numbers else math.nan
+def _mean_loss(losses: Sequence[float]) -> float:
+    """Return the mean of the losses; NaN if there is none."""
+    return sum(losses) / len(losses) if losses else math.nan
 
 
 def _plain(name: str, value: object) -> Value:

@@ -1,14 +1,14 @@
-"""Two threads on a device that works late leave the state as if all were done at once."""
+"""Two threads on a device that queues: each access waits for what it must come after."""
 
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from random import Random
 
 import pytest
 import torch
-from deferred_device import GOSSIP, MAIN, DeferredDevice
+from clocked_device import GOSSIP, MAIN, ClockedDevice, OutOfOrderError
 from torch import Tensor, nn
 
 from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
@@ -27,6 +27,7 @@ from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.training_state import BetweenSteps
 
 SEEDS = range(2)
 ETA, ALPHA_TILDE = 0.4, 1.5
@@ -57,20 +58,34 @@ class World:
         moment = Moment("exp_avg_sq", 1, 0.5, steps=1)
         moments = [Segment(torch.arange(1.0, 9.0), Role.MOMENT, momentum=False, moment=moment)]
         self.state = State(segments, device, moments=moments if has_moment else ())
-        if isinstance(device, DeferredDevice):
+        if isinstance(device, ClockedDevice):
             device.adopt_state(self.state)
         with self.main():
             self.device.finish()
 
-    def main(self) -> contextmanager:
-        return self.device.used() if isinstance(self.device, DeferredDevice) else nullcontext()
+    @contextmanager
+    def main(self) -> Iterator[None]:
+        with self._as(MAIN):
+            yield
 
     @contextmanager
     def gossip(self) -> Iterator[None]:
         """Work as the gossip thread, without the wait at its end."""
-        on = self.device.on(GOSSIP) if isinstance(self.device, DeferredDevice) else nullcontext()
-        with on, self.main():
+        with self._as(GOSSIP):
             yield
+
+    @contextmanager
+    def _as(self, stream: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            if isinstance(self.device, ClockedDevice):
+                stack.enter_context(self.device.on(stream))
+                stack.enter_context(self.device.used())
+            yield
+
+    def hand_over(self) -> None:
+        """Let one thread tell the other that it may go on: no mark, and no wait."""
+        if isinstance(self.device, ClockedDevice):
+            self.device.meet()
 
     def step(self, gradient: Tensor) -> None:
         with self.main():
@@ -81,11 +96,7 @@ class World:
             return self.state.boundary(self.phase.at(self.now_s))
 
     def held(self) -> dict[str, Tensor]:
-        """Return all that there is, when all is done."""
-        for stream in (MAIN, GOSSIP):
-            if isinstance(self.device, DeferredDevice):
-                with self.device.on(stream):
-                    self.device.wait_for_stream()
+        """Return all that there is."""
         held = {}
         for index, segment in enumerate(self.state.segments + self.state.moments):
             held[f"x {index}"], held[f"pending {index}"] = segment.x, segment.pending
@@ -104,7 +115,7 @@ def random_values(random: Random, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 
 
 def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
-    """Run at random, steps apart from all else; return the host's view of it."""
+    """Run at random; return the host's view of it."""
     random, seen = Random(seed), []
     chunks = world.state.carried(1)
     outs = [
@@ -128,16 +139,20 @@ def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
             out.fill_(7.0)
         world.phase.end_exchange(world.now_s)
         world.now_s += random.random()
-        world.held()  # a step beside a snapshot may be in it or not
         world.step(random_values(random, chunks[0], chunks[0].x.dtype)[0])
-        world.held()
         world.boundary()
         chunk = random.choice(chunks)
         out = torch.empty_like(chunk.x)
+        choice = random.randrange(3)
+        if choice == 0:  # rule 4
+            with world.main():
+                world.device.finish()
+            world.hand_over()
         with world.gossip():
-            match random.randrange(3):
+            match choice:
                 case 0:
                     chunk.replace(random_values(random, chunk, chunk.x.dtype))
+                    world.hand_over()
                 case 1:
                     landed = torch.empty(chunk.num_elements, dtype=chunk.x.dtype)
                     chunk.read_z(landed)
@@ -152,14 +167,14 @@ def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
                         each.forget(slice(1, 5))
                 case 2:
                     chunk.read(out)
-                    seen.append(None if isinstance(world.device, DeferredDevice) else out)
+                    seen.append(out)
     return seen
 
 
 def same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
-    return other is None or one == other
+    return one == other
 
 
 @pytest.mark.parametrize(
@@ -171,76 +186,62 @@ def same(one: object, other: object) -> bool:
         (torch.float64, torch.float64),
     ],
 )
-def test_whatever_the_order_of_the_work_the_bits_are_those_of_host_memory(dtype, wire):
+def test_all_is_in_order_and_the_bits_are_those_of_host_memory(dtype, wire):
     for seed in SEEDS:
         outer = OuterStep(every=1) if seed % 2 else None
-        at_once = World(Device(), dtype, ETA, outer, has_moment=True)
-        late = World(DeferredDevice(seed), dtype, ETA, outer, has_moment=True)
+        host = World(Device(), dtype, ETA, outer, has_moment=True)
+        device = World(ClockedDevice(), dtype, ETA, outer, has_moment=True)
         for one, other in zip(
-            run_script(at_once, seed, wire), run_script(late, seed, wire), strict=True
+            run_script(host, seed, wire), run_script(device, seed, wire), strict=True
         ):
             assert same(one, other), seed
-        for name, values in at_once.held().items():
-            assert torch.equal(values, late.held()[name]), (seed, name)
+        held = device.held()
+        for name, values in host.held().items():
+            assert torch.equal(values, held[name]), (seed, name)
 
 
-def train(seed: int, breaks: tuple[str, ...] = ()) -> bool:
-    """Step wherever the gossip thread waits; return whether every part of each step counts.
-
-    All values are whole numbers and halves, so the sums are exact: what x + pending has become is
-    where it began, less all gradients, less half of all differences; c less all differences.
-    """
-    device = DeferredDevice(seed, breaks)
-    world = World(device, torch.float32, eta=0.0)
-    random, state = Random(seed), world.state
-    segment = state.segments[0]
-    begin = world.held()
-    gradients, differences = torch.zeros(40), torch.zeros(40)
-    slots = {chunk.index: slice(16 * chunk.index, 16 * chunk.index + 16) for chunk in state.chunks}
-    is_right = True
+def exchange_beside_steps(device: ClockedDevice) -> None:
+    """Exchange chunk by chunk; step, and begin a boundary, wherever the gossip thread waits."""
+    world = World(device, torch.float32, ETA, OuterStep(every=1), has_moment=True)
 
     def step() -> None:
-        with device.on(MAIN):
-            if random.random() < 0.3:
-                gradient = random_values(
-                    random, Chunk(Role.TRAINED, segment.x, segment.x, None), torch.float32
-                )
-                gradients.add_(gradient)
-                world.step(gradient)
-                world.boundary()
+        world.step(torch.ones(40))
+        world.now_s += 0.5
+        world.boundary()
 
     device.on_finish = step
-    for _ in range(6):
+    for _ in range(3):
         theta = world.phase.start_exchange(world.now_s)
-        for chunk in state.chunks[:3]:
-            out = torch.full((chunk.num_elements,), torch.nan)
-            peers = random_values(random, chunk, torch.float32)
+        for chunk in world.state.carried(1):
+            out, peers = torch.zeros(2, chunk.num_elements)
             with world.gossip():
+                chunk.outer_step()
                 chunk.snapshot(theta, out)
                 step()
-                norm = chunk.exchange(theta, out, peers, ALPHA_TILDE)
-            step()
-            difference = out - peers
-            is_right &= norm == float((difference**2).sum())
-            differences[slots[chunk.index]] += difference
+                chunk.exchange(theta, out, peers, ALPHA_TILDE)
+                step()
+                chunk.snapshot_and_exchange(theta, out, peers, ALPHA_TILDE)
         world.phase.end_exchange(world.now_s)
-    end = world.held()
-    expected = begin["x 0"] - gradients - 0.5 * differences
-    return bool(
-        is_right
-        and torch.equal(end["x 0"] + end["pending 0"], expected)
-        and torch.equal(end["c"], -differences)
-    )
+        step()
 
 
-def test_steps_and_exchanges_lose_nothing():
-    assert all(train(seed) for seed in range(12))
+def test_steps_beside_exchanges_are_in_order():
+    exchange_beside_steps(ClockedDevice())
 
 
-# The first seed at which it shows, to be quick.
-@pytest.mark.parametrize(("rule", "first"), [("precede", 28), ("leave", 19), ("finish", 0)])
-def test_without_one_of_the_rules_it_shows(rule, first):
-    assert not all(train(seed, (rule,)) for seed in range(first, first + 200))
+@pytest.mark.parametrize("rule", ["precede", "leave", "finish"])
+def test_without_one_of_the_rules_it_shows(rule):
+    with pytest.raises(OutOfOrderError):
+        exchange_beside_steps(ClockedDevice((rule,)))
+
+
+def test_two_boundaries_of_one_thread_need_no_mark():
+    """What breaks above is the order of two streams."""
+    world = World(ClockedDevice(("precede", "leave")), torch.float32, ETA)
+    for _ in range(3):
+        world.now_s += 1.0
+        world.step(torch.ones(40))
+        assert world.boundary() == 0
 
 
 CUDA = pytest.param(
@@ -255,7 +256,7 @@ CUDA = pytest.param(
 @pytest.mark.parametrize("place", ["cpu", CUDA])
 def test_two_threads_lose_nothing(place):
     """On a card, or on the stand-in for one; in host memory: test_exchange.py."""
-    device = None if place == "cuda" else DeferredDevice(0)
+    device = None if place == "cuda" else ClockedDevice(is_strict=False)
     segments = [Segment(torch.zeros(5000, device=place), Role.TRAINED, chunk_bytes=4096)]
     state = State(segments, device)
     (segment,) = segments
@@ -298,16 +299,12 @@ def test_two_threads_lose_nothing(place):
 
 
 def test_a_boundary_leaves_out_a_chunk_that_is_in_use():
-    device = DeferredDevice(0)
+    device = ClockedDevice()
     world = World(device, torch.float32, ETA, has_moment=True)
     chunk = world.state.chunks[0]
     skipped = []
 
-    def boundary() -> None:
-        with device.on(MAIN):
-            skipped.append(world.boundary())
-
-    device.on_finish = boundary
+    device.on_finish = lambda: skipped.append(world.boundary())
     with world.gossip():
         chunk.snapshot(0.0, torch.empty(chunk.num_elements))
     device.on_finish = None
@@ -315,66 +312,117 @@ def test_a_boundary_leaves_out_a_chunk_that_is_in_use():
     assert world.boundary() == 0
 
 
-def test_after_a_boundary_the_gossip_thread_waits_for_nothing_but_the_boundary():
-    device = DeferredDevice(0)
+@pytest.mark.parametrize("use", [State.boundary, State.flow], ids=["boundary", "flow"])
+def test_the_gossip_thread_never_waits_for_a_step(use):
+    """Rule 5: the main thread knows that its step is done before it leaves a chunk's mark."""
+    device = ClockedDevice()
     world = World(device, torch.float32, ETA)
-    done = []
-    for step in range(50):
-        device.queue(lambda step=step: done.append(step))
-    assert len(done) < 50
-    world.boundary()
-    assert len(done) == 50
+    world.step(torch.ones(40))
+    stepped = device.clock(MAIN)[MAIN]
+    assert device.clock(device.host).get(MAIN, 0) < stepped
+    with world.main():
+        use(world.state, 1.0)
+    assert device.clock(device.host)[MAIN] >= stepped
 
 
-def slot_keeps(seed: int, breaks: tuple[str, ...] = ()) -> bool:
-    """Return whether a slot took what was there to the device, twice, and back."""
-    device = DeferredDevice(seed, breaks)
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_who_hands_x_over_has_waited(is_replaced):
+    """Rule 4. The gossip thread's part ends with a replaced chunk."""
+    device = ClockedDevice()
+    world = World(device, torch.float32, ETA)
+    chunk, ones = world.state.chunks[0], torch.ones(16)
+    world.step(torch.ones(40))
+    if is_replaced:
+        with world.main():
+            device.finish()
+        world.hand_over()
+        with world.gossip():
+            chunk.replace(ones)
+        world.hand_over()
+        world.step(torch.ones(40))
+        return
+    world.hand_over()
+    with world.gossip(), pytest.raises(OutOfOrderError):
+        chunk.replace(ones)
+
+
+def test_an_optimizers_state_is_read_between_steps():
+    """Its step writes without a lock; who copies it waits for the step, and the step for that."""
+    device = ClockedDevice()
+    held = nn.Parameter(torch.zeros(100))
+    optimizer = torch.optim.SGD([held], lr=0.1, momentum=0.9)
+    between = BetweenSteps([optimizer])
+    between.attach(device.finish, lambda: None)
+    held.grad = torch.ones(100)
+    device.adopt(held.data, held.grad)
+    for _ in range(3):
+        with device.used():
+            between.begins(optimizer)
+            optimizer.step()
+            between.ended(optimizer)
+        device.meet()  # by the guard
+        with device.on(GOSSIP), device.used():
+            momentum = optimizer.state[held]["momentum_buffer"].view(torch.uint8)
+            assert between._copy(momentum, torch.empty(400, dtype=torch.uint8))
+        device.meet()
+
+
+def use_slot(device: ClockedDevice) -> None:
+    found, values = [], torch.empty(8)
     with device.used():
         slot = Slot(device, 32)
-        found, values = [], torch.empty(8)
-        for number in range(5):
-            found += [slot.load(values.fill_(number + more)).clone() for more in (10.0, 20.0)]
-            slot.there(values).add_(100.0)
+        for number in range(3):
+            for more in (10.0, 20.0):
+                there = slot.load(values.fill_(number + more))
+                found.append(there.clone())
+            there.add_(100.0)
             slot.store(out := torch.empty(8))
             found.append(out)
-            slot.there(values).fill_(torch.nan)
-    device.breaks = ()
-    device.finish()
-    expected = [number + more for number in range(5) for more in (10.0, 20.0, 120.0)]
-    return all(
-        torch.equal(each, torch.full((8,), value))
-        for each, value in zip(found, expected, strict=True)
-    )
+    expected = [number + more for number in range(3) for more in (10.0, 20.0, 120.0)]
+    for each, value in zip(found, expected, strict=True):
+        assert torch.equal(each, torch.full((8,), value))
 
 
 def test_a_slot_is_used_again_only_when_the_device_is_done_with_it():
-    assert all(slot_keeps(seed) for seed in range(10))
-    for rule in ("wait", "finish"):
-        assert not all(slot_keeps(seed, (rule,)) for seed in range(10))
+    use_slot(ClockedDevice())
+    for rule in ("leave", "wait", "finish"):
+        with pytest.raises(OutOfOrderError):
+            use_slot(ClockedDevice((rule,)))
+
+
+def test_after_an_interrupt_the_next_holder_waits_for_all():
+    """Ctrl+C may end a holder before it has left the mark."""
+    device = ClockedDevice()
+    world = World(device, torch.float32, ETA)
+    chunk = world.state.chunks[0]
+    with world.main():
+        chunk.order.__enter__()
+        chunk.pending.add_(1.0)  # and here its thread is thrown out
+        device.holders.clear()
+    with world.gossip():
+        chunk.snapshot(0.0, torch.empty(16))
 
 
 def test_host_memory_gets_and_gives_copies():
     """Consolidation's sums are in host memory and come back."""
-    for seed in SEEDS:
-        device = DeferredDevice(seed)
-        world = World(device, torch.bfloat16, ETA)
-        x = world.state.segments[0].x.clone()
-        with world.gossip():
-            world.state.boundary(math.inf, wait=True)
-            sums = [torch.empty(chunk.num_elements) for chunk in world.state.chunks]
-            for chunk, total in zip(world.state.chunks, sums, strict=True):
-                chunk.read(total)
-            assert torch.equal(torch.cat(sums[:3]), x.float())
-            for chunk, total in zip(world.state.chunks, sums, strict=True):
-                chunk.replace(total.add_(1.0))
-            (copied,) = world.state.copied_chunks
-            out = torch.empty(3, dtype=torch.int64)
-            copied.read(out)
-            assert out.tolist() == [0, 1, 2]
-            copied.replace(out + 5)
-            copied.read(out)
-            assert out.tolist() == [5, 6, 7]
-        assert torch.equal(world.state.segments[0].x, x + 1.0)
+    world = World(ClockedDevice(), torch.bfloat16, ETA)
+    x = world.state.segments[0].x.clone()
+    with world.gossip():
+        world.state.boundary(math.inf, wait=True)
+        sums = [torch.empty(chunk.num_elements) for chunk in world.state.chunks]
+        for chunk, total in zip(world.state.chunks, sums, strict=True):
+            chunk.read(total)
+        assert torch.equal(torch.cat(sums[:3]), x.float())
+        for chunk, total in zip(world.state.chunks, sums, strict=True):
+            chunk.replace(total.add_(1.0))
+        (copied,) = world.state.copied_chunks
+        out = torch.empty(3, dtype=torch.int64)
+        copied.read(out)
+        assert out.tolist() == [0, 1, 2]
+        copied.replace(out + 5)
+        copied.read(out)
+        assert out.tolist() == [5, 6, 7]
+    assert torch.equal(world.state.segments[0].x, x + 1.0)
 
 
 # Where a state lives.

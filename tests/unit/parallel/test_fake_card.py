@@ -1,16 +1,19 @@
 """A worker whose parameters are on a device: what it saves, resumes and averages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpointing import AtOnce
 from fake_card import CARD
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from gossipdp import Checkpoints, Exchange, GossipDataParallel, OuterStep
+from gossipdp import Checkpoints, Exchange, GossipDataParallel, Monitor, OuterStep
 from gossipdp.dynamics.state import State
 from gossipdp.parallel.checkpointer import Checkpointer
 
@@ -18,12 +21,18 @@ Wrap = Callable[..., GossipDataParallel]
 
 
 class Net(nn.Module):
-    """A parameter that is trained, one that follows it, buffers of floats and integers."""
+    """A parameter that is trained, one that follows it, buffers of floats and integers.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    With ``mesh`` the former is sharded over it.
+    """
+
+    def __init__(self, dtype: torch.dtype, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         place: dict[str, Any] = {"device": CARD, "dtype": dtype}
-        self.trained = nn.Parameter(torch.zeros(50, 3, **place))
+        trained = torch.zeros(50, 3, **place)
+        if mesh is not None:
+            trained = DTensor.from_local(trained, mesh, [Shard(0)], run_check=False)
+        self.trained = nn.Parameter(trained)
         self.following = nn.Parameter(torch.zeros(5, **place), requires_grad=False)
         self.register_buffer("mean", torch.zeros(3, **place))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=CARD))
@@ -41,14 +50,22 @@ def started(wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     # One worker alone has no use for momentum.
     monkeypatch.setattr(State, "drop_momentum", lambda state: None)
 
-    def start(dtype: torch.dtype, **options: Any) -> Any:
-        net = Net(dtype)
+    def start(dtype: torch.dtype, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+        net = Net(dtype, mesh)
         optimizer = torch.optim.AdamW([net.trained])
         saving = Checkpoints(tmp_path, resume="auto" if any(tmp_path.iterdir()) else None)
         options = {"graph": "ring", "exchange": Exchange(moments={"exp_avg_sq": 1})} | options
         return net, optimizer, wrap(net, optimizer, checkpoints=saving, **options)
 
     return start
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Yield a mesh of this process alone: its shard is all there is."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cuda", [0], _init_backend=False)
+    dist.destroy_process_group()
 
 
 def exchange(model: GossipDataParallel) -> None:
@@ -61,8 +78,51 @@ def exchange(model: GossipDataParallel) -> None:
         chunk.exchange(1.0, mine, peers, 1.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
+@pytest.mark.usefixtures("card")
+def test_a_step_within_a_graph_is_refused(started, monkeypatch):
+    """Its replays would step without exchanging."""
+    net, optimizer, model = started(torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"is being captured in a CUDA graph, .*capture the"):
+            step(net, optimizer)
+    step(net, optimizer)
+    assert model.stats().gradient_steps == 1
+
+
+def test_a_loss_on_a_device_is_read_after_the_next_boundary(card, started, tmp_path):
+    """No other thread reads it: that one would wait for the default stream, and no other."""
+    monitor = Monitor(log_dir=tmp_path / "log", status_port=0)
+    net, optimizer, model = started(torch.float32, monitor=monitor)
+    card.reads.clear()
+    model.log(loss=torch.zeros((), device=CARD))
+    assert not card.reads
+    step(net, optimizer)
+    assert [each for each in card.reads if each.startswith("_read_losses")]
+    assert list(model._monitoring.page._losses) == [1.0]
+    model.log(loss=torch.zeros((), device=CARD))
+    model.close()
+    assert list(model._monitoring.page._losses) == [1.0, 1.0]
+
+
+def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
+    """Rule 4; and before it reads chunk by chunk, so that the other waits for no step."""
+    net, optimizer, model = started(torch.float32)
+
+    def finishes(use: Callable[[], object]) -> list[str]:
+        card.finishes.clear()
+        use()
+        return card.finishes
+
+    assert "_take_in" in finishes(lambda: step(net, optimizer))
+    assert "boundary" in finishes(lambda: step(net, optimizer))
+    assert "_copies" in finishes(model.state_dict)
+    assert "loaded" in finishes(lambda: net.load_state_dict(net.state_dict()))
+    assert "flow" in finishes(model.save_checkpoint)
+    assert "_wait_for_average" in finishes(model.consolidate)
+
+
+CASES = pytest.mark.parametrize(
     ("before", "after", "outer"),
     [
         ("a2cid2", "a2cid2", OuterStep(every=1)),
@@ -71,15 +131,45 @@ def exchange(model: GossipDataParallel) -> None:
     ],
     ids=["same", "gossip", "a2cid2"],
 )
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
+@CASES
 @pytest.mark.usefixtures("card")
 def test_a_run_goes_on(started, dtype, before, after, outer):
-    net, optimizer, model = started(dtype, method=before, outer=outer)
+    net, optimizer = saved_and_resumed(started, dtype, before, after, outer)
+    net.trained.data = net.trained.detach().clone()
+    step(net, optimizer)
+
+
+@CASES
+@pytest.mark.usefixtures("card")
+def test_a_sharded_run_goes_on(started, mesh, before, after, outer):
+    """The memory of a shard is that of the module, not the library's."""
+    net, optimizer = saved_and_resumed(started, torch.bfloat16, before, after, outer, mesh=mesh)
+    for held in (net.trained, *optimizer.state[net.trained].values()):
+        assert held.ndim == 0 or isinstance(held, DTensor)
+
+
+def saved_and_resumed(
+    started: Callable[..., Any],
+    dtype: torch.dtype,
+    before: str,
+    after: str,
+    outer: OuterStep | None,
+    *,
+    mesh: DeviceMesh | None = None,
+) -> tuple[Net, torch.optim.Optimizer]:
+    """Train, save, resume under another method; use all that touches the parameters."""
+    net, optimizer, model = started(dtype, mesh, method=before, outer=outer)
     for _ in range(2):
         step(net, optimizer)
         exchange(model)
     model.save_checkpoint()
     model.close()
-    net, optimizer, model = started(dtype, method=after, outer=outer)
+    net, optimizer, model = started(dtype, mesh, method=after, outer=outer)
+    assert model.stats().kernels == "torch on the device"
     step(net, optimizer)
     exchange(model)
     held = model.state_dict()
@@ -91,8 +181,8 @@ def test_a_run_goes_on(started, dtype, before, after, outer):
     offer = model._engine.between_steps._describe()
     for tensor in offer.tensors:
         assert offer.copy(tensor, torch.empty(tensor.numel(), dtype=torch.uint8))
-    net.trained.data = net.trained.detach().clone()
     step(net, optimizer)
     assert model.consolidate().world_size == 1
     step(net, optimizer)
     assert net.trained.device == net.following.device == net.count.device == CARD
+    return net, optimizer

@@ -54,8 +54,8 @@ def test_every_tensor_has_a_storage_of_its_own(dtype):
     net = Net().to(dtype).to(memory_format=torch.channels_last)
     net.register_buffer("empty", torch.zeros(0, 3))
     flat = flatten(net)
-    flat.bind_to([segment.x.clone() for segment in flat.state.segments])
-    flat.bind_back()
+    flat.swap([segment.x.clone() for segment in flat.state.segments])
+    flat.swap_back()
     values = net.state_dict()
     flat.export(values, [segment.x.clone() for segment in flat.state.segments])
     exported = [value for name, value in values.items() if value.numel() and "tied" not in name]

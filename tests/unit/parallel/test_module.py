@@ -448,8 +448,11 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap, tmp_p
     model = wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
     chunks = leave_pending(model._engine, 2.0)
     before = copy.deepcopy(net.state_dict())
+    address = net.weight.data_ptr()
     with model.averaged():
+        assert net.weight.data_ptr() == address, "a captured graph reads the average"
         assert not torch.equal(net.weight, before["weight"])
+        assert torch.equal(model.state_dict()["weight"], net.weight)
         with torch.no_grad():  # so that another average would not be this one
             net.weight.fill_(7.0)
         model.save_averaged(tmp_path / "best.pt")

@@ -150,7 +150,7 @@ def test_what_the_script_logs_is_shown(make: Make) -> None:
     assert set(logged) == {"loss", "lr"}
     model.log(loss=math.nan)
     assert ask_anew(model, address).logged["loss"] is None
-    for loss in (torch.empty((), device="meta"), *[3.0] * (MEAN_OF_LOSSES - 1)):
+    for loss in (torch.empty((), device="meta"), *[3.0] * MEAN_OF_LOSSES):
         model.log(loss=loss)
     assert ask_anew(model, address).logged["loss"] == 3.0, "of those that can be read"
     for number in range(200):
