@@ -148,7 +148,7 @@ class Report:
     def write(self, data: Any, json_path: Path | None = None) -> None:
         """Print the tables; write them and ``data`` (whatever msgspec can encode).
 
-        With ``json_path`` only ``data`` is written, and only there.
+        With ``json_path`` only ``data`` is written, and only there, with where it comes from.
         """
         seconds = time.perf_counter() - self._started_s
         by = Provenance.here(seconds)
@@ -174,7 +174,9 @@ class Report:
             lines.append(f"Missing: {row.row}: {row.why}.")
             print(lines[-1])
         if json_path is not None:
-            json_path.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
+            found = {"provenance": by, "machine": machine, **msgspec.to_builtins(data)}
+            encoded = msgspec.json.encode(found)
+            json_path.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
             print(f"written: {json_path}", flush=True)
             return
         stored = {
