@@ -11,6 +11,7 @@ import pytest
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp_lab.demo.command import check
 from gossipdp_lab.demo.compare import (
+    ALLREDUCE_RATE,
     AS_GOOD,
     SECONDS,
     WORKLOAD,
@@ -72,8 +73,9 @@ def test_the_two_trainings_differ_in_method_place_and_kills_alone(tmp_path: Path
         check(own)
     assert gossip.faults == f"{allreduce.faults}; kill 0 at 20s"
     assert (allreduce.restart, gossip.restart) == (False, True)
+    assert (allreduce.learning_rate, gossip.learning_rate) == (ALLREDUCE_RATE, None)
     other = {"method": "gossip", "output": gossip.output, "faults": gossip.faults, "restart": True}
-    assert replace(allreduce, **other) == gossip
+    assert replace(allreduce, learning_rate=None, **other) == gossip
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
