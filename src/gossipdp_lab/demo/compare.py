@@ -26,7 +26,7 @@ WORKLOAD: Final = "pystdlib-small"
 SECONDS: Final = 40.0
 
 ALLREDUCE_RATE: Final = 0.008
-"""All-reduce makes so few steps here that half of the workload's rate suits it better: 3.39 bits per
+"""All-reduce makes so few steps here that half of the workload's rate suits it better: 3.39 bits a
 byte in place of 3.58, one run each on two cores. Gossip keeps the workload's, 0.016. In 2,048 steps
 of equally fast workers that is the best for both, on a grid of factors of two (quality.py)."""
 
