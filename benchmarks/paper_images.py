@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from quality_simulated import loss_of, tune
+from quality_simulated import chosen, loss_of, tune
 from reproduction.parts import COLOURS, Estimate, new_figure, save
 from rich.console import Console
 from support.finished_runs import FinishedRuns
@@ -476,10 +476,7 @@ def main() -> None:
     parser.add_argument("--no-runs", action="store_true", help="only tabulate what has been run")
     parser.add_argument("--quick", action="store_true", help="4 workers, one seed, one epoch")
     options = parser.parse_args()
-    names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
-    for name in names:
-        if name not in ROWS:
-            parser.error(f"there is no row {name!r}; the rows are: {'; '.join(ROWS)}")
+    names = chosen(parser, options.rows, ROWS)
     if options.quick:
         options.workers, options.epochs, options.seeds, options.at_the_rule = 4, 1, 1, True
     measure(options, names)

@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -565,6 +565,15 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
     ]
 
 
+def chosen(parser: argparse.ArgumentParser, text: str | None, rows: Mapping[str, Any]) -> list[str]:
+    """Return the rows that ``--rows`` names; all of them without it."""
+    names = [name.strip() for name in text.split(";")] if text else list(rows)
+    for name in names:
+        if name not in rows:
+            parser.error(f"there is no row {name!r}; the rows are: {'; '.join(rows)}")
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", help="only these, with semicolons between them")
@@ -578,10 +587,7 @@ def main() -> None:
     parser.add_argument("--no-runs", action="store_true", help="only tabulate what has been run")
     parser.add_argument("--why", action="store_true", help="how noisy v is and where")
     options = parser.parse_args()
-    names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
-    for name in names:
-        if name not in ROWS:
-            parser.error(f"there is no row {name!r}; the rows are: {'; '.join(ROWS)}")
+    names = chosen(parser, options.rows, ROWS)
     steps = 20 if options.quick else options.steps
     workers = 4 if options.quick else options.workers
     report = Report(NAME, "Final loss at equal tokens, simulated", quick=options.quick)
