@@ -5,8 +5,6 @@
 Each part is a process of its own and has a deadline: if it fails, the others go on, and the result
 says why it is missing. Without a card this says so and ends with status 2. `--device cpu --quick`
 runs all parts on the CPU, tiny, to see that they work; those figures show nothing.
-
-**Never run on a card so far.**
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from torch import Tensor, nn
 from gossipdp import Counting, GossipDataParallel, launch
 from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role
-from gossipdp.dynamics.device import ON, SWITCH
+from gossipdp.dynamics.device import Mark, QueuedDevice
 from gossipdp.dynamics.state import Segment, State
 from gossipdp_lab.tasks.images import cifar_resnet18
 
@@ -85,39 +83,73 @@ def show_tests(found: Result) -> Table:
     return Table("Tests on the card", ("",), [(found["summary"],)])
 
 
+class NoWait(Mark):
+    """A mark of host memory, where all work is done."""
+
+    def leave(self) -> None: ...
+
+    def precede(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class HostAsCard(QueuedDevice):
+    """Host memory that is treated as a card: the same operations in the same order."""
+
+    def mark(self) -> Mark:
+        return NoWait()
+
+    def finish_all(self) -> None: ...
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    room = pinned
+
+    def holds(self, values: Tensor) -> bool:
+        return True
+
+
 def measure_bits(settings: Settings) -> Result:
     """Do the same exchanges and boundaries here and on the CPU, and compare all bits."""
     rows = {}
     for dtype in (torch.float32, torch.bfloat16):
         here, cpu = (_exchanged(device, dtype) for device in (settings.device, "cpu"))
-        ulps = {
+        errors = {
             name: float((here[name].double() - value.double()).abs().max() / value.abs().max())
             for name, value in cpu.items()
         }
-        rows[str(dtype)] = {name: (torch.equal(here[name], cpu[name]), ulps[name]) for name in cpu}
+        rows[str(dtype)] = {
+            name: (torch.equal(here[name], cpu[name]), errors[name]) for name in cpu
+        }
     return {"rows": rows}
 
 
 def _exchanged(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(100_000, generator=generator).to(dtype)
-    state = State([Segment(x.to(device, copy=True), Role.TRAINED, chunk_bytes=1 << 17)])
+    segment = Segment(x.to(device, copy=True), Role.TRAINED, chunk_bytes=1 << 17)
+    state = State([segment], HostAsCard() if device == "cpu" else None)
     out = torch.empty_like(x)
     with state.device.gossip_thread():
         for number in range(3):
             peers = torch.randn(100_000, generator=generator).to(dtype)
             for (chunk, mine), (_, theirs) in zip(
-                state.segments[0].split(out), state.segments[0].split(peers), strict=True
+                segment.split(out), segment.split(peers), strict=True
             ):
                 chunk.snapshot(0.1 * number, mine)
                 chunk.exchange(0.1 * number, mine, theirs, ALPHA_TILDE)
-            state.boundary(0.1 * number + 0.05, wait=True)
+            state.boundary(0.1 * number + 0.05)
         ends = torch.empty(2, *x.shape, device=device)
         for end, (one, other) in zip(ends, ((out, peers), (peers, out)), strict=True):
             update.difference(end, one.to(device), other.to(device))
-        (segment,) = state.segments
         assert segment.c is not None
-        held = {"x": segment.x, "pending": segment.pending, "c": segment.c}
+        held = {"x": segment.x, "c": segment.c}
+        held |= (
+            {"what x could not hold": segment.copy_momentum()[0]}
+            if dtype != x.float().dtype
+            else {}
+        )
         held["difference at both ends"] = ends[0] + ends[1] + 1.0
         return {"snapshot": out} | {key: each.to("cpu", copy=True) for key, each in held.items()}
 
@@ -151,23 +183,41 @@ def measure_speed(settings: Settings) -> Result:
                     chunk.snapshot(now, mine)
                     chunk.exchange(now, mine, theirs, ALPHA_TILDE)
 
-        def boundary(state: State = state, theta: Any = theta) -> None:
-            state.boundary(0.01 * next(theta), wait=True)
+        def arithmetic(segment: Segment = segment) -> None:
+            assert segment.c is not None
+            for chunk, there in segment.split(target):
+                x, pending, c = chunk.x, chunk.pending, chunk.c
+                update.write_snapshot(there, x, pending, c, 0.01)
+                update.exchange(pending, c, there, x, 0.01, 0.9, ALPHA_TILDE)
 
-        times = settings.median_ms(exchange), settings.median_ms(boundary)
+        def boundary(state: State = state, theta: Any = theta) -> None:
+            for chunk in state.chunks:
+                chunk.has_pending = True
+            state.boundary(0.0)
+
+        times = [settings.median_ms(run) for run in (exchange, arithmetic, boundary)]
         found["rows"].append((chunk_bytes >> 20, len(state.chunks), *times))
     return found
 
 
 def show_speed(found: Result) -> Table:
+    # A copy moves 8 bytes a value. A boundary reads and writes x and the inbox: 16. The arithmetic
+    # of an exchange reads x, pending and c, and writes the snapshot (16); then it reads both
+    # snapshots, pending and c, and writes pending and c (24).
     copy_ms = found["copy_ms"]
     rows = [
-        (f"{size} MiB", str(number), f"{exchange:.2f}", f"{exchange / copy_ms:.1f}",
-         f"{boundary:.2f}", f"{boundary / copy_ms:.1f}")
-        for size, number, exchange, boundary in found["rows"]
+        (f"{size} MiB", str(number), f"{exchange:.2f}",
+         f"{arithmetic:.2f}", f"{copy_ms * 40 / 8 / arithmetic:.0%}",
+         f"{boundary:.2f}", f"{copy_ms * 16 / 8 / boundary:.0%}")
+        for size, number, exchange, arithmetic, boundary in found["rows"]
     ]  # fmt: skip
-    head = ("chunks of", "chunks", "exchange (ms)", "in copies", "boundary (ms)", "in copies")
-    note = f"One copy on the device, which reads and writes each value once: {copy_ms:.2f} ms."
+    head = ("chunks of", "chunks", "exchange (ms)", "its arithmetic (ms)", "of the copy's speed",
+            "boundary (ms)", "of the copy's speed")  # fmt: skip
+    note = (
+        f"One copy on the device, which reads and writes each value once: {copy_ms:.2f} ms. An "
+        "exchange also moves two snapshots between the device and the host. Shares are of the "
+        "bytes that must be moved at least."
+    )
     return Table(f"{found['num_values']:,} float32 values", head, rows, note)
 
 
@@ -193,11 +243,12 @@ class Gpt(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A training: ``model`` is ``resnet18`` or ``gpt``, ``method`` that of the wrapper."""
+    """A training: ``model`` is ``resnet18`` or ``gpt``; the others are those of the wrapper."""
 
     model: str
     num_workers: int
-    method: str
+    method: str = "a2cid2"
+    comm_rate: float | str = "auto"
 
     def made(self, settings: Settings) -> tuple[nn.Module, Tensor, Tensor]:
         """Return the model, and the inputs and targets of every step."""
@@ -212,14 +263,17 @@ class Case:
 
 def train(case: Case, settings: Settings, meeting_path: Path) -> Result:
     """Train in one worker for a time; return its steps per second and its losses."""
-    os.environ[SWITCH] = ON
     meeting = Meeting(meeting_path, int(os.environ["RANK"]))
     torch.manual_seed(0)
     net, inputs, targets = (each.to(settings.device) for each in case.made(settings))
     fused = {"fused": True} if settings.device != "cpu" else {}
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, **fused)
     model = GossipDataParallel(
-        net, optimizer, method=case.method, counting=Counting(samples_per_step=len(inputs))
+        net,
+        optimizer,
+        method=case.method,
+        comm_rate=case.comm_rate,
+        counting=Counting(samples_per_step=len(inputs)),
     )
     # Convolutions in bfloat16 take minutes on a CPU that has no instructions for them.
     is_mixed = settings.device != "cpu" or case.model == "gpt"
@@ -265,15 +319,21 @@ def measure_training(settings: Settings) -> Result:
         }
 
     cases = [
-        Case(model, num_workers, method)
+        Case(model, num_workers, **how)
         for num_workers in ((2,) if settings.quick else (2, 4))
-        for model in ("resnet18", "gpt")
-        for method in ("none", "a2cid2")
+        for model in ("gpt", "resnet18")
+        for how in ({"method": "none"}, {}, {"comm_rate": 1.0})
+        if num_workers == 2 or "comm_rate" not in how
     ]
     found = interleaved(cases, 1 if settings.quick else 2, measure)
     return {
         "rows": [
-            {"model": case.model, "workers": case.num_workers, "method": case.method, "runs": runs}
+            {
+                "model": case.model,
+                "workers": case.num_workers,
+                "how": "none" if case.method == "none" else f"gossip, comm rate {case.comm_rate}",
+                "runs": runs,
+            }
             for case, runs in found.items()
         ]
     }
@@ -282,7 +342,7 @@ def measure_training(settings: Settings) -> Result:
 def show_training(found: Result) -> Table:
     rows = [
         (
-            f"{each['model']}, {each['workers']} workers, {each['method']}",
+            f"{each['model']}, {each['workers']} workers, {each['how']}",
             Spread.of(run["steps_per_s"] for run in each["runs"]).text(".1f"),
             f"{each['runs'][-1]['comm_rate']:.2f}",
             f"{each['runs'][-1]['losses'][0]:.3f}",
@@ -297,7 +357,6 @@ def show_training(found: Result) -> Table:
 
 def learn(settings: Settings, device: str) -> float:
     """Fit a fixed teacher in one worker; return the loss of the average of all."""
-    os.environ[SWITCH] = ON
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
     teacher, net = (
@@ -318,21 +377,22 @@ def learn(settings: Settings, device: str) -> float:
 
 
 def measure_loss(settings: Settings) -> Result:
-    """Train two workers to the end, on the device and on the CPU, by the same seeds."""
-    return {
-        device: launch(learn, 2, (settings, device))[0]
-        for device in dict.fromkeys((settings.device, "cpu"))
-    }
+    """Train two workers to the end, on the device and on the CPU, three times each in turns."""
+    devices = list(dict.fromkeys((settings.device, "cpu")))
+    num_rounds = 1 if settings.quick else 3
+    return interleaved(devices, num_rounds, lambda device: launch(learn, 2, (settings, device))[0])
 
 
 def show_loss(found: Result) -> Table:
-    rows = [(device, f"{loss:.5f}") for device, loss in found.items()]
-    return Table("Loss of the average of two workers", ("", "held-out loss"), rows)
+    rows = [
+        (device, ", ".join(f"{loss:.5f}" for loss in losses)) for device, losses in found.items()
+    ]
+    note = "Seeds are the same; the times of exchanges differ from run to run."
+    return Table("Loss of the average of two workers", ("", "held-out loss"), rows, note)
 
 
 def survive(settings: Settings, killed: Path) -> Result | None:
     """Train in one worker; worker 1 kills itself once, comes back, and ends the run."""
-    os.environ[SWITCH] = ON
     net = nn.Linear(512, 512).to(settings.device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     model = GossipDataParallel(net, optimizer, counting=Counting(samples_per_step=8))
@@ -424,7 +484,6 @@ def main() -> None:
     if options.device != "cpu" and not torch.accelerator.is_available():
         print("There is no card here, so nothing was measured.", file=sys.stderr)
         sys.exit(2)
-    os.environ[SWITCH] = ON
     if options.part_to is not None:
         (part,) = parts
         options.part_to.write_text(json.dumps(part.measure(settings)))

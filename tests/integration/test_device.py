@@ -64,7 +64,6 @@ def enter(kind: str, stack: contextlib.ExitStack) -> Any:
 def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     place = "cuda" if kinds[rank] == "cuda" else "cpu"
-    os.environ["GOSSIPDP_CUDA"] = "experimental"
     with contextlib.ExitStack() as stack:
         net = Net().to(place)
         device = enter(kinds[rank], stack)

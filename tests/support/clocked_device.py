@@ -70,6 +70,7 @@ class _Storage:
     held: Any  # so that no address is used twice
     is_pinned: bool = False
     is_x: bool = False
+    """Read by snapshots beside steps and boundaries."""
     accesses: list[_Access] = field(default_factory=list)
 
 
@@ -124,9 +125,13 @@ class ClockedDevice(QueuedDevice):
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Watch what this thread does with the device's tensors."""
-        update._kept.rooms.clear()  # scratch that was made before is not the device's
-        with _Watched(self):
-            yield
+        # Scratch that was made before is not the device's, or another thread's.
+        before, update._kept.rooms = update._kept.rooms, {}
+        try:
+            with _Watched(self):
+                yield
+        finally:
+            update._kept.rooms = before
 
     def adopt(self, *tensors: Tensor, is_pinned: bool = False, is_x: bool = False) -> None:
         """Let these be the device's."""
@@ -143,7 +148,8 @@ class ClockedDevice(QueuedDevice):
     def adopt_state(self, state: State) -> None:
         for segment in state.segments + state.moments:
             self.adopt(segment.x, is_x=True)
-            self.adopt(segment.pending)
+            # A snapshot may read what a boundary has taken beside it.
+            self.adopt(segment.pending, *segment._inboxes, is_x=bool(segment._inboxes))
             if segment.c is not None:
                 self.adopt(segment.c)
             if segment.outer is not None:
@@ -237,7 +243,7 @@ class ClockedDevice(QueuedDevice):
             finally:
                 self.finish()
 
-    def order(self) -> contextlib.AbstractContextManager[None]:
+    def order(self) -> Order:
         return _WatchedOrder(self)
 
     def finish(self) -> None:
@@ -282,19 +288,30 @@ class ClockedDevice(QueuedDevice):
         return storage is not None and storage.is_pinned
 
 
-class _WatchedOrder(contextlib.AbstractContextManager[None]):
-    """An order that lets the device know of what a lock's holder does."""
+class _WatchedOrder(Order):
+    """An order that lets the device know of what a lock's holder does.
+
+    A thread that was given the lock knows what the last holder had waited for.
+    """
 
     def __init__(self, device: ClockedDevice) -> None:
-        self._order, self._device = Order(device), device
+        super().__init__(device)
+        self._clocks, self._known = device, dict[str, int]()
 
     def __enter__(self) -> None:
-        self._order.__enter__()
-        self._device.holders.add(self._device.stream)
+        super().__enter__()
+        self._clocks.holders.add(self._clocks.stream)
 
     def __exit__(self, *error: object) -> None:
-        self._device.holders.discard(self._device.stream)
-        self._order.__exit__(*error)
+        self._clocks.holders.discard(self._clocks.stream)
+        self._known = dict(self._clocks.clock(self._clocks.host))
+        super().__exit__(*error)
+
+    def follow(self) -> None:
+        super().follow()
+        host = self._clocks.host
+        self._clocks.learns(host, self._known)
+        self._known = dict(self._clocks.clock(host))
 
 
 class _Mark(Mark):

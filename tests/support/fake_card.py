@@ -165,7 +165,6 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     _let_torch_know_cuda()
     card = FakeCard()
     stream = _Stream(card)
-    monkeypatch.setenv("GOSSIPDP_CUDA", "experimental")
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "Stream", lambda device, priority: _Stream(card))

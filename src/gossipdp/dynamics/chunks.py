@@ -30,7 +30,8 @@ The training thread and the gossip thread meet here and nowhere else. The rules:
 * The boundary of a large model has helper threads. They work only while the main thread is in
   that boundary, so to all others it is the main thread that writes.
 
-On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further rules.
+On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further rules, and trained
+parameters have two pendings (:mod:`~gossipdp.dynamics.inboxes`).
 """
 
 import enum
@@ -136,6 +137,7 @@ class Chunk:
         self.has_pending = False
         self.is_compiled = False
         self.device = Device()
+        self._snapshot_at = 0
         self.lock = threading.Lock()
         self.order = self.device.order()
 
@@ -169,6 +171,13 @@ class Chunk:
             if True in taken:
                 self.lock.release()
         return True
+
+    def is_due(self, theta: float) -> bool:
+        """Return True if the boundary at this phase has anything to do here.
+
+        Read without the lock: an exchange that ends meanwhile waits for the next boundary.
+        """
+        return self.has_pending or self._flow(theta)[0] != 0.0
 
     def flow(self, theta: float) -> None:
         """Flow up to the phase ``theta``, into pending; x stays. The phase never goes back."""
@@ -207,7 +216,7 @@ class Chunk:
             return
         with self.lock, self.order:
             left = self._left(self.theta)
-            state = self.x, self.pending, self.c
+            state = self.x, self._brought(), self.c
             self.device.write(lambda out: update.read_z(out, *state, left), out)
 
     def copy_momentum(
@@ -225,7 +234,7 @@ class Chunk:
         """
         with self.lock, self.order:
             if pending is not None:
-                self.device.write(lambda out: out.copy_(self.pending), pending)
+                self.device.write(lambda out: out.copy_(self._brought()), pending)
             if c is not None and self.c is not None:
                 momentum, left = self.c, self._left(self.theta)
                 self.device.write(lambda out: torch.mul(momentum, left, out=out), c)
@@ -260,9 +269,12 @@ class Chunk:
         snapshot, as theta stands still meanwhile.
         """
         with self.lock, self.order:
-            is_finite = self._snapshot(self.device.there(0, out), self._flow(theta)[0])
-            self.device.store(0, out)
-            return is_finite
+            found = self._snapshot(self.device.there(out), self._flow(theta)[0])
+            self._snapshot_at = out.data_ptr()
+            if isinstance(found, bool):
+                self.device.store(out)
+                return found
+            return update.is_finite(out, self.device.store(out, found))
 
     def exchange(self, theta: float, mine: Tensor, peers: Tensor, alpha_tilde: float) -> float:
         """Flow to ``theta`` and apply one exchange; return the squared norm of delta.
@@ -273,7 +285,7 @@ class Chunk:
         ``alpha_tilde`` is the gain of the exchange on x_tilde.
         """
         with self.lock, self.order:
-            there = self.device.load(0, mine), self.device.load(1, peers)
+            there = self._mine(mine), self.device.load(1, peers)
             squared_norm = self._exchange(*there, self._flow(theta), alpha_tilde)
             self._exchanged(squared_norm, theta)
             return squared_norm
@@ -283,9 +295,9 @@ class Chunk:
     ) -> float:
         """Take the :meth:`snapshot`, always whole, and :meth:`exchange`, in one pass."""
         with self.lock, self.order:
-            there = self.device.there(0, out), self.device.load(1, peers)
+            there = self.device.there(out), self.device.load(1, peers)
             squared_norm = self._snapshot_and_exchange(*there, self._flow(theta), alpha_tilde)
-            self.device.store(0, out)
+            self.device.store(out)
             self._exchanged(squared_norm, theta)
             return squared_norm
 
@@ -297,6 +309,15 @@ class Chunk:
             self.device.finish()
 
     # Under the lock.
+
+    def _brought(self) -> Tensor:
+        """Return what exchanges have brought that x has not yet."""
+        return self.pending
+
+    def _mine(self, mine: Tensor) -> Tensor:
+        """Return our snapshot on the device, where the last one is still there."""
+        kept = self.device.kept(mine) if mine.data_ptr() == self._snapshot_at else None
+        return self.device.load(0, mine) if kept is None else kept
 
     def _additions(self, share: float) -> list[Callable[[], object]]:
         """Return the operations that flow and add pending to x, for :func:`.update.at_once`."""
@@ -311,11 +332,12 @@ class Chunk:
 
     def _write(self, out: Tensor) -> None:
         if self.role.is_exchanged:
-            torch.add(self.x, self.pending, out=out)
+            torch.add(self.x, self._brought(), out=out)
         else:
             out.copy_(self.x)
 
-    def _snapshot(self, out: Tensor, share: float) -> bool:
+    def _snapshot(self, out: Tensor, share: float) -> bool | Tensor:
+        """Write it; return True if all is finite, or a sum that is finite if all is."""
         return update.snapshot(out, self.x, self.pending, self.c, share, compiled=self.is_compiled)
 
     def _exchange(

@@ -3,22 +3,21 @@
 In host memory (:class:`Device`) an operation is done when its call returns, so a lock is all that
 two threads need. On a GPU a call only queues, and two threads that take turns at a lock may still
 overlap there. :class:`QueuedDevice` has the rules that keep them apart; tests check them with a
-stand-in that works late, in any order that they allow. :class:`AcceleratorDevice` is so thin that
-it can be checked by reading: **it has never run on a card**. It names no maker: torch has the same
-streams and events for CUDA, ROCm and XPU.
+stand-in that works late, in any order that they allow. :class:`AcceleratorDevice` has run on one
+NVIDIA H200. It names no maker: torch has the same streams and events for CUDA, ROCm and XPU.
 
 Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
 :class:`Mark` is a place in a stream (a CUDA event) that others can wait for.
 
 **Rule 1, order.** A chunk's lock comes with a mark. The holder of the lock first makes its stream
 wait for the mark, and in the end leaves the mark behind all that it has queued (:class:`Order`). So
-the holders' work is done in the order in which they held the lock. Otherwise a snapshot could add a
-pending that a boundary has moved into x already, or a boundary could add a pending that an exchange
-writes later. No two streams wait for each other: each wait is for a mark that exists.
+the holders' work is done in the order in which they held the lock. No two streams wait for each
+other: each wait is for a mark that exists. The boundary of a chunk with two inboxes waits for the
+mark, but leaves none; :mod:`~gossipdp.dynamics.inboxes` says why it need not.
 
-**Rule 2, the step.** Queued optimizer steps write x without a lock, as in host memory. A snapshot
-may read the old or the new of each value, and both ends use the values read. Each event reads x
-once.
+**Rule 2, what is read.** Queued optimizer steps, and boundaries of inboxes, write x without a lock,
+as steps do in host memory. A snapshot may read the old or the new of each value, and both ends use
+the values read. Each event reads x once.
 
 **Rule 3, the host sees finished work only.** Snapshots leave and arrive through pinned slots
 (:class:`Slot`). The host reads one after :meth:`Device.finish`, and writes one only when the
@@ -27,11 +26,11 @@ device's copy from it is done.
 **Rule 4, hand-over.** Before one thread takes over x from the other, or reads it without locks, the
 other calls :meth:`Device.finish`.
 
-**Rule 5, waits are short.** With rule 1 a snapshot waits for the last boundary. If the host were
-many steps ahead of the device, it would wait for all of those, and no heartbeat would leave. So the
-main thread finishes its stream before each boundary. The price: the host does not run ahead of the
-device over a boundary. If it waited for the last boundary alone, the next one would always be
-queued behind the step in progress, and each chunk of an exchange would wait for the end of a step.
+**Rule 5, waits are short.** What the main thread queues comes behind its step, so an exchange that
+had to wait for that would wait for the whole step, and no heartbeat would leave. Trained parameters
+have two inboxes instead, and the host runs one boundary ahead of the device (:class:`Credit`). For
+what has none (buffers, moments, parameters with an outer step, and everything that is rare), the
+main thread first finishes its stream, so that its marks are at once past.
 
 Memory that both threads use is allocated before the gossip thread starts and freed after it was
 joined; scratch belongs to one thread, so to one stream.
@@ -47,9 +46,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-SWITCH, ON = "GOSSIPDP_CUDA", "experimental"
+SWITCH, ON = "GOSSIPDP_UNTRIED_GPU", "yes"
 ACCELERATORS = ("cuda", "xpu")
 """The types of torch's devices that queue work on streams; a ROCm device is ``cuda`` to torch."""
+MOST_SLOTS = 64
+"""More than the windows of all codecs; see :class:`Slot`."""
 HUGE_PAGE_BYTES = 1 << 21
 LEAST_HUGE_BYTES = 16 * HUGE_PAGE_BYTES
 
@@ -59,11 +60,11 @@ def refusal(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     if device.type in ACCELERATORS:
-        if os.environ.get(SWITCH) == ON:
+        if (device.type == "cuda" and torch.version.hip is None) or os.environ.get(SWITCH) == ON:
             return None
         return (
-            f"The exchange of parameters on a GPU has never run on one: set {SWITCH}={ON} to try "
-            "it all the same, or move the module to the CPU before wrapping"
+            "The exchange of parameters has run on an NVIDIA GPU, and on no other maker's: set "
+            f"{SWITCH}={ON} to try it all the same, or move the module to the CPU before wrapping"
         )
     if device.type == "mps":
         return (
@@ -103,12 +104,21 @@ class Device:
 
     # Snapshots, which are in host memory; the gossip thread's.
 
-    def there(self, number: int, out: Tensor) -> Tensor:
+    def there(self, out: Tensor) -> Tensor:
         """Return the room for a snapshot that :meth:`store` then copies to ``out``."""
         return out
 
-    def store(self, number: int, out: Tensor) -> None:
-        """Copy the snapshot written :meth:`there` to ``out``; return when it has arrived."""
+    def store(self, out: Tensor, total: Tensor | None = None) -> Tensor | None:
+        """Copy the snapshot written :meth:`there` to ``out``; return when it has arrived.
+
+        Returns:
+            ``total``, one number, where the host reads it without waiting.
+        """
+        return total
+
+    def kept(self, out: Tensor) -> Tensor | None:
+        """Return the snapshot that was stored to ``out``, if it is still :meth:`there`."""
+        return out
 
     def load(self, number: int, values: Tensor) -> Tensor:
         """Return a copy on the device; ``values`` may change as soon as this returns."""
@@ -140,6 +150,7 @@ class QueuedDevice(Device, abc.ABC):
     suffix = " on the device"
 
     def __init__(self) -> None:
+        # By the number of what is loaded, or by the address to which snapshots are stored.
         self._slots: dict[int, Slot] = {}
 
     @abc.abstractmethod
@@ -175,11 +186,15 @@ class QueuedDevice(Device, abc.ABC):
         write(there)
         out.copy_(there)  # waits
 
-    def there(self, number: int, out: Tensor) -> Tensor:
-        return self._slot(number, out).there(out)
+    def there(self, out: Tensor) -> Tensor:
+        return self._slot(out.data_ptr(), out).there(out)
 
-    def store(self, number: int, out: Tensor) -> None:
-        self._slot(number, out).store(out)
+    def store(self, out: Tensor, total: Tensor | None = None) -> Tensor | None:
+        return self._slots[out.data_ptr()].store(out, total)
+
+    def kept(self, out: Tensor) -> Tensor | None:
+        slot = self._slots.get(out.data_ptr())
+        return slot.there(out) if slot is not None and slot.num_bytes >= out.nbytes else None
 
     def load(self, number: int, values: Tensor) -> Tensor:
         return self._slot(number, values).load(values)
@@ -188,11 +203,12 @@ class QueuedDevice(Device, abc.ABC):
         slot = self._slots.get(number)
         if slot is None or slot.num_bytes < values.nbytes:
             # Torch keeps pinned memory that is dropped until the copies from it are done.
+            if len(self._slots) >= MOST_SLOTS:  # those of memory that is no longer used too
+                self._slots.clear()
             slot = self._slots[number] = Slot(self, values.nbytes)
         return slot
 
 
-@final
 class Order:
     """Rule 1, for one lock; entered and left by its holder.
 
@@ -205,10 +221,35 @@ class Order:
 
     def __enter__(self) -> None:
         """Queue all that follows behind the work of the holders before."""
+        self.follow()
+        self._is_left = False
+
+    def follow(self) -> None:
+        """Queue all that follows behind the holders before, and leave no mark for those after."""
         if not self._is_left:
             self._device.finish_all()
-        self._is_left = False
         self._mark.precede()
+
+    def __exit__(self, *_: object) -> None:
+        self._mark.leave()
+        self._is_left = True
+
+
+@final
+class Credit:
+    """Rule 5: the host is at most one boundary ahead of the device. The main thread's.
+
+    Entered before a boundary, it waits until the work of the boundary before is done. If Ctrl+C
+    throws the thread out before the mark is left, the next boundary waits for all of the stream.
+    """
+
+    def __init__(self, device: QueuedDevice) -> None:
+        self._device, self._mark = device, device.mark()
+        self._is_left = True
+
+    def __enter__(self) -> None:
+        self._mark.wait() if self._is_left else self._device.finish()
+        self._is_left = False
 
     def __exit__(self, *_: object) -> None:
         self._mark.leave()
@@ -222,6 +263,7 @@ class Slot:
     def __init__(self, device: QueuedDevice, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._pinned = device.pinned(num_bytes)
+        self._total = device.pinned(4).view(torch.float32)
         self._there = device.room(num_bytes)
         self._device = device
         self._loaded = device.mark()
@@ -240,12 +282,15 @@ class Slot:
         self._loaded.leave()
         return there
 
-    def store(self, out: Tensor) -> None:
-        """Copy the device's part to ``out``; return when it has arrived."""
+    def store(self, out: Tensor, total: Tensor | None = None) -> Tensor | None:
+        """Copy the device's part to ``out``, and one number beside it; wait once for both."""
         pinned = self._pinned[: out.nbytes].view(out.dtype)
         pinned.copy_(self.there(out), non_blocking=True)
+        if total is not None:
+            self._total[0].copy_(total, non_blocking=True)
         self._device.finish()
         out.copy_(pinned)
+        return None if total is None else self._total[0]
 
 
 @final

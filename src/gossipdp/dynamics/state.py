@@ -1,5 +1,6 @@
 """The state of one worker: segments of parameters, cut into chunks, and their boundary."""
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import BufferChunk, Chunk, Outer, Role, working_dtype
-from gossipdp.dynamics.device import Device, device_of, zeros
+from gossipdp.dynamics.device import Credit, Device, QueuedDevice, device_of, zeros
+from gossipdp.dynamics.inboxes import InboxChunk
 from gossipdp.dynamics.moments import Moment, MomentChunk
 from gossipdp.dynamics.outer import OuterStep
 
@@ -78,6 +80,38 @@ class Segment:
             rule, base, m = self.outer
             for chunk, part in zip(self.chunks, parts, strict=True):
                 chunk.outer = Outer(rule, base[part], m[part])
+        self._inboxes: tuple[Tensor, ...] = ()
+        self.inbox_chunks: list[InboxChunk] = []
+
+    def add_inbox(self) -> None:
+        """Give trained values a second pending, before training; see :mod:`.inboxes`."""
+        if self.role is not Role.TRAINED or self.outer is not None:
+            return
+        self._inboxes = self.pending, torch.zeros_like(self.pending)
+        self.inbox_chunks = [
+            InboxChunk(chunk.x, chunk.pending, chunk.c, self._inboxes[1][part])
+            for chunk, part in zip(self.chunks, self._parts, strict=True)
+        ]
+        self.chunks = list[Chunk](self.inbox_chunks)
+
+    def add_taken(self) -> None:
+        """Add to x all that boundaries have taken: one pass for each run of chunks.
+
+        Ctrl+C leaves each run as it was, for the next boundary, or added.
+        """
+        start = 0
+        kinds = itertools.groupby(
+            self.inbox_chunks, lambda chunk: (chunk.is_taken, chunk.taken_number)
+        )
+        for (is_taken, number), run in kinds:
+            chunks = list(run)
+            part = slice(start, start + sum(chunk.num_elements for chunk in chunks))
+            start = part.stop
+            if is_taken:
+                update.at_once(
+                    *update.take_operations(self.x[part], self._inboxes[number][part]),
+                    *(partial(setattr, chunk, "is_taken", False) for chunk in chunks),
+                )
 
     def swap(self, other: Tensor) -> None:
         """Swap the values of x and ``other``, where x lies from now on; for the main thread.
@@ -149,6 +183,12 @@ class State:
         moments: Iterable[Segment] = (),
     ) -> None:
         self.segments, self.moments = list(segments), list(moments)
+        self.device = device or device_of({segment.x.device for segment in self.segments})
+        self._credit: Credit | None = None
+        if isinstance(self.device, QueuedDevice):
+            self._credit = Credit(self.device)
+            for segment in self.segments:
+                segment.add_inbox()
         chunks = [chunk for segment in self.segments for chunk in segment.chunks]
         self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
         following = [chunk for chunk in chunks if chunk.role is Role.UNOPTIMIZED]
@@ -157,7 +197,6 @@ class State:
         frozen = [chunk for chunk in chunks if chunk.role is Role.FROZEN]
         self.all_chunks = self.averaged_chunks + self.copied_chunks + frozen
         self.moment_chunks = [chunk for segment in self.moments for chunk in segment.chunks]
-        self.device = device or device_of({segment.x.device for segment in self.segments})
         for index, chunk in enumerate(self.all_chunks + self.moment_chunks):
             chunk.index = index
             chunk.device = self.device
@@ -243,19 +282,39 @@ class State:
             optimizer_index: only the chunks of that optimizer (None: all).
             wait: wait for a chunk in use instead of leaving it for the next boundary.
         """
-        self.device.finish()
-        chunks = [
-            chunk
+        segments = [
+            segment
             for segment in self.segments + self.moments
             if segment.role.is_exchanged and optimizer_index in (None, segment.optimizer_index)
-            for chunk in segment.chunks
         ]
+        if self._credit is not None:
+            skipped = self._queued_boundary(segments, theta, self._credit)
+            if not wait:
+                return skipped
+        self.device.finish()
+        chunks = [chunk for segment in segments for chunk in segment.chunks]
         compiled = [chunk for chunk in chunks if chunk.is_compiled]
         if sum(chunk.num_elements for chunk in compiled) < LEAST_HELPED_VALUES:
             return sum(not chunk.boundary(theta, wait=wait) for chunk in chunks)
         others = (chunk for chunk in chunks if not chunk.is_compiled)
         skipped = sum(not chunk.boundary(theta, wait=wait) for chunk in others)
         return skipped + self._helped_boundary(compiled, theta, wait)
+
+    def _queued_boundary(self, segments: list[Segment], theta: float, credit: Credit) -> int:
+        """Take what is in the inboxes; wait for the step only for what has none, and is due."""
+        chunks = [chunk for segment in segments for chunk in segment.chunks]
+        due = [chunk for chunk in chunks if chunk.is_due(theta)]
+        if due:
+            self.device.finish()
+        skipped = sum(not chunk.boundary(theta) for chunk in due)
+        inboxes = [chunk for segment in segments for chunk in segment.inbox_chunks]
+        filled = [chunk for chunk in inboxes if chunk.is_filled]
+        if filled:
+            with credit:
+                skipped += sum(not chunk.take() for chunk in filled)
+                for segment in segments:
+                    segment.add_taken()
+        return skipped
 
     def _helped_boundary(self, chunks: list[Chunk], theta: float, is_patient: bool) -> int:
         """Do the boundary of many compiled chunks, with as many threads as the optimizer's step.

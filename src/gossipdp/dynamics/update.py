@@ -60,6 +60,9 @@ KERNELS = ("numba", "torch")
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 """Precisions of parameters and snapshots that compiled loops know, in host memory."""
 
+MOST_AT_ONCE = 1 << 24
+"""Values of one pass that needs scratch."""
+
 LEAST_COMPILED_VALUES = 1_000_000
 """With fewer values to exchange, loading compiled loops costs more time than they ever save."""
 
@@ -123,6 +126,23 @@ def boundary_operations(
     return operations
 
 
+def take_operations(x: Tensor, taken: Tensor) -> list[Callable[[], object]]:
+    """Return the boundary of an inbox, for :func:`at_once`: x += taken.
+
+    x is written first, and whole: who reads both meanwhile finds what was taken twice at worst, and
+    never x in place of it. Taken keeps what x's precision cannot hold.
+    """
+    if x.dtype == taken.dtype:
+        return [partial(x.add_, taken), taken.zero_]
+    operations: list[Callable[[], object]] = []
+    parts = (torch.split(values, MOST_AT_ONCE) for values in (x, taken))
+    for part, rest in zip(*parts, strict=True):
+        room = scratch(rest)
+        operations.append(partial(torch.add, rest, part, out=room))
+        operations += [partial(part.copy_, room), partial(torch.sub, room, part, out=rest)]
+    return operations
+
+
 def outer_step(
     x: Tensor,
     pending: Tensor,
@@ -165,13 +185,12 @@ def snapshot(
     if compiled:
         each = loop("snapshot", x.dtype, out.dtype)
         return each(out, x, pending, _or(c, pending), flows, share) == 0.0
-    _write_snapshot(out, x, pending, c, share)
+    write_snapshot(out, x, pending, c, share)
     return is_finite(out)
 
 
-def _write_snapshot(
-    out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, share: float
-) -> None:
+def write_snapshot(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, share: float) -> None:
+    """Write the snapshot alone."""
     if c is not None and share != 0.0:
         pending = torch.add(pending, c, alpha=share, out=scratch(pending))
     torch.add(x, pending, out=out)
@@ -229,7 +248,7 @@ def snapshot_and_exchange(
         kept, numbers = (scratch(pending, 0), scratch(pending, 1)), (share, left, alpha_tilde)
         both = loop("snapshot_and_exchange", x.dtype, out.dtype)
         return both(*state, peers, *kept, *numbers)
-    _write_snapshot(out, x, pending, c, share)
+    write_snapshot(out, x, pending, c, share)
     return exchange(pending, c, out, peers, share, left, alpha_tilde)
 
 
@@ -266,10 +285,15 @@ def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:
     return float(torch.dot(out, out))
 
 
-def is_finite(values: Tensor) -> bool:
+def is_finite(values: Tensor, total: Tensor | None = None) -> bool:
     """Return True if no value is NaN or infinite: one sum, and a closer look if it overflows."""
-    total = float(values.sum(dtype=torch.float32))
-    return math.isfinite(total) or bool(torch.isfinite(values).all())
+    total = finite_sum(values) if total is None else total
+    return math.isfinite(float(total)) or bool(torch.isfinite(values).all())
+
+
+def finite_sum(values: Tensor) -> Tensor:
+    """Return a number that is not finite if any value is not."""
+    return values.sum(dtype=torch.float32)
 
 
 class _Kept(threading.local):

@@ -67,7 +67,7 @@ class FlatParameters:
     Raises:
         ValueError: an optimizer updates a parameter that is not the module's, or that another
             optimizer updates too; a trained parameter is not floating point; something is on
-            a GPU, and GOSSIPDP_CUDA does not allow that.
+            an accelerator that is not known.
     """
 
     def __init__(

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
-from gossipdp.dynamics.device import Mark, QueuedDevice
+from gossipdp.dynamics.device import Mark, Order, QueuedDevice
+from gossipdp.dynamics.inboxes import InboxChunk
 from gossipdp.dynamics.moments import Moment, MomentChunk
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import Segment, State
@@ -78,10 +79,15 @@ class WatchedMark(Mark):
 
     def precede(self) -> None:
         assert not self.is_open, "the work before it was neither marked nor waited for"
-        self.is_open = True
 
     def wait(self) -> None:
-        raise AssertionError
+        """Do nothing: all work is done."""
+
+
+class WatchedOrder(Order):
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._mark.is_open = True
 
 
 class AtOnce(QueuedDevice):
@@ -95,6 +101,12 @@ class AtOnce(QueuedDevice):
     def mark(self) -> Mark:
         self.marks.append(WatchedMark())
         return self.marks[-1]
+
+    def order(self) -> Order:
+        return WatchedOrder(self)
+
+    def finish(self) -> None:
+        self.num_finished += 1
 
     def finish_all(self) -> None:
         self.num_finished += 1
@@ -122,7 +134,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "buffers": {"role": Role.BUFFER},
     "moments": {"role": Role.MOMENT},
-    "in order": {"is_ordered": True},
+    "in order": {"is_ordered": True, "outer": OuterStep()},
+    "inboxes": {"is_ordered": True},
+    "inboxes of bfloat16": {"is_ordered": True, "dtype": torch.bfloat16},
     "helped": {"kernels": "numba", "num_helpers": 2},
 }
 
@@ -180,11 +194,11 @@ class World:
         return [
             {
                 "x": chunk.x.clone(),
-                "pending": chunk.pending.clone(),
+                "pending": chunk._brought().clone(),
                 "c": None if chunk.c is None else chunk.c.clone(),
                 "base": None if chunk.outer is None else chunk.outer.base.clone(),
                 "phases": (chunk.theta, chunk.theta_c),
-                "flag": chunk.has_pending,
+                "flag": chunk.has_pending or getattr(chunk, "is_taken", False),
                 "seen": chunk.seen.clone() if isinstance(chunk, BufferChunk) else None,
                 "weight": getattr(chunk, "weight", 1.0),
             }
@@ -199,6 +213,9 @@ class World:
                 chunk.outer.base.copy_(held["base"])
             chunk.theta, chunk.theta_c = held["phases"]
             chunk.has_pending = held["flag"]
+            if isinstance(chunk, InboxChunk):
+                chunk.taken.zero_()
+                chunk.is_taken = False
             if isinstance(chunk, BufferChunk):
                 chunk.seen.copy_(held["seen"])
             if isinstance(chunk, MomentChunk):
@@ -207,7 +224,7 @@ class World:
 
 def z_of(chunk: Chunk) -> Tensor:
     """Return z in float64: neither flow nor boundary changes it."""
-    z = chunk.pending.double() + getattr(chunk, "weight", 1.0) * chunk.x.double()
+    z = chunk._brought().double() + getattr(chunk, "weight", 1.0) * chunk.x.double()
     if isinstance(chunk, BufferChunk):
         z -= chunk.seen.double()
     if chunk.c is not None:

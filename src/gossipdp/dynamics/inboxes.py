@@ -1,0 +1,115 @@
+"""Two inboxes: on a device that queues, no step waits for an exchange, and no exchange for a step.
+
+In host memory a boundary and an exchange take turns at a chunk. On a GPU the boundary is queued
+behind the step, so an exchange whose turn comes after it would wait for the end of that step. So
+each chunk of trained parameters has two pendings there, ``pending`` and ``taken``, and what others
+see is ``x + pending + taken``:
+
+* Exchanges add to ``pending``, and c is theirs alone.
+* A boundary that finds something in ``pending`` swaps the two, under the lock, and then queues
+  ``x += taken``, ``taken = 0`` behind the step. Before that it waits until the boundary before is
+  done (:class:`~gossipdp.dynamics.device.Credit`), so exchanges are given a ``pending`` that the
+  device no longer works on. The main stream waits for the exchanges' work on what it takes, which
+  is short and waits for nothing.
+
+What is in either is in x once, as soon as the device has come to it. So the mean of x + c/2 over
+the workers is conserved as in host memory, with two differences:
+
+* A snapshot may read ``x`` and ``taken`` while a boundary moves values from one to the other. It
+  then counts some of them twice, for the length of two kernels in the length of a step. As both
+  ends of an exchange use that snapshot, nothing is lost.
+* Flow needs c, so exchanges do it: x is given the flow of the time between two exchanges by the
+  second of them, exactly, but later than in the paper's algorithm 1. If no exchange comes until
+  half of c has decayed, a boundary does it, and waits for the step.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics import update
+from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.device import Order
+
+OVERDUE_LEFT = 0.5
+"""A boundary flows if so little is left of the c that the last exchange left."""
+
+
+class InboxChunk(Chunk):
+    """A chunk of trained parameters with two inboxes; see the module.
+
+    Attributes:
+        taken: what a boundary has taken, which is in x as soon as the device has come to it.
+        taken_number: which of the segment's two inboxes that is.
+        is_taken: True if it was taken, but not yet queued for x. The main thread's.
+    """
+
+    def __init__(self, x: Tensor, pending: Tensor, c: Tensor | None, taken: Tensor) -> None:
+        super().__init__(Role.TRAINED, x, pending, c)
+        self.taken = taken
+        self.taken_number = 1
+        self.is_taken = False
+
+    # The main thread's part.
+
+    @property
+    def is_filled(self) -> bool:
+        """True if a boundary has anything to take, or to add; read without the lock."""
+        return self.has_pending or self.is_taken
+
+    def is_due(self, theta: float) -> bool:
+        """Return True if the flow cannot wait for an exchange any longer."""
+        share, left = self._flow(theta)
+        return share > 0.0 and left < OVERDUE_LEFT * self._left(self.theta)
+
+    def take(self) -> bool:
+        """Swap the inboxes, if there is anything to take; return False if the chunk is in use."""
+        locked: list[bool] = []
+        try:
+            locked.extend(map(self.lock.acquire, (False,)))  # see Chunk.boundary
+            if not locked[0]:
+                return False
+            if self.has_pending and not self.is_taken:
+                assert isinstance(self.order, Order)
+                self.order.follow()
+                update.at_once(
+                    partial(setattr, self, "pending", self.taken),
+                    partial(setattr, self, "taken", self.pending),
+                    partial(setattr, self, "taken_number", 1 - self.taken_number),
+                    partial(setattr, self, "has_pending", False),
+                    partial(setattr, self, "is_taken", True),
+                )
+        finally:
+            if True in locked:
+                self.lock.release()
+        return True
+
+    # Under the lock.
+
+    def _brought(self) -> Tensor:
+        return torch.add(self.pending, self.taken, out=update.scratch(self.pending, 2))
+
+    def _additions(self, share: float) -> list[Callable[[], object]]:
+        """Return those of a boundary that has waited for the step, and adds both."""
+        taken = update.take_operations(self.x, self.taken)
+        return [*taken, partial(setattr, self, "is_taken", False), *super()._additions(share)]
+
+    def _snapshot(self, out: Tensor, share: float) -> Tensor:
+        update.write_snapshot(out, self.x, self._brought(), self.c, share)
+        return update.finite_sum(out)
+
+    def _snapshot_and_exchange(
+        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
+    ) -> float:
+        update.write_snapshot(out, self.x, self._brought(), self.c, flow[0])
+        return self._exchange(out, peers, flow, alpha_tilde)
+
+    def _forget(self, part: slice) -> None:
+        super()._forget(part)
+        self.taken[part].zero_()
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.is_taken = False
