@@ -79,7 +79,7 @@ class ClockedDevice(QueuedDevice):
 
     Args:
         breaks: rules that it does not keep, to show that it would see it: "precede", "leave",
-            "wait" (of marks), "finish".
+            "wait" (of marks), "finish", "follow".
         is_strict: threads hand over by :meth:`meet` alone. Else one thread knows what another one
             has waited for: for real threads, of which nobody can say when they meet.
 
@@ -243,7 +243,7 @@ class ClockedDevice(QueuedDevice):
             finally:
                 self.finish()
 
-    def order(self) -> Order:
+    def order(self) -> contextlib.AbstractContextManager[None]:
         return _WatchedOrder(self)
 
     def finish(self) -> None:
@@ -258,6 +258,12 @@ class ClockedDevice(QueuedDevice):
 
     def wait_for_stream(self) -> None:
         self.learns(self.host, self.clock(self.stream))
+
+    def follow_gossip(self) -> None:
+        if "follow" not in self.breaks:
+            self.learns(MAIN, self.clock(GOSSIP))
+        # Inboxes change hands under their locks, with what the main thread has waited for.
+        self.learns(f"{GOSSIP}'s thread", self.clock(self.host))
 
     def finish_all(self) -> None:
         for stream in (MAIN, GOSSIP):
@@ -288,30 +294,19 @@ class ClockedDevice(QueuedDevice):
         return storage is not None and storage.is_pinned
 
 
-class _WatchedOrder(Order):
-    """An order that lets the device know of what a lock's holder does.
-
-    A thread that was given the lock knows what the last holder had waited for.
-    """
+class _WatchedOrder(contextlib.AbstractContextManager[None]):
+    """An order that lets the device know of what a lock's holder does."""
 
     def __init__(self, device: ClockedDevice) -> None:
-        super().__init__(device)
-        self._clocks, self._known = device, dict[str, int]()
+        self._order, self._device = Order(device), device
 
     def __enter__(self) -> None:
-        super().__enter__()
-        self._clocks.holders.add(self._clocks.stream)
+        self._order.__enter__()
+        self._device.holders.add(self._device.stream)
 
     def __exit__(self, *error: object) -> None:
-        self._clocks.holders.discard(self._clocks.stream)
-        self._known = dict(self._clocks.clock(self._clocks.host))
-        super().__exit__(*error)
-
-    def follow(self) -> None:
-        super().follow()
-        host = self._clocks.host
-        self._clocks.learns(host, self._known)
-        self._known = dict(self._clocks.clock(host))
+        self._device.holders.discard(self._device.stream)
+        self._order.__exit__(*error)
 
 
 class _Mark(Mark):

@@ -168,7 +168,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "Stream", lambda device, priority: _Stream(card))
-    monkeypatch.setattr(torch, "Event", lambda device, blocking: _Event(card))
+    monkeypatch.setattr(torch, "Event", lambda device, blocking=False: _Event(card))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     # Addresses, which the fake ones lack.

@@ -12,8 +12,8 @@ Each thread queues on its own stream. A stream does its work in order, two strea
 **Rule 1, order.** A chunk's lock comes with a mark. The holder of the lock first makes its stream
 wait for the mark, and in the end leaves the mark behind all that it has queued (:class:`Order`). So
 the holders' work is done in the order in which they held the lock. No two streams wait for each
-other: each wait is for a mark that exists. The boundary of a chunk with two inboxes waits for the
-mark, but leaves none; :mod:`~gossipdp.dynamics.inboxes` says why it need not.
+other: each wait is for a mark that exists. The boundary of a chunk with two inboxes needs no mark;
+:mod:`~gossipdp.dynamics.inboxes` says why.
 
 **Rule 2, what is read.** Queued optimizer steps, and boundaries of inboxes, write x without a lock,
 as steps do in host memory. A snapshot may read the old or the new of each value, and both ends use
@@ -158,6 +158,10 @@ class QueuedDevice(Device, abc.ABC):
         """Return a new mark, which was not left anywhere yet."""
 
     @abc.abstractmethod
+    def follow_gossip(self) -> None:
+        """Queue all that the calling thread asks for behind what the gossip thread has queued."""
+
+    @abc.abstractmethod
     def finish_all(self) -> None:
         """Return when all that any thread has asked for so far is done."""
 
@@ -209,6 +213,7 @@ class QueuedDevice(Device, abc.ABC):
         return slot
 
 
+@final
 class Order:
     """Rule 1, for one lock; entered and left by its holder.
 
@@ -221,13 +226,9 @@ class Order:
 
     def __enter__(self) -> None:
         """Queue all that follows behind the work of the holders before."""
-        self.follow()
-        self._is_left = False
-
-    def follow(self) -> None:
-        """Queue all that follows behind the holders before, and leave no mark for those after."""
         if not self._is_left:
             self._device.finish_all()
+        self._is_left = False
         self._mark.precede()
 
     def __exit__(self, *_: object) -> None:
@@ -244,11 +245,11 @@ class Credit:
     """
 
     def __init__(self, device: QueuedDevice) -> None:
-        self._device, self._mark = device, device.mark()
+        self.device, self._mark = device, device.mark()
         self._is_left = True
 
     def __enter__(self) -> None:
-        self._mark.wait() if self._is_left else self._device.finish()
+        self._mark.wait() if self._is_left else self.device.finish()
         self._is_left = False
 
     def __exit__(self, *_: object) -> None:
@@ -304,6 +305,7 @@ class AcceleratorDevice(QueuedDevice):
         super().__init__()
         self._device = device
         self._stream = torch.Stream(device, priority=-1)
+        self._queued = torch.Event(device)
 
     @contextlib.contextmanager
     def gossip_thread(self) -> Iterator[None]:
@@ -317,6 +319,10 @@ class AcceleratorDevice(QueuedDevice):
         torch.accelerator.current_stream(
             self._device
         ).synchronize()  # without the interpreter's lock
+
+    def follow_gossip(self) -> None:
+        self._queued.record(self._stream)
+        torch.accelerator.current_stream(self._device).wait_event(self._queued)
 
     def finish_all(self) -> None:
         torch.accelerator.synchronize(self._device)

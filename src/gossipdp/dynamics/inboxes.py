@@ -9,8 +9,8 @@ see is ``x + pending + taken``:
 * A boundary that finds something in ``pending`` swaps the two, under the lock, and then queues
   ``x += taken``, ``taken = 0`` behind the step. Before that it waits until the boundary before is
   done (:class:`~gossipdp.dynamics.device.Credit`), so exchanges are given a ``pending`` that the
-  device no longer works on. The main stream waits for the exchanges' work on what it takes, which
-  is short and waits for nothing.
+  device no longer works on. The main stream waits for what exchanges have queued, which is short
+  and waits for nothing.
 
 What is in either is in x once, as soon as the device has come to it. So the mean of x + c/2 over
 the workers is conserved as in host memory, with two differences:
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Chunk, Role
-from gossipdp.dynamics.device import Order
 
 OVERDUE_LEFT = 0.5
 """A boundary flows if so little is left of the c that the last exchange left."""
@@ -65,22 +64,24 @@ class InboxChunk(Chunk):
         return share > 0.0 and left < OVERDUE_LEFT * self._left(self.theta)
 
     def take(self) -> bool:
-        """Swap the inboxes, if there is anything to take; return False if the chunk is in use."""
+        """Swap the inboxes, if there is anything to take; return False if the chunk is in use.
+
+        Whoever adds what was taken first lets the device follow the gossip thread.
+        """
         locked: list[bool] = []
         try:
             locked.extend(map(self.lock.acquire, (False,)))  # see Chunk.boundary
             if not locked[0]:
                 return False
             if self.has_pending and not self.is_taken:
-                assert isinstance(self.order, Order)
-                self.order.follow()
-                update.at_once(
-                    partial(setattr, self, "pending", self.taken),
-                    partial(setattr, self, "taken", self.pending),
-                    partial(setattr, self, "taken_number", 1 - self.taken_number),
-                    partial(setattr, self, "has_pending", False),
-                    partial(setattr, self, "is_taken", True),
-                )
+                swapped = {
+                    "pending": self.taken,
+                    "taken": self.pending,
+                    "taken_number": 1 - self.taken_number,
+                    "has_pending": False,
+                    "is_taken": True,
+                }
+                self.__dict__.update(swapped)  # one call of C
         finally:
             if True in locked:
                 self.lock.release()

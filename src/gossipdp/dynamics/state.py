@@ -302,16 +302,21 @@ class State:
 
     def _queued_boundary(self, segments: list[Segment], theta: float, credit: Credit) -> int:
         """Take what is in the inboxes; wait for the step only for what has none, and is due."""
-        chunks = [chunk for segment in segments for chunk in segment.chunks]
-        due = [chunk for chunk in chunks if chunk.is_due(theta)]
-        if due:
-            self.device.finish()
-        skipped = sum(not chunk.boundary(theta) for chunk in due)
         inboxes = [chunk for segment in segments for chunk in segment.inbox_chunks]
         filled = [chunk for chunk in inboxes if chunk.is_filled]
+        plain = [segment for segment in segments if not segment.inbox_chunks]
+        candidates = [chunk for segment in plain for chunk in segment.chunks]
+        if not filled:  # an exchange would do their flow
+            candidates += inboxes
+        due = [chunk for chunk in candidates if chunk.is_due(theta)]
+        skipped = 0
+        if due:
+            self.device.finish()
+            skipped = sum(not chunk.boundary(theta) for chunk in due)
         if filled:
             with credit:
                 skipped += sum(not chunk.take() for chunk in filled)
+                credit.device.follow_gossip()
                 for segment in segments:
                     segment.add_taken()
         return skipped

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
-from gossipdp.dynamics.device import Mark, Order, QueuedDevice
+from gossipdp.dynamics.device import Mark, QueuedDevice
 from gossipdp.dynamics.inboxes import InboxChunk
 from gossipdp.dynamics.moments import Moment, MomentChunk
 from gossipdp.dynamics.outer import OuterStep
@@ -79,15 +79,10 @@ class WatchedMark(Mark):
 
     def precede(self) -> None:
         assert not self.is_open, "the work before it was neither marked nor waited for"
+        self.is_open = True
 
     def wait(self) -> None:
         """Do nothing: all work is done."""
-
-
-class WatchedOrder(Order):
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._mark.is_open = True
 
 
 class AtOnce(QueuedDevice):
@@ -102,11 +97,11 @@ class AtOnce(QueuedDevice):
         self.marks.append(WatchedMark())
         return self.marks[-1]
 
-    def order(self) -> Order:
-        return WatchedOrder(self)
-
     def finish(self) -> None:
         self.num_finished += 1
+
+    def follow_gossip(self) -> None:
+        pass
 
     def finish_all(self) -> None:
         self.num_finished += 1
