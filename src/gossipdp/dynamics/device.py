@@ -80,6 +80,7 @@ def refusal(device: torch.device) -> str | None:
 class Device:
     """Host memory, where nothing is queued; a queued device overrides every method."""
 
+    is_queued = False
     suffix = ""
     """The end of the kernels' name."""
 
@@ -147,6 +148,7 @@ class Mark(abc.ABC):
 class QueuedDevice(Device, abc.ABC):
     """A device that works later than it is asked; see the module for the rules."""
 
+    is_queued = True
     suffix = " on the device"
 
     def __init__(self) -> None:
@@ -316,9 +318,9 @@ class AcceleratorDevice(QueuedDevice):
                 self.finish()
 
     def finish(self) -> None:
-        torch.accelerator.current_stream(
-            self._device
-        ).synchronize()  # without the interpreter's lock
+        mark = self.mark()  # for which the host sleeps, without the interpreter's lock
+        mark.leave()
+        mark.wait()
 
     def follow_gossip(self) -> None:
         self._queued.record(self._stream)

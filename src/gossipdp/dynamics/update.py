@@ -280,8 +280,11 @@ def carry_on(values: Tensor, before: Tensor, now: Tensor) -> Tensor:
 
 def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:
     """Write mine - peers, exactly negated at the other end; return its squared norm."""
-    out.copy_(mine)
-    out.sub_(peers)
+    if mine.dtype == out.dtype:
+        torch.sub(mine, peers, out=out)
+    else:
+        out.copy_(mine)
+        out.sub_(peers)
     return float(torch.dot(out, out))
 
 

@@ -89,7 +89,8 @@ class GossipLoop(LinkHandler):
         self._held_before_s = 0.0
         self._processor_before = 0.0, 0.0  # as the exchange began: of this thread, of the codec
         self.codec = make_codec(wire_format, state, self.transport.allocate)
-        self.codec.is_timed = protocol.exchange_rate is not None
+        # A device's arrays take none of this thread's time, and are launched by Python.
+        self.codec.is_timed = protocol.exchange_rate is not None and not state.device.is_queued
         self.transfers = Transfers(
             state.all_chunks,
             links=self._links,
@@ -430,7 +431,7 @@ class GossipLoop(LinkHandler):
         )
         self._progress = self._exchange.bytes_moved
         self._held_before_s = self.transport.held_s
-        if self.codec.is_timed:
+        if self.protocol.exchange_rate is not None:
             self._processor_before = time.thread_time(), self.codec.busy_s
 
     def _note_progress(self, now: float) -> None:

@@ -5,7 +5,8 @@ A worker takes part in
     r = min(4, t / (2 d), 0.02 t / ((1 - c) p), 0.02 t / ((1 - i) q))
 
 exchanges a step. t is the duration of a gradient step, and d that of an exchange. For one exchange
-gossip takes the processor time p, of which it spends q in Python. c is the share of one core that
+gossip takes the processor time p, of which it spends q in Python (all of it on a GPU, whose work is
+launched by Python). c is the share of one core that
 the machine leaves idle, and i the share of time for which the training thread is idle. i matters
 because only one thread runs Python at a time: gossip's Python stops a training thread that runs
 Python, however many cores there are. Exchanges come at any time, so the share 1 - c, or 1 - i, of

@@ -9,7 +9,7 @@ from torch import nn
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import LEAST_HUGE_BYTES
 from gossipdp.errors import ModelChangedError
-from gossipdp.parallel.flat_parameters import ALIGNMENT_BYTES, FlatParameters
+from gossipdp.parallel.flat_parameters import ALIGNMENT_BYTES, FlatParameters, chunk_bytes_for
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -123,6 +123,22 @@ def test_a_tensor_that_overlaps_itself_becomes_dense():
     flatten(module)
     assert module.bias.is_contiguous()
     assert torch.equal(module.bias, torch.ones(4))
+
+
+def test_chunks_are_larger_on_an_accelerator_or_as_the_variable_says(monkeypatch):
+    sizes = [1 << bits for bits in (20, 26, 29, 40)]
+    cuts = [[chunk_bytes_for(n, is_on_accelerator=on) >> 20 for n in sizes] for on in (False, True)]
+    assert cuts == [[1, 1, 2, 4], [1, 4, 16, 16]]
+    monkeypatch.setenv("GOSSIPDP_CHUNK_MIB", "2")
+    assert {chunk_bytes_for(n, is_on_accelerator=on) >> 20 for n in sizes for on in (0, 1)} == {2}
+    assert [chunk.num_elements for chunk in flatten(nn.Linear(1024, 600)).state.chunks] == [
+        1 << 19,
+        600 * 1025 - (1 << 19),
+    ]
+    for given in ("", "0", "65", "1.5", "-1", "two"):
+        monkeypatch.setenv("GOSSIPDP_CHUNK_MIB", given)
+        with pytest.raises(ValueError, match="it takes a whole number, 1 to 64"):
+            chunk_bytes_for(1)
 
 
 def test_one_segment_per_type_and_optimizer():

@@ -184,7 +184,9 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once() ->
 
 def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each was flowed to another phase before; z, which the flow leaves alone, is as it was."""
-    monkeypatch.setattr("gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda _: 1 << 12)
+    monkeypatch.setattr(
+        "gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda *_, **__: 1 << 12
+    )
     monkeypatch.setattr(State, "drop_momentum", lambda _: None)  # as one worker alone does
     net = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
