@@ -42,8 +42,6 @@ EXPONENTS = {
 """The paper's table; it has no plain asynchronous gossip, whose row is our derivation."""
 OURS = "gossip"
 TOLERANCE = 0.15
-LARGE = 32
-"""From this size on terms such as 1 - 1/n play no part any more."""
 DIMENSION = 16
 NUM_RECORDS = 800
 LABEL_DECADES = 0.36
@@ -74,14 +72,12 @@ class Result(msgspec.Struct, frozen=True):
         found = [p for p in self.points if (p.graph, p.method) == (graph, method)]
         return sorted(found, key=lambda point: point.num_workers)
 
-    def exponent(self, graph: str, method: str, smallest: int = 0) -> parts.PowerLaw:
-        """Fitted to the means over seeds, of sizes from ``smallest`` on where there are two."""
+    def exponent(self, graph: str, method: str) -> parts.PowerLaw:
+        """Fitted to the means over seeds."""
         series = self.series(graph, method)
-        large = [point for point in series if point.num_workers >= smallest]
-        chosen = large if len(large) > 1 else series
         return parts.fit_power_law(
-            [point.num_workers for point in chosen],
-            [Estimate.of(point.communications).mean for point in chosen],
+            [point.num_workers for point in series],
+            [Estimate.of(point.communications).mean for point in series],
         )
 
     @property
@@ -281,7 +277,7 @@ def write(result: Result) -> list[str]:
     for graph in result.graphs:
         for method, name in METHOD_NAMES.items():
             paper = EXPONENTS[method][graph]
-            every, large = result.exponent(graph, method), result.exponent(graph, method, LARGE)
+            every = result.exponent(graph, method)
             holds[method == OURS].append(abs(every.exponent - paper) <= TOLERANCE)
             rows.append(
                 (
@@ -289,7 +285,6 @@ def write(result: Result) -> list[str]:
                     name,
                     f"{paper:g}" + (" (ours)" if method == OURS else ""),
                     f"{every.exponent:.3f} ± {every.standard_error:.3f}",
-                    f"{large.exponent:.3f} ± {large.standard_error:.3f}",
                 )
             )
     sizes = sorted({point.num_workers for point in result.points})
@@ -303,7 +298,7 @@ def write(result: Result) -> list[str]:
         f"no plain asynchronous gossip; of the {len(holds[True])} exponents that we derived for it "
         f"{sum(holds[True])} do.",
         table(
-            ("graph", "method", "paper's exponent", f"fitted, {fitted_over}", f"n ≥ {LARGE}"),
+            ("graph", "method", "paper's exponent", f"fitted, {fitted_over}"),
             rows,
             num_left=2,
         ),

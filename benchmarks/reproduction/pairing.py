@@ -230,8 +230,8 @@ def write(result: Result) -> list[str]:
         f"Verdict: {verdict(holds, HOLDS)}. `fresh` over `available`, exchanges of "
         f"{SATURATED:g} gradient steps: {shown}.",
         FIGURE,
-        f"Decay per exchange, saturated links (exchanges of {SATURATED:g} gradient steps), "
-        "jittered durations:",
+        "Decay per exchange, saturated links, jittered durations. `poisson` draws a partner in "
+        "advance and waits for it; `scheduled` goes round in a fixed order.",
         _saturated_table(result),
         _slow_text(result),
         "How it is measured: the library's protocol on simulated links, no gradients, "
