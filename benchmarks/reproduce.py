@@ -173,8 +173,8 @@ def _blocks(directory: Path) -> list[str]:
         "The paper is Nabli, Belilovsky, Oyallon, *A2CiD2: Accelerating Asynchronous Communication "
         "in Decentralized Deep Learning*, NeurIPS 2023 (arXiv 2306.08289). We had neither GPUs nor "
         "its data, so all runs are simulated. `benchmarks/reproduce.py` writes this page: do not "
-        "edit it by hand. [How it works](concepts.md) explains the words. ± is the standard deviation "
-        "over seeds.",
+        "edit it by hand. [How it works](concepts.md) explains the words. ± is the standard "
+        "deviation over seeds.",
         _SUMMARY,
         *sections,
         *ON_IMAGES,
