@@ -124,16 +124,13 @@ def write(result: Result) -> list[str]:
     holds = ours[2] < ROUNDING and released[2] > 1e6 * ours[2] and released[0] > 1e3 * ours[1]
     exchanges = result.of("a2cid2")[0].exchanges_per_worker[-1]
     return [
-        "Claim (ours; the paper has none): where both ends of an exchange apply the same "
-        "difference with opposite signs, the mean of x + c/2 moves by gradient steps alone. In the "
-        "authors' released code each end sends its value, flows, then subtracts its own live value "
-        "from what it got, so that the two differences are not negatives of each other.",
-        f"Verdict: {verdict(holds, HOLDS)}. After {exchanges:.0f} exchanges a worker on a ring of "
-        f"{result.num_workers} our exchange is at {ours[1]:.1e} of the first consensus distance, "
-        f"the released one at {released[0]:.1e}; the mean of x + c/2 drifts by at most "
-        f"{ours[2]:.1e} and {released[2]:.1e} of the first spread.",
-        f"When ours reaches {AGREED:.0e}, the released one is at "
-        + (f"{min(then):.1e} to {max(then):.1e}." if then else "– (ours did not)."),
+        "Claim (ours; the paper has none): if both ends of an exchange apply the same difference "
+        "with opposite signs, the mean of x + c/2 moves by gradient steps alone. In the authors' "
+        "released code each end sends its value, flows, and then subtracts its own live value from "
+        "what it got. So the two differences do not cancel.",
+        f"Verdict: {verdict(holds, HOLDS)}. The table is for a ring of {result.num_workers} after "
+        f"{exchanges:.0f} exchanges a worker. When our exchange reaches {AGREED:.0e}, the released "
+        "one is at " + (f"{min(then):.1e} to {max(then):.1e}." if then else "– (ours did not)."),
         table(
             ("exchange", "consensus distance reached, over the seeds", "largest drift"),
             [
@@ -142,12 +139,12 @@ def write(result: Result) -> list[str]:
             ],
         ),
         FIGURE,
-        f"How it is measured: ring of {result.num_workers}, no gradients, {result.dimension} "
-        "float64 values a worker, ideal network (Poisson edges, exchanges that take no time), "
+        f"How it is measured: no gradients, {result.dimension} float64 values a worker; edges fire "
+        "as Poisson processes, and exchanges take no time; "
         f"{result.num_steps:g} units of time, seeds {result.seeds[0]} to {result.seeds[-1]}. "
-        "Distances are shares of the first; drift is a Euclidean distance, as a share of the root "
-        "of the first consensus distance.",
+        "Distances are shares of the first. Drift is how far the mean of x + c/2 moved, as a share "
+        "of the root of the first consensus distance.",
         "What differs: the released code runs over real links, where the flow between sending and "
         "subtracting depends on how long an exchange takes. Here it is the whole flow since the "
-        "worker's last event, as in that code's order of operations.",
+        "worker's last event, in that code's order of operations.",
     ]
