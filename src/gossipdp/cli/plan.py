@@ -78,7 +78,7 @@ class PlanArguments:
     """Duration of a gradient step."""
 
     link_mbps: float | None = option(None, positive_number)
-    """Speed of a link in each direction."""
+    """Speed of a link in each direction, Mbit/s."""
 
     latency_ms: float = option(0.5, number)
     """Time that a message travels."""

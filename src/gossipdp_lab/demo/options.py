@@ -23,7 +23,7 @@ class DemoArguments(RunOptions):
     """Train twice, by all-reduce and by --method, while workers are slow in turn."""
 
     workload: Literal["digits", "pystdlib", "pystdlib-small"] | None = None
-    """digits (the default): small images; pystdlib: Python source; pystdlib-small: the same."""
+    """digits (the default): images; pystdlib: text; pystdlib-small: text, a smaller network."""
 
     workers: int = option(4, at_least_1)
     """Worker processes."""

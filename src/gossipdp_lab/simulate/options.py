@@ -27,7 +27,7 @@ class SimulateArguments:
     """Workers."""
 
     methods: str = "a2cid2,gossip"
-    """Of a2cid2, gossip, none, released; synchronous: allreduce, dpsgd, diloco."""
+    """a2cid2, gossip, none, released; or synchronous: allreduce, dpsgd, diloco."""
 
     workload: Literal["consensus", "quadratic", "digits", "digits-convolutional"] = "consensus"
     """consensus: random vectors, no gradients; quadratic; digits: a perceptron;
@@ -61,7 +61,7 @@ class SimulateArguments:
     """Time that a message travels."""
 
     link_mbps: float | None = option(None, positive_number)
-    """Speed of a link in each direction; by default unlimited."""
+    """Speed of a link in each direction, Mbit/s; by default unlimited."""
 
     model_mb: float | None = option(None, positive_number)
     """Megabytes sent in an exchange; by default the parameters."""
