@@ -1,5 +1,7 @@
 """Writes the options of every command into docs/cli.md, from the sources of their help.
 
+Those that only one recipe of ``gossipdp train`` has are left to its help.
+
     python tools/cli_page.py
 
 A list of options follows each line ``<!-- options: NAME -->`` and ends at the next blank line.
@@ -21,15 +23,7 @@ from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.report.command import ReportArguments
 from gossipdp_lab.simulate.options import SimulateArguments
 from gossipdp_lab.tasks.command import TrainArguments
-from gossipdp_lab.tasks.options import (
-    BytesGptOptions,
-    Cifar10Options,
-    FashionMnistOptions,
-    ImageNetOptions,
-    PaperOptions,
-    RunOptions,
-    TrainOptions,
-)
+from gossipdp_lab.tasks.options import RunOptions, TrainOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 # The classes that define the options of a list. Those that a class inherits are another's.
@@ -40,10 +34,6 @@ LISTS: dict[str, tuple[type, ...]] = {
     "plan": (PlanArguments,),
     "demo": (RunOptions, DemoArguments),
     "train": (TrainArguments, TrainOptions),
-    "cifar10": (PaperOptions, Cifar10Options),
-    "fashion-mnist": (FashionMnistOptions,),
-    "imagenet": (ImageNetOptions,),
-    "bytes-gpt": (BytesGptOptions,),
     "simulate": (SimulateArguments,),
     "report": (ReportArguments,),
 }

@@ -39,7 +39,7 @@ COMMANDS = {**HERE, **LAB}
 
 DESCRIPTION = """Asynchronous, decentralized data-parallel training for PyTorch.
 
-gossipdp COMMAND --help shows a command's options, gossipdp --version the version."""
+gossipdp COMMAND --help shows its options, gossipdp --version the version."""
 # No --no-FLAG, and an option of all commands may stand after the task of gossipdp train.
 STYLE = (
     tyro.conf.DisallowNone,
@@ -54,8 +54,11 @@ USAGE, FAILED, INTERRUPTED = 2, 1, 128 + signal.SIGINT
 class Common:
     """Options of every subcommand."""
 
-    log_level: Literal["debug", "info", "warning", "error"] | None = None
-    """Show messages from this level up; by default GOSSIPDP_LOG, else warning."""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None,
+        tyro.conf.arg(help_behavior_hint=""),  # in place of "(default: None)"
+    ] = None
+    """Lowest level shown; by default GOSSIPDP_LOG, or warning."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

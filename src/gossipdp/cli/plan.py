@@ -51,45 +51,43 @@ BOUNDS: dict[Bound, str] = {
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Print the constants of a graph and whether A2CiD2 helps on it. Nothing is trained."""
+    """Print a graph's constants and whether A2CiD2 helps on it."""
 
     workers: int | None = option(None, at_least_1)
-    """Number of workers; not needed with --edge-list."""
+    """Workers; not needed with --edge-list."""
 
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
     comm_rate: float | Literal["auto"] = 1.0
-    """Exchanges per worker per gradient step; auto: as many as the links below allow."""
+    """Exchanges per worker per gradient step; auto: as many as the links allow."""
 
     edge_list: Path | None = None
-    """Read the graph from a file instead: one edge 'i j' a line, ranks from 0, '#' comments."""
+    """File of the graph: an edge 'i j' a line, ranks from 0, '#' comments."""
 
     seed: int = 0
     """Seed of the random graphs."""
 
     parameters: float | None = option(None, positive_number)
-    """Trained parameters of a model. With this, --step-ms and --link-mbps the plan says what
-    comm_rate="auto" does."""
+    """Trained parameters of the model."""
 
     wire_format: WireFormatName = "full"
-    """full, bfloat16 or lattice8: they travel as 4, 2 or 1 bytes each."""
+    """full, bfloat16 or lattice8: 4, 2 or 1 bytes a parameter."""
 
     step_ms: float | None = option(None, positive_number)
-    """Duration of a gradient step, in milliseconds."""
+    """Duration of a gradient step."""
 
     link_mbps: float | None = option(None, positive_number)
-    """Speed of a link in each direction, in Mbit/s."""
+    """Speed of a link in each direction, Mbit/s."""
 
     latency_ms: float = option(0.5, number)
-    """Time that a message travels, in milliseconds."""
+    """Time that a message travels."""
 
     max_megabits_per_s: float | None = option(None, megabits_per_s)
-    """The limit that Network(max_megabits_per_s=) will set."""
+    """Limit that Network(max_megabits_per_s=) sets."""
 
     json: Path | None = option(None, output_file)
-    """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number),
-    and auto: the rate that sets itself."""
+    """Also write the constants to this file."""
 
 
 def run(arguments: PlanArguments) -> int:

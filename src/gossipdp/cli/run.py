@@ -42,7 +42,7 @@ NOT_INHERITED = (
 
 @dataclasses.dataclass(frozen=True)
 class RunArguments:
-    """Run a training script on several workers and watch them one by one.
+    """Run a training script on several workers, and watch each.
 
     gossipdp run -n 4 train.py ARGS, or gossipdp run -n 4 -m package.module ARGS.
     Everything after the script belongs to the script.
@@ -51,58 +51,53 @@ class RunArguments:
     workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = option(
         None, at_least_1
     )
-    """Number of workers to start here; with --join one by default.
-    Leave it out under torchrun, srun or an indexed Job: it then starts the worker of its rank."""
+    """Workers to start here; with --join 1 by default.
+    Leave it out under torchrun, srun or an indexed Job, which give a rank."""
 
     nproc_per_replica: int = option(1, at_least_1)
-    """Number of processes that hold one replica of the model, each a shard of it (fully_shard).
-    -n is a multiple of it."""
+    """Processes that share one replica (fully_shard); -n is a multiple of it."""
 
     max_restarts: int = option(0, at_least_0)
-    """Number of times, in all, that dead workers are started again."""
+    """Restarts of dead workers, in all."""
 
     host: str | None = None
-    """Address of this machine on which workers meet and listen; by default 127.0.0.1.
-    With --rendezvous or --join, by default that of the interface that leads there."""
+    """Address on which workers meet and listen; by default 127.0.0.1.
+    With --rendezvous or --join, that of the interface that leads there."""
 
     port: int = 0
-    """Port on which workers meet; with 0 any free port."""
+    """Port on which workers meet; 0: any free one."""
 
     nnodes: int = 1
-    """Number of hosts; each calls gossipdp run with the same -n."""
+    """Hosts; each calls gossipdp run with the same -n."""
 
     node_rank: int = 0
     """Number of this host, from 0."""
 
     rendezvous: str | None = None
-    """HOST:PORT on host 0, where the workers of all hosts meet; instead of --port."""
+    """HOST:PORT on host 0 where all workers meet; instead of --port."""
 
     join: str | None = None
-    """HOST:PORT of a worker of a running job, which the workers started here join.
-    With --nproc-per-replica give a process of each shard, with commas."""
+    """HOST:PORT of a worker of the job to join; with shards, one of each, with commas."""
 
     secret_file: Path | None = None
-    """File with the workers' common secret, of at least 16 bytes; by default GOSSIPDP_SECRET.
+    """File of the common secret; by default GOSSIPDP_SECRET.
     Several hosts need this or --tls."""
 
     tls: Path | None = None
-    """Directory that gossipdp tls-init made, the same on every host; by default GOSSIPDP_TLS.
-    No secret is needed then."""
+    """Directory that gossipdp tls-init made; by default GOSSIPDP_TLS."""
 
     log_dir: Path | None = None
-    """Directory where each worker writes its log, for gossipdp report."""
+    """Directory of the workers' logs, for gossipdp report."""
 
     status_port: int | None = option(None, port_number)
-    """Worker r shows its status for gossipdp top and Prometheus on this port + r.
-    With 0 each takes any free port."""
+    """Worker r shows its status on this port + r; 0: on any free port."""
 
     status_host: str | None = None
-    """Address on which workers show their status; by default 127.0.0.1."""
+    """Address of the status ports; by default 127.0.0.1."""
 
     faults: str | None = None
     """Faults to test the script with, such as "kill every 60s; stop 8s 2 at 2m; slow 4x 1".
-    A clause is kill, stop DURATION or slow FACTORx, with [RANK] [at TIME | every TIME] after it.
-    Times count from when all train. Without RANK a worker is drawn. docs/faults.md has more."""
+    docs/faults.md has all clauses."""
 
     faults_seed: int = option(0, at_least_0)
     """Seed of the workers that --faults draws."""

@@ -10,7 +10,7 @@ import tyro
 
 @dataclasses.dataclass(frozen=True)
 class TlsInitArguments:
-    """Make a certificate and its key, so that all links of a run use TLS.
+    """Make a certificate and its key, so that all links use TLS.
 
     It writes cert.pem and key.pem, which are valid for a year. Copy the directory to every machine
     of the run and start the workers with --tls. Everyone who has the key can take part in the run.

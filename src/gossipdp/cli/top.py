@@ -32,7 +32,7 @@ WAIT_FOR_ANSWERS_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class TopArguments:
-    """Show a running job live: workers, speed, loss, links, who is slow or lost.
+    """Show a running job live: speed, loss, links, who is lost.
 
     Give the status port of any worker, as set by gossipdp run --status-port. top finds the other
     workers from there, and goes on if that worker dies.
@@ -45,10 +45,10 @@ class TopArguments:
     """Seconds between two updates."""
 
     once: bool = False
-    """Print one table and end. It takes two updates, to measure speeds."""
+    """Print one table, after two updates, and end."""
 
     json: bool = False
-    """Print one line of JSON at each update, instead of a table."""
+    """Print a line of JSON at each update, instead of a table."""
 
 
 def run(arguments: TopArguments) -> int:

@@ -17,42 +17,37 @@ DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 28_00
 
 @dataclass(frozen=True)
 class DemoArguments(RunOptions):
-    """Train a small model with several worker processes here, and show what happens."""
+    """Train a small model with several workers on this machine."""
 
     compare: bool = False
-    """Train pystdlib-small twice for as long, by all-reduce and by --method. One worker at a time
-    is four times slower, three in turn, and --method also loses worker 0. It takes less than two
-    minutes."""
+    """Train twice, by all-reduce and by --method, while workers are slow in turn."""
 
     workload: Literal["digits", "pystdlib", "pystdlib-small"] | None = None
-    """digits (the default): handwritten digits, a small convolutional network; pystdlib: the source
-    of Python's standard library, a byte-level transformer; pystdlib-small: six times smaller."""
+    """digits (the default): images; pystdlib: text; pystdlib-small: text, a smaller network."""
 
     workers: int = option(4, at_least_1)
     """Worker processes."""
 
     faults: str | None = None
-    """Faults, as for gossipdp run, such as "kill 0 at 5s; stop 8s 2 at 4s; slow 4x 1".
-    If one names no worker, --seed draws it."""
+    """Faults, as for gossipdp run. If one names no worker, --seed draws it."""
 
     restart: bool = False
-    """Start workers that were killed again; they rejoin the run."""
+    """Start killed workers again."""
 
     learning_rate: float | None = option(None, positive_number)
-    """The optimizer's highest learning rate; by default the workload's own."""
+    """Peak learning rate; by default the workload's."""
 
     samples: int | None = option(None, at_least_1)
-    """Samples to train on, all workers together; by default for about half a minute, or as long as
-    the faults need."""
+    """Samples of all workers together; by default for about half a minute."""
 
     seconds: float | None = option(None, positive_number)
-    """Train for so long, on as many samples as that allows; with --compare 40 by default."""
+    """Train for so long instead; with --compare 40 by default."""
 
     pin: bool = False
-    """Give each worker its own share of the cores."""
+    """Bind each worker to its share of the cores."""
 
     disjoint: bool = False
-    """No two workers see the same training data; for pystdlib each has a stretch of the text."""
+    """Give each worker its own part of the training data."""
 
     @property
     def task(self) -> str:

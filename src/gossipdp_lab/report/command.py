@@ -14,17 +14,17 @@ from gossipdp import rules
 
 @dataclasses.dataclass(frozen=True)
 class ReportArguments:
-    """Make one HTML page of a run, which opens offline, from the logs that its workers wrote."""
+    """Make an HTML page of a run from the logs of its workers."""
 
     directory: Annotated[Path, tyro.conf.Positional]
     """Directory with the logs: --log-dir of gossipdp run, log_dir of Monitor in the script, or
     --output of gossipdp demo or train."""
 
     output: Path | None = None
-    """File to write the page to; by default report.html in that directory."""
+    """File of the page; by default report.html in that directory."""
 
     name: str | None = None
-    """Name of the run in the page's title; by default that of the directory."""
+    """Title of the page; by default the directory's name."""
 
 
 def run(arguments: ReportArguments) -> int:

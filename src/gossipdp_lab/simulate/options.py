@@ -13,7 +13,7 @@ from gossipdp.rules import DEFAULT_GRAPH, at_least_1, number, option, output_fil
 
 @dataclass(frozen=True)
 class SimulateArguments:
-    """Simulate runs on a virtual clock, to choose a graph, a comm rate and a method."""
+    """Simulate runs on a virtual clock, to choose graph and method."""
 
     file: tyro.conf.Positional[Path | None] = None
     """A Python file with a mapping named scenarios, from names to Scenario objects, instead of
@@ -24,60 +24,56 @@ class SimulateArguments:
     several with commas."""
 
     workers: int = option(16, at_least_1)
-    """Number of workers."""
+    """Workers."""
 
     methods: str = "a2cid2,gossip"
-    """Methods, with commas between them. Asynchronous: a2cid2, gossip, none, released. Synchronous:
-    allreduce, dpsgd, diloco."""
+    """a2cid2, gossip, none, released; or synchronous: allreduce, dpsgd, diloco."""
 
     workload: Literal["consensus", "quadratic", "digits", "digits-convolutional"] = "consensus"
-    """consensus: random vectors that only agree; quadratic; digits: a small perceptron;
+    """consensus: random vectors, no gradients; quadratic; digits: a perceptron;
     digits-convolutional: the demo's network."""
 
     comm_rate: str = "1"
-    """Exchanges per worker per gradient step; several with commas; auto with --fidelity links."""
+    """Exchanges per worker per gradient step; several with commas; auto with links."""
 
     fidelity: Literal["ideal", "links"] = "ideal"
-    """ideal: exchanges happen at random, as in the paper, and take no time; links: the real
-    protocol, over links that take their time."""
+    """ideal: random exchanges that take no time; links: the real protocol."""
 
     steps: float | None = option(None, positive_number)
-    """Length in gradient steps of an ordinary worker; by default 100, for consensus as long as the
-    workers need to agree."""
+    """Gradient steps of an ordinary worker; by default 100, for consensus until workers agree."""
 
     seeds: str = "3"
-    """Number of runs of each kind, or a list of their seeds such as 0,1,2."""
+    """Runs of each kind, or a list of their seeds such as 0,1,2."""
 
     learning_rate: float | None = None
-    """Learning rate of SGD. The default is 0.1, for digits 0.05."""
+    """SGD's; by default 0.1, for digits 0.05."""
 
     step_ms: float = option(100.0, positive_number)
-    """Mean duration of a gradient step, in milliseconds."""
+    """Mean duration of a gradient step."""
 
     step_spread: float = 0.0
-    """Variation of step times, as the standard deviation of their logarithm: with 0.1 a step takes
-    10% more or less."""
+    """Spread of step times: 0.1 is 10% more or less."""
 
     slow_worker: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """RANK:FACTOR, such as 2:4: worker 2 is four times slower. Separate several with commas."""
+    """RANK:FACTOR; 2:4 makes worker 2 four times slower."""
 
     latency_ms: float = option(0.5, number)
-    """Time that a message travels, in milliseconds."""
+    """Time that a message travels."""
 
     link_mbps: float | None = option(None, positive_number)
-    """Speed of every link in each direction, in Mbit/s; by default unlimited."""
+    """Speed of a link in each direction, Mbit/s; by default unlimited."""
 
     model_mb: float | None = option(None, positive_number)
-    """Megabytes that a worker sends in an exchange; by default its parameters."""
+    """Megabytes sent in an exchange; by default the parameters."""
 
     json: Path | None = option(None, output_file)
     """Also write the results to this file."""
 
     figure: Path | None = option(None, output_file)
-    """Draw loss and consensus distance in this file, a PNG; by default one under runs/."""
+    """PNG of loss and consensus distance; by default one under runs/."""
 
     timeline: bool = False
-    """Also draw what each worker does when, beside --figure, as *-timeline.png."""
+    """Also draw what each worker does when."""
 
     processes: int | None = option(None, at_least_1)
-    """Number of runs at once; by default one on each core, if that is quicker."""
+    """Runs at once; by default one a core, if that is quicker."""

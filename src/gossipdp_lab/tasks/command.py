@@ -36,13 +36,13 @@ class TrainArguments:
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
 
     workers: int = option(4, at_least_1)
-    """Number of worker processes."""
+    """Worker processes."""
 
     max_restarts: int = option(0, at_least_0)
-    """Restarts of workers that died, in all. They rejoin the run."""
+    """Restarts of dead workers, in all."""
 
     pin: bool = False
-    """Give each worker its own share of the cores."""
+    """Bind each worker to its share of the cores."""
 
 
 def run(arguments: TrainArguments) -> int:

@@ -25,14 +25,13 @@ class RunOptions:
     """Options of the demo and of every recipe."""
 
     method: MethodName = "a2cid2"
-    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: torch's
-    DistributedDataParallel; none: workers train apart until the end."""
+    """a2cid2; gossip: plain pairwise averaging; allreduce: DDP; none: workers train apart."""
 
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
     comm_rate: float | Literal["auto"] = option("auto", comm_rate)
-    """Exchanges per worker per gradient step; auto: as many as its links and processor allow."""
+    """Exchanges per worker per gradient step; auto: as many as there is room for."""
 
     seed: int = option(0, at_least_0)
     """Seed of data order, augmentation and exchange timing."""
@@ -41,7 +40,7 @@ class RunOptions:
     """Also write the results to this file."""
 
     output: Path | None = None
-    """Directory for logs, the averaged model and checkpoints; by default under runs/."""
+    """Directory of all files; by default under runs/."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,19 @@ class TrainOptions(RunOptions):
     """Directory or file of the data."""
 
     epochs: int = option(1, at_least_1)
-    """Times that the workers together go through the training data."""
+    """Passes through the training data, all workers together."""
 
     batch_size: int = option(128, at_least_1)
-    """Samples of one gradient step of one worker."""
+    """Samples of a gradient step of a worker."""
 
     device: str = "cpu"
-    """cpu or cuda. With cuda the workers of a machine take its devices in turn."""
+    """cpu or cuda. With cuda workers take the devices in turn."""
 
     checkpoint_every: int | None = option(None, at_least_1)
-    """Gradient steps of a worker between two checkpoints; by default none are saved."""
+    """A worker's steps between two checkpoints; by default none are saved."""
 
     resume: bool = False
-    """Go on from the checkpoints in --output, if there are any."""
+    """Go on from the checkpoints in --output, if any."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first option that is invalid."""
@@ -89,8 +88,7 @@ class PaperOptions(TrainOptions):
     """Options of the paper's two trainings, and of the one on Fashion-MNIST by its settings."""
 
     released_settings: bool = False
-    """Train as the authors' released scripts do: docs/recipes.md lists the differences. For
-    cifar10 they have --epochs 300."""
+    """Train as the authors' released scripts do (docs/recipes.md)."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class ImageNetOptions(PaperOptions):
     epochs: int = option(90, at_least_1)
 
     loader_processes: int = option(4, at_least_0)
-    """Processes of each worker that read and decode images; 0: the worker itself does."""
+    """Processes of each worker that decode images; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class FashionMnistOptions(PaperOptions):
     recipe: ClassVar[str] = "fashion-mnist"
 
     data: Path = Path("/usr/share/datasets/fashion-mnist")
-    """The folder of the four files; by default where Debian's package puts them."""
+    """The folder of the four files."""
 
     epochs: int = option(20, at_least_1)
 
@@ -161,22 +159,22 @@ class BytesGptOptions(TrainOptions):
     """A folder of text, or one file; by default Python's standard library."""
 
     batch_size: int = option(16, at_least_1)
-    """Windows of text in one gradient step of one worker."""
+    """Windows of text in a gradient step of a worker."""
 
     context: int = option(256, at_least_1)
     """Bytes of a window."""
 
     width: int = option(256, at_least_1)
-    """Length of the vector that stands for each byte within the network."""
+    """Length of the network's hidden vectors."""
 
     depth: int = option(4, at_least_1)
     """Transformer blocks."""
 
     heads: int = option(8, at_least_1)
-    """Attention heads of each block."""
+    """Attention heads of a block."""
 
     learning_rate: float = option(1e-3, positive_number)
-    """Peak rate of AdamW, for any number of workers."""
+    """Peak rate of AdamW."""
 
     def __post_init__(self) -> None:
         """Check as :class:`TrainOptions` does, and the options of this recipe."""
