@@ -488,6 +488,21 @@ def test_a_slot_is_used_again_only_when_the_device_is_done_with_it():
             use_slot(ClockedDevice((rule,)))
 
 
+def test_an_exchange_takes_the_snapshot_that_the_host_holds():
+    """Whoever repeats a chunk in another form writes it where an earlier snapshot was."""
+    world = World(ClockedDevice(), torch.float32, 0.0)
+    one, other = world.state.chunks[:2]
+    mine, apart, zeros = torch.empty(16), torch.empty(16), torch.zeros(16)
+    with world.gossip():
+        one.snapshot(0.0, mine)
+        one.snapshot(0.0, apart)
+        mine.fill_(3.0)
+        assert one.exchange(0.0, mine, zeros, ALPHA_TILDE) == 16 * 9.0
+        other.snapshot(0.0, mine)
+        expected = float(other.x.square().sum())
+        assert other.exchange(0.0, mine, zeros, ALPHA_TILDE) == expected
+
+
 def test_after_an_interrupt_the_next_holder_waits_for_all():
     """Ctrl+C may end a holder before it has left the mark."""
     device = ClockedDevice()
