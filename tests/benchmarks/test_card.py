@@ -6,7 +6,8 @@ import time
 
 import card
 import pytest
-from card import PARTS, Part, Settings, run_apart
+from card import PARTS, ROOT, Part, Settings, run_apart
+from support.report import Spread
 
 
 @pytest.mark.processes
@@ -24,6 +25,42 @@ def test_each_part_measures_and_shows(part: Part) -> None:
         case "rejoin":
             assert found["averaged"] == 2
             assert 0 < found["lost_s"] < found["restarted_s"]
+
+
+def test_the_page_shows_the_measured_figures() -> None:
+    found = json.loads((ROOT / "benchmarks/results/card.json").read_text())["result"]
+    page = (ROOT / "docs/performance.md").read_text().partition("## On a GPU")[2]
+    rows = {
+        (row["model"], row["workers"], row["how"]): row["runs"] for row in found["training"]["rows"]
+    }
+    shown = [
+        line.split("|")[2:-1] for line in page.partition("## ")[0].splitlines()[9:] if "|" in line
+    ]
+    expected = []
+    for (model, num_workers, how), runs in rows.items():
+        if how != "none":
+            plain, gossip = (
+                Spread.of(run["steps_per_s"] for run in each).median
+                for each in (rows[model, num_workers, "none"], runs)
+            )
+            rate = runs[-1]["comm_rate"]
+            figures = f"{plain:.1f}", f"{gossip:.1f}", f"{gossip / plain:.2f}", f"{rate:.2f}"
+            expected.append([f" {each} " for each in figures])
+    assert sorted(shown) == sorted(expected)
+    chunks = {size: times for size, _, *times in found["speed"]["rows"]}
+    assert f"{chunks[16][3]:.2f} ms on the device" in page
+    assert f"{2 * found['speed']['copy_ms'] / chunks[16][3]:.0%} of the speed of a copy" in page
+    assert (
+        f"{chunks[16][0]:.0f} ms in chunks of 16 MiB, {chunks[1][0]:.0f} ms in chunks of 1" in page
+    )
+    assert f"{5 * found['speed']['copy_ms'] / chunks[16][1]:.0%} of the speed of a copy" in page
+    losses = {
+        device: f"{min(each):.5f} to {max(each):.5f}" for device, each in found["loss"].items()
+    }
+    assert f"three runs: {losses['cuda']}, on the CPU {losses['cpu']}" in page
+    assert f"after {found['rejoin']['lost_s']:.2f} s" in page
+    assert f"after {found['rejoin']['restarted_s']:.1f} s" in page
+    assert all(same for each in found["bits"]["rows"].values() for same, _ in each.values())
 
 
 def test_without_a_card_it_says_so(
