@@ -7,6 +7,12 @@ BIN := $(VENV)/bin
 # LOCK= takes the newest versions that pyproject.toml allows, as users get them.
 LOCK := constraints.txt
 PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip
+# The CPU build of torch comes first (1.3 GB for everything together); make TORCH_INDEX= takes
+# PyPI's, which brings CUDA (5.7 GB).
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := $(if $(TORCH_INDEX),$(BIN)/python -m pip show --quiet torch 2>/dev/null || $(PIP) install \
+  --quiet --no-deps --timeout 15 --retries 1 --index-url $(TORCH_INDEX) torch || \
+  echo "$(TORCH_INDEX) has no such torch, or is out of reach: taking PyPI's",true)
 
 # Without it each interpreter that tests start compiles the library, and each of pytest's four
 # processes rewrites the assertions of all tests: the latter alone takes 30 seconds of one core.
@@ -115,22 +121,27 @@ clean:
 
 # A stamp is written only after pip has succeeded, so whatever was interrupted is done again.
 $(VENV)/lab.installed: pyproject.toml constraints.txt | venv
+	@$(TORCH)
 	$(PIP) install --quiet --editable ".[lab]"
 	@touch $@
 
 $(VENV)/dev.installed: pyproject.toml constraints.txt | venv
+	@$(TORCH)
 	$(PIP) install --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/lab.installed
 
 $(VENV)/cluster.installed: pyproject.toml constraints.txt | venv
+	@$(TORCH)
 	$(PIP) install --quiet --editable ".[dev,ray]"
 	@touch $@ $(VENV)/dev.installed $(VENV)/lab.installed
 
 $(VENV)/docs.installed: pyproject.toml constraints.txt | venv
+	@$(TORCH)
 	$(PIP) install --quiet --editable ".[docs]"
 	@touch $@ $(VENV)/lab.installed
 
 $(VENV)/fuzz.installed: pyproject.toml constraints.txt | venv
+	@$(TORCH)
 	$(PIP) install --quiet --editable ".[dev,fuzz]"
 	@touch $@ $(VENV)/dev.installed $(VENV)/lab.installed
 

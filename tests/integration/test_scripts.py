@@ -29,13 +29,8 @@ def run(
 
 
 def first_script(page: str) -> str:
-    """Return the new side of README's diff, or the first Python of another page."""
-    kind, block = re.findall(
-        r"^```(diff|python)\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M
-    )[0]
-    if kind == "python":
-        return block
-    return "".join(line[1:] for line in block.splitlines(keepends=True) if line[0] in " +")
+    """Return the first Python of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)[0]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])

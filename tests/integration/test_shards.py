@@ -74,6 +74,7 @@ def test_the_average_is_the_mean_of_the_replicas(one_mesh):
         assert (more["own"] - more["mean"]).norm() > 0.01
         torch.testing.assert_close(more["averaged"], more["mean"])
         torch.testing.assert_close(more["averaged file"], more["mean"])
+        assert torch.equal(more["averaged state"], more["averaged"])
 
 
 def test_one_process_stops_the_run_for_all(one_mesh):

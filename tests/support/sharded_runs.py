@@ -308,6 +308,8 @@ def averages(
     dist.all_reduce(mean, group=partners)
     with model.averaged():
         within = values(net)
+        state = model.state_dict()
+        named = [whole(state[name].detach()).flatten() for name, _ in net.named_parameters()]
     dist.barrier()  # nobody steps while another averages
     path = Path(f"averaged-{model.rank}.pt")
     model.save_averaged(path)
@@ -318,6 +320,7 @@ def averages(
         "own": own,
         "mean": mean / 2,
         "averaged": within,
+        "averaged state": torch.cat(named),
         "averaged file": torch.cat(parameters),
     }
 

@@ -1,8 +1,7 @@
 """The documentation's links, commands, options, variables, names and code are true.
 
-Code fences: ``python`` runs as one worker, what stands under the ``__main__`` guard excepted, and
-both sides of the README's ``diff`` do; ``py`` is compared with the object of that name; ``json``
-and ``yaml`` can be read.
+Code fences: ``python`` runs as one worker, what stands under the ``__main__`` guard excepted;
+``py`` is compared with the object of that name; ``json`` and ``yaml`` can be read.
 Indented calls of our command are checked for their options; with a prompt, ``$ gossipdp plan`` and
 ``$ gossipdp simulate`` are run, and print what follows them. A line of three dots stands for any
 number of lines. Indented Python that wraps a model runs with a small one; in tests/integration
@@ -18,7 +17,6 @@ import json
 import math
 import re
 import runpy
-import socket
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -250,34 +248,8 @@ def test_fragments_run(name: str, block: str, run_program: Callable[[str], dict[
     names["model"].close()
 
 
-def test_both_sides_of_the_readme_s_diff_run(
-    run_program: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-):
-    ((_, diff),) = [(name, block) for name, block in blocks("diff") if name == "README.md"]
-    lines = diff.replace("1024,", "160,").splitlines()  # ten times 160 samples are soon seen
-    assert {line[0] for line in lines} == {" ", "-", "+"}
-    before, after = (
-        "\n".join(line[1:] for line in lines if line[0] in " " + side) for side in "-+"
-    )
-
-    model = run_program(after)["model"]
-    samples = model.stats().samples
-    assert model.finished
-    assert 10 * 160 <= samples < 10 * 160 + 16
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in address.items():
-        monkeypatch.setenv(name, value)
-    try:
-        assert run_program(before)["schedule"].last_epoch == 10 * 160 // 16
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-# Tested above, below, and in tests/integration/test_your_script.py.
-WITH_CHANGES = {"README.md", "from_ddp.md", "your_script.md"}
+# Tested below, and in tests/integration/test_your_script.py.
+WITH_CHANGES = {"from_ddp.md", "your_script.md"}
 
 
 def test_no_block_is_of_a_kind_that_nobody_checks():
