@@ -55,6 +55,8 @@ def is_interrupted(call: Callable[[], object], number: int) -> bool | None:
 
     before = signal.signal(signal.SIGINT, interrupt)
     gc.disable()
+    # Without it, Python 3.12 sends no opcodes in the first call: a frame must ask before settrace.
+    sys._getframe().f_trace_opcodes = True
     try:
         sys.settrace(tracer)
         call()
