@@ -97,6 +97,7 @@ def with_warnings_as_errors(function: Callable[..., Any], *args: Any) -> Any:
     """Call it in a worker with warnings as errors, as the tests themselves are run."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
     return function(*args)
 
 

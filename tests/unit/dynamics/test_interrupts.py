@@ -56,6 +56,8 @@ def is_interrupted(call: Callable[[], object], number: int) -> bool | None:
 
     before = signal.signal(signal.SIGINT, interrupt)
     gc.disable()
+    # Without it, Python 3.12 sends no opcodes in the first call: a frame must ask before settrace.
+    sys._getframe().f_trace_opcodes = True
     try:
         sys.settrace(tracer)
         call()
@@ -257,7 +259,7 @@ def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(monkeypatch, 
         if expected is not None and world.theta != math.inf:
             for chunk, z in zip(world.chunks, expected, strict=True):
                 torch.testing.assert_close(z_of(chunk), z, atol=1e-6, rtol=0)
-        num_interrupts, outcomes = 0, set()
+        num_interrupts, num_short, outcomes = 0, 0, set()
         # Handlers run where calls return and loops jump back: few bytecodes apart lies one.
         for number in range(1, 5000, 1 if name == "plain" else 3):
             delivered = is_interrupted(world.boundary, number)
@@ -271,9 +273,11 @@ def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(monkeypatch, 
             world.boundary()
             assert all(map(same, world.held(), done)), "the next boundary does the rest"
             world.restore()
-            if delivered is None:
+            # Where helpers take most chunks, a call has few bytecodes: ten in a row are the end.
+            num_short = num_short + 1 if delivered is None else 0
+            if num_short == 10:
                 break
-            num_interrupts += delivered
+            num_interrupts += delivered is True
         assert num_interrupts > 50
         assert outcomes == {True, False}
         if world.device is not None:

@@ -1,6 +1,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from gossipdp.launcher import local, reports
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
 from gossipdp.launcher.reports import Report
-from gossipdp.launcher.supervisor import Supervisor, describe
+from gossipdp.launcher.supervisor import Failure, Supervisor, describe
 
 
 def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervisor]:
@@ -36,7 +37,14 @@ def test_failures_are_named_once_and_the_rest_is_ended(capfd: pytest.CaptureFixt
         "if os.environ['RANK'] == '3': os.kill(os.getpid(), 9)\n"
         "time.sleep(3600)"
     )
-    _, supervisor = supervise(code, 4)
+    failures: list[Failure] = []
+
+    def clock() -> float:  # the rest is ended a while after the first failure: here, after three
+        return time.monotonic() if len(failures) == 3 else 0.0
+
+    _, supervisor = supervise(
+        code, 4, clock=clock, on_failure=lambda failure, _: failures.append(failure)
+    )
     assert sorted(describe(supervisor.failures).split("\n\n")) == [
         "worker 3 died of signal 9 (SIGKILL)",
         "workers 1, 2 ended with exit code 1",
