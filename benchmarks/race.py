@@ -71,8 +71,8 @@ ROWS = (
     "gossipdp,ddp,ddp_torchft,local_sgd@16,diloco@16,local_sgd_torchft@16,diloco_torchft@16,"
     "decent_dp"
 )
-RATE, RATES = 0.01, {"gossipdp": 0.02}
-"""Learning rates, where ``--rates`` gives none; `--tune` finds them."""
+RATE, RATES = 0.01, {"gossipdp": 0.04, "ddp": 0.02, "ddp_torchft": 0.02}
+"""Learning rates, where ``--rates`` gives none: of three rows as `--tune` found them."""
 TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
 QUICK_ROWS, QUICK_WITH_ALL, QUICK_SECONDS = ("gossipdp",), ("calm", "kills10"), 9.0
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,13 +297,13 @@ def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCon
     from gossipdp_lab.simulate.figures import OKABE_ITO, new_figure
 
     shown = [name for name in conditions if any(found.get(name, {}).values())]
-    points = kill_points(found, conditions)
+    points = {row: each for row, each in kill_points(found, conditions).items() if len(each) > 1}
     num_panels = len(shown) + bool(points)
     if not shown:
         return
     rows = list(dict.fromkeys(row for name in shown for row in found[name]))
     colours = dict(zip(rows, [*OKABE_ITO[1:], OKABE_ITO[0]] * 2, strict=False))
-    columns = min(3, num_panels)
+    columns = 2 if num_panels in (2, 4) else min(3, num_panels)
     lines = math.ceil(num_panels / columns)
     figure = new_figure(4.6 * columns + 2.2, 3.6 * lines)
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
@@ -312,7 +313,8 @@ def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCon
     least = min(filter(math.isfinite, losses), default=2.0)
     for axes, name in zip(panels, shown, strict=False):
         _draw_condition(axes, found[name], colours, least)
-        axes.set_title(name, fontsize="medium")
+        title = f"{name}: {conditions[name].text}"
+        axes.set_title(textwrap.fill(title, 52), fontsize="small")
     if points:
         _draw_periods(panels[len(shown)], points, colours)
     done = {
@@ -367,8 +369,11 @@ def _draw_condition(axes: Axes, runs: Runs, colours: Mapping[str, str], least: f
                     markeredgecolor="white", markeredgewidth=0.5,
                 )  # fmt: skip
     axes.set(yscale="log", xlabel="wall time (s)", ylabel="loss (bits a byte)")
-    axes.set_ylim(0.97 * least, 8.4)
-    ticks = [tick for tick in (2, 2.5, 3, 3.5, 4, 5, 6, 8) if tick >= 0.97 * least]
+    # All begin at 8 bits, within seconds; the differences lie below.
+    axes.set_ylim(0.98 * least, most := max(1.5 * least, 3.0))
+    ticks = [
+        tick for tick in (2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6) if 0.98 * least <= tick <= most
+    ]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")

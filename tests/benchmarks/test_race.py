@@ -100,7 +100,7 @@ def test_rows_and_conditions_are_read_in_the_order_of_the_report() -> None:
     asked = Race(conditions="kills10, calm", rows="ddp,gossipdp", rates="ddp=0.04")
     program = check(asked)
     assert list(program.conditions) == ["calm", "kills10"]
-    assert program.rows == {"ddp": 0.04, "gossipdp": 0.02}
+    assert program.rows == {"ddp": 0.04, "gossipdp": 0.04}
     assert list(check(replace(asked, tune=True)).conditions) == ["calm"]
 
 

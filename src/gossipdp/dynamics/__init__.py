@@ -10,4 +10,5 @@ phase       how far a worker's momentum has flowed
 outer       the outer step
 lattice     an 8-bit code for the difference of two workers
 device      the rules for parameters on a GPU
+inboxes     there, what lets neither a step nor an exchange wait for the other
 """
