@@ -12,7 +12,7 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK)) $(BIN)/
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(if $(TORCH_INDEX),$(BIN)/python -m pip show --quiet torch 2>/dev/null || $(PIP) install \
   --quiet --no-deps --timeout 15 --retries 1 --index-url $(TORCH_INDEX) torch || \
-  echo "$(TORCH_INDEX) has no such torch, or is out of reach: taking PyPI's",true)
+  echo "no torch from $(TORCH_INDEX): taking the build that PyPI has",true)
 
 # Without it each interpreter that tests start compiles the library, and each of pytest's four
 # processes rewrites the assertions of all tests: the latter alone takes 30 seconds of one core.
