@@ -126,12 +126,6 @@ class _Stream:
     def __exit__(self, *_: object) -> None:
         self._context.close()
 
-    def synchronize(self) -> None:
-        self._card.num_waits += 1
-        frames = [each for each in traceback.extract_stack() if each.filename.startswith(SOURCE)]
-        callers = [each for each in frames if each.name != "finish"]
-        self._card.finishes.append(callers[-1].name)
-
     def wait_event(self, event: "_Event") -> None:
         pass
 
@@ -145,6 +139,10 @@ class _Event:
 
     def synchronize(self) -> None:
         self._card.num_waits += 1
+        frames = [each for each in traceback.extract_stack() if each.filename.startswith(SOURCE)]
+        names = [each.name for each in frames if each.name != "wait"]
+        if names[-1] == "finish":
+            self._card.finishes.append(next(name for name in reversed(names) if name != "finish"))
 
 
 def _let_torch_know_cuda() -> None:
