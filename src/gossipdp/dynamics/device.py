@@ -30,7 +30,8 @@ other calls :meth:`Device.finish`.
 had to wait for that would wait for the whole step, and no heartbeat would leave. Trained parameters
 have two inboxes instead, and the host runs one boundary ahead of the device (:class:`Credit`). For
 what has none (buffers, moments, parameters with an outer step, and everything that is rare), the
-main thread first finishes its stream, so that its marks are at once past.
+main thread first finishes its stream, so that its marks are at once past. It still does so after
+each optimizer step too, for joiners that take the optimizers' state (``BetweenSteps``).
 
 Memory that both threads use is allocated before the gossip thread starts and freed after it was
 joined; scratch belongs to one thread, so to one stream.
