@@ -147,11 +147,8 @@ def _exchanged(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
             update.difference(end, one.to(device), other.to(device))
         assert segment.c is not None
         held = {"x": segment.x, "c": segment.c}
-        held |= (
-            {"what x could not hold": segment.copy_momentum()[0]}
-            if dtype != x.float().dtype
-            else {}
-        )
+        if dtype is torch.bfloat16:
+            held["what x could not hold"] = segment.copy_momentum()[0]
         held["difference at both ends"] = ends[0] + ends[1] + 1.0
         return {"snapshot": out} | {key: each.to("cpu", copy=True) for key, each in held.items()}
 
