@@ -20,8 +20,8 @@ ddp                 DistributedDataParallel over gloo; a death ends the job, whi
                     gloo's connect)
 local_sgd@16, diloco@16     the same job; averages every 16 steps
 ddp_torchft, local_sgd_torchft@16, diloco_torchft@16    replicas of PyPI's torchft, each started
-                    again by itself; from a checkpoint, if all have died. The lighthouse is in this
-                    process
+                    again by itself, from the newest checkpoint; others that are ahead heal it. The
+                    lighthouse is in this process
 decent_dp           where nobody dies: it has no answer to that
 
 The report says what is not equal, and how long a process needs to start: scale the kill period by
@@ -71,12 +71,21 @@ ROWS = (
     "gossipdp,ddp,ddp_torchft,local_sgd@16,diloco@16,local_sgd_torchft@16,diloco_torchft@16,"
     "decent_dp"
 )
-RATE, RATES = 0.01, {"gossipdp": 0.04, "ddp": 0.02, "ddp_torchft": 0.02}
-"""Learning rates, where ``--rates`` gives none: of three rows as `--tune` found them."""
+RATE = 0.01
+RATES = {
+    "gossipdp": 0.04,
+    "ddp": 0.02,
+    "ddp_torchft": 0.02,
+    "local_sgd_torchft@16": 0.02,
+    "diloco_torchft@16": 0.02,
+}
+"""Learning rates, where ``--rates`` gives none: of five rows as `--tune` found them."""
 TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
 QUICK_ROWS, QUICK_WITH_ALL, QUICK_SECONDS = ("gossipdp",), ("calm", "kills10"), 9.0
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
 MODEL_PARAMETERS = 1_000_000
+HEARTBEAT_MS = 5_000
+"""torchft's own time without a sign of life."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -122,13 +131,15 @@ class Race:
     """Steps from one checkpoint to the next, in all rows but gossipdp."""
 
     join_ms: int = option(200, at_least_1)
-    """torchft: how long the lighthouse waits for a replica that is late; torchft's own: 60000."""
+    """torchft: how long the lighthouse waits for a replica that is late, beside the time from one
+    average to the next; torchft's own: 60000."""
 
     timeout_s: int = option(5, at_least_1)
     """torchft: time-out of its collectives and quorums; torchft's own: 60."""
 
-    heartbeat_ms: int = option(5_000, at_least_1)
-    """torchft: after so long without a sign of life a replica counts as dead."""
+    heartbeat_ms: int = option(1_000, at_least_1)
+    """torchft, where workers are killed or stand still: after so long without a sign of life a
+    replica counts as dead; torchft's own, and elsewhere: 5000."""
 
     runs: Path | None = None
     """Keep finished runs in this file, and take those that it has."""
@@ -152,7 +163,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """What is to run: conditions by name, rows with their learning rates.
+    """The runs that are wanted: conditions by name, rows with their learning rates.
 
     shortened: only QUICK_ROWS run, but for the conditions QUICK_WITH_ALL.
     """
@@ -195,6 +206,10 @@ def settings_of(
     plan = program.conditions[condition]
     name = RowName.parse(row)
     is_torchft = name.needs(TORCHFT)
+    # Replicas that do not wait so long for one another never all meet: they come there as they
+    # began, each at its own time between two averages.
+    between_ms = round((name.period or 0) * benchmark.step_ms)
+    heartbeat_ms = benchmark.heartbeat_ms if plan.silences else HEARTBEAT_MS
     return RaceSettings(
         row=row,
         condition=condition,
@@ -206,9 +221,9 @@ def settings_of(
         step_s=benchmark.step_ms / 1e3,
         spread=plan.spread,
         checkpoint_steps=benchmark.checkpoint_steps if saves(name) else None,
-        join_ms=benchmark.join_ms if is_torchft else None,
+        join_ms=benchmark.join_ms + between_ms if is_torchft else None,
         timeout_s=benchmark.timeout_s if is_torchft else None,
-        heartbeat_ms=benchmark.heartbeat_ms if is_torchft else None,
+        heartbeat_ms=heartbeat_ms if is_torchft else None,
     )
 
 
@@ -401,8 +416,9 @@ def settings_table(benchmark: Race, program: Program, campaign: Campaign, text: 
         ("checkpoints", f"of all rows but gossipdp: every {benchmark.checkpoint_steps} steps"),
         (
             "torchft",
-            f"join time-out {benchmark.join_ms} ms, time-outs {benchmark.timeout_s} s, heartbeat "
-            f"time-out {benchmark.heartbeat_ms} ms",
+            f"join time-out {benchmark.join_ms} ms and the time between two averages, time-outs "
+            f"{benchmark.timeout_s} s, heartbeat time-out {benchmark.heartbeat_ms} ms where "
+            f"workers are killed or stand still, else {HEARTBEAT_MS}",
         ),
         (
             "faults",

@@ -12,7 +12,7 @@ QUICK_SHARE = 0.2
 
 @dataclass(frozen=True)
 class RaceCondition:
-    """What befalls the workers.
+    """The faults and the network that a run meets.
 
     faults: the plan, as for ``gossipdp run --faults``; "" for none.
     least_s: a run lasts at least so long, for a plan with longer periods.
@@ -34,6 +34,11 @@ class RaceCondition:
     def plan(self) -> FaultPlan:
         """Return the plan of faults, which may be empty."""
         return FaultPlan.parse(self.faults) if self.faults else FaultPlan()
+
+    @property
+    def silences(self) -> bool:
+        """Return whether a worker is killed or stands still, so that others must notice it."""
+        return any(clause.kind in ("kill", "stop") for clause in self.plan.clauses)
 
     def seconds(self, seconds: float) -> float:
         """Return how long a run lasts."""

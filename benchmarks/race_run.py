@@ -189,7 +189,9 @@ def result_of(course: Course, model: tuple[int, Values]) -> RaceResult:
     last_s = max(header["at_s"] for header in headers.values()) - started_s
     ended_s = max(last_s, settings.seconds)
     curve = [Point(at_s, loss_of(values)) for at_s, values in course.marks]
-    first = [header["first_step_s"] for (_, life), header in headers.items() if life == 0]
+    # 0 stands for a life that came too late to make a step.
+    stepped = {life: h["first_step_s"] for life, h in headers.items() if h["first_step_s"]}
+    first = [seconds for (_, life), seconds in stepped.items() if life == 0]
     return RaceResult(
         samples=samples,
         loss=loss,
@@ -198,7 +200,7 @@ def result_of(course: Course, model: tuple[int, Values]) -> RaceResult:
         sent_bytes=round(sum(header["sent_bytes"] for header in headers.values())),
         ended_s=ended_s,
         start_s=statistics.median(first or [math.nan]),
-        restarts_s=[header["first_step_s"] for (_, life), header in headers.items() if life],
+        restarts_s=[seconds for (_, life), seconds in stepped.items() if life],
         imported_s=statistics.median(header["imported_s"] for header in headers.values()),
         num_lives=sum(fleet.num_lives),
     )

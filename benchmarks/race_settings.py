@@ -1,4 +1,4 @@
-"""What a run of the race follows from, and the files by which its processes know one another."""
+"""The settings of a run of the race, and the files by which its processes know one another."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def restarts_whole(name: RowName) -> bool:
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's process finds in a file of the run's folder.
+    """A worker's task, which its process reads from a file of the run's folder.
 
     started_s, ends_s: of the run, by ``time.monotonic``, which is one clock for all processes.
     """

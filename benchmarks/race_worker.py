@@ -79,7 +79,7 @@ class Bytes:
 
 
 class Life:
-    """What one process has done, and its shelf."""
+    """The record of one process, and its shelf."""
 
     def __init__(self, row: Row, shelf: Shelf, imported_s: float, began_s: float) -> None:
         self._row, self._shelf, self._bytes = row, shelf, Bytes()

@@ -192,10 +192,6 @@ class Gossip(OneOptimizer):
         self.gossip.consolidate()
 
 
-KEPT: list[nn.Module] = []
-"""Models that live as long as their process: see :meth:`DistributedDataParallel.close`."""
-
-
 class DistributedDataParallel(OneOptimizer):
     """torch's own, over gloo, with its defaults."""
 
@@ -211,13 +207,10 @@ class DistributedDataParallel(OneOptimizer):
         """All hold the same already."""
 
     def close(self) -> None:
-        """Keep the model, with the group that it holds: torch would free them in a deadlock.
+        # Here, so that a process starts without it.
+        from gossipdp_lab.baselines import leave
 
-        It holds the GIL while it joins gloo's threads, one of which may be waiting for the GIL to
-        let go of the last closure of a hook in Python (torch 2.13; seen once in 300 runs).
-        """
-        KEPT.append(self.model)
-        super().close()
+        leave()
 
 
 class DecentDP(Row):

@@ -25,7 +25,7 @@ class TorchftRow(OneOptimizer):
     """
 
     asks_ahead: ClassVar[bool] = False
-    """Whether the manager may look for the others while the forward pass goes on."""
+    """True if the manager may look for the others while the forward pass goes on."""
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)

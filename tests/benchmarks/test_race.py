@@ -135,6 +135,16 @@ def test_a_run_has_the_options_of_its_row_alone() -> None:
     assert of("diloco@16", benchmark) != of("diloco@16", saves)
     assert of("ddp_torchft", benchmark) != of("ddp_torchft", saves)
     assert of("ddp_torchft", benchmark) != of("ddp_torchft", waits)
+    averaging = check(replace(benchmark, rows="ddp_torchft,diloco_torchft@16"))
+    joins = [settings_of(benchmark, averaging, row, "kills10", 1).join_ms for row in averaging.rows]
+    assert joins == [200, 200 + 16 * 40]
+    every = check(replace(benchmark, conditions=",".join(CONDITIONS)))
+    times = {
+        name: settings_of(benchmark, every, "ddp_torchft", name, 1).heartbeat_ms
+        for name in CONDITIONS
+    }
+    silent = ["stops", "kills10", "kills30", "kills120", "kills10_moving", "vanish"]
+    assert [name for name in CONDITIONS if times[name] == 1_000] == silent
     settings = settings_of(benchmark, program, "ddp", "kills10", 3)
     assert (settings.faults, settings.seed) == ("kill every 10s", 3)
 

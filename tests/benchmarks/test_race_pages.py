@@ -1,6 +1,7 @@
 """The race's figures on the pages are those of its results file."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from race_conditions import CONDITIONS
 
 ROOT = Path(__file__).parents[2]
 RACE: dict[str, Any] = json.loads((ROOT / "benchmarks/results/race.json").read_text())["result"]
-ROWS = ("gossipdp", "ddp", "ddp_torchft")
+ROWS = ("gossipdp", "ddp", "ddp_torchft", "local_sgd_torchft@16", "diloco_torchft@16")
 TEXTS = {
     "calm": "nothing happens",
     "moving": "every 10 s another worker is 4 times slower",
@@ -59,6 +60,28 @@ def test_the_performance_page_s_table_is_that_of_the_results(condition: str) -> 
     text = (ROOT / "docs/performance.md").read_text()
     for row in RACE[condition]:
         assert details(condition, row) in text
+
+
+def test_the_performance_page_s_sentences_are_those_of_the_results() -> None:
+    text = " ".join((ROOT / "docs/performance.md").read_text().split())
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for line in (ROOT / "benchmarks/results/race_present.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        runs.setdefault(run["settings"]["condition"], []).append(run["result"])
+    samples, losses = (
+        [statistics.median(run[name] for run in runs[condition]) for condition in TEXTS]
+        for name in ("samples", "loss")
+    )
+    kept = [f"{number / 1e3:.0f}" for number in samples]
+    shown = ", ".join(f"{loss:.3f}" for loss in losses)
+    assert f"kept {', '.join(kept[:-1])} and {kept[-1]} thousand samples ({shown})" in text
+    path = ROOT / "benchmarks/results/race_stops_vanish.json"
+    later = json.loads(path.read_text())["result"]
+    for condition in ("stops", "vanish"):
+        rows = [later[condition][row] for row in ("gossipdp", "ddp", "ddp_torchft")]
+        first, second, third = (f"{row['samples'] / 1e3:.0f}" for row in rows)
+        assert f" {first}, {second} and {third} " in text
+        assert ", ".join(f"{row['loss']:.3f}" for row in rows) in text
 
 
 def test_the_picture_is_that_of_the_results() -> None:
