@@ -16,6 +16,7 @@ from support.meeting import Meeting
 from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel
+from gossipdp_lab.baselines import leave
 from gossipdp_lab.tasks.images import cifar_resnet18
 
 NUM_STEPS_BEFORE, NUM_EXCHANGES, MOST_STEPS = 2, 4, 200
@@ -93,8 +94,8 @@ def run_worker(task: MemoryTask) -> Added:
     meeting.meet()
     if isinstance(model, GossipDataParallel):
         model.close()
-    elif dist.is_initialized():
-        dist.destroy_process_group()
+    elif isinstance(model, nn.parallel.DistributedDataParallel):
+        leave()
     return Added(
         added,
         bucket_bytes,

@@ -24,6 +24,24 @@ from gossipdp.parallel.stats import Consolidated, Stats
 
 Batch = TypeVar("Batch")
 
+_groups: list[dist.ProcessGroup] = []
+"""Groups that live as long as their process: see :func:`leave`."""
+
+
+def leave() -> None:
+    """Leave the process group of what trains no more, and keep it.
+
+    Torch would free it with the model, in a deadlock now and then (2.13: within some hundred models
+    of two workers each). It holds the interpreter's lock while it waits for gloo's threads to end,
+    and one of them may wait for that lock to let go of a tensor of the last all-reduce. A group in
+    a cycle, as FSDP's modules hold it, could also be freed by the garbage collection of a forked
+    child, which would join threads that it does not have, and crash or wait for ever.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    _groups.append(group)
+    dist.destroy_process_group()
+
 
 @final
 class SynchronousDataParallel(DistributedDataParallel):
@@ -182,7 +200,7 @@ class SynchronousDataParallel(DistributedDataParallel):
         self._log.consolidating()
         for buffer in self.module.buffers():
             dist.broadcast(buffer, src=0)
-        dist.destroy_process_group()
+        leave()
         self._log.end(consensus_distance=0.0, num_averaged=self.world_size)
         self._log.close()
         steps = self._num_steps

@@ -39,15 +39,18 @@ def demo(directory: Path, **options: Any) -> tuple[int, dict[str, Any]]:
     return code, json.loads(results.read_text())
 
 
-def train_until_all_are_back(arguments: DemoArguments, *others: Any) -> None:
+def train_until_all_are_back(
+    arguments: DemoArguments, least_s: float, configuration: dict[str, Any]
+) -> None:
     """Train as the demo does, but until the test says that those who were gone take part again."""
+    assert least_s == 0.0  # samples alone decide in the demo, which then asks no _until
     until = demo_training._until
 
     def until_back(is_over: Callable[[], bool], loader: Any) -> Any:
         return until(lambda: is_over() and (arguments.directory / "all-back").exists(), loader)
 
     demo_training._until = until_back
-    demo_training.train_worker(arguments, *others)
+    demo_training.train_worker(arguments, 1e-3, configuration)
 
 
 def test_kills_and_a_stop_are_noticed_and_those_killed_come_back(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gossipdp.links.tls import TlsFiles
+from gossipdp_lab import baselines
 from gossipdp_lab.baselines import SynchronousDataParallel
 from gossipdp_lab.report.run_log import RunLog
 
@@ -120,6 +121,15 @@ def test_rank_0_s_clock_ends_the_run_for_all(workers: Callable, tmp_path: Path) 
     assert steps == others > 1
     assert progress == 1.0
     assert all(torch.equal(value, other_state[name]) for name, value in state.items())
+
+
+def test_its_process_group_outlives_it(tmp_path: Path) -> None:
+    """Where torch frees one with its model, a process waits for ever now and then."""
+    model = SynchronousDataParallel(
+        make_net(), batch_size=1, budget_samples=1, seed=0, log_dir=tmp_path
+    )
+    model.consolidate()
+    assert model.process_group in baselines._groups
 
 
 def test_it_is_not_passed_off_as_protected(
