@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from gossipdp import Counting, GossipDataParallel, launch
 from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role
-from gossipdp.dynamics.device import Mark, QueuedDevice
+from gossipdp.dynamics.device import Device, Mark, QueuedDevice
 from gossipdp.dynamics.state import Segment, State
 from gossipdp_lab.tasks.images import cifar_resnet18
 
@@ -83,21 +83,11 @@ def show_tests(found: Result) -> Table:
     return Table("Tests on the card", ("",), [(found["summary"],)])
 
 
-class NoWait(Mark):
-    """A mark of host memory, where all work is done."""
-
-    def leave(self) -> None: ...
-
-    def precede(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
 class HostAsCard(QueuedDevice):
     """Host memory that is treated as a card: the same operations in the same order."""
 
     def mark(self) -> Mark:
-        return NoWait()
+        return Device().mark()
 
     def follow_gossip(self) -> None: ...
 

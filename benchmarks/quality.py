@@ -29,7 +29,7 @@ from conditions import CONDITIONS
 from quality_report import draw, rows_as_json, tables, targets
 from quality_rows import DEFAULT_ROWS, RowName
 from quality_runs import Measured, Runs, measure
-from quality_worker import DataName, RunResult, RunSettings, Size, run
+from quality_worker import DataName, Processor, RunResult, RunSettings, Size, run
 from rich.console import Console
 from support.learning_rates import NoBestRateError
 from support.report import Missing, Report, results_folder, run_script
@@ -71,7 +71,7 @@ class QualityBenchmark:
     """Runs at the best rate; the seed of the tuning is none of them."""
 
     workers: int = option(4, partial(whole_number, least=2))
-    """Worker processes, one torch thread each."""
+    """Worker processes."""
 
     graph: str = "ring"
     """The graph of gossipdp's rows."""
@@ -82,6 +82,18 @@ class QualityBenchmark:
     step_ms: float | None = option(None, partial(number, is_positive=True))
     """Let a step last so long, as if each worker had a processor of its own; pace is free then, and
     learning rates are those that are best without."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """The workers' device. On cuda, and with several threads each, their pace is free."""
+
+    threads: int = option(1, at_least_1)
+    """Threads of torch of each worker, where the machine has as many cores for them all."""
+
+    tuning_steps: int | None = option(None, partial(whole_number, least=32))
+    """Tune learning rates by runs of so many steps, instead of as many as are measured."""
+
+    tuning_device: Literal["cpu", "cuda"] | None = None
+    """Tune learning rates there, instead of where the runs are measured."""
 
     runs: Path = Path("runs/quality/runs.jsonl")
     """The file in which finished runs are kept, and found again."""
@@ -94,6 +106,12 @@ class QualityBenchmark:
 
     quick: bool = False
     """A few steps of one seed on disjoint data, to see that all works."""
+
+    def tuning(self, base: RunSettings) -> RunSettings:
+        """Return the runs by which the rate of ``base`` is tuned; they are under no condition."""
+        size = replace(base.size, steps=self.tuning_steps or base.size.steps)
+        processor = Processor(self.tuning_device) if self.tuning_device else base.processor
+        return replace(base, size=size, processor=processor, condition=None)
 
 
 def main() -> None:
@@ -135,6 +153,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
             graph=benchmark.graph,
             beta2=benchmark.beta2,
             condition=condition,
+            processor=Processor(benchmark.device, benchmark.threads),
         )
         for kind in kinds
         for name in here
@@ -146,7 +165,8 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         for label, why in campaign.failures.items()
     ]
     report.missing += unfinished(results, benchmark.seeds)
-    report.tables += tables(results, bases[0], campaign.runs.commits())
+    tuning = benchmark.tuning(bases[0])
+    report.tables += tables(results, bases[0], tuning, campaign.runs.commits())
     report.targets += targets(results)
     data = rows_as_json(results, size)
     is_whole = not campaign.failures and not unfinished(results, benchmark.seeds)
@@ -188,7 +208,7 @@ class Campaign:
     def __init__(self, benchmark: QualityBenchmark, runs: Runs, num_runs: int) -> None:
         self.runs = runs
         self.failures: dict[str, str] = {}
-        self._minutes = benchmark.minutes
+        self._benchmark = benchmark
         self._started_s = time.monotonic()
         self._console = Console()
         self._view = ProgressView("quality", console=self._console, line_every_s=60.0)
@@ -206,7 +226,9 @@ class Campaign:
                 if RowName.parse(base.row).label in self.failures:
                     continue
                 try:
-                    results[base.data][base.row] = measure(base, rates, up_to, self.run)
+                    tuning = self._benchmark.tuning(base)
+                    found = measure(base, tuning, rates, up_to, self.run)
+                    results[base.data][base.row] = found
                 except (WorkerFailedError, NoBestRateError) as error:
                     self.failures[RowName.parse(base.row).label] = str(error).strip()
                     print(f"{base.row}: failed\n{error}", file=sys.stderr)
@@ -219,7 +241,8 @@ class Campaign:
         if result is not None:
             return result
         elapsed_s = time.monotonic() - self._started_s
-        if self._minutes is not None and elapsed_s > 60 * self._minutes:
+        minutes = self._benchmark.minutes
+        if minutes is not None and elapsed_s > 60 * minutes:
             return None
         text = (
             f"{settings.row}, {settings.data} data, rate {settings.learning_rate:g}, seed "

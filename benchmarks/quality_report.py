@@ -18,7 +18,7 @@ from quality_rows import (
     RowName,
 )
 from quality_runs import TUNING_SEED, Measured
-from quality_worker import DataName, Point, RunSettings, Size, num_parameters
+from quality_worker import ONE_THREAD, DataName, Point, RunSettings, Size, num_parameters
 from support.report import Table, Target
 
 from gossipdp import OuterStep
@@ -133,12 +133,12 @@ def _rows(rows: Mapping[str, Measured]) -> dict[str, Any]:
     return {name: row_as_json(row, timed) for name, row in rows.items() if row.results}
 
 
-def tables(results: Results, base: RunSettings, commits: str) -> list[Table]:
-    """All that is shown; base: one of the runs, commits: of the source that made them."""
+def tables(results: Results, base: RunSettings, tuning: RunSettings, commits: str) -> list[Table]:
+    """All that is shown; base and tuning: two of the runs, commits: of the source that made all."""
     shown = []
     for kind, rows in results.items():
         shown += [_outcome(kind, rows), _grid(kind, rows)]
-    return [*shown, _settings(base, commits)]
+    return [*shown, _settings(base, tuning, commits)]
 
 
 def _outcome(kind: DataName, rows: Mapping[str, Measured]) -> Table:
@@ -221,7 +221,7 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
         "equal in all rows": (
             "tokens, batch, initial parameters, AdamW with betas "
             f"{BETA1} and {base.beta2}, weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then half "
-            "a cosine to 1% by the share of the run, one thread a worker"
+            "a cosine to 1% by the share of the run"
         ),
         "not equal": (
             f"PowerSGD sends plain gradients for the first {POWER_SGD_AFTER:.0%}. DDP refuses "
@@ -232,6 +232,7 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
             f"Nesterov, momentum {OUTER_MOMENTUM:g} but where a row says so, "
             f"rate {OUTER_RATE:g}; gossipdp: {OuterStep()}"
         ),
+        "each worker's processor": f"{base.processor.device}, {base.processor.threads} threads",
         "gossipdp": (
             f"graph {base.graph}, but for rows of its defaults; no shared memory: all goes "
             "through sockets"
@@ -239,18 +240,25 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
     }
 
 
-def _settings(base: RunSettings, commits: str) -> Table:
+def _settings(base: RunSettings, tuning: RunSettings, commits: str) -> Table:
     steps = (
         "of each worker equally many. gossipdp's rows wait at most two exchanges for a neighbour "
         "(pace strict), so that a busy machine does not change the comm rate"
     )
+    if base.processor != ONE_THREAD:
+        steps = "that take what they take. gossipdp's rows wait for nobody (pace free)"
     if base.condition is not None:
         steps = (
             f"of {1000 * base.condition.step_s:.0f} ms, as on a processor of each worker's own. "
-            "gossipdp's rows wait for nobody (pace free). Learning rates were tuned where steps "
-            "take what they take"
+            "gossipdp's rows wait for nobody (pace free). In the runs that tuned learning rates "
+            "they took what they took"
         )
-    facts = settings_facts(base) | {"steps": steps, "source of the runs": commits}
+    tuned = f"tuned by {tuning.size.steps:,} steps on {tuning.processor.device}"
+    facts = settings_facts(base) | {
+        "steps": steps,
+        "learning rates": tuned,
+        "source of the runs": commits,
+    }
     return Table("Settings", ("", ""), list(facts.items()))
 
 

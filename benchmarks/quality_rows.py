@@ -242,6 +242,23 @@ class TorchftDiLoCo(TorchftRow):
         # It holds hooks on the optimizer.
         self._diloco = Torchft(self.manager, [net], self.optimizer, outer, sync_every=plan.period)
         self._diloco.__enter__()
+        self._outer = outer
+        (fragment,) = self._diloco._fragments
+        self._anchors: dict[str, Tensor] = fragment.original_parameters
+
+    def state(self) -> dict[str, Any]:
+        """Return also the parameters after the last average, and the outer optimizer's state.
+
+        A replica that goes on from a checkpoint at the others' step is not healed by them.
+        """
+        outer = {"anchors": self._anchors, "outer": self._outer.state_dict()}
+        return super().state() | outer
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        self._outer.load_state_dict(state["outer"])
+        for name, anchor in self._anchors.items():
+            anchor.copy_(state["anchors"][name])
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class Measured:
 
 def measure(
     base: RunSettings,
+    tuning: RunSettings,
     rates: Sequence[float],
     num_seeds: int,
     run: Callable[[RunSettings], RunResult | None],
@@ -79,22 +80,21 @@ def measure(
     The tuning seed is none of those: a rate that was best by chance gains nothing by it.
 
     Args:
-        base: row, data and size. Its condition is that of the seeds alone: timed runs take longer.
+        base: what is measured, but for rate and seed.
+        tuning: what its rate is tuned by: the same, or something that takes less time.
         rates: the grid to begin with.
         num_seeds: how many; with 0 the row is only tuned.
         run: gives a run's result, or None where it is not to be had now.
     """
     found = Measured()
     while (rate := next_rate(found.tried, rates)) is not None:
-        settings = replace(base, learning_rate=rate, seed=TUNING_SEED, condition=None)
-        result = run(settings)
+        result = run(replace(tuning, learning_rate=rate, seed=TUNING_SEED))
         if result is None:
             return found
         found.tried[rate] = math.inf if result.loss is None else result.loss
     found.is_tuned = True
     for seed in range(1, num_seeds + 1):
-        settings = replace(base, learning_rate=found.rate, seed=seed)
-        result = run(settings)
+        result = run(replace(base, learning_rate=found.rate, seed=seed))
         if result is None:
             return found
         found.results[seed] = result

@@ -56,6 +56,17 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Processor:
+    """The processor of each worker: a device (all share what there is of cuda), torch's threads."""
+
+    device: str = "cpu"
+    threads: int = 1
+
+
+ONE_THREAD = Processor()
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """All that a run's result follows from; runs are found again by it."""
 
@@ -69,14 +80,20 @@ class RunSettings:
     beta2: float = 0.999
     condition: Condition | None = None
     """Under which the run is timed. None: steps take what they take on this machine."""
+    processor: Processor = ONE_THREAD
+
+    @property
+    def has_own_pace(self) -> bool:
+        """Say if workers may take their steps at their own pace: in a run that is timed.
+
+        Else four share two cores, and wait, so that a busy machine does not change the comm rate.
+        """
+        return self.condition is not None or self.processor != ONE_THREAD
 
     @property
     def gossip_options(self) -> dict[str, Any]:
-        """Return the options of GossipDataParallel. A run that is timed has its default pace.
-
-        Elsewhere workers wait, so that a busy machine does not change the comm rate.
-        """
-        pace = "strict" if self.condition is None else "free"
+        """Return the options of GossipDataParallel."""
+        pace = "free" if self.has_own_pace else "strict"
         return RowName.parse(self.row).gossip_options(self.graph, pace)
 
     @property
@@ -85,6 +102,8 @@ class RunSettings:
         settings = asdict(self) | {"gossip": self.gossip_options}
         if self.condition is None:
             del settings["condition"]
+        if self.processor == ONE_THREAD:
+            del settings["processor"]
         return msgspec.json.encode(settings, order="sorted").decode()
 
 
@@ -145,6 +164,7 @@ def make_task(
         depth=size.depth,
         heads=4,
         learning_rate=settings.learning_rate,
+        device=settings.processor.device,
     )
     return kind(options, disjoint=settings.data == "disjoint")
 
@@ -206,7 +226,7 @@ def run(
                 world_size=settings.workers,
                 args=(settings, folder, network),
                 environment={
-                    "OMP_NUM_THREADS": "1",
+                    "OMP_NUM_THREADS": str(settings.processor.threads),
                     "GOSSIPDP_LOG": os.environ.get("GOSSIPDP_LOG", "error"),
                     "TORCH_CPP_LOG_LEVEL": "ERROR",
                     "GLOO_SOCKET_IFNAME": "lo",
@@ -242,7 +262,7 @@ class Trained:
 
 def train(settings: RunSettings, folder: str, network: Network | None) -> Trained:
     """Train, as one worker; its copies of the parameters and the average go to a file in folder."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(settings.processor.threads)
     rank = int(os.environ["RANK"])
     if network is not None:
         network.enter(rank)
@@ -259,7 +279,7 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
         make_optimizer=partial(make_optimizer, beta2=settings.beta2),
         method=name.method,
         options=options | {"network": GOSSIP_NETWORK} if options else {},
-        own_pace=condition is not None,
+        own_pace=settings.has_own_pace,
     )
     task = make_task(settings, batch_size=plan.batch_size)
     loader = task.train_loader(rank, settings.workers, settings.seed)
@@ -320,7 +340,7 @@ def _loop(
 
 @torch.no_grad()
 def _copy(net: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(net.parameters()).clone()
+    return nn.utils.parameters_to_vector(net.parameters()).to("cpu", copy=True)
 
 
 def score(
@@ -334,7 +354,7 @@ def score(
     model = whole.make_model()
 
     def loss(task: Text, parameters: Tensor) -> float | None:
-        nn.utils.vector_to_parameters(parameters, model.parameters())
+        nn.utils.vector_to_parameters(parameters.to(task.device), model.parameters())
         value = task.evaluate(model)
         return value if math.isfinite(value) else None
 

@@ -125,26 +125,27 @@ def write(result: Result) -> list[str]:
     exchanges = result.of("a2cid2")[0].exchanges_per_worker[-1]
     return [
         "Claim (ours; the paper has none): if both ends of an exchange apply the same difference "
-        "with opposite signs, the mean of x + c/2 moves by gradient steps alone. In the authors' "
-        "released code each end sends its value, flows, and then subtracts its own live value from "
-        "what it got. So the two differences do not cancel.",
-        f"Verdict: {verdict(holds, HOLDS)}. The table is for a ring of {result.num_workers} after "
-        f"{exchanges:.0f} exchanges a worker. When our exchange reaches {AGREED:.0e}, the released "
-        "one is at " + (f"{min(then):.1e} to {max(then):.1e}." if then else "– (ours did not)."),
+        "with opposite signs, the mean over workers of x + c/2 (parameters and half the momentum) "
+        "moves by gradient steps alone. In the authors' released code each end sends its value, "
+        "lets the momentum flow, then subtracts its live value from what it got, so the two "
+        "differences do not cancel.",
+        f"Verdict: {verdict(holds, HOLDS)}. When the consensus distance with our exchange is "
+        f"{AGREED:.0e} of its first value, with the released one it is still "
+        + (f"{min(then):.1e} to {max(then):.1e}." if then else "– (ours did not).")
+        + f" On a ring of {result.num_workers}, after {exchanges:.0f} exchanges a worker:",
         table(
-            ("exchange", "consensus distance reached, over the seeds", "largest drift"),
+            ("exchange", "consensus distance reached", "largest drift"),
             [
                 (NAMES[method], f"{low:.1e} to {high:.1e}", f"{drift:.1e}")
                 for method, (low, high, drift) in worst.items()
             ],
         ),
         FIGURE,
-        f"How it is measured: no gradients, {result.dimension} float64 values a worker; edges fire "
-        "as Poisson processes, and exchanges take no time; "
-        f"{result.num_steps:g} units of time, seeds {result.seeds[0]} to {result.seeds[-1]}. "
+        "How it is measured: no gradients, [exchanges that take no time]"
+        f"(simulator.md#the-simulator), float64, seeds {result.seeds[0]} to {result.seeds[-1]}. "
         "Distances are shares of the first. Drift is how far the mean of x + c/2 moved, as a share "
         "of the root of the first consensus distance.",
-        "What differs: the released code runs over real links, where the flow between sending and "
-        "subtracting depends on how long an exchange takes. Here it is the whole flow since the "
-        "worker's last event, in that code's order of operations.",
+        "What differs: over real links the flow between sending and subtracting depends on how "
+        "long an exchange takes. Here the momentum flows, in the released code's order of "
+        "operations, for all the time since the worker's last event.",
     ]

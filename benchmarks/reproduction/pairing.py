@@ -218,44 +218,43 @@ def write(result: Result) -> list[str]:
     ratios = result.fresh_over_available
     holds = bool(ratios) and all(ratio >= AT_LEAST for ratio in ratios.values())
     shown = "; ".join(
-        f"{network}, {'jittered' if is_jittered else 'constant'}: "
-        + (f"{ratio:.0f} times" if math.isfinite(ratio) else "`available` does not decay at all")
+        (f"{ratio:.0f} times" if math.isfinite(ratio) else "infinitely many times")
+        + f" on {network}, {'jittered' if is_jittered else 'constant'} durations"
         for (network, is_jittered), ratio in ratios.items()
     )
     return [
-        "Claim (ours): if exchanges last as long as gradient steps, pairing with the first worker "
-        "that is free (`available`) locks in, and the network stops mixing. Leaving out the latest "
-        "partners (`fresh`, the library's rule) mends it: with saturated links the decay is at "
-        f"least {AT_LEAST:g} times as fast.",
-        f"Verdict: {verdict(holds, HOLDS)}. `fresh` over `available`, exchanges of "
-        f"{SATURATED:g} gradient steps: {shown}.",
+        "Claim (ours): if exchanges last as long as gradient steps and each worker pairs with the "
+        "first that is free (`available`), the same pairs meet again and again, and the network "
+        "stops mixing. The library's rule (`fresh`) leaves out a worker's latest partners: with "
+        f"exchanges of {SATURATED:g} gradient steps, which saturate the links, workers then agree "
+        f"at least {AT_LEAST:g} times as fast as with `available`.",
+        f"Verdict: {verdict(holds, HOLDS)}. They agree faster by {shown}.",
         FIGURE,
-        "Decay per exchange, saturated links, jittered durations. `poisson` draws a partner in "
-        "advance and waits for it; `scheduled` goes round in a fixed order.",
+        "[Decay per exchange](simulator.md#how-to-read-the-output) (more is faster) on saturated "
+        "links, with jittered durations. In the figure `poisson` draws a partner in advance and "
+        "waits for it; `scheduled` goes round in a fixed order.",
         _saturated_table(result),
         _slow_text(result),
-        "How it is measured: the library's protocol on simulated links, no gradients, "
-        f"{result.dimension} values a worker, A2CiD2 unless a row says gossip, comm rate asked for "
-        f"1, at most {result.num_steps:g} steps. Decay per exchange is the slope of −log(consensus "
-        "distance) over exchanges per worker, by least squares while the distance falls from "
-        f"{TAIL[0]:g} to {TAIL[1]:g} of its first value. If a run ends before, it is the slope "
-        "over the second half of the decades that it fell, which is on the high side. Jitter is "
-        f"lognormal, of spread {STEP_JITTER:g} for steps and {EXCHANGE_JITTER:g} for exchanges.",
-        "What differs from the paper: it pairs workers that are free, but its theory assumes edges "
-        "that fire independently. It does not measure pairing.",
+        "How it is measured: the library's protocol on simulated links, without gradients; A2CiD2 "
+        f"unless a row says gossip; comm rate 1 asked for; at most {result.num_steps:g} steps. The "
+        f"decay is fitted while the distance falls from {TAIL[0]:g} to {TAIL[1]:g} of its first "
+        "value. If a run ends earlier, it is fitted over the second half of the decades that the "
+        "distance fell, which makes it too high. Jitter is lognormal, with a spread of "
+        f"{STEP_JITTER:g} for steps and {EXCHANGE_JITTER:g} for exchanges.",
+        "What differs from the paper: the paper pairs workers that are free and does not measure "
+        "pairing; its theory assumes edges that fire independently.",
     ]
 
 
 def _saturated_table(result: Result) -> str:
-    policies, rows = result.values("policy"), []
+    policies, rows = ("fresh", "available"), []
     for network in result.values("network"):
         cells = []
         for policy in policies:
             runs = result.choose(
                 network=network, policy=policy, duration=SATURATED, is_jittered=True
             )
-            decays = [run.decay_per_exchange for run in runs]
-            cells.append(Estimate.of(decays).text if decays else "")
+            cells.append(Estimate.of([run.decay_per_exchange for run in runs]).text)
         rows.append((network, *cells))
     return table(("network", *(f"`{policy}`" for policy in policies)), rows)
 
@@ -264,7 +263,10 @@ def _slow_text(result: Result) -> str:
     slow = result.slow_runs()
     num_runs = len(result.choose(policy="fresh"))
     if not slow:
-        return f"None of the {num_runs} runs of `fresh` decays at less than a third of the usual."
+        return (
+            f"None of the {num_runs} runs of `fresh` has less than a third of the median decay on "
+            "its network."
+        )
     found = "; ".join(
         f"{run.network}, exchanges of {run.duration:g} steps, "
         f"{'jittered' if run.is_jittered else 'constant'}, seed {run.seed}: "
@@ -273,8 +275,9 @@ def _slow_text(result: Result) -> str:
     )
     return (
         f"**`fresh` is not immune.** {len(slow)} of its {num_runs} runs decayed at less than a "
-        f"third of what is usual on the same network ({found}). Where nothing jitters, workers "
-        "can fall for a while into cycles of partners, never the same one twice in a row, in "
-        "which parts of the graph do not meet. Among the runs with jitter there "
-        + ("is none such." if not any(run.is_jittered for run in slow) else "are such, too.")
+        f"third of the median on the same network ({found}). If nothing jitters, workers can fall "
+        "for a while into cycles of partners, never the same one twice in a row, in which parts of "
+        "the graph do not meet. "
+        + ("Some" if any(run.is_jittered for run in slow) else "None")
+        + " of these runs had jitter."
     )
