@@ -10,6 +10,7 @@ the command that runs them again.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 import shlex
@@ -217,10 +218,13 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     # Who is slow to come back takes no fault meanwhile; not_back() judges it by the first one.
     missed = [each for each in injector.records if each.missed not in (None, NOT_BACK_YET)]
     problems += map(str, missed)
-    problems += [
-        f"did not {cut}" for cut in cuts if not cut_file(arguments.directory, cut).exists()
-    ]
     run_log = RunLog.read(arguments.directory)
+    faults = fault_results(injector.records, run_log)
+    problems += [
+        f"did not {cut}"
+        for cut in cuts
+        if not cut_file(arguments.directory, cut).exists() and not _is_one_away(cut, faults)
+    ]
     problems += _taken_for_dead(run_log, {each.rank for each in injector.records})
     results = read_results(run_log)
     together = averaged_together(results)
@@ -239,10 +243,22 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
         problems.append(f"files are left: {list(temporary.iterdir())}")
     return Outcome(
         accuracy=_accuracy(own_average_file(arguments.directory, together[0].rank)),
-        faults=fault_results(injector.records, run_log),
+        faults=faults,
         num_samples=sum(each.samples for each in results),
         seconds=seconds,
         problems=problems,
+    )
+
+
+def _is_one_away(cut: Cut, faults: Sequence[dict[str, Any]]) -> bool:
+    """Return whether one of the two was killed and not back yet: there was no link to cut."""
+    return any(
+        fault["kind"] == "kill"
+        and "missed" not in fault
+        and fault["rank"] in cut.ranks
+        and fault["at_s"] < cut.at_s + cut.for_s
+        and fault["at_s"] + (fault["rejoined_s"] or math.inf) > cut.at_s
+        for fault in faults
     )
 
 

@@ -123,7 +123,7 @@ def test_neighbours_that_can_afford_more_do_not_overload_a_worker() -> None:
         rate = workers[0].exchange_rate
         assert rate is not None
         rate.saw_idle(0.0, 0.0)
-        rate.took_processor(0.1, 0.0)  # 0.02 of a step of 1 s: 0.2 exchanges
+        rate.took_processor(0.25, 0.0)  # 0.05 of a step of 1 s: 0.2 exchanges
 
     _, rates = train_by_own_rates(0.001, tire)
     assert 0.16 < rates[0] < SPARE * 0.2 + 0.03

@@ -310,13 +310,17 @@ class _WatchedOrder(contextlib.AbstractContextManager[None]):
 
 
 class _Mark(Mark):
+    """A mark that is past as soon as a thread has waited for it, and not before."""
+
     def __init__(self, device: ClockedDevice) -> None:
         self._device = device
         self._clock: Clock = {}
+        self._is_past = True
 
     def leave(self) -> None:
         if "leave" not in self._device.breaks:
             self._clock = dict(self._device.clock(self._device.queues()))
+            self._is_past = False
 
     def precede(self) -> None:
         if "precede" not in self._device.breaks:
@@ -325,6 +329,12 @@ class _Mark(Mark):
     def wait(self) -> None:
         if "wait" not in self._device.breaks:
             self._device.learns(self._device.host, self._clock)
+            self._is_past = True
+
+    def is_past(self) -> bool:
+        if self._is_past:
+            self._device.learns(self._device.host, self._clock)
+        return self._is_past
 
 
 class _Watched(TorchDispatchMode):

@@ -30,8 +30,8 @@ other calls :meth:`Device.finish`.
 had to wait for that would wait for the whole step, and no heartbeat would leave. Trained parameters
 have two inboxes instead, and the host runs one boundary ahead of the device (:class:`Credit`). For
 what has none (buffers, moments, parameters with an outer step, and everything that is rare), the
-main thread first finishes its stream, so that its marks are at once past. It still does so after
-each optimizer step too, for joiners that take the optimizers' state (``BetweenSteps``).
+main thread first finishes its stream, so that its marks are at once past. For a joiner that takes
+the optimizers' state it waits at the end of each step meanwhile (``BetweenSteps``).
 
 Memory that both threads use is allocated before the gossip thread starts and freed after it was
 joined; scratch belongs to one thread, so to one stream.
@@ -96,6 +96,10 @@ class Device:
     def finish(self) -> None:
         """Return when all that the calling thread has asked for is done."""
 
+    def mark(self) -> "Mark":
+        """Return a new mark, which was not left anywhere yet."""
+        return _Past()
+
     def is_capturing(self) -> bool:
         """Return True if what the calling thread asks for is recorded in a graph, and not done."""
         return False
@@ -145,6 +149,24 @@ class Mark(abc.ABC):
     def wait(self) -> None:
         """Return when the work before it is done; at once, if it was never left."""
 
+    @abc.abstractmethod
+    def is_past(self) -> bool:
+        """Return True if :meth:`wait` would return at once."""
+
+
+@final
+class _Past(Mark):
+    """A mark in host memory, where all work is done when its call returns."""
+
+    def leave(self) -> None: ...
+
+    def precede(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def is_past(self) -> bool:
+        return True
+
 
 class QueuedDevice(Device, abc.ABC):
     """A device that works later than it is asked; see the module for the rules."""
@@ -157,8 +179,7 @@ class QueuedDevice(Device, abc.ABC):
         self._slots: dict[int, Slot] = {}
 
     @abc.abstractmethod
-    def mark(self) -> Mark:
-        """Return a new mark, which was not left anywhere yet."""
+    def mark(self) -> Mark: ...
 
     @abc.abstractmethod
     def follow_gossip(self) -> None:
@@ -362,6 +383,9 @@ class _Event(Mark):
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def is_past(self) -> bool:
+        return self._event.query()
 
 
 def device_of(devices: set[torch.device]) -> Device:

@@ -27,7 +27,7 @@ CHUNK_VARIABLE = "GOSSIPDP_CHUNK_MIB"
 
 
 class Cut(NamedTuple):
-    """How a model is cut: into at least so many chunks, of at most so many bytes."""
+    """A model is cut into at least so many chunks, of at most so many bytes."""
 
     least_chunks: int
     most_bytes: int

@@ -141,8 +141,8 @@ class Hooks:
         self._between.ended(optimizer)
         self._num_boundaries += 1
         self._refuse_new_parameters()
-        # GradScaler calls a fused optimizer's step even if that moves nothing. On a device this
-        # waits for the step, as the boundary does anyway.
+        # GradScaler calls a fused optimizer's step even if that moves nothing. This waits for the
+        # device, as GradScaler does before a step that is not fused.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None or not found_inf:
             self._stepped(index)

@@ -1,4 +1,4 @@
-"""A look at an optimizer after its first step: copies of the weights, and steps without effect."""
+"""A look at an optimizer: copies of the weights, memory across steps, steps without effect."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -20,10 +20,12 @@ TOLERANCE = 0.01
 MAX_DEPTH = 6
 # Their steps never read the copy, so training is sound; it stays each worker's own.
 ONLY_WRITES_ITS_COPY = (torch.optim.ASGD,)
+# They compare the gradients of two steps and take the difference for the work of their own step.
+COMPARES_GRADIENTS = (torch.optim.LBFGS,)
 
 
 class OptimizerWatch:
-    r"""Finds out whether an optimizer keeps a copy of the weights, or changes none.
+    r"""Finds out whether an optimizer copies the weights, changes none, or remembers its steps.
 
     Exchanges move a parameter, but not a copy of it that an optimizer keeps: float32 master
     weights, slow weights (Lookahead), the z of schedule-free, an average. Such an optimizer pulls
@@ -40,10 +42,14 @@ class OptimizerWatch:
     gradient looks like it: an ordinary momentum would then look like a copy. The watch looks after
     an optimizer's first step, and again when its state gets further tensors.
 
+    L-BFGS takes the difference of two steps' gradients for curvature along its own step. An
+    exchange between them moves the parameters too, and the optimizer can diverge by it.
+
     Args:
         optimizer: one of the wrapper, which has moved the parameters already.
         names: of the module's parameters, by their id.
         exchanged: the tensors in its state that the user wants exchanged, by name.
+        is_moved: whether exchanges move the parameters between two steps.
     """
 
     def __init__(
@@ -51,8 +57,11 @@ class OptimizerWatch:
         optimizer: torch.optim.Optimizer,
         names: Mapping[int, str],
         exchanged: Collection[str] = (),
+        *,
+        is_moved: bool,
     ) -> None:
         self._optimizer = optimizer
+        self._looks_for_memory = is_moved and isinstance(optimizer, COMPARES_GRADIENTS)
         self._exchanged = exchanged
         self._parameters = {
             names[id(parameter)]: parameter
@@ -77,6 +86,8 @@ class OptimizerWatch:
         Raises:
             ValueError: it keeps a copy of a parameter.
         """
+        if self._looks_for_memory:
+            self._warn_of_memory()
         state = self._optimizer.state
         num_kept = len(state), len(next(iter(state.values()), ()))
         if num_kept == self._num_kept:
@@ -88,6 +99,23 @@ class OptimizerWatch:
         self._find_copy(self._before if self._is_first else after, after)
         self._is_first = False
         self._before = {}
+
+    def _warn_of_memory(self) -> None:
+        """Warn once of curvature that was measured across an exchange.
+
+        ``n_iter`` counts since the state was empty, so a step alone never counts past its maximum.
+        """
+        kept = max((state.get("n_iter", 0) for state in self._optimizer.state.values()), default=0)
+        if kept <= self._optimizer.param_groups[0]["max_iter"]:
+            return
+        self._looks_for_memory = False
+        logger.warning(
+            "the %s keeps its memory from step to step, and takes what an exchange adds between "
+            "two steps for an effect of its own direction: it can diverge. Forget the memory "
+            "before each step, optimizer.state.clear()",
+            type(self._optimizer).__name__,
+            extra=OF_RUN,
+        )
 
     def _warn_if_unmoved(self, after: Mapping[str, Tensor]) -> None:
         """Warn if the step wrote to no parameter; to write equal values, as at rate 0, is fine."""

@@ -27,7 +27,7 @@ from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
 from gossipdp.parallel.monitoring import Monitoring, describe
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
-from gossipdp.parallel.options import Options
+from gossipdp.parallel.options import GOSSIP_METHODS, Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.termination import TERMINATION
@@ -116,7 +116,10 @@ class Session:
             choice = options.exchange.moments
             exchanged = choice if isinstance(choice, Mapping) else ()
             names = {id(parameter): name for name, parameter in module.named_parameters()}
-            self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
+            is_moved = options.method in GOSSIP_METHODS and self.engine.world_size > 1
+            self._watches = [
+                OptimizerWatch(each, names, exchanged, is_moved=is_moved) for each in optimizers
+            ]
             if resumption is not None:
                 saving = options.checkpoints
                 logger.warning(

@@ -40,7 +40,7 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
-from gossipdp.protocol.exchange_rate import ExchangeRate
+from gossipdp.protocol.exchange_rate import TAKEN_SHARE, TAKEN_SHARE_BELOW_ONE, ExchangeRate
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.neighbours import Place
 from gossipdp.protocol.numbering import Numbering
@@ -260,7 +260,7 @@ class Startup:
             is_joining=is_joining,
             work_out=self._work_out,
             status_address=("", 0) if self._page is None else self._page.announced(host),
-            exchange_rate=ExchangeRate() if options.fixed_comm_rate is None else None,
+            exchange_rate=self._exchange_rate(),
             numbering=self._numbering(),
             restarts=self.restarts,
         )
@@ -286,10 +286,16 @@ class Startup:
             wire_format=options.wire_format,
         )
         self.thread = GossipThread(self.loop)
-        self.between_steps.attach(self._state.device.finish, self.loop.transport.wake)
+        self.between_steps.attach(self._state.device.mark(), self.loop.transport.wake)
         self.loop.transfers.offer = self.between_steps.offer
         self._state.device.finish()
         self.thread.start()
+
+    def _exchange_rate(self) -> ExchangeRate | None:
+        if self._options.fixed_comm_rate is not None:
+            return None
+        is_card = self._state.device.is_queued
+        return ExchangeRate(TAKEN_SHARE if is_card else TAKEN_SHARE_BELOW_ONE)
 
     def _numbering(self) -> Numbering | None:
         """Return the choice of the exchanges that carry moments.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossipdp.dynamics.device import Device, Mark
 from gossipdp.dynamics.update import is_finite
 from gossipdp.gossip.thread import Background
 from gossipdp.gossip.transfer import Offer
@@ -66,6 +67,11 @@ class BetweenSteps:
     may be of different steps: that is harmless, as it is for the parameters. Numbers, and tensors
     of at most ``INLINE_BYTES``, are all of the step at which the transfer began.
 
+    A GPU steps later than it is asked, and the main thread asks for the next step before this one
+    is done. So each step leaves a mark, and nothing is read before it is past. At the end of a step
+    for which someone waits, the main thread waits for the mark too: else the next step might always
+    have begun when it is past. If no step follows, the GPU comes to the mark by itself.
+
     Optimizers change their state in ``step()`` alone. If the script loads another state into one
     meanwhile, the joiner gets the old one. If a step raises, its optimizer counts as stepping until
     its next step has ended: nothing is given meanwhile, and joiners ask others.
@@ -73,18 +79,18 @@ class BetweenSteps:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._finish: Callable[[], None] = lambda: None
+        self._mark = Device().mark()
         self._wake: Callable[[], None] = lambda: None
         self._described: Background[Offer] = Background()
         # Guards the two below; it is held while any of the state is read, and notified when a step
-        # has ended.
+        # has ended. The mark is left within a step alone.
         self._guard = threading.Condition(threading.Lock())
         self._stepping: set[int] = set()
         self._is_awaited = False
 
-    def attach(self, finish: Callable[[], None], wake: Callable[[], None]) -> None:
-        """Set how to wait for a device's queued work, and how to wake the gossip thread."""
-        self._finish, self._wake, self._described.wake = finish, wake, wake
+    def attach(self, mark: Mark, wake: Callable[[], None]) -> None:
+        """Set the mark to leave behind each step, and how to wake the gossip thread."""
+        self._mark, self._wake, self._described.wake = mark, wake, wake
 
     def close(self) -> None:
         """Describe nothing more."""
@@ -100,7 +106,9 @@ class BetweenSteps:
 
     def ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Go on once no optimizer steps."""
-        self._finish()
+        self._mark.leave()
+        if self._is_awaited:
+            self._mark.wait()
         with self._guard:
             self._stepping.discard(id(optimizer))
             self._guard.notify_all()
@@ -113,24 +121,31 @@ class BetweenSteps:
         return self._described(key, self._describe)
 
     def _describe(self) -> Offer:
-        with self._guard:
-            self._guard.wait_for(lambda: not self._stepping)
-            try:
-                layout, tensors = state_layout.pack(capture(self._optimizers), INLINE_BYTES)
-            except RuntimeError as error:  # the script changes it at this moment
-                raise ValueError(f"the optimizers' state cannot be read now: {error}") from error
+        while True:
+            self._is_awaited = True
+            self._mark.wait()  # if no step follows, nobody else does
+            with self._guard:
+                self._guard.wait_for(lambda: not self._stepping)
+                if self._mark.is_past():
+                    return self._described_now()
+
+    def _described_now(self) -> Offer:
+        try:
+            layout, tensors = state_layout.pack(capture(self._optimizers), INLINE_BYTES)
+        except RuntimeError as error:  # the script changes it at this moment
+            raise ValueError(f"the optimizers' state cannot be read now: {error}") from error
         return Offer(layout, [tensor.view(torch.uint8) for tensor in tensors], self._copy)
 
     def _copy(self, source: Tensor, room: Tensor) -> bool:
-        # The thread that holds the guard, or steps, wakes the gossip thread.
+        # The thread that holds the guard, or steps, wakes the gossip thread. It stays awaited: more
+        # is likely to follow.
         self._is_awaited = True
         if not self._guard.acquire(blocking=False):
             return False
         try:
-            if self._stepping:
+            if self._stepping or not self._mark.is_past():
                 return False
             room.copy_(source)
-            self._is_awaited = False
         finally:
             self._guard.release()
         return True

@@ -2,17 +2,22 @@
 
 A worker takes part in
 
-    r = min(4, t / (2 d), 0.02 t / ((1 - c) p), 0.02 t / ((1 - i) q))
+    r = min(4, t / (2 d), a((1 - c) p / t), a((1 - i) q / t)),
+
+    a(s) = max(0.02 / s, min(1, m / s)), m = 0.05,
 
 exchanges a step. t is the duration of a gradient step, and d that of an exchange. For one exchange
 gossip takes the processor time p, of which it spends q in Python (all of it on a GPU, whose work is
-launched by Python). c is the share of one core that
-the machine leaves idle, and i the share of time for which the training thread is idle. i matters
-because only one thread runs Python at a time: gossip's Python stops a training thread that runs
-Python, however many cores there are. Exchanges come at any time, so the share 1 - c, or 1 - i, of
-what they take is taken from training. At this rate exchanges fill at most half of a worker's time,
-and take 2% of it from training. At 4 a step, 16 simulated workers end level with all-reduce
-(docs/quality.md); more was not tried.
+launched by Python). c is the share of one core that the machine leaves idle, and i the share of
+time for which the training thread is idle. i matters because only one thread runs Python at a time:
+gossip's Python stops a training thread that runs Python, however many cores there are. Exchanges
+come at any time, so the share 1 - c, or 1 - i, of what they take is taken from training.
+
+At this rate exchanges fill at most half of a worker's time. They take 2% of it from training, or up
+to m where that buys no more than one exchange a step: below one, an exchange lowers the loss by
+more than the steps are worth that it takes (benchmarks/NOTES.md). At 4 a step, 16 simulated workers
+end level with all-reduce (docs/quality.md); more was not tried. On a GPU m is 0.02 too: there an
+exchange takes more from training than is counted.
 
 A worker asks for half of its r exchanges. It also answers other workers, which have rates of their
 own and may afford more. So it limits all its exchanges to 1.5 r, which may take half as much again
@@ -43,7 +48,8 @@ START_RATE = 1.0
 NUM_TO_KNOW = 4
 """Exchanges, and their durations, after which the rate is no longer ``START_RATE``."""
 LINK_SHARE = 0.5
-TAKEN_SHARE = 0.02
+TAKEN_SHARE, TAKEN_SHARE_BELOW_ONE = 0.02, 0.05
+"""The share of training that exchanges may take: beyond one a step, and up to one."""
 LAST_COSTS = 9
 HYSTERESIS = 1.25
 SPARE = 1.5
@@ -57,6 +63,7 @@ def affordable_rate(
     exchange_s: float,
     held_s: float = 0.0,
     processor: Iterable[tuple[float, float]] = (),
+    most_taken: float = TAKEN_SHARE_BELOW_ONE,
 ) -> tuple[float, Bound]:
     """Return r of the module's text, and the bound that keeps it from being higher.
 
@@ -64,6 +71,7 @@ def affordable_rate(
         step_s, exchange_s: t and d.
         held_s: the part of d for which the worker's own limit held its bytes back.
         processor: (seconds of an exchange, idle share) pairs: p with c, q with i.
+        most_taken: m.
 
     Example:
         >>> affordable_rate(step_s=0.1, exchange_s=0.2)
@@ -73,7 +81,8 @@ def affordable_rate(
     is_limited = exchange_s > HYSTERESIS * (exchange_s - held_s)
     allowed["limit" if is_limited else "link"] = LINK_SHARE * step_s / max(exchange_s, 1e-9)
     for used_s, idle in processor:
-        most = TAKEN_SHARE * step_s / max((1.0 - idle) * used_s, 1e-9)
+        share = max((1.0 - idle) * used_s, 1e-9) / step_s
+        most = max(TAKEN_SHARE / share, min(1.0, most_taken / share))
         allowed["processor"] = min(most, allowed.get("processor", math.inf))
     bound = min(allowed, key=lambda each: allowed[each])
     return allowed[bound], bound
@@ -100,12 +109,16 @@ class _Mean:
 class ExchangeRate:
     """One worker's rate, in exchanges a gradient step, from what it has measured.
 
+    Args:
+        most_taken: m of the module's text.
+
     Attributes:
         rate: the one in force.
         bound: the limit that keeps it from being higher.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_taken: float = TAKEN_SHARE_BELOW_ONE) -> None:
+        self._most_taken = most_taken
         self.rate = START_RATE
         self.bound: Bound = "start"
         self._duration_s, self._held_s = _Mean(), _Mean()
@@ -152,7 +165,7 @@ class ExchangeRate:
                 (median(self._python_s), self._idle_thread.value),
             ]
         allowed, bound = affordable_rate(
-            step_s, self._duration_s.value, self._held_s.value, processor
+            step_s, self._duration_s.value, self._held_s.value, processor, self._most_taken
         )
         is_near = self.rate / HYSTERESIS <= allowed <= self.rate * HYSTERESIS
         if self.bound != "start" and is_near and (allowed < CEILING or self.rate == CEILING):

@@ -2,8 +2,9 @@
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from random import Random
 
 import pytest
@@ -325,8 +326,13 @@ def test_a_boundary_leaves_out_a_chunk_that_is_in_use():
 
 @pytest.mark.parametrize(
     ("use", "outer"),
-    [(State.boundary, OuterStep()), (State.flow, OuterStep()), (State.flow, None)],
-    ids=["boundary", "flow", "inboxes' flow"],
+    [
+        (State.boundary, OuterStep()),
+        (partial(State.boundary, wait=True), None),
+        (State.flow, OuterStep()),
+        (State.flow, None),
+    ],
+    ids=["boundary", "inboxes' patient boundary", "flow", "inboxes' flow"],
 )
 def test_the_gossip_thread_never_waits_for_a_step(use, outer):
     """Rule 5: the main thread knows that its step is done before it leaves a chunk's mark."""
@@ -444,25 +450,80 @@ def test_who_hands_x_over_has_waited(is_replaced):
         chunk.replace(ones)
 
 
-def test_an_optimizers_state_is_read_between_steps():
-    """Its step writes without a lock; who copies it waits for the step, and the step for that."""
-    device = ClockedDevice()
+def optimizer_on(device: ClockedDevice) -> tuple[BetweenSteps, Callable[[], None], Tensor]:
+    """Return what is told of an optimizer's steps, a step, and what each one writes, as bytes."""
     held = nn.Parameter(torch.zeros(100))
     optimizer = torch.optim.SGD([held], lr=0.1, momentum=0.9)
-    between = BetweenSteps([optimizer])
-    between.attach(device.finish, lambda: None)
     held.grad = torch.ones(100)
-    device.adopt(held.data, held.grad)
-    for _ in range(3):
+    optimizer.step()
+    momentum = optimizer.state[held]["momentum_buffer"]
+    device.adopt(held.data, held.grad, momentum)
+    between = BetweenSteps([optimizer])
+    between.attach(device.mark(), lambda: None)
+
+    def step() -> None:
         with device.used():
             between.begins(optimizer)
             optimizer.step()
             between.ended(optimizer)
         device.meet()  # by the guard
+
+    return between, step, momentum.view(torch.uint8)
+
+
+def test_an_optimizers_state_is_read_when_the_device_has_done_its_step():
+    """The main thread waits for the device at the end of a step that a joiner asks for, else not.
+
+    The step writes without a lock; who copies comes after it, and the next step after the copy.
+    """
+    device = ClockedDevice()
+    between, step, momentum = optimizer_on(device)
+    room = torch.empty(400, dtype=torch.uint8)
+
+    def copy() -> bool:
         with device.on(GOSSIP), device.used():
-            momentum = optimizer.state[held]["momentum_buffer"].view(torch.uint8)
-            assert between._copy(momentum, torch.empty(400, dtype=torch.uint8))
+            is_copied = between._copy(momentum, room)
         device.meet()
+        return is_copied
+
+    for _ in range(3):
+        step()
+        assert not copy(), "nobody has waited for the device"
+        step()
+        assert copy()
+        step()
+        assert copy(), "more is likely to follow"
+        step()  # for which it waits once more
+
+
+def test_an_optimizers_state_is_described_though_no_step_follows():
+    """The main thread trains no more, so another one waits for the device."""
+    device = ClockedDevice()
+    between, step, momentum = optimizer_on(device)
+    step()
+    with device.on(GOSSIP), device.used():
+        (described,) = between._describe().tensors
+        assert described.data_ptr() == momentum.data_ptr()
+        assert between._copy(described, torch.empty(400, dtype=torch.uint8))
+
+
+def test_who_describes_an_optimizers_state_waits_for_the_end_of_a_later_step(monkeypatch):
+    """The host is ahead: when a step's mark is past, the next one has been asked for."""
+    device = ClockedDevice(is_strict=False)
+    between, step, _ = optimizer_on(device)
+    waits, wait = [], between._mark.wait
+
+    def step_meanwhile() -> None:
+        wait()
+        waits.append(threading.current_thread().name)
+        if len(waits) == 1:
+            between._is_awaited = False  # seen before the describer has said that it waits
+            step()
+
+    monkeypatch.setattr(between._mark, "wait", step_meanwhile)
+    with device.used():
+        between._describe()
+    assert len(waits) == 2
 
 
 def use_slot(device: ClockedDevice) -> None:

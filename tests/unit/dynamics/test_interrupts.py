@@ -86,6 +86,9 @@ class WatchedMark(Mark):
     def wait(self) -> None:
         """Do nothing: all work is done."""
 
+    def is_past(self) -> bool:
+        return True
+
 
 class AtOnce(QueuedDevice):
     """Works at once, and watches that its locks' holders are in order."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from checkpointing import AtOnce
 from fake_card import CARD
+from process_group import process_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -17,6 +18,7 @@ from gossipdp import Checkpoints, Exchange, GossipDataParallel, Monitor, OuterSt
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import State
 from gossipdp.parallel.checkpointer import Checkpointer
+from gossipdp.protocol.exchange_rate import NUM_TO_KNOW
 
 Wrap = Callable[..., GossipDataParallel]
 
@@ -64,9 +66,8 @@ def started(wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Yield a mesh of this process alone: its shard is all there is."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cuda", [0], _init_backend=False)
-    dist.destroy_process_group()
+    with process_group("gloo", dist.HashStore(), 1):
+        yield DeviceMesh("cuda", [0], _init_backend=False)
 
 
 def exchange(model: GossipDataParallel) -> None:
@@ -116,7 +117,9 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
         return card.finishes
 
     assert "_take_in" in finishes(lambda: step(net, optimizer))
-    assert "boundary" not in finishes(lambda: step(net, optimizer))  # it finds nothing to add
+    waits = card.num_waits
+    assert not finishes(lambda: step(net, optimizer))
+    assert card.num_waits == waits, "it finds nothing to add, and no joiner asks"
     for chunk in model._engine._state.chunks:
         chunk.has_pending = chunk.role is Role.BUFFER
     assert "_queued_boundary" in finishes(lambda: step(net, optimizer))
@@ -124,6 +127,19 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
     assert "loaded" in finishes(lambda: net.load_state_dict(net.state_dict()))
     assert "flow" in finishes(model.save_checkpoint)
     assert "_wait_for_average" in finishes(model.consolidate)
+
+
+@pytest.mark.usefixtures("card")
+def test_no_more_is_paid_for_an_exchange_than_is_known(started):
+    """On a card an exchange takes more from training than is counted."""
+    _, _, model = started(torch.float32)
+    rate = model._engine._protocol.exchange_rate
+    for _ in range(NUM_TO_KNOW):
+        rate.exchanged(0.001)
+        rate.took_processor(0.01, 0.0)
+    rate.saw_idle(0.0, 0.0)
+    rate.stepped(0.1)
+    assert (rate.rate, rate.bound) == (pytest.approx(0.2), "processor")
 
 
 CASES = pytest.mark.parametrize(

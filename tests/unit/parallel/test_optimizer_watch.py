@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gossipdp import Exchange
+from gossipdp.parallel.optimizer_watch import OptimizerWatch
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -192,6 +193,33 @@ def test_no_ordinary_optimizer_is_taken_for_one(
         assert [each[:39] for each in warnings] == ["the ASGD keeps an average of the parame"]
     else:
         assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("max_iter", "is_moved", "forgets", "num_warnings"),
+    [(4, True, False, 1), (1, True, False, 1), (4, True, True, 0), (4, False, False, 0)],
+)
+def test_a_memory_that_spans_exchanges_is_warned_of_once(
+    caplog: Any, max_iter: int, is_moved: bool, forgets: bool, num_warnings: int
+) -> None:
+    parameter = nn.Parameter(torch.tensor([3.0, -2.0]))
+    optimizer = torch.optim.LBFGS([parameter], lr=0.1, max_iter=max_iter)
+    watch = OptimizerWatch(optimizer, {id(parameter): "x"}, is_moved=is_moved)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (parameter * torch.tensor([1.0, 3.0])).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        if forgets:
+            optimizer.state.clear()
+        optimizer.step(closure)
+        watch.stepped()
+    warnings = [each.getMessage() for each in caplog.records]
+    assert len(warnings) == num_warnings, warnings
+    assert all("before each step, optimizer.state.clear()" in each for each in warnings)
 
 
 class Velocity(Own):

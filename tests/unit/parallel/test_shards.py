@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from process_group import process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,17 +33,15 @@ def make_net() -> nn.Sequential:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group("gloo", dist.HashStore(), 1):
+        yield
 
 
 @pytest.fixture
 def four() -> Iterator[None]:
     """Rank 0 of four processes that are not there; nothing may be said to them."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with process_group("fake", FakeStore(), 4):
+        yield
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.device import Device
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.transfer import Offer, TurnedAwayError
@@ -33,7 +34,7 @@ def trained(learning_rate: float = 0.1, gradient: float = 1.0) -> torch.optim.Op
 def given(optimizer: torch.optim.Optimizer) -> Offer:
     """Return the state that it gives."""
     between, woken = BetweenSteps([optimizer]), threading.Event()
-    between.attach(lambda: None, woken.set)
+    between.attach(Device().mark(), woken.set)
     while (offer := between.offer("a request")) is None:
         assert woken.wait(30.0)
     return offer

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from bitwise import assert_bitwise
 from calling_back import CallingLock
 from torch import Tensor, nn
 
+from gossipdp.dynamics.device import Device, Mark
 from gossipdp.gossip.transfer import Offer
 from gossipdp.parallel import state_layout, training_state
 from gossipdp.parallel.training_state import Arriving, BetweenSteps, capture, restore
@@ -136,6 +138,23 @@ def step(weight: Tensor, optimizer: torch.optim.Optimizer, gradient: float = 1.0
     optimizer.step()
 
 
+class CallingMark(Mark):
+    """A mark in host memory that calls a function when it is left."""
+
+    def __init__(self, on_leave: Callable[[], object]) -> None:
+        self._on_leave = on_leave
+
+    def leave(self) -> None:
+        self._on_leave()
+
+    def precede(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def is_past(self) -> bool:
+        return True
+
+
 def watching(optimizer: torch.optim.Optimizer) -> BetweenSteps:
     """Return it with the optimizer's steps, as ``Hooks`` announces them."""
     between = BetweenSteps([optimizer])
@@ -178,9 +197,9 @@ def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it(
     weight, optimizer = weight_and_adam(1000)
     between = watching(optimizer)
     woken = []
-    between.attach(lambda: woken.append("finished"), lambda: woken.append("woken"))
+    between.attach(Device().mark(), lambda: woken.append("woken"))
     step(weight, optimizer)
-    assert woken == ["finished"], "nobody waits"
+    assert woken == [], "nobody waits"
     offer = offered(between)
     woken.clear()
     room = torch.empty(4000, dtype=torch.uint8)
@@ -192,7 +211,7 @@ def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it(
 
     optimizer.step(closure)
     assert seen == [False, []]
-    assert woken == ["finished", "woken"]
+    assert woken == ["woken"]
     assert offer.copy(offer.tensors[0], room)
 
 
@@ -202,7 +221,7 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
     step(weight, optimizer)
     between = watching(optimizer)
     woken, go_on = threading.Event(), threading.Event()
-    between.attach(lambda: None, woken.set)
+    between.attach(Device().mark(), woken.set)
     offer = offered(between, "the first")
     pack, described = state_layout.pack, threading.Event()
     threads: list[threading.Thread] = []
@@ -240,6 +259,7 @@ def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
     step(weight, optimizer)
     between = watching(optimizer)
     offer, room = offered(between), torch.empty(4000, dtype=torch.uint8)
+    step(weight, optimizer)  # nobody waits any more
     answers: list[bool] = []
     woken: list[str] = []
 
@@ -247,7 +267,7 @@ def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
         lock = CallingLock(before=lambda: answers.append(offer.copy(offer.tensors[0], room)))
         between._guard = threading.Condition(lock)  # type: ignore[arg-type]
 
-    between.attach(finish, lambda: woken.append("woken"))
+    between.attach(CallingMark(finish), lambda: woken.append("woken"))
     step(weight, optimizer)
     assert answers == [False]
     assert woken == ["woken"]

@@ -64,11 +64,14 @@ def test_before_it_knows_an_exchange_it_starts_at_one_a_step() -> None:
         ({"duration_s": 0.2, "held_s": 0.039}, 0.25, "link"),
         ({"duration_s": 0.001, "held_s": 0.001}, CEILING, "ceiling"),
         # What exchanges take while a core is idle is not taken from training.
-        ({"duration_s": 0.001, "processor_s": 0.01, "idle": (0.0, 1.0)}, 0.2, "processor"),
-        ({"duration_s": 0.001, "processor_s": 0.1, "idle": (0.9, 1.0)}, 0.2, "processor"),
+        ({"duration_s": 0.001, "processor_s": 0.01, "idle": (0.0, 1.0)}, 0.5, "processor"),
+        ({"duration_s": 0.001, "processor_s": 0.1, "idle": (0.9, 1.0)}, 0.5, "processor"),
+        # Training pays more for the first exchange a step than for others.
+        ({"duration_s": 0.001, "processor_s": 0.004, "idle": (0.0, 1.0)}, 1.0, "processor"),
+        ({"duration_s": 0.001, "processor_s": 0.001, "idle": (0.0, 1.0)}, 2.0, "processor"),
         # While training runs Python, the Python of gossip stops it, and arrays do not.
         (
-            {"duration_s": 0.001, "processor_s": 0.01, "arrays_s": 0.006, "idle": (1.0, 0.0)},
+            {"duration_s": 0.001, "processor_s": 0.02, "arrays_s": 0.01, "idle": (1.0, 0.0)},
             0.5,
             "processor",
         ),
