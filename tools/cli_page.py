@@ -1,6 +1,6 @@
-"""Writes the options of every command into docs/cli.md, from the sources of their help.
+"""Writes the options of commands into docs/cli.md, from the sources of their help.
 
-Those that only one recipe of ``gossipdp train`` has are left to its help.
+Those of plan and simulate, and those that only one recipe of train has, are left to the help.
 
     python tools/cli_page.py
 
@@ -16,12 +16,10 @@ import typing
 from pathlib import Path
 
 from gossipdp.cli.main import Common
-from gossipdp.cli.plan import PlanArguments
 from gossipdp.cli.run import RunArguments
 from gossipdp.cli.top import TopArguments
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.report.command import ReportArguments
-from gossipdp_lab.simulate.options import SimulateArguments
 from gossipdp_lab.tasks.command import TrainArguments
 from gossipdp_lab.tasks.options import RunOptions, TrainOptions
 
@@ -31,13 +29,11 @@ LISTS: dict[str, tuple[type, ...]] = {
     "common": (Common,),
     "run": (RunArguments,),
     "top": (TopArguments,),
-    "plan": (PlanArguments,),
     "demo": (RunOptions, DemoArguments),
     "train": (TrainArguments, TrainOptions),
-    "simulate": (SimulateArguments,),
     "report": (ReportArguments,),
 }
-NOT_OPTIONS = {"address", "directory", "file", "recipe", "script"}
+NOT_OPTIONS = {"address", "directory", "recipe", "script"}
 
 
 def helps(kind: type) -> dict[str, str]:
