@@ -98,6 +98,9 @@ class HostAsCard(QueuedDevice):
 
     room = pinned
 
+    def is_pinned(self, values: Tensor) -> bool:
+        return False
+
     def holds(self, values: Tensor) -> bool:
         return True
 

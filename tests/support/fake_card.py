@@ -148,6 +148,14 @@ class _Event:
             self._card.finishes.append(next(name for name in reversed(names) if name != "finish"))
 
 
+class _Driver:
+    """A driver that pins no memory of others."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+        return 1
+
+
 def _let_torch_know_cuda() -> None:
     """Let a build for the CPU alone make fake tensors on CUDA devices.
 
@@ -170,7 +178,11 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "Stream", lambda device, priority: _Stream(card))
     monkeypatch.setattr(torch, "Event", lambda device, blocking=False: _Event(card))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: _Event(card))
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: _Driver)
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     # Addresses, which the fake ones lack.
     real = torch.UntypedStorage.data_ptr

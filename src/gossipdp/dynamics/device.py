@@ -19,9 +19,9 @@ other: each wait is for a mark that exists. The boundary of a chunk with two inb
 as steps do in host memory. A snapshot may read the old or the new of each value, and both ends use
 the values read. Each event reads x once.
 
-**Rule 3, the host sees finished work only.** Snapshots leave and arrive through pinned slots
-(:class:`Slot`). The host reads one after :meth:`Device.finish`, and writes one only when the
-device's copy from it is done.
+**Rule 3, the host sees finished work only.** Snapshots leave and arrive in pinned memory
+(:class:`Slot`). The host reads it after :meth:`Device.finish`, and writes it only when the device's
+copy from it is done.
 
 **Rule 4, hand-over.** Before one thread takes over x from the other, or reads it without locks, the
 other calls :meth:`Device.finish`.
@@ -39,13 +39,17 @@ joined; scratch belongs to one thread, so to one stream.
 
 import abc
 import contextlib
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from typing import final
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("gossipdp")
 
 SWITCH, ON = "GOSSIPDP_UNTRIED_GPU", "yes"
 ACCELERATORS = ("cuda", "xpu")
@@ -130,6 +134,10 @@ class Device:
         """Return a copy on the device; ``values`` may change as soon as this returns."""
         return values
 
+    def pin(self, memory: memoryview) -> object:
+        """Let the device copy from and to ``memory`` by itself, as long as the result is held."""
+        return None
+
 
 class Mark(abc.ABC):
     """A place in the work of a stream; it can be left again, further on."""
@@ -192,6 +200,10 @@ class QueuedDevice(Device, abc.ABC):
     @abc.abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:
         """Return host memory of type uint8 that the device copies from and to by itself."""
+
+    @abc.abstractmethod
+    def is_pinned(self, values: Tensor) -> bool:
+        """Return True if the device copies from and to these values of the host by itself."""
 
     @abc.abstractmethod
     def room(self, num_bytes: int) -> Tensor:
@@ -283,11 +295,14 @@ class Credit:
 
 @final
 class Slot:
-    """Rule 3: the way of a chunk between host memory and the device. One thread's."""
+    """Rule 3: the way of a chunk between host memory and the device. One thread's.
+
+    Memory that is pinned itself, as workers of one host share it, needs no copy in between.
+    """
 
     def __init__(self, device: QueuedDevice, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._pinned = device.pinned(num_bytes)
+        self._between: Tensor | None = None
         self._total = device.pinned(4).view(torch.float32)
         self._there = device.room(num_bytes)
         self._device = device
@@ -299,23 +314,34 @@ class Slot:
 
     def load(self, values: Tensor) -> Tensor:
         """Copy ``values`` to the device; they may change as soon as this returns."""
-        self._loaded.wait()  # or the device might read the new values for the old
-        pinned = self._pinned[: values.nbytes].view(values.dtype)
-        pinned.copy_(values)
-        there = self.there(values)
+        pinned, there = self._pinned(values), self.there(values)
+        if pinned is not values:
+            self._loaded.wait()  # or the device might read the new values for the old
+            pinned.copy_(values)
         there.copy_(pinned, non_blocking=True)
         self._loaded.leave()
+        if pinned is values:
+            self._loaded.wait()
         return there
 
     def store(self, out: Tensor, total: Tensor | None = None) -> Tensor | None:
         """Copy the device's part to ``out``, and one number beside it; wait once for both."""
-        pinned = self._pinned[: out.nbytes].view(out.dtype)
+        pinned = self._pinned(out)
         pinned.copy_(self.there(out), non_blocking=True)
         if total is not None:
             self._total[0].copy_(total, non_blocking=True)
         self._device.finish()
-        out.copy_(pinned)
+        if pinned is not out:
+            out.copy_(pinned)
         return None if total is None else self._total[0]
+
+    def _pinned(self, values: Tensor) -> Tensor:
+        """Return pinned memory of this length and type: ``values``, or the slot's own."""
+        if self._device.is_pinned(values):
+            return values
+        if self._between is None:
+            self._between = self._device.pinned(self.num_bytes)
+        return self._between[: values.nbytes].view(values.dtype)
 
 
 @final
@@ -360,6 +386,15 @@ class AcceleratorDevice(QueuedDevice):
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def is_pinned(self, values: Tensor) -> bool:
+        return values.is_pinned()
+
+    def pin(self, memory: memoryview) -> object:
+        if self._device.type != "cuda":
+            return None
+        with torch.accelerator.device_index(self._device.index):
+            return _Pinned(memory)
+
     def room(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
@@ -373,19 +408,54 @@ class _Event(Mark):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event = torch.Event(device, blocking=True)  # the host sleeps rather than spins
+        # The host sleeps rather than spins. On CUDA ``torch.Event`` spins even so (torch 2.13).
+        kind = torch.cuda.Event if device.type == "cuda" else partial(torch.Event, device)
+        self._event = kind(blocking=True)
 
     def leave(self) -> None:
-        self._event.record(torch.accelerator.current_stream(self._device))
+        self._event.record(self._stream())
 
     def precede(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        self._stream().wait_event(self._event)
 
     def wait(self) -> None:
         self._event.synchronize()
 
     def is_past(self) -> bool:
         return self._event.query()
+
+    def _stream(self) -> Any:
+        of = torch.cuda if self._device.type == "cuda" else torch.accelerator
+        return of.current_stream(self._device)
+
+
+@final
+class _Pinned:
+    """Memory whose pages are locked, so that the device copies from and to them by itself.
+
+    If the driver refuses, as it may refuse a peer's memory, which is mapped for reading alone,
+    chunks go through a :class:`Slot`'s own memory: slower, and nothing else changes.
+    """
+
+    PORTABLE, READ_ONLY = 1, 8
+    """The driver's flags: for all devices; of pages that this process may not write."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory  # its pages stay mapped until they are unlocked
+        self._process_id = os.getpid()
+        self._driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self.is_locked = any(
+            int(self._driver.cudaHostRegister(self._address, len(memory), flags)) == 0
+            for flags in (self.PORTABLE, self.PORTABLE | self.READ_ONLY)
+        )
+        if not self.is_locked:
+            logger.info("%d bytes of exchanges cannot be pinned: they are copied", len(memory))
+
+    def __del__(self) -> None:
+        """Unlock the pages, but not in a forked child."""
+        if self.is_locked and self._process_id == os.getpid():
+            self._driver.cudaHostUnregister(self._address)
 
 
 def device_of(devices: set[torch.device]) -> Device:

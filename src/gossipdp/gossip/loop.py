@@ -74,9 +74,9 @@ class GossipLoop(LinkHandler):
         wire_format: str = "full",
     ) -> None:
         self.protocol = protocol
+        self._state, self._phase = state, phase
         self.transport = make_transport(self)
         self.poisoned: PoisonedError | None = None
-        self._state, self._phase = state, phase
         self.clock = clock
         self._actions: deque[Action] = deque()
         self._is_performing = False
@@ -407,6 +407,9 @@ class GossipLoop(LinkHandler):
 
     def writable(self, link: Link) -> None:
         self._pump()
+
+    def pin(self, memory: memoryview) -> object:
+        return self._state.device.pin(memory)
 
     def _pump(self) -> None:
         # On a lost link nothing counts as queued, but the peer may still be reading our slots. So

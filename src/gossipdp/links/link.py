@@ -183,6 +183,10 @@ class LinkHandler(abc.ABC):
         dialled, even if another one was asked for while this dial was under way.
         """
 
+    def pin(self, memory: memoryview) -> object:
+        """Prepare memory in which exchange chunks leave or arrive; hold the result beside it."""
+        return None
+
 
 class Transport(abc.ABC):
     """A maker of links that drives one :class:`LinkHandler`; for one thread, except ``wake``.

@@ -194,17 +194,20 @@ class PeerMemory:
         self.socket: bytes | None = None
         self.offered = self.ready = 0
         self._send = send
-        self._segments: dict[int, memoryview] = {}
+        self._segments: dict[int, tuple[memoryview, object]] = {}
 
     def invite(self, name: bytes) -> None:
         """Tell the peer, once, that it may pass segments to the Unix socket ``name``."""
         self._send(FrameType.MEMORY_SOCKET, name + self.token, 0)
 
-    def map(self, number: int, memory: memoryview) -> None:
-        """Take the peer's segment ``number``, unless it is an older one, and confirm it."""
+    def map(self, number: int, memory: memoryview, pinned: object = None) -> None:
+        """Take the peer's segment ``number``, unless it is an older one, and confirm it.
+
+        It is held together with what :meth:`.LinkHandler.pin` has made of it.
+        """
         if number <= max(self._segments, default=0):
             return
-        self._segments[number] = memory
+        self._segments[number] = memory, pinned
         if len(self._segments) > MAX_SEGMENTS:
             del self._segments[min(self._segments)]
         self._send(FrameType.SEGMENT_READY, b"", number)
@@ -220,7 +223,7 @@ class PeerMemory:
 
         Chunks come in order, so older segments may go.
         """
-        memory = self._segments.get(frame.segment)
+        memory, _ = self._segments.get(frame.segment, (None, None))
         if memory is None or frame.offset + frame.length > len(memory):
             raise FrameError(f"{frame.length} bytes at {frame.offset} of segment {frame.segment}")
         while min(self._segments) < frame.segment:
@@ -353,12 +356,22 @@ class SlotMemory:
     Args:
         log, epoll: as of :class:`MemorySocket`.
         may_share: True if peers may read it in place, if the system has sealed memory.
+        pin: as :meth:`.LinkHandler.pin`.
 
     Attributes:
         segment: the memory that peers may read; None: they may not, or there is none yet.
     """
 
-    def __init__(self, log: OnceLog, epoll: select.epoll, *, may_share: bool) -> None:
+    def __init__(
+        self,
+        log: OnceLog,
+        epoll: select.epoll,
+        *,
+        may_share: bool,
+        pin: Callable[[memoryview], object] = lambda _: None,
+    ) -> None:
+        self._pin = pin
+        self._pinned: object = None
         self.segment: SharedSegment | None = None
         self._memory: memoryview | None = None
         self._num_segments = 0
@@ -385,6 +398,7 @@ class SlotMemory:
         else:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._memory = memoryview(mmap.mmap(-1, num_bytes, flags))
+        self._pinned = self._pin(self._memory)
         return self._memory
 
     def abandon(self) -> None:
@@ -393,7 +407,7 @@ class SlotMemory:
         A peer may be stopped in the middle of a read, and apply those values when it goes on. The
         segment ends when the peer has let go of it too.
         """
-        self.segment = self._memory = None
+        self.segment = self._memory = self._pinned = None
 
     def add(self, peer: PeerMemory) -> None:
         """Share with the peer of a new link, if it is on this host."""
@@ -426,7 +440,7 @@ class SlotMemory:
         """Map what peers have offered."""
         if self._socket is not None:
             for token, number, memory in self._socket.take(self._peers):
-                self._peers[token].map(number, memory)
+                self._peers[token].map(number, memory, self._pin(memory))
 
     def _make_segment(self, num_bytes: int) -> SharedSegment | None:
         try:

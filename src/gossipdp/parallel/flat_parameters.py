@@ -33,12 +33,12 @@ class Cut(NamedTuple):
     most_bytes: int
 
 
-CUTS = {False: Cut(256, 1 << 22), True: Cut(16, 1 << 24)}
+CUTS = {False: Cut(256, 1 << 22), True: Cut(4, 1 << 25)}
 """In host memory, and on an accelerator.
 
 One pass over a chunk is a part of a turn of the gossip thread, which must stay short. On an
 accelerator a pass takes microseconds, but each is a launch, and launches are Python that training
-waits for: an exchange of 124 million values took 146 ms in chunks of 1 MiB, 49 ms in chunks of 16.
+waits for (benchmarks/NOTES.md). A few chunks are enough for one to travel beside the next.
 """
 
 

@@ -40,7 +40,7 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
-from gossipdp.protocol.exchange_rate import TAKEN_SHARE, TAKEN_SHARE_BELOW_ONE, ExchangeRate
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.neighbours import Place
 from gossipdp.protocol.numbering import Numbering
@@ -292,10 +292,7 @@ class Startup:
         self.thread.start()
 
     def _exchange_rate(self) -> ExchangeRate | None:
-        if self._options.fixed_comm_rate is not None:
-            return None
-        is_card = self._state.device.is_queued
-        return ExchangeRate(TAKEN_SHARE if is_card else TAKEN_SHARE_BELOW_ONE)
+        return ExchangeRate() if self._options.fixed_comm_rate is None else None
 
     def _numbering(self) -> Numbering | None:
         """Return the choice of the exchanges that carry moments.

@@ -16,8 +16,7 @@ come at any time, so the share 1 - c, or 1 - i, of what they take is taken from 
 At this rate exchanges fill at most half of a worker's time. They take 2% of it from training, or up
 to m where that buys no more than one exchange a step: below one, an exchange lowers the loss by
 more than the steps are worth that it takes (benchmarks/NOTES.md). At 4 a step, 16 simulated workers
-end level with all-reduce (docs/quality.md); more was not tried. On a GPU m is 0.02 too: there an
-exchange takes more from training than is counted.
+end level with all-reduce (docs/quality.md); more was not tried.
 
 A worker asks for half of its r exchanges. It also answers other workers, which have rates of their
 own and may afford more. So it limits all its exchanges to 1.5 r, which may take half as much again
@@ -63,7 +62,6 @@ def affordable_rate(
     exchange_s: float,
     held_s: float = 0.0,
     processor: Iterable[tuple[float, float]] = (),
-    most_taken: float = TAKEN_SHARE_BELOW_ONE,
 ) -> tuple[float, Bound]:
     """Return r of the module's text, and the bound that keeps it from being higher.
 
@@ -71,7 +69,6 @@ def affordable_rate(
         step_s, exchange_s: t and d.
         held_s: the part of d for which the worker's own limit held its bytes back.
         processor: (seconds of an exchange, idle share) pairs: p with c, q with i.
-        most_taken: m.
 
     Example:
         >>> affordable_rate(step_s=0.1, exchange_s=0.2)
@@ -82,7 +79,7 @@ def affordable_rate(
     allowed["limit" if is_limited else "link"] = LINK_SHARE * step_s / max(exchange_s, 1e-9)
     for used_s, idle in processor:
         share = max((1.0 - idle) * used_s, 1e-9) / step_s
-        most = max(TAKEN_SHARE / share, min(1.0, most_taken / share))
+        most = max(TAKEN_SHARE / share, min(1.0, TAKEN_SHARE_BELOW_ONE / share))
         allowed["processor"] = min(most, allowed.get("processor", math.inf))
     bound = min(allowed, key=lambda each: allowed[each])
     return allowed[bound], bound
@@ -109,16 +106,12 @@ class _Mean:
 class ExchangeRate:
     """One worker's rate, in exchanges a gradient step, from what it has measured.
 
-    Args:
-        most_taken: m of the module's text.
-
     Attributes:
         rate: the one in force.
         bound: the limit that keeps it from being higher.
     """
 
-    def __init__(self, most_taken: float = TAKEN_SHARE_BELOW_ONE) -> None:
-        self._most_taken = most_taken
+    def __init__(self) -> None:
         self.rate = START_RATE
         self.bound: Bound = "start"
         self._duration_s, self._held_s = _Mean(), _Mean()
@@ -165,7 +158,7 @@ class ExchangeRate:
                 (median(self._python_s), self._idle_thread.value),
             ]
         allowed, bound = affordable_rate(
-            step_s, self._duration_s.value, self._held_s.value, processor, self._most_taken
+            step_s, self._duration_s.value, self._held_s.value, processor
         )
         is_near = self.rate / HYSTERESIS <= allowed <= self.rate * HYSTERESIS
         if self.bound != "start" and is_near and (allowed < CEILING or self.rate == CEILING):

@@ -1,6 +1,7 @@
 """Two threads on a device that queues: each access waits for what it must come after."""
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from gossipdp.dynamics.device import (
     LEAST_HUGE_BYTES,
     Device,
     Slot,
+    _Pinned,
     device_of,
     refusal,
     zeros,
@@ -526,8 +528,11 @@ def test_who_describes_an_optimizers_state_waits_for_the_end_of_a_later_step(mon
     assert len(waits) == 2
 
 
-def use_slot(device: ClockedDevice) -> None:
-    found, values = [], torch.empty(8)
+def use_slot(device: ClockedDevice, *, is_pinned: bool = False) -> None:
+    def of_host() -> Tensor:
+        return device.pinned(32).view(torch.float32) if is_pinned else torch.empty(8)
+
+    found, values = [], of_host()
     with device.used():
         slot = Slot(device, 32)
         for number in range(3):
@@ -535,8 +540,9 @@ def use_slot(device: ClockedDevice) -> None:
                 there = slot.load(values.fill_(number + more))
                 found.append(there.clone())
             there.add_(100.0)
-            slot.store(out := torch.empty(8))
+            slot.store(out := of_host())
             found.append(out)
+        assert (slot._between is None) == is_pinned
     expected = [number + more for number in range(3) for more in (10.0, 20.0, 120.0)]
     for each, value in zip(found, expected, strict=True):
         assert torch.equal(each, torch.full((8,), value))
@@ -547,6 +553,47 @@ def test_a_slot_is_used_again_only_when_the_device_is_done_with_it():
     for rule in ("leave", "wait", "finish"):
         with pytest.raises(OutOfOrderError):
             use_slot(ClockedDevice((rule,)))
+
+
+def test_pinned_memory_goes_straight_and_may_change_as_soon_as_the_call_returns():
+    use_slot(ClockedDevice(), is_pinned=True)
+    for rule in ("leave", "wait"):
+        with pytest.raises(OutOfOrderError):
+            use_slot(ClockedDevice((rule,)), is_pinned=True)
+
+
+class Driver:
+    """The part of the driver that locks pages; ``refuses`` these flags."""
+
+    def __init__(self, *refuses: int) -> None:
+        self.refuses, self.locked = refuses, dict[int, tuple[int, int]]()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.locked[address] = num_bytes, flags
+        if flags in self.refuses:
+            del self.locked[address]
+        return int(flags in self.refuses)
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.locked[address]
+
+
+@pytest.mark.parametrize(("refused", "flags"), [((), 1), ((1,), 9), ((1, 9), None)])
+def test_pages_are_locked_as_long_as_somebody_holds_them(monkeypatch, refused, flags):
+    driver = Driver(*refused)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    values = torch.zeros(64, dtype=torch.uint8)
+    pinned = _Pinned(memoryview(values.numpy()))
+    assert driver.locked == ({} if flags is None else {values.data_ptr(): (64, flags)})
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    del pinned
+    assert bool(driver.locked) == (flags is not None), "a forked child holds nothing"
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    driver.locked.clear()
+    pinned = _Pinned(memoryview(values.numpy()))
+    del pinned
+    assert not driver.locked
 
 
 def test_an_exchange_takes_the_snapshot_that_the_host_holds():

@@ -145,7 +145,7 @@ def test_the_launches_and_waits_of_a_model_of_a_billion_parameters(card: FakeCar
         return tuple(n if n < 3 else n // 3 * num_chunks for n in (launches, waits))
 
     exchange(0.1, is_ahead=True)  # makes scratch and slots
-    assert num_chunks == 239
+    assert num_chunks == 120
     # Launches: x and the inbox, in one run. The host waits for the boundary before alone.
     assert cost(lambda: state.boundary(0.2)) == (2, 1)
     assert cost(lambda: state.boundary(0.2)) == (0, 0)

@@ -128,7 +128,7 @@ def test_a_tensor_that_overlaps_itself_becomes_dense():
 def test_chunks_are_larger_on_an_accelerator_or_as_the_variable_says(monkeypatch):
     sizes = [1 << bits for bits in (20, 26, 29, 40)]
     cuts = [[chunk_bytes_for(n, is_on_accelerator=on) >> 20 for n in sizes] for on in (False, True)]
-    assert cuts == [[1, 1, 2, 4], [1, 4, 16, 16]]
+    assert cuts == [[1, 1, 2, 4], [1, 16, 32, 32]]
     monkeypatch.setenv("GOSSIPDP_CHUNK_MIB", "2")
     assert {chunk_bytes_for(n, is_on_accelerator=on) >> 20 for n in sizes for on in (0, 1)} == {2}
     assert flatten(nn.Linear(1024, 600)).state.chunks[0].num_elements == 1 << 19
