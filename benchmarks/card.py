@@ -32,6 +32,7 @@ from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import Device, Mark, QueuedDevice
 from gossipdp.dynamics.state import Segment, State
+from gossipdp.gossip.codec import tensor_bytes
 from gossipdp_lab.tasks.images import cifar_resnet18
 
 ROOT = Path(__file__).parents[1]
@@ -162,9 +163,12 @@ def measure_speed(settings: Settings) -> Result:
     out, peers = torch.zeros(2, num_values)
     found: Result = {"num_values": num_values, "rows": []}
     found["copy_ms"] = settings.median_ms(lambda: target.copy_(source))
-    for chunk_bytes in (1 << 20, 1 << 22, 1 << 24, 1 << 26):
+    pinned: list[object] = []
+    for chunk_bytes in (1 << 20, 1 << 22, 1 << 24, 1 << 25, 1 << 26):
         segment = Segment(source.clone(), Role.TRAINED, chunk_bytes=chunk_bytes)
         state = State([segment])
+        if not pinned:  # as the memory that workers of one host share
+            pinned = [state.device.pin(tensor_bytes(each), is_peers=False) for each in (out, peers)]
         theta = iter(range(1, 1000))
 
         def exchange(state: State = state, segment: Segment = segment, theta: Any = theta) -> None:

@@ -42,6 +42,7 @@ import contextlib
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, final
@@ -134,8 +135,11 @@ class Device:
         """Return a copy on the device; ``values`` may change as soon as this returns."""
         return values
 
-    def pin(self, memory: memoryview) -> object:
-        """Let the device copy from and to ``memory`` by itself, as long as the result is held."""
+    def pin(self, memory: memoryview, *, is_peers: bool) -> object:
+        """Let the device copy from and to ``memory`` by itself, as long as the result is held.
+
+        This process may only read the memory that ``is_peers``.
+        """
         return None
 
 
@@ -356,6 +360,7 @@ class AcceleratorDevice(QueuedDevice):
         self._device = device
         self._stream = torch.Stream(device, priority=-1)
         self._queued = torch.Event(device)
+        self._of_thread = threading.local()
 
     @contextlib.contextmanager
     def gossip_thread(self) -> Iterator[None]:
@@ -366,9 +371,11 @@ class AcceleratorDevice(QueuedDevice):
                 self.finish()
 
     def finish(self) -> None:
-        mark = self.mark()  # for which the host sleeps, without the interpreter's lock
+        mark: Mark | None = getattr(self._of_thread, "mark", None)
+        if mark is None:
+            mark = self._of_thread.mark = self.mark()
         mark.leave()
-        mark.wait()
+        mark.wait()  # the host sleeps, without the interpreter's lock
 
     def follow_gossip(self) -> None:
         self._queued.record(self._stream)
@@ -389,11 +396,16 @@ class AcceleratorDevice(QueuedDevice):
     def is_pinned(self, values: Tensor) -> bool:
         return values.is_pinned()
 
-    def pin(self, memory: memoryview) -> object:
+    def pin(self, memory: memoryview, *, is_peers: bool) -> object:
         if self._device.type != "cuda":
             return None
         with torch.accelerator.device_index(self._device.index):
-            return _Pinned(memory)
+            pinned = _Pinned(memory, is_peers=is_peers)
+        if not pinned.is_locked:
+            logger.info("%d bytes of exchanges cannot be pinned: they are copied", len(memory))
+            with contextlib.suppress(RuntimeError):  # the error, which the next launch would meet
+                torch.zeros(1, device=self._device)
+        return pinned
 
     def room(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -433,24 +445,21 @@ class _Event(Mark):
 class _Pinned:
     """Memory whose pages are locked, so that the device copies from and to them by itself.
 
-    If the driver refuses, as it may refuse a peer's memory, which is mapped for reading alone,
-    chunks go through a :class:`Slot`'s own memory: slower, and nothing else changes.
+    If the driver refuses, chunks go through a :class:`Slot`'s own memory: slower, and nothing else
+    changes.
     """
 
     PORTABLE, READ_ONLY = 1, 8
     """The driver's flags: for all devices; of pages that this process may not write."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, *, is_peers: bool) -> None:
         self._memory = memory  # its pages stay mapped until they are unlocked
         self._process_id = os.getpid()
         self._driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        self.is_locked = any(
-            int(self._driver.cudaHostRegister(self._address, len(memory), flags)) == 0
-            for flags in (self.PORTABLE, self.PORTABLE | self.READ_ONLY)
-        )
-        if not self.is_locked:
-            logger.info("%d bytes of exchanges cannot be pinned: they are copied", len(memory))
+        flags = self.PORTABLE | (self.READ_ONLY if is_peers else 0)
+        status = self._driver.cudaHostRegister(self._address, len(memory), flags)
+        self.is_locked = int(status) == 0
 
     def __del__(self) -> None:
         """Unlock the pages, but not in a forked child."""

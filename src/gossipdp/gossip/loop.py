@@ -101,8 +101,7 @@ class GossipLoop(LinkHandler):
         self.sums = Sums(
             state, protocol, self._links, self.perform, clock, poisoned=self._poisoned_at_end
         )
-        self.idle_watch: IdleWatch | None = None
-        """The watch on the idle processor time; set once, by the training thread."""
+        self._idle_watch: IdleWatch | None = None
         self._is_busy = False  # sums have work left for the next turn
         self._owners: dict[FrameType, Transfers | Sums] = {
             **dict.fromkeys(STATE_TYPES, self.transfers),
@@ -123,6 +122,10 @@ class GossipLoop(LinkHandler):
     def its_thread(self) -> AbstractContextManager[object]:
         """Return the context in which its thread must turn this loop."""
         return self._state.device.gossip_thread()
+
+    def watch_this_thread(self) -> None:
+        """Watch the idle time of the training thread, which calls this once."""
+        self._idle_watch = IdleWatch(has_helpers=self._state.device.is_queued)
 
     def turn(self, longest_s: float = LONGEST_TURN_S) -> None:
         """Wait for something to happen, at most ``longest_s``, and deal with it."""
@@ -149,7 +152,7 @@ class GossipLoop(LinkHandler):
         self.snapshot = self._publisher.snapshot(now)
 
     def _look_at_processor(self, now: float) -> None:
-        rate, watch = self.protocol.exchange_rate, self.idle_watch
+        rate, watch = self.protocol.exchange_rate, self._idle_watch
         if rate is not None and watch is not None and (idle := watch.look(now)) is not None:
             rate.saw_idle(idle.core, idle.thread)
 
@@ -408,8 +411,8 @@ class GossipLoop(LinkHandler):
     def writable(self, link: Link) -> None:
         self._pump()
 
-    def pin(self, memory: memoryview) -> object:
-        return self._state.device.pin(memory)
+    def pin(self, memory: memoryview, *, is_peers: bool) -> object:
+        return self._state.device.pin(memory, is_peers=is_peers)
 
     def _pump(self) -> None:
         # On a lost link nothing counts as queued, but the peer may still be reading our slots. So

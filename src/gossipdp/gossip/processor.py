@@ -32,9 +32,15 @@ class IdleWatch:
     A thread that waits for a core counts as busy: it has none to give away. Only the cores that
     this process may use count. Linux alone reports how long a thread waited, and the time of each
     core. On other systems there is no such watch, and the processor does not bound the rate.
+
+    Args:
+        has_helpers: True if other threads do the training thread's work while it waits, as the one
+            does that launches the backward pass on a GPU: all of this process but the thread that
+            looks counts as the training thread then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_helpers: bool = False) -> None:
+        self._has_helpers = has_helpers
         self._of_thread = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._of_machine = Path("/proc/stat")
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -63,6 +69,8 @@ class IdleWatch:
         )
 
     def _busy_s(self) -> float:
+        if self._has_helpers:
+            return time.process_time() - time.thread_time()
         try:
             ran_ns, waited_ns, _ = map(int, self._of_thread.read_text("ascii").split())
         except (FileNotFoundError, ValueError):

@@ -13,7 +13,7 @@ import torch
 
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.loop import LONGEST_TURN_S, GossipLoop
-from gossipdp.gossip.processor import IS_LINUX, IdleWatch
+from gossipdp.gossip.processor import IS_LINUX
 
 logger = logging.getLogger("gossipdp")
 
@@ -123,7 +123,7 @@ class GossipThread:
         time, and a step is queued here before that is read.
         """
         if self._num_steps == 0 and self._loop.protocol.exchange_rate is not None and IS_LINUX:
-            self._loop.idle_watch = IdleWatch()
+            self._loop.watch_this_thread()
         self._steps.append((samples, self._loop.clock()))
         self._num_steps += 1
         if self._num_steps >= self._wake_at_step:

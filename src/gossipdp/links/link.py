@@ -183,8 +183,11 @@ class LinkHandler(abc.ABC):
         dialled, even if another one was asked for while this dial was under way.
         """
 
-    def pin(self, memory: memoryview) -> object:
-        """Prepare memory in which exchange chunks leave or arrive; hold the result beside it."""
+    def pin(self, memory: memoryview, *, is_peers: bool) -> object:
+        """Prepare memory in which exchange chunks leave or arrive; hold the result beside it.
+
+        A write to memory that ``is_peers`` would end the process.
+        """
         return None
 
 

@@ -368,7 +368,7 @@ class SlotMemory:
         epoll: select.epoll,
         *,
         may_share: bool,
-        pin: Callable[[memoryview], object] = lambda _: None,
+        pin: Callable[..., object] = lambda _, **__: None,
     ) -> None:
         self._pin = pin
         self._pinned: object = None
@@ -398,7 +398,7 @@ class SlotMemory:
         else:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._memory = memoryview(mmap.mmap(-1, num_bytes, flags))
-        self._pinned = self._pin(self._memory)
+        self._pinned = self._pin(self._memory, is_peers=False)
         return self._memory
 
     def abandon(self) -> None:
@@ -440,7 +440,7 @@ class SlotMemory:
         """Map what peers have offered."""
         if self._socket is not None:
             for token, number, memory in self._socket.take(self._peers):
-                self._peers[token].map(number, memory, self._pin(memory))
+                self._peers[token].map(number, memory, self._pin(memory, is_peers=True))
 
     def _make_segment(self, num_bytes: int) -> SharedSegment | None:
         try:

@@ -40,7 +40,11 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
-from gossipdp.protocol.exchange_rate import ExchangeRate
+from gossipdp.protocol.exchange_rate import (
+    TAKEN_SHARE_BELOW_ONE,
+    TAKEN_SHARE_ON_CARD,
+    ExchangeRate,
+)
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.neighbours import Place
 from gossipdp.protocol.numbering import Numbering
@@ -292,7 +296,10 @@ class Startup:
         self.thread.start()
 
     def _exchange_rate(self) -> ExchangeRate | None:
-        return ExchangeRate() if self._options.fixed_comm_rate is None else None
+        if self._options.fixed_comm_rate is not None:
+            return None
+        is_on_card = self._state.device.is_queued
+        return ExchangeRate(TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE)
 
     def _numbering(self) -> Numbering | None:
         """Return the choice of the exchanges that carry moments.

@@ -4,14 +4,15 @@ A worker takes part in
 
     r = min(4, t / (2 d), a((1 - c) p / t), a((1 - i) q / t)),
 
-    a(s) = max(0.02 / s, min(1, m / s)), m = 0.05,
+    a(s) = max(0.02 / s, min(1, m / s)), m = 0.05, on a GPU 0.03,
 
 exchanges a step. t is the duration of a gradient step, and d that of an exchange. For one exchange
-gossip takes the processor time p, of which it spends q in Python (all of it on a GPU, whose work is
-launched by Python). c is the share of one core that the machine leaves idle, and i the share of
-time for which the training thread is idle. i matters because only one thread runs Python at a time:
-gossip's Python stops a training thread that runs Python, however many cores there are. Exchanges
-come at any time, so the share 1 - c, or 1 - i, of what they take is taken from training.
+gossip takes the processor time p, of which it spends q in Python. c is the share of one core that
+the machine leaves idle, and i the share of time for which the training thread is idle. i matters
+because only one thread runs Python at a time: gossip's Python stops a training thread that runs
+Python, however many cores there are. Exchanges come at any time, so the share 1 - c, or 1 - i, of
+what they take is taken from training. On a GPU q is all of p, because Python launches its work, and
+a training thread that waits for the one that launches its backward pass is not idle.
 
 At this rate exchanges fill at most half of a worker's time. They take 2% of it from training, or up
 to m where that buys no more than one exchange a step: below one, an exchange lowers the loss by
@@ -47,8 +48,9 @@ START_RATE = 1.0
 NUM_TO_KNOW = 4
 """Exchanges, and their durations, after which the rate is no longer ``START_RATE``."""
 LINK_SHARE = 0.5
-TAKEN_SHARE, TAKEN_SHARE_BELOW_ONE = 0.02, 0.05
-"""The share of training that exchanges may take: beyond one a step, and up to one."""
+TAKEN_SHARE, TAKEN_SHARE_BELOW_ONE, TAKEN_SHARE_ON_CARD = 0.02, 0.05, 0.03
+"""The share of training that exchanges may take: beyond one a step, up to one, up to one on a GPU.
+"""
 LAST_COSTS = 9
 HYSTERESIS = 1.25
 SPARE = 1.5
@@ -62,6 +64,7 @@ def affordable_rate(
     exchange_s: float,
     held_s: float = 0.0,
     processor: Iterable[tuple[float, float]] = (),
+    most_taken: float = TAKEN_SHARE_BELOW_ONE,
 ) -> tuple[float, Bound]:
     """Return r of the module's text, and the bound that keeps it from being higher.
 
@@ -69,6 +72,7 @@ def affordable_rate(
         step_s, exchange_s: t and d.
         held_s: the part of d for which the worker's own limit held its bytes back.
         processor: (seconds of an exchange, idle share) pairs: p with c, q with i.
+        most_taken: m.
 
     Example:
         >>> affordable_rate(step_s=0.1, exchange_s=0.2)
@@ -79,7 +83,7 @@ def affordable_rate(
     allowed["limit" if is_limited else "link"] = LINK_SHARE * step_s / max(exchange_s, 1e-9)
     for used_s, idle in processor:
         share = max((1.0 - idle) * used_s, 1e-9) / step_s
-        most = max(TAKEN_SHARE / share, min(1.0, TAKEN_SHARE_BELOW_ONE / share))
+        most = max(TAKEN_SHARE / share, min(1.0, most_taken / share))
         allowed["processor"] = min(most, allowed.get("processor", math.inf))
     bound = min(allowed, key=lambda each: allowed[each])
     return allowed[bound], bound
@@ -106,12 +110,16 @@ class _Mean:
 class ExchangeRate:
     """One worker's rate, in exchanges a gradient step, from what it has measured.
 
+    Args:
+        most_taken: m of the module's text.
+
     Attributes:
         rate: the one in force.
         bound: the limit that keeps it from being higher.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_taken: float = TAKEN_SHARE_BELOW_ONE) -> None:
+        self._most_taken = most_taken
         self.rate = START_RATE
         self.bound: Bound = "start"
         self._duration_s, self._held_s = _Mean(), _Mean()
@@ -158,7 +166,7 @@ class ExchangeRate:
                 (median(self._python_s), self._idle_thread.value),
             ]
         allowed, bound = affordable_rate(
-            step_s, self._duration_s.value, self._held_s.value, processor
+            step_s, self._duration_s.value, self._held_s.value, processor, self._most_taken
         )
         is_near = self.rate / HYSTERESIS <= allowed <= self.rate * HYSTERESIS
         if self.bound != "start" and is_near and (allowed < CEILING or self.rate == CEILING):

@@ -563,37 +563,54 @@ def test_pinned_memory_goes_straight_and_may_change_as_soon_as_the_call_returns(
 
 
 class Driver:
-    """The part of the driver that locks pages; ``refuses`` these flags."""
+    """The part of the driver that locks pages, unless it ``refuses``."""
 
-    def __init__(self, *refuses: int) -> None:
+    def __init__(self, *, refuses: bool) -> None:
         self.refuses, self.locked = refuses, dict[int, tuple[int, int]]()
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        self.locked[address] = num_bytes, flags
-        if flags in self.refuses:
-            del self.locked[address]
-        return int(flags in self.refuses)
+        if not self.refuses:
+            self.locked[address] = num_bytes, flags
+        return int(self.refuses)
 
     def cudaHostUnregister(self, address: int) -> None:
         del self.locked[address]
 
 
-@pytest.mark.parametrize(("refused", "flags"), [((), 1), ((1,), 9), ((1, 9), None)])
-def test_pages_are_locked_as_long_as_somebody_holds_them(monkeypatch, refused, flags):
-    driver = Driver(*refused)
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize(("is_peers", "flags"), [(False, 1), (True, 9)])
+def test_pages_are_locked_as_long_as_somebody_holds_them(monkeypatch, refuses, is_peers, flags):
+    driver = Driver(refuses=refuses)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     values = torch.zeros(64, dtype=torch.uint8)
-    pinned = _Pinned(memoryview(values.numpy()))
-    assert driver.locked == ({} if flags is None else {values.data_ptr(): (64, flags)})
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    del pinned
-    assert bool(driver.locked) == (flags is not None), "a forked child holds nothing"
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    driver.locked.clear()
-    pinned = _Pinned(memoryview(values.numpy()))
+    expected = {} if refuses else {values.data_ptr(): (64, flags)}
+    pinned = _Pinned(memoryview(values.numpy()), is_peers=is_peers)
+    assert (pinned.is_locked, driver.locked) == (not refuses, expected)
     del pinned
     assert not driver.locked
+    forked = _Pinned(memoryview(values.numpy()), is_peers=is_peers)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    del forked
+    assert driver.locked == expected, "a forked child unlocks nothing"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_refusal_of_the_driver_leaves_no_error_behind():
+    device = device_of({torch.device("cuda:0")})
+    values = torch.arange(4096, dtype=torch.float32)
+    memory = memoryview(values.view(torch.uint8).numpy())
+    held = device.pin(memory, is_peers=False)
+    assert values.is_pinned()
+    with device.gossip_thread():
+        assert not device.pin(memory, is_peers=False).is_locked
+        there = device.load(0, values)
+        assert torch.equal((there + 1).cpu(), values + 1)
+        device.there(values).copy_(there * 2)
+        device.store(values)
+    del held
+    assert not values.is_pinned()
+    assert torch.equal(values, 2 * torch.arange(4096, dtype=torch.float32))
 
 
 def test_an_exchange_takes_the_snapshot_that_the_host_holds():

@@ -52,3 +52,14 @@ def test_without_these_statistics_the_threads_own_clock_counts(tmp_path, monkeyp
     assert made.look(1.0) == Idle(core=0.5, thread=0.5)
     (tmp_path / "schedstat").unlink()
     assert made.look(2.0) == Idle(core=0.75, thread=0.75)
+
+
+def test_threads_that_help_the_training_thread_count_as_it(monkeypatch):
+    made = IdleWatch(has_helpers=True)
+    of_process_s, of_gossip_s = iter([5.0, 6.5]), iter([1.0, 1.75])
+    monkeypatch.setattr(processor.time, "process_time", lambda: next(of_process_s))
+    monkeypatch.setattr(processor.time, "thread_time", lambda: next(of_gossip_s))
+    made.look(0.0)
+    found = made.look(1.0)
+    assert found is not None
+    assert found.thread == pytest.approx(0.25)

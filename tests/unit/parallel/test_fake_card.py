@@ -18,6 +18,7 @@ from gossipdp import Checkpoints, Exchange, GossipDataParallel, Monitor, OuterSt
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import State
 from gossipdp.parallel.checkpointer import Checkpointer
+from gossipdp.protocol.exchange_rate import NUM_TO_KNOW
 
 Wrap = Callable[..., GossipDataParallel]
 
@@ -126,6 +127,18 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
     assert "loaded" in finishes(lambda: net.load_state_dict(net.state_dict()))
     assert "flow" in finishes(model.save_checkpoint)
     assert "_wait_for_average" in finishes(model.consolidate)
+
+
+@pytest.mark.usefixtures("card")
+def test_an_exchange_on_a_card_takes_less_of_a_step(started):
+    _, _, model = started(torch.float32)
+    rate = model._engine._protocol.exchange_rate
+    for _ in range(NUM_TO_KNOW):
+        rate.exchanged(0.001)
+        rate.took_processor(0.01, 0.0)
+    rate.saw_idle(0.0, 0.0)
+    rate.stepped(0.1)
+    assert (rate.rate, rate.bound) == (pytest.approx(0.3), "processor")
 
 
 CASES = pytest.mark.parametrize(
