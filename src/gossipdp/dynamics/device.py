@@ -3,8 +3,8 @@
 In host memory (:class:`Device`) an operation is done when its call returns, so a lock is all that
 two threads need. On a GPU a call only queues, and two threads that take turns at a lock may still
 overlap there. :class:`QueuedDevice` has the rules that keep them apart; tests check them with a
-stand-in that works late, in any order that they allow. :class:`AcceleratorDevice` has run on one
-NVIDIA H200. It names no maker: torch has the same streams and events for CUDA, ROCm and XPU.
+stand-in that works late, in any order that they allow. :class:`AcceleratorDevice` has run on an
+NVIDIA H200 and an H100. It names no maker: torch has the same streams and events for CUDA, ROCm and XPU.
 
 Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
 :class:`Mark` is a place in a stream (a CUDA event) that others can wait for.
@@ -420,7 +420,7 @@ class _Event(Mark):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # The host sleeps rather than spins. On CUDA ``torch.Event`` spins even so (torch 2.13).
+        # The host sleeps rather than spins. On CUDA ``torch.Event`` spins even so (torch 2.11).
         kind = torch.cuda.Event if device.type == "cuda" else partial(torch.Event, device)
         self._event = kind(blocking=True)
 

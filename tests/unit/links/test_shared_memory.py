@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from links import has_ended, in_child
+from links import Recorder, has_ended, in_child
 
 from gossipdp.links import shared_memory, sockets, tcp_link
 from gossipdp.links.frames import MAX_SEGMENT, ChunkKey, FrameType, pack_header, run_tag
@@ -223,6 +224,32 @@ def test_memory_given_up_ends_when_both_have_let_go_of_it(world):
     assert num_mapped() == before + 3
     world.until(lambda: second.handler.of("link_down"), second)
     assert num_mapped() == before + 2
+
+
+class Pinned:
+    """What a handler makes of memory."""
+
+
+def test_memory_is_pinned_as_long_as_it_is_held(world, monkeypatch):
+    held: weakref.WeakKeyDictionary[Pinned, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+    def pin(_: Recorder, memory: memoryview, *, is_peers: bool) -> Pinned:
+        held[made := Pinned()] = len(memory), is_peers
+        return made
+
+    monkeypatch.setattr(Recorder, "pin", pin)
+    first, _, there, _ = world.pair(world.shared)
+    size = len(first.memory)
+    assert sorted(held.values()) == [(size, False), (size, False), (size, True), (size, True)]
+    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
+    first.transport.poll(0.0)
+    there.close("it is silent")
+    world.settle(first)
+    gc.collect()
+    # The second's, which has not seen the end: its own and the first's.
+    assert sorted(held.values()) == [(size, False), (size, True)]
+    first.memory = first.transport.allocate(size)
+    assert sorted(held.values()) == [(size, False), (size, False), (size, True)]
 
 
 def test_memory_is_kept_where_the_lost_peer_had_read_all(world):
