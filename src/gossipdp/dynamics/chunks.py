@@ -295,7 +295,8 @@ class Chunk:
     ) -> float:
         """Take the :meth:`snapshot`, always whole, and :meth:`exchange`, in one pass."""
         with self.lock, self.order:
-            there = self.device.there(out), self.device.load(1, peers)
+            theirs = self.device.load(1, peers)  # first: it may drop slots
+            there = self.device.there(out), theirs
             squared_norm = self._snapshot_and_exchange(*there, self._flow(theta), alpha_tilde)
             self.device.store(out)
             self._exchanged(squared_norm, theta)

@@ -4,7 +4,8 @@ In host memory (:class:`Device`) an operation is done when its call returns, so 
 two threads need. On a GPU a call only queues, and two threads that take turns at a lock may still
 overlap there. :class:`QueuedDevice` has the rules that keep them apart; tests check them with a
 stand-in that works late, in any order that they allow. :class:`AcceleratorDevice` has run on an
-NVIDIA H200 and an H100. It names no maker: torch has the same streams and events for CUDA, ROCm and XPU.
+NVIDIA H200 and an H100. Torch has the same streams and events for ROCm and XPU; memory that workers
+share is pinned by CUDA's driver, or ROCm's.
 
 Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
 :class:`Mark` is a place in a stream (a CUDA event) that others can wait for.
@@ -46,6 +47,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ SWITCH, ON = "GOSSIPDP_UNTRIED_GPU", "yes"
 ACCELERATORS = ("cuda", "xpu")
 """The types of torch's devices that queue work on streams; a ROCm device is ``cuda`` to torch."""
 MOST_SLOTS = 64
-"""More than the windows of all codecs; see :class:`Slot`."""
+"""More than an exchange needs in any codec. If there are more, all are made anew."""
 HUGE_PAGE_BYTES = 1 << 21
 LEAST_HUGE_BYTES = 16 * HUGE_PAGE_BYTES
 
@@ -187,7 +189,8 @@ class QueuedDevice(Device, abc.ABC):
     suffix = " on the device"
 
     def __init__(self) -> None:
-        # By the number of what is loaded, or by the address to which snapshots are stored.
+        # By the number of what is loaded, or by the address to which snapshots are stored. If one
+        # is dropped, its snapshot is loaded again.
         self._slots: dict[int, Slot] = {}
 
     @abc.abstractmethod
@@ -318,19 +321,20 @@ class Slot:
 
     def load(self, values: Tensor) -> Tensor:
         """Copy ``values`` to the device; they may change as soon as this returns."""
-        pinned, there = self._pinned(values), self.there(values)
-        if pinned is not values:
-            self._loaded.wait()  # or the device might read the new values for the old
-            pinned.copy_(values)
-        there.copy_(pinned, non_blocking=True)
-        self._loaded.leave()
-        if pinned is values:
+        there = self.there(values)
+        if self._device.is_pinned(values):
+            there.copy_(values, non_blocking=True)
+            self._loaded.leave()
             self._loaded.wait()
+        else:
+            self._loaded.wait()  # or the device might read the new values for the old
+            there.copy_(self._pinned(values).copy_(values), non_blocking=True)
+            self._loaded.leave()
         return there
 
     def store(self, out: Tensor, total: Tensor | None = None) -> Tensor | None:
         """Copy the device's part to ``out``, and one number beside it; wait once for both."""
-        pinned = self._pinned(out)
+        pinned = out if self._device.is_pinned(out) else self._pinned(out)
         pinned.copy_(self.there(out), non_blocking=True)
         if total is not None:
             self._total[0].copy_(total, non_blocking=True)
@@ -340,9 +344,7 @@ class Slot:
         return None if total is None else self._total[0]
 
     def _pinned(self, values: Tensor) -> Tensor:
-        """Return pinned memory of this length and type: ``values``, or the slot's own."""
-        if self._device.is_pinned(values):
-            return values
+        """Return the slot's own pinned memory, as ``values``."""
         if self._between is None:
             self._between = self._device.pinned(self.num_bytes)
         return self._between[: values.nbytes].view(values.dtype)
@@ -361,6 +363,8 @@ class AcceleratorDevice(QueuedDevice):
         self._stream = torch.Stream(device, priority=-1)
         self._queued = torch.Event(device)
         self._of_thread = threading.local()
+        self._locked: WeakSet[_Pinned] = WeakSet()
+        self._one = torch.ones(1, device=device)
 
     @contextlib.contextmanager
     def gossip_thread(self) -> Iterator[None]:
@@ -394,18 +398,23 @@ class AcceleratorDevice(QueuedDevice):
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def is_pinned(self, values: Tensor) -> bool:
-        return values.is_pinned()
+        # Not torch's is_pinned(): the driver may remember pages that are no longer there.
+        return any(pinned.holds(values) for pinned in self._locked)
 
     def pin(self, memory: memoryview, *, is_peers: bool) -> object:
+        if not is_peers:
+            self._slots.clear()  # of the memory before
         if self._device.type != "cuda":
             return None
-        with torch.accelerator.device_index(self._device.index):
-            pinned = _Pinned(memory, is_peers=is_peers)
-        if not pinned.is_locked:
-            logger.info("%d bytes of exchanges cannot be pinned: they are copied", len(memory))
-            with contextlib.suppress(RuntimeError):  # the error, which the next launch would meet
-                torch.zeros(1, device=self._device)
-        return pinned
+        pinned = _Pinned(memory, self._device.index, is_peers=is_peers)
+        if pinned.status == 0:
+            self._locked.add(pinned)
+            return pinned
+        text = "%d bytes of exchanges cannot be pinned (error %d of the driver): they are copied"
+        logger.info(text, len(memory), pinned.status)
+        with contextlib.suppress(RuntimeError):  # the error, which the next launch would meet
+            self._one.fill_(1.0)
+        return None
 
     def room(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -445,26 +454,37 @@ class _Event(Mark):
 class _Pinned:
     """Memory whose pages are locked, so that the device copies from and to them by itself.
 
-    If the driver refuses, chunks go through a :class:`Slot`'s own memory: slower, and nothing else
-    changes.
+    If the driver refuses (``status`` is not 0), chunks go through a :class:`Slot`'s own memory:
+    slower, and nothing else changes.
     """
 
     PORTABLE, READ_ONLY = 1, 8
     """The driver's flags: for all devices; of pages that this process may not write."""
 
-    def __init__(self, memory: memoryview, *, is_peers: bool) -> None:
+    def __init__(self, memory: memoryview, device_index: int | None, *, is_peers: bool) -> None:
         self._memory = memory  # its pages stay mapped until they are unlocked
-        self._process_id = os.getpid()
+        self._process_id, self._device_index = os.getpid(), device_index
         self._driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         flags = self.PORTABLE | (self.READ_ONLY if is_peers else 0)
-        status = self._driver.cudaHostRegister(self._address, len(memory), flags)
-        self.is_locked = int(status) == 0
+        self.status = 0  # so that pages are unlocked even if an interrupt comes now
+        with torch.accelerator.device_index(device_index):
+            self.status = int(self._driver.cudaHostRegister(self._address, len(memory), flags))
+
+    def holds(self, values: Tensor) -> bool:
+        """Return True if all of ``values`` lies here."""
+        offset = values.data_ptr() - self._address
+        return 0 <= offset <= len(self._memory) - values.nbytes
 
     def __del__(self) -> None:
         """Unlock the pages, but not in a forked child."""
-        if self.is_locked and self._process_id == os.getpid():
-            self._driver.cudaHostUnregister(self._address)
+        if self.status == 0 and self._process_id == os.getpid():
+            with torch.accelerator.device_index(self._device_index):
+                if int(self._driver.cudaHostUnregister(self._address)):
+                    _never_unlocked.append(self._memory)  # other memory must not come there
+
+
+_never_unlocked: list[memoryview] = []
 
 
 def device_of(devices: set[torch.device]) -> Device:

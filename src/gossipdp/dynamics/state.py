@@ -18,6 +18,9 @@ from gossipdp.dynamics.moments import Moment, MomentChunk
 from gossipdp.dynamics.outer import OuterStep
 
 CHUNK_BYTES = 1 << 20
+MOST_BYTES = 1 << 26
+"""Of a chunk in the precision of its pending, in which sums over all workers travel: the longest
+frame."""
 # A boundary of fewer values is over before a second thread has woken.
 LEAST_HELPED_VALUES = 8_000_000
 MOST_BOUNDARY_THREADS = 8  # a few take all that memory gives
@@ -68,7 +71,7 @@ class Segment:
         kind = BufferChunk if role is Role.BUFFER else Chunk
         if moment is not None:
             kind = partial(MomentChunk, moment=moment)
-        length = max(1, chunk_bytes // x.element_size())
+        length = max(1, min(chunk_bytes // x.element_size(), MOST_BYTES // dtype.itemsize))
         self._parts = parts = [
             slice(start, start + length) for start in range(0, x.numel(), length)
         ]

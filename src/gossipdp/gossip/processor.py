@@ -36,7 +36,7 @@ class IdleWatch:
     Args:
         has_helpers: True if other threads do the training thread's work while it waits, as the one
             does that launches the backward pass on a GPU: all of this process but the thread that
-            looks counts as the training thread then.
+            looks counts as the training thread then, as long as it runs.
     """
 
     def __init__(self, *, has_helpers: bool = False) -> None:

@@ -35,7 +35,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from gossipdp.links import sockets
 from gossipdp.links.frames import (
@@ -68,6 +68,17 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTFORK = 10
 
+
+class Pin(Protocol):
+    """The type of :meth:`.LinkHandler.pin`."""
+
+    def __call__(self, memory: memoryview, /, *, is_peers: bool) -> object: ...
+
+
+def unpinned(_: memoryview, /, *, is_peers: bool) -> None:
+    """Leave memory as it is."""
+
+
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
@@ -77,21 +88,26 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @final
 class _Mapping:
-    """One mapping, which ends with this object.
+    """One mapping, which ends with this object; without a descriptor this process alone has it.
 
     Not ``mmap.mmap``, which keeps a duplicate of the descriptor: a forked child would hold that.
     """
 
-    def __init__(self, descriptor: int, num_bytes: int, protection: int) -> None:
+    def __init__(self, descriptor: int | None, num_bytes: int, protection: int) -> None:
         self.address: int | None = None
         self.process_id = os.getpid()
         self.num_bytes = num_bytes
+        if descriptor is None:
+            place = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1
+        else:
+            place = mmap.MAP_SHARED, descriptor
         with sockets.descriptors_guard:  # no fork between the two
-            address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
+            address = _libc.mmap(None, num_bytes, protection, *place, 0)
             if address == _MAP_FAILED:
                 raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}")
             self.address = address
-            if _libc.madvise(address, num_bytes, _MADV_DONTFORK):
+            # A child that has private memory only keeps pages longer.
+            if _libc.madvise(address, num_bytes, _MADV_DONTFORK) and descriptor is not None:
                 raise OSError(ctypes.get_errno(), f"madvise: {os.strerror(ctypes.get_errno())}")
 
     def __del__(self) -> None:
@@ -179,6 +195,7 @@ class PeerMemory:
     Args:
         peer: the peer's rank.
         send: queues a frame on the link: its type, its payload and the segment that it names.
+        pin: as :meth:`.LinkHandler.pin`; called when a segment is read first.
 
     Attributes:
         token: the peer shows it with a segment for this link.
@@ -188,28 +205,29 @@ class PeerMemory:
             has mapped; 0: none.
     """
 
-    def __init__(self, peer: int, send: Callable[[FrameType, bytes, int], None]) -> None:
+    def __init__(
+        self, peer: int, send: Callable[[FrameType, bytes, int], None], pin: Pin = unpinned
+    ) -> None:
         self.peer = peer
+        self._pin = pin
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.socket: bytes | None = None
         self.offered = self.ready = 0
         self._send = send
-        self._segments: dict[int, tuple[memoryview, object]] = {}
+        self._segments: dict[int, memoryview] = {}
+        self._pins: dict[int, object] = {}
 
     def invite(self, name: bytes) -> None:
         """Tell the peer, once, that it may pass segments to the Unix socket ``name``."""
         self._send(FrameType.MEMORY_SOCKET, name + self.token, 0)
 
-    def map(self, number: int, memory: memoryview, pinned: object = None) -> None:
-        """Take the peer's segment ``number``, unless it is an older one, and confirm it.
-
-        It is held together with what :meth:`.LinkHandler.pin` has made of it.
-        """
+    def map(self, number: int, memory: memoryview) -> None:
+        """Take the peer's segment ``number``, unless it is an older one, and confirm it."""
         if number <= max(self._segments, default=0):
             return
-        self._segments[number] = memory, pinned
+        self._segments[number] = memory
         if len(self._segments) > MAX_SEGMENTS:
-            del self._segments[min(self._segments)]
+            self._drop_oldest()
         self._send(FrameType.SEGMENT_READY, b"", number)
 
     def confirmed(self, number: int) -> None:
@@ -223,17 +241,25 @@ class PeerMemory:
 
         Chunks come in order, so older segments may go.
         """
-        memory, _ = self._segments.get(frame.segment, (None, None))
+        memory = self._segments.get(frame.segment)
         if memory is None or frame.offset + frame.length > len(memory):
             raise FrameError(f"{frame.length} bytes at {frame.offset} of segment {frame.segment}")
         while min(self._segments) < frame.segment:
-            del self._segments[min(self._segments)]
+            self._drop_oldest()
+        if frame.segment not in self._pins:
+            self._pins[frame.segment] = self._pin(memory, is_peers=True)
         return memory[frame.offset : frame.offset + frame.length]
 
     def close(self) -> None:
         """Let go of the peer's segments and of the link, which has ended."""
+        self._pins.clear()
         self._segments.clear()
         self._send = lambda *_: None  # no circle of references keeps what has ended
+
+    def _drop_oldest(self) -> None:
+        oldest = min(self._segments)
+        self._pins.pop(oldest, None)
+        del self._segments[oldest]
 
 
 def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
@@ -368,7 +394,7 @@ class SlotMemory:
         epoll: select.epoll,
         *,
         may_share: bool,
-        pin: Callable[..., object] = lambda _, **__: None,
+        pin: Pin = unpinned,
     ) -> None:
         self._pin = pin
         self._pinned: object = None
@@ -396,8 +422,7 @@ class SlotMemory:
             for peer in self._peers.values():
                 self.offer_to(peer)
         else:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._memory = memoryview(mmap.mmap(-1, num_bytes, flags))
+            self._memory = _Mapping(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
         self._pinned = self._pin(self._memory, is_peers=False)
         return self._memory
 
@@ -440,7 +465,7 @@ class SlotMemory:
         """Map what peers have offered."""
         if self._socket is not None:
             for token, number, memory in self._socket.take(self._peers):
-                self._peers[token].map(number, memory, self._pin(memory, is_peers=True))
+                self._peers[token].map(number, memory)
 
     def _make_segment(self, num_bytes: int) -> SharedSegment | None:
         try:

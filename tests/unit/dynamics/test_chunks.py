@@ -14,6 +14,7 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment, State
+from gossipdp.links.frames import MAX_CHUNK_BYTES
 
 
 @pytest.mark.parametrize("role", [Role.TRAINED, Role.BUFFER])
@@ -369,3 +370,15 @@ def test_with_the_helpers_that_the_system_gives_a_boundary_is_whole(
         assert helped.segments[0].x.tolist() == [times] * 10
         helped.end_helpers()  # the second boundary has none
         assert not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("role", [Role.TRAINED, Role.UNOPTIMIZED])
+def test_no_chunk_is_longer_than_a_frame_in_any_precision(role: Role, dtype: torch.dtype) -> None:
+    """Sums over all workers travel in pending's precision."""
+    x = torch.empty(1 << 26, dtype=dtype, device="meta")
+    for chunk_bytes in (1 << 25, MAX_CHUNK_BYTES):
+        segment = Segment(x, role, momentum=False, chunk_bytes=chunk_bytes)
+        longest = max(chunk.num_elements for chunk in segment.chunks)
+        assert longest * segment.pending.itemsize <= MAX_CHUNK_BYTES
+        assert longest * dtype.itemsize <= chunk_bytes

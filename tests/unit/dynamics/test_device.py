@@ -1,10 +1,11 @@
 """Two threads on a device that queues: each access waits for what it must come after."""
 
+import gc
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from random import Random
 
@@ -563,35 +564,76 @@ def test_pinned_memory_goes_straight_and_may_change_as_soon_as_the_call_returns(
 
 
 class Driver:
-    """The part of the driver that locks pages, unless it ``refuses``."""
+    """The part of the driver that locks pages, unless its ``status`` is an error."""
 
-    def __init__(self, *, refuses: bool) -> None:
-        self.refuses, self.locked = refuses, dict[int, tuple[int, int]]()
+    def __init__(self) -> None:
+        self.status, self.locked = 0, dict[int, tuple[int, int]]()
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        if not self.refuses:
+        if self.status == 0:
             self.locked[address] = num_bytes, flags
-        return int(self.refuses)
+        return self.status
 
-    def cudaHostUnregister(self, address: int) -> None:
-        del self.locked[address]
+    def cudaHostUnregister(self, address: int) -> int:
+        if self.status == 0:
+            del self.locked[address]
+        return self.status
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    return made
 
 
 @pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize(("is_peers", "flags"), [(False, 1), (True, 9)])
-def test_pages_are_locked_as_long_as_somebody_holds_them(monkeypatch, refuses, is_peers, flags):
-    driver = Driver(refuses=refuses)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+def test_pages_are_locked_as_long_as_somebody_holds_them(
+    monkeypatch, driver, refuses, is_peers, flags
+):
+    driver.status = 7 if refuses else 0
     values = torch.zeros(64, dtype=torch.uint8)
     expected = {} if refuses else {values.data_ptr(): (64, flags)}
-    pinned = _Pinned(memoryview(values.numpy()), is_peers=is_peers)
-    assert (pinned.is_locked, driver.locked) == (not refuses, expected)
+    pinned = _Pinned(memoryview(values.numpy()), 0, is_peers=is_peers)
+    assert (pinned.status, driver.locked) == (driver.status, expected)
     del pinned
     assert not driver.locked
-    forked = _Pinned(memoryview(values.numpy()), is_peers=is_peers)
+    forked = _Pinned(memoryview(values.numpy()), 0, is_peers=is_peers)
     monkeypatch.setattr(os, "getpid", lambda: -1)
     del forked
     assert driver.locked == expected, "a forked child unlocks nothing"
+
+
+def test_memory_that_cannot_be_unlocked_is_kept(monkeypatch, driver):
+    """The driver would take other memory at its place for it."""
+    kept: list[memoryview] = []
+    monkeypatch.setattr("gossipdp.dynamics.device._never_unlocked", kept)
+    memory = memoryview(bytearray(64))
+    pinned = _Pinned(memory, 0, is_peers=False)
+    driver.status = 1
+    del pinned
+    assert kept == [memory]
+
+
+def test_what_lies_within_pinned_memory_is_pinned(driver):
+    values = torch.zeros(64)
+    pinned = _Pinned(memoryview(values[8:24].numpy()).cast("B"), 0, is_peers=False)
+    parts = values[8:24], values[8:9], values[23:24], values[7:9], values[23:25], values[0:4]
+    assert list(map(pinned.holds, parts)) == [True, True, True, False, False, False]
+
+
+def test_an_interrupt_just_after_pages_were_locked_unlocks_them(driver):
+    def interrupted(*given: int) -> int:
+        Driver.cudaHostRegister(driver, *given)
+        raise KeyboardInterrupt
+
+    driver.cudaHostRegister = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        _Pinned(memoryview(bytearray(64)), 0, is_peers=False)
+    gc.collect()
+    assert not driver.locked
 
 
 @pytest.mark.cuda
@@ -602,8 +644,9 @@ def test_a_refusal_of_the_driver_leaves_no_error_behind():
     memory = memoryview(values.view(torch.uint8).numpy())
     held = device.pin(memory, is_peers=False)
     assert values.is_pinned()
+    assert device.is_pinned(values)
     with device.gossip_thread():
-        assert not device.pin(memory, is_peers=False).is_locked
+        assert device.pin(memory, is_peers=False) is None
         there = device.load(0, values)
         assert torch.equal((there + 1).cpu(), values + 1)
         device.there(values).copy_(there * 2)

@@ -238,10 +238,15 @@ def test_memory_is_pinned_as_long_as_it_is_held(world, monkeypatch):
         return made
 
     monkeypatch.setattr(Recorder, "pin", pin)
-    first, _, there, _ = world.pair(world.shared)
+    first, second, there, back = world.pair(world.shared)
     size = len(first.memory)
+    assert sorted(held.values()) == [(size, False), (size, False)]
+    for one, other, link in ((first, second, there), (second, first, back)):
+        link.send_chunk(EXCHANGE, key(), one.payload(b"x"))
+        world.until(lambda other=other: other.handler.of("chunk"))
     assert sorted(held.values()) == [(size, False), (size, False), (size, True), (size, True)]
-    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
+    world.until(lambda: there.queued_chunks == 0)
+    there.send_chunk(EXCHANGE, key(1), first.payload(b"x"))
     first.transport.poll(0.0)
     there.close("it is silent")
     world.settle(first)
