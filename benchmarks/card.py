@@ -501,7 +501,8 @@ def main() -> None:
         options.part_to.write_text(json.dumps(part.measure(settings)))
         return
     is_trial = options.quick or options.device == "cpu"
-    report = Report("card", "gossipdp on a card", is_trial)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else options.device
+    report = Report("card", f"gossipdp on a card ({name})", is_trial)
     ends_s, results = time.monotonic() + ALL_S, {}
     for part in parts:
         with tempfile.TemporaryDirectory() as folder:

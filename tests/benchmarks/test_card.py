@@ -49,11 +49,9 @@ def test_the_page_shows_the_measured_figures() -> None:
     assert sorted(shown) == sorted(expected)
     chunks = {size: times for size, _, *times in found["speed"]["rows"]}
     assert f"{chunks[16][3]:.2f} ms on the device" in page
-    assert f"{2 * found['speed']['copy_ms'] / chunks[16][3]:.0%} of the speed of a copy" in page
-    assert (
-        f"{chunks[16][0]:.0f} ms in chunks of 16 MiB, {chunks[1][0]:.0f} ms in chunks of 1" in page
-    )
-    assert f"{5 * found['speed']['copy_ms'] / chunks[16][1]:.0%} of the speed of a copy" in page
+    assert chunks[16][3] <= 2 * found["speed"]["copy_ms"], "as fast as a copy of as many bytes"
+    shown_ms = f"{chunks[32][0]:.0f} ms in chunks of 32 MiB, {chunks[1][0]:.0f} ms in chunks of 1"
+    assert shown_ms in page
     losses = {
         device: f"{min(each):.5f} to {max(each):.5f}" for device, each in found["loss"].items()
     }
