@@ -23,6 +23,9 @@ Races:
   optimizers' state starts again from its beginning, so a link that breaks ``MAX_BREAKS`` times ends
   the fetch.
 - The taker dies in the middle: its link goes down, and the rest is not sent.
+- All was sent, and the link is replaced before the taker has read it: the taker asks again. So a
+  giver that must not train before counts a state as taken only when the taker says so, by a request
+  for what comes after the last chunk. If that is lost with its link, it is said again.
 - A request comes while this worker has no state to give (it joins, is poisoned, consolidates): it
   refuses.
 - Consolidation begins while this worker's parameters are under way: they go on. Each chunk holds
@@ -30,6 +33,7 @@ Races:
 """
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +60,8 @@ CHUNK_BYTES = 1 << 20  # of the optimizers' state
 # bounds the memory that a layout of nothing but brackets can make decoding allocate, 70 times this.
 MAX_LAYOUT_BYTES = 16 << 20
 MAX_BREAKS = 5
+CONFIRMS_FOR_S = 60.0
+"""A taker says again, for so long, that it has all, if a link to the giver ends."""
 
 TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | OfferTraining
 OnEnd: TypeAlias = Callable[[Exception | None], None]
@@ -211,6 +217,7 @@ class Transfers:
         self._on_served: Callable[[], None] | None = None
         self._fetch: _Fetch | None = None
         self._counter = 0
+        self._taken_from, self._confirms_until_s = -1, -math.inf
         self._log = OnceLog(logger)
 
     # Giving.
@@ -226,6 +233,10 @@ class Transfers:
         self._count_served()
 
     def _give(self, peer: int, request: RequestState) -> None:
+        if request.start >= len(self._chunks):  # it has all
+            self._unserved.discard(peer)
+            self._count_served()
+            return
         link = self._links.get(peer)
         if link is None or not self._may_give(peer, request.counter):
             return
@@ -344,6 +355,8 @@ class Transfers:
             del self._senders[link.peer]
         self._early_requests.pop(link.peer, None)
         self._training_requests.pop(link.peer, None)
+        if link.peer == self._taken_from and self._clock() < self._confirms_until_s:
+            self._confirm()
         fetch = self._fetch
         if fetch is None or fetch.peer != link.peer:
             return
@@ -393,7 +406,16 @@ class Transfers:
             self.end(TurnedAwayError(f"worker {fetch.peer} cannot give its state: {error}"))
             return
         if fetch.room is None:
+            if fetch.unfold is None:
+                self._taken_from = fetch.peer
+                self._confirms_until_s = self._clock() + CONFIRMS_FOR_S
+                self._confirm()
             self.end(None)
+
+    def _confirm(self) -> None:
+        """Say that all of the parameters have come."""
+        self._counter += 1
+        self._send(self._taken_from, RequestState(self._counter, len(self._chunks)))
 
     def pump(self) -> None:
         """Send as much as there is room for; end a fetch without progress.
@@ -414,9 +436,6 @@ class Transfers:
                 logger.info("worker %d has been sent this worker's optimizers' state", peer)
             if sender.has_read_all and sender.link.queued_chunks == 0:  # the kernel has it all
                 del self._senders[peer]
-                if not sender.is_training:
-                    self._unserved.discard(peer)
-        self._count_served()
         fetch = self._fetch
         if fetch is not None and self._clock() > fetch.deadline_s:
             reason = f"worker {fetch.peer} sent nothing of its state for {fetch.timeout_s:g} s"

@@ -99,7 +99,10 @@ ExchangeMessage: TypeAlias = Propose | Accept | Busy | Free | Pass | Cancel | Ab
 
 
 class RequestState(_Message, frozen=True):
-    """Send me your state from chunk ``start`` on; ``counter`` tells my requests apart."""
+    """Send me your state from chunk ``start`` on; ``counter`` tells my requests apart.
+
+    Behind the last chunk: I have all of it.
+    """
 
     counter: Counter
     start: Counter

@@ -11,6 +11,7 @@ from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError
 from gossipdp.gossip.transfer import (
     CHUNK_BYTES,
+    CONFIRMS_FOR_S,
     MAX_BREAKS,
     SLOTS,
     Offer,
@@ -217,6 +218,34 @@ def test_what_a_closed_link_swallows_does_not_count_as_served(ends):
     deliver(giver, taker)
     assert served == [True]
     assert taker.ended == [None]
+
+
+def test_who_waits_until_a_state_is_taken_waits_for_the_taker_s_word(ends):
+    """All was sent, and what the kernel held is lost with the link: it must not have changed."""
+    giver, taker = ends
+    served = []
+    giver.transfers.serve([1], lambda: served.append(True))
+    taker.fetch(0)
+    while giver.transfers.num_chunks_sent < len(giver.state.all_chunks):
+        deliver(giver, taker, at_most=1)
+    giver.links[1].queue.clear()
+    giver.transfers.pump()
+    assert (served, taker.ended) == ([], [])
+    unlink(giver, taker)
+    linked(giver, taker)
+    while not taker.ended:
+        deliver(giver, taker, at_most=1)
+    taker.links[0].queue.clear()  # its word is lost, too
+    giver.transfers.pump()
+    assert served == []
+    unlink(giver, taker)
+    linked(giver, taker)
+    deliver(giver, taker)
+    assert served == [True]
+    assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
+    taker.now += CONFIRMS_FOR_S
+    unlink(giver, taker)
+    assert not taker.unsent
 
 
 @pytest.mark.parametrize("at", [1, 3, 5])
