@@ -274,7 +274,7 @@ class LoneOwner(LinkOwner):
         self.clock = lambda: 0.0
         self.scratch = memoryview(bytearray(4096))
         log, epoll = OnceLog(logging.getLogger()), cast(Any, None)
-        self.memory = SlotMemory(log, epoll, may_share=may_share)
+        self.memory = SlotMemory(log, epoll, may_share=may_share, pin=handler.pin)
         self.to_read: dict[Any, None] = {}
         self.to_write: dict[TcpLink, None] = {}
         self.limit, self.held = None, dict[TcpLink, None]()

@@ -429,25 +429,23 @@ class _Event(Mark):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # The host sleeps rather than spins. On CUDA ``torch.Event`` spins even so (torch 2.11).
-        kind = torch.cuda.Event if device.type == "cuda" else partial(torch.Event, device)
-        self._event = kind(blocking=True)
+        # The host sleeps rather than spins. On CUDA ``torch.Event`` spins even so (torch 2.11), and
+        # CUDA's own events take CUDA's own streams alone.
+        is_cuda = device.type == "cuda"
+        self._streams: Any = torch.cuda if is_cuda else torch.accelerator
+        self._event = (torch.cuda.Event if is_cuda else partial(torch.Event, device))(blocking=True)
 
     def leave(self) -> None:
-        self._event.record(self._stream())
+        self._event.record(self._streams.current_stream(self._device))
 
     def precede(self) -> None:
-        self._stream().wait_event(self._event)
+        self._streams.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
         self._event.synchronize()
 
     def is_past(self) -> bool:
         return self._event.query()
-
-    def _stream(self) -> Any:
-        of = torch.cuda if self._device.type == "cuda" else torch.accelerator
-        return of.current_stream(self._device)
 
 
 @final

@@ -75,10 +75,6 @@ class Pin(Protocol):
     def __call__(self, memory: memoryview, /, *, is_peers: bool) -> object: ...
 
 
-def unpinned(_: memoryview, /, *, is_peers: bool) -> None:
-    """Leave memory as it is."""
-
-
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
@@ -205,9 +201,7 @@ class PeerMemory:
             has mapped; 0: none.
     """
 
-    def __init__(
-        self, peer: int, send: Callable[[FrameType, bytes, int], None], pin: Pin = unpinned
-    ) -> None:
+    def __init__(self, peer: int, send: Callable[[FrameType, bytes, int], None], pin: Pin) -> None:
         self.peer = peer
         self._pin = pin
         self.token = secrets.token_bytes(TOKEN_BYTES)
@@ -394,7 +388,7 @@ class SlotMemory:
         epoll: select.epoll,
         *,
         may_share: bool,
-        pin: Pin = unpinned,
+        pin: Pin,
     ) -> None:
         self._pin = pin
         self._pinned: object = None

@@ -116,6 +116,11 @@ def unlink(a: End, b: End) -> None:
         one.transfers.link_down(link)
 
 
+def relink(a: End, b: End) -> None:
+    unlink(a, b)
+    linked(a, b)
+
+
 def deliver(a: End, b: End, at_most: int = 10_000) -> int:
     """Deliver what is queued between the two, and pump, until nothing happens; how many items."""
     num_delivered = 0
@@ -213,8 +218,7 @@ def test_what_a_closed_link_swallows_does_not_count_as_served(ends):
     giver.links[1].queue.clear()
     giver.transfers.pump()
     assert served == []
-    unlink(giver, taker)
-    linked(giver, taker)
+    relink(giver, taker)
     deliver(giver, taker)
     assert served == [True]
     assert taker.ended == [None]
@@ -231,15 +235,13 @@ def test_who_waits_until_a_state_is_taken_waits_for_the_taker_s_word(ends):
     giver.links[1].queue.clear()
     giver.transfers.pump()
     assert (served, taker.ended) == ([], [])
-    unlink(giver, taker)
-    linked(giver, taker)
+    relink(giver, taker)
     while not taker.ended:
         deliver(giver, taker, at_most=1)
     taker.links[0].queue.clear()  # its word is lost, too
     giver.transfers.pump()
     assert served == []
-    unlink(giver, taker)
-    linked(giver, taker)
+    relink(giver, taker)
     deliver(giver, taker)
     assert served == [True]
     assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
@@ -254,8 +256,7 @@ def test_a_lost_link_costs_nothing_but_time(ends, at):
     giver.transfers.serve([], lambda: None)
     taker.fetch(0)
     deliver(giver, taker, at_most=at)
-    unlink(giver, taker)
-    linked(giver, taker)
+    relink(giver, taker)
     deliver(giver, taker)
     assert taker.ended == [None]
     assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
@@ -274,8 +275,7 @@ def test_the_optimizers_state_comes_whole_whatever_its_links(ends, at):
     tensors = giver.keep(*SIZES, text=TEXT)
     if at is not None:
         deliver(giver, taker, at_most=at)
-        unlink(giver, taker)
-        linked(giver, taker)
+        relink(giver, taker)
         # Of another moment, so it is sent from its beginning.
         tensors = giver.keep(*SIZES, text=TEXT, fill=10)
     deliver(giver, taker)
@@ -364,8 +364,7 @@ def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends
     num_breaks = 0
     while not taker.ended:
         deliver(giver, taker, at_most=4)
-        unlink(giver, taker)
-        linked(giver, taker)
+        relink(giver, taker)
         num_breaks += 1
         assert num_breaks <= MAX_BREAKS
     assert num_breaks == MAX_BREAKS
@@ -465,8 +464,7 @@ def test_what_answers_an_older_request_is_dropped(ends):
     taker.transfers.receive(taker.links[0], StateRefused(99, "of another request"))
     assert taker.ended == []
     giver.transfers.receive(giver.links[1], RequestTraining(1))
-    unlink(giver, taker)
-    linked(giver, taker)
+    relink(giver, taker)
     giver.keep(5)  # the one who asked is gone
     giver.transfers.serve([], lambda: None)
     deliver(giver, taker)

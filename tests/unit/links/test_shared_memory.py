@@ -227,7 +227,7 @@ def test_memory_given_up_ends_when_both_have_let_go_of_it(world):
 
 
 class Pinned:
-    """What a handler makes of memory."""
+    """The result of pinning."""
 
 
 def test_memory_is_pinned_as_long_as_it_is_held(world, monkeypatch):
