@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gossipdp import WorkerFailedError
@@ -24,6 +24,9 @@ class RestartedProcess(Protocol):
     def poll(self) -> Ending | None:
         """Return how it ended; None while it runs."""
 
+    def pids(self) -> Sequence[int]:
+        """Return the ids of its processes."""
+
     def send(self, number: int) -> None:
         """Send it a signal."""
 
@@ -42,7 +45,7 @@ class Job:
         start: starts the worker of a rank; the second argument counts the starts of the job, or of
             this worker if it is started again alone.
         trains: returns whether the process of a rank has made a step.
-        faults: kills, stops and slows the workers.
+        faults: kills, stops and slows the workers, and cuts their links.
         whole: a death ends all workers, and all start again; otherwise the dead one does.
         clock: seconds.
 
@@ -68,6 +71,12 @@ class Job:
         self._is_ending = False
         self.running: dict[int, RestartedProcess] = {}
         self.ended_well: set[int] = set()
+
+    @property
+    def all_train(self) -> bool:
+        """Return whether every worker runs and has made a step."""
+        ranks = range(len(self._starts))
+        return all(rank in self.running and self._trains(rank) for rank in ranks)
 
     def wait_s(self) -> float:
         """Return the seconds until something is due."""

@@ -1,4 +1,4 @@
-"""``make chaos``, second part: real worker processes under kill -9, stops, restarts and cut links.
+"""``make chaos``, second part: real workers under kill -9, stops, restarts, cut and dead links.
 
     .venv/bin/python tests/chaos/processes.py                  two minutes of faults, new each time
     .venv/bin/python tests/chaos/processes.py --seed 17 --seconds 40
@@ -10,8 +10,6 @@ the command that runs them again.
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import secrets
 import shlex
 import sys
@@ -27,13 +25,11 @@ from typing import Any
 import psutil
 
 from gossipdp.errors import WorkerFailedError
-from gossipdp.gossip.loop import GossipLoop
-from gossipdp.launcher.fault_plan import Clause, FaultPlan
+from gossipdp.launcher.fault_plan import LINK_KINDS, Clause, FaultPlan
 from gossipdp.launcher.faults import NOT_BACK_YET, FaultInjector
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.supervisor import Failure
-from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import BeganRecord, worker_file
+from gossipdp.observe.log import worker_file
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import (
@@ -62,25 +58,11 @@ ALL_BACK = "all-back"
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Between these seconds two workers close every connection to each other."""
-
-    ranks: tuple[int, int]
-    at_s: float
-    for_s: float
-
-    def __str__(self) -> str:
-        first, second = self.ranks
-        return f"cut {first} from {second} at {self.at_s:g} s for {self.for_s:g} s"
-
-
-@dataclass(frozen=True)
 class Plan:
     """The events of a run; times count from the first gradient steps."""
 
     seed: int
     faults: FaultPlan
-    cuts: tuple[Cut, ...]
     duration_s: float
 
     def __str__(self) -> str:
@@ -88,7 +70,7 @@ class Plan:
             [
                 f"{self.duration_s:g} s with {NUM_WORKERS} workers; to run it again:",
                 f"    python {SCRIPT} --seed {self.seed} --seconds {self.duration_s:g}",
-                *(f"    {fault}" for fault in (*self.faults.clauses, *self.cuts)),
+                *(f"    {fault}" for fault in self.faults.clauses),
             ]
         )
 
@@ -100,18 +82,16 @@ def draw_plan(seed: int, duration_s: float) -> Plan:
     """
     random = Random(seed)
     faults: list[Clause] = []
-    cuts: list[Cut] = []
     away_until_s = dict.fromkeys(range(NUM_WORKERS), 0.0)
     at_s = 2.0
     while at_s < duration_s - QUIET_S:
         present = [rank for rank, until_s in away_until_s.items() if until_s <= at_s]
-        kind = random.choice(["kill", "stop", "cut"]) if faults else "kill"
+        kind = random.choice(["kill", "stop", "cut", "link"]) if faults else "kill"
         if kind == "cut":
-            # Neighbours on the ring, so that there is a link to cut.
-            pairs = [(rank, (rank + 1) % NUM_WORKERS) for rank in present]
-            pairs = [pair for pair in pairs if pair[1] in present]
-            if pairs:
-                cuts.append(Cut(random.choice(pairs), at_s, round(random.uniform(1, 8), 1)))
+            faults.append(Clause("cut", time_s=at_s))
+        elif kind == "link":
+            for_s = round(random.uniform(1, 8), 1)
+            faults.append(Clause("link", time_s=at_s, for_s=for_s))
         elif len(present) > NUM_WORKERS // 2:
             rank = random.choice(present) if faults else 0
             longest_s = duration_s - QUIET_S - at_s
@@ -119,41 +99,17 @@ def draw_plan(seed: int, duration_s: float) -> Plan:
             faults.append(Clause("kill" if kind == "kill" else "stop", rank, at_s, for_s=for_s))
             away_until_s[rank] = at_s + (for_s or 0.0) + 8
         at_s = round(at_s + random.uniform(2, 4), 1)
-    return Plan(seed, FaultPlan(tuple(faults)), tuple(cuts), duration_s)
+    return Plan(seed, FaultPlan(tuple(faults)), duration_s)
 
 
-def cut_file(directory: Path, cut: Cut) -> Path:
-    """Made once this cut has closed a connection."""
-    return directory / f"cut-{'-'.join(map(str, cut.ranks))}-at-{cut.at_s:g}"
-
-
-def train_with_cuts(arguments: DemoArguments, least_s: float, rank_cuts: Sequence[Cut]) -> None:
-    """Run the demo's worker, whose gossip thread closes links to those it is cut off from."""
-    rank = int(os.environ["RANK"])
-    log = RunLogTail(worker_file(arguments.directory, rank))
-    own = [cut for cut in rank_cuts if rank in cut.ranks]
-    began_s: list[float] = []
-    turn = GossipLoop.turn
+def train_until_all_are_back(arguments: DemoArguments, least_s: float) -> None:
+    """Run the demo's worker until all who were killed train again, too."""
     until = demo_training._until
 
     def until_all_are_back(is_over: Callable[[], bool], loader: Any) -> Iterator[Any]:
         return until(lambda: is_over() and (arguments.directory / ALL_BACK).exists(), loader)
 
-    def turn_and_cut(self: GossipLoop, *args: Any) -> None:
-        turn(self, *args)
-        if not began_s:
-            began_s.extend(each.at_s for each in log.read_new() if isinstance(each, BeganRecord))
-            return
-        since_s = since_boot_s() - began_s[0]
-        for cut in own:
-            peer = sum(cut.ranks) - rank
-            if cut.at_s <= since_s < cut.at_s + cut.for_s and peer in self._links:
-                self._links[peer].close("cut by the plan")
-                cut_file(arguments.directory, cut).touch()
-
     demo_training._until = until_all_are_back
-    if own:
-        GossipLoop.turn = turn_and_cut  # type: ignore[method-assign]
     train_worker(arguments, least_s, {})
 
 
@@ -171,7 +127,6 @@ class Outcome:
 def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Outcome:
     """Train under a plan, or undisturbed, and look at everything that is left."""
     faults = plan.faults if plan else FaultPlan()
-    cuts = plan.cuts if plan else ()
     arguments = DemoArguments(
         workers=NUM_WORKERS, graph="ring", samples=samples, output=directory / "run"
     )
@@ -181,7 +136,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     listening = _listening()
     workers = [WorkerProgress() for _ in range(NUM_WORKERS)]
     tails = [RunLogTail(worker_file(arguments.directory, rank)) for rank in range(NUM_WORKERS)]
-    injector = FaultInjector(faults, NUM_WORKERS)
+    injector = FaultInjector(faults, NUM_WORKERS, seed=plan.seed if plan else 0)
     num_kills = sum(clause.kind == "kill" for clause in faults.clauses)
     problems: list[str] = []
 
@@ -202,9 +157,9 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     began = time.monotonic()
     try:
         launch(
-            train_with_cuts,
+            train_until_all_are_back,
             world_size=NUM_WORKERS,
-            args=(arguments, plan.duration_s if plan else 0.0, cuts),
+            args=(arguments, plan.duration_s if plan else 0.0),
             environment={"TMPDIR": str(temporary)},
             timeout_s=(plan.duration_s if plan else 60.0) + PATIENCE_S,
             on_poll=poll,
@@ -220,12 +175,8 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     problems += map(str, missed)
     run_log = RunLog.read(arguments.directory)
     faults = fault_results(injector.records, run_log)
-    problems += [
-        f"did not {cut}"
-        for cut in cuts
-        if not cut_file(arguments.directory, cut).exists() and not _is_one_away(cut, faults)
-    ]
-    problems += _taken_for_dead(run_log, {each.rank for each in injector.records})
+    befallen = {each.rank for each in injector.records if each.kind not in LINK_KINDS}
+    problems += _taken_for_dead(run_log, befallen)
     results = read_results(run_log)
     together = averaged_together(results)
     if len(together) < NUM_WORKERS or {each.num_averaged for each in together} != {NUM_WORKERS}:
@@ -250,20 +201,9 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     )
 
 
-def _is_one_away(cut: Cut, faults: Sequence[dict[str, Any]]) -> bool:
-    """Return whether one of the two was killed and not back yet: there was no link to cut."""
-    return any(
-        fault["kind"] == "kill"
-        and "missed" not in fault
-        and fault["rank"] in cut.ranks
-        and fault["at_s"] < cut.at_s + cut.for_s
-        and fault["at_s"] + (fault["rejoined_s"] or math.inf) > cut.at_s
-        for fault in faults
-    )
-
-
 def _taken_for_dead(run_log: RunLog, befallen: set[int]) -> list[str]:
-    """Return deaths that a worker noticed while it trained, of others to whom nothing was done.
+    """Return deaths that a worker noticed while it trained, of others that were neither killed
+    nor stopped: a link that is down is no death.
 
     After that processes end, and one that dials them may find them gone before it hears why.
     """
@@ -307,10 +247,14 @@ def late_notices(faults: Sequence[dict[str, Any]], kind: str, limit_s: float) ->
 
 def late_stops(plan: Plan, results: Sequence[dict[str, Any]]) -> list[str]:
     """Return who did not notice that a worker stood still for longer than the time-out."""
-    clauses = sorted(plan.faults.clauses, key=lambda clause: (clause.time_s, clause.rank))
+    stops = [clause for clause in plan.faults.clauses if clause.kind == "stop"]
     long_enough = [
         result
-        for clause, result in zip(clauses, results, strict=True)
+        for clause, result in zip(
+            sorted(stops, key=lambda clause: clause.time_s),
+            [result for result in results if result["kind"] == "stop"],
+            strict=True,
+        )
         if clause.for_s is not None and clause.for_s >= NOTICED_AFTER_S + 0.5
     ]
     return late_notices(long_enough, "stop", LATEST_NOTICE_S)

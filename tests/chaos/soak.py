@@ -4,16 +4,15 @@
     .venv/bin/python tests/chaos/soak.py --minutes 2 --seed 17
 
 Workers of ``gossipdp run``, each with 256 descriptors at most and all with a /dev/shm of 64 MB (as
-root), train while every second a link is cut, now and then one is killed and started again, others
-join and leave, all save checkpoints, and one makes an average. Even ranks live all the time: their
-memory, descriptors and threads are the longest series. What happens follows from the seed as far
-as the machine's speed allows.
+root), train while ``--faults`` cuts a link of theirs every second, to the end; now and then one is
+killed and started again, others join and leave, all save checkpoints, and one makes an average.
+Even ranks live all the time: their memory, descriptors and threads are the longest series. What
+happens follows from the seed as far as the machine's speed allows.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -21,10 +20,8 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,6 +50,7 @@ PATIENCE_S = 300.0
 # What a killed worker made in its last time-out may be known to nobody.
 UNTOLD_S = 5.0
 CUT_EVERY_S = 1.0
+AGAIN_S = 1.0  # until what could not happen is tried again
 SAMPLE_EVERY_S = 5.0
 # Neighbouring samples resemble each other.
 STRETCH_MINUTES = 0.5
@@ -157,32 +155,6 @@ class WorkerLife:
         return cls(*map(int, path.name.split("-")[1:3]))
 
 
-def cut_a_link(process: psutil.Process, is_link: Callable[[Any], bool], random: Random) -> bool:
-    """Shut a connection down in the midst, as a network would; return whether there was one.
-
-    The descriptor is duplicated out of the worker (pidfd_getfd, Linux 5.6), so nothing in it knows.
-    """
-    links = [each for each in process.net_connections(kind="tcp") if is_link(each)]
-    if not links:
-        return False
-    number = random.choice(sorted(links, key=lambda each: each.fd)).fd
-    system = ctypes.CDLL(None, use_errno=True)
-    pid = os.pidfd_open(process.pid)
-    try:
-        descriptor = system.syscall(438, pid, number, 0)  # SYS_pidfd_getfd, alike everywhere
-    finally:
-        os.close(pid)
-    if descriptor < 0:
-        code = ctypes.get_errno()
-        if code in (9, 3):  # EBADF, ESRCH: it was quicker to end
-            return False
-        raise OSError(code, f"pidfd_getfd: {os.strerror(code)}; cuts need the right to trace")
-    with socket.socket(fileno=descriptor) as duplicate, suppress(OSError):
-        duplicate.shutdown(socket.SHUT_RDWR)
-        return True
-    return False
-
-
 class Soak:
     """One run, what befalls it, and what is seen of it."""
 
@@ -200,7 +172,9 @@ class Soak:
         self.secret = directory / "secret"
         self.secret.write_text(secrets.token_hex(16))
         self.secret.chmod(0o600)
-        self.run = self._start("run", "-n", str(num_workers), "--max-restarts", "100000")
+        cuts = f"cut every {CUT_EVERY_S:g}s"
+        words = ["-n", str(num_workers), "--max-restarts", "100000"]
+        self.run = self._start("run", *words, "--faults", cuts, "--faults-seed", str(seed))
         self.supervisor = Life("supervisor", psutil.Process(self.run.process.pid), time.monotonic())
         self.joiner: RunCommand | None = None
         self._joins_s = self._leaves_s = 0.0
@@ -253,8 +227,11 @@ class Soak:
         return set(range(self.num_workers)) <= live.keys() and num_joined == len(self.commands) - 1
 
     def sample(self) -> None:
-        """Take one sample of everyone, and note what processes there are."""
+        """Take one sample of everyone, and note what processes and what cuts there are."""
         now_s = time.monotonic()
+        with suppress(FileNotFoundError):
+            faults = (self.directory / "log" / "faults-0.jsonl").read_bytes().splitlines()
+            self.counts["cuts"] = sum(json.loads(line)["missed"] is None for line in faults)
         for life in (self.supervisor, *self.live().values()):
             life.sample(now_s)
         for command in self.commands:
@@ -263,21 +240,6 @@ class Soak:
                 self.seen |= {each.pid for each in (own, *own.children(recursive=True))}
 
     # What befalls it.
-
-    def cut(self) -> None:
-        """Cut one link of one worker."""
-        live = self.live()
-        ports = {port for life in live.values() for port in life.ports}
-
-        def is_link(connection: Any) -> bool:
-            if connection.status != "ESTABLISHED":
-                return False
-            return bool({connection.laddr.port, connection.raddr.port} & ports)
-
-        if live:
-            life = live[self.random.choice(sorted(live))]
-            with suppress(psutil.Error):
-                self.counts["cuts"] += cut_a_link(life.process, is_link, self.random)
 
     def kill(self) -> bool:
         """Kill a worker of odd rank; False: the one that was killed last is not back."""
@@ -325,7 +287,6 @@ class Soak:
         ends_s = began_s + self.pace.duration_s
         self._joins_s = began_s + self.pace.join_for_s / 8
         every = {
-            self.cut: CUT_EVERY_S,
             self.sample: min(SAMPLE_EVERY_S, self.pace.duration_s / 60),
             self.kill: self.pace.kill_every_s,
             self.average: self.pace.average_every_s,
@@ -335,7 +296,7 @@ class Soak:
             self.look()
             for what, at_s in due.items():
                 if now_s >= at_s:
-                    again_s = CUT_EVERY_S if what() is False else every[what]
+                    again_s = AGAIN_S if what() is False else every[what]
                     due[what] = max(at_s + again_s, time.monotonic())
             self.join_or_leave(now_s, ends_s)
             counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
@@ -370,6 +331,9 @@ class Soak:
         self._judge_values(ends)
         self._judge_what_is_left(ends)
         self._judge_output()
+        expected = self.pace.duration_s / CUT_EVERY_S
+        if self.counts["cuts"] < expected / 2:
+            self.problems.append(f"of {expected:.0f} cuts {self.counts['cuts']} were done")
         trends = [(life, life.trends()) for life in (self.supervisor, *self.lives.values())]
         if not any(found for _, found in trends):
             least = WARM_UP_MINUTES + JUDGED_MINUTES

@@ -31,6 +31,7 @@ from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.reports import advice_on, report_variables
 from gossipdp.launcher.supervisor import (
+    UNKILLABLE_S,
     Ending,
     Failure,
     ReplicaProcess,
@@ -92,8 +93,8 @@ def launch(
         on_failure: called for each failure, with how soon its worker is started again.
         nproc_per_replica: how many of the processes hold one replica of the model, each a shard of
             it. To ``torch.distributed`` these are a world of their own, to the others one worker.
-        faults: kills, stops and slows workers. The result of one that was killed, and not started
-            again, is None.
+        faults: kills, stops and slows workers, and cuts links. The result of one that was killed,
+            and not started again, is None.
 
     Raises:
         WorkerFailedError: a worker raised, ended early or was killed, and was not started again;
@@ -244,6 +245,9 @@ class ForkedWorker(WorkerProcess):
         pipe = [self._reader] if self._is_open else []
         return [self._process.sentinel, self.reports.receiver, *pipe]
 
+    def pids(self) -> list[int]:
+        return super().pids() if self._process.exitcode is None else []
+
     def send(self, number: int) -> None:
         # The fork server reaps it at once, and not when we poll. So look right before each signal:
         # in the microseconds between, no other process gets its id.
@@ -356,17 +360,25 @@ class ScriptWorker(WorkerProcess):
     """A worker started as a program, which writes to the standard streams of this process.
 
     When this process dies, however it does, the kernel sends the worker SIGTERM (Linux).
-    ``variables`` are the worker's whole environment.
+    ``variables`` are the worker's whole environment. Its input is empty, unless ``stdin`` is
+    ``subprocess.PIPE``.
     """
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        *,
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
         super().__init__()
         with ExitStack() as on_failure, self.reports.sender as sender:
             on_failure.callback(self.reports.close)
             self._process = subprocess.Popen(
                 command,
                 env={**variables, **report_variables(sender)},
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
+                bufsize=0,
                 process_group=0,  # Ctrl+C reaches the supervisor alone, which passes it on once
                 pass_fds=[sender.fileno()],
                 preexec_fn=_end_with(os.getpid()),  # noqa: PLW1509 (see there)
@@ -380,6 +392,27 @@ class ScriptWorker(WorkerProcess):
     def poll(self) -> Ending | None:
         code = self._process.poll()
         return None if code is None else Ending(exit_reason(code))
+
+    def tell(self, message: bytes) -> bool:
+        """Write all of its input; return whether it was taken. Never block."""
+        pipe = self._process.stdin
+        assert pipe is not None
+        with pipe:
+            os.set_blocking(pipe.fileno(), False)
+            try:
+                return pipe.write(message) == len(message)
+            except OSError:  # it has ended
+                return False
+
+    def discard(self) -> None:
+        """Kill it if it runs, and let go of it."""
+        if self.poll() is None:
+            self.kill()
+            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                self._process.wait(UNKILLABLE_S)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self.close()
 
 
 def _end_with(parent_pid: int) -> Callable[[], None] | None:

@@ -104,6 +104,10 @@ class WorkerProcess(abc.ABC):
         """Let go of a process that has ended."""
         self.reports.close()
 
+    def pids(self) -> list[int]:
+        """Return the ids of its processes; valid until :meth:`poll` has returned its ending."""
+        return [self.pid]
+
     def send(self, number: int) -> None:
         """Send the process a signal; valid until :meth:`poll` has returned its ending."""
         with suppress(ProcessLookupError):
@@ -206,6 +210,9 @@ class ReplicaProcess(WorkerProcess):
                     other.kill()
         return None if self._running else self._failure or Ending()
 
+    def pids(self) -> list[int]:
+        return [pid for process in self._running.values() for pid in process.pids()]
+
     def send(self, number: int) -> None:
         self._is_ending |= number == signal.SIGTERM
         for process in self._running.values():
@@ -305,7 +312,7 @@ class Supervisor:
         plan: the run they belong to.
         start_process: starts a process with these variables.
         max_restarts: how many restarts, of all workers together.
-        faults: kills, stops and slows the workers.
+        faults: kills, stops and slows the workers, and cuts their links.
         on_failure: called once for each failure, with whether the others go on.
         on_missed_end: called with the rank of each worker that the run was completed without,
             though restarts were left for it; and with the reason for its end, "" if we end it.
@@ -359,6 +366,13 @@ class Supervisor:
     def ending(self) -> bool:
         """Return whether the workers are being ended."""
         return self._kill_at is not None
+
+    @property
+    def may_restart(self) -> bool:
+        """Return whether all workers train, and one that failed would be started again."""
+        all_train = all(lives.trains for lives in self._lives)
+        is_over = self.ending or self.is_complete
+        return all_train and self._num_restarts_left > 0 and not is_over
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> int | None:
         """Start all workers, call ``on_step`` all the while, and return when all have ended.

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.demo.options import ENDS_ALLREDUCE, DemoArguments
 from gossipdp_lab.demo.training import Training, shown, train, write_reports
 from gossipdp_lab.tasks.options import MethodName
 
@@ -72,11 +72,11 @@ def default_faults(num_workers: int, seconds: float) -> str:
 
 
 def both(arguments: DemoArguments) -> dict[str, DemoArguments]:
-    """Return the two trainings, all-reduce first; only gossip's workers are killed."""
+    """Return the two trainings, all-reduce first; only gossip's have kills and cut links."""
     seconds = arguments.seconds or SECONDS
     text = arguments.faults or default_faults(arguments.workers, seconds)
     plan = FaultPlan.parse(text, arguments.workers)
-    without_kills = FaultPlan(tuple(each for each in plan.clauses if each.kind != "kill"))
+    survivable = FaultPlan(tuple(each for each in plan.clauses if each.kind not in ENDS_ALLREDUCE))
 
     def training(method: MethodName, faults: FaultPlan) -> DemoArguments:
         return replace(
@@ -92,7 +92,7 @@ def both(arguments: DemoArguments) -> dict[str, DemoArguments]:
         )
 
     return {
-        "allreduce": training("allreduce", without_kills),
+        "allreduce": training("allreduce", survivable),
         arguments.method: training(arguments.method, plan),
     }
 
@@ -107,6 +107,7 @@ class Verdict:
     method: str
     seconds: float
     num_kills: int
+    num_links: int
     allreduce_samples: int
     gossip_samples: int
     allreduce_loss: float
@@ -130,11 +131,15 @@ class Verdict:
         else:
             quality = f"its model is {abs(gap):.1%} {'worse' if gap > 0 else 'better'}"
         but = "but" if (gain > 1) == (gap > AS_GOOD) else "and"
-        kills = "1 worker was" if self.num_kills == 1 else f"{self.num_kills} workers were"
-        killed = f"although {kills} killed in its run alone, " if self.num_kills else ""
+        hurts = []
+        if self.num_kills:
+            hurts.append(f"{_counted(self.num_kills, 'worker')} killed")
+        if self.num_links:
+            hurts.append(f"{_counted(self.num_links, 'link')} cut or down")
+        hurt = f"although {' and '.join(hurts)} in its run alone, " if hurts else ""
         return (
             f"In {self.seconds:g} s {self.method} trained on {self.gossip_samples:,} samples, "
-            f"{killed}{many} as all-reduce ({self.allreduce_samples:,}), {but} {quality}: "
+            f"{hurt}{many} as all-reduce ({self.allreduce_samples:,}), {but} {quality}: "
             f"{self.gossip_loss:.3f} and {self.allreduce_loss:.3f} bits per byte (lower is better)."
         )
 
@@ -183,13 +188,19 @@ def judge(gossip: DemoArguments, trainings: Mapping[str, Training]) -> Verdict:
     """Compare gossip's training with that by all-reduce."""
     both = [trainings[method] for method in ("allreduce", gossip.method)]
     faults = trainings[gossip.method].summary.get("faults", ())
+    done = [each["kind"] for each in faults if "missed" not in each]
     return Verdict(
         gossip.method,
         gossip.least_s,
-        sum(each["kind"] == "kill" and "missed" not in each for each in faults),
+        done.count("kill"),
+        done.count("link") + done.count("cut"),
         *(each.summary["samples"] for each in both),
         *(each.summary[each.metric_name] for each in both),
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"1 {noun} was" if count == 1 else f"{count} {noun}s were"
 
 
 def _name(method: str) -> str:

@@ -30,7 +30,13 @@ NUM_PIECES = 80
 NUM_POINTS = 40
 """Points of a line, each of as many samples, so that none is noisier than the others."""
 
-MARKS = {"slow": ("v", "becomes slow"), "kill": ("X", "killed"), "stop": ("s", "stopped")}
+MARKS = {
+    "slow": ("v", "becomes slow"),
+    "kill": ("X", "killed"),
+    "stop": ("s", "stopped"),
+    "link": ("|", "link down"),
+    "cut": ("x", "link cut"),
+}
 """By kind of fault: its mark in the worker's row, and its name."""
 
 SHOWN_LOSSES = 1.6

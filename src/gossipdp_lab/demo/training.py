@@ -90,11 +90,7 @@ def train(arguments: DemoArguments, console: Console) -> Training:
     problems = []
     # Faults that repeat may be missed in part, and the worker killed last may not be back yet.
     if not any(clause.every for clause in arguments.fault_plan.clauses):
-        problems += [
-            f"no {each.kind} of worker {each.rank} at {each.planned_s:g} s: {each.missed}"
-            for each in records
-            if each.missed
-        ]
+        problems += [str(each).strip() for each in records if each.missed]
         problems += not_back(results_of_faults) if arguments.restart else []
     held = {result.rank for result in averaged}
     problems += [

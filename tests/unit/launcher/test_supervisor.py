@@ -15,6 +15,7 @@ from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
 from gossipdp.launcher.reports import Report, report_variables, send_report
 from gossipdp.launcher.store import HostedStore
 from gossipdp.launcher.supervisor import (
+    FIRST_DELAY_S,
     GRACE_S,
     MAX_DELAY_S,
     PATIENCE_S,
@@ -183,6 +184,40 @@ def test_a_failure_before_the_run_began_ends_the_others(make: Make) -> None:
     assert setting.failed == [0, 1]
     assert setting.failures == [(0, False), (1, False)]
     assert setting.restarted == []
+
+
+def test_a_restart_is_to_be_expected_while_all_train_and_restarts_are_left(make: Make) -> None:
+    setting = make(begun=True, max_restarts=2)
+    setting.step(1)
+    assert not setting.supervisor.may_restart
+    setting.report(trains=True)
+    setting.step(2)
+    assert setting.supervisor.may_restart
+    setting.crash(0)
+    setting.step(3, 3 + FIRST_DELAY_S)
+    assert not setting.supervisor.may_restart  # its next life does not train yet
+    setting.report(trains=True)
+    setting.step(4)
+    assert setting.supervisor.may_restart
+    setting.crash(0)
+    setting.step(5, 6)
+    setting.report(trains=True)
+    setting.step(7)
+    assert not setting.supervisor.may_restart
+
+
+@pytest.mark.parametrize("end", ["consolidated", "ended"])
+def test_no_restart_is_to_be_expected_at_the_end(make: Make, end: str) -> None:
+    setting = make(begun=True, max_restarts=2)
+    setting.report(trains=True)
+    setting.step(1)
+    assert setting.supervisor.may_restart
+    if end == "consolidated":
+        setting.workers[1].report(consolidated=True)
+        setting.step(2)
+    else:
+        setting.supervisor.end()
+    assert not setting.supervisor.may_restart
 
 
 def test_after_the_run_began_the_others_go_on(make: Make) -> None:
