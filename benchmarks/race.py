@@ -46,7 +46,7 @@ import msgspec
 import tyro
 from networks.namespaces import Hosts, missing
 from networks.shaped import ShapedHosts
-from quality_rows import TORCHFT, RowName
+from quality_rows import KINDS, TORCHFT, RowName
 from race_conditions import CONDITIONS, RaceCondition
 from race_report import NOTE, Run, as_json, draw, model_tables, table, unequal
 from race_run import RaceResult, race
@@ -139,6 +139,9 @@ class Race:
     timeout_s: int = option(5, at_least_1)
     """torchft: time-out of its collectives and quorums; torchft's own: 60."""
 
+    spares_for_all: bool = False
+    """torchft's replicas are started again from a spare interpreter too, as gossipdp's workers."""
+
     heartbeat_ms: int = option(1_000, at_least_1)
     """torchft, where workers are killed or stand still: after so long without a sign of life a
     replica counts as dead; torchft's own, and elsewhere: 5000."""
@@ -226,6 +229,7 @@ def settings_of(
         join_ms=benchmark.join_ms + between_ms if is_torchft else None,
         timeout_s=benchmark.timeout_s if is_torchft else None,
         heartbeat_ms=heartbeat_ms if is_torchft else None,
+        keeps_spare=KINDS[name.kind].is_ours or (is_torchft and benchmark.spares_for_all),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from race_settings import RaceSettings, Shelf, Values, num_parameters
 from race_worker import life_variables, log_path, shelf_path
 
 from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher.spares import Spares
 from gossipdp.launcher.supervisor import Ending, WorkerProcess
 
 WORKER = Path(__file__).with_name("race_worker.py")
@@ -49,6 +49,8 @@ class Fleet:
         self.pids: dict[int, int] = {}
         self.num_lives = [0] * settings.workers
         self.shelves: dict[tuple[int, int], Shelf] = {}
+        common = {**os.environ, **common_variables()}
+        self.spares = Spares([str(WORKER)], common, number=int(settings.keeps_spare))
         # The last host is the launcher's; those between it and the first ones are spare.
         self._host_of = list(range(settings.workers))
         self._is_gone: set[int] = set()
@@ -72,7 +74,7 @@ class Fleet:
             own.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the launcher's cannot be reached
         own |= life_variables(self._folder, life, where)
         self.shelves[rank, life] = Shelf(shelf_path(self._folder, rank, life), num_parameters())
-        worker = ScriptWorker([sys.executable, str(WORKER)], own)
+        worker = self.spares.start(own)
         self.pids[rank] = worker.pid
         if self._settings_vanish:
             return HostWorker(worker, lambda: self._cut(rank))

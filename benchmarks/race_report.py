@@ -159,14 +159,15 @@ NOTE = (
     "those of all workers at full speed from the start of the processes. Final loss: at equal wall "
     "time, of the model of all on held-out text, bits a byte. Seconds lost a fault: of the whole "
     "job. Bytes: sent by all workers' sockets, over parameters and batches kept. Restart: from the "
-    "start of a process to the end of its first step."
+    "start of a process, or from when a spare one becomes a worker, to the end of its first step."
 )
 
 
 def unequal(found: Mapping[str, Runs]) -> str:
     """Return what was not equal, with the measured times of a start."""
     every = [run for runs in found.values() for one in runs.values() for run in one]
-    imported = Spread.of(run.result.imported_s for run in every)
+    imported_anew = [run for run in every if not run.settings.keeps_spare] or every
+    imported = Spread.of(run.result.imported_s for run in imported_anew)
     started = Spread.of(run.result.start_s for run in every)
     late = {
         RowName.parse(row).label: Spread.of(
@@ -185,9 +186,21 @@ def unequal(found: Mapping[str, Runs]) -> str:
         "supervisor notices a death at once, as no cluster does: DDP's other workers would wait "
         "for it. A vanished host's worker starts on another host after 0.1 s. torchft's lighthouse "
         "never dies, and its DDP hook is repaired (benchmarks/support/torchft_rows.py). "
+        f"{_spares(every)}"
         "Checkpoints are on a local disk. gossipdp exchanges through sockets, not shared memory. "
         "All workers share this machine's cores: if they are few, imports after a death take time "
         "from those who train."
+    )
+
+
+def _spares(runs: Sequence[Run]) -> str:
+    """Return who has a spare interpreter for a restart."""
+    with_spare = {RowName.parse(r.settings.row).label for r in runs if r.settings.keeps_spare}
+    if not with_spare:
+        return ""
+    return (
+        f"{', '.join(sorted(with_spare))}: a worker that is started again has a spare interpreter "
+        "that has imported torch, as gossipdp run keeps one; the others' launchers have none. "
     )
 
 
@@ -287,7 +300,7 @@ def as_json(found: Mapping[str, Runs]) -> dict[str, Any]:
     }
 
 
-MARKS = {"kill": "X", "stop": "s", "slow": "v"}
+MARKS = {"kill": "X", "stop": "s", "slow": "v", "link": "|", "cut": "x"}
 
 
 def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> None:

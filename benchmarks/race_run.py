@@ -150,6 +150,7 @@ def race(settings: RaceSettings, hosts: Hosts | None = None) -> RaceResult:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         np.save(folder / "text.npy", judge().texts[0].numpy())
         fleet = Fleet(settings, folder, hosts)
+        stack.callback(fleet.spares.close)
         started_s = time.monotonic()
         ends_s = started_s + settings.seconds
         assignment = Assignment(settings=settings, started_s=started_s, ends_s=ends_s)
@@ -271,6 +272,8 @@ def supervise_gossip(course: Course) -> None:
     )
 
     def on_step() -> None:
+        if supervisor.may_restart:
+            fleet.spares.prepare()
         if course.look() >= PATIENCE_S and not supervisor.ending:
             supervisor.end()
 
@@ -294,6 +297,8 @@ def supervise_job(course: Course, variables: Mapping[str, str]) -> None:
     job = Job(settings.workers, start, fleet.trains, course.injector, whole=whole)
     try:
         while job.step():
+            if job.all_train:
+                fleet.spares.prepare()
             since_end_s = course.look()
             # Those that still wait then wait for one that has ended.
             if since_end_s >= PATIENCE_S or (job.ended_well and since_end_s >= GRACE_S):

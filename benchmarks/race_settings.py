@@ -25,6 +25,7 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     checkpoint_steps: None for gossipdp's rows, which need none here.
     join_ms, timeout_s, heartbeat_ms: of torchft's rows; None for others.
+    keeps_spare: a worker that is started again has an interpreter that has imported torch.
     step_s: what the gradients of a batch take, the mean.
     """
 
@@ -41,6 +42,7 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
     join_ms: int | None = None
     timeout_s: int | None = None
     heartbeat_ms: int | None = None
+    keeps_spare: bool = False
 
     @property
     def key(self) -> str:

@@ -3,17 +3,21 @@
     python benchmarks/startup_worker.py PATH CASE NUM_VALUES
 
 Worker 0 writes its stages to PATH. Nothing is imported here that a plain script would not import.
+KILLED: worker 0 kills itself once it has exchanged, and the stages are those of its next process.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-IMPORT, WRAP = "import gossipdp", "wrap"
+IMPORT, WRAP, EXCHANGE, KILLED = "import gossipdp", "wrap", "exchange", "killed"
+STEP_S, PATIENCE_S = 0.02, 60.0
 
 
 def main() -> None:
@@ -30,19 +34,44 @@ def main() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     note("torch")
     model = net
-    if case in (IMPORT, WRAP):
+    if case:
         from gossipdp import GossipDataParallel
     note("imported")
-    if case == WRAP:
+    if case not in ("", IMPORT):
         model = GossipDataParallel(net, optimizer, budget_samples=1)
     note("wrapped")
     model(torch.zeros(1, num_values // 8)).sum().backward()
     optimizer.step()
     note("stepped")
-    if case == WRAP:
+    is_measured = os.environ.get("RANK", "0") == "0"
+    if case in (EXCHANGE, KILLED):
+
+        def until(is_true: Callable[[], bool]) -> None:
+            """Train on, a step every 20 ms."""
+            ends_s = time.perf_counter() + PATIENCE_S
+            while not is_true():
+                if time.perf_counter() > ends_s:
+                    raise TimeoutError(f"no exchange within {PATIENCE_S:g} s")
+                time.sleep(STEP_S)
+                optimizer.step()
+
+        if not is_measured:
+            until(path.exists)
+        else:
+            until(lambda: model.stats().exchanges > 0)
+            note("exchanged")
+            death = path.with_suffix(".death")
+            if case == KILLED and not death.exists():
+                death.write_text(str(time.monotonic()), "utf-8")
+                os.kill(os.getpid(), signal.SIGKILL)
+            if case == KILLED:
+                stages["since the kill"] = 0.0, time.monotonic() - float(death.read_text("utf-8"))
+    if is_measured:
+        written = path.with_suffix(".new")
+        written.write_text(json.dumps(stages), "utf-8")
+        written.rename(path)
+    if case not in ("", IMPORT):
         model.consolidate()
-    if os.environ.get("RANK", "0") == "0":
-        path.write_text(json.dumps(stages), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """startup.py: the stages of an interpreter, and the figures."""
 
+import math
+
 import pytest
-from startup import Case, Start, measure, summary
+from startup import KILLED, Case, Start, measure, summary
 
 
 def test_the_figures() -> None:
@@ -18,6 +20,9 @@ def test_the_figures() -> None:
         0.25,
         2.5,
     )
+    assert math.isnan(start.exchange_wall_s)
+    assert Start.of(stages | {"exchanged": [2.6, 4.0]}).exchange_wall_s == 1.5
+    assert Start.of(stages | {"since the kill": [0.0, 1.75]}).back_wall_s == 1.75
     slower = Start(0.35, 0.6, 0.25, 2.6)
     assert summary([start, slower, slower])["cpu_s"].values == (0.25, 0.35, 0.35)
 
@@ -28,3 +33,10 @@ def test_an_interpreter_imports_wraps_and_steps() -> None:
     assert 0 < start.cpu_s < start.whole_cpu_s
     assert start.wall_s > 0
     assert start.step_cpu_s > 0
+
+
+@pytest.mark.processes
+def test_a_killed_worker_is_timed_until_it_exchanges_again() -> None:
+    start = measure(Case("killed", KILLED, num_workers=2))
+    assert start.wall_s < start.exchange_wall_s < math.inf
+    assert start.exchange_wall_s < start.back_wall_s < math.inf

@@ -235,6 +235,99 @@ def test_faults_are_done_to_a_script_which_ends_well(
     assert "faults: 3 done, 1 missed" in shown
 
 
+def test_a_worker_that_is_started_again_is_the_spare_interpreter(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
+    script, files = tmp_path / "train.py", tmp_path / "files"
+    files.mkdir()
+    script.write_text(TRAINING)
+    words = ["-n", "2", "--max-restarts", "2", str(script), str(files)]
+    run = RunCommand(tmp_path / "output", words, environment=without_torch)
+    supervisor = psutil.Process(run.process.pid)
+
+    def workers() -> dict[int, int]:
+        """Return the processes of the workers that have begun, by rank."""
+        lives = [tuple(map(int, path.name.split("-")[1:])) for path in files.glob("life-*")]
+        return {rank: pid for rank, pid in lives if runs(pid)}
+
+    def spare() -> int | None:
+        """Return the process that is kept, once all workers train."""
+        others = {each.pid for each in supervisor.children()} - set(workers().values())
+        return others.pop() if len(workers()) == 2 and len(others) == 1 else None
+
+    try:
+        for _ in range(2):
+            run.wait_for(spare)
+            kept = spare()
+            os.kill(workers()[1], signal.SIGKILL)
+            run.wait_for((files / f"life-1-{kept}").exists)
+        (files / "end").touch()
+        assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    assert len(list(files.glob("life-1-*"))) == 3
+    assert not supervisor.is_running()
+
+
+# Notes at each step how often it has exchanged with each of the others.
+CUT_OFF = """
+import json, sys, time
+from pathlib import Path
+import torch
+from gossipdp import GossipDataParallel, Network
+from gossipdp.links.clock import since_boot_s
+
+files = Path(sys.argv[1])
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+network = Network(timeout_s=1.0)  # they give their connection up, and dial again
+model = GossipDataParallel(net, optimizer, graph="complete", comm_rate=1.0, network=network)
+with (files / f"seen-{model.rank}").open("w") as seen:
+    while not (files / "end").exists():
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        time.sleep(0.005)
+        counts = model.stats().exchanges_by_neighbour
+        print(json.dumps([since_boot_s(), [counts.get(rank, 0) for rank in range(3)]]), file=seen)
+        seen.flush()
+(files / f"done-{model.rank}").write_text(str(model.consolidate().world_size))
+"""
+
+
+def test_workers_whose_link_is_down_exchange_with_others_and_again_when_it_is_up(
+    tmp_path: Path,
+) -> None:
+    script, files, log = tmp_path / "train.py", tmp_path / "files", tmp_path / "log"
+    files.mkdir()
+    script.write_text(CUT_OFF)
+    words = ["-n", "3", "--log-dir", str(log), "--faults", "link 0-1 down 6s at 1s"]
+    run = RunCommand(tmp_path / "output", [*words, str(script), str(files)])
+
+    def seen() -> list[tuple[float, list[int]]]:
+        whole = (files / "seen-0").read_text().rpartition("\n")[0]
+        return [json.loads(line) for line in whole.splitlines()]
+
+    try:
+        run.wait_for(lambda: "link 0-1 is up again" in run.output.read_text())
+        so_far = seen()[-1][1][1]
+        run.wait_for(lambda: seen()[-1][1][1] > so_far + 20)
+        (files / "end").touch()
+        assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    assert {path.read_text() for path in files.glob("done-*")} == {"3"}
+    (record,) = map(json.loads, (log / "faults-0.jsonl").read_text().splitlines())
+    assert (record["kind"], record["rank"], record["peer"]) == ("link", 0, 1)
+    assert record["missed"] is None
+    cut_s = record["clock_s"]
+    down = [counts for at_s, counts in seen() if cut_s < at_s < cut_s + 6.0]
+    with_cut_off, with_other = (down[-1][rank] - down[0][rank] for rank in (1, 2))
+    # Each time that they dial again, some exchanges pass until the connection is found.
+    assert with_other > 20
+    assert with_cut_off < with_other / 4
+
+
 # Both train until SIGTERM comes, and have a long time for what they do then.
 ENDLESS = """
 import signal, sys, time

@@ -7,7 +7,7 @@ this launcher assigned: ``torchrun --nproc-per-node 4 -m gossipdp run train.py``
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,7 @@ from gossipdp.launcher.environment import (
     read_addresses,
     show_address,
 )
-from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.fault_plan import LINK_KINDS, FaultPlan
 from gossipdp.launcher.schedulers import with_torchrun_names
 from gossipdp.links.tls import Tls, TlsFiles, check_private, tls_files
 from gossipdp.rules import at_least_0, at_least_1, option, port_number
@@ -60,6 +60,10 @@ class RunArguments:
     max_restarts: int = option(0, at_least_0)
     """Restarts of dead workers, in all."""
 
+    spares: int = option(1, at_least_0)
+    """Workers for whose restart an interpreter is kept that has imported torch.
+    Without --max-restarts none is."""
+
     host: str | None = None
     """Address on which workers meet and listen; by default 127.0.0.1.
     With --rendezvous or --join, that of the interface that leads there."""
@@ -96,11 +100,11 @@ class RunArguments:
     """Address of the status ports; by default 127.0.0.1."""
 
     faults: str | None = None
-    """Faults to test the script with, such as "kill every 60s; stop 8s 2 at 2m; slow 4x 1".
+    """Faults to test the script with, such as "kill every 60s; stop 8s 2 at 2m; link 0-1 down 9s".
     docs/faults.md has all clauses."""
 
     faults_seed: int = option(0, at_least_0)
-    """Seed of the workers that --faults draws."""
+    """Seed of the workers and links that --faults draws."""
 
     script: tyro.conf.Suppress[tuple[str, ...]] = ()
 
@@ -142,7 +146,7 @@ def run(arguments: RunArguments) -> int:
         succeeded.
     """
     from gossipdp.launcher.faults import FaultInjector
-    from gossipdp.launcher.local import ScriptWorker
+    from gossipdp.launcher.spares import Spares
     from gossipdp.launcher.supervisor import Failure, Supervisor, describe, shown_rank
     from gossipdp.observe.log import worker_file, write_process_end
 
@@ -157,10 +161,9 @@ def run(arguments: RunArguments) -> int:
     others_may_join = plan.first_rank == 0 and bool(secret or tls)
     num_restarts = 0
     some_go_on = False
-
-    def start_process(own: Mapping[str, str]) -> ScriptWorker:
-        inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
-        return ScriptWorker([sys.executable, *script], {**inherited, **own})
+    inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
+    num_spares = arguments.spares * arguments.nproc_per_replica if arguments.max_restarts else 0
+    spares = Spares(script, inherited, num_spares)
 
     def tell(failure: Failure, others_go_on: bool) -> None:
         nonlocal num_restarts, some_go_on
@@ -182,6 +185,8 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal others_may_join
+        if supervisor.may_restart:
+            spares.prepare()
         if others_may_join and all(network.addresses for network in plan.join_infos):
             others_may_join = False
             known = [network.addresses for network in plan.join_infos]
@@ -204,7 +209,7 @@ def run(arguments: RunArguments) -> int:
             _tell("--faults kills workers, and without --max-restarts they stay away")
     supervisor = Supervisor(
         plan,
-        start_process,
+        lambda own: spares.start({**inherited, **own}),
         max_restarts=max_restarts,
         faults=faults,
         on_failure=tell,
@@ -225,6 +230,7 @@ def run(arguments: RunArguments) -> int:
         if supervisor.failures and some_go_on:  # the lines about them may be hours old
             _tell(f"at the end: {describe(supervisor.failures)}")
     finally:  # also after an error: under torchrun others may wait for this one's end
+        spares.close()
         wait = plan.under_torchrun and code == 1 and some_go_on
         if wait:
             _tell("staying until the other workers have ended: torchrun would end them with this")
@@ -373,7 +379,14 @@ def _fault_plan(arguments: RunArguments, num_processes: int) -> FaultPlan | None
         num_workers = None
     elif arguments.workers is None:
         num_workers = Environment.read().world_size
-    return FaultPlan.parse(arguments.faults, num_workers)
+    plan = FaultPlan.parse(arguments.faults, num_workers)
+    for clause in plan.clauses:
+        if clause.kind in LINK_KINDS and num_processes < 2 * arguments.nproc_per_replica:
+            raise ValueError(
+                f"--faults: {str(clause)!r}: a link takes two workers of one gossipdp run; this "
+                "one starts one"
+            )
+    return plan
 
 
 def _script(arguments: RunArguments) -> tuple[str, ...]:

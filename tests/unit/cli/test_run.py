@@ -7,7 +7,7 @@ import pytest
 
 from gossipdp.cli.main import main
 from gossipdp.cli.run import NOT_INHERITED, RunArguments, _common_variables, _join_line, run
-from gossipdp.launcher import launch_plan, local
+from gossipdp.launcher import launch_plan, spares
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -95,6 +95,6 @@ def test_a_worker_inherits_nothing_of_another_launcher(
         assert variables["RANK"] == "0"
         raise StartedError
 
-    monkeypatch.setattr(local, "ScriptWorker", start)
+    monkeypatch.setattr(spares, "ScriptWorker", start)
     with pytest.raises(StartedError):
         run(RunArguments(workers=2, script=(script,)))

@@ -1,0 +1,209 @@
+"""Spare interpreters: each becomes a worker, as a new interpreter would."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from run_processes import runs
+from waiting import wait_until
+
+from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher.reports import Report
+from gossipdp.launcher.spares import Spares
+
+pytestmark = pytest.mark.processes
+
+# Writes all of a process that a script may look at, and how it ends.
+SCRIPT = """
+import atexit, json, os, pickle, sys
+from gossipdp.launcher.reports import Report, send_report
+
+class Own:
+    pass
+
+file = os.environ["FILE"]
+atexit.register(lambda: open(file + "-end", "w").close())
+seen = {
+    "argv": sys.argv[1:], "program": os.path.basename(sys.argv[0]), "name": __name__,
+    "file": __file__, "path": sys.path, "main": sys.modules["__main__"].__dict__ is globals(),
+    "own": type(pickle.loads(pickle.dumps(Own()))) is Own, "input": sys.stdin.read(),
+    "variables": {name: value for name, value in os.environ.items() if name != "GOSSIPDP_REPORT"},
+    "group": os.getpgid(0) == os.getpid(), "package": __package__ or "",
+    "reports": send_report(Report(says="a sentence")),
+}
+with open(file + "-new", "w") as new:
+    json.dump(seen, new)
+os.rename(file + "-new", file)
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "scripts" / "package").mkdir(parents=True)
+    (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
+    (tmp_path / "scripts" / "package" / "__init__.py").touch()
+    (tmp_path / "scripts" / "package" / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+@pytest.fixture
+def start(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[..., ScriptWorker]]:
+    """Start a worker of these words in ``scripts``; from a spare if ``number`` is 1."""
+    before, started = Path.cwd(), []
+    os.chdir(folder / "scripts")
+    given = without_torch | {"ONE": "same", "TWO": "changes", "THREE": "goes"}
+
+    def start(words: list[str], number: int, *, safe: bool = False, **changes: str) -> ScriptWorker:
+        common = given | ({"PYTHONSAFEPATH": "1"} if safe else {})
+        spares = Spares(words, common, number)
+        with closing(spares):
+            spares.prepare()
+            own = {name: value for name, value in common.items() if name != "THREE"}
+            started.append(spares.start(own | changes))
+        return started[-1]
+
+    yield start
+    os.chdir(before)
+    for each in started:
+        each.discard()
+
+
+def seen_by(worker: ScriptWorker, file: Path) -> dict[str, object]:
+    wait_until(lambda: worker.poll() is not None, "the script ends")
+    ending = worker.poll()
+    assert ending is not None
+    assert ending.reason == "ended with exit code 7"
+    assert file.with_name(f"{file.name}-end").exists(), "what runs at exit did not"
+    assert worker.take_reports() == [Report(says="a sentence")]
+    return dict(json.loads(file.read_text()))
+
+
+@pytest.mark.parametrize(
+    "words", [["train.py", "--lr", "0.1", "-m"], ["-m", "package.train", "a b"], ["./train.py"]]
+)
+def test_a_script_sees_what_it_would_in_a_new_interpreter(
+    start: Callable[..., ScriptWorker], folder: Path, words: list[str]
+) -> None:
+    both = []
+    for number in (0, 1):
+        file = folder / f"seen-{number}"
+        worker = start(words, number, RANK="3", TWO="\udc80 ö", FILE=str(file))
+        both.append(seen_by(worker, file))
+        assert both[-1].pop("variables")["FILE"] == str(file)
+    new, spare = both
+    assert spare == new
+    assert new["input"] == ""
+    assert new["main"] is new["own"] is new["group"] is new["reports"] is True
+
+
+def test_the_variables_are_the_workers(start: Callable[..., ScriptWorker], folder: Path) -> None:
+    file = folder / "seen"
+    worker = start(["train.py"], 1, RANK="3", TWO="\udc80 ö", FILE=str(file))
+    variables = seen_by(worker, file)["variables"]
+    assert isinstance(variables, dict)
+    assert (variables["ONE"], variables["TWO"], variables["RANK"]) == ("same", "\udc80 ö", "3")
+    assert "THREE" not in variables
+
+
+def test_a_safe_path_stays_one(start: Callable[..., ScriptWorker], folder: Path) -> None:
+    paths = []
+    for number in (0, 1):
+        file = folder / f"seen-{number}"
+        worker = start(["train.py"], number, safe=True, FILE=str(file))
+        paths.append(seen_by(worker, file)["path"])
+    assert paths[0] == paths[1]
+    assert str(folder / "scripts") not in str(paths[0])
+
+
+def waiting(spares: Spares) -> list[ScriptWorker]:
+    return list(spares._waiting)
+
+
+def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(
+    folder: Path, without_torch: dict[str, str]
+) -> None:
+    spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 2)
+    for _ in range(2):
+        spares.prepare()
+    first, second = waiting(spares)
+    file = folder / "seen"
+    worker = spares.start(without_torch | {"FILE": str(file)})
+    assert worker is first
+    assert waiting(spares) == [second]
+    spares.prepare()
+    assert waiting(spares)[0] is second
+    third = waiting(spares)[1]
+    spares.close()
+    assert not any(runs(each.pid) for each in (second, third))
+    seen_by(worker, file)
+    worker.close()
+    assert not list(folder.glob("seen-*-end"))
+
+
+def test_one_that_has_died_is_not_used_and_no_other_is_kept(
+    folder: Path, without_torch: dict[str, str]
+) -> None:
+    spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 1)
+    spares.prepare()
+    (dead,) = waiting(spares)
+    os.kill(dead.pid, signal.SIGKILL)
+    wait_until(lambda: dead.poll() is not None, "it has died")
+    file = folder / "seen"
+    worker = spares.start(without_torch | {"FILE": str(file)})
+    assert worker is not dead
+    seen_by(worker, file)
+    worker.close()
+    spares.prepare()
+    (other,) = waiting(spares)
+    os.kill(other.pid, signal.SIGKILL)
+    wait_until(lambda: other.poll() is not None, "it has died")
+    spares.prepare()
+    assert waiting(spares) == []
+
+
+def test_variables_that_do_not_fit_into_the_pipe_take_a_new_interpreter(
+    folder: Path, without_torch: dict[str, str]
+) -> None:
+    spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 1)
+    spares.prepare()
+    (spare,) = waiting(spares)
+    os.kill(spare.pid, signal.SIGSTOP)  # it takes nothing out
+    file = folder / "seen"
+    worker = spares.start(without_torch | {"FILE": str(file), "LONG": "x" * 100_000})
+    assert worker is not spare
+    assert not runs(spare.pid)
+    seen_by(worker, file)
+    worker.close()
+
+
+def test_a_spare_that_gets_nothing_ends_without_a_word(
+    folder: Path, without_torch: dict[str, str]
+) -> None:
+    import gossipdp.launcher.spares as module
+
+    command = [sys.executable, str(module.PROGRAM), str(folder / "scripts" / "train.py")]
+    done = subprocess.run(
+        command, input=b"", env=without_torch, capture_output=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_what_it_imports_ahead_is_what_a_script_needs() -> None:
+    """The imports that an optimizer makes at first are behind a spare that waits."""
+    code = (
+        "import sys; from gossipdp.launcher.spare_interpreter import import_ahead; import_ahead()\n"
+        "before = set(sys.modules)\n"
+        "import torch; from gossipdp import GossipDataParallel\n"
+        "torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())\n"
+        "print(len(set(sys.modules) - before))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
+    assert int(done.stdout) < 5
