@@ -139,7 +139,7 @@ class Race:
     timeout_s: int = option(5, at_least_1)
     """torchft: time-out of its collectives and quorums; torchft's own: 60."""
 
-    spares_for_all: bool = False
+    spares_for_torchft: bool = False
     """torchft's replicas are started again from a spare interpreter too, as gossipdp's workers."""
 
     heartbeat_ms: int = option(1_000, at_least_1)
@@ -229,7 +229,9 @@ def settings_of(
         join_ms=benchmark.join_ms + between_ms if is_torchft else None,
         timeout_s=benchmark.timeout_s if is_torchft else None,
         heartbeat_ms=heartbeat_ms if is_torchft else None,
-        keeps_spare=KINDS[name.kind].is_ours or (is_torchft and benchmark.spares_for_all),
+        # `gossipdp run` keeps one on its own host, and a host that vanishes takes it along.
+        keeps_spare=plan.network != "hosts"
+        and (KINDS[name.kind].is_ours or (is_torchft and benchmark.spares_for_torchft)),
     )
 
 

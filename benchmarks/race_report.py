@@ -204,6 +204,19 @@ def _spares(runs: Sequence[Run]) -> str:
     )
 
 
+def kills_alone(condition: RaceCondition) -> bool:
+    """Return whether workers are killed, and nothing else happens."""
+    is_plain = condition.network is None and len(condition.plan.clauses) == 1
+    return condition.kill_period_s is not None and is_plain
+
+
+def panels(shown: Sequence[str], conditions: Mapping[str, RaceCondition]) -> list[str]:
+    """Return the conditions that have a panel each: of kills alone only the most frequent ones."""
+    kills = [name for name in shown if kills_alone(conditions[name])]
+    rarer = sorted(kills, key=lambda name: conditions[name].kill_period_s or 0.0)[1:]
+    return [name for name in shown if name not in rarer]
+
+
 def kill_points(
     found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]
 ) -> dict[str, list[tuple[float, float]]]:
@@ -211,9 +224,9 @@ def kill_points(
     calm = found.get(CALM, {})
     points: dict[str, list[tuple[float, float]]] = {}
     for name, condition in conditions.items():
-        is_plain = condition.network is None and len(condition.plan.clauses) == 1
-        if condition.kill_period_s is None or not is_plain:
+        if not kills_alone(condition):
             continue
+        assert condition.kill_period_s is not None
         for row, runs in found.get(name, {}).items():
             shares = [share_of_calm(run, calm.get(row, ())) for run in runs]
             if shares and finite(statistics.median(shares)):
@@ -244,10 +257,7 @@ def model_tables(found: Mapping[str, Runs], conditions: Mapping[str, RaceConditi
     by_period = {
         condition.kill_period_s: found[name]
         for name, condition in conditions.items()
-        if condition.kill_period_s is not None
-        and name in found
-        and condition.network is None
-        and len(condition.plan.clauses) == 1
+        if kills_alone(condition) and name in found
     }
     lines = [
         (
@@ -304,12 +314,16 @@ MARKS = {"kill": "X", "stop": "s", "slow": "v", "link": "|", "cut": "x"}
 
 
 def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> None:
-    """Write a PNG: loss against wall time, a panel a condition; and goodput by kill period."""
+    """Write a PNG: loss against wall time, a panel a condition; and goodput by kill period.
+
+    That last panel stands for the conditions whose kills are rarer than those of another.
+    """
     from matplotlib.lines import Line2D
 
     from gossipdp_lab.simulate.figures import OKABE_ITO, new_figure
 
     shown = [name for name in conditions if any(found.get(name, {}).values())]
+    shown = panels(shown, conditions)
     points = {row: each for row, each in kill_points(found, conditions).items() if len(each) > 1}
     num_panels = len(shown) + bool(points)
     if not shown:
@@ -319,17 +333,17 @@ def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCon
     columns = 2 if num_panels in (2, 4) else min(3, num_panels)
     lines = math.ceil(num_panels / columns)
     figure = new_figure(4.6 * columns + 2.2, 3.6 * lines)
-    panels = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes in panels[num_panels:]:
+    places = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes in places[num_panels:]:
         axes.remove()
     losses = [run.loss for name in shown for runs in found[name].values() for run in runs]
     least = min(filter(math.isfinite, losses), default=2.0)
-    for axes, name in zip(panels, shown, strict=False):
+    for axes, name in zip(places, shown, strict=False):
         _draw_condition(axes, found[name], colours, least)
         title = f"{name}: {conditions[name].text}"
         axes.set_title(textwrap.fill(title, 52), fontsize="small")
     if points:
-        _draw_periods(panels[len(shown)], points, colours)
+        _draw_periods(places[len(shown)], points, colours)
     done = {
         fault.kind
         for name in shown

@@ -1,9 +1,9 @@
 """A fresh interpreter of startup.py: CPU and wall time at each stage of a script's start.
 
-    python benchmarks/startup_worker.py PATH CASE NUM_VALUES
+    python benchmarks/startup_worker.py PATH CASE NUM_VALUES SPARE_S
 
 Worker 0 writes its stages to PATH. Nothing is imported here that a plain script would not import.
-KILLED: worker 0 kills itself once it has exchanged, and the stages are those of its next process.
+KILLED: worker 0 kills itself SPARE_S after it has exchanged; the stages are its next process's.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ def main() -> None:
             note("exchanged")
             death = path.with_suffix(".death")
             if case == KILLED and not death.exists():
+                spare_s = time.monotonic() + float(sys.argv[4])
+                until(lambda: time.monotonic() > spare_s)  # a spare interpreter gets ready
                 death.write_text(str(time.monotonic()), "utf-8")
                 os.kill(os.getpid(), signal.SIGKILL)
             if case == KILLED:

@@ -29,6 +29,7 @@ from race_report import (
     lost_seconds,
     median_curve,
     model_tables,
+    panels,
     share_of_calm,
     table,
     unequal,
@@ -610,6 +611,12 @@ def test_the_report_of_what_is_there(tmp_path: Path) -> None:
     assert data["kills30"] == {}
     draw(tmp_path / "race.png", runs, conditions)
     assert (tmp_path / "race.png").stat().st_size > 1_000
+
+
+def test_rarer_kills_have_no_panel_of_their_own() -> None:
+    names = ("calm", "kills30", "kills10", "kills10_moving", "vanish", "kills120")
+    assert panels(names, CONDITIONS) == ["calm", "kills10", "kills10_moving", "vanish"]
+    assert panels(("kills120", "calm"), CONDITIONS) == ["kills120", "calm"]
 
 
 def test_a_curve_is_the_median_where_most_runs_had_a_model() -> None:

@@ -37,6 +37,6 @@ def test_an_interpreter_imports_wraps_and_steps() -> None:
 
 @pytest.mark.processes
 def test_a_killed_worker_is_timed_until_it_exchanges_again() -> None:
-    start = measure(Case("killed", KILLED, num_workers=2))
+    start = measure(Case("killed", KILLED, num_workers=2, spare_s=0.5))
     assert start.wall_s < start.exchange_wall_s < math.inf
     assert start.exchange_wall_s < start.back_wall_s < math.inf

@@ -266,7 +266,29 @@ def test_a_worker_that_is_started_again_is_the_spare_interpreter(
     finally:
         run.stop()
     assert len(list(files.glob("life-1-*"))) == 3
-    assert not supervisor.is_running()
+
+
+def test_spares_are_as_many_as_are_asked_for_and_end_with_the_run(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
+    script, files = tmp_path / "train.py", tmp_path / "files"
+    files.mkdir()
+    script.write_text(TRAINING)
+    words = ["-n", "2", "--max-restarts", "9", "--spares", "2", str(script), str(files)]
+    run = RunCommand(tmp_path / "output", words, environment=without_torch)
+    supervisor = psutil.Process(run.process.pid)
+
+    def are_there() -> bool:
+        return len(list(files.glob("life-*"))) == 2 and len(supervisor.children()) == 4
+
+    try:
+        run.wait_for(are_there)
+        pids = [each.pid for each in supervisor.children()]
+        (files / "end").touch()
+        assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    assert not any(map(runs, pids))
 
 
 # Notes at each step how often it has exchanged with each of the others.

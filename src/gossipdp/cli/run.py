@@ -61,8 +61,8 @@ class RunArguments:
     """Restarts of dead workers, in all."""
 
     spares: int = option(1, at_least_0)
-    """Workers for whose restart an interpreter is kept that has imported torch.
-    Without --max-restarts none is."""
+    """Interpreters that are kept with torch imported, for as many workers that are started again.
+    Only with --max-restarts."""
 
     host: str | None = None
     """Address on which workers meet and listen; by default 127.0.0.1.
@@ -162,8 +162,8 @@ def run(arguments: RunArguments) -> int:
     num_restarts = 0
     some_go_on = False
     inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
-    num_spares = arguments.spares * arguments.nproc_per_replica if arguments.max_restarts else 0
-    spares = Spares(script, inherited, num_spares)
+    num_spares = min(arguments.spares, arguments.max_restarts) * arguments.nproc_per_replica
+    spares = Spares(script, inherited, num_spares, _tell)
 
     def tell(failure: Failure, others_go_on: bool) -> None:
         nonlocal num_restarts, some_go_on
@@ -185,7 +185,9 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal others_may_join
-        if supervisor.may_restart:
+        if not supervisor.may_restart:
+            spares.close()
+        elif supervisor.all_train:
             spares.prepare()
         if others_may_join and all(network.addresses for network in plan.join_infos):
             others_may_join = False

@@ -101,8 +101,10 @@ class Connection:
         def unblock(end: socket.socket) -> None:
             end.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
-        for each in self.ends:
-            each.act(unblock, harmless=errno.ENOENT)
+        try:
+            self.ends[0].act(unblock, harmless=errno.ENOENT)
+        finally:
+            self.ends[1].act(unblock, harmless=errno.ENOENT)
 
 
 def find_connections(

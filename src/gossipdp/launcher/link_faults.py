@@ -39,14 +39,17 @@ Find = Callable[[Pids], Mapping[Link, Sequence[Connection]]]
 
 @dataclass
 class _Down:
-    """A link that is down; ``blocked``: its connections so far, also those that have ended."""
+    """A link that is down.
+
+    blocked: its connections so far, also those that have ended.
+    is_dialled: it had none at the last look, though both workers ran.
+    """
 
     until_s: float
     blocked: set[Connection] = field(default_factory=set)
-    has_connection: bool = True
+    is_dialled: bool = False
 
     def block(self, connections: Collection[Connection]) -> None:
-        self.has_connection = bool(connections)
         for connection in set(connections) - self.blocked:
             self.blocked.add(connection)  # first: one of its ends may be blocked, the other not
             connection.block()
@@ -114,6 +117,8 @@ class LinkFaults:
         try:
             for link, connections in self._connections(self._down, pids).items():
                 self._down[link].block(connections)
+                both_run = all(pids.get(rank) for rank in link)
+                self._down[link].is_dialled = both_run and not connections
         except OSError as error:
             self.release()
             return over, f"links cannot be kept down ({error.strerror})"
@@ -126,8 +131,8 @@ class LinkFaults:
             self._down.popitem()[1].unblock()
 
     def _look_s(self) -> float:
-        is_calm = all(each.has_connection for each in self._down.values())
-        return self._looked_s + (LOOK_EVERY_S if is_calm else LOOK_SOON_S)
+        is_dialled = any(each.is_dialled for each in self._down.values())
+        return self._looked_s + (LOOK_SOON_S if is_dialled else LOOK_EVERY_S)
 
     def _connections(self, links: Collection[Link], pids: Pids) -> dict[Link, list[Connection]]:
         """Return the connections of these links."""

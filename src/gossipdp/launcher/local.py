@@ -397,12 +397,14 @@ class ScriptWorker(WorkerProcess):
         """Write all of its input; return whether it was taken. Never block."""
         pipe = self._process.stdin
         assert pipe is not None
-        with pipe:
-            os.set_blocking(pipe.fileno(), False)
-            try:
-                return pipe.write(message) == len(message)
-            except OSError:  # it has ended
-                return False
+        os.set_blocking(pipe.fileno(), False)
+        try:
+            if pipe.write(message) != len(message):
+                return False  # and it stays open: half of its input is none
+        except OSError:  # it has ended
+            return False
+        pipe.close()
+        return True
 
     def discard(self) -> None:
         """Kill it if it runs, and let go of it."""

@@ -1,49 +1,90 @@
 """The program of a spare interpreter (:mod:`.spares`): imports torch, waits, becomes a worker.
 
-It is run by its path, with the words of a worker's command after ``python``. Its input says which
-variables the worker has; without any it ends.
+``python -c PROGRAM WORDS`` has the words of a worker's command after ``python``. Its input says
+which variables the worker has; without any it ends.
 """
 
+import builtins
+import io
 import json
 import os
 import runpy
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+PROGRAM = "from gossipdp.launcher.spare_interpreter import main; main()"
 
 
 def main() -> None:
+    """Wait, and become a worker."""
     words = sys.argv[1:]
     is_module = words[0] == "-m"
     if not sys.flags.safe_path:
-        # In place of this file's directory, what ``python`` would have there for these words.
+        # In place of the present directory what ``python`` would have there for these words.
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(words[0]))
-    import_ahead()
+    has_imported = import_ahead()
     message = sys.stdin.buffer.read()
     if not message:
         return
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
     changes = json.loads(message)
     for name in changes["removed"]:
         os.environ.pop(name, None)
     os.environ.update(changes["set"])
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    if not has_imported:  # an import that failed half-way may fail otherwise the next time
+        os.execv(sys.executable, [sys.executable, *words])
+    sys.orig_argv = [sys.orig_argv[0], *words]
+    sys.argv = words
+    variables = sys.modules["__main__"].__dict__
+    variables.clear()
+    variables |= {"__name__": "__main__", "__builtins__": builtins, "__annotations__": {}}
+    variables |= dict.fromkeys(("__doc__", "__package__", "__spec__", "__loader__", "__cached__"))
     if is_module:
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        sys.argv[0:2] = ["-m"]
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
     else:
-        sys.argv = words
-        runpy.run_path(os.path.join(os.getcwd(), words[0]), run_name="__main__")
+        run_file(os.path.join(os.getcwd(), words[0]), variables)
 
 
-def import_ahead() -> None:
-    """Import what a training script imports; the first optimizer imports ``torch._dynamo``."""
-    with suppress(Exception):  # the script will fail in the same way, and say so
-        import torch
-
-        from gossipdp import GossipDataParallel  # noqa: F401
-
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+def run_file(path: str, variables: dict[str, Any]) -> None:
+    """Run a script in these variables, which are those of ``__main__``."""
+    variables |= {"__file__": path, "__loader__": SourceFileLoader("__main__", path)}
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, variables)
 
 
-if __name__ == "__main__":
-    main()
+def import_ahead() -> bool:
+    """Import what a training script imports, and return whether that was possible.
+
+    The first optimizer imports ``torch._dynamo``. What the imports write is lost: a script may not
+    want it, and this process may never become one.
+    """
+    with _silenced(2):
+        try:
+            import torch
+
+            from gossipdp import GossipDataParallel  # noqa: F401
+
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+        except Exception:
+            return False
+    return True
+
+
+@contextmanager
+def _silenced(descriptor: int) -> Iterator[None]:
+    """Let a descriptor lead nowhere."""
+    kept = os.dup(descriptor)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, descriptor)
+        os.close(kept)

@@ -8,25 +8,32 @@ variables by its standard input, and then runs the script as ``python SCRIPT`` w
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 from gossipdp.launcher.local import ScriptWorker
-
-PROGRAM = Path(__file__).with_name("spare_interpreter.py")
+from gossipdp.launcher.spare_interpreter import PROGRAM
 
 
 class Spares:
     """The spare interpreters of one script. The supervisor's loop alone calls its methods.
 
     Args:
-        script: the command of a worker, after ``python``.
-        variables: the environment of a spare; those of a worker may differ in a few.
-        number: how many are kept.
+        script: the command of a worker, after ``python``: a file, or -m and a module.
+        variables: the environment of a spare; that of a worker may differ in a little.
+        number: how many are kept; none of a script that is no file of Python.
+        say: shows a line.
     """
 
-    def __init__(self, script: Sequence[str], variables: Mapping[str, str], number: int) -> None:
-        self._script, self._variables, self._number = list(script), dict(variables), number
+    def __init__(
+        self,
+        script: Sequence[str],
+        variables: Mapping[str, str],
+        number: int,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        is_python = script[0] == "-m" or script[0].endswith(".py")
+        self._script, self._variables, self._say = list(script), dict(variables), say
+        self._number = number if is_python else 0
         self._waiting: list[ScriptWorker] = []
 
     def start(self, variables: Mapping[str, str]) -> ScriptWorker:
@@ -39,18 +46,27 @@ class Spares:
         return ScriptWorker([sys.executable, *self._script], variables)
 
     def prepare(self) -> None:
-        """Start the spares that are missing; none any more if one has died by itself."""
+        """Start the spares that are missing; none any more if one has died or cannot be started."""
         if any(spare.poll() is not None for spare in self._waiting):
-            self.close()
-            self._number = 0
+            self._give_up("it died")
         while len(self._waiting) < self._number:
-            command = [sys.executable, str(PROGRAM), *self._script]
-            self._waiting.append(ScriptWorker(command, self._variables, stdin=subprocess.PIPE))
+            command = [sys.executable, "-c", PROGRAM, *self._script]
+            try:
+                spare = ScriptWorker(command, self._variables, stdin=subprocess.PIPE)
+            except Exception as error:  # no process or descriptor left: the workers are healthy
+                self._give_up(f"{type(error).__name__}: {error}")
+            else:
+                self._waiting.append(spare)
 
     def close(self) -> None:
         """End those that wait."""
         while self._waiting:
             self._waiting.pop().discard()
+
+    def _give_up(self, reason: str) -> None:
+        self.close()
+        self._number = 0
+        self._say(f"no spare interpreter is kept any more: {reason}")
 
     def _message(self, variables: Mapping[str, str]) -> bytes:
         """Return what turns the environment of a spare into this one."""

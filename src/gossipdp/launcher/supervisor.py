@@ -369,10 +369,16 @@ class Supervisor:
 
     @property
     def may_restart(self) -> bool:
-        """Return whether all workers train, and one that failed would be started again."""
-        all_train = all(lives.trains for lives in self._lives)
+        """Return whether a worker is due again, or may be; and then has somebody to join."""
+        is_due = any(lives.due is not None for lives in self._lives)
+        has_others = len(self._lives) > 1 or self._plan.others_elsewhere
         is_over = self.ending or self.is_complete
-        return all_train and self._num_restarts_left > 0 and not is_over
+        return (is_due or self._num_restarts_left > 0) and has_others and not is_over
+
+    @property
+    def all_train(self) -> bool:
+        """Return whether the last life of each worker has made a gradient step."""
+        return all(lives.trains for lives in self._lives)
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> int | None:
         """Start all workers, call ``on_step`` all the while, and return when all have ended.

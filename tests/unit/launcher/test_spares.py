@@ -13,8 +13,10 @@ import pytest
 from run_processes import runs
 from waiting import wait_until
 
+from gossipdp.launcher import spares as spares_module
 from gossipdp.launcher.local import ScriptWorker
 from gossipdp.launcher.reports import Report
+from gossipdp.launcher.spare_interpreter import PROGRAM
 from gossipdp.launcher.spares import Spares
 
 pytestmark = pytest.mark.processes
@@ -27,12 +29,20 @@ from gossipdp.launcher.reports import Report, send_report
 class Own:
     pass
 
+def at_the_end():
+    pickle.dumps(Own())
+    open(file + "-end", "w").close()
+
 file = os.environ["FILE"]
-atexit.register(lambda: open(file + "-end", "w").close())
+atexit.register(at_the_end)
+nothing = os.stat(os.devnull)
 seen = {
-    "argv": sys.argv[1:], "program": os.path.basename(sys.argv[0]), "name": __name__,
-    "file": __file__, "path": sys.path, "main": sys.modules["__main__"].__dict__ is globals(),
+    "argv": sys.argv, "command": sys.orig_argv[1:], "names": sorted(set(globals()) - {"seen"}),
+    "name": __name__, "file": __file__, "spec": getattr(__spec__, "name", None), "doc": __doc__,
+    "loader": type(__loader__).__name__, "path": sys.path,
+    "main": sys.modules["__main__"].__dict__ is globals(),
     "own": type(pickle.loads(pickle.dumps(Own()))) is Own, "input": sys.stdin.read(),
+    "has_input": os.fstat(0).st_rdev != nothing.st_rdev,
     "variables": {name: value for name, value in os.environ.items() if name != "GOSSIPDP_REPORT"},
     "group": os.getpgid(0) == os.getpid(), "package": __package__ or "",
     "reports": send_report(Report(says="a sentence")),
@@ -99,7 +109,7 @@ def test_a_script_sees_what_it_would_in_a_new_interpreter(
         assert both[-1].pop("variables")["FILE"] == str(file)
     new, spare = both
     assert spare == new
-    assert new["input"] == ""
+    assert (new["input"], new["has_input"]) == ("", False)
     assert new["main"] is new["own"] is new["group"] is new["reports"] is True
 
 
@@ -129,7 +139,9 @@ def waiting(spares: Spares) -> list[ScriptWorker]:
 def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(
     folder: Path, without_torch: dict[str, str]
 ) -> None:
-    spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 2)
+    # A spare that were to run without being told would leave this file.
+    given = without_torch | {"FILE": str(folder / "unused")}
+    spares = Spares([str(folder / "scripts" / "train.py")], given, 2)
     for _ in range(2):
         spares.prepare()
     first, second = waiting(spares)
@@ -144,7 +156,7 @@ def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(
     assert not any(runs(each.pid) for each in (second, third))
     seen_by(worker, file)
     worker.close()
-    assert not list(folder.glob("seen-*-end"))
+    assert not list(folder.glob("unused*"))
 
 
 def test_one_that_has_died_is_not_used_and_no_other_is_kept(
@@ -186,13 +198,53 @@ def test_variables_that_do_not_fit_into_the_pipe_take_a_new_interpreter(
 def test_a_spare_that_gets_nothing_ends_without_a_word(
     folder: Path, without_torch: dict[str, str]
 ) -> None:
-    import gossipdp.launcher.spares as module
-
-    command = [sys.executable, str(module.PROGRAM), str(folder / "scripts" / "train.py")]
+    command = [sys.executable, "-c", PROGRAM, str(folder / "scripts" / "train.py")]
     done = subprocess.run(
         command, input=b"", env=without_torch, capture_output=True, check=False, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_a_system_without_another_process_keeps_its_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(spares_module, "ScriptWorker", start)
+    lines: list[str] = []
+    spares = Spares(["train.py"], {}, 1, lines.append)
+    for _ in range(2):
+        spares.prepare()
+    assert len(lines) == 1
+    assert "no spare interpreter is kept any more: BlockingIOError" in lines[0]
+
+
+def test_what_is_no_file_of_python_has_no_spare(tmp_path: Path) -> None:
+    spares = Spares([str(tmp_path)], {}, 1)
+    spares.prepare()
+    assert waiting(spares) == []
+
+
+def test_a_torch_that_cannot_be_imported_is_the_script_s_error(
+    folder: Path, without_torch: dict[str, str]
+) -> None:
+    (folder / "torch" / "__init__.py").write_text("raise ImportError('broken')")
+    script = folder / "scripts" / "train.py"
+    script.write_text("import sys\nprint(sys.orig_argv[1:])\nimport torch")
+    changes = {"set": {}, "removed": []}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(script), "a"],
+        input=json.dumps(changes),
+        env=without_torch,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stdout == f"{[str(script), 'a']}\n"
+    assert done.stderr.count("ImportError: broken") == 1
 
 
 def test_what_it_imports_ahead_is_what_a_script_needs() -> None:

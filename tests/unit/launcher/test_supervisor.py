@@ -186,28 +186,37 @@ def test_a_failure_before_the_run_began_ends_the_others(make: Make) -> None:
     assert setting.restarted == []
 
 
-def test_a_restart_is_to_be_expected_while_all_train_and_restarts_are_left(make: Make) -> None:
+def test_a_restart_may_come_while_restarts_are_left(make: Make) -> None:
     setting = make(begun=True, max_restarts=2)
     setting.step(1)
-    assert not setting.supervisor.may_restart
+    assert (setting.supervisor.may_restart, setting.supervisor.all_train) == (True, False)
     setting.report(trains=True)
     setting.step(2)
-    assert setting.supervisor.may_restart
+    assert (setting.supervisor.may_restart, setting.supervisor.all_train) == (True, True)
     setting.crash(0)
     setting.step(3, 3 + FIRST_DELAY_S)
-    assert not setting.supervisor.may_restart  # its next life does not train yet
+    assert not setting.supervisor.all_train  # its next life does not yet
     setting.report(trains=True)
     setting.step(4)
-    assert setting.supervisor.may_restart
+    assert (setting.supervisor.may_restart, setting.supervisor.all_train) == (True, True)
     setting.crash(0)
-    setting.step(5, 6)
+    setting.step(5)
+    assert setting.supervisor.may_restart  # the last one is due
+    setting.step(6)
     setting.report(trains=True)
     setting.step(7)
-    assert not setting.supervisor.may_restart
+    assert (setting.supervisor.may_restart, setting.supervisor.all_train) == (False, True)
+
+
+@pytest.mark.parametrize("others_elsewhere", [False, True])
+def test_one_worker_alone_has_nobody_to_join_after_a_restart(others_elsewhere: bool) -> None:
+    plan = plan_of(1, world_size=2 if others_elsewhere else 1)
+    supervisor = Supervisor(plan, Scripted, max_restarts=9)
+    assert supervisor.may_restart == others_elsewhere
 
 
 @pytest.mark.parametrize("end", ["consolidated", "ended"])
-def test_no_restart_is_to_be_expected_at_the_end(make: Make, end: str) -> None:
+def test_no_restart_comes_at_the_end(make: Make, end: str) -> None:
     setting = make(begun=True, max_restarts=2)
     setting.report(trains=True)
     setting.step(1)
