@@ -116,7 +116,8 @@ def main() -> None:
             if options.only in name:
                 runs.find(name, row, setting, row.first_rate, seed)
     report.tables = [table for each in runs.settings() for table in tables(runs, each)]
-    report.write({"runs": list(runs.known.values())}, options.json)
+    every = list(runs.known.values())
+    report.write({"runs": every if options.json else f"{NAME}.jsonl"}, options.json)
 
 
 if __name__ == "__main__":

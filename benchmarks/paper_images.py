@@ -499,7 +499,7 @@ def measure(options: argparse.Namespace, names: list[str]) -> None:
     def write() -> None:
         draw(folder / f"{NAME}.png", runs, setting)
         report.tables = [*tables(runs, setting), times, *real_table(runs, real)]
-        report.write({"runs": list(runs.known.values())})
+        report.write({"runs": f"{NAME}.jsonl"})
 
     if not options.no_runs:
         for seed in range(options.seeds):

@@ -600,7 +600,8 @@ def main() -> None:
         report.tables += tables(runs, setting)
     if options.why:
         report.tables += [rare_gradients(workers, steps, beta_2) for beta_2 in (0.999, 0.95)]
-    report.write({"runs": list(runs.known.values())}, options.json)
+    every = list(runs.known.values())
+    report.write({"runs": every if options.json else f"{NAME}.jsonl"}, options.json)
 
 
 if __name__ == "__main__":

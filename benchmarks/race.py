@@ -80,8 +80,11 @@ RATES = {
     "diloco_torchft@16": 0.02,
     "local_sgd@16": 0.02,
     "diloco@16": 0.01,
+    "decent_dp": 0.04,
+    "ddp_bf16": 0.02,
+    "ddp_powersgd": 0.02,
 }
-"""Learning rates, where ``--rates`` gives none: as `--tune` found them, but for Decent-DP's."""
+"""Learning rates, where ``--rates`` gives none: as `--tune` found them; DDP's hooks have DDP's."""
 TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
 QUICK_ROWS, QUICK_WITH_ALL, QUICK_SECONDS = ("gossipdp",), ("calm", "kills10"), 9.0
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0

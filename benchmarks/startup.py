@@ -17,12 +17,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
 from startup_worker import EXCHANGE, IMPORT, KILLED, WRAP
 from support.report import Report, Spread, Table, Target, interleaved, run_script
+
+from gossipdp.launcher.spares import Spares
 
 WANTED_CPU_S, WANTED_EXCHANGE_S = 0.4, 2.0
 SMALL, COMPILED = 64, 1_000_000
@@ -104,6 +109,22 @@ def measure(case: Case) -> Start:
         return Start.of(json.loads(path.read_text("utf-8")))
 
 
+def measure_spare() -> tuple[float, float]:
+    """Return the MB that a spare interpreter holds for itself, and the CPU seconds it has taken."""
+    spares = Spares([str(Path(__file__).with_name("startup_worker.py"))], os.environ, 1)
+    with closing(spares):
+        spares.prepare()
+        (child,) = psutil.Process().children()
+        taken_s, before_s = 0.0, -1.0
+        while taken_s == 0.0 or taken_s != before_s:  # until it waits
+            before_s = taken_s
+            time.sleep(1.0)
+            taken_s = sum(child.cpu_times()[:2])
+        lines = Path(f"/proc/{child.pid}/smaps_rollup").read_text("utf-8").splitlines()
+        (written_kb,) = (int(line.split()[1]) for line in lines if "Private_Dirty" in line)
+        return written_kb * 1024 / 1e6, taken_s
+
+
 def summary(runs: list[Start]) -> dict[str, Spread]:
     """Return the spread of each time over the runs of a case."""
     return {each.name: Spread.of(getattr(run, each.name) for run in runs) for each in fields(Start)}
@@ -122,6 +143,8 @@ def main() -> None:
         measure(case)  # compiles what is kept on disk, and is not counted
     found = {case: summary(runs) for case, runs in interleaved(CASES, rounds, measure).items()}
     report.tables.append(table(found, rounds))
+    spares = [measure_spare() for _ in range(rounds)]
+    report.tables.append(spare_table(spares))
     for case, times in found.items():
         if case.what == WRAP:
             report.targets.append(Target(f"{case} (CPU s)", times["cpu_s"].median, WANTED_CPU_S))
@@ -131,6 +154,7 @@ def main() -> None:
                 Target(f"{case} (wall clock, s)", times[name].median, WANTED_EXCHANGE_S)
             )
     result: dict[str, Any] = {case.text: figures for case, figures in found.items()}
+    result["spare"] = [{"own_mb": own_mb, "cpu_s": cpu_s} for own_mb, cpu_s in spares]
     report.write(result)
 
 
@@ -159,6 +183,18 @@ def table(found: dict[Case, dict[str, Spread]], rounds: int) -> Table:
         f"Steps take 20 ms; the killed worker has a spare interpreter, as gossipdp run keeps one. "
         f"Models of "
         f"{SMALL} parameters, if no number is given.",
+    )
+
+
+def spare_table(spares: list[tuple[float, float]]) -> Table:
+    """Return the cost of a spare interpreter."""
+    own_mb, cpu_s = (Spread.of(values) for values in zip(*spares, strict=True))
+    return Table(
+        "A spare interpreter",
+        ("MB of its own", "CPU seconds for its imports"),
+        [(own_mb.text(".0f"), cpu_s.text())],
+        "One for each gossipdp run with --max-restarts. Its own is what it has written; files such "
+        "as torch's libraries are in memory once for all processes.",
     )
 
 

@@ -1,7 +1,6 @@
 """The race's figures on the pages are those of its results file."""
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +86,6 @@ def test_the_performance_page_s_table_is_that_of_the_results(condition: str) -> 
     text = (ROOT / "docs/performance.md").read_text()
     for row in RACE[condition]:
         assert details(condition, row) in text
-
-
-def present() -> str:
-    """Return what rows kept on one day: gossipdp's present defaults in two runs, others in one."""
-    kept: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for text in (ROOT / "benchmarks/results/race_present.jsonl").read_text().splitlines():
-        run = json.loads(text)
-        if run["settings"]["seed"] >= 4:
-            rows = kept.setdefault(run["settings"]["row"], {})
-            rows.setdefault(run["settings"]["condition"], []).append(run["result"])
-
-    def shown(row: str) -> str:
-        runs = [kept[row][condition] for condition in TEXTS]
-        samples = [
-            f"{statistics.median(run['samples'] for run in each) / 1e3:.0f}" for each in runs
-        ]
-        losses = [f"{statistics.median(run['loss'] for run in each):.3f}" for each in runs]
-        return f"{', '.join(samples[:-1])} and {samples[-1]} thousand ({', '.join(losses)})"
-
-    return (
-        f"{shown('gossipdp')} in two runs, torchft's local SGD {shown('local_sgd_torchft@16')} and "
-        f"DDP {shown('ddp')} in one"
-    )
-
-
-def test_what_the_present_defaults_keep_is_that_of_the_results() -> None:
-    assert present() in " ".join((ROOT / "docs/performance.md").read_text().split())
 
 
 def more_bytes() -> str:
