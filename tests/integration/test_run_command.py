@@ -317,6 +317,7 @@ with (files / f"seen-{model.rank}").open("w") as seen:
 """
 
 
+@pytest.mark.usefixtures("may_take_descriptors")
 def test_workers_whose_link_is_down_exchange_with_others_and_again_when_it_is_up(
     tmp_path: Path,
 ) -> None:
