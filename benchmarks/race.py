@@ -41,6 +41,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import tyro
@@ -142,8 +143,8 @@ class Race:
     timeout_s: int = option(5, at_least_1)
     """torchft: time-out of its collectives and quorums; torchft's own: 60."""
 
-    spares_for_torchft: bool = False
-    """torchft's replicas are started again from a spare interpreter too, as gossipdp's workers."""
+    spares: Literal["none", "gossipdp", "torchft"] = "gossipdp"
+    """Whose killed workers go on in a spare interpreter: nobody's, gossipdp's, torchft's too."""
 
     heartbeat_ms: int = option(1_000, at_least_1)
     """torchft, where workers are killed or stand still: after so long without a sign of life a
@@ -234,7 +235,10 @@ def settings_of(
         heartbeat_ms=heartbeat_ms if is_torchft else None,
         # `gossipdp run` keeps one on its own host, and a host that vanishes takes it along.
         keeps_spare=plan.network != "hosts"
-        and (KINDS[name.kind].is_ours or (is_torchft and benchmark.spares_for_torchft)),
+        and (
+            (benchmark.spares != "none" and KINDS[name.kind].is_ours)
+            or (benchmark.spares == "torchft" and is_torchft)
+        ),
     )
 
 

@@ -42,7 +42,7 @@ class RaceCondition:
 
     def seconds(self, seconds: float) -> float:
         """Return how long a run lasts."""
-        return max(seconds, self.least_s)
+        return float(max(seconds, self.least_s))  # an equal int would have another key
 
     def quick(self) -> RaceCondition:
         """Return the same with all times of the plan shortened, for a run of a few seconds."""

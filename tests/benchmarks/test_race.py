@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -611,6 +612,31 @@ def test_the_report_of_what_is_there(tmp_path: Path) -> None:
     assert data["kills30"] == {}
     draw(tmp_path / "race.png", runs, conditions)
     assert (tmp_path / "race.png").stat().st_size > 1_000
+
+
+@pytest.mark.parametrize(
+    ("spares", "with_spare"),
+    [("none", []), ("gossipdp", ["gossipdp"]), ("torchft", ["gossipdp", "ddp_torchft"])],
+)
+def test_who_has_a_spare_interpreter(spares: Any, with_spare: list[str]) -> None:
+    asked = Race(conditions="kills10,vanish", rows="gossipdp,ddp,ddp_torchft", spares=spares)
+    program = check(asked)
+    found = [
+        row
+        for row in program.rows
+        if settings_of(asked, program, row, "kills10", seed=1).keeps_spare
+    ]
+    assert found == with_spare
+    # A host that vanishes takes its spare along.
+    assert not settings_of(asked, program, "gossipdp", "vanish", seed=1).keeps_spare
+
+
+def test_a_run_of_longer_periods_is_found_again() -> None:
+    asked = Race(conditions="kills120", rows="ddp")
+    settings = settings_of(asked, check(asked), "ddp", "kills120", seed=1)
+    stored = msgspec.json.decode(msgspec.json.encode(settings), type=RaceSettings)
+    assert stored.key == settings.key
+    assert settings.seconds == 300
 
 
 def test_rarer_kills_have_no_panel_of_their_own() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quality_rows import RowName
 from race_conditions import CONDITIONS
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +109,9 @@ def test_the_performance_page_s_sentences_are_those_of_the_results() -> None:
         f"its DDP, LocalSGD and DiLoCo keep {kept(spares, 'kills10', *torchft)} thousand with "
         f"kills, {kept(spares, 'kills10_moving', *torchft)} with both (one run)"
     ) in text
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    with_spare = [kept(spares, name, "local_sgd_torchft@16") for name in spares]
+    assert f"(with one LocalSGD keeps {' and '.join(with_spare)})" in readme
     shares = [
         " and ".join(filter(None, (", ".join(each[:-1]), each[-1])))
         for row in ("gossipdp", "ddp")
