@@ -64,7 +64,7 @@ def details(condition: str) -> str:
     for row in ROWS:
         found = RACE[condition][row]
         lost = f"{found['lost_s']:.1f}" if found["lost_s"] is not None else "–"
-        cells.append(f"{found['share_of_calm']:.0%} / {lost} / {found['bytes']:.1f}")
+        cells.append(f"{found['share_of_calm']:.0%}, {lost}, {found['bytes']:.1f}")
     return f"| {TEXTS[condition]} | {' | '.join(cells)} |"
 
 
