@@ -224,7 +224,7 @@ class TCPStore:
 
 
 @pytest.fixture
-def may_take_descriptors() -> None:
+def skips_without_descriptors() -> None:
     """Skip a test where the system does not let a process take descriptors of its children."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with child:

@@ -28,7 +28,8 @@ rank = int(os.environ["RANK"])
 addresses = {other: ("127.0.0.1", 1000 + other) for other in range(3)}
 assert send_report(Report(begins=True, addresses=addresses))
 restarts, join = (os.environ.get("GOSSIPDP_" + name, "0") for name in ("RESTARTS", "JOIN"))
-print("life", rank, restarts, join, os.getpid(), flush=True)
+line = f"life {rank} {restarts} {join} {os.getpid()}\\n"
+os.write(1, line.encode())  # in one piece, also where Python's output is not buffered
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
 """
@@ -317,7 +318,7 @@ with (files / f"seen-{model.rank}").open("w") as seen:
 """
 
 
-@pytest.mark.usefixtures("may_take_descriptors")
+@pytest.mark.usefixtures("skips_without_descriptors")
 def test_workers_whose_link_is_down_exchange_with_others_and_again_when_it_is_up(
     tmp_path: Path,
 ) -> None:

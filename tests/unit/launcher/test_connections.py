@@ -27,7 +27,7 @@ for line in sys.stdin:
     peer = peers[int(number)]
     print(len(peer.recv(1)) if what == "receive" else peer.send(b"y"), flush=True)
 """
-pytestmark = pytest.mark.usefixtures("may_take_descriptors")
+pytestmark = pytest.mark.usefixtures("skips_without_descriptors")
 FAMILIES = [(socket.AF_INET, "127.0.0.1")]
 if socket.has_dualstack_ipv6():
     FAMILIES.append((socket.AF_INET6, "::1"))
