@@ -174,7 +174,7 @@ def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
     lines.mkdir()
     script.write_text(
         "import os, sys\n"
-        "with open(sys.argv[1] + '/' + os.environ['RANK'], 'w') as file:  # a warning would be lost\n"
+        "with open(sys.argv[1] + '/' + os.environ['RANK'], 'w') as file:\n"
         "    file.write('to the end')\n"
     )
     words = ["-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(lines)]

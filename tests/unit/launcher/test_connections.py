@@ -74,7 +74,6 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("family", "address"), FAMILIES)
 def test_both_ends_see_a_cut_and_others_do_not(stack: ExitStack, family: int, address: str) -> None:
     # Our end is a socket of IPv6 that took a connection of IPv4: the kernel writes it in two ways.
@@ -93,7 +92,6 @@ def test_both_ends_see_a_cut_and_others_do_not(stack: ExitStack, family: int, ad
     assert other.line() == "1"
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("family", "address"), FAMILIES)
 def test_a_blocked_connection_loses_all_at_both_ends_until_it_is_unblocked(
     stack: ExitStack, family: int, address: str
@@ -132,7 +130,6 @@ def test_a_number_that_is_another_file_by_now_is_left_alone(stack: ExitStack) ->
     assert other.recv(1) == b"x"
 
 
-@pytest.mark.processes
 def test_a_process_that_has_ended_has_no_connections(stack: ExitStack) -> None:
     peer = Peer(stack, *FAMILIES[0])
     connection = find_connections({0: [peer.process.pid], 1: [os.getpid()]})[0, 1][0]
@@ -144,7 +141,6 @@ def test_a_process_that_has_ended_has_no_connections(stack: ExitStack) -> None:
     connection.unblock()
 
 
-@pytest.mark.processes
 def test_an_end_that_alone_is_left_is_unblocked_too(stack: ExitStack) -> None:
     """The other's goodbye was lost, so this one is open still."""
     peer = Peer(stack, *FAMILIES[0])
@@ -163,7 +159,6 @@ def test_an_end_that_alone_is_left_is_unblocked_too(stack: ExitStack) -> None:
     assert ours.recv(1) == b""
 
 
-@pytest.mark.processes
 def test_a_process_that_may_not_be_looked_at_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int) -> list[tuple[int, int]]:
         raise PermissionError(13, "Permission denied")

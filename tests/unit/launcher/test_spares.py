@@ -19,8 +19,6 @@ from gossipdp.launcher.reports import Report
 from gossipdp.launcher.spare_interpreter import PROGRAM
 from gossipdp.launcher.spares import Spares
 
-pytestmark = pytest.mark.processes
-
 # Writes all of a process that a script may look at, and how it ends.
 SCRIPT = """
 import atexit, json, os, pickle, sys
