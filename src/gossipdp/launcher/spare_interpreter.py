@@ -38,15 +38,15 @@ def main() -> None:
     if not has_imported:  # an import that failed half-way may fail otherwise the next time
         os.execv(sys.executable, [sys.executable, *words])
     sys.orig_argv = [sys.orig_argv[0], *words]
-    sys.argv = words
     variables = sys.modules["__main__"].__dict__
     variables.clear()
     variables |= {"__name__": "__main__", "__builtins__": builtins, "__annotations__": {}}
     variables |= dict.fromkeys(("__doc__", "__package__", "__spec__", "__loader__", "__cached__"))
     if is_module:
-        sys.argv[0:2] = ["-m"]
+        sys.argv = ["-m", *words[2:]]
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
     else:
+        sys.argv = words
         run_file(os.path.join(os.getcwd(), words[0]), variables)
 
 

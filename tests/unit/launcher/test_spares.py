@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from run_processes import runs
+from run_processes import VARIABLES, runs
 from waiting import wait_until
 
 from gossipdp.launcher import spares as spares_module
@@ -43,7 +43,7 @@ seen = {
     "has_input": os.fstat(0).st_rdev != nothing.st_rdev,
     "variables": {name: value for name, value in os.environ.items() if name != "GOSSIPDP_REPORT"},
     "group": os.getpgid(0) == os.getpid(), "package": __package__ or "",
-    "reports": send_report(Report(says="a sentence")),
+    "reports": send_report(Report(says="a sentence")), "torch": "torch" in sys.modules,
 }
 with open(file + "-new", "w") as new:
     json.dump(seen, new)
@@ -62,11 +62,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[..., ScriptWorker]]:
+def start(folder: Path) -> Iterator[Callable[..., ScriptWorker]]:
     """Start a worker of these words in ``scripts``; from a spare if ``number`` is 1."""
     before, started = Path.cwd(), []
     os.chdir(folder / "scripts")
-    given = without_torch | {"ONE": "same", "TWO": "changes", "THREE": "goes"}
+    given = VARIABLES | {"ONE": "same", "TWO": "changes", "THREE": "goes"}
+    del given["PYTHONWARNINGS"]  # torch warns on import
 
     def start(words: list[str], number: int, *, safe: bool = False, **changes: str) -> ScriptWorker:
         common = given | ({"PYTHONSAFEPATH": "1"} if safe else {})
@@ -106,6 +107,8 @@ def test_a_script_sees_what_it_would_in_a_new_interpreter(
         both.append(seen_by(worker, file))
         assert both[-1].pop("variables")["FILE"] == str(file)
     new, spare = both
+    # Else it was no spare, but a new interpreter in its place.
+    assert (new.pop("torch"), spare.pop("torch")) == (False, True)
     assert spare == new
     assert (new["input"], new["has_input"]) == ("", False)
     assert new["main"] is new["own"] is new["group"] is new["reports"] is True
