@@ -272,8 +272,7 @@ def supervise_gossip(course: Course) -> None:
     )
 
     def on_step() -> None:
-        if supervisor.may_restart and supervisor.all_train:
-            fleet.spares.prepare()
+        fleet.spares.follow(supervisor)
         if course.look() >= PATIENCE_S and not supervisor.ending:
             supervisor.end()
 

@@ -8,7 +8,16 @@ import pytest
 from race_conditions import CONDITIONS
 
 ROOT = Path(__file__).parents[2]
-RACE: dict[str, Any] = json.loads((ROOT / "benchmarks/results/race.json").read_text())["result"]
+
+
+def result(name: str) -> dict[str, Any]:
+    """Return the result of a report of the race."""
+    path = ROOT / "benchmarks/results" / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text())["result"]
+    return found
+
+
+RACE, MORE = result("race"), result("race_more")
 ROWS = ("gossipdp", "ddp", "ddp_torchft", "local_sgd_torchft@16", "diloco_torchft@16")
 TEXTS = {
     "calm": "nothing happens",
@@ -18,9 +27,6 @@ TEXTS = {
 }
 
 
-MORE: dict[str, Any] = json.loads((ROOT / "benchmarks/results/race_more.json").read_text())[
-    "result"
-]
 MORE_TEXTS = {
     "slow": "one worker 4 times slower",
     "jitter": "step times vary (lognormal, 0.3)",
@@ -82,17 +88,14 @@ def test_the_performance_page_s_tables_are_those_of_the_results(condition: str) 
     assert details(condition) in text
 
 
-def result(name: str) -> dict[str, Any]:
-    """Return the result of a report of the race."""
-    path = ROOT / "benchmarks/results" / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text())["result"]
-    return found
+def listed(texts: list[str]) -> str:
+    """Return texts as a sentence lists them."""
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
 def kept(found: dict[str, Any], condition: str, *rows: str) -> str:
     """Return thousands of samples of these rows under a condition, as a sentence has them."""
-    numbers = [f"{found[condition][row]['samples'] / 1e3:.0f}" for row in rows]
-    return " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
+    return listed([f"{found[condition][row]['samples'] / 1e3:.0f}" for row in rows])
 
 
 def test_the_performance_page_s_sentences_are_those_of_the_results() -> None:
@@ -113,9 +116,8 @@ def test_the_performance_page_s_sentences_are_those_of_the_results() -> None:
     with_spare = [kept(spares, name, "local_sgd_torchft@16") for name in spares]
     assert f"(with one LocalSGD keeps {' and '.join(with_spare)})" in readme
     shares = [
-        " and ".join(filter(None, (", ".join(each[:-1]), each[-1])))
+        listed([f"{RACE[f'kills{s}'][row]['share_of_calm']:.0%}" for s in (10, 30, 120)])
         for row in ("gossipdp", "ddp")
-        for each in [[f"{RACE[f'kills{s}'][row]['share_of_calm']:.0%}" for s in (10, 30, 120)]]
     ]
     assert f"gossipdp keeps {shares[0]} of its calm, DDP {shares[1]}" in text
 

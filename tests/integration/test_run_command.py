@@ -202,12 +202,19 @@ while not (files / "end").exists():
 """
 
 
+def prepared(directory: Path, text: str) -> tuple[Path, Path]:
+    """Write a script; return its path, and a folder for its files."""
+    script, files = directory / "train.py", directory / "files"
+    files.mkdir()
+    script.write_text(text)
+    return script, files
+
+
 def test_faults_are_done_to_a_script_which_ends_well(
     tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
-    script, files, log = tmp_path / "train.py", tmp_path / "files", tmp_path / "log"
-    files.mkdir()
-    script.write_text(TRAINING)
+    script, files = prepared(tmp_path, TRAINING)
+    log = tmp_path / "log"
     plan = "kill 1 at 0.5s; stop 0.5s 0 at 1s; slow 2x 2 at 1s; kill 1 at 1h"
     words = ["-n", "3", "--max-restarts", "1", "--log-dir", str(log), "--faults", plan]
     words += [str(script), str(files)]
@@ -241,9 +248,7 @@ def test_faults_are_done_to_a_script_which_ends_well(
 def test_a_worker_that_is_started_again_is_the_spare_interpreter(
     tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
-    script, files = tmp_path / "train.py", tmp_path / "files"
-    files.mkdir()
-    script.write_text(TRAINING)
+    script, files = prepared(tmp_path, TRAINING)
     words = ["-n", "2", "--max-restarts", "2", str(script), str(files)]
     run = RunCommand(tmp_path / "output", words, environment=without_torch)
     supervisor = psutil.Process(run.process.pid)
@@ -274,9 +279,7 @@ def test_a_worker_that_is_started_again_is_the_spare_interpreter(
 def test_spares_are_as_many_as_are_asked_for_and_end_with_the_run(
     tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
-    script, files = tmp_path / "train.py", tmp_path / "files"
-    files.mkdir()
-    script.write_text(TRAINING)
+    script, files = prepared(tmp_path, TRAINING)
     words = ["-n", "2", "--max-restarts", "9", "--spares", "2", str(script), str(files)]
     run = RunCommand(tmp_path / "output", words, environment=without_torch)
     supervisor = psutil.Process(run.process.pid)
@@ -324,9 +327,8 @@ with (files / f"seen-{model.rank}").open("w") as seen:
 def test_workers_whose_link_is_down_exchange_with_others_and_again_when_it_is_up(
     tmp_path: Path,
 ) -> None:
-    script, files, log = tmp_path / "train.py", tmp_path / "files", tmp_path / "log"
-    files.mkdir()
-    script.write_text(CUT_OFF)
+    script, files = prepared(tmp_path, CUT_OFF)
+    log = tmp_path / "log"
     words = ["-n", "3", "--log-dir", str(log), "--faults", "link 0-1 down 6s at 1s"]
     run = RunCommand(tmp_path / "output", [*words, str(script), str(files)])
 

@@ -185,10 +185,7 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal others_may_join
-        if not supervisor.may_restart:
-            spares.close()
-        elif supervisor.all_train:
-            spares.prepare()
+        spares.follow(supervisor)
         if others_may_join and all(network.addresses for network in plan.join_infos):
             others_may_join = False
             known = [network.addresses for network in plan.join_infos]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gossipdp.launcher.local import ScriptWorker
 from gossipdp.launcher.spare_interpreter import PROGRAM
+from gossipdp.launcher.supervisor import Supervisor
 
 
 class Spares:
@@ -44,6 +45,13 @@ class Spares:
                 return spare
             spare.discard()
         return ScriptWorker([sys.executable, *self._script], variables)
+
+    def follow(self, supervisor: Supervisor) -> None:
+        """Keep spares while a restart may come: started when all train, ended when none can."""
+        if not supervisor.may_restart:
+            self.close()
+        elif supervisor.all_train:
+            self.prepare()
 
     def prepare(self) -> None:
         """Start the spares that are missing; none any more if one has died or cannot be started."""
