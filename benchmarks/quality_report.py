@@ -224,7 +224,7 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
             "a cosine to 1% by the share of the run"
         ),
         "not equal": (
-            f"PowerSGD sends plain gradients for the first {POWER_SGD_AFTER:.0%}. DDP refuses "
+            f"PowerSGD sends plain gradients for the first {POWER_SGD_AFTER} steps. DDP refuses "
             "torch's bf16 hook under gloo by its name, so it is wrapped. Decent-DP has one "
             "optimizer a bucket."
         ),

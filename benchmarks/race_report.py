@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quality_rows import KINDS, RowName
 from race_conditions import RaceCondition
 from race_model import gossip_goodput, synchronous_goodput
-from race_run import RaceResult
+from race_run import NUM_MARKS, RaceResult
 from race_settings import TASK, RaceSettings, num_parameters
 from support.report import Spread, Table
 
@@ -330,12 +330,13 @@ def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCon
         return
     rows = list(dict.fromkeys(row for name in shown for row in found[name]))
     colours = dict(zip(rows, [*OKABE_ITO[1:], OKABE_ITO[0]] * 2, strict=False))
-    columns = 2 if num_panels in (2, 4) else min(3, num_panels)
-    lines = math.ceil(num_panels / columns)
-    figure = new_figure(4.6 * columns + 2.2, 3.6 * lines)
+    # The legend takes the place of one panel more.
+    columns = min(3, num_panels + 1)
+    lines = math.ceil((num_panels + 1) / columns)
+    figure = new_figure(4.6 * columns, 3.6 * lines)
     places = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes in places[num_panels:]:
-        axes.remove()
+        axes.axis("off")
     losses = [run.loss for name in shown for runs in found[name].values() for run in runs]
     least = min(filter(math.isfinite, losses), default=2.0)
     for axes, name in zip(places, shown, strict=False):
@@ -357,23 +358,32 @@ def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCon
         for kind, mark in MARKS.items()
         if kind in done
     ]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False)
+    places[num_panels].legend(handles=handles, loc="center left", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 def median_curve(runs: Sequence[Run]) -> list[tuple[float, float]]:
-    """Return the median loss over the median time of each mark that most runs have."""
+    """Return the median loss over the median time of each mark.
+
+    The loss is NaN where half of the runs or more had no model, as while a job starts again.
+    """
     marks: dict[int, list[tuple[float, float]]] = {}
     for run in runs:
         for point in run.result.curve:
             if point.loss is not None:
-                number = round(100 * point.seconds / run.settings.seconds)
+                share = min(1.0, point.seconds / run.settings.seconds)
+                number = round(NUM_MARKS * share)
                 marks.setdefault(number, []).append((point.seconds, point.loss))
+    had_model = {number: each for number, each in marks.items() if 2 * len(each) > len(runs)}
+    if not had_model:
+        return []
+    mark_s = runs[0].settings.seconds / NUM_MARKS
     return [
         (statistics.median(s for s, _ in each), statistics.median(loss for _, loss in each))
-        for _, each in sorted(marks.items())
-        if 2 * len(each) > len(runs)
+        if (each := had_model.get(number))
+        else (mark_s * number, math.nan)
+        for number in range(min(had_model), max(had_model) + 1)
     ]
 
 
@@ -386,11 +396,12 @@ def _draw_condition(axes: Axes, runs: Runs, colours: Mapping[str, str], least: f
         if not curve:
             continue
         times, losses = zip(*curve, strict=True)
+        known = [point for point in curve if finite(point[1])]
         is_ours = KINDS[RowName.parse(row).kind].is_ours
         axes.plot(times, losses, color=colours[row], linewidth=2.2 if is_ours else 1.3)
         for fault in each[0].result.faults:
             if fault.at_s is not None and fault.at_s <= each[0].settings.seconds:
-                loss = float(np.interp(fault.at_s, times, losses))
+                loss = float(np.interp(fault.at_s, *zip(*known, strict=True)))
                 axes.plot(
                     fault.at_s, loss, MARKS[fault.kind], color=colours[row], markersize=5,
                     markeredgecolor="white", markeredgewidth=0.5,

@@ -647,7 +647,10 @@ def test_rarer_kills_have_no_panel_of_their_own() -> None:
 
 def test_a_curve_is_the_median_where_most_runs_had_a_model() -> None:
     runs = [run_of("ddp", loss=loss) for loss in (2.7, 2.8, 3.3)]
-    assert median_curve(runs) == [(20.0, 4.0), (70.0, 2.8)]
+    first, *without, last = median_curve(runs)
+    assert (first, last) == ((20.0, 4.0), (70.0, 2.8))
+    assert [seconds for seconds, _ in without] == [2.5 * number for number in range(9, 28)]
+    assert all(math.isnan(loss) for _, loss in without)
 
 
 @given(st.floats(1e-6, 0.1), st.floats(0.1, 1_000), st.floats(0.1, 1_000))
