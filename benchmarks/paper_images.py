@@ -351,9 +351,10 @@ def clock(setting: Setting) -> Table:
 
 
 def percent(values: Sequence[float]) -> str:
-    """Return the mean and the standard deviation of accuracies, in percent."""
+    """Return the mean of accuracies, in percent, and of several the standard deviation."""
     estimate = Estimate.of([100 * value for value in values])
-    return f"{estimate.mean:.2f} ± {estimate.deviation:.2f}"
+    spread = f" ± {estimate.deviation:.2f}" if len(values) > 1 else ""
+    return f"{estimate.mean:.2f}{spread}"
 
 
 def cells(name: str, found: list[dict[str, Any]]) -> list[str]:

@@ -82,10 +82,13 @@ RATES = {
     "local_sgd@16": 0.02,
     "diloco@16": 0.01,
     "decent_dp": 0.04,
+    "local_sgd_torchft@4": 0.02,
+    "diloco_torchft@4": 0.02,
     "ddp_bf16": 0.02,
     "ddp_powersgd": 0.02,
 }
-"""Learning rates, where ``--rates`` gives none: as `--tune` found them; DDP's hooks have DDP's."""
+"""Learning rates, where ``--rates`` gives none: as `--tune` found them; DDP's hooks
+have DDP's, H = 4 that of 16."""
 TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
 QUICK_ROWS, QUICK_WITH_ALL, QUICK_SECONDS = ("gossipdp",), ("calm", "kills10"), 9.0
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
@@ -134,21 +137,21 @@ class Race:
     """Find each row's learning rate in the calm, by factors of two, and run nothing else."""
 
     checkpoint_steps: int = option(25, at_least_1)
-    """Steps from one checkpoint to the next, in all rows but gossipdp."""
+    """Steps from one checkpoint to the next, in the rows that take them."""
 
     join_ms: int = option(200, at_least_1)
-    """torchft: how long the lighthouse waits for a replica that is late, beside the time from one
-    average to the next; torchft's own: 60000."""
+    """torchft: the lighthouse waits this long for a late replica, plus the time between two
+    averages; torchft's own: 60000."""
 
     timeout_s: int = option(5, at_least_1)
     """torchft: time-out of its collectives and quorums; torchft's own: 60."""
 
     spares: Literal["none", "gossipdp", "torchft"] = "gossipdp"
-    """Whose killed workers go on in a spare interpreter: nobody's, gossipdp's, torchft's too."""
+    """Rows whose restarts use a spare interpreter: none, gossipdp's, or gossipdp's and torchft's."""
 
     heartbeat_ms: int = option(1_000, at_least_1)
-    """torchft, where workers are killed or stand still: after so long without a sign of life a
-    replica counts as dead; torchft's own, and elsewhere: 5000."""
+    """torchft: a replica counts as dead after this time without a heartbeat, where workers are
+    killed or stand still; elsewhere 5000, torchft's own."""
 
     runs: Path | None = None
     """Keep finished runs in this file, and take those that it has."""
@@ -333,9 +336,9 @@ def measure_all(benchmark: Race) -> None:
     if benchmark.tune:
         print(tune(benchmark, program, campaign))
         return
-    found = measure_rows(benchmark, program, campaign)
     suffix = "" if benchmark.workers == Race.workers else f"_{benchmark.workers}"
     report = Report(f"race{suffix}", "Where machines misbehave", benchmark.quick)
+    found = measure_rows(benchmark, program, campaign)
     report.missing = missing_rows(benchmark, program, campaign, found)
     write(benchmark, program, campaign, found, report)
     if campaign.failures:
@@ -428,7 +431,7 @@ def settings_table(benchmark: Race, program: Program, campaign: Campaign, text: 
         ("a step", f"{benchmark.step_ms:g} ms, a timed wait with real gradients within"),
         ("model", f"byte model of {num_parameters():,} parameters; AdamW"),
         ("wall time", f"{benchmark.seconds:g} s, the start included; kills120: at least 300 s"),
-        ("checkpoints", f"of all rows but gossipdp: every {benchmark.checkpoint_steps} steps"),
+        ("checkpoints", f"of the rows that take them: every {benchmark.checkpoint_steps} steps"),
         (
             "torchft",
             f"join time-out {benchmark.join_ms} ms and the time between two averages, time-outs "

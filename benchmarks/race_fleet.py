@@ -104,7 +104,7 @@ class Fleet:
 
     def trains(self, rank: int) -> bool:
         """Return whether the present life of a worker has made a step."""
-        return self.shelf(rank).look() is not None
+        return self.shelf(rank).is_made
 
     def live(self) -> list[int]:
         """Return the workers whose process exists."""

@@ -14,13 +14,12 @@ import os
 import socket
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -149,19 +148,18 @@ def race(settings: RaceSettings, hosts: Hosts | None = None) -> RaceResult:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         np.save(folder / "text.npy", judge().texts[0].numpy())
+        variables: Mapping[str, str] = {}
+        if settings.join_ms is not None:  # before the clock starts: the launcher imports torchft
+            variables = stack.enter_context(torchft_variables(settings, hosts))
         fleet = Fleet(settings, folder, hosts)
         stack.callback(fleet.spares.close)
-        started_s = time.monotonic()
-        ends_s = started_s + settings.seconds
-        assignment = Assignment(settings=settings, started_s=started_s, ends_s=ends_s)
+        assignment = Assignment(settings=settings, started_s=time.monotonic())
         (folder / "run.json").write_bytes(msgspec.json.encode(assignment))
-        course = Course(settings, fleet, started_s, ends_s)
+        course = Course(settings, fleet, assignment.started_s)
         if kind.row is Gossip:
             supervise_gossip(course)
-        elif settings.join_ms is None:
-            supervise_job(course, {})
         else:
-            supervise_job(course, stack.enter_context(torchft_variables(settings, hosts)))
+            supervise_job(course, variables)
         model = final_model(holds_all, fleet)
         if model is None and settings.checkpoint_steps is not None:
             model = from_checkpoint(settings, folder)
@@ -232,11 +230,8 @@ class Course:
     marks: seconds of the run, and the parameters of the model at that time, if there was one.
     """
 
-    def __init__(
-        self, settings: RaceSettings, fleet: Fleet, started_s: float, ends_s: float
-    ) -> None:
-        self.settings, self.fleet, self.ends_s = settings, fleet, ends_s
-        self.started_s = started_s
+    def __init__(self, settings: RaceSettings, fleet: Fleet, started_s: float) -> None:
+        self.settings, self.fleet, self.started_s = settings, fleet, started_s
         self._holds_all = KINDS[settings.name.kind].row.holds_all
         self.marks: list[tuple[float, Values]] = []
         self._num_marks = 0
@@ -276,7 +271,9 @@ def supervise_gossip(course: Course) -> None:
         if course.look() >= PATIENCE_S and not supervisor.ending:
             supervisor.end()
 
-    supervisor.run(on_step)
+    ended_by = supervisor.run(on_step)
+    if ended_by is not None:  # else a run that was cut short would be kept as a finished one
+        raise SystemExit(128 + ended_by)
     if supervisor.failures and not any(shelf.look() for shelf in fleet.shelves.values()):
         raise WorkerFailedError(f"{describe(supervisor.failures)}\n{fleet.log_tail()}")
 
@@ -288,8 +285,9 @@ def supervise_job(course: Course, variables: Mapping[str, str]) -> None:
     ports: dict[int, int] = {}
 
     def start(rank: int, number: int) -> WorkerProcess:
-        port = ports.setdefault(number, free_port())
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+        if number not in ports:
+            ports[number] = free_port()
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(ports[number])}
         return fleet.start({**own, **place})
 
     whole = restarts_whole(settings.name)
@@ -326,24 +324,18 @@ def torchft_variables(settings: RaceSettings, hosts: Hosts | None) -> Iterator[d
     os.environ.setdefault("RUST_LOG", "error")  # it logs every step
     from torchft.coordination import LighthouseServer
 
-    made: list[Any] = []
-
-    def make() -> None:
+    def make() -> LighthouseServer:
         if hosts is not None:
             enter(hosts.names[-1])  # of this thread, and of those that the lighthouse starts
-        made.append(
-            LighthouseServer(
-                bind="0.0.0.0:0" if hosts is not None else "127.0.0.1:0",
-                min_replicas=1,
-                join_timeout_ms=settings.join_ms,
-                heartbeat_timeout_ms=settings.heartbeat_ms,
-            )
+        return LighthouseServer(
+            bind="0.0.0.0:0" if hosts is not None else "127.0.0.1:0",
+            min_replicas=1,
+            join_timeout_ms=settings.join_ms,
+            heartbeat_timeout_ms=settings.heartbeat_ms,
         )
 
-    thread = threading.Thread(target=make, name="lighthouse")
-    thread.start()
-    thread.join()
-    (lighthouse,) = made
+    with ThreadPoolExecutor(1) as pool:  # a thread of its own, which stays in that namespace
+        lighthouse = pool.submit(make).result()
     address = lighthouse.address()
     if hosts is not None:
         address = f"http://{hosts.addresses[-1]}:{address.rpartition(':')[2]}"

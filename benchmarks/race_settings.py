@@ -23,7 +23,7 @@ Values: TypeAlias = NDArray[np.float64]
 class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All that a run's result follows from; runs are found again by it.
 
-    checkpoint_steps: None for gossipdp's rows, which need none here.
+    checkpoint_steps: None for rows that take none: gossipdp's and Decent-DP's.
     join_ms, timeout_s, heartbeat_ms: of torchft's rows; None for others.
     keeps_spare: a worker that is started again has an interpreter that has imported torch.
     step_s: what the gradients of a batch take, the mean.
@@ -86,18 +86,22 @@ def restarts_whole(name: RowName) -> bool:
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's task, which its process reads from a file of the run's folder.
 
-    started_s, ends_s: of the run, by ``time.monotonic``, which is one clock for all processes.
+    started_s: of the run, by ``time.monotonic``, which is one clock for all processes.
     """
 
     settings: RaceSettings
     started_s: float
-    ends_s: float
+
+    @property
+    def ends_s(self) -> float:
+        """Return when training ends, by the same clock."""
+        return self.started_s + self.settings.seconds
 
 
 class Shelf:
-    """A file in which a life of a worker leaves what it holds, for whoever looks at it.
+    """A file in which a life of a worker leaves what it holds; others may read it at any time.
 
-    Two places take turns, and a number says which of them is whole: the worker may be killed or
+    It is there from the life's first step on, and has no model until the life leaves one. Two places take turns, and a number says which of them is whole: the worker may be killed or
     stopped at any moment.
     """
 
@@ -105,13 +109,23 @@ class Shelf:
         self._path, self._width = path, len(HEADER) + num_parameters
         self._file: Values | None = None
 
+    def make(self) -> None:
+        """Make the file, without a model: a sign that its life has made a step."""
+        empty = self._path.with_name(f"{self._path.name}.new")
+        empty.write_bytes(np.zeros(1 + 2 * self._width).tobytes())
+        empty.rename(self._path)  # so that it is there whole or not at all
+        self._file = np.memmap(self._path, dtype=np.float64, mode="r+")
+
+    @property
+    def is_made(self) -> bool:
+        """Return whether the file is there, without a look into it."""
+        return self._file is not None or self._path.exists()
+
     def put(self, header: dict[str, float], parameters: NDArray[np.float32]) -> None:
-        """Leave this; the file is there from the first call on."""
-        if self._file is None:
-            empty = self._path.with_name(f"{self._path.name}.new")
-            empty.write_bytes(np.zeros(1 + 2 * self._width).tobytes())
-            empty.rename(self._path)  # so that it is there whole or not at all
-            self._file = np.memmap(self._path, dtype=np.float64, mode="r+")
+        """Leave this."""
+        if self._file is None:  # a life that came too late to make a step
+            self.make()
+        assert self._file is not None
         number = int(self._file[0]) + 1
         place = self._place(number)
         place[: len(HEADER)] = [header[name] for name in HEADER]
@@ -130,7 +144,7 @@ class Shelf:
                 return None
             found = self._place(number).copy()
             if int(self._file[0]) == number:
-                header = dict(zip(HEADER, found.tolist(), strict=False))
+                header = dict(zip(HEADER, found[: len(HEADER)].tolist(), strict=True))
                 return header, found[len(HEADER) :]
 
     def _place(self, number: int) -> Values:

@@ -95,6 +95,7 @@ class Life:
         """
         if self._first_step_s == 0.0:
             self._first_step_s = now - self._began_s
+            self._shelf.make()
         self._is_whole = self._row.num_batches() > before
         if self._is_whole and now >= self._left_s + LEAVE_EVERY_S:
             self.leave(now)

@@ -370,6 +370,9 @@ def test_after_its_end_a_job_is_killed_and_starts_nobody() -> None:
 
 def test_a_shelf_shows_what_was_left_last(tmp_path: Path) -> None:
     shelf, other = Shelf(tmp_path / "shelf", 2), Shelf(tmp_path / "shelf", 2)
+    assert not other.is_made
+    shelf.make()
+    assert other.is_made
     assert other.look() is None
     for number in (1.0, 2.0, 3.0):
         header = dict.fromkeys(HEADER, number) | {"samples": 10 * number}
@@ -511,6 +514,7 @@ def test_a_shelf_gets_only_models_that_are_whole(
         before = row.num_batches()
         row.take_step()
         life.stepped(before, now_s)
+        assert shelf.is_made  # from the first step on, in the middle of a period too
     found = shelf.look()
     assert found is not None
     header, values = found

@@ -61,7 +61,7 @@ class RunArguments:
     """Restarts of dead workers, in all."""
 
     spares: int = option(1, at_least_0)
-    """Interpreters that are kept with torch imported, for as many workers that are started again.
+    """Idle interpreters with torch imported; each becomes a worker that is started again.
     Only with --max-restarts."""
 
     host: str | None = None
@@ -85,7 +85,7 @@ class RunArguments:
 
     secret_file: Path | None = None
     """File of the common secret; by default GOSSIPDP_SECRET.
-    Several hosts need this or --tls."""
+    Several hosts, and --join, need this or --tls."""
 
     tls: Path | None = None
     """Directory that gossipdp tls-init made; by default GOSSIPDP_TLS."""
@@ -303,7 +303,8 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
     if arguments.workers is None and arguments.join is None:  # the launcher has others here
         num_local = Environment.read().local_world_size or 1
     variables = {"OMP_NUM_THREADS": str(num_threads(num_local))}
-    if arguments.host is not None and (arguments.workers is None or arguments.rendezvous):
+    is_on_several = arguments.workers is None or arguments.rendezvous or arguments.join
+    if arguments.host is not None and is_on_several:
         variables["GOSSIPDP_HOST"] = arguments.host
     if arguments.tls is not None:
         variables["GOSSIPDP_TLS"] = str(arguments.tls.absolute())

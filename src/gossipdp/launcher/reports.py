@@ -29,8 +29,8 @@ REPORT_VARIABLE = "GOSSIPDP_REPORT"
 MAX_REPORT_BYTES = 1 << 16
 # A joiner needs only one live address; this many fit one datagram.
 MAX_ADDRESSES = 256
-# Torch's message if a function for process groups is called without one.
-NO_GROUP = "Default process group has not been initialized"
+# Torch's messages if a function for process groups is called without one.
+NO_GROUP = ("Default process group has not been initialized", "Process group cannot be None")
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -105,7 +105,7 @@ def advice_on(error: BaseException) -> str:
 
     For any other error the advice is empty.
     """
-    if NO_GROUP not in str(error):
+    if not any(text in str(error) for text in NO_GROUP):
         return ""
     modules = {
         frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -118,7 +118,7 @@ def advice_on(error: BaseException) -> str:
     else:
         instead = (
             "use model.rank, model.world_size and model.is_lead in place of dist.get_rank() and "
-            "its like, and delete dist.barrier() and dist.all_reduce()"
+            "its like, and delete dist.barrier(), dist.all_reduce() and destroy_process_group()"
         )
     return (
         f"no process group was started, and gossipdp needs none: {instead}; or call "

@@ -29,6 +29,10 @@ CLOSE_AFTER_S = 60.0
 CHECK_EVERY_S = 0.5
 # The time-out of a connection to a store on another host.
 CONNECT_S = 5.0
+# The time-out of torch's client. Before it connects it asks for the name of the address, even of
+# 127.0.0.1, to log it, and its time runs meanwhile: a lost packet to the name server costs 5 s,
+# servers that are silent up to 28 s.
+CLIENT_S = 30.0
 # The end of a run does not wait longer for a thread that may be importing torch.
 LEAVE_S = 0.2
 MAX_RUN_ID = 200
@@ -126,7 +130,7 @@ class HostedStore:
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=10),
+                timeout=timedelta(seconds=CLIENT_S),
                 # The store owns the descriptor from here on, so ours is detached.
                 master_listen_fd=self._listener.detach(),
             )
@@ -195,5 +199,7 @@ def reach(address: tuple[str, int]) -> "Store":
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     socket.create_connection(address, CONNECT_S).close()
-    timeout = timedelta(seconds=CONNECT_S)
-    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+    timeout = timedelta(seconds=CLIENT_S)
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+    store.set_timeout(timedelta(seconds=CONNECT_S))
+    return store

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,17 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(
     for name, value in (TOLD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "100000"}).items():
         monkeypatch.setenv(name, value)
     assert _common_variables(RunArguments(), 1) == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [({}, False), ({"join": "b:1"}, True), ({"rendezvous": "b:1"}, True), ({"workers": None}, True)],
+)
+def test_workers_that_others_reach_are_told_the_address_that_was_given(
+    options: dict[str, Any], is_told: bool
+) -> None:
+    arguments = RunArguments(**({"workers": 2, "host": "a"} | options))
+    assert (_common_variables(arguments, 2).get("GOSSIPDP_HOST") == "a") is is_told
 
 
 def test_a_worker_inherits_nothing_of_another_launcher(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,6 +171,28 @@ def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened() -> None:
     assert lock.has_called
     assert not plans.listens(address)
     assert not store.have_all_begun()
+
+
+def test_torch_s_clients_have_the_time_that_a_silent_name_server_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They ask for a name before they connect; glibc asks up to three servers twice, in 28 s."""
+    given: list[float] = []
+
+    def recorded(*address: Any, timeout: timedelta, **options: Any) -> TCPStore:
+        given.append(timeout.total_seconds())
+        return TCPStore(*address, timeout=timeout, **options)
+
+    monkeypatch.setattr("torch.distributed.TCPStore", recorded)
+    store = HostedStore()
+    try:
+        store._open()
+        reached = stores.reach((store.host, store.port))
+        assert reached.timeout.total_seconds() == stores.CONNECT_S
+    finally:
+        store.close()
+    assert len(given) == 2
+    assert min(given) > 28.0
 
 
 def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(

@@ -106,6 +106,7 @@ def leave_a_sampler_in() -> None:
 @pytest.mark.parametrize(
     ("call", "advice"),
     [
+        (torch.distributed.destroy_process_group, "use model.rank, "),
         (ask_for_the_rank, "use model.rank, model.world_size and model.is_lead in place of dist"),
         (leave_a_sampler_in, "in place of DistributedSampler(data) give the loader shuffle=True"),
     ],
@@ -116,11 +117,11 @@ def test_a_script_that_asks_for_a_process_group_is_told_what_to_write(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(ValueError, match="process group has not been initialized") as raised:
+    with pytest.raises((ValueError, AssertionError), match="rocess group") as raised:
         call()
     assert f"gossipdp needs none: {advice}" in reports.advice_on(raised.value)
     reason, shown = local._report(raised.value)
-    assert reason == "raised ValueError"
+    assert reason == f"raised {type(raised.value).__name__}"
     assert shown.splitlines()[-1] == reports.advice_on(raised.value)
     # At the end of a script: to its launcher, or, without one, to the log.
     monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
