@@ -33,7 +33,7 @@ OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
 """The momentum of the synchronous rows but ``diloco_gentle``; gossipdp's have its own default."""
 GENTLE_MOMENTUM = 0.5
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 10
-"""Rank; steps of plain all-reduce before it: torch's own, 1,000, are more than many runs here take."""
+"""Its rank; steps of plain all-reduce before it: torch's own 1,000 are more than most runs take."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float) -> torch.optim.AdamW:

@@ -147,7 +147,7 @@ class Race:
     """torchft: time-out of its collectives and quorums; torchft's own: 60."""
 
     spares: Literal["none", "gossipdp", "torchft"] = "gossipdp"
-    """Rows whose restarts use a spare interpreter: none, gossipdp's, or gossipdp's and torchft's."""
+    """Rows that restart in a spare interpreter: none, gossipdp's, or gossipdp's and torchft's."""
 
     heartbeat_ms: int = option(1_000, at_least_1)
     """torchft: a replica counts as dead after this time without a heartbeat, where workers are
@@ -191,7 +191,7 @@ class Program:
 
 
 def check(benchmark: Race) -> Program:
-    """Return what is to run; raises ValueError for what cannot be meant."""
+    """Return the runs that are wanted; raises ValueError if an option is invalid."""
     if benchmark.tune:
         benchmark = replace(benchmark, conditions="calm")
     conditions = {}

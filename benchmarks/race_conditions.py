@@ -20,7 +20,6 @@ class RaceCondition:
     network: None: one machine. "hosts": a namespace each; a worker that is killed vanishes with its
         host, and starts again on another host. "bad_link": a namespace each, and the last worker's
         link is slower.
-    kill_period_s: seconds from one kill to the next; None if nobody is killed.
     """
 
     text: str
@@ -28,7 +27,6 @@ class RaceCondition:
     least_s: float = 0.0
     spread: float = 0.0
     network: Literal["hosts", "bad_link"] | None = None
-    kill_period_s: float | None = None
 
     @property
     def plan(self) -> FaultPlan:
@@ -39,6 +37,11 @@ class RaceCondition:
     def silences(self) -> bool:
         """Return whether a worker is killed or stands still, so that others must notice it."""
         return any(clause.kind in ("kill", "stop") for clause in self.plan.clauses)
+
+    @property
+    def kill_period_s(self) -> float | None:
+        """Return the seconds from one kill to the next; None if nobody is killed."""
+        return next((each.time_s for each in self.plan.clauses if each.kind == "kill"), None)
 
     def seconds(self, seconds: float) -> float:
         """Return how long a run lasts."""
@@ -54,9 +57,7 @@ class RaceCondition:
             )
             for clause in self.plan.clauses
         )
-        period_s = None if self.kill_period_s is None else QUICK_SHARE * self.kill_period_s
-        text = str(FaultPlan(clauses))
-        return replace(self, faults=text, least_s=0.0, kill_period_s=period_s)
+        return replace(self, faults=str(FaultPlan(clauses)), least_s=0.0)
 
 
 def _kills(period_s: float, also: str = "", least_s: float = 0.0) -> RaceCondition:
@@ -64,7 +65,7 @@ def _kills(period_s: float, also: str = "", least_s: float = 0.0) -> RaceConditi
     faults = f"kill every {period_s:g}s"
     if also:
         text, faults = f"{text}; every 10 s another one is 4 times slower", f"{faults}; {also}"
-    return RaceCondition(text, faults, kill_period_s=period_s, least_s=least_s)
+    return RaceCondition(text, faults, least_s)
 
 
 MOVING = "slow 4x every 10s"
@@ -89,7 +90,6 @@ CONDITIONS = {
         "the worker starts again on another host (a namespace each)",
         "kill every 30s",
         network="hosts",
-        kill_period_s=30,
     ),
     "bad_link": RaceCondition(
         "one worker behind 100 Mbit/s, the others behind 1 Gbit/s (a namespace each, veth, the "

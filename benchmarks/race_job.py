@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from gossipdp import WorkerFailedError
-from gossipdp.launcher.faults import FaultInjector, Target
+from gossipdp.launcher.faults import FaultInjector, Process, Target
 from gossipdp.launcher.supervisor import Ending
 
 RESTART_DELAY_S = 0.1
@@ -18,17 +18,11 @@ MAX_EARLY_DEATHS = 3
 """A job that dies so often by itself, without a step in between, is given up."""
 
 
-class RestartedProcess(Protocol):
+class RestartedProcess(Process, Protocol):
     """A process as :class:`Job` needs it; :class:`ScriptWorker` is one."""
 
     def poll(self) -> Ending | None:
         """Return how it ended; None while it runs."""
-
-    def pids(self) -> Sequence[int]:
-        """Return the ids of its processes."""
-
-    def send(self, number: int) -> None:
-        """Send it a signal."""
 
     def kill(self) -> None:
         """Kill it, and what it started."""

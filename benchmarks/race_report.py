@@ -125,31 +125,26 @@ def spreads(runs: Runs, calm: Runs) -> dict[str, dict[str, Spread]]:
 
 
 def table(title: str, runs: Runs, calm: Runs) -> Table:
-    """Medians over the rounds; the best median of each column is bold."""
+    """Return the table of a condition: medians over the rounds, the best of each column bold."""
     found = spreads(runs, calm)
     best = {
         column.key: column.best(values)
         for column in COLUMNS
         if column.best is not None
-        and (values := [v for one in found.values() if finite(v := one[column.key].median)])
+        and (values := [v for one in found.values() if math.isfinite(v := one[column.key].median)])
     }
     lines = []
     for row, figures in found.items():
         cells = [RowName.parse(row).label, f"{runs[row][0].settings.learning_rate:g}"]
         for column in COLUMNS:
             spread = figures[column.key]
-            is_known = finite(spread.median)
+            is_known = math.isfinite(spread.median)
             text = spread.text(column.form) if is_known else "-"
             is_best = is_known and spread.median == best.get(column.key)
             cells.append(f"**{text}**" if is_best else text)
         lines.append((*cells, str(len(runs[row]))))
     head = ("row", "rate", *(column.name for column in COLUMNS), "runs")
     return Table(title, head, lines)
-
-
-def finite(value: float) -> bool:
-    """Return whether a value is a finite number."""
-    return math.isfinite(value)
 
 
 NOTE = (
@@ -229,7 +224,7 @@ def kill_points(
         assert condition.kill_period_s is not None
         for row, runs in found.get(name, {}).items():
             shares = [share_of_calm(run, calm.get(row, ())) for run in runs]
-            if shares and finite(statistics.median(shares)):
+            if shares and math.isfinite(statistics.median(shares)):
                 point = (condition.kill_period_s, statistics.median(shares))
                 points.setdefault(row, []).append(point)
     return {row: sorted(each) for row, each in points.items()}
@@ -249,7 +244,7 @@ def modelled(row: str, runs: Sequence[Run], period_s: float) -> float:
 
 def percent(share: float) -> str:
     """Return a share as tables show it; "-" where no process came back, so that none is known."""
-    return f"{share:.0%}" if finite(share) else "-"
+    return f"{share:.0%}" if math.isfinite(share) else "-"
 
 
 def model_tables(found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> list[Table]:
@@ -316,7 +311,7 @@ MARKS = {"kill": "X", "stop": "s", "slow": "v", "link": "|", "cut": "x"}
 def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> None:
     """Write a PNG: loss against wall time, a panel a condition; and goodput by kill period.
 
-    That last panel stands for the conditions whose kills are rarer than those of another.
+    Conditions that only kill, and more rarely than another, appear in that last panel alone.
     """
     from matplotlib.lines import Line2D
 
@@ -396,9 +391,10 @@ def _draw_condition(axes: Axes, runs: Runs, colours: Mapping[str, str], least: f
         if not curve:
             continue
         times, losses = zip(*curve, strict=True)
-        known = [point for point in curve if finite(point[1])]
+        known = [point for point in curve if math.isfinite(point[1])]
         is_ours = KINDS[RowName.parse(row).kind].is_ours
         axes.plot(times, losses, color=colours[row], linewidth=2.2 if is_ours else 1.3)
+        axes.plot(*known[-1], "o", color=colours[row], markersize=3)
         for fault in each[0].result.faults:
             if fault.at_s is not None and fault.at_s <= each[0].settings.seconds:
                 loss = float(np.interp(fault.at_s, *zip(*known, strict=True)))

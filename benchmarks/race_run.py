@@ -70,9 +70,10 @@ class RaceResult(msgspec.Struct, frozen=True, kw_only=True):
     samples: that are in the final model.
     loss: of the final model on held-out text, bits a byte; None where it is no finite number.
     ended_s: seconds of the run at which the final model was there.
-    start_s, restarts_s: from the start of a process to the end of its first step: the median of the
-        first lives; all later lives that came there.
-    imported_s: of these the seconds until all was imported, median.
+    start_s: from the start of a process to the end of its first step, the median of first lives.
+    restarts_s: the same of each later life that made a step.
+    imported_s: from the start of a process to the end of its imports: the median of all lives that
+        left a model.
     num_lives: processes that were started.
     """
 

@@ -101,8 +101,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 class Shelf:
     """A file in which a life of a worker leaves what it holds; others may read it at any time.
 
-    It is there from the life's first step on, and has no model until the life leaves one. Two places take turns, and a number says which of them is whole: the worker may be killed or
-    stopped at any moment.
+    It is there from the life's first step on, and has no model until the life leaves one. Two
+    places take turns, and a number says which of them is whole: the worker may be killed or stopped
+    at any moment.
     """
 
     def __init__(self, path: Path, num_parameters: int) -> None:

@@ -90,7 +90,7 @@ class TorchftRow(OneOptimizer):
 
     def close(self) -> None:
         if dist.is_initialized():
-            dist.barrier()  # nobody takes the lighthouse away from those who still train
+            dist.barrier()  # rank 0 holds the lighthouse: it must outlive the others' training
         self.manager.shutdown(wait=False)
         if self._lighthouse is not None:
             self._lighthouse.shutdown()

@@ -1,7 +1,9 @@
 """The race's figures on the pages are those of its results file."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -114,26 +116,94 @@ def test_the_performance_page_s_sentences_are_those_of_the_results() -> None:
     ) in text
     readme = " ".join((ROOT / "README.md").read_text().split())
     with_spare = [kept(spares, name, "local_sgd_torchft@16") for name in spares]
-    assert f"(with one LocalSGD keeps {' and '.join(with_spare)})" in readme
+    assert f"(with one, LocalSGD keeps {' and '.join(with_spare)})" in readme
+    assert rarer_deaths() in text
+    assert coarser_and_finer() in text
+    assert eight_workers() in text
+
+
+def rarer_deaths() -> str:
+    """Return the sentence on kill periods."""
     shares = [
         listed([f"{RACE[f'kills{s}'][row]['share_of_calm']:.0%}" for s in (10, 30, 120)])
-        for row in ("gossipdp", "ddp")
+        for row in ("gossipdp", "local_sgd_torchft@16", "ddp")
     ]
-    assert f"gossipdp keeps {shares[0]} of its calm, DDP {shares[1]}" in text
+    return (
+        f"gossipdp keeps {shares[0]} of its calm, torchft's LocalSGD {shares[1]}, DDP {shares[2]};"
+    )
+
+
+def coarser_and_finer() -> str:
+    """Return the sentence on averages of every 4 steps."""
+    rows = ("local_sgd_torchft@4", "diloco_torchft@4")
+    calm = result("race_own")["calm"]
+    losses = listed([f"{calm[row]['loss']:.3f}" for row in rows])
+    return (
+        f"and DiLoCo kept {kept({'calm': calm}, 'calm', *rows)} thousand samples in the calm, with "
+        f"losses of {losses} (one run)"
+    )
+
+
+def eight_workers() -> str:
+    """Return the sentence on eight workers."""
+    eight = result("race_8")
+    samples = [
+        listed([f"{eight[name][row]['samples'] / 1e3:.0f}" for name in TEXTS])
+        for row in ("gossipdp", "local_sgd_torchft@16", "ddp")
+    ]
+    return (
+        f"gossipdp kept {samples[0]} thousand samples, torchft's LocalSGD {samples[1]}, DDP "
+        f"{samples[2]}."
+    )
+
+
+def sent(row: dict[str, Any]) -> float:
+    """Return the bytes that a row sent in a run."""
+    return median(run["result"]["sent_bytes"] for run in row["runs"])
+
+
+def times_ddp(
+    results: dict[str, Any], figure: Callable[[dict[str, Any]], float], *rows: str
+) -> tuple[float, float]:
+    """Return a figure of rows over that of DDP, least and most of all conditions."""
+    times = [
+        figure(found[row]) / figure(found["ddp"])
+        for found in results.values()
+        for row in rows
+        if row in found
+    ]
+    return min(times), max(times)
+
+
+def headline_bytes() -> str:
+    """Return the README's sentence on bytes."""
+    shown = {name: RACE[name] for name in TEXTS}
+    least, most = times_ddp(shown, sent, "gossipdp")
+    least_kept, most_kept = times_ddp(shown, lambda row: float(row["bytes"]), "gossipdp")
+    _, others = times_ddp(shown, sent, *ROWS[3:])
+    return (
+        f"gossipdp sent {least:.1f} to {most:.1f} times DDP's bytes in all ({least_kept:.1f} to "
+        f"{most_kept:.1f} for each sample kept), LocalSGD and DiLoCo at most {others:.2f} times."
+    )
 
 
 def more_bytes() -> str:
-    """Return how many times DDP's bytes gossipdp sent where no link was bad, least and most."""
-    times = [
-        found["gossipdp"]["bytes"] / found["ddp"]["bytes"]
-        for condition, found in MORE.items()
-        if condition != "bad_link"
-    ]
-    return f"gossipdp sent {min(times):.1f} to {max(times):.1f} times DDP's bytes"
+    """Return the performance page's sentence on bytes under the other conditions."""
+    least, most = times_ddp(MORE, sent, "gossipdp")
+    return f"gossipdp sent {least:.1f} to {most:.1f} times DDP's bytes in all."
 
 
-def test_the_bytes_of_the_other_conditions_are_those_of_the_results() -> None:
-    assert more_bytes() in " ".join((ROOT / "docs/performance.md").read_text().split())
+def hooks() -> str:
+    """Return the sentence on DDP's hooks on the bad link."""
+    samples = kept(MORE, "bad_link", "ddp_bf16", "ddp_powersgd")
+    return f"bfloat16 and PowerSGD, kept {samples} thousand."
+
+
+def test_the_bytes_are_those_of_the_results() -> None:
+    text = " ".join((ROOT / "docs/performance.md").read_text().split())
+    assert more_bytes() in text
+    assert hooks() in text
+    assert headline_bytes() in " ".join((ROOT / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("condition", MORE_TEXTS)

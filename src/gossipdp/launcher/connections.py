@@ -2,9 +2,9 @@
 
 The kernel lists the connections of a network namespace by inode (``/proc/PID/net/tcp``), and the
 descriptors of a process too (``/proc/PID/fd``). The two ends of a connection have each other's
-addresses. To act on an end we duplicate its descriptor (``pidfd_getfd``, Linux 5.6), which the
-system allows to whom it allows to trace the process, such as the process that started it. The
-processes take no part.
+addresses. To act on an end we duplicate its descriptor (``pidfd_getfd``, Linux 5.6). The system
+allows that to a process that may trace the other one, such as its parent. The processes take no
+part.
 """
 
 import ctypes

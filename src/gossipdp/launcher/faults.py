@@ -248,6 +248,8 @@ class FaultInjector:
     def close(self) -> None:
         """Record as missed what was not done, and show how many faults were done and missed."""
         self.release()
+        if self.first_step_s is None and not self.records:
+            self._log("wb", b"")  # empty the log of an earlier run
         for place in list(self._kills):
             self.ended(place, "")
         for event in self._single.values():
@@ -331,7 +333,7 @@ class FaultInjector:
     def _links(self, event: Event) -> list[Link]:
         """Return the links that may be cut, in the order to try them.
 
-        None if the first worker of a link that is named or drawn is another supervisor's.
+        Empty if the first worker of a link that is named or drawn is another supervisor's.
         """
         ranks = event.ranks
         if self._elsewhere or self._plan.clauses[event.clause].ranks:

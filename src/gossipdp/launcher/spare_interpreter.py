@@ -1,7 +1,7 @@
 """The program of a spare interpreter (:mod:`.spares`): imports torch, waits, becomes a worker.
 
-``python -c PROGRAM WORDS`` has the words of a worker's command after ``python``. Its input says
-which variables the worker has; without any it ends.
+``python -c PROGRAM WORDS``: WORDS are what follows ``python`` in a worker's command. The variables
+of the worker arrive on standard input; if that ends empty, the process ends.
 """
 
 import builtins
@@ -64,7 +64,7 @@ def import_ahead() -> bool:
     The first optimizer imports ``torch._dynamo``. What the imports write is lost: a script may not
     want it, and this process may never become one.
     """
-    with _silenced(2):
+    with _errors_silenced():
         try:
             import torch
 
@@ -77,14 +77,14 @@ def import_ahead() -> bool:
 
 
 @contextmanager
-def _silenced(descriptor: int) -> Iterator[None]:
-    """Let a descriptor lead nowhere."""
-    kept = os.dup(descriptor)
+def _errors_silenced() -> Iterator[None]:
+    """Discard what is written to standard error meanwhile, also by libraries in C."""
+    kept = os.dup(2)
     with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), descriptor)
+        os.dup2(nothing.fileno(), 2)
     try:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(kept, descriptor)
+        os.dup2(kept, 2)
         os.close(kept)

@@ -54,7 +54,7 @@ class Spares:
             self.prepare()
 
     def prepare(self) -> None:
-        """Start the spares that are missing; none any more if one has died or cannot be started."""
+        """Start the spares that are missing; keep none once one has died or cannot be started."""
         if any(spare.poll() is not None for spare in self._waiting):
             self._give_up("it died")
         while len(self._waiting) < self._number:

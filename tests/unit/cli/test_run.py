@@ -81,7 +81,12 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(
 
 @pytest.mark.parametrize(
     ("options", "is_told"),
-    [({}, False), ({"join": "b:1"}, True), ({"rendezvous": "b:1"}, True), ({"workers": None}, True)],
+    [
+        ({}, False),
+        ({"join": "b:1"}, True),
+        ({"rendezvous": "b:1"}, True),
+        ({"workers": None}, True),
+    ],
 )
 def test_workers_that_others_reach_are_told_the_address_that_was_given(
     options: dict[str, Any], is_told: bool

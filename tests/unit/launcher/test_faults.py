@@ -336,6 +336,17 @@ def test_the_log_has_a_line_for_each_fault(tmp_path: Path) -> None:
     assert lines[1] == about | {"planned_s": 2.0} | missed
 
 
+def test_the_log_of_a_run_that_never_began_has_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "faults-0.jsonl").write_text("an earlier run's\n")
+    scene = Scene("kill 0 at 1s", directory=tmp_path)
+    scene.training.clear()
+    scene.look()
+    for _ in range(2):
+        scene.injector.close()
+        (line,) = (tmp_path / "faults-0.jsonl").read_text().splitlines()
+        assert json.loads(line)["missed"] == "the run had ended by then"
+
+
 def test_a_log_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     scene = Scene("stop 1s 0", directory=tmp_path / "file")
