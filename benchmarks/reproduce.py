@@ -90,8 +90,7 @@ ON_IMAGES = (
     "accurate than all-reduce.",
     "- **Four real processes** (`--real`), two seeds: all-reduce 80.6%, A2CiD2 on the ring 83.5%, "
     "gossip 83.7%, with BatchNorm's statistics as trained.",
-    "- **Not tried**: 300 epochs, each row's own learning rate, 64 workers, CIFAR-10 "
-    "and ImageNet.",
+    "- **Not tried**: 300 epochs, each row's own learning rate, 64 workers, CIFAR-10 and ImageNet.",
 )
 """Ends the page, with the first table of the benchmark's results."""
 IMAGES = Path(__file__).parent / "results" / "paper_images.md"
