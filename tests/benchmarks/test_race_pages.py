@@ -136,10 +136,10 @@ def rarer_deaths() -> str:
 def coarser_and_finer() -> str:
     """Return the sentence on averages of every 4 steps."""
     rows = ("local_sgd_torchft@4", "diloco_torchft@4")
-    calm = result("race_own")["calm"]
-    losses = listed([f"{calm[row]['loss']:.3f}" for row in rows])
+    own = result("race_own")
+    losses = listed([f"{own['calm'][row]['loss']:.3f}" for row in rows])
     return (
-        f"and DiLoCo kept {kept({'calm': calm}, 'calm', *rows)} thousand samples in the calm, with "
+        f"and DiLoCo kept {kept(own, 'calm', *rows)} thousand samples in the calm, with "
         f"losses of {losses} (one run)"
     )
 

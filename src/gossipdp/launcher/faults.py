@@ -198,13 +198,15 @@ class FaultInjector:
 
     def step(self, targets: Sequence[Target]) -> None:
         """Do what is due; ``targets`` are all workers of the supervisor, in its order."""
-        now, self._targets = self._clock(), targets
+        now, is_first = self._clock(), not self._targets
+        self._targets = targets
+        if is_first:
+            self._log("wb", b"")  # empty the log of an earlier run
         if self.first_step_s is None:
             running = [each for each in targets if each.process is not None]
             if not running or not all(each.trains for each in running):
                 return
             self.first_step_s = now
-            self._log("wb", b"")  # empty the log of an earlier run
         while self._next is not None and now >= self.first_step_s + self._next.at_s:
             event, self._next = self._next, next(self._events, None)
             self._single.pop(event.clause, None)
@@ -248,8 +250,6 @@ class FaultInjector:
     def close(self) -> None:
         """Record as missed what was not done, and show how many faults were done and missed."""
         self.release()
-        if self.first_step_s is None and not self.records:
-            self._log("wb", b"")  # empty the log of an earlier run
         for place in list(self._kills):
             self.ended(place, "")
         for event in self._single.values():
