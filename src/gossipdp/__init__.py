@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from gossipdp.parallel.schedule import ProgressLR, parameter_groups
     from gossipdp.parallel.stats import Consolidated, Stats
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0.dev0"
 
 # Imported on first use: `gossipdp plan` needs no torch, and `import gossipdp` nothing at all.
 _HOMES = {

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
         >>> main(["--version"])
-        gossipdp 0.2.0.dev0
+        gossipdp 0.3.0.dev0
         0
     """
     words = list(sys.argv[1:] if argv is None else argv)
