@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 import torch
 import tyro
+from gossipdp.dynamics.outer import OuterStep
 from support.provenance import Provenance
 from support.report import Report, Spread, Table, Target, run_script
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import zeros
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 from gossipdp.rules import at_least_1, check_flags, option, output_file

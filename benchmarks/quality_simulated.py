@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gossipdp.dynamics.outer import OuterStep
 from rich.console import Console
 from scipy.stats import spearmanr
 from support.batched_transformer import BatchedTransformer
@@ -35,7 +36,6 @@ from support.report import QUICK_RESULTS, RESULTS, Report, Table
 from support.torch_rows import TorchRows
 from torch import nn
 
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.simulate import (
     AdamW,

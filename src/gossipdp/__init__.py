@@ -34,7 +34,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossipdp.dynamics.outer import OuterStep
     from gossipdp.errors import (
         GossipError,
         ModelChangedError,
@@ -59,7 +58,6 @@ _HOMES = {
     "Exchange": "gossipdp.parallel.options",
     "Counting": "gossipdp.parallel.options",
     "Network": "gossipdp.parallel.options",
-    "OuterStep": "gossipdp.dynamics.outer",
     "Checkpoints": "gossipdp.parallel.options",
     "Monitor": "gossipdp.parallel.options",
     "Stats": "gossipdp.parallel.stats",
@@ -87,7 +85,6 @@ __all__ = [
     "ModelChangedError",
     "Monitor",
     "Network",
-    "OuterStep",
     "PeerLostError",
     "PoisonedError",
     "ProgressLR",

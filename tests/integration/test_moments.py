@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from waiting import wait_until
 
-from gossipdp import Exchange, GossipDataParallel, Network, OuterStep
+from gossipdp import Exchange, GossipDataParallel, Network
 
 pytestmark = pytest.mark.processes
 
@@ -62,7 +62,7 @@ def spread(results: Any) -> float:
 
 CASES = {
     "memory": {},
-    "TCP, outer step": {"network": {"shared_memory": "off"}, "outer": OuterStep()},
+    "TCP": {"network": {"shared_memory": "off"}},
     "lattice8, gossip": {"wire_format": "lattice8", "method": "gossip"},
 }
 

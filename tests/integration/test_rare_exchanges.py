@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import Counting, Exchange, GossipDataParallel, Network, OuterStep
+from gossipdp import Counting, Exchange, GossipDataParallel, Network
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +39,6 @@ def test_one_exchange_in_a_thousand_steps(workers):
     options = {
         "graph": "ring",
         "comm_rate": 1e-3,
-        "outer": OuterStep(),
         "network": Network(timeout_s=2.0),
     }
     results = workers(walk, n, ("gossip", 64, steps, options))

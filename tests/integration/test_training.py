@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 from waiting import wait_until
 
-from gossipdp import Counting, Exchange, GossipDataParallel, Network, OuterStep
+from gossipdp import Counting, Exchange, GossipDataParallel, Network
 from gossipdp.errors import WorkerFailedError
 from gossipdp.links.clock import since_boot_s
 
@@ -351,10 +351,6 @@ def test_workers_that_do_not_fit_are_one_clear_error(workers):
         ({"method": "gossip"}, "method is 'gossip' here and 'a2cid2' on"),
         ({"comm_rate": 2.0}, "comm_rate is '2' here and 'auto' on"),
         ({"wire_format": "lattice8"}, "wire_format is 'lattice8' here and 'full' on"),
-        (
-            {"outer": OuterStep(momentum=0.9)},
-            r"method is 'a2cid2 with OuterStep\(momentum=0.9, .*\)' here and 'a2cid2' on",
-        ),
         (
             {"exchange": Exchange(moments={"momentum_buffer": 4})},
             r"the models differ, .*momentum_buffer in one exchange of 4,.* here and none on",

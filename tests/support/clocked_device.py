@@ -152,8 +152,6 @@ class ClockedDevice(QueuedDevice):
             self.adopt(segment.pending, *segment._inboxes, is_x=bool(segment._inboxes))
             if segment.c is not None:
                 self.adopt(segment.c)
-            if segment.outer is not None:
-                self.adopt(segment.outer.base, segment.outer.m)
             self.adopt(*(each.seen for each in segment.chunks if isinstance(each, BufferChunk)))
 
     # The clocks.

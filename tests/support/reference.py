@@ -75,25 +75,3 @@ class MomentumState:
     def exchange(self, delta: Tensor, alpha_tilde: float) -> Self:
         """Apply one exchange, with ``delta`` = x_i - x_j."""
         return type(self)(self.x - 0.5 * delta, self.c - (alpha_tilde - 0.5) * delta)
-
-
-@dataclass(frozen=True)
-class OuterState:
-    r"""Parameters with an outer step, held as the equations are written: by an anchor.
-
-    ``anchor`` is where the last outer step left x, moved along with whatever moves x but is no
-    optimizer's step. So :math:`g = x - \text{anchor}`, :math:`m \leftarrow \mu m + g`,
-    :math:`u = \gamma(g + \mu m) - g`, x += u, and the new x is the anchor. The fast version holds
-    base = anchor - pending, which exchanges and flows need not touch.
-    """
-
-    x: Tensor
-    anchor: Tensor
-    m: Tensor
-
-    def outer_step(self, momentum: float, lr: float) -> Self:
-        """Take the outer step."""
-        g = self.x - self.anchor
-        m = momentum * self.m + g
-        x = self.anchor + lr * (g + momentum * m)
-        return type(self)(x, x, m)

@@ -35,7 +35,7 @@ Learning rate, as a multiple of all-reduce's best with the same batch a worker:
   1 to 2      AdamW, comm rate 1, 4 workers
   2 to 4      AdamW, comm rate 1, 16 workers
   1 to 2      AdamW, comm rate 1, 64 workers
-  1/2 to 1    AdamW, comm rate 1/8 and 1/11, with and without an outer step
+  1/2 to 1    AdamW, comm rate 1/8 and 1/11
   1/2 to 1    SGD with momentum 0.9, comm rate 1
 Measured on grids of factors of two (docs/quality.md). AdamW's is larger
 at comm rate 1, as it divides by the noise of one worker's gradient."""

@@ -7,7 +7,6 @@ moments     chunks of what optimizers keep, such as Adam's second moment
 state       all chunks of one worker, and the boundary that passes over them
 update      the equations; update_loops has them as compiled loops
 phase       how far a worker's momentum has flowed
-outer       the outer step
 lattice     an 8-bit code for the difference of two workers
 device      the rules for parameters on a GPU
 inboxes     there, what lets neither a step nor an exchange wait for the other

@@ -6,10 +6,8 @@ The training thread and the gossip thread meet here and nowhere else. The rules:
   ``consolidate``: there the gossip thread writes it while the main thread only waits. The gossip
   thread reads x for a snapshot without stopping the optimizer. A snapshot torn by a running step is
   harmless, because both ends of the exchange use that same snapshot.
-* ``pending``, ``c``, the phases and the outer step's tensors are read and written under the chunk's
-  lock: by the gossip thread in an exchange, by the main thread at a boundary.
-* The outer step reads x as a snapshot does, under the lock but beside a running optimizer. The
-  values that it read are the new base; the rest of the optimizer's step counts in the next one.
+* ``pending``, ``c`` and the phases are read and written under the chunk's lock: by the gossip
+  thread in an exchange, by the main thread at a boundary.
 * The boundary only *tries* the lock. A chunk in use keeps its pending for the next boundary, so
   training never waits for a thread of lower priority.
 * A thread holds one lock at a time, for one pass over one chunk, and never across I/O. So there is
@@ -39,14 +37,12 @@ import math
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp.dynamics.device import Device
-from gossipdp.dynamics.outer import OuterStep
 
 # A flow that would leave less of c than this takes all of it: less is lost in any sum, and numbers
 # too small for the processor's fast path are never met.
@@ -87,18 +83,6 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-class Outer(NamedTuple):
-    """An outer step and its two tensors, of a chunk's length and in pending's precision.
-
-    ``base`` is where x would be without the optimizer's steps since the last outer step; ``m`` is
-    the outer momentum.
-    """
-
-    step: OuterStep
-    base: Tensor
-    m: Tensor
-
-
 class Chunk:
     """One or more MiB of the state: the unit that is locked, sent and applied, whole or not at all.
 
@@ -111,8 +95,6 @@ class Chunk:
         x: the parameter storage itself.
         pending: the sum of exchanges and flow that the next boundary adds.
         c: the momentum as it was at ``theta_c``; None under plain averaging.
-        outer: the outer step; None without one.
-        num_exchanges: exchanges that this worker began, counted for the outer step alone.
         theta: the phase this chunk has been flowed to.
         theta_c: the phase at which c was written; minus infinity if there is no momentum, and c
             then counts as zero.
@@ -120,7 +102,7 @@ class Chunk:
             no exchange, training is bitwise that of the plain loop.
         is_compiled: True if numba's loops compute here.
         device: where the values live.
-        lock: guards pending, c, base, m, the count, the phases and the flags; see the module.
+        lock: guards pending, c, the phases and the flags; see the module.
         order: entered under the lock, so that a device does the holders' work in their order.
     """
 
@@ -130,8 +112,6 @@ class Chunk:
         self.x = x
         self.pending = pending
         self.c = c
-        self.outer: Outer | None = None
-        self.num_exchanges = 0
         self.theta = 0.0
         self.theta_c = -math.inf
         self.has_pending = False
@@ -219,48 +199,15 @@ class Chunk:
             state = self.x, self._brought(), self.c
             self.device.write(lambda out: update.read_z(out, *state, left), out)
 
-    def copy_momentum(
-        self,
-        pending: Tensor | None,
-        c: Tensor | None,
-        g: Tensor | None = None,
-        m: Tensor | None = None,
-        /,
-    ) -> None:
-        """Copy pending and momenta of one moment to host memory, for a checkpoint.
-
-        ``g`` (the optimizer's steps since the last outer step) and ``m`` belong to the outer step.
-        The main thread, which calls this, takes no step meanwhile.
-        """
+    def copy_momentum(self, pending: Tensor, c: Tensor | None, /) -> None:
+        """Copy pending and c of one moment to host memory, for a checkpoint."""
         with self.lock, self.order:
-            if pending is not None:
-                self.device.write(lambda out: out.copy_(self._brought()), pending)
+            self.device.write(lambda out: out.copy_(self._brought()), pending)
             if c is not None and self.c is not None:
                 momentum, left = self.c, self._left(self.theta)
                 self.device.write(lambda out: torch.mul(momentum, left, out=out), c)
-            if g is not None and m is not None and self.outer is not None:
-                _, base, velocity = self.outer
-                self.device.write(lambda out: torch.sub(self.x, base, out=out), g)
-                self.device.write(lambda out: out.copy_(velocity), m)
 
     # The gossip thread's part. Snapshots are in host memory.
-
-    def outer_step(self) -> None:
-        """Take the outer step, if one is due, once before the snapshot of each exchange.
-
-        Between the two a boundary may move pending into x, and the optimizer may step: both ends of
-        the exchange use the snapshot, and that step counts in the next outer step.
-        """
-        if self.outer is None:
-            return
-        with self.lock, self.order:
-            (rule, base, m), compiled = self.outer, self.is_compiled
-            self.num_exchanges += 1
-            if self.num_exchanges % rule.every:
-                return
-            numbers = rule.momentum, rule.lr
-            update.outer_step(self.x, self.pending, base, m, *numbers, compiled=compiled)
-            self.has_pending = True
 
     def snapshot(self, theta: float, out: Tensor) -> bool:
         """Write x + pending as they are at the phase ``theta``; return True if all is finite.
@@ -322,14 +269,11 @@ class Chunk:
 
     def _additions(self, share: float) -> list[Callable[[], object]]:
         """Return the operations that flow and add pending to x, for :func:`.update.at_once`."""
-        base, compiled = None if self.outer is None else self.outer.base, self.is_compiled
-        c = self.c
+        c, compiled = self.c, self.is_compiled
         if self.has_pending or c is None or self.x.dtype != self.pending.dtype:
-            state = self.x, self.pending, c
-            return update.boundary_operations(*state, share, base, compiled=compiled)
+            return update.boundary_operations(self.x, self.pending, c, share, compiled=compiled)
         # Pending is zero, so this pass leaves out half of the memory.
-        both = (self.x,) if base is None else (self.x, base)
-        return [update.flow_operation(values, c, share, compiled=compiled) for values in both]
+        return [update.flow_operation(self.x, c, share, compiled=compiled)]
 
     def _write(self, out: Tensor) -> None:
         if self.role.is_exchanged:
@@ -379,13 +323,9 @@ class Chunk:
         self.pending[part].zero_()
         if self.c is not None:
             self.c[part].zero_()
-        if self.outer is not None:
-            self.outer.base[part].copy_(self.x[part])
-            self.outer.m[part].zero_()
 
     def _reset(self) -> None:
         self._forget(slice(None))
-        self.num_exchanges = 0
         self.has_pending = False
         # A worker that takes another's state starts its phase again.
         self.theta, self.theta_c = 0.0, -math.inf
@@ -406,10 +346,8 @@ class BufferChunk(Chunk):
         super().__init__(role, x, pending, c)
         self.seen = torch.zeros_like(pending)
 
-    def copy_momentum(self, pending: Tensor | None, /, *_: Tensor | None) -> None:
-        """Copy the present values minus x to ``pending``; there are no momenta."""
-        if pending is None:
-            return
+    def copy_momentum(self, pending: Tensor, _: Tensor | None, /) -> None:
+        """Copy the present values minus x to ``pending``; there is no momentum."""
         with self.lock, self.order:
             self.device.write(lambda out: out.copy_(self._present(self.x)).sub_(self.x), pending)
 

@@ -30,9 +30,9 @@ other calls :meth:`Device.finish`.
 **Rule 5, waits are short.** What the main thread queues comes behind its step, so an exchange that
 had to wait for that would wait for the whole step, and no heartbeat would leave. Trained parameters
 have two inboxes instead, and the host runs one boundary ahead of the device (:class:`Credit`). For
-what has none (buffers, moments, parameters with an outer step, and everything that is rare), the
-main thread first finishes its stream, so that its marks are at once past. For a joiner that takes
-the optimizers' state it waits at the end of each step meanwhile (``BetweenSteps``).
+what has none (buffers, moments, and everything that is rare), the main thread first finishes its
+stream, so that its marks are at once past. For a joiner that takes the optimizers' state it waits
+at the end of each step meanwhile (``BetweenSteps``).
 
 Memory that both threads use is allocated before the gossip thread starts and freed after it was
 joined; scratch belongs to one thread, so to one stream.

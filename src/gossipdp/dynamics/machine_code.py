@@ -40,8 +40,7 @@ ARGUMENTS = {
     "snapshot_and_exchange": (
         "wire x float32 float32 bool wire float32 float32 number number number"
     ),
-    "boundary": "x float32 float32 bool number float32 bool",
-    "outer_step": "x float32 float32 float32 number number",
+    "boundary": "x float32 float32 bool number",
 }
 """By loop, its arguments after ``size``: numbers, and arrays by their precision; ``x`` and ``wire``
 are the precisions of parameters and of snapshots."""

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import BufferChunk, Chunk, Outer, Role, working_dtype
+from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role, working_dtype
 from gossipdp.dynamics.device import Credit, Device, QueuedDevice, device_of, zeros
 from gossipdp.dynamics.inboxes import InboxChunk
 from gossipdp.dynamics.moments import Moment, MomentChunk
-from gossipdp.dynamics.outer import OuterStep
 
 CHUNK_BYTES = 1 << 20
 MOST_BYTES = 1 << 26
@@ -33,7 +32,6 @@ class Segment:
         x: one-dimensional; the module's parameters lie in its memory.
         role: the treatment of the values when workers meet.
         momentum: True if trained values carry c (method ``a2cid2``).
-        outer: the outer step of trained values.
         optimizer_index: the optimizer whose boundary covers this segment.
         chunk_bytes: the largest size of a chunk.
         moment: the moment that these values are, if the role is MOMENT.
@@ -45,7 +43,6 @@ class Segment:
         role: Role,
         *,
         momentum: bool = True,
-        outer: OuterStep | None = None,
         optimizer_index: int = 0,
         chunk_bytes: int = CHUNK_BYTES,
         moment: Moment | None = None,
@@ -63,10 +60,6 @@ class Segment:
         self.pending = zeros(length, dtype, x.device)
         has_c = momentum and role is Role.TRAINED
         self.c = zeros(length, dtype, x.device) if has_c else None
-        self.outer: Outer | None = None
-        if outer is not None and role is Role.TRAINED:
-            base = zeros(length, dtype, x.device).copy_(x)
-            self.outer = Outer(outer, base, zeros(length, dtype, x.device))
         kind: Callable[[Role, Tensor, Tensor, Tensor | None], Chunk]
         kind = BufferChunk if role is Role.BUFFER else Chunk
         if moment is not None:
@@ -79,16 +72,12 @@ class Segment:
             kind(role, x[part], self.pending[part], None if self.c is None else self.c[part])
             for part in parts
         ]
-        if self.outer is not None:
-            rule, base, m = self.outer
-            for chunk, part in zip(self.chunks, parts, strict=True):
-                chunk.outer = Outer(rule, base[part], m[part])
         self._inboxes: tuple[Tensor, ...] = ()
         self.inbox_chunks: list[InboxChunk] = []
 
     def add_inbox(self) -> None:
         """Give trained values a second pending, before training; see :mod:`.inboxes`."""
-        if self.role is not Role.TRAINED or self.outer is not None:
+        if self.role is not Role.TRAINED:
             return
         self._inboxes = self.pending, torch.zeros_like(self.pending)
         self.inbox_chunks = [
@@ -142,18 +131,16 @@ class Segment:
             if first < end:
                 chunk.forget(slice(first, end))
 
-    def copy_momentum(self) -> list[Tensor | None]:
-        """Copy pending (None: it is zero), c, g and m to host memory; see :class:`.Chunk`."""
-        _, base, m = self.outer or (None, None, None)
-        held = self.pending, self.c, base, m
-        copies = [None if each is None else torch.empty_like(each, device="cpu") for each in held]
+    def copy_momentum(self) -> tuple[Tensor | None, Tensor | None]:
+        """Copy pending (None: it is zero) and c to host memory; see :class:`.Chunk`."""
+        pending = torch.empty_like(self.pending, device="cpu")
+        c = None if self.c is None else torch.empty_like(self.c, device="cpu")
         start = 0
         for chunk in self.chunks if self.role.is_exchanged else ():
             part = slice(start, start + chunk.num_elements)
-            chunk.copy_momentum(*(None if copy is None else copy[part] for copy in copies))
+            chunk.copy_momentum(pending[part], None if c is None else c[part])
             start = part.stop
-        pending, *others = copies
-        return [pending if pending is not None and pending.any() else None, *others]
+        return pending if pending.any() else None, c
 
     def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
         """Pair each chunk with its part of another tensor of this segment's length."""

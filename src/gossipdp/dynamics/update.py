@@ -17,11 +17,7 @@ there is nothing to flow), :math:`s = e^{-2(\theta_2-\theta_c)}` → ``left`` an
     \text{exchange}:\quad & \delta = \text{mine} - \text{peers}, \quad
         \text{flow}, \quad p \leftarrow p - \tfrac12\delta, \quad
         c \leftarrow s\,c - (\tilde\alpha - \tfrac12)\,\delta, \quad \theta_c \leftarrow \theta_2 \\
-    \text{boundary}:\quad & \text{flow}, \quad x \leftarrow x + p, \quad p \leftarrow 0, \quad
-        \text{base} \leftarrow \text{base} + (x_\text{new} - x_\text{old})
-
-With an :mod:`outer step <gossipdp.dynamics.outer>` a chunk has ``base`` and ``m`` too, in
-pending's precision.
+    \text{boundary}:\quad & \text{flow}, \quad x \leftarrow x + p, \quad p \leftarrow 0
 
 An event is computed by torch, in several passes over the values, or by a loop that numba compiles,
 in one pass (``compiled=True``: :mod:`~gossipdp.dynamics.update_loops`, for parameters and snapshots
@@ -98,31 +94,24 @@ def boundary_operations(
     pending: Tensor,
     c: Tensor | None,
     share: float,
-    base: Tensor | None = None,
     *,
     compiled: bool = False,
 ) -> list[Callable[[], object]]:
     """Return the boundary, for :func:`at_once`: flow, then x += pending.
 
-    Pending keeps what x's precision cannot hold. The change of x is added to ``base`` too, if there
-    is one, so that x - base stays.
+    Pending keeps what x's precision cannot hold.
     """
     flows = c is not None and share != 0.0
     if compiled:
-        numbers = _or(c, pending), flows, share, _or(base, pending), base is not None
-        return [loop("boundary", x.dtype).operation(x, pending, *numbers)]
+        return [loop("boundary", x.dtype).operation(x, pending, _or(c, pending), flows, share)]
     operations: list[Callable[[], object]] = []
     if c is not None and flows:
         operations.append(partial(pending.add_, c, alpha=share))
-    if base is not None:
-        operations.append(partial(base.sub_, x))
     if x.dtype == pending.dtype:
         operations += [partial(x.add_, pending), pending.zero_]
     else:
         operations += [partial(pending.add_, x), partial(x.copy_, pending)]
         operations.append(partial(pending.sub_, x))
-    if base is not None:
-        operations.append(partial(base.add_, x))
     return operations
 
 
@@ -141,31 +130,6 @@ def take_operations(x: Tensor, taken: Tensor) -> list[Callable[[], object]]:
         operations.append(partial(torch.add, rest, part, out=room))
         operations += [partial(part.copy_, room), partial(torch.sub, room, part, out=rest)]
     return operations
-
-
-def outer_step(
-    x: Tensor,
-    pending: Tensor,
-    base: Tensor,
-    m: Tensor,
-    momentum: float,
-    lr: float,
-    *,
-    compiled: bool = False,
-) -> None:
-    """Take the outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
-
-    g is x - base. Another thread may write x meanwhile: each value is read once.
-    """
-    if compiled:
-        loop("outer_step", x.dtype)(x, pending, base, m, momentum, lr)
-        return
-    values, g = scratch(pending, 0), scratch(pending, 1)
-    values.copy_(x)
-    torch.sub(values, base, out=g)
-    base.copy_(values)
-    m.mul_(momentum).add_(g)
-    pending.add_(torch.add(g, m, alpha=momentum, out=values).mul_(lr).sub_(g))
 
 
 def snapshot(

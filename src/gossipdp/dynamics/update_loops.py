@@ -209,20 +209,10 @@ def snapshot_and_exchange(
     return squared_norm
 
 
-def boundary(
-    size: int, x: Any, pending: Any, c: Any, has_c: bool, share: float, base: Any, has_base: bool
-) -> None:
-    """Flow, then x += pending; pending keeps the remainder of rounding x. x - base stays."""
+def boundary(size: int, x: Any, pending: Any, c: Any, has_c: bool, share: float) -> None:
+    """Flow, then x += pending; pending keeps the remainder of rounding x."""
     q = _F32(share)
-    if has_base:  # without a c pending takes its place, so q must be 0
-        q = q if has_c else _F32(0.0)
-        for i in range(size):
-            before = _get(x, i)
-            moved = before + (pending[i] + q * c[i])
-            stored = _put(x, i, moved)
-            pending[i] = moved - stored
-            base[i] = stored - (before - base[i])
-    elif has_c:
+    if has_c:
         for i in range(size):
             moved = _get(x, i) + (pending[i] + q * c[i])
             pending[i] = moved - _put(x, i, moved)
@@ -230,20 +220,3 @@ def boundary(
         for i in range(size):
             moved = _get(x, i) + pending[i]
             pending[i] = moved - _put(x, i, moved)
-
-
-def outer_step(
-    size: int, x: Any, pending: Any, base: Any, m: Any, momentum: float, lr: float
-) -> None:
-    """Take the outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
-
-    g is x - base.
-    """
-    mu, rate = _F32(momentum), _F32(lr)
-    for i in range(size):
-        value = _get(x, i)  # once: the optimizer may write it meanwhile
-        g = value - base[i]
-        velocity = mu * m[i] + g
-        m[i] = velocity
-        pending[i] = pending[i] + (rate * (g + mu * velocity) - g)
-        base[i] = value

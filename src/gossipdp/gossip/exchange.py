@@ -1,10 +1,10 @@
 """One exchange: chunks out and in, a window at a time, applied as soon as both halves are here.
 
-The exchange's number, which both ends know, says which chunks travel. A chunk takes its outer
-step, if there is one; it is copied to a slot at the exchange's phase and sent. When the peer's
-chunk of the same index has arrived whole, the difference of the two snapshots is applied. Nothing
-is applied before the peer's first frame, which confirms the exchange at the end that was asked. The
-extra memory is the window's. The :mod:`codec <gossipdp.gossip.codec>` turns chunks into bytes.
+The exchange's number, which both ends know, says which chunks travel. A chunk is copied to a slot
+at the exchange's phase and sent. When the peer's chunk of the same index has arrived whole, the
+difference of the two snapshots is applied. Nothing is applied before the peer's first frame, which
+confirms the exchange at the end that was asked. The extra memory is the window's. The :mod:`codec
+<gossipdp.gossip.codec>` turns chunks into bytes.
 
 Frames: ``EXCHANGE_STEPS`` (only if the codec has something to say first), then for each chunk
 ``EXCHANGE_CHUNK``. If the codec cannot be certain that the peer can read it, the peer answers with
@@ -138,7 +138,6 @@ class Exchange:
         us has closed chunk ``index - window``, for which it needed all that we sent of that chunk.
         """
         if index == self._num_encoded:
-            self._chunks[index].outer_step()
             self._codec.encode(self._chunks[index], self._theta)
             self._num_encoded += 1
 
@@ -214,10 +213,7 @@ class Exchange:
         """Apply the peer's values; if they came first, take our snapshot in the same pass."""
         self._confirmation.code(index, decoded=True)
         what = self._chunks[index], self._theta, payload, self._alpha_tilde
-        is_encoded = index < self._num_encoded
-        if not is_encoded:
-            self._chunks[index].outer_step()
-        squared_norm = self._codec.exchange(*what, is_encoded=is_encoded)
+        squared_norm = self._codec.exchange(*what, is_encoded=index < self._num_encoded)
         self._num_encoded = max(self._num_encoded, index + 1)
         self._applied(index, squared_norm)
 

@@ -8,13 +8,12 @@ step:
 
 A file holds ``model/NAME`` (the module's parameters and persistent buffers), ``c/NAME`` (the
 momentum), ``pending/NAME`` (what exchanges brought and the next step adds, where there is any),
-``outer_g/NAME`` and ``outer_m/NAME`` (with an outer step: the optimizer's steps since the last one,
-and its momentum), and the training state: its layout and its tensors by number; in its metadata its
+and the training state: its layout and its tensors by number; in its metadata its
 :class:`Facts`.
 
 **The rule.** If as many workers start as have saved, each goes on from its own newest whole file,
 bit for bit. If their number differs, all of them start from one mean over the newest whole files of
-all workers, with c = 0 and a new outer step; so does a worker that has no file. Optimizer states
+all workers, with c = 0; so does a worker that has no file. Optimizer states
 are never averaged: a worker takes the one in its own file, or, without a file, another worker's.
 
 A worker that died long before its run ended left a checkpoint of the point where it died. A run
@@ -53,7 +52,7 @@ from gossipdp.protocol.members import Member, ProgressEntry, Status
 
 logger = logging.getLogger("gossipdp")
 
-FORMAT = "gossipdp checkpoint 5"
+FORMAT = "gossipdp checkpoint 6"
 _FILE_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 
@@ -77,8 +76,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     this worker's own, in all of its lives. ``progress`` holds every life that it knew of, which
     together make the progress of the run. ``run_id`` and ``incarnation`` name the life that saved,
     and ``ended`` those that it knew to have ended. ``num_means`` counts how often the run has
-    started from a mean; a worker that joins does not know it and says 0. ``outer`` is the outer
-    step, in words.
+    started from a mean; a worker that joins does not know it and says 0.
     """
 
     rank: int
@@ -92,7 +90,6 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int = 0
     ended: tuple[EndedLife, ...] = ()
     num_means: int = 0
-    outer: str = ""
 
 
 class Counts(NamedTuple):
@@ -299,7 +296,6 @@ def find_resumption(
     rank: int,
     world_size: int,
     layout: Layout,
-    outer: str = "",
     newest_step: float = math.inf,
 ) -> Resumption | None:
     r"""Return the state from which a worker starts, by this module's rule; None: a fresh start.
@@ -316,7 +312,6 @@ def find_resumption(
         directory: where this run saves.
         rank, world_size: of this worker, and of the run that starts now.
         layout: of this worker's model.
-        outer: the outer step of the run that starts now, in words; empty without one.
         newest_step: this worker goes on from no later step.
 
     Raises:
@@ -363,7 +358,6 @@ def find_resumption(
     if good is None:
         raise DamagedFileError(f"no checkpoint in {source} is whole")
     facts, tensors, training = good
-    _warn_of_outer_step(facts.outer, outer)
     step, is_own = facts.step, is_same_number and base == rank
     if not is_own:
         goods = (good if each == base else _newest_good(by_rank[each], layout) for each in ranks)
@@ -435,19 +429,6 @@ def _progress(known: Mapping[int, Facts], alive: Collection[int]) -> tuple[Progr
         for entry in facts.progress
         if entry.rank == rank or (entry.rank, entry.process_id) not in own
     )
-
-
-def _warn_of_outer_step(saved: str, outer: str) -> None:
-    """Warn if the outer step is not the one that was saved."""
-    if outer == saved:
-        return
-    if not outer:
-        change = f"an outer step, which ends here: to go on with it, wrap with outer={saved}"
-    elif not saved:
-        change = f"no outer step: {outer} begins without momentum"
-    else:
-        change = f"{saved}: its momentum goes on in {outer}"
-    logger.warning("the checkpoints were saved with %s", change, extra=OF_RUN)
 
 
 def _newest_good(

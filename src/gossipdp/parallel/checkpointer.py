@@ -115,7 +115,6 @@ class Checkpointer:
         self._saving = saving = options.checkpoints
         self._directory = None if saving.directory is None else Path(saving.directory)
         self._is_sharded = is_sharded
-        self._outer = str(options.outer or "")
         self._num_means = 0 if resumption is None else resumption.num_means
         self._ended = () if resumption is None else resumption.ended
         self.is_due = self._has_looked = False
@@ -308,7 +307,6 @@ class Checkpointer:
             incarnation=captured.incarnation,
             ended=(*self._ended, *captured.ended),
             num_means=self._num_means,
-            outer=self._outer,
         )
         state = {
             **training_state.capture(self._optimizers),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import zeros
 from gossipdp.dynamics.moments import Moment
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import CHUNK_BYTES, Segment, State
 from gossipdp.errors import ModelChangedError
 from gossipdp.links import frames
@@ -80,7 +79,6 @@ class FlatParameters:
     Args:
         module, optimizers: the user's.
         momentum: whether trained parameters carry c (method ``a2cid2``).
-        outer: the outer step of trained parameters.
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
         moments: the tensors of each optimizer's state that travel; by default none.
         chunk_bytes: the size of a chunk; by default one that grows with the model.
@@ -101,7 +99,6 @@ class FlatParameters:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         momentum: bool,
-        outer: OuterStep | None = None,
         exchange_frozen: bool = False,
         moments: Sequence[Periods] = (),
         chunk_bytes: int | None = None,
@@ -116,7 +113,7 @@ class FlatParameters:
                 sum(tensor.nbytes for tensor in tensors),
                 is_on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
             )
-        segments = list(self._move(momentum, outer, chunk_bytes))
+        segments = list(self._move(momentum, chunk_bytes))
         self.moment_places: list[tuple[Segment, list[Place]]] = []
         optimized = {view.segment for view in self._views if view.is_optimized}
         for index, segment in enumerate(segments):
@@ -142,7 +139,7 @@ class FlatParameters:
         ]
         self._seen: list[Tensor] = []
 
-    def _move(self, momentum: bool, outer: OuterStep | None, chunk_bytes: int) -> Iterator[Segment]:
+    def _move(self, momentum: bool, chunk_bytes: int) -> Iterator[Segment]:
         """Lay out one segment per (role, optimizer, dtype, device) and move the values there.
 
         Parameters of no optimizer have a segment of their own, since they have no moments.
@@ -160,7 +157,6 @@ class FlatParameters:
                 _in_place(first, index) if first.is_shard else self._moved(views, index),
                 first.role,
                 momentum=momentum,
-                outer=outer,
                 optimizer_index=first.optimizer_index,
                 chunk_bytes=chunk_bytes,
             )

@@ -103,7 +103,6 @@ class GossipEngine:
             module,
             optimizers,
             momentum=options.method == "a2cid2",
-            outer=options.outer,
             exchange_frozen=options.exchange.frozen,
             moments=chosen_moments(choice, optimizers),
         )
@@ -471,7 +470,7 @@ class GossipEngine:
             chunk.boundary(0.0, wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
-        kinds = ("pending", "c", "outer_g", "outer_m")
+        kinds = ("pending", "c")
         flats: dict[str, list[Tensor | None]] = {kind: [] for kind in ("model", *kinds)}
         for segment in self._state.segments:
             flats["model"].append(segment.x.to("cpu", copy=True))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gossipdp import logs
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.launcher.reports import advise_at_exit
 from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
 from gossipdp.parallel.checkpointer import Stateful
@@ -72,14 +71,12 @@ class GossipDataParallel(nn.Module):
         comm_rate: exchanges per worker per gradient step, in expectation; ``"auto"``: as many as
             this worker's links and processor have room for, 4 at most
             (:mod:`~gossipdp.protocol.exchange_rate`). The same on all workers. None: ``"auto"``,
-            but 1 with ``pace="strict"`` or an outer step, which want a fixed rate.
+            but 1 with ``pace="strict"``, which wants a fixed rate.
         method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``none`` (workers train apart:
             the control).
         wire_format: the form of parameters in exchanges: ``full`` (as they are), ``bfloat16``
             (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
             The same on all workers; the values held and averaged at the end stay exact.
-        outer: an outer step with exchanges, for rare ones: see :class:`~gossipdp.OuterStep`. The
-            same on all workers; None: none.
         budget_samples: samples that all workers together train on; ends :meth:`batches` and
             scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.
         seed: of the exchanges' timing and of :attr:`worker_seed`; the same on all workers.
@@ -126,7 +123,6 @@ class GossipDataParallel(nn.Module):
         comm_rate: float | Literal["auto"] | None = None,
         method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
         wire_format: WireFormatName = "full",
-        outer: OuterStep | None = None,
         budget_samples: int | None = None,
         seed: int = 0,
         mesh: DeviceMesh | None = None,
@@ -145,7 +141,6 @@ class GossipDataParallel(nn.Module):
             comm_rate=comm_rate,
             method=method,
             wire_format=wire_format,
-            outer=outer,
             budget_samples=budget_samples,
             seed=seed,
             mesh=mesh,

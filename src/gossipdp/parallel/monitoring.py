@@ -501,7 +501,6 @@ def describe(
         **{name: getattr(options, name) for name in OPTIONS},
         **{name: getattr(options.exchange, name) for name in EXCHANGE_OPTIONS},
         **{name: getattr(options.network, name) for name in NETWORK_OPTIONS},
-        **({} if options.outer is None else {"outer": str(options.outer)}),
         "checkpoint_every": options.checkpoints.every_steps,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "precision": ", ".join(sorted(precisions)),

@@ -179,8 +179,8 @@ class OptimizerWatch:
             "Exchanges and consolidate() move the parameter alone, and the copy would undo that "
             f"here. Let exchanges average the copy too, exchange=Exchange(moments={{{key!r}: 1}}); "
             "or use an optimizer that keeps none. In place of float32 master weights train float32 "
-            "parameters under torch.autocast; of Lookahead, wrap with outer=OuterStep(); of an "
-            "average, update a torch.optim.swa_utils.AveragedModel after each step"
+            "parameters under torch.autocast; in place of an average, update a "
+            "torch.optim.swa_utils.AveragedModel after each step"
         )
 
 

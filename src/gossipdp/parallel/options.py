@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.logs import OF_RUN
 from gossipdp.rules import (
     DEFAULT_GRAPH,
@@ -209,7 +208,6 @@ class Options(Checked):
     comm_rate: float | str | None = option(None, comm_rate)
     method: str = option("a2cid2", partial(one_of, METHODS))
     wire_format: str = option("full", _wire_format)
-    outer: OuterStep | None = option(None, partial(_instance_of, OuterStep))
     budget_samples: int | None = option(None, at_least_1)
     seed: int = option(0, whole_number)
     mesh: Any = None
@@ -240,7 +238,6 @@ class Options(Checked):
             return
         moments = self.exchange.moments
         for name, given, default in (
-            ("outer", self.outer, None),
             ("wire_format", self.wire_format, "full"),
             ("moments", moments if isinstance(moments, dict) else True, True),
         ):
@@ -255,18 +252,13 @@ class Options(Checked):
         """Return the comm rate that was asked for, or the default: 1 where it must be fixed."""
         if self.comm_rate is not None:
             return self.comm_rate
-        return "auto" if self.exchange.pace == "free" and self.outer is None else 1.0
+        return "auto" if self.exchange.pace == "free" else 1.0
 
     @property
     def fixed_comm_rate(self) -> float | None:
         """Return the comm rate that was asked for; None: it sets itself."""
         asked = self.asked_comm_rate
         return None if isinstance(asked, str) else asked
-
-    @property
-    def exchange_method(self) -> str:
-        """Return the method and its outer step, for workers to compare."""
-        return self.method if self.outer is None else f"{self.method} with {self.outer}"
 
 
 GROUPS = (Exchange, Counting, Network, Checkpoints, Monitor)

@@ -254,7 +254,6 @@ def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resump
             None if saving.directory is None else Path(saving.directory),
             rank=environment.rank,
             world_size=environment.world_size,
-            outer=str(options.outer or ""),
             layout=layout_of(named_tensors(module)),
             newest_step=newest_step,
         )

@@ -117,7 +117,7 @@ class Startup:
         self.before = Counts() if resumption is None else resumption.counts
         self.settings = Settings(
             tensors=(*flat.description(), *flat.state.description()),
-            method=options.exchange_method,
+            method=options.method,
             graph="",
             comm_rate=shown_rate(options.asked_comm_rate),
             wire_format=options.wire_format,
@@ -473,8 +473,6 @@ class Startup:
         segments = self._state.segments
         pendings = self._flat.named([s.pending if s.role.is_exchanged else None for s in segments])
         momenta = self._flat.named([s.c for s in segments])
-        bases = self._flat.named([s.outer and s.outer.base for s in segments])
-        outer_momenta = self._flat.named([s.outer and s.outer.m for s in segments])
         for name, x in self._flat.named([s.x for s in segments]).items():
             x.copy_(tensors[f"model/{name}"])
             pending, c = tensors.get(f"pending/{name}"), tensors.get(f"c/{name}")
@@ -484,12 +482,6 @@ class Startup:
                 momenta[name].copy_(c)
             elif c is not None and name in pendings:  # saved under another method: z goes on
                 update.flow(pendings[name], c.to(x.device), 0.5)
-            if name in bases:
-                g, m = tensors.get(f"outer_g/{name}"), tensors.get(f"outer_m/{name}")
-                bases[name].copy_(x)
-                if g is not None and m is not None:
-                    bases[name].sub_(g.to(x.device))
-                    outer_momenta[name].copy_(m)
         for chunk in self._state.chunks:
             chunk.restored()
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from gossipdp.dynamics.outer import OuterStep
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp_lab.simulate.objectives import Gradients, GradientSource
 from gossipdp_lab.simulate.optimizers import RowOptimizer
 from gossipdp_lab.simulate.scenario import Scenario

@@ -11,6 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 from gossipdp.dynamics.outer import OuterStep
+
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import Graph, build_graph
 from gossipdp.rules import (

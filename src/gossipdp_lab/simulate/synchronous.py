@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from gossipdp.dynamics.outer import OuterStep
 from numpy.typing import NDArray
 from scipy import sparse
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.topology import Graph
 from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import Scenario

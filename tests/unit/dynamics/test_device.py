@@ -26,7 +26,6 @@ from gossipdp.dynamics.device import (
     zeros,
 )
 from gossipdp.dynamics.moments import Moment
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.parallel.training_state import BetweenSteps
@@ -43,7 +42,6 @@ class World:
         device: Device,
         dtype: torch.dtype,
         eta: float,
-        outer: OuterStep | None = None,
         *,
         has_moment: bool = False,
     ) -> None:
@@ -53,7 +51,7 @@ class World:
         self.device = device
         x = torch.randint(-9, 9, (40,), generator=generator).to(dtype)
         segments = [
-            Segment(x, Role.TRAINED, outer=outer, chunk_bytes=16 * dtype.itemsize),
+            Segment(x, Role.TRAINED, chunk_bytes=16 * dtype.itemsize),
             Segment(torch.arange(5.0), Role.BUFFER),
             Segment(torch.arange(3), Role.COPIED),
         ]
@@ -102,13 +100,14 @@ class World:
         held = {}
         for index, segment in enumerate(self.state.segments + self.state.moments):
             held[f"x {index}"], held[f"pending {index}"] = segment.x, brought(segment)
+            if segment.x.dtype is not segment.pending.dtype and segment.role is Role.TRAINED:
+                # Two inboxes round x at other times than one pending.
+                held[f"x {index}"] = segment.x.double() + held.pop(f"pending {index}").double()
             for chunk in segment.chunks:
                 if isinstance(chunk, BufferChunk):
                     held[f"seen {chunk.index}"] = chunk.seen
             if segment.c is not None:
                 held["c"] = segment.c
-            if segment.outer is not None:
-                _, held["base"], held["m"] = segment.outer
         return {name: values.clone() for name, values in held.items()}
 
 
@@ -134,7 +133,6 @@ def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
         for chunk, out in zip(chunks, outs, strict=True):
             peers = random_values(random, chunk, out.dtype)
             with world.gossip():
-                chunk.outer_step()
                 if random.random() < 0.5:
                     seen.append(chunk.snapshot(theta, out))
                     world.boundary() if random.random() < 0.5 else None
@@ -195,11 +193,9 @@ def same(one: object, other: object) -> bool:
 )
 def test_all_is_in_order_and_the_bits_are_those_of_host_memory(dtype, wire):
     for seed in SEEDS:
-        outer = OuterStep(every=1) if seed % 2 else None
-        # Without an outer step values have two inboxes, and flow at other times.
-        eta = 0.0 if outer is None else ETA
-        host = World(Device(), dtype, eta, outer, has_moment=True)
-        device = World(ClockedDevice(), dtype, eta, outer, has_moment=True)
+        # No flow: it comes at other times where values have two inboxes.
+        host = World(Device(), dtype, 0.0, has_moment=True)
+        device = World(ClockedDevice(), dtype, 0.0, has_moment=True)
         for one, other in zip(
             run_script(host, seed, wire), run_script(device, seed, wire), strict=True
         ):
@@ -209,9 +205,9 @@ def test_all_is_in_order_and_the_bits_are_those_of_host_memory(dtype, wire):
             assert torch.equal(values, held[name]), (seed, name)
 
 
-def exchange_beside_steps(device: ClockedDevice, outer: OuterStep | None) -> None:
+def exchange_beside_steps(device: ClockedDevice) -> None:
     """Exchange chunk by chunk; step, and begin a boundary, wherever the gossip thread waits."""
-    world = World(device, torch.float32, ETA, outer, has_moment=True)
+    world = World(device, torch.float32, ETA, has_moment=True)
 
     def step() -> None:
         world.step(torch.ones(40))
@@ -224,7 +220,6 @@ def exchange_beside_steps(device: ClockedDevice, outer: OuterStep | None) -> Non
         for chunk in world.state.carried(1):
             out, peers = torch.zeros(2, chunk.num_elements)
             with world.gossip():
-                chunk.outer_step()
                 chunk.snapshot(theta, out)
                 step()
                 chunk.exchange(theta, out, peers, ALPHA_TILDE)
@@ -234,24 +229,19 @@ def exchange_beside_steps(device: ClockedDevice, outer: OuterStep | None) -> Non
         step()
 
 
-INBOXES = pytest.mark.parametrize("outer", [None, OuterStep(every=1)], ids=["inboxes", "one"])
+def test_steps_beside_exchanges_are_in_order():
+    exchange_beside_steps(ClockedDevice())
 
 
-@INBOXES
-def test_steps_beside_exchanges_are_in_order(outer):
-    exchange_beside_steps(ClockedDevice(), outer)
-
-
-@INBOXES
 @pytest.mark.parametrize("rule", ["precede", "leave", "finish"])
-def test_without_one_of_the_rules_it_shows(rule, outer):
+def test_without_one_of_the_rules_it_shows(rule):
     with pytest.raises(OutOfOrderError):
-        exchange_beside_steps(ClockedDevice((rule,)), outer)
+        exchange_beside_steps(ClockedDevice((rule,)))
 
 
 def test_two_boundaries_of_one_thread_need_no_mark():
     """What breaks above is the order of two streams."""
-    world = World(ClockedDevice(("precede", "leave")), torch.float32, ETA, OuterStep())
+    world = World(ClockedDevice(("precede", "leave")), torch.float32, ETA)
     for _ in range(3):
         world.now_s += 1.0
         world.step(torch.ones(40))
@@ -328,19 +318,12 @@ def test_a_boundary_leaves_out_a_chunk_that_is_in_use():
 
 
 @pytest.mark.parametrize(
-    ("use", "outer"),
-    [
-        (State.boundary, OuterStep()),
-        (partial(State.boundary, wait=True), None),
-        (State.flow, OuterStep()),
-        (State.flow, None),
-    ],
-    ids=["boundary", "inboxes' patient boundary", "flow", "inboxes' flow"],
+    "use", [partial(State.boundary, wait=True), State.flow], ids=["patient boundary", "flow"]
 )
-def test_the_gossip_thread_never_waits_for_a_step(use, outer):
+def test_the_gossip_thread_never_waits_for_a_step(use):
     """Rule 5: the main thread knows that its step is done before it leaves a chunk's mark."""
     device = ClockedDevice()
-    world = World(device, torch.float32, ETA, outer)
+    world = World(device, torch.float32, ETA)
     with world.gossip():
         world.state.chunks[0].exchange(0.0, *torch.ones(2, 16), ALPHA_TILDE)
     world.step(torch.ones(40))

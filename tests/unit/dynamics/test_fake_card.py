@@ -9,7 +9,6 @@ from fake_card import CARD, FakeCard
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import AcceleratorDevice
 from gossipdp.dynamics.moments import Moment
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import WIRE_FORMATS, make_codec
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
@@ -20,11 +19,10 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 def state_of(dtype: torch.dtype, *, has_momenta: bool) -> State:
     x = torch.zeros(40, dtype=dtype, device=CARD)
-    outer = OuterStep(every=1) if has_momenta else None
     moment = Moment("exp_avg_sq", 1, 0.5, steps=1)
     return State(
         [
-            Segment(x, Role.TRAINED, momentum=has_momenta, outer=outer, chunk_bytes=64),
+            Segment(x, Role.TRAINED, momentum=has_momenta, chunk_bytes=64),
             Segment(torch.zeros(5, dtype=dtype, device=CARD), Role.BUFFER),
             Segment(torch.zeros(5, dtype=dtype, device=CARD), Role.UNOPTIMIZED),
             Segment(torch.arange(3, device=CARD), Role.COPIED),
@@ -46,7 +44,6 @@ def test_events_of_chunks(dtype, has_momenta):
         for wire in {dtype, torch.bfloat16, wide}:
             theta = 0.1 * number
             mine, peers = (torch.zeros(chunk.num_elements, dtype=wire) for _ in range(2))
-            chunk.outer_step()
             assert chunk.snapshot(theta, mine)
             assert torch.equal(mine, torch.ones_like(mine))
             chunk.boundary(theta + 0.02)
@@ -109,10 +106,10 @@ def test_the_host_reads_few_numbers(card: FakeCard, dtype):
         return len(card.reads) - before
 
     for chunk in state.carried(1):
-        is_moment = chunk.role is Role.MOMENT
+        is_moment, is_trained = chunk.role is Role.MOMENT, chunk.role is Role.TRAINED
         mine, peers = torch.zeros(2, chunk.num_elements, dtype=dtype)
-        assert reads(chunk.outer_step) == 0
-        assert reads(chunk.snapshot, 0.1, mine) == 1
+        # A trained chunk's check for NaN arrives with the snapshot.
+        assert reads(chunk.snapshot, 0.1, mine) == (0 if is_trained else 1)
         assert reads(chunk.exchange, 0.1, mine, peers, 1.5) == (2 if is_moment else 1)
         both = reads(chunk.snapshot_and_exchange, 0.1, mine, peers, 1.5)
         assert both == (3 if is_moment else 1)

@@ -19,7 +19,6 @@ from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
 from gossipdp.dynamics.device import Mark, QueuedDevice
 from gossipdp.dynamics.inboxes import InboxChunk
 from gossipdp.dynamics.moments import Moment, MomentChunk
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import Segment, State
 
 # A trace function without bytecodes of its own: the signal arrives, and it is the traced code where
@@ -127,17 +126,12 @@ class AtOnce(QueuedDevice):
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "outer step, flow alone": {"outer": OuterStep(), "has_pending": False},
-    "outer step, to the end of time": {"outer": OuterStep(), "theta": math.inf},
+    "flow alone": {"has_pending": False},
+    "to the end of time": {"theta": math.inf},
     "bfloat16, waited for": {"dtype": torch.bfloat16, "wait": True},
-    "compiled bfloat16 with an outer step": {
-        "kernels": "numba",
-        "outer": OuterStep(),
-        "dtype": torch.bfloat16,
-    },
+    "compiled bfloat16": {"kernels": "numba", "dtype": torch.bfloat16},
     "buffers": {"role": Role.BUFFER},
     "moments": {"role": Role.MOMENT},
-    "in order": {"is_ordered": True, "outer": OuterStep()},
     "inboxes": {"is_ordered": True},
     "inboxes of bfloat16": {"is_ordered": True, "dtype": torch.bfloat16},
     "helped": {"kernels": "numba", "num_helpers": 2},
@@ -152,7 +146,6 @@ class World:
         *,
         role: Role = Role.TRAINED,
         dtype: torch.dtype = torch.float32,
-        outer: OuterStep | None = None,
         has_pending: bool = True,
         theta: float = 0.3,
         kernels: str = "torch",
@@ -166,7 +159,6 @@ class World:
         segment = Segment(
             torch.rand(8 * num_chunks, generator=generator).to(dtype),
             role,
-            outer=outer,
             moment=moment,
             chunk_bytes=8 * dtype.itemsize,
         )
@@ -199,7 +191,6 @@ class World:
                 "x": chunk.x.clone(),
                 "pending": chunk._brought().clone(),
                 "c": None if chunk.c is None else chunk.c.clone(),
-                "base": None if chunk.outer is None else chunk.outer.base.clone(),
                 "phases": (chunk.theta, chunk.theta_c),
                 "flag": chunk.has_pending or getattr(chunk, "is_taken", False),
                 "seen": chunk.seen.clone() if isinstance(chunk, BufferChunk) else None,
@@ -212,8 +203,6 @@ class World:
         for chunk, held in zip(self.chunks, self.began, strict=True):
             chunk.x.copy_(held["x"])
             chunk.pending.copy_(held["pending"])
-            if chunk.outer is not None:
-                chunk.outer.base.copy_(held["base"])
             chunk.theta, chunk.theta_c = held["phases"]
             chunk.has_pending = held["flag"]
             if isinstance(chunk, InboxChunk):

@@ -7,12 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import MomentumState, OuterState
+from reference import MomentumState
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import Chunk, Outer, Role
-from gossipdp.dynamics.outer import OuterStep
+from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.dynamics.update import KERNELS, LEAST_COMPILED_VALUES, choose_kernels
 
@@ -73,17 +72,10 @@ class Computes:
 
     def boundary(self, chunk: Chunk, decay: float) -> None:
         share, _ = flow_of(decay)
-        base = None if chunk.outer is None else chunk.outer.base
         operations = update.boundary_operations(
-            chunk.x, chunk.pending, chunk.c, share, base, **self.options
+            chunk.x, chunk.pending, chunk.c, share, **self.options
         )
         update.at_once(*operations)
-
-    def outer_step(self, chunk: Chunk) -> None:
-        assert chunk.outer is not None
-        rule, base, m = chunk.outer
-        numbers = rule.momentum, rule.lr
-        update.outer_step(chunk.x, chunk.pending, base, m, *numbers, **self.options)
 
 
 def flow_of(decay: float) -> tuple[float, float]:
@@ -190,68 +182,6 @@ def test_a_boundary_moves_everything_and_keeps_the_remainder(computes, dtype, mo
         else:
             total = chunk.x.float() + chunk.pending
             assert torch.equal(total.bfloat16(), chunk.x)
-
-
-# The outer step.
-
-
-def with_outer_step(chunk: Chunk, rule: OuterStep) -> Chunk:
-    """Return the chunk with optimizer steps since the last outer step, and a momentum."""
-    generator = torch.Generator().manual_seed(chunk.num_elements + 1)
-    g, m = (0.1 * torch.randn(chunk.num_elements, generator=generator) for _ in range(2))
-    chunk.outer = Outer(rule, chunk.x.float() - g, m)
-    return chunk
-
-
-def outer_reference(chunk: Chunk) -> OuterState:
-    assert chunk.outer is not None
-    x, pending = chunk.x.double(), chunk.pending.double()
-    return OuterState(x + pending, chunk.outer.base.double() + pending, chunk.outer.m.double())
-
-
-def assert_outer_close(chunk: Chunk, expected: OuterState) -> None:
-    found = outer_reference(chunk)
-    for one, other in (
-        (found.x, expected.x),
-        (found.anchor, expected.anchor),
-        (found.m, expected.m),
-    ):
-        assert torch.allclose(one, other, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "rule", [OuterStep(every=1), OuterStep(0.9, 0.3, 1), OuterStep(0.0, 2.0, 1)]
-)
-def test_an_outer_step_is_the_reference_s(computes, dtype, rule):
-    for length in LENGTHS:
-        chunk = with_outer_step(random_chunk(length, length, dtype), rule)
-        expected, before = outer_reference(chunk), copy_of(chunk)
-        for _ in range(2):  # the second finds no step of the optimizer's, and a momentum
-            computes.outer_step(chunk)
-            expected = expected.outer_step(rule.momentum, rule.lr)
-            assert_outer_close(chunk, expected)
-        assert chunk.outer is not None
-        assert torch.equal(chunk.outer.base, chunk.x.float())
-        assert torch.equal(chunk.x, before.x)
-        assert torch.equal(chunk.c, before.c)
-
-
-@each_boundary
-def test_a_boundary_adds_to_base_what_it_adds_to_x(computes, dtype, momentum, decay):
-    for length in LENGTHS:
-        chunk = with_outer_step(random_chunk(length, length, dtype, momentum), OuterStep(every=1))
-        assert chunk.outer is not None
-        base = chunk.outer.base
-        base[::2] = chunk.x[::2].float()  # values that no optimizer has stepped since
-        alone = copy_of(chunk)
-        g, others = chunk.x.double() - base.double(), chunk.x[1::2].double()
-        computes.boundary(chunk, decay)
-        computes.boundary(alone, decay)
-        assert same_bits(chunk, alone)
-        assert torch.equal(base[::2], chunk.x[::2].float())
-        assert torch.allclose(chunk.x.double() - base.double(), g, atol=1e-6, rtol=0)
-        assert length < 3 or not torch.equal(chunk.x[1::2].double(), others)
 
 
 # The two ends of an exchange.

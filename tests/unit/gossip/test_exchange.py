@@ -12,7 +12,6 @@ from links import MemoryLink
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.moments import Moment
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import FORMATS, WIRE_FORMATS, PoisonFound, make_codec
 from gossipdp.gossip.exchange import Exchange
@@ -125,35 +124,6 @@ def test_an_exchange_ends_although_a_state_travels_on_its_link(name):
                 links[here].queue.popleft()
             while links[here].queued_of(other) < 2:
                 links[here].send_chunk(other, ChunkKey(0, 0, 1, 0), memoryview(b"state"))
-
-
-@pytest.mark.parametrize("name", WIRE_FORMATS)
-def test_every_chunk_takes_its_outer_step_once_and_before_its_snapshot(name):
-    """So it is in any order of the two halves, and if a chunk is sent again in bfloat16."""
-    num_repeated = 0
-    for seed in range(8):
-        random = Random(seed)
-        states = []
-        for end in range(2):
-            x = make_state(end).segments[0].x
-            segment = Segment(x, Role.TRAINED, outer=OuterStep(0.5, 2.0, every=1), chunk_bytes=256)
-            segment.x += 1.0 + end
-            states.append(State([segment]))
-        codecs = [make_codec(name, state) for state in states]
-        # With g = 1 and 2: m = g, and u = 2 (g + m / 2) - g = 2 g.
-        expected = sum(s.segments[0].x.double() + 2.0 * (1 + end) for end, s in enumerate(states))
-        _, exchanges = exchange(states, codecs, random)
-        num_repeated += exchanges[0].num_repeated
-        for end, state in enumerate(states):
-            (segment,) = state.segments
-            _, base, m = segment.outer
-            torch.testing.assert_close(m, torch.full_like(m, 1.0 + end), rtol=0, atol=1e-5)
-            assert torch.equal(base, segment.x)
-        totals = [x_and_z(state)[0] for state in states]
-        torch.testing.assert_close(sum(totals), expected, rtol=0, atol=1e-4)
-        # The snapshots held the outer steps: but for rounding, both ends have the average.
-        assert (totals[0] - totals[1]).abs().max() < 0.05
-    assert (num_repeated > 0) is (name == "lattice8")
 
 
 def test_poison_is_not_applied():

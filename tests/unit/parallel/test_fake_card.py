@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from gossipdp import Checkpoints, Exchange, GossipDataParallel, Monitor, OuterStep
+from gossipdp import Checkpoints, Exchange, GossipDataParallel, Monitor
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import State
 from gossipdp.parallel.checkpointer import Checkpointer
@@ -75,7 +75,6 @@ def exchange(model: GossipDataParallel) -> None:
     state = model._engine._state
     for chunk in state.carried(13):
         mine, peers = torch.ones(2, chunk.num_elements, dtype=chunk.x.dtype)
-        chunk.outer_step()
         chunk.snapshot(1.0, mine)
         chunk.exchange(1.0, mine, peers, 1.5)
 
@@ -142,13 +141,8 @@ def test_an_exchange_on_a_card_takes_less_of_a_step(started):
 
 
 CASES = pytest.mark.parametrize(
-    ("before", "after", "outer"),
-    [
-        ("a2cid2", "a2cid2", OuterStep(every=1)),
-        ("a2cid2", "gossip", None),
-        ("gossip", "a2cid2", None),
-    ],
-    ids=["same", "gossip", "a2cid2"],
+    ("before", "after"),
+    [("a2cid2", "a2cid2"), ("a2cid2", "gossip"), ("gossip", "a2cid2")],
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -156,17 +150,17 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @DTYPES
 @CASES
 @pytest.mark.usefixtures("card")
-def test_a_run_goes_on(started, dtype, before, after, outer):
-    net, optimizer = saved_and_resumed(started, dtype, before, after, outer)
+def test_a_run_goes_on(started, dtype, before, after):
+    net, optimizer = saved_and_resumed(started, dtype, before, after)
     net.trained.data = net.trained.detach().clone()
     step(net, optimizer)
 
 
 @CASES
 @pytest.mark.usefixtures("card")
-def test_a_sharded_run_goes_on(started, mesh, before, after, outer):
+def test_a_sharded_run_goes_on(started, mesh, before, after):
     """The memory of a shard is that of the module, not the library's."""
-    net, optimizer = saved_and_resumed(started, torch.bfloat16, before, after, outer, mesh=mesh)
+    net, optimizer = saved_and_resumed(started, torch.bfloat16, before, after, mesh=mesh)
     for held in (net.trained, *optimizer.state[net.trained].values()):
         assert held.ndim == 0 or isinstance(held, DTensor)
 
@@ -176,18 +170,17 @@ def saved_and_resumed(
     dtype: torch.dtype,
     before: str,
     after: str,
-    outer: OuterStep | None,
     *,
     mesh: DeviceMesh | None = None,
 ) -> tuple[Net, torch.optim.Optimizer]:
     """Train, save, resume under another method; use all that touches the parameters."""
-    net, optimizer, model = started(dtype, mesh, method=before, outer=outer)
+    net, optimizer, model = started(dtype, mesh, method=before)
     for _ in range(2):
         step(net, optimizer)
         exchange(model)
     model.save_checkpoint()
     model.close()
-    net, optimizer, model = started(dtype, mesh, method=after, outer=outer)
+    net, optimizer, model = started(dtype, mesh, method=after)
     assert model.stats().kernels == "torch on the device"
     step(net, optimizer)
     exchange(model)

@@ -17,7 +17,6 @@ from gossipdp import (
     GossipDataParallel,
     Monitor,
     Network,
-    OuterStep,
     ProgressLR,
 )
 
@@ -99,7 +98,6 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
             )
             for given in (
                 {"wire_format": "bfloat16"},
-                {"outer": OuterStep()},
                 {"exchange": Exchange(moments={"exp_avg": 1})},
             )
         ),
@@ -124,7 +122,6 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
             lambda: wrap(FROZEN, sgd(FROZEN)),
             r"all .* are frozen .* exchange=Exchange\(frozen=True",
         ),
-        (lambda: wrap(outer=0.7), r"outer is 0.7: give gossipdp.OuterStep\(...\)"),
         (lambda: moments({"momentum_buffer": 1}), r"an? AdamW does not keep .* exp_avg, exp"),
         (lambda: moments({"exp_avg": 0}), r"\['exp_avg'\] is 0; it must be at least 1"),
         (lambda: moments({3: 1}), "such as {'exp_avg_sq': 16}"),

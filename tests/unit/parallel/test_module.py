@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import Checkpoints, Counting, Exchange, ModelChangedError, OuterStep, PoisonedError
+from gossipdp import Checkpoints, Counting, Exchange, ModelChangedError, PoisonedError
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.gossip_engine import GossipEngine
@@ -270,18 +270,16 @@ def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
 def test_what_is_forgotten_of_a_part_is_all_but_its_values():
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    flat = FlatParameters(net, [optimizer], momentum=True, outer=OuterStep(), chunk_bytes=48)
+    flat = FlatParameters(net, [optimizer], momentum=True, chunk_bytes=48)
     (segment,) = flat.state.segments
     assert len(segment.chunks) > 3
-    _, base, m = segment.outer
-    for tensor in (segment.pending, segment.c, base, m):
+    for tensor in (segment.pending, segment.c):
         tensor.fill_(9.0)
     before = segment.x.clone()
     flat.forget(flat.exchanged(net[0].parameters()))
-    for name, tensor in (("pending", segment.pending), ("c", segment.c), ("m", m), ("base", base)):
+    for name, tensor in (("pending", segment.pending), ("c", segment.c)):
         for parameter, held in flat.named([tensor]).items():
-            zero = dict(net.named_parameters())[parameter] if name == "base" else 0.0
-            expected = zero if parameter.startswith("0") else 9.0
+            expected = 0.0 if parameter.startswith("0") else 9.0
             assert (held == expected).all(), (name, parameter)
     assert torch.equal(segment.x, before)
 

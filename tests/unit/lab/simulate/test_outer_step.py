@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-
 from gossipdp.dynamics.outer import OuterStep
+
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp_lab.simulate.ideal import PoissonEdges
