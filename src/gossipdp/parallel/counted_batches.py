@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import gc
 import logging
 import math
 import weakref
@@ -29,9 +28,6 @@ STEPS_WITHOUT_SAMPLES = 3
 IN_AN_OWN_ORDER = (
     "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(model.worker_seed))"
 )
-PASSES_IN_ONE_ORDER = 2
-"""After samples for more passes than that, even a loop that counts each batch twice, as for two
-views of it, is in its second pass."""
 
 
 class CountedBatches:
@@ -66,7 +62,6 @@ class CountedBatches:
         # which may be under way or broken off.
         self._epochs_before = self._samples_before = self._num_epochs = 0
         self._forwarded: list[weakref.ref[Tensor]] = []  # inputs of a step's forward passes
-        self._samplers: weakref.WeakSet[DistributedSampler[Any]] = weakref.WeakSet()
 
     def take_counted(self) -> int:
         """Return the samples of the step that has just ended."""
@@ -88,36 +83,6 @@ class CountedBatches:
         if self.budget_samples is not None:
             raise RuntimeError(f"the budget would never be used up: {problem}")
         logger.warning("%s", problem, extra=OF_RUN)
-
-    def check_order(self, num_steps: int) -> None:
-        """Warn, once, if a loop of the user's own never calls its sampler's ``set_epoch``.
-
-        A loop has no reference to its sampler, so this looks at all objects, once. Other samplers
-        of the script, such as one for evaluation, may well stay at epoch 0. So the warning comes
-        only if all samplers are still at epoch 0.
-        """
-        if self._is_yielding or self._samples_per_step is not None:
-            return
-        if num_steps == STEPS_WITHOUT_SAMPLES:
-            for each in gc.get_referrers(DistributedSampler):
-                if type(each) is not DistributedSampler or not hasattr(each, "epoch"):
-                    continue  # or its construction failed
-                if each.shuffle and each.num_replicas > 1:
-                    self._samplers.add(each)
-        samples = max((each.num_samples for each in self._samplers), default=None)
-        if samples is None or self._all_counted <= PASSES_IN_ONE_ORDER * samples:
-            return
-        if all(each.epoch == 0 for each in self._samplers):
-            logger.warning(
-                "the DistributedSampler is still at epoch 0 after %d samples of this worker, and "
-                "gives it %d a pass: each pass brings the same share of the data in the same "
-                "order. Call sampler.set_epoch(epoch) before each pass, or loop over "
-                "model.epochs(loader, n), which does",
-                self._all_counted,
-                samples,
-                extra=OF_RUN,
-            )
-        self._samplers.clear()
 
     def count_forward(self, batch: Any) -> None:
         """Count a batch of a loop of the user's own, unless it is counted already.

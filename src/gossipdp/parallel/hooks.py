@@ -1,6 +1,5 @@
 """The hooks of the wrapper in the user's optimizers and module, and their removal."""
 
-import gc
 import logging
 import sys
 import weakref
@@ -16,7 +15,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -26,13 +24,12 @@ from torch.utils.hooks import RemovableHandle
 from gossipdp.errors import ModelChangedError
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel.options import GROUPS
-from gossipdp.parallel.schedule import ProgressLR
+from gossipdp.parallel.schedule import FOLLOW_PROGRESS
 from gossipdp.parallel.training_state import BetweenSteps
 
 logger = logging.getLogger("gossipdp")
 
 WRAPPING = "GossipDataParallel(module, torch.optim.SGD(module.parameters(), lr=0.1))"
-FOLLOWS_NO_COUNT = (ProgressLR, ReduceLROnPlateau)
 
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None)
 """The code of every optimizer's step(), which calls the hooks and the class's own step."""
@@ -336,22 +333,18 @@ def warn_of_steps_alone(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def warn_of_step_counters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Log one warning where a scheduler of torch's counts the steps of one of these.
+    """Log one warning if a scheduler of torch's, and no ProgressLR, sets the rates of one of these.
 
-    Nothing leads from an optimizer to its schedulers, so all objects are looked at, once.
+    torch marks the step of an optimizer that has any scheduler, ProgressLR those that it serves.
     """
-    if not any(getattr(each.step, "_wrapped_by_lr_sched", False) for each in optimizers):
-        return
-    for found in gc.get_objects():
-        kind = type(found)
-        if not issubclass(kind, LRScheduler) or issubclass(kind, FOLLOWS_NO_COUNT):
-            continue
-        if any(vars(found).get("optimizer") is each for each in optimizers):
+    for each in optimizers:
+        if getattr(each.step, "_wrapped_by_lr_sched", False) and each not in FOLLOW_PROGRESS:
             logger.warning(
-                "%s counts this worker's own steps, so it runs out early on a fast worker and late "
-                "on a slow one: use gossipdp.ProgressLR(optimizer, model, shape), which follows "
-                "the progress of the whole run",
-                kind.__name__,
+                "a learning-rate scheduler of the %s counts this worker's own steps, so it runs "
+                "out early on a fast worker and late on a slow one: use "
+                "gossipdp.ProgressLR(optimizer, model, shape), which follows the progress of the "
+                "whole run",
+                type(each).__name__,
                 extra=OF_RUN,
             )
             return

@@ -1,6 +1,7 @@
 """Learning rates that follow the progress of the whole run, and parameter groups without decay."""
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -11,6 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 SHAPES = ("constant", "linear", "cosine", "one_cycle")
 ONE_CYCLE_WARMUP, ONE_CYCLE_START, ONE_CYCLE_END = 0.3, 1 / 25, 4e-6
 """Those of torch's OneCycleLR."""
+
+FOLLOW_PROGRESS: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+"""The optimizers that have a :class:`ProgressLR`."""
 
 
 @runtime_checkable
@@ -94,6 +98,7 @@ class ProgressLR(LRScheduler):
                 "of progress to factor, or a function of progress"
             )
         super().__init__(optimizer)
+        FOLLOW_PROGRESS.add(optimizer)
 
     def factor(self, progress: float) -> float:
         """Return the factor of the first rates at that progress, 0 to 1."""

@@ -182,10 +182,8 @@ class Session:
         self.checkpointer.stepped()
         self.monitoring.stepped(samples)
         self.num_steps += 1
-        if self.engine.world_size > 1:
-            if self.num_steps == 2:
-                warn_of_step_counters(self._optimizers)
-            self.batches.check_order(self.num_steps)
+        if self.engine.world_size > 1 and self.num_steps == 2:
+            warn_of_step_counters(self._optimizers)
         self.batches.check_counted(self.num_steps)
 
     def _warn_of_no_average(self) -> None:

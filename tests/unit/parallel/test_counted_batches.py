@@ -292,37 +292,3 @@ def test_a_sampler_that_fixes_each_worker_s_share_gets_a_warning(
     assert sampler.epoch == 3
     assert caplog.text.count("each worker trains on one share of the data") == (not shuffles)
     assert len(caplog.messages) == (not shuffles)
-
-
-@pytest.mark.parametrize("sets_epoch", [False, True])
-def test_a_loop_of_the_user_s_own_that_forgets_set_epoch_gets_a_warning(
-    small: Wrap, sets_epoch: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    sampler = DistributedSampler(SHARED, 2, 0)
-    others = DistributedSampler(SHARED, 2, 0), DistributedSampler(SHARED, 2, 0, shuffle=False)
-    assert all(each.epoch == 0 for each in others)  # for evaluation, say
-    model, _, optimizer = small()
-    model._engine.world_size = 2
-    said = []
-    for epoch in range(5):
-        if sets_epoch:
-            sampler.set_epoch(epoch)
-        for (batch,) in DataLoader(SHARED, 2, sampler=sampler):
-            step(model, optimizer, batch)
-        said.append(len(caplog.messages))
-    assert said == ([0] * 5 if sets_epoch else [0, 0, 1, 1, 1])
-    if not sets_epoch:
-        assert "still at epoch 0 after 14 samples of this worker, and gives it 6" in caplog.text
-        assert "Call sampler.set_epoch(epoch)" in caplog.text
-
-
-def test_batches_that_are_counted_by_a_number_of_the_user_s_say_nothing_of_the_order(
-    small: Wrap, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They may be tokens."""
-    sampler = DistributedSampler(SHARED, 2, 0)
-    model, _, optimizer = small(counting=Counting(samples_per_step=1000))
-    model._engine.world_size = 2
-    for (batch,) in DataLoader(SHARED, 1, sampler=sampler):
-        step(model, optimizer, batch)
-    assert not caplog.messages

@@ -179,18 +179,15 @@ def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(wrap, caplog) -> None:
 def test_a_scheduler_that_counts_steps_gets_a_warning_that_names_another(caplog) -> None:
     net, other = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer, theirs = sgd(net), sgd(other)
-    schedules = [
-        ProgressLR(optimizer, lambda: 0.0),
-        torch.optim.lr_scheduler.StepLR(theirs, 10),
-        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
-    ]
-    warn_of_step_counters([optimizer])
+    ProgressLR(optimizer, lambda: 0.0)
+    torch.optim.lr_scheduler.ReduceLROnPlateau(theirs)
+    warn_of_step_counters([optimizer, theirs])
     assert not caplog.records
-    schedules.append(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
-    warn_of_step_counters([optimizer])
+    torch.optim.lr_scheduler.CosineAnnealingLR(theirs, 10)
+    warn_of_step_counters([optimizer, theirs])
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("CosineAnnealingLR counts this worker's own steps")
+    assert "scheduler of the SGD counts this worker's own steps" in record.getMessage()
     assert "gossipdp.ProgressLR(optimizer, model, shape)" in record.getMessage()
 
 
