@@ -14,6 +14,7 @@ import secrets
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +23,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
 import psutil
+from broken_links import cut, drawn_link, keep_down
 
 from gossipdp.errors import WorkerFailedError
-from gossipdp.launcher.fault_plan import LINK_KINDS, Clause, FaultPlan
+from gossipdp.launcher.fault_plan import Clause, FaultPlan
 from gossipdp.launcher.faults import NOT_BACK_YET, FaultInjector
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.supervisor import Failure
+from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import worker_file
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo.options import DemoArguments
@@ -58,11 +63,23 @@ ALL_BACK = "all-back"
 
 
 @dataclass(frozen=True)
+class LinkFault:
+    """A drawn link is down for so long; if ``for_s`` is None, its connections are cut, once."""
+
+    at_s: float
+    for_s: float | None = None
+
+    def __str__(self) -> str:
+        return f"link {f'down for {self.for_s:g}s' if self.for_s else 'cut'} at {self.at_s:g}s"
+
+
+@dataclass(frozen=True)
 class Plan:
     """The events of a run; times count from the first gradient steps."""
 
     seed: int
     faults: FaultPlan
+    links: tuple[LinkFault, ...]
     duration_s: float
 
     def __str__(self) -> str:
@@ -70,7 +87,7 @@ class Plan:
             [
                 f"{self.duration_s:g} s with {NUM_WORKERS} workers; to run it again:",
                 f"    python {SCRIPT} --seed {self.seed} --seconds {self.duration_s:g}",
-                *(f"    {fault}" for fault in self.faults.clauses),
+                *(f"    {fault}" for fault in (*self.faults.clauses, *self.links)),
             ]
         )
 
@@ -82,16 +99,16 @@ def draw_plan(seed: int, duration_s: float) -> Plan:
     """
     random = Random(seed)
     faults: list[Clause] = []
+    links: list[LinkFault] = []
     away_until_s = dict.fromkeys(range(NUM_WORKERS), 0.0)
     at_s = 2.0
     while at_s < duration_s - QUIET_S:
         present = [rank for rank, until_s in away_until_s.items() if until_s <= at_s]
         kind = random.choice(["kill", "stop", "cut", "link"]) if faults else "kill"
         if kind == "cut":
-            faults.append(Clause("cut", time_s=at_s))
+            links.append(LinkFault(at_s))
         elif kind == "link":
-            for_s = round(random.uniform(1, 8), 1)
-            faults.append(Clause("link", time_s=at_s, for_s=for_s))
+            links.append(LinkFault(at_s, round(random.uniform(1, 8), 1)))
         elif len(present) > NUM_WORKERS // 2:
             rank = random.choice(present) if faults else 0
             longest_s = duration_s - QUIET_S - at_s
@@ -99,7 +116,7 @@ def draw_plan(seed: int, duration_s: float) -> Plan:
             faults.append(Clause("kill" if kind == "kill" else "stop", rank, at_s, for_s=for_s))
             away_until_s[rank] = at_s + (for_s or 0.0) + 8
         at_s = round(at_s + random.uniform(2, 4), 1)
-    return Plan(seed, FaultPlan(tuple(faults)), duration_s)
+    return Plan(seed, FaultPlan(tuple(faults)), tuple(links), duration_s)
 
 
 def train_until_all_are_back(arguments: DemoArguments, least_s: float) -> None:
@@ -139,8 +156,20 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     injector = FaultInjector(faults, NUM_WORKERS, seed=plan.seed if plan else 0)
     num_kills = sum(clause.kind == "kill" for clause in faults.clauses)
     problems: list[str] = []
+    links, random = list(plan.links) if plan else [], Random(plan.seed if plan else 0)
+
+    def break_link(fault: LinkFault) -> None:
+        children = [each.pid for each in psutil.Process().children(recursive=True)]
+        link = drawn_link(children, random)
+        if link is None or (fault.for_s is None and not cut(*link)):
+            problems.append(f"it was not done: {fault}")
+        elif fault.for_s is not None:
+            threading.Thread(target=keep_down, args=(*link, fault.for_s)).start()
 
     def poll() -> None:
+        began_s = injector.first_step_s
+        while links and began_s is not None and since_boot_s() >= began_s + links[0].at_s:
+            break_link(links.pop(0))
         for worker, tail in zip(workers, tails, strict=True):
             for record in tail.read_new():
                 worker.take(record)
@@ -175,7 +204,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     problems += map(str, missed)
     run_log = RunLog.read(arguments.directory)
     faults = fault_results(injector.records, run_log)
-    befallen = {each.rank for each in injector.records if each.kind not in LINK_KINDS}
+    befallen = {each.rank for each in injector.records}
     problems += _taken_for_dead(run_log, befallen)
     results = read_results(run_log)
     together = averaged_together(results)

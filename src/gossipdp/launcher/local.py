@@ -93,8 +93,8 @@ def launch(
         on_failure: called for each failure, with how soon its worker is started again.
         nproc_per_replica: how many of the processes hold one replica of the model, each a shard of
             it. To ``torch.distributed`` these are a world of their own, to the others one worker.
-        faults: kills, stops and slows workers, and cuts links. The result of one that was killed,
-            and not started again, is None.
+        faults: kills, stops and slows workers. The result of one that was killed, and not started
+            again, is None.
 
     Raises:
         WorkerFailedError: a worker raised, ended early or was killed, and was not started again;
@@ -244,9 +244,6 @@ class ForkedWorker(WorkerProcess):
     def waits_for(self) -> list[object]:
         pipe = [self._reader] if self._is_open else []
         return [self._process.sentinel, self.reports.receiver, *pipe]
-
-    def pids(self) -> list[int]:
-        return super().pids() if self._process.exitcode is None else []
 
     def send(self, number: int) -> None:
         # The fork server reaps it at once, and not when we poll. So look right before each signal:

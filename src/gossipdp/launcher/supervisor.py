@@ -104,10 +104,6 @@ class WorkerProcess(abc.ABC):
         """Let go of a process that has ended."""
         self.reports.close()
 
-    def pids(self) -> list[int]:
-        """Return the ids of its processes; valid until :meth:`poll` has returned its ending."""
-        return [self.pid]
-
     def send(self, number: int) -> None:
         """Send the process a signal; valid until :meth:`poll` has returned its ending."""
         with suppress(ProcessLookupError):
@@ -210,9 +206,6 @@ class ReplicaProcess(WorkerProcess):
                     other.kill()
         return None if self._running else self._failure or Ending()
 
-    def pids(self) -> list[int]:
-        return [pid for process in self._running.values() for pid in process.pids()]
-
     def send(self, number: int) -> None:
         self._is_ending |= number == signal.SIGTERM
         for process in self._running.values():
@@ -312,7 +305,7 @@ class Supervisor:
         plan: the run they belong to.
         start_process: starts a process with these variables.
         max_restarts: how many restarts, of all workers together.
-        faults: kills, stops and slows the workers, and cuts their links.
+        faults: kills, stops and slows the workers.
         on_failure: called once for each failure, with whether the others go on.
         on_missed_end: called with the rank of each worker that the run was completed without,
             though restarts were left for it; and with the reason for its end, "" if we end it.
