@@ -111,8 +111,7 @@ class WorkerProcess(abc.ABC):
 
     def kill_group(self) -> None:
         """Send SIGKILL to everything in its process group, even after its own end."""
-        # On macOS a group of zombies answers EPERM.
-        with suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def kill(self) -> None:
@@ -491,7 +490,7 @@ class Supervisor:
         lives.takes_part = lives.trains = lives.consolidated = lives.saves = False
 
     def _take_reports(self) -> None:
-        """Note the workers' reports: who trains, where all are, the rank of a joiner, advice."""
+        """Note the workers' reports: who trains, where all are, the rank of a joiner, and so on."""
         for local_rank, worker in self.workers.items():
             lives = self._lives[local_rank]
             for report in worker.take_reports():
