@@ -4,8 +4,9 @@
     .venv/bin/python tests/chaos/soak.py --minutes 2 --seed 17
 
 Workers of ``gossipdp run``, each with 256 descriptors at most and all with a /dev/shm of 64 MB (as
-root), train while a link of theirs is cut every second, to the end; now and then one is killed and
-started again, others join and leave, all save checkpoints, and one makes an average.
+root), train while a link of theirs is cut every second, to the end; now and then one is stopped
+for 3 s, or killed and started again, others join and leave, all save checkpoints, and one makes an
+average.
 Even ranks live all the time: their memory, descriptors and threads are the longest series. What
 happens follows from the seed as far as the machine's speed allows.
 """
@@ -52,6 +53,7 @@ PATIENCE_S = 300.0
 # What a killed worker made in its last time-out may be known to nobody.
 UNTOLD_S = 5.0
 CUT_EVERY_S = 1.0
+STOPS = "stop 3s every 30s"  # shorter than the time-out: none may be missing at the end
 AGAIN_S = 1.0  # until what could not happen is tried again
 SAMPLE_EVERY_S = 5.0
 # Neighbouring samples resemble each other.
@@ -174,7 +176,8 @@ class Soak:
         self.secret = directory / "secret"
         self.secret.write_text(secrets.token_hex(16))
         self.secret.chmod(0o600)
-        self.run = self._start("run", "-n", str(num_workers), "--max-restarts", "100000")
+        words = ["-n", str(num_workers), "--max-restarts", "100000"]
+        self.run = self._start("run", *words, "--faults", STOPS, "--faults-seed", str(seed))
         self.supervisor = Life("supervisor", psutil.Process(self.run.process.pid), time.monotonic())
         self.joiner: RunCommand | None = None
         self._joins_s = self._leaves_s = 0.0

@@ -28,7 +28,6 @@ from gossipdp.links.clock import since_boot_s
 TURN_S, RUN_S = 0.05, 0.005
 # Later turns make up for a late one by at most this: far below any time-out of the workers.
 MAX_DEBT_S = 0.5
-NOT_BACK_YET = "it has been started again and does not train yet"
 
 
 class Process(Protocol):
@@ -288,7 +287,7 @@ class FaultInjector:
         if target.process is None or place in self._kills:
             return "it does not run"
         if not target.trains:
-            return NOT_BACK_YET
+            return "it has been started again and does not train yet"
         if place in self._stops:
             return "it is stopped"
         if clause.kind == "slow" and place in self._slow:
