@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from listed_skips import ListedSkips, names_of, read_list
 from run_processes import VARIABLES
 
 from gossipdp import logs
-from gossipdp.launcher.connections import ConnectionEnd
 from gossipdp.launcher.local import launch, start_fork_server
 from gossipdp.links.tls import TlsFiles, make_tls_files, tls_files
 
@@ -219,21 +217,8 @@ def run_tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
 NO_TORCH = """
 class TCPStore:
     def __init__(self, *values, **options):
-        open(__file__ + ".imported", "w").close()
+        pass
 """
-
-
-@pytest.fixture
-def skips_without_descriptors() -> None:
-    """Skip a test where the system does not let a process take descriptors of its children."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    with child:
-        try:
-            ConnectionEnd(child.pid, 0, 0).act(lambda end: None, harmless=0)
-        except OSError as error:
-            pytest.skip(f"descriptors cannot be taken: {error.strerror}")
-        finally:
-            child.kill()
 
 
 @pytest.fixture

@@ -234,9 +234,6 @@ class FakeProcess:
     def poll(self) -> Ending | None:
         return self.ending
 
-    def pids(self) -> list[int]:
-        return []
-
     def send(self, number: int) -> None:
         if number == signal.SIGKILL:
             self.ending = Ending("died of signal 9 (SIGKILL)")

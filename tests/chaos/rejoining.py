@@ -1,4 +1,4 @@
-"""``make chaos``: who comes into a run that goes on trains with it soon, without its store too.
+"""``make chaos``: who comes into a run that goes on trains with it, also without its store.
 
 .venv/bin/python -m pytest -s tests/chaos/rejoining.py
 """
@@ -99,16 +99,6 @@ def end(*runs: Host) -> None:
     (runs[0].logs / "end").touch()
     for host in runs:
         assert host.process.wait(LONGEST_S) == 0, host.output.read_text()
-
-
-def test_a_killed_worker_exchanges_again(tmp_path, hosts):
-    run = Host(tmp_path, "run", "-n", "2", "--max-restarts", "3")
-    hosts.append(run)
-    run.wait_for(lambda: len(run.lives()) == 2)
-    delays = [run.kill_and_await_the_next_life(run.workers()[-1]) for _ in range(3)]
-    for delay in delays:
-        print({name: f"{seconds:.2f} s" for name, seconds in delay.items()})
-    end(run)
 
 
 def test_restarts_and_joins_without_the_host_of_the_store(tmp_path, hosts):

@@ -4,8 +4,9 @@
     .venv/bin/python tests/chaos/soak.py --minutes 2 --seed 17
 
 Workers of ``gossipdp run``, each with 256 descriptors at most and all with a /dev/shm of 64 MB (as
-root), train while ``--faults`` cuts a link of theirs every second, to the end; now and then one is
-killed and started again, others join and leave, all save checkpoints, and one makes an average.
+root), train while a link of theirs is cut every second, to the end; now and then one is stopped
+for 3 s, or killed and started again, others join and leave, all save checkpoints, and one makes an
+average.
 Even ranks live all the time: their memory, descriptors and threads are the longest series. What
 happens follows from the seed as far as the machine's speed allows.
 """
@@ -21,6 +22,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -32,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import psutil
 import torch
+from broken_links import cut, drawn_link
 from known_average import errors_in, inputs_in, wrong_end, wrong_steps
 from rich.console import Console
 from rich.table import Table
@@ -50,6 +53,7 @@ PATIENCE_S = 300.0
 # What a killed worker made in its last time-out may be known to nobody.
 UNTOLD_S = 5.0
 CUT_EVERY_S = 1.0
+STOPS = "stop 3s every 30s"  # shorter than the time-out: none may be missing at the end
 AGAIN_S = 1.0  # until what could not happen is tried again
 SAMPLE_EVERY_S = 5.0
 # Neighbouring samples resemble each other.
@@ -172,13 +176,14 @@ class Soak:
         self.secret = directory / "secret"
         self.secret.write_text(secrets.token_hex(16))
         self.secret.chmod(0o600)
-        cuts = f"cut every {CUT_EVERY_S:g}s"
         words = ["-n", str(num_workers), "--max-restarts", "100000"]
-        self.run = self._start("run", *words, "--faults", cuts, "--faults-seed", str(seed))
+        self.run = self._start("run", *words, "--faults", STOPS, "--faults-seed", str(seed))
         self.supervisor = Life("supervisor", psutil.Process(self.run.process.pid), time.monotonic())
         self.joiner: RunCommand | None = None
         self._joins_s = self._leaves_s = 0.0
         self._victim: int | None = None
+        self._is_over = threading.Event()
+        self._cutter = threading.Thread(target=self._cut_links, args=(Random(seed),))
 
     def _start(self, name: str, *words: str) -> RunCommand:
         variables = VARIABLES | {
@@ -227,11 +232,8 @@ class Soak:
         return set(range(self.num_workers)) <= live.keys() and num_joined == len(self.commands) - 1
 
     def sample(self) -> None:
-        """Take one sample of everyone, and note what processes and what cuts there are."""
+        """Take one sample of everyone, and note what processes there are."""
         now_s = time.monotonic()
-        with suppress(FileNotFoundError):
-            faults = (self.directory / "log" / "faults-0.jsonl").read_bytes().splitlines()
-            self.counts["cuts"] = sum(json.loads(line)["missed"] is None for line in faults)
         for life in (self.supervisor, *self.live().values()):
             life.sample(now_s)
         for command in self.commands:
@@ -240,6 +242,14 @@ class Soak:
                 self.seen |= {each.pid for each in (own, *own.children(recursive=True))}
 
     # What befalls it.
+
+    def _cut_links(self, random: Random) -> None:
+        """Cut a link of the run every CUT_EVERY_S until all is over."""
+        while not self._is_over.wait(CUT_EVERY_S):
+            with suppress(psutil.Error):  # the run has ended
+                children = [each.pid for each in self.supervisor.process.children()]
+                link = drawn_link(children, random)
+                self.counts["cuts"] += link is not None and cut(*link)
 
     def kill(self) -> bool:
         """Kill a worker of odd rank; False: the one that was killed last is not back."""
@@ -283,6 +293,7 @@ class Soak:
     def train(self, view: ProgressView) -> None:
         """Wait until all train, and let everything happen for the time of the run."""
         self.run.wait_for(lambda: (self.look(), self.are_all_back())[1])
+        self._cutter.start()
         began_s = time.monotonic()
         ends_s = began_s + self.pace.duration_s
         self._joins_s = began_s + self.pace.join_for_s / 8
@@ -321,6 +332,7 @@ class Soak:
 
     def stop(self) -> None:
         """End what still runs."""
+        self._is_over.set()
         for command in self.commands:
             command.stop()
 

@@ -1,12 +1,17 @@
-"""The plans of ``processes.py``; the verdicts of ``soak.py`` and ``many.py`` pass what is right."""
+"""The verdicts of ``soak.py`` and ``many.py`` pass what is right; the soak's cuts are cuts."""
 
+import os
 import re
+import socket
+import subprocess
+import sys
 from dataclasses import replace
-from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 import torch
+from broken_links import cut, drawn_link
 from known_average import (
     errors_in,
     squared_distance,
@@ -14,7 +19,6 @@ from known_average import (
     wrong_end,
     wrong_steps,
 )
-from run_processes import load_script
 from trends import averaged_over, trend
 
 from gossipdp import Consolidated
@@ -64,7 +68,6 @@ def test_stretches_are_averaged():
     )
 
 
-processes = load_script(Path(__file__).with_name("processes.py"))
 INPUTS = {
     rank: {
         "weight": torch.randn(1000, generator=torch.Generator().manual_seed(rank)),
@@ -149,15 +152,23 @@ def test_an_error_in_the_output_is_found_but_for_that_of_a_killed_worker_s_loade
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_plan_follows_from_its_seed_and_can_be_done(seed):
-    plan = processes.draw_plan(seed, 60.0)
-    assert str(plan) == str(processes.draw_plan(seed, 60.0))
-    assert f"--seed {seed} --seconds 60" in str(plan)
-    clauses = plan.faults.clauses
-    assert (clauses[0].rank, clauses[0].kind) == (0, "kill")
-    assert all(clause.time_s + (clause.for_s or 0.0) < 60 for clause in clauses)
-    for clause in clauses:
-        recent = [other for other in clauses if 0 <= clause.time_s - other.time_s <= 8]
-        away = {other.rank for other in recent if other.rank is not None}
-        assert len(away) <= processes.NUM_WORKERS - 2
+# Waits for the end of its connection.
+PEER = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as peer:
+    peer.recv(1)
+"""
+
+
+def test_both_ends_of_a_link_of_other_processes_see_that_it_is_cut():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        words = [sys.executable, "-c", PEER, str(server.getsockname()[1])]
+        with subprocess.Popen(words) as process, server.accept()[0] as ours:
+            link = drawn_link([1, process.pid, os.getpid()], Random(0))
+            assert link == (process.pid, os.getpid())
+            if not cut(*link):
+                process.kill()
+                pytest.skip("descriptors cannot be taken")
+            ours.settimeout(60)
+            assert ours.recv(1) == b""
+            assert process.wait(60) == 0

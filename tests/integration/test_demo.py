@@ -123,7 +123,7 @@ def test_both_train_as_long_and_the_sentence_is_that_of_their_figures(tmp_path, 
     samples = [one["samples"] for one in runs]
     losses = [one["validation_bits_per_byte"] for one in runs]
     kills = sum(each["kind"] == "kill" and "missed" not in each for each in runs[1]["faults"])
-    verdict = Verdict("a2cid2", 3.0, kills, 0, *samples, *losses)
+    verdict = Verdict("a2cid2", 3.0, kills, *samples, *losses)
     assert found["verdict"] == str(verdict)
     assert found["times_the_samples"] == samples[1] / samples[0]
     assert " ".join(str(verdict).split()) in " ".join(capsys.readouterr().out.split())

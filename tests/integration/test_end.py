@@ -77,18 +77,6 @@ def test_a_forgotten_consolidate_is_said_once(workers: Callable[..., Any], tmp_p
     assert "ends without" not in said_in(tmp_path)
 
 
-def begin(log: Path) -> None:
-    rate = 0.01 * 3 ** int(os.environ["RANK"])
-    wrap(log, rate)[0].consolidate()
-    wrap(log, rate, method="none")[0].consolidate()
-
-
-def test_unlike_learning_rates_are_said_once(workers: Callable[..., Any], tmp_path: Path) -> None:
-    workers(begin, 3, (tmp_path,))
-    said = "worker 1 begins with a learning rate of 0.03, and worker 0 with 0.01: exchanges"
-    assert said_in(tmp_path).count(said) == 1
-
-
 def forget_long_after_a_death(log: Path) -> None:
     model, step = wrap(log, timeout_s=1.0, counting=Counting(samples_per_step=8))
     step()

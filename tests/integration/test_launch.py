@@ -125,46 +125,6 @@ def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(workers: 
     assert "launcher/local" not in str(raised.value)
 
 
-def begin_then_fail(directory: str) -> None:
-    from gossipdp.launcher.environment import Environment
-    from gossipdp.launcher.rendezvous import Rendezvous, Settings
-
-    rendezvous = Rendezvous.open(Environment.read(), timeout_s=30)
-    rendezvous.meet(("127.0.0.1", 1), Settings((), "a2cid2", "ring", "1", "float32"))
-    rendezvous.mark_ready()
-    rank = os.environ["RANK"]
-    if rank == "0":
-        wait_until(lambda: len(os.listdir(directory)) == 2, "the others have begun")
-        os.kill(os.getpid(), signal.SIGKILL)
-    Path(directory, rank).touch()
-    wait_until(Path(directory, "go").exists, "the launcher has seen the death of worker 0")
-    Path(directory, rank).write_text("went on")
-
-
-def test_after_the_start_the_others_go_on(
-    workers: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    polls: list[int] = []
-
-    def let_go_on() -> None:
-        """Write it some turns later: by then a launcher that ends the others has done so."""
-        if polls:
-            polls.append(len(polls))
-        if len(polls) == 5:
-            (tmp_path / "go").touch()
-
-    monkeypatch.setattr(supervisor, "GRACE_S", 0.0)
-    with pytest.raises(WorkerFailedError, match=r"^worker 0 died of signal 9 \(SIGKILL\)$"):
-        workers(
-            begin_then_fail,
-            3,
-            (str(tmp_path),),
-            on_poll=let_go_on,
-            on_failure=lambda failure: polls.append(0),
-        )
-    assert [(tmp_path / rank).read_text() for rank in "12"] == ["went on"] * 2
-
-
 def test_time_runs_out(workers: Callable) -> None:
     with pytest.raises(WorkerFailedError, match="timeout_s=1 passed, but of 2 workers 0, 1 still"):
         workers(time.sleep, 2, (FOR_EVER_S,), timeout_s=1)

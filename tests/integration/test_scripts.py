@@ -147,16 +147,6 @@ def test_workers_with_unlike_models_end_with_one_sentence(tmp_path: Path):
         assert re.match("gossipdp: worker . ended with exit code 1; .* all are ended", line), line
 
 
-def test_a_script_that_wants_a_process_group_ends_with_the_advice_for_it(tmp_path: Path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\nfrom gossipdp import GossipDataParallel\n"
-        "torch.utils.data.DistributedSampler([1])\n"
-    )
-    done = run([sys.executable, str(script)])
-    assert done.stderr.splitlines()[-1].startswith("no process group was started, and gossipdp")
-
-
 def test_a_mistake_in_a_script_is_shown_and_each_end_is_named(
     tmp_path: Path, without_torch: dict[str, str]
 ):

@@ -119,7 +119,6 @@ def test_a_replica_that_lost_a_process_comes_back(workers):
     all_seen = workers(
         dying_replica,
         4,
-        (1,),
         timeout_s=120,
         max_restarts=1,
         nproc_per_replica=2,
@@ -147,8 +146,7 @@ def test_all_processes_save_the_same_step_when_asked_to_end(workers, tmp_path, m
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(supervisor, "PATIENCE_S", 60)
-    what = tmp_path, True
     with pytest.raises(SystemExit) as ended:
-        workers(until_asked, 4, what, nproc_per_replica=2, on_poll=ask_once_all_train)
+        workers(until_asked, 4, (tmp_path,), nproc_per_replica=2, on_poll=ask_once_all_train)
     assert ended.value.code == 128 + signal.SIGTERM
     check_saved(tmp_path)

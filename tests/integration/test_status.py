@@ -87,7 +87,9 @@ def states(job: JobStatus) -> list[str]:
     return [worker.state for worker in job.workers]
 
 
-def test_one_address_shows_the_whole_job(workers, tmp_path):
+def test_one_address_shows_the_whole_job_and_the_others_the_death_of_its_worker(workers, tmp_path):
+    killed: list[int] = []
+
     def is_all_there(job: JobStatus) -> bool:
         return (
             states(job) == ["training"] * 3 + ["slow"]
@@ -96,22 +98,9 @@ def test_one_address_shows_the_whole_job(workers, tmp_path):
             and all(worker.samples_per_second for worker in job.workers)
         )
 
-    with Watcher(tmp_path, is_all_there) as watcher:
-        workers(train, NUM_WORKERS, (tmp_path,), on_poll=watcher.poll)
-    job = next(job for job in watcher.seen if is_all_there(job))
-    assert job.num_answering == NUM_WORKERS
-    assert (job.graph, job.method) == ("ring (4 workers)", "a2cid2")
-    assert len({worker.process_id for worker in job.workers}) == NUM_WORKERS
-    assert job.workers[0].neighbours == (1, 3)
-
-
-def test_the_death_of_the_worker_asked_first_is_seen_from_the_others(workers, tmp_path):
-    killed: list[int] = []
-
     def kill_and_see(job: JobStatus) -> bool:
         first = job.workers[0]
-        # The others have heard of its steps by then.
-        if not killed and job.num_answering == NUM_WORKERS and first.exchanges:
+        if not killed and is_all_there(job):
             assert first.status_address == watcher.first
             assert first.process_id is not None
             killed.append(first.process_id)
@@ -123,6 +112,11 @@ def test_the_death_of_the_worker_asked_first_is_seen_from_the_others(workers, tm
         pytest.raises(WorkerFailedError, match="SIGKILL"),
     ):
         workers(train, NUM_WORKERS, (tmp_path,), on_poll=watcher.poll)
+    job = next(job for job in watcher.seen if is_all_there(job))
+    assert job.num_answering == NUM_WORKERS
+    assert (job.graph, job.method) == ("ring (4 workers)", "a2cid2")
+    assert len({worker.process_id for worker in job.workers}) == NUM_WORKERS
+    assert job.workers[0].neighbours == (1, 3)
     job = next(job for job in watcher.seen if job.num_answering == 3 and "lost" in states(job))
     assert (0, "lost") in [(notice.rank, notice.kind) for notice in job.notices]
     assert job.workers[0].gradient_steps > 0, "what it had done is still there"

@@ -349,15 +349,14 @@ def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
     return {"healthy ones": num_averaged, "healthy values": values(net)}
 
 
-def until_asked(directory: Path, is_one_slow: bool) -> None:
+def until_asked(directory: Path) -> None:
     """Two replicas of two processes, each a world of its own, train until SIGTERM comes.
 
-    If one is slow, the second process of replica 0 is not done with its checkpoint before the first
-    has ended, and nobody is in a hurry.
+    The second process of replica 0 is not done with its checkpoint before the first has ended, and
+    nobody is in a hurry.
     """
     torch.set_num_threads(1)
-    if is_one_slow:
-        Termination.LONGEST_WAIT_S = 60.0
+    Termination.LONGEST_WAIT_S = 60.0
     dist.init_process_group("gloo")
     shard_number = dist.get_rank()
     net = shard(make_net(shard_number))
@@ -365,7 +364,7 @@ def until_asked(directory: Path, is_one_slow: bool) -> None:
     model = GossipDataParallel(
         net, optimizer, budget_samples=ENDLESS, checkpoints=Checkpoints(directory / "run")
     )
-    if is_one_slow and (model.rank, shard_number) == (0, 1):
+    if (model.rank, shard_number) == (0, 1):
         model.also_checkpoint(slow=SlowToSave(directory / "0.0"))
     for number, batch in enumerate(model.batches(loader(model.worker_seed))):
         step(model, optimizer, batch)
@@ -408,19 +407,16 @@ class SlowToSave:
 # Deaths.
 
 
-def dying_replica(num_deaths: int, results: Path | None = None) -> Seen:
+def dying_replica() -> Seen:
     """Two replicas of two processes, each a world of its own; a process of replica 1 is killed.
 
-    As often as ``num_deaths``, once the other replica trains; then one that has come back stops the
-    run after 20 steps. If it never does, the other one goes on to its budget. Into ``results`` goes
-    what each process ended with.
+    Once the other replica trains; when it has come back, it stops the run after 20 steps.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     net = shard(make_net(dist.get_rank()))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    budget = ENDLESS if results is None else 2 * BUDGET
-    model = GossipDataParallel(net, optimizer, budget_samples=budget)
+    model = GossipDataParallel(net, optimizer, budget_samples=ENDLESS)
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     life = int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
     seen.facts |= {"life": life, "began after": model._engine.step_number}
@@ -429,9 +425,9 @@ def dying_replica(num_deaths: int, results: Path | None = None) -> Seen:
         seen.steps += 1
         if (model.rank, dist.get_rank()) == (1, 1):
             do_others_train = model._engine.total_samples() > model.stats().samples
-            if life < num_deaths and seen.steps >= 10 and do_others_train:
+            if life == 0 and seen.steps >= 10 and do_others_train:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if life == num_deaths and seen.steps == 20:
+            if life == 1 and seen.steps == 20:
                 model.stop()
         # They train slowly, so that the run lasts.
         time.sleep(0.02)
@@ -440,23 +436,6 @@ def dying_replica(num_deaths: int, results: Path | None = None) -> Seen:
     end = model.consolidate()
     seen.samples, seen.num_averaged = end.samples, end.world_size
     seen.values = values(net)
-    if results is not None:
-        ended = {
-            "values": seen.values,
-            "samples": seen.samples,
-            "num_averaged": seen.num_averaged,
-        }
-        torch.save(ended, results / f"{seen.replica}.{dist.get_rank()}")
-    dist.barrier()
-    dist.destroy_process_group()
-    return seen
-
-
-def three_by_two() -> Seen:
-    """Three replicas of two processes, each a world of its own."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    seen = train()
     dist.barrier()
     dist.destroy_process_group()
     return seen

@@ -1,14 +1,12 @@
 """The processor time that training leaves idle, for ``comm_rate="auto"``."""
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple, final
 
 LOOK_EVERY_S = 1.0
-IS_LINUX = sys.platform == "linux"
 
 
 class Idle(NamedTuple):
@@ -30,8 +28,7 @@ class IdleWatch:
     """A watch on the idle time of the machine and of the training thread, which makes this object.
 
     A thread that waits for a core counts as busy: it has none to give away. Only the cores that
-    this process may use count. Linux alone reports how long a thread waited, and the time of each
-    core. On other systems there is no such watch, and the processor does not bound the rate.
+    this process may use count.
 
     Args:
         has_helpers: True if other threads do the training thread's work while it waits, as the one

@@ -13,7 +13,6 @@ import torch
 
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.loop import LONGEST_TURN_S, GossipLoop
-from gossipdp.gossip.processor import IS_LINUX
 
 logger = logging.getLogger("gossipdp")
 
@@ -122,7 +121,7 @@ class GossipThread:
         No step is overlooked: the loop publishes ``_wake_at_step`` before it looks for steps a last
         time, and a step is queued here before that is read.
         """
-        if self._num_steps == 0 and self._loop.protocol.exchange_rate is not None and IS_LINUX:
+        if self._num_steps == 0 and self._loop.protocol.exchange_rate is not None:
             self._loop.watch_this_thread()
         self._steps.append((samples, self._loop.clock()))
         self._num_steps += 1

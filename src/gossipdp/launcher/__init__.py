@@ -10,7 +10,6 @@ launch_plan  the workers of one supervisor, and the run they belong to or join
 supervisor   watches the workers of this machine, each a process or a replica of several, and
              starts them again
 faults       kills, stops and slows them by a plan, to test a script; fault_plan: what plans mean
-link_faults  takes their links down, as that plan says; connections: finds and blocks connections
 local        the processes themselves: ``launch()`` for functions, and scripts
 spares       interpreters that have imported torch (spare_interpreter), for the next restart
 """

@@ -47,16 +47,13 @@ _taken_out: dict[str, str] = {}
 
 
 def check_platform(platform: str = sys.platform) -> None:
-    """Refuse to train on Windows.
+    """Refuse to train on anything but Linux.
 
     Raises:
-        OSError: the platform is Windows.
+        OSError: it is another system.
     """
-    if platform == "win32":
-        raise OSError(
-            "gossipdp trains on Linux; on Windows only `gossipdp plan` and `gossipdp simulate` are "
-            "meant to work, which was not tried (under WSL everything is)"
-        )
+    if platform != "linux":
+        raise OSError(f"gossipdp trains on Linux, and this is {platform}; on Windows use WSL")
 
 
 @dataclasses.dataclass(frozen=True)

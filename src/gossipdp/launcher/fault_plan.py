@@ -6,9 +6,6 @@
     CLAUSE    =  "kill"             [ RANK ]  [ WHEN ]
               |  "stop" DURATION    [ RANK ]  [ WHEN ]
               |  "slow" FACTOR "x"  [ RANK ]  [ WHEN ]  [ "for" DURATION ]
-              |  "link" [ LINK ] "down" DURATION  [ WHEN ]
-              |  "cut" [ LINK ]     [ WHEN ]
-    LINK      =  RANK "-" RANK
     WHEN      =  "at" DURATION  |  "every" DURATION
     DURATION  =  NUMBER ( "ms" | "s" | "m" | "h" )
 
@@ -16,9 +13,7 @@ The words after the first may be in any order, and ``stop for 8s`` is ``stop 8s`
 the moment when all workers have made their first gradient step. A clause without WHEN is due at
 that moment. ``every 60s`` is due after 60 s, 120 s, and so on. If a clause names no rank, each of
 its events draws one, and never the same worker twice in a row. A ``slow`` without ``for`` lasts
-until the clause's next event, which makes another worker slow, or to the end of the run. A link
-without ranks is drawn among those that there are. It is ``down`` if it loses all that is sent, and
-``cut`` if its connections are shut down, once.
+until the clause's next event, which makes another worker slow, or to the end of the run.
 """
 
 import heapq
@@ -34,10 +29,7 @@ SHAPES = {
     "kill": "kill [RANK] [at TIME | every TIME]",
     "stop": "stop DURATION [RANK] [at TIME | every TIME]",
     "slow": "slow FACTORx [RANK] [at TIME | every TIME] [for DURATION]",
-    "link": "link [RANK-RANK] down DURATION [at TIME | every TIME]",
-    "cut": "cut [RANK-RANK] [at TIME | every TIME]",
 }
-LINK_KINDS = ("link", "cut")
 # Events of one clause may not flood the log.
 SHORTEST_PERIOD_S = 0.1
 LARGEST_FACTOR = 100.0  # a worker runs for at least 5 ms at a time
@@ -47,22 +39,15 @@ LARGEST_FACTOR = 100.0  # a worker runs for at least 5 ms at a time
 class Clause:
     """One clause: if ``every``, ``time_s`` is a period; if ``rank`` is None, each event draws one.
 
-    ``for_s`` is how long a worker is stopped or slow, or a link down. If it is None, a slow one
-    stays slow. ``peer`` is the other end of a link; it is None where ``rank`` is.
+    ``for_s`` is how long a worker is stopped or slow. If it is None, a slow one stays slow.
     """
 
-    kind: Literal["kill", "stop", "slow", "link", "cut"]
+    kind: Literal["kill", "stop", "slow"]
     rank: int | None = None
     time_s: float = 0.0
     every: bool = False
     for_s: float | None = None
     factor: float = 1.0
-    peer: int | None = None
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that it names: none, one, or both of a link."""
-        return tuple(rank for rank in (self.rank, self.peer) if rank is not None)
 
     def __str__(self) -> str:
         words: list[str] = [self.kind]
@@ -70,10 +55,8 @@ class Clause:
             words.append(_shown(self.for_s))
         if self.kind == "slow":
             words.append(f"{self.factor:.9g}x")
-        if self.ranks:
-            words.append("-".join(map(str, self.ranks)))
-        if self.kind == "link" and self.for_s is not None:
-            words += ["down", _shown(self.for_s)]
+        if self.rank is not None:
+            words.append(str(self.rank))
         if self.every or self.time_s:
             words += ["every" if self.every else "at", _shown(self.time_s)]
         if self.kind == "slow" and self.for_s is not None:
@@ -94,10 +77,10 @@ class Clause:
         found: dict[str, float] = {}
         rest = iter(words)
         for word in rest:
-            for name, value in _read(kind, word, rest, text).items():
-                if name in found:
-                    raise _refusal(text, f"{name!r} is given twice", SHAPES[kind])
-                found[name] = value
+            name, value = _read(kind, word, rest, text)
+            if name in found:
+                raise _refusal(text, f"{name!r} is given twice", SHAPES[kind])
+            found[name] = value
         problem = _problem(kind, found)
         if problem:
             raise _refusal(text, problem, SHAPES[kind])
@@ -108,7 +91,6 @@ class Clause:
             every="every" in found,
             for_s=found.get("for"),
             factor=found.get("factor", 1.0),
-            peer=int(found["peer"]) if "peer" in found else None,
         )
 
 
@@ -116,7 +98,7 @@ class Clause:
 class Event:
     """One event of a plan, ``at_s`` after all workers train.
 
-    ``clause`` is the number of its clause. ``ranks``: those that the clause names, or all, in the
+    ``clause`` is the number of its clause. ``ranks``: the one that the clause names, or all, in the
     order in which they are tried.
     """
 
@@ -158,14 +140,11 @@ class FaultPlan:
         if num_workers is None:
             return plan
         for clause in plan.clauses:
-            if clause.kind in LINK_KINDS and num_workers == 1:
-                raise ValueError(f"--faults: {str(clause)!r}: a run of one worker has no link")
-            for rank in clause.ranks:
-                if rank >= num_workers:
-                    raise ValueError(
-                        f"--faults: {str(clause)!r}: there is no rank {rank} among "
-                        f"{num_workers} workers; choose 0 to {num_workers - 1}"
-                    )
+            if clause.rank is not None and clause.rank >= num_workers:
+                raise ValueError(
+                    f"--faults: {str(clause)!r}: there is no rank {clause.rank} among "
+                    f"{num_workers} workers; choose 0 to {num_workers - 1}"
+                )
         return plan
 
     def events(self, num_workers: int, seed: int = 0) -> Iterator[Event]:
@@ -181,8 +160,8 @@ class FaultPlan:
         clause, random = self.clauses[number], Random(f"{seed} {number}")
         order: list[int] = []
         for count in itertools.count(1):
-            if clause.ranks:
-                order = list(clause.ranks)
+            if clause.rank is not None:
+                order = [clause.rank]
             else:
                 last, order = order[:1], list(range(num_workers))
                 random.shuffle(order)
@@ -192,25 +171,22 @@ class FaultPlan:
                 return
 
 
-def _read(kind: str, word: str, rest: Iterator[str], text: str) -> dict[str, float]:
-    """Return the values of a word, by meaning; it may take the next one for its time."""
-    if word in ("at", "every", "for") or (word, kind) == ("down", "link"):
+def _read(kind: str, word: str, rest: Iterator[str], text: str) -> tuple[str, float]:
+    """Return the meaning and the value of a word; it may take the next one for its time."""
+    if word in ("at", "every", "for"):
         time = next(rest, "")
         value = _seconds(time)
         if value is None:
             what = f"{time!r} after {word!r}" if time else f"nothing after {word!r}"
             raise _refusal(text, f"{what} is no time such as 500ms, 8s, 2m or 1h", SHAPES[kind])
-        return {"for" if word == "down" else word: value}
+        return word, value
     if word.isascii() and word.isdigit() and len(word) < 7:
-        return {"rank": int(word)}
-    if re.fullmatch(r"\d{1,6}-\d{1,6}", word, re.ASCII):
-        first, _, second = word.partition("-")
-        return {"rank": int(first), "peer": int(second)}
+        return "rank", int(word)
     if re.fullmatch(r"\d{1,4}(\.\d{1,3})?x", word, re.ASCII):
-        return {"factor": float(word[:-1])}
+        return "factor", float(word[:-1])
     seconds = _seconds(word)
-    if kind in ("stop", "link") and seconds is not None:
-        return {"for": seconds}
+    if kind == "stop" and seconds is not None:
+        return "for", seconds
     raise _refusal(text, f"{word!r} has no meaning here", SHAPES[kind])
 
 
@@ -221,15 +197,8 @@ def _problem(kind: str, found: dict[str, float]) -> str:
         return "'every' takes at least 100ms"
     if kind == "kill" and "for" in found:
         return "a kill has no duration (gossipdp run --max-restarts starts the worker again)"
-    if kind == "cut" and "for" in found:
-        return "a cut has no duration: workers dial again at once (use link 1-2 down 8s)"
-    if kind in ("stop", "link") and "for" not in found:
+    if kind == "stop" and "for" not in found:
         return "say for how long"
-    if kind not in LINK_KINDS and "peer" in found:
-        return "two ranks belong to 'link' and 'cut'; write a clause for each worker"
-    is_pair = found.get("rank") != found.get("peer")
-    if kind in LINK_KINDS and "rank" in found and not ("peer" in found and is_pair):
-        return "a link has two ends, such as 1-2"
     if found.get("for", 1.0) == 0:
         return "the duration is 0"
     if kind != "slow" and "factor" in found:

@@ -1,4 +1,4 @@
-"""``FaultInjector``: kills, stops and slows one supervisor's workers, and cuts links, by a plan.
+"""``FaultInjector``: kills, stops and slows one supervisor's workers, by a plan.
 
 The injector has no thread. The supervisor's loop calls :meth:`FaultInjector.step` between two looks
 at its processes, and wakes when :meth:`FaultInjector.wait_s` says so. Only this loop touches the
@@ -16,29 +16,22 @@ import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 
-from gossipdp.launcher.connections import find_connections
-from gossipdp.launcher.fault_plan import LINK_KINDS, Event, FaultPlan
-from gossipdp.launcher.link_faults import Find, Link, LinkFaults
+from gossipdp.launcher.fault_plan import Event, FaultPlan
 from gossipdp.links.clock import since_boot_s
 
 # A slow worker runs and stands still once in this time, and runs for at least RUN_S of it.
 TURN_S, RUN_S = 0.05, 0.005
 # Later turns make up for a late one by at most this: far below any time-out of the workers.
 MAX_DEBT_S = 0.5
-NOT_BACK_YET = "it has been started again and does not train yet"
 
 
 class Process(Protocol):
     """A process that has not been reaped."""
-
-    def pids(self) -> Sequence[int]:
-        """Return the ids of its processes: a replica has several; none if it has ended."""
 
     def send(self, number: int) -> None:
         """Send it a signal; do nothing if it has ended."""
@@ -62,30 +55,24 @@ class FaultRecord(msgspec.Struct, frozen=True):
     Attributes:
         planned_s, at_s: seconds since all workers here train, as planned and as it happened; at_s
             is None if it did not.
-        rank, kind: the worker and "kill", "stop", "slow", "link" or "cut".
-        for_s, factor: of a stopped or slow worker or a link, as planned; ``for_s`` is None if the
-            plan sets no end.
+        rank, kind: the worker and "kill", "stop" or "slow".
+        for_s, factor: of a stopped or slow worker, as planned; ``for_s`` is None if the plan sets
+            no end.
         missed: the reason why it did not happen; None if it did.
         clock_s: when it happened, by the clock of the workers' logs.
-        peer: the other end of a link; None for what is done to one worker.
     """
 
     planned_s: float
     at_s: float | None
     rank: int
-    kind: Literal["kill", "stop", "slow", "link", "cut"]
+    kind: Literal["kill", "stop", "slow"]
     for_s: float | None = None
     factor: float | None = None
     missed: str | None = None
     clock_s: float | None = None
-    peer: int | None = None
 
     def __str__(self) -> str:
         at_s = self.planned_s if self.at_s is None else self.at_s
-        if self.peer is not None:
-            did = "cut" if self.for_s is None else f"down for {self.for_s:g} s"
-            link = f"{at_s:5.1f} s  link {self.rank}-{self.peer}"
-            return f"{link} {did}" if self.missed is None else f"{link} not {did}: {self.missed}"
         if self.missed is not None:
             return f"{at_s:5.1f} s  no {self.kind} of worker {self.rank}: {self.missed}"
         did = "killed" if self.kind == "kill" else "stopped"
@@ -133,9 +120,6 @@ class FaultInjector:
     that the fault went to another rank. The last worker that lives here is killed only if the
     clause names its rank.
 
-    A link is taken down or cut if both its workers run here. If the plan draws it, all pairs of
-    workers here are tried, in the drawn order; with other supervisors only the first pair.
-
     Args:
         plan: what to do.
         num_workers: of the whole run, among whom the plan draws.
@@ -145,7 +129,6 @@ class FaultInjector:
         say: shows a line.
         directory: for the faults log, ``faults-RANK.jsonl``, where RANK is the lowest rank here.
         clock: that of the workers' logs, the same for all processes of a machine.
-        find: finds the connections between workers.
 
     Attributes:
         records: what was done and missed so far.
@@ -163,9 +146,7 @@ class FaultInjector:
         say: Callable[[str], None] = lambda text: None,
         directory: Path | None = None,
         clock: Callable[[], float] = since_boot_s,
-        find: Find = find_connections,
     ) -> None:
-        self._link_faults = LinkFaults(find, clock)
         self._plan, self._first_rank, self._elsewhere = plan, first_rank, others_elsewhere
         self._say, self._directory, self._clock = say, directory, clock
         self._events: Iterator[Event] = plan.events(num_workers, seed)
@@ -191,7 +172,6 @@ class FaultInjector:
             return math.inf
         dues = [*self._stops.values()]
         dues += [min(each.until_s, each.turn_ends_s) for each in self._slow.values()]
-        dues.append(self._link_faults.due_s())
         if self._next is not None:
             dues.append(self.first_step_s + self._next.at_s)
         return max(0.0, min(dues, default=math.inf) - self._clock())
@@ -218,11 +198,6 @@ class FaultInjector:
             slow.turn(now)
             if now >= slow.until_s:
                 self._speed_up(place, now)
-        up_again, problem = self._link_faults.step(self._pids())
-        for first, second in up_again:
-            self._tell(now, f"link {first}-{second} is up again")
-        if problem:
-            self._tell(now, problem)
         self._send_signals()
 
     def ended(self, place: int, reason: str) -> bool:
@@ -244,7 +219,6 @@ class FaultInjector:
         self._next = None
         self._stops.clear()
         self._slow.clear()
-        self._link_faults.release()
         self._send_signals()
 
     def close(self) -> None:
@@ -278,9 +252,6 @@ class FaultInjector:
                 self._speed_up(place, now)
         if clause.every and since_s >= event.at_s + clause.time_s:
             self._miss(event, "the launcher did not run at that time")
-            return
-        if clause.kind in LINK_KINDS:
-            self._inject_link(event, now)
             return
         obstacles = {place: self._obstacle(event, place) for place in self._places(event)}
         chosen = next((place for place, obstacle in obstacles.items() if not obstacle), None)
@@ -316,7 +287,7 @@ class FaultInjector:
         if target.process is None or place in self._kills:
             return "it does not run"
         if not target.trains:
-            return NOT_BACK_YET
+            return "it has been started again and does not train yet"
         if place in self._stops:
             return "it is stopped"
         if clause.kind == "slow" and place in self._slow:
@@ -329,42 +300,6 @@ class FaultInjector:
         if clause.kind == "kill" and clause.rank is None and set(others) <= self._kills.keys():
             return "it is the last one that lives here; name its rank to kill it too"
         return ""
-
-    def _links(self, event: Event) -> list[Link]:
-        """Return the links that may be cut, in the order to try them.
-
-        Empty if the first worker of a link that is named or drawn is another supervisor's.
-        """
-        ranks = event.ranks
-        if self._elsewhere or self._plan.clauses[event.clause].ranks:
-            is_here = any(each.rank == ranks[0] for each in self._targets)
-            return [(ranks[0], ranks[1])] if is_here else []
-        return list(combinations([self._targets[place].rank for place in self._places(event)], 2))
-
-    def _inject_link(self, event: Event, now: float) -> None:
-        clause = self._plan.clauses[event.clause]
-        assert self.first_step_s is not None
-        done = self._link_faults.inject(self._links(event), self._pids(), clause.for_s)
-        if isinstance(done, str):
-            self._miss(event, done)
-            return
-        record = FaultRecord(
-            event.at_s,
-            round(now - self.first_step_s, 3),
-            done[0],
-            clause.kind,
-            for_s=clause.for_s,
-            clock_s=round(now, 3),
-            peer=done[1],
-        )
-        self._say(str(record))
-        self._write(record)
-
-    def _pids(self) -> dict[int, Sequence[int]]:
-        """Return the processes of the workers here, by rank."""
-        return {
-            each.rank: () if each.process is None else each.process.pids() for each in self._targets
-        }
 
     def _speed_up(self, place: int, now: float) -> None:
         del self._slow[place]
@@ -385,20 +320,15 @@ class FaultInjector:
     def _miss(self, event: Event, reason: str) -> None:
         """Record an event that did not happen, unless its worker is another supervisor's."""
         clause = self._plan.clauses[event.clause]
-        if clause.kind in LINK_KINDS:
-            workers: Sequence[tuple[int, int | None]] = self._links(event)[:1]
-        else:
-            workers = [(self._targets[place].rank, None) for place in self._places(event)[:1]]
-        for rank, peer in workers:
+        for place in self._places(event)[:1]:
             record = FaultRecord(
                 event.at_s,
                 None,
-                rank,
+                self._targets[place].rank,
                 clause.kind,
                 for_s=clause.for_s,
                 factor=self._factor(event),
                 missed=reason,
-                peer=peer,
             )
             self._say(str(record))
             self._write(record)

@@ -29,7 +29,7 @@ from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import check_platform
 from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.launch_plan import LaunchPlan
-from gossipdp.launcher.reports import advice_on, report_variables
+from gossipdp.launcher.reports import report_variables
 from gossipdp.launcher.supervisor import (
     UNKILLABLE_S,
     Ending,
@@ -93,8 +93,8 @@ def launch(
         on_failure: called for each failure, with how soon its worker is started again.
         nproc_per_replica: how many of the processes hold one replica of the model, each a shard of
             it. To ``torch.distributed`` these are a world of their own, to the others one worker.
-        faults: kills, stops and slows workers, and cuts links. The result of one that was killed,
-            and not started again, is None.
+        faults: kills, stops and slows workers. The result of one that was killed, and not started
+            again, is None.
 
     Raises:
         WorkerFailedError: a worker raised, ended early or was killed, and was not started again;
@@ -180,10 +180,7 @@ def start_fork_server(also: Sequence[str] = ()) -> None:
 
 def available_cores() -> list[int]:
     """Return the cores that this process may run on."""
-    try:
-        return sorted(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return list(range(os.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(0))
 
 
 def num_threads(num_workers: int) -> int:
@@ -244,9 +241,6 @@ class ForkedWorker(WorkerProcess):
     def waits_for(self) -> list[object]:
         pipe = [self._reader] if self._is_open else []
         return [self._process.sentinel, self.reports.receiver, *pipe]
-
-    def pids(self) -> list[int]:
-        return super().pids() if self._process.exitcode is None else []
 
     def send(self, number: int) -> None:
         # The fork server reaps it at once, and not when we poll. So look right before each signal:
@@ -333,8 +327,7 @@ def _report(error: BaseException) -> tuple[str, str]:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         return f"ended with exit code {code}", str(error)
-    shown = "".join(traceback.format_exception(error))
-    return f"raised {type(error).__name__}", shown + advice_on(error)
+    return f"raised {type(error).__name__}", "".join(traceback.format_exception(error))
 
 
 def _end_with_parent() -> None:
@@ -417,14 +410,12 @@ class ScriptWorker(WorkerProcess):
         self.close()
 
 
-def _end_with(parent_pid: int) -> Callable[[], None] | None:
+def _end_with(parent_pid: int) -> Callable[[], None]:
     """Return a ``preexec_fn`` that asks the kernel for SIGTERM at the parent's death.
 
     It imports nothing and takes no lock of Python's, so it is safe while another thread runs in the
     parent. The kernel forgets the request at the child's own forks.
     """
-    if sys.platform != "linux":
-        return None
     prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:

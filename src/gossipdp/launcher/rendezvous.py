@@ -128,26 +128,15 @@ class _Reference(msgspec.Struct, frozen=True):
             raise ValueError("the run id is too long or holds control characters")
 
 
-class Habits(msgspec.Struct, frozen=True):
-    """The way in which a worker begins to train.
-
-    A run needs none of this, but a comparison with the other workers' may reveal a mistake.
-
-    Attributes:
-        learning_rates: of its parameter groups; none if it resumes.
-        random_state: a digest of torch's random state; empty if it resumes.
-    """
-
-    learning_rates: tuple[float, ...] = ()
-    random_state: str = ""
-
-
 class _Arrival(msgspec.Struct, frozen=True):
-    """The value that each worker publishes: the address on which it listens, and its habits."""
+    """The value that each worker publishes: the address on which it listens.
+
+    ``random_state`` is a digest of torch's random state; empty if the worker resumes.
+    """
 
     host: str
     port: int
-    habits: Habits = Habits()
+    random_state: str = ""
 
     def __post_init__(self) -> None:
         """Check the address; msgspec turns the ValueError into its ValidationError."""
@@ -157,13 +146,13 @@ class _Arrival(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class RendezvousResult:
-    """The outcome of a rendezvous: the run's id and secret, and the workers' values by rank.
+    """The outcome of a rendezvous: the run's id and secret, and each worker's (host, port) by rank.
 
-    The values of a worker are its address, (host, port), and its habits.
+    ``common_random_state`` is the random state with which all workers begin; empty if they differ.
     """
 
     addresses: Mapping[int, tuple[str, int]]
-    habits: Mapping[int, Habits]
+    common_random_state: str
     run_id: str
     secret: bytes = dataclasses.field(repr=False)
 
@@ -227,7 +216,7 @@ class Rendezvous:
         address: tuple[str, int],
         settings: Settings,
         secret: bytes | None = None,
-        habits: Habits | None = None,
+        random_state: str = "",
     ) -> RendezvousResult:
         """Publish this worker's address, compare settings with worker 0's, wait for all.
 
@@ -235,7 +224,7 @@ class Rendezvous:
             address: where this worker listens: a numeric host that the others reach, and a port.
             settings: compared field by field with worker 0's.
             secret: all workers' common secret, instead of GOSSIPDP_SECRET.
-            habits: this worker's, for the others to see.
+            random_state: a digest of torch's random state here, to compare with the others'.
 
         Raises:
             RefusedError: this worker's settings or secret differ from worker 0's, or another has
@@ -247,7 +236,7 @@ class Rendezvous:
             check_secret(secret)
         secret = secret or environment.secret
         where = f"the store at {environment.store_host}:{environment.store_port}"
-        own = _Arrival(*address, habits or Habits())
+        own = _Arrival(*address, random_state)
         try:
             if self._store is None:
                 reference = self._reference(settings, secret)
@@ -270,8 +259,9 @@ class Rendezvous:
             ) from error
         addresses = {rank: (arrival.host, arrival.port) for rank, arrival in arrivals.items()}
         made = (reference.secret or "").encode()
-        all_habits = {rank: arrival.habits for rank, arrival in arrivals.items()}
-        meeting = RendezvousResult(addresses, all_habits, reference.run_id, secret or made)
+        states = {arrival.random_state for arrival in arrivals.values()}
+        common = random_state if len(states) == 1 else ""
+        meeting = RendezvousResult(addresses, common, reference.run_id, secret or made)
         if self._number == 0:  # a worker that comes back joins the run of the first model
             known = meeting.secret.decode() or None
             send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))

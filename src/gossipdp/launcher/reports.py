@@ -9,28 +9,21 @@ All workers of a script make the same mistakes. If several report the same sente
 prints it once.
 """
 
-import logging
 import os
 import socket
 import stat
 import sys
-import traceback
 from collections.abc import Mapping
 from types import TracebackType
 
 import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
-from gossipdp.logs import OF_RUN
-
-logger = logging.getLogger("gossipdp")
 
 REPORT_VARIABLE = "GOSSIPDP_REPORT"
 MAX_REPORT_BYTES = 1 << 16
 # A joiner needs only one live address; this many fit one datagram.
 MAX_ADDRESSES = 256
-# Torch's messages if a function for process groups is called without one.
-NO_GROUP = ("Default process group has not been initialized", "Process group cannot be None")
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -98,40 +91,6 @@ def _say(kind: type[BaseException], value: BaseException, trace: TracebackType |
     is_of_start = issubclass(kind, (RefusedError, RendezvousError))
     if not (is_of_start and send_report(Report(says=str(value)))):
         sys.__excepthook__(kind, value, trace)
-
-
-def advice_on(error: BaseException) -> str:
-    """Return advice if the script asks torch for a process group, as DDP's scripts do.
-
-    For any other error the advice is empty.
-    """
-    if not any(text in str(error) for text in NO_GROUP):
-        return ""
-    modules = {
-        frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)
-    }
-    if "torch.utils.data.distributed" in modules:
-        instead = (
-            "in place of DistributedSampler(data) give the loader shuffle=True and "
-            "generator=torch.Generator().manual_seed(model.worker_seed)"
-        )
-    else:
-        instead = (
-            "use model.rank, model.world_size and model.is_lead in place of dist.get_rank() and "
-            "its like, and delete dist.barrier(), dist.all_reduce() and destroy_process_group()"
-        )
-    return (
-        f"no process group was started, and gossipdp needs none: {instead}; or call "
-        "torch.distributed.init_process_group() first, as for DistributedDataParallel"
-    )
-
-
-def advise_at_exit() -> None:
-    """Give advice, once a run, on the error with which this script ends; its traceback is shown."""
-    error = getattr(sys, "last_value", None)
-    advice = "" if error is None else advice_on(error)
-    if advice and not send_report(Report(says=advice)):
-        logger.warning("%s", advice, extra=OF_RUN)
 
 
 def report_variables(sender: socket.socket) -> dict[str, str]:

@@ -104,10 +104,6 @@ class WorkerProcess(abc.ABC):
         """Let go of a process that has ended."""
         self.reports.close()
 
-    def pids(self) -> list[int]:
-        """Return the ids of its processes; valid until :meth:`poll` has returned its ending."""
-        return [self.pid]
-
     def send(self, number: int) -> None:
         """Send the process a signal; valid until :meth:`poll` has returned its ending."""
         with suppress(ProcessLookupError):
@@ -115,8 +111,7 @@ class WorkerProcess(abc.ABC):
 
     def kill_group(self) -> None:
         """Send SIGKILL to everything in its process group, even after its own end."""
-        # On macOS a group of zombies answers EPERM.
-        with suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def kill(self) -> None:
@@ -209,9 +204,6 @@ class ReplicaProcess(WorkerProcess):
                 for other in () if self._is_ending else self._running.values():
                     other.kill()
         return None if self._running else self._failure or Ending()
-
-    def pids(self) -> list[int]:
-        return [pid for process in self._running.values() for pid in process.pids()]
 
     def send(self, number: int) -> None:
         self._is_ending |= number == signal.SIGTERM
@@ -312,7 +304,7 @@ class Supervisor:
         plan: the run they belong to.
         start_process: starts a process with these variables.
         max_restarts: how many restarts, of all workers together.
-        faults: kills, stops and slows the workers, and cuts their links.
+        faults: kills, stops and slows the workers.
         on_failure: called once for each failure, with whether the others go on.
         on_missed_end: called with the rank of each worker that the run was completed without,
             though restarts were left for it; and with the reason for its end, "" if we end it.
@@ -498,7 +490,7 @@ class Supervisor:
         lives.takes_part = lives.trains = lives.consolidated = lives.saves = False
 
     def _take_reports(self) -> None:
-        """Note the workers' reports: who trains, where all are, the rank of a joiner, advice."""
+        """Note the workers' reports: who trains, where all are, the rank of a joiner, and so on."""
         for local_rank, worker in self.workers.items():
             lives = self._lives[local_rank]
             for report in worker.take_reports():

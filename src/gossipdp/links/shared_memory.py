@@ -469,7 +469,7 @@ class SlotMemory:
                 for peer in list(self._peers.values()):
                     peer.invite(self._socket.name)
             segment = SharedSegment(num_bytes, self._num_segments + 1)
-        except (OSError, AttributeError) as error:  # AttributeError: not on this system
+        except OSError as error:
             self._may_share = False
             text = "no memory is shared with workers of this host: %s"
             self._log.warn_once("memory", "none", text, error)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gossipdp import logs
-from gossipdp.launcher.reports import advise_at_exit
 from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.counted_batches import dataset_size
@@ -35,9 +34,6 @@ from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
 from gossipdp.rules import WireFormatName
 
 Batch = TypeVar("Batch")
-
-# At import: a script that lacks a process group fails before it wraps its model.
-atexit.register(advise_at_exit)
 
 
 def seed_of(seed: int, process: int, life: int = 0) -> int:

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,13 +24,12 @@ from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.launcher.rendezvous import Habits, Rendezvous, Settings
+from gossipdp.launcher.rendezvous import Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import Identity
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, tls_files
-from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -55,9 +53,6 @@ logger = logging.getLogger("gossipdp")
 
 LOOK_AT_PROGRESS_EVERY_S = 1.0
 LOOK_AT_RANK_EVERY_S = 0.05
-# Learning rates are compared for so many parameter groups at most.
-MAX_RATES = 64
-RATES_AGREE_WITHIN = 0.01
 
 
 class StatusPort(Protocol):
@@ -214,17 +209,13 @@ class Startup:
         listener, host = self._listen()
         try:
             address = host, listener.getsockname()[1]
-            habits = Habits()
-            if self._resumption is None:  # a resumed optimizer has the rate of its own step
-                habits = Habits(learning_rates(self._optimizers), random_state())
-            meeting = self.rendezvous.meet(address, self.settings, self._secret, habits)
+            state = random_state() if self._resumption is None else ""
+            meeting = self.rendezvous.meet(address, self.settings, self._secret, state)
         except BaseException:
             listener.close()
             raise
         if self._environment.shard == 0 and self._options.method != "none":
-            warn_of_unlike_rates(meeting.habits)
-            if len({each.random_state for each in meeting.habits.values()}) == 1:
-                self.common_random_state = habits.random_state
+            self.common_random_state = meeting.common_random_state
         # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
         others = (
             Member(rank, 0, 0, Status.ALIVE, *address)
@@ -506,36 +497,6 @@ def wait_while_it_advances(
                 raise
 
 
-def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, ...]:
-    """Return the first learning rate of each parameter group; 0 stands for none.
-
-    A scheduler that was made already has noted that rate as ``initial_lr``, and set its own.
-    """
-    rates = []
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        rate = group.get("initial_lr", group.get("lr"))
-        number = float(rate) if isinstance(rate, (int, float, Tensor)) else 0.0
-        rates.append(number if math.isfinite(number) else 0.0)
-    return tuple(rates[:MAX_RATES])
-
-
 def random_state() -> str:
     """Return a digest of torch's random state, from which a loader draws its order by default."""
     return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
-
-
-def warn_of_unlike_rates(habits: Mapping[int, Habits]) -> None:
-    """Warn, once a run, of the first worker that has another learning rate than worker 0."""
-    for rank, theirs in sorted(habits.items()):
-        for first, rate in zip(habits[0].learning_rates, theirs.learning_rates, strict=False):
-            if not math.isclose(first, rate, rel_tol=RATES_AGREE_WITHIN):
-                logger.warning(
-                    "worker %d begins with a learning rate of %g, and worker 0 with %g: exchanges "
-                    "average their parameters, so the run follows neither. Give all workers the "
-                    "same rate, and do not scale it by the rank",
-                    rank,
-                    rate,
-                    first,
-                    extra=OF_RUN,
-                )
-                return

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp_lab.demo.options import ENDS_ALLREDUCE, DemoArguments
+from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import Training, shown, train, write_reports
 from gossipdp_lab.tasks.options import MethodName
 
@@ -72,11 +72,11 @@ def default_faults(num_workers: int, seconds: float) -> str:
 
 
 def both(arguments: DemoArguments) -> dict[str, DemoArguments]:
-    """Return the two trainings, all-reduce first; only gossip's have kills and cut links."""
+    """Return the two trainings, all-reduce first; only gossip's has kills."""
     seconds = arguments.seconds or SECONDS
     text = arguments.faults or default_faults(arguments.workers, seconds)
     plan = FaultPlan.parse(text, arguments.workers)
-    survivable = FaultPlan(tuple(each for each in plan.clauses if each.kind not in ENDS_ALLREDUCE))
+    survivable = FaultPlan(tuple(each for each in plan.clauses if each.kind != "kill"))
 
     def training(method: MethodName, faults: FaultPlan) -> DemoArguments:
         return replace(
@@ -107,7 +107,6 @@ class Verdict:
     method: str
     seconds: float
     num_kills: int
-    num_links: int
     allreduce_samples: int
     gossip_samples: int
     allreduce_loss: float
@@ -131,12 +130,8 @@ class Verdict:
         else:
             quality = f"its model is {abs(gap):.1%} {'worse' if gap > 0 else 'better'}"
         but = "but" if (gain > 1) == (gap > AS_GOOD) else "and"
-        hurts = []
-        if self.num_kills:
-            hurts.append(f"{_counted(self.num_kills, 'worker')} killed")
-        if self.num_links:
-            hurts.append(f"{_counted(self.num_links, 'link')} cut or down")
-        hurt = f"although {' and '.join(hurts)} in its run alone, " if hurts else ""
+        killed = "1 worker was" if self.num_kills == 1 else f"{self.num_kills} workers were"
+        hurt = f"although {killed} killed in its run alone, " if self.num_kills else ""
         return (
             f"In {self.seconds:g} s {self.method} trained on {self.gossip_samples:,} samples, "
             f"{hurt}{many} as all-reduce ({self.allreduce_samples:,}), {but} {quality}: "
@@ -193,14 +188,9 @@ def judge(gossip: DemoArguments, trainings: Mapping[str, Training]) -> Verdict:
         gossip.method,
         gossip.least_s,
         done.count("kill"),
-        done.count("link") + done.count("cut"),
         *(each.summary["samples"] for each in both),
         *(each.summary[each.metric_name] for each in both),
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"1 {noun} was" if count == 1 else f"{count} {noun}s were"
 
 
 def _name(method: str) -> str:

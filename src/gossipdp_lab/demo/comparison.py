@@ -34,8 +34,6 @@ MARKS = {
     "slow": ("v", "becomes slow"),
     "kill": ("X", "killed"),
     "stop": ("s", "stopped"),
-    "link": ("|", "link down"),
-    "cut": ("x", "link cut"),
 }
 """By kind of fault: its mark in the worker's row, and its name."""
 

@@ -14,9 +14,6 @@ from gossipdp_lab.tasks.options import RunOptions
 DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 28_000}
 """Over all workers: 15 to 30 seconds of training by gossip on two cores."""
 
-ENDS_ALLREDUCE = ("kill", "link", "cut")
-"""Kinds of faults that end a run by all-reduce."""
-
 
 @dataclass(frozen=True)
 class DemoArguments(RunOptions):

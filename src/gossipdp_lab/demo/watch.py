@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from gossipdp.cli.top import draw, summary
-from gossipdp.launcher.fault_plan import LINK_KINDS, FaultPlan
+from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultRecord
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.board import JobStatus, JobWorker, facts_of, mark_slow, mean_of_known
@@ -38,8 +38,6 @@ KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 6.0
 BACK_S = 8.0
 AFTER_S = 4.0
 REDRAW_EVERY_S, LINE_EVERY_S = 0.1, 5.0
-UNNOTICED = ("slow", *LINK_KINDS)
-"""Kinds of faults whose notices the demo does not count."""
 
 
 def least_duration_s(plan: FaultPlan, *, restart: bool) -> float:
@@ -208,9 +206,8 @@ def fault_results(records: Sequence[FaultRecord], run_log: RunLog) -> list[dict[
 
     at_s: seconds from when all workers trained to the fault; the planned ones if it was missed.
     factor: of a slow worker.
-    peer, for_s: the other end of a link, and how long it was down; None if it was cut.
     detected_s: for each worker that lived and ran meanwhile, the seconds from the fault to its
-        notice; None if it noticed nothing. Not counted for a slow worker and a link.
+        notice; None if it noticed nothing. Not counted for a slow worker.
     rejoined_s: seconds from the fault until the first of the others noticed that the worker takes
         part again.
     missed: why the fault did not happen, if it was missed.
@@ -221,11 +218,9 @@ def fault_results(records: Sequence[FaultRecord], run_log: RunLog) -> list[dict[
         result |= {"detected_s": {}, "rejoined_s": None}
         if record.kind == "slow":
             result["factor"] = record.factor
-        if record.kind in LINK_KINDS:
-            result |= {"peer": record.peer, "for_s": record.for_s}
         if record.missed is not None:
             result |= {"at_s": record.planned_s, "missed": record.missed}
-        elif record.kind not in UNNOTICED:
+        elif record.kind != "slow":
             assert record.clock_s is not None
             kinds = ("lost",) if record.kind == "kill" else ("silent", "lost")
             since_s = dict.fromkeys(run_log.workers, record.clock_s)
@@ -246,9 +241,6 @@ def fault_results(records: Sequence[FaultRecord], run_log: RunLog) -> list[dict[
 
 def fault_line(result: dict[str, Any]) -> str:
     """Return one entry in words."""
-    if result["kind"] in LINK_KINDS:
-        lasts = "cut" if result["for_s"] is None else f"down for {result['for_s']:g} s"
-        return f"link {result['rank']}-{result['peer']} {lasts} at {result['at_s']:.1f} s"
     if result["kind"] == "slow":
         return (
             f"worker {result['rank']} {result['factor']:g} times slower from {result['at_s']:.1f} s"
@@ -268,7 +260,7 @@ def fault_line(result: dict[str, Any]) -> str:
 
 def _befalls_again(later: FaultRecord, record: FaultRecord) -> bool:
     """Return whether ``later`` befell the same worker after ``record``, and can be noticed."""
-    if later.clock_s is None or record.clock_s is None or later.kind in UNNOTICED:
+    if later.clock_s is None or record.clock_s is None or later.kind == "slow":
         return False
     return later.rank == record.rank and later.clock_s > record.clock_s
 
@@ -297,7 +289,7 @@ def _witnesses(record: FaultRecord, records: Sequence[FaultRecord], run_log: Run
     away = {record.rank}
     for other in records:
         happened_s = other.clock_s
-        if other is record or happened_s is None or other.kind in UNNOTICED:
+        if other is record or happened_s is None or other.kind == "slow":
             continue
         until_s = happened_s + (other.for_s or 0.0)
         if other.kind == "kill":

@@ -7,7 +7,6 @@ import pytest
 from gossipdp.gossip import processor
 from gossipdp.gossip.processor import Idle, IdleWatch
 
-pytestmark = pytest.mark.skipif(not processor.IS_LINUX, reason="Linux tells it")
 CORES = "cpu  0 0 0 0 0 0 0 0 0 0\n"
 
 

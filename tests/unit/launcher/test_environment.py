@@ -92,10 +92,11 @@ def test_a_host_that_does_not_resolve_is_named() -> None:
         Environment.read(variables).choose_host()
 
 
-def test_windows_is_refused_at_once() -> None:
+def test_another_system_than_linux_is_refused_at_once() -> None:
     check_platform("linux")
-    with pytest.raises(OSError, match="trains on Linux"):
-        check_platform("win32")
+    for other in ("win32", "darwin"):
+        with pytest.raises(OSError, match=f"trains on Linux, and this is {other}; on Windows"):
+            check_platform(other)
 
 
 # As srun of Slurm 22.05 sets them for the fourth task of a step on two nodes.

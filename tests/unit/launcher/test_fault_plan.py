@@ -22,11 +22,6 @@ from gossipdp.launcher.fault_plan import Clause, FaultPlan
         ("stop 2 for 500ms every 2m", Clause("stop", 2, 120.0, True, for_s=0.5)),
         ("slow 4x every 30s", Clause("slow", time_s=30.0, every=True, factor=4.0)),
         ("slow 2.5x 1 at 3s for 10s", Clause("slow", 1, 3.0, for_s=10.0, factor=2.5)),
-        ("link 1-2 down 20s", Clause("link", 1, for_s=20.0, peer=2)),
-        ("link down 500ms every 1m", Clause("link", None, 60.0, True, for_s=0.5)),
-        ("link 8s 3-0 at 2s", Clause("link", 3, 2.0, for_s=8.0, peer=0)),
-        ("cut 1-2 every 3s", Clause("cut", 1, 3.0, True, peer=2)),
-        ("cut", Clause("cut")),
     ],
 )
 def test_what_a_clause_means(text: str, clause: Clause) -> None:
@@ -54,29 +49,12 @@ def test_what_a_clause_means(text: str, clause: Clause) -> None:
             "above 1x and up to 100x; write slow FACTORx [RANK] [at TIME | every TIME] [fo",
         ),
         ("slow 4x for 0.1ms", "the duration is 0"),
-        ("link 0-1", "say for how long; write link [RANK-RANK] down DURATION"),
-        ("link 0-1 down", "nothing after 'down' is no time"),
-        ("cut 0-1 for 3s", "a cut has no duration: workers dial again at once"),
-        ("cut 1", "a link has two ends, such as 1-2; write cut [RANK-RANK]"),
-        ("link 2 down 1s", "a link has two ends, such as 1-2"),
-        ("link 2-2 down 1s", "a link has two ends, such as 1-2"),
-        ("link 0-1 2-3 down 1s", "'rank' is given twice"),
-        ("link 0-4 down 1s", "there is no rank 4 among 4 workers"),
-        ("link 0-1 2x down 1s", "a factor belongs to 'slow'"),
-        ("stop down 1s", "'down' has no meaning here"),
-        ("kill 0-1", "two ranks belong to 'link' and 'cut'; write a clause for each worker"),
         ("kill 4", "'kill 4': there is no rank 4 among 4 workers; choose 0 to 3"),
     ],
 )
 def test_a_bad_clause_is_shown_with_the_shape_of_a_right_one(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^--faults: .*{re.escape(message)}"):
         FaultPlan.parse(text, num_workers=4)
-
-
-def test_one_worker_has_no_link() -> None:
-    for text in ("link down 1s", "cut"):
-        with pytest.raises(ValueError, match=f"'{text}': a run of one worker has no link"):
-            FaultPlan.parse(text, num_workers=1)
 
 
 def test_events_come_in_order_of_time_and_a_period_is_over_before_the_first() -> None:
@@ -96,13 +74,11 @@ factors = st.integers(1001, 10**5).map(lambda thousandths: thousandths / 1000)
 
 @st.composite
 def clauses(draw: Any) -> Clause:
-    kind = draw(st.sampled_from(["kill", "stop", "slow", "link", "cut"]))
+    kind = draw(st.sampled_from(["kill", "stop", "slow"]))
     options = draw(whens) | {"rank": draw(ranks)}
     options["time_s"] = round(options["time_s"], 3)
-    if kind in ("stop", "link"):
+    if kind == "stop":
         options["for_s"] = draw(durations)
-    if kind in ("link", "cut") and options["rank"] is not None:
-        options["peer"] = draw(st.integers(0, 7).filter(lambda rank: rank != options["rank"]))
     if kind == "slow":
         options |= {"factor": draw(factors), "for_s": draw(st.none() | durations)}
     return Clause(kind, **options)
@@ -131,7 +107,7 @@ def test_a_plan_is_a_function_of_text_seed_and_number_of_workers(
         assert all(one == other for one, other in zip(mixed, alone, strict=False))
         assert (len(alone) == 1) is not clause.every
         for event in alone:
-            named = clause.ranks
+            named = None if clause.rank is None else (clause.rank,)
             assert event.ranks == (named or event.ranks)
             assert sorted(event.ranks) == sorted(named or range(num_workers))
         if clause.rank is None and num_workers > 1:

@@ -2,8 +2,7 @@
 
 import json
 import signal
-from collections.abc import Mapping, Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultInjector, Target
-from gossipdp.launcher.link_faults import LOOK_EVERY_S, LOOK_SOON_S
 
 KILL, STOP, CONT = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 KILLED = "died of signal 9 (SIGKILL)"
@@ -24,17 +22,11 @@ class Scene:
         self.now = self.began_s = 100.0
         self.lines: list[str] = []
         self.sent: list[tuple[float, int, int]] = []
-        self.connected: set[frozenset[int]] = set()
-        self.blocked: set[frozenset[int]] = set()
-        self.cuts: list[tuple[float, int, int]] = []
-        self.refusal: OSError | None = None
-        self.blindness: OSError | None = None
         self.injector = FaultInjector(
             FaultPlan.parse(text),
             num_workers,
             say=self.lines.append,
             clock=lambda: self.now,
-            find=self.find,
             **options,
         )
         first = options.get("first_rank", 0)
@@ -58,14 +50,6 @@ class Scene:
             self.now = self.began_s + each
             self.look()
         return self.sent[before:]
-
-    def find(self, workers: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], list["Wire"]]:
-        assert all(list(pids) == [1000 + rank] * len(pids) for rank, pids in workers.items())
-        workers = {rank: pids for rank, pids in workers.items() if pids}
-        if self.blindness is not None:
-            raise self.blindness
-        pairs = combinations(workers, 2)
-        return {pair: [Wire(self, pair)] for pair in pairs if frozenset(pair) in self.connected}
 
     def until(self, seconds: float) -> None:
         """Look when the injector wants it, and three milliseconds later than that."""
@@ -93,32 +77,9 @@ class Life:
     def __init__(self, scene: Scene, rank: int) -> None:
         self.scene, self.rank = scene, rank
 
-    def pids(self) -> list[int]:
-        return [1000 + self.rank]
-
     def send(self, number: int) -> None:
         assert self.rank in self.scene.running, "its process id may be another's by now"
         self.scene.sent.append((round(self.scene.now - self.scene.began_s, 4), self.rank, number))
-
-
-class Wire:
-    """The connection of two workers."""
-
-    def __init__(self, scene: Scene, pair: tuple[int, int]) -> None:
-        self.scene, self.pair = scene, pair
-
-    def cut(self) -> None:
-        first, second = sorted(self.pair)
-        self.scene.cuts.append((round(self.scene.now - self.scene.began_s, 4), first, second))
-        self.scene.connected.remove(frozenset(self.pair))
-
-    def block(self) -> None:
-        self.scene.blocked.add(frozenset(self.pair))
-        if self.scene.refusal is not None:
-            raise self.scene.refusal
-
-    def unblock(self) -> None:
-        self.scene.blocked.discard(frozenset(self.pair))
 
 
 def test_times_count_from_the_moment_when_all_train() -> None:
@@ -329,9 +290,9 @@ def test_the_log_has_a_line_for_each_fault(tmp_path: Path) -> None:
     scene.injector.close()
     (path,) = tmp_path.iterdir()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    about = {"rank": 2, "kind": "kill", "for_s": None, "factor": None, "peer": None}
+    about = {"rank": 2, "kind": "kill", "for_s": None, "factor": None}
     assert lines[0] == about | {"planned_s": 1.0, "at_s": 1.25, "missed": None, "clock_s": 101.25}
-    about = {"rank": 3, "kind": "slow", "for_s": 1.0, "factor": 4.0, "peer": None}
+    about = {"rank": 3, "kind": "slow", "for_s": 1.0, "factor": 4.0}
     missed = {"at_s": None, "missed": "the run had ended by then", "clock_s": None}
     assert lines[1] == about | {"planned_s": 2.0} | missed
 
@@ -352,186 +313,3 @@ def test_a_log_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     scene = Scene("stop 1s 0", directory=tmp_path / "file")
     assert scene.at(0) == [(0, 0, STOP)]
     assert scene.lines[0].endswith("file is given up: File exists")
-
-
-def links(*pairs: tuple[int, int]) -> set[frozenset[int]]:
-    return set(map(frozenset, pairs))
-
-
-@pytest.mark.parametrize("link", ["1-2", "2-1"])
-def test_a_link_is_down_for_its_time_whatever_the_workers_dial(link: str) -> None:
-    scene = Scene(f"link {link} down 3s at 2s")
-    scene.connected = links((0, 1), (0, 2), (1, 2))
-    scene.at(0, 1.9)
-    assert not scene.blocked
-    scene.at(2)
-    assert scene.blocked == links((1, 2))
-    assert scene.injector.wait_s() == pytest.approx(LOOK_EVERY_S)
-    scene.blocked.clear()  # they have dialled again
-    scene.at(2 + LOOK_EVERY_S / 2)
-    assert not scene.blocked
-    scene.at(2 + LOOK_EVERY_S)
-    assert scene.blocked == links((1, 2))
-    scene.at(4.99)
-    assert scene.injector.wait_s() == pytest.approx(0.01)
-    scene.at(5.01)
-    assert not scene.blocked
-    assert scene.injector.wait_s() == float("inf")
-    scene.at(9)
-    assert not scene.blocked
-    assert scene.missed() == [None]
-    assert scene.lines == [
-        f"  2.0 s  link {link} down for 3 s",
-        f"  5.0 s  link {link} is up again",
-        "faults: 1 done, 0 missed",
-    ]
-
-
-def test_links_that_are_down_are_each_up_again_after_their_own_time() -> None:
-    scene = Scene("link 0-1 down 3s; link 1-2 down 1s")
-    scene.connected = links((0, 1), (1, 2))
-    scene.at(0)
-    assert scene.blocked == links((0, 1), (1, 2))
-    scene.at(1)
-    assert scene.blocked == links((0, 1))
-
-
-def test_a_link_is_cut_once() -> None:
-    scene = Scene("cut 2-1 at 2s")
-    scene.connected = links((0, 1), (0, 2), (1, 2))
-    scene.at(0, 1.9)
-    assert scene.cuts == []
-    scene.at(2)
-    assert scene.cuts == [(2, 1, 2)]
-    scene.connected = links((0, 1), (0, 2), (1, 2))
-    scene.at(2.1, 9)
-    assert (len(scene.cuts), scene.blocked) == (1, set())
-    assert scene.missed() == [None]
-    assert scene.lines == ["  2.0 s  link 2-1 cut", "faults: 1 done, 0 missed"]
-
-
-def test_a_worker_that_comes_back_is_still_behind_its_link() -> None:
-    scene = Scene("link 0-1 down 9s; kill 1 at 1s")
-    scene.connected = links((0, 1))
-    scene.at(0, 1)
-    scene.die(1)
-    scene.connected.clear()
-    scene.blocked.clear()
-    scene.at(2)
-    scene.come_back(1, trains=False)
-    scene.connected = links((0, 1))
-    scene.at(3)
-    assert scene.blocked == links((0, 1))
-
-
-def test_a_drawn_link_is_one_that_there_is() -> None:
-    scene = Scene("cut every 2s", num_workers=4)
-    ring = [(0, 1), (1, 2), (2, 3), (0, 3)]
-    for turn in range(20):
-        scene.connected = links(*ring)
-        scene.at(2 * turn)
-    cut = [pair for _, *pair in scene.cuts]
-    assert len(cut) == 19
-    assert {tuple(pair) for pair in cut} == set(ring)
-
-
-def test_a_link_that_cannot_be_cut_is_missed_with_the_reason() -> None:
-    scene = Scene(
-        "link 0-1 down 9s; link 1-0 down 1s at 1s; link 0-2 down 1s at 2s; cut 2-5 at 3s; "
-        "kill 2 at 4s; cut 2-1 at 5s",
-        num_workers=6,
-        here=3,
-    )
-    scene.connected = links((0, 1))
-    scene.at(0, 1, 2, 3, 4)
-    scene.die(2)
-    scene.at(5)
-    assert scene.missed() == [
-        None,
-        "it is down already",
-        "the two are not connected",
-        "worker 5 does not run here; both must",
-        None,
-        "worker 2 does not run",
-    ]
-    assert "  2.0 s  link 0-2 not down for 1 s: the two are not connected" in scene.lines
-    assert "  5.0 s  link 2-1 not cut: worker 2 does not run" in scene.lines
-
-
-def test_a_link_is_drawn_among_those_here_unless_others_are_elsewhere() -> None:
-    # The ranks of workers that join are not those of the draw.
-    scene = Scene("cut", num_workers=3)
-    scene.ranks = range(7, 10)
-    scene.running, scene.training = set(scene.ranks), set(scene.ranks)
-    scene.connected = links((7, 9))
-    scene.at(0)
-    assert scene.cuts == [(0, 7, 9)]
-    for seed in range(9):
-        options = {"first_rank": 2, "others_elsewhere": True, "seed": seed}
-        scene = Scene("cut", num_workers=4, here=2, **options)
-        scene.connected = links((2, 3))
-        scene.at(0)
-        first, second = next(FaultPlan.parse("cut").events(4, seed)).ranks[:2]
-        assert bool(scene.cuts) == ({first, second} == {2, 3})
-        assert len(scene.missed()) == (first in (2, 3))
-
-
-def test_a_link_belongs_to_the_supervisor_of_its_first_worker() -> None:
-    scene = Scene("link 1-3 down 1s", num_workers=4, here=2, first_rank=2, others_elsewhere=True)
-    scene.at(0)
-    assert scene.missed() == []
-
-
-def test_a_system_that_lets_nobody_cut_is_named() -> None:
-    scene = Scene("cut")
-    scene.blindness = PermissionError(1, "Operation not permitted")
-    scene.at(0)
-    assert scene.missed() == ["the system does not allow it (Operation not permitted)"]
-
-
-@pytest.mark.parametrize("is_blocked", [False, True])
-def test_links_that_cannot_be_kept_down_are_up_and_it_is_said(is_blocked: bool) -> None:
-    scene = Scene("link 0-1 down 60s")
-    scene.connected = links((0, 1))
-    scene.at(0)
-    error = OSError(1, "Operation not permitted")
-    scene.connected = links((0, 1))
-    if is_blocked:
-        scene.refusal = error
-    else:
-        scene.blindness = error
-    scene.at(1)
-    assert not scene.blocked
-    assert scene.lines[-1] == "  1.0 s  links cannot be kept down (Operation not permitted)"
-    assert scene.injector.wait_s() == float("inf")
-
-
-def test_a_link_that_is_blocked_in_part_is_let_go() -> None:
-    scene = Scene("link 0-1 down 60s")
-    scene.connected = links((0, 1))
-    scene.refusal = OSError(1, "Operation not permitted")
-    scene.at(0)
-    assert not scene.blocked
-    assert scene.missed() == ["the system does not allow it (Operation not permitted)"]
-
-
-def test_workers_that_dial_are_looked_for_sooner() -> None:
-    scene = Scene("link 0-1 down 60s")
-    scene.connected = links((0, 1))
-    scene.at(0)
-    scene.connected.clear()
-    scene.at(LOOK_EVERY_S)
-    assert scene.injector.wait_s() == pytest.approx(LOOK_SOON_S)
-    scene.connected = links((0, 1))
-    scene.at(LOOK_EVERY_S + LOOK_SOON_S)
-    assert scene.injector.wait_s() == pytest.approx(LOOK_EVERY_S)
-
-
-def test_links_are_up_when_the_run_ends() -> None:
-    scene = Scene("link 0-1 down 60s")
-    scene.connected = links((0, 1))
-    scene.at(0)
-    scene.injector.release()
-    assert not scene.blocked
-    scene.at(1)
-    assert not scene.blocked

@@ -2,19 +2,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from run_processes import wait_until_gone
 
 from gossipdp.errors import RendezvousError
-from gossipdp.launcher import local, reports
+from gossipdp.launcher import reports
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
-from gossipdp.launcher.reports import Report
 from gossipdp.launcher.supervisor import Failure, Supervisor, describe
 
 
@@ -93,63 +90,6 @@ def test_without_a_launcher_and_for_other_errors_python_shows_the_traceback(
         monkeypatch.setattr(reports, "send_report", lambda report: True)
     sys.excepthook(kind, kind(text), None)
     assert text in capsys.readouterr().err
-
-
-def ask_for_the_rank() -> None:
-    torch.distributed.get_rank()
-
-
-def leave_a_sampler_in() -> None:
-    torch.utils.data.DistributedSampler([0] * 10)
-
-
-@pytest.mark.parametrize(
-    ("call", "advice", "error"),
-    [
-        (
-            ask_for_the_rank,
-            "use model.rank, model.world_size and model.is_lead in place of dist",
-            ValueError("process group has not been initialized"),
-        ),
-        (
-            leave_a_sampler_in,
-            "in place of DistributedSampler(data) give the loader shuffle=True",
-            ValueError("process group has not been initialized"),
-        ),
-        (
-            torch.distributed.destroy_process_group,
-            "use model.rank, model.world_size and model.is_lead in place of dist",
-            AssertionError("Process group cannot be None"),
-        ),
-    ],
-)
-def test_a_script_that_asks_for_a_process_group_is_told_what_to_write(
-    call: Callable[[], None],
-    advice: str,
-    error: Exception,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with pytest.raises(type(error), match=str(error)) as raised:
-        call()
-    assert f"gossipdp needs none: {advice}" in reports.advice_on(raised.value)
-    reason, shown = local._report(raised.value)
-    assert reason == f"raised {type(error).__name__}"
-    assert shown.splitlines()[-1] == reports.advice_on(raised.value)
-    # At the end of a script: to its launcher, or, without one, to the log.
-    monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
-    sent: list[Report] = []
-    for is_taken in (True, False):
-        monkeypatch.setattr(
-            reports, "send_report", lambda report, taken=is_taken: (sent.append(report), taken)[1]
-        )
-        reports.advise_at_exit()
-    assert sent == [Report(says=reports.advice_on(raised.value))] * 2
-    assert caplog.messages == [sent[0].says]
-    for other in (None, ValueError("another")):
-        monkeypatch.setattr(sys, "last_value", other)
-        reports.advise_at_exit()
-    assert len(sent) == 2
 
 
 @pytest.mark.processes

@@ -1,21 +1,13 @@
-"""Waiting at the start of a run, and learning rates that differ there."""
+"""Waiting at the start of a run."""
 
-import math
 from concurrent.futures import Future
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
-from gossipdp.launcher.rendezvous import Habits
 from gossipdp.parallel import startup
-from gossipdp.parallel.startup import (
-    learning_rates,
-    wait_while_it_advances,
-    warn_of_unlike_rates,
-)
+from gossipdp.parallel.startup import wait_while_it_advances
 
 
 def test_each_advance_gives_it_the_whole_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,33 +38,3 @@ def test_what_ended_with_an_error_raises_it() -> None:
     ended.set_exception(OSError("gone"))
     with pytest.raises(OSError, match="gone"):
         wait_while_it_advances(ended, lambda: 0, timeout_s=1.0)
-
-
-def test_the_rate_before_a_scheduler_warms_up_is_compared() -> None:
-    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, math.nan)]
-    first = torch.optim.SGD(groups, lr=1.0)
-    torch.optim.lr_scheduler.LinearLR(first, start_factor=0.01)
-    second = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.25))
-    assert learning_rates([first, second]) == (0.1, 0.0, 0.25)
-    assert len(learning_rates([first] * 100)) == startup.MAX_RATES
-
-
-@pytest.mark.parametrize(
-    ("theirs", "said"),
-    [
-        ((0.01, 0.001), ""),
-        ((0.01005, 0.001), ""),  # within what a manual schedule does in a few steps
-        ((0.01,), ""),
-        ((), ""),
-        ((0.03, 0.001), "worker 2 begins with a learning rate of 0.03, and worker 0 with 0.01"),
-        ((0.01, 0.002), "worker 2 begins with a learning rate of 0.002, and worker 0 with 0.001"),
-    ],
-)
-def test_unlike_rates_get_one_warning(
-    theirs: tuple[float, ...], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = (0.01, 0.001)
-    rates = {0: own, 3: theirs, 2: theirs, 1: own}
-    warn_of_unlike_rates({rank: Habits(each) for rank, each in rates.items()})
-    assert len(caplog.messages) == bool(said)
-    assert said in caplog.text

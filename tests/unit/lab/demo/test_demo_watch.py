@@ -10,7 +10,7 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultRecord
 from gossipdp.observe.log import RunLogWriter, worker_file
-from gossipdp_lab.demo.watch import LiveView, fault_line, fault_results, least_duration_s
+from gossipdp_lab.demo.watch import LiveView, fault_results, least_duration_s
 from gossipdp_lab.report.run_log import RunLog
 
 
@@ -49,10 +49,8 @@ def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path: Pat
     write_log(tmp_path, 2, 102.0, (0, "restarted", 106.55))
     slow = FaultRecord(2.0, 2.01, 1, "slow", factor=4.0, clock_s=102.0)
     missed = FaultRecord(9.0, None, 1, "kill", missed="it does not run")
-    link = FaultRecord(3.0, 3.02, 0, "link", 8.0, clock_s=103.02, peer=2)
-    records = [missed, did("kill", 0, 5.05), slow, link]
+    records = [missed, did("kill", 0, 5.05), slow]
     results = fault_results(records, RunLog.read(tmp_path))
-    assert fault_line(results[1]) == "link 0-2 down for 8 s at 3.0 s"
     assert results == [
         {
             "rank": 1,
@@ -61,15 +59,6 @@ def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path: Pat
             "detected_s": {},
             "rejoined_s": None,
             "factor": 4.0,
-        },
-        {
-            "rank": 0,
-            "kind": "link",
-            "at_s": 3.02,
-            "detected_s": {},
-            "rejoined_s": None,
-            "peer": 2,
-            "for_s": 8.0,
         },
         {
             "rank": 0,
