@@ -306,7 +306,7 @@ def _witnesses(event: Event) -> str:
 def _worker_row(view: RunView, rank: int) -> Row:
     worker, last = view.workers[rank], view.last.get(rank)
     ran_s = view.at(rank, last.time_s) - view.at(rank, 0.0) if last else 0.0
-    own = goodput_of([view.parts[rank]]) if rank in view.parts else math.nan
+    own = goodput_of([view.parts[rank]])
     return (
         rank,
         worker.latest_start.configuration.get("host", ""),

@@ -17,7 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from gossipdp.observe.events import Event, events_of
-from gossipdp.observe.goodput import Part
+from gossipdp.observe.goodput import Part, Progress
 from gossipdp.observe.log import GROWTH, CountsRecord
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
@@ -215,7 +215,7 @@ class RunView:
 
     @cached_property
     def parts(self) -> dict[int, Part]:
-        """Return the part in the goodput of each worker that has made a step, by rank.
+        """Return the part in the goodput of each worker, by rank.
 
         It goes from the first record with a step to the last one that brought a step. Who has not
         come to the end goes on until the last worker has trained its last.
@@ -223,16 +223,11 @@ class RunView:
         trained = {rank: self.at(rank, worker.trained_s) for rank, worker in self.workers.items()}
         until_s, parts = max(trained.values(), default=0.0), {}
         for rank, worker in self.workers.items():
-            stepped = [counts for counts in worker.counts if counts.gradient_steps > 0]
-            if stepped:
-                has_ended = worker.consolidating is not None or worker.end is not None
-                seconds = (trained[rank] if has_ended else until_s) - self.at(
-                    rank, stepped[0].time_s
-                )
-                speeds = (counts.full_samples_per_second for counts in stepped)
-                known = [speed for speed in speeds if not math.isnan(speed)]
-                samples = stepped[-1].samples - stepped[0].samples
-                parts[rank] = Part(samples, seconds, known[-1] if known else math.nan)
+            progress = Progress()
+            for counts in worker.counts:
+                progress.note(self.at(rank, counts.time_s), counts.gradient_steps, counts.samples)
+            has_ended = worker.consolidating is not None or worker.end is not None
+            parts[rank] = progress.part(-math.inf if has_ended else until_s)
         return parts
 
     @cached_property

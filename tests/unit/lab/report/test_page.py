@@ -488,7 +488,6 @@ def goodput_run(**ends: bool) -> RunLog:
         counts = [
             msgspec.structs.replace(
                 each,
-                full_samples_per_second=400.0,
                 samples=80 * (index + 1),
                 standstills=int(rank == 0),
             )
