@@ -33,8 +33,6 @@ IDLE_AFTER_STEPS = 10.0
 SPEED_OVER_S = 5.0
 SPEED_OVER_STEPS = 3.0
 LONGEST_SPEED_OVER_S = 60.0
-# Worker r of a host listens on the status port + r.
-NEAR_PORTS = 15
 GONE = ("lost", "left")
 AT_WORK_OR_DONE = ("training", "slow", "averaging", "left")
 _ORDER = ("joining", "training", "done", "left", "lost")
@@ -190,19 +188,6 @@ class _Source:
         return self.status is not None and not self.failure
 
 
-def _near(address: str) -> list[str]:
-    """Return the addresses where workers of the same host show their status.
-
-    Example:
-        >>> _near("10.0.0.1:65535")[:2]
-        ['10.0.0.1:65534', '10.0.0.1:65533']
-    """
-    host, _, port = address.rpartition(":")
-    steps = [step for most in range(1, NEAR_PORTS + 1) for step in (most, -most)]
-    ports = [int(port) + step for step in steps]
-    return [f"{host}:{near}" for near in ports if 0 < near < 65536]
-
-
 class StatusBoard:
     """The collector of the answers: it names the addresses to ask, and gives the job.
 
@@ -238,14 +223,8 @@ class StatusBoard:
         }
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses to ask now: those given, and those of workers that may live.
-
-        If no given address has ever answered, their workers may be dead. Then the ports near by are
-        asked too: the other workers of those hosts listen there.
-        """
+        """Return the addresses to ask now: those given, and those of workers that may live."""
         wanted = dict.fromkeys(self._given)
-        if not self.has_answers and all(self._sources[each].failure for each in self._given):
-            wanted |= dict.fromkeys(near for each in self._given for near in _near(each))
         for member in self._members().values():
             if member.status_address and member.state not in GONE:
                 wanted[member.status_address] = None

@@ -353,11 +353,7 @@ class StatusPage:
             self._server = StatusServer(self._host, port)
         except RendezvousError as error:
             self._server = None
-            logger.warning(
-                "worker %d shows no status, and training goes on: %s; choose another status port",
-                rank,
-                error,
-            )
+            logger.warning("worker %d shows no status, and training goes on: %s", rank, error)
         if self._server is not None and self._pages:
             self._server.serve(self._pages)
 
