@@ -6,10 +6,9 @@ is cut out: no duration, rate or axis holds it.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -265,34 +264,6 @@ class RunView:
             for line in lines
         ]
 
-    def samples_at(self) -> Callable[[float], int]:
-        """Return a function from a time to the samples that all workers had seen by then."""
-        histories = [
-            (
-                [self.at(rank, counts.time_s) for counts in worker.counts],
-                [0, *(counts.samples for counts in worker.counts)],
-            )
-            for rank, worker in self.workers.items()
-        ]
-        return lambda time_s: sum(
-            samples[bisect.bisect_right(times, time_s)] for times, samples in histories
-        )
-
-    def sending(self) -> list[Points]:
-        """Return for each worker the bytes a second that left it, by sockets or shared memory."""
-        totals = [
-            [(self.at(rank, counts.time_s), counts.all_bytes_sent) for counts in worker.counts]
-            for rank, worker in self.workers.items()
-        ]
-        return [
-            [
-                (after_s, max(0, after - before) / (after_s - before_s))
-                for (before_s, before), (after_s, after) in pairwise(line)
-                if after_s > before_s
-            ]
-            for line in totals
-        ]
-
     # Pairs of workers.
 
     def link_speeds(self) -> dict[tuple[int, int], LinkSpeed]:
@@ -418,39 +389,3 @@ class RunView:
                 else:
                     known[rank] = self._end_of_log(rank, missed[-1].time_s) if is_lost else ""
         return known
-
-    def standstills(self) -> dict[int, tuple[float, list[int]]]:
-        """Return the longest time without a step of each worker that beat, and its witnesses.
-
-        A time that began as the worker fell silent, or its process ended, is left out, since the
-        silence or the end is shown. So is a time in which the witness itself stood still, since it
-        heard of no steps then.
-        """
-        longest: dict[int, tuple[float, list[int]]] = {}
-        for witness, worker in self.workers.items():
-            for record in worker.counts:
-                now_s = self.at(witness, record.time_s)
-                for rank, idle_s in record.idle_s.items():
-                    was_stopped = self._was_stopped(witness, now_s - idle_s, now_s)
-                    if was_stopped or self._was_away(rank, now_s - idle_s):
-                        continue
-                    most_s, witnesses = longest.get(rank, (0.0, []))
-                    seen_by = witnesses if witness in witnesses else [*witnesses, witness]
-                    longest[rank] = (max(most_s, idle_s), seen_by)
-        return dict(sorted(longest.items()))
-
-    def _was_stopped(self, rank: int, since_s: float, until_s: float) -> bool:
-        """Return whether a worker stood still itself at any moment between these times."""
-        return any(
-            since_s <= one.time_s and one.time_s - (one.silent_s or 0.0) <= until_s
-            for one in self.events
-            if one.rank == rank and one.what == "stopped"
-        )
-
-    def _was_away(self, rank: int, since_s: float) -> bool:
-        """Return whether a worker is known to have been silent, stopped or dead since then."""
-        return any(
-            one.time_s - (one.silent_s or 0.0) - NEWS_S <= since_s <= one.time_s + NEWS_S
-            for one in self.events
-            if one.rank == rank and one.what in ("silent", "lost", "stopped")
-        )
