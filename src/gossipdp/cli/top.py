@@ -261,10 +261,7 @@ def _progress_facts(job: JobStatus, width: float = math.inf) -> str:
     ]
     less_important = [f"loss {_show(job.loss, '.4f')}"]
     if job.goodput is not None:
-        goodput = f"goodput {job.goodput:.0%}"
-        if job.lost_seconds_per_fault is not None:
-            goodput += f", {job.lost_seconds_per_fault:.1f} s lost a fault"
-        less_important.insert(0, goodput)
+        less_important.insert(0, f"goodput {job.goodput:.0%}")
     if job.edge_distance is not None:
         less_important.append(f"distance {job.edge_distance:.2g}")
     end = []

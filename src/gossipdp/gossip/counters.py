@@ -39,16 +39,6 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: Annotated[
         float, Metric("Running median of the duration of a gradient step.", "gauge")
     ] = math.nan
-    goodput_samples: Annotated[
-        float, Metric("Samples since this worker's first step in this run ended.", "gauge")
-    ] = math.nan
-    goodput_seconds: Annotated[
-        float,
-        Metric("Time since then, until the worker has trained its last; absences count.", "gauge"),
-    ] = math.nan
-    full_samples_per_second: Annotated[
-        float, Metric("What this worker makes while nothing slows it.", "gauge")
-    ] = math.nan
     standstills: Annotated[
         int, Metric("Times that this process itself did not run for the time-out.")
     ] = 0
@@ -109,15 +99,6 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     def exchanges(self) -> int:
         """Return the number of completed exchanges, initiated or answered."""
         return self.exchanges_initiated + self.exchanges_answered
-
-    @property
-    def goodput(self) -> float:
-        """Return this worker's samples over those at its full speed; NaN until that is known.
-
-        :mod:`gossipdp.observe.goodput` defines it, for one worker and for a run.
-        """
-        full = self.full_samples_per_second * self.goodput_seconds
-        return self.goodput_samples / full if full > 0 else math.nan
 
     @property
     def all_bytes_sent(self) -> int:

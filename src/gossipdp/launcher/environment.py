@@ -72,9 +72,6 @@ class Environment:
     uses no store, and asks any of these workers for the others. A worker that died and is back
     (``num_restarts`` > 0) has its old rank. A new worker has ``UNKNOWN_RANK`` and
     ``UNKNOWN_WORLD_SIZE``, and asks for a rank too.
-
-    ``first_step`` of a worker that was started again is when the first step of its rank ended, by
-    ``since_boot_s``, and the samples that the rank counted then; None if it is not known.
     """
 
     rank: int = 0
@@ -97,7 +94,6 @@ class Environment:
     tls: TlsFiles | None = None
     join: tuple[tuple[str, int], ...] = ()
     num_restarts: int = 0
-    first_step: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
         """Check the values against one another."""
@@ -197,7 +193,6 @@ class Environment:
             tls=tls_files(tls) if (tls := variables.get("GOSSIPDP_TLS")) else None,
             join=join,
             num_restarts=_number(variables, "GOSSIPDP_RESTARTS", 0),
-            first_step=_first_step(variables.get("GOSSIPDP_FIRST_STEP") or ""),
         )
 
     @property
@@ -393,29 +388,6 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{name} is {text!r}; it must be a whole number") from None
-
-
-def first_step_variables(first_step: tuple[float, int] | None) -> dict[str, str]:
-    """Return the variable that tells a worker of the first step of its rank, if it is known.
-
-    Example:
-        >>> first_step_variables((12.5, 64))
-        {'GOSSIPDP_FIRST_STEP': '12.5 64'}
-    """
-    return {} if first_step is None else {"GOSSIPDP_FIRST_STEP": f"{first_step[0]} {first_step[1]}"}
-
-
-def _first_step(text: str) -> tuple[float, int] | None:
-    if not text:
-        return None
-    try:
-        at_s, samples = text.split()
-        return float(at_s), int(samples)
-    except ValueError:
-        raise ValueError(
-            f"GOSSIPDP_FIRST_STEP is {text!r}; it must be seconds since boot, a space, and a "
-            "number of samples: leave it to the launcher"
-        ) from None
 
 
 def all_variables() -> Mapping[str, str]:

@@ -32,8 +32,6 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     Attributes:
         begins: the worker has met the others and trains.
         trains: it has made its first gradient step.
-        first_step: when that step of its rank in this run ended, by ``since_boot_s``, and the
-            samples that the rank counted then.
         rank: the rank that a joining worker was given.
         addresses: (host, port) by rank of the workers that it thinks alive.
         run_id, secret: those of the run's first model, unless the launcher chose them.
@@ -45,7 +43,6 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     begins: bool | None = None
     trains: bool | None = None
-    first_step: tuple[float, int] | None = None
     rank: int | None = None
     addresses: dict[int, tuple[str, int]] | None = None
     run_id: str | None = None

@@ -30,7 +30,6 @@ import msgspec
 
 from gossipdp.launcher.environment import (
     UNKNOWN_RANK,
-    first_step_variables,
     replica_variables,
 )
 from gossipdp.launcher.faults import FaultInjector, Target
@@ -267,7 +266,6 @@ class _Lives:
 
     ``takes_part``: the present life has begun; ``has_begun``: any life has. ``trains``: the present
     one has made a gradient step. ``missed_end``: the run became complete without this worker.
-    ``first_step``: of its rank in this run, as the first life has reported it.
     """
 
     rank: int
@@ -278,7 +276,6 @@ class _Lives:
     missed_end: bool = False
     saves: bool = False
     num_restarts: int = 0
-    first_step: tuple[float, int] | None = None
     due: float | None = None
     failure: Failure | None = None
     endings: tuple[Ending, ...] = ()
@@ -504,10 +501,7 @@ class Supervisor:
                 if report.saved is not None:
                     self.saved[lives.rank] = report.saved
                 if report.rank is not None:
-                    if report.rank != lives.rank:
-                        lives.first_step = None
                     lives.rank = report.rank
-                lives.first_step = lives.first_step or report.first_step
                 if report.says is not None and report.says not in self._sentences:
                     self._sentences.add(report.says)
                     self._on_sentence(report.says)
@@ -579,7 +573,6 @@ class Supervisor:
             if lives.rank >= 0:
                 own["RANK"] = str(lives.rank)
             own |= self._join_info.join_variables(lives.rank, lives.num_restarts)
-            own |= first_step_variables(lives.first_step)
             try:
                 self._start(local_rank, own)
             except Exception as error:  # no process or descriptor left: the others are healthy

@@ -19,7 +19,7 @@ import msgspec
 
 from gossipdp.gossip.counters import MAX_WORKERS, Counters
 from gossipdp.observe.events import Event, events_of
-from gossipdp.observe.goodput import SLOW_FACTOR, Part, goodput_of, lost_seconds_per_fault
+from gossipdp.observe.goodput import SLOW_FACTOR, Progress, goodput_of
 from gossipdp.observe.status import (
     IDLE_AFTER_S,
     MemberStatus,
@@ -33,9 +33,8 @@ IDLE_AFTER_STEPS = 10.0
 SPEED_OVER_S = 5.0
 SPEED_OVER_STEPS = 3.0
 LONGEST_SPEED_OVER_S = 60.0
-# Worker r of a host listens on the status port + r.
-NEAR_PORTS = 15
 GONE = ("lost", "left")
+AT_WORK_OR_DONE = ("training", "slow", "averaging", "left")
 _ORDER = ("joining", "training", "done", "left", "lost")
 
 
@@ -54,7 +53,7 @@ class JobWorker(msgspec.Struct, frozen=True):
         restarts: processes of this rank before this one.
         silent_s: while it is ``silent``, the seconds since an answering worker last heard it.
         step_factor: its step's duration over the median of the others'.
-        goodput: of this worker alone; while it does not answer, it goes on at its full speed.
+        goodput: of this worker alone, since its first answer here.
         neighbours: those in the graph that it has a link to; None if it is gone.
 
     The other fields are those of :class:`~gossipdp.observe.status.WorkerStatus`; speeds are over
@@ -113,9 +112,7 @@ class JobStatus(msgspec.Struct, frozen=True):
         loss, edge_distance: means over the workers that are not lost and have not left.
         heard_ago_s: since the last answer of any worker.
         num_answering: workers that answered the last time they were asked.
-        goodput: see :mod:`~gossipdp.observe.goodput`.
-        faults: restarts of workers, workers lost now, and standstills that workers told.
-        lost_seconds_per_fault: None without a fault.
+        goodput: since the first answers; see :mod:`~gossipdp.observe.goodput`.
         notices: oldest first.
     """
 
@@ -132,8 +129,6 @@ class JobStatus(msgspec.Struct, frozen=True):
     loss: float | None = None
     edge_distance: float | None = None
     goodput: float | None = None
-    faults: int = 0
-    lost_seconds_per_fault: float | None = None
     workers: tuple[JobWorker, ...] = ()
     links: tuple[LinkStatus, ...] = ()
     notices: tuple[NoticeStatus, ...] = ()
@@ -193,19 +188,6 @@ class _Source:
         return self.status is not None and not self.failure
 
 
-def _near(address: str) -> list[str]:
-    """Return the addresses where workers of the same host show their status.
-
-    Example:
-        >>> _near("10.0.0.1:65535")[:2]
-        ['10.0.0.1:65534', '10.0.0.1:65533']
-    """
-    host, _, port = address.rpartition(":")
-    steps = [step for most in range(1, NEAR_PORTS + 1) for step in (most, -most)]
-    ports = [int(port) + step for step in steps]
-    return [f"{host}:{near}" for near in ports if 0 < near < 65536]
-
-
 class StatusBoard:
     """The collector of the answers: it names the addresses to ask, and gives the job.
 
@@ -217,6 +199,7 @@ class StatusBoard:
         self._given = tuple(addresses)
         self._sources: dict[str, _Source] = {address: _Source() for address in self._given}
         self._speeds = Speeds()
+        self._progress: dict[int, Progress] = {}
         self._run_id: str | None = None
 
     @property
@@ -240,14 +223,8 @@ class StatusBoard:
         }
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses to ask now: those given, and those of workers that may live.
-
-        If no given address has ever answered, their workers may be dead. Then the ports near by are
-        asked too: the other workers of those hosts listen there.
-        """
+        """Return the addresses to ask now: those given, and those of workers that may live."""
         wanted = dict.fromkeys(self._given)
-        if not self.has_answers and all(self._sources[each].failure for each in self._given):
-            wanted |= dict.fromkeys(near for each in self._given for near in _near(each))
         for member in self._members().values():
             if member.status_address and member.state not in GONE:
                 wanted[member.status_address] = None
@@ -269,16 +246,17 @@ class StatusBoard:
             return  # their present counts are unknown
         own = self._own()
         for rank, member in self._members().items():
-            status, samples, sent = None, member.samples, None
+            status, steps, samples, sent = None, member.gradient_steps, member.samples, None
             if rank in own:
                 status = own[rank].status
                 assert status is not None
-                samples = max(samples, status.samples)
+                steps, samples = max(steps, status.gradient_steps), max(samples, status.samples)
                 if own[rank].is_answering:
                     sent = status.all_bytes_sent
                 for each in status.neighbours:
                     self._speeds.note(("link", rank, each.rank), now_s, each.bytes_sent)
             self._speeds.note(("samples", rank), now_s, samples)
+            self._progress.setdefault(rank, Progress()).note(now_s, steps, samples)
             self._speeds.note(("bytes", rank), now_s, sent)
 
     def job(self, now_s: float) -> JobStatus:
@@ -292,9 +270,18 @@ class StatusBoard:
         if about is None:
             raise ValueError("no worker has answered yet")
         workers = self._workers(now_s)
-        parts = self._parts(workers, now_s)
-        workers = tuple(_with_goodput(each, parts.get(each.rank)) for each in workers)
-        faults = self._num_faults(workers)
+        # Who makes no step goes on in time, as long as any worker answers.
+        until_s = now_s if any(each.is_answering for each in workers) else latest.answered_s
+        parts = {
+            each.rank: self._progress[each.rank].part(
+                -math.inf if each.state in AT_WORK_OR_DONE else until_s
+            )
+            for each in workers
+        }
+        workers = tuple(
+            msgspec.structs.replace(each, goodput=_known(goodput_of([parts[each.rank]])))
+            for each in workers
+        )
         present = [worker for worker in workers if worker.state not in GONE]
         speeds = [each.samples_per_second for each in workers if each.samples_per_second]
         return JobStatus(
@@ -313,8 +300,6 @@ class StatusBoard:
             loss=mean_of_known(each.loss for each in present),
             edge_distance=mean_of_known(each.edge_distance for each in present),
             goodput=_known(goodput_of(parts.values())),
-            faults=faults,
-            lost_seconds_per_fault=_known(lost_seconds_per_fault(parts.values(), faults)),
             heard_ago_s=now_s - latest.answered_s,
             num_answering=sum(worker.is_answering for worker in workers),
             workers=workers,
@@ -414,42 +399,6 @@ class StatusBoard:
         )
         return min(heard_ago_s, default=None)
 
-    # Goodput.
-
-    def _parts(self, workers: Iterable[JobWorker], now_s: float) -> dict[int, Part]:
-        """Return the part of each worker of which anything is known.
-
-        Who trains and does not answer goes on in time, as long as any other worker answers. Its
-        samples go on as far as the others have heard. One that never answered here is known for
-        the time since its last step alone.
-        """
-        own = self._own()
-        if not any(source.is_answering for source in own.values()):
-            now_s = max(source.answered_s for source in self._sources.values())
-        parts = {}
-        for worker in workers:
-            source = own.get(worker.rank, _Source())
-            status = source.status
-            if status is None:
-                if worker.state in ("lost", "silent") and worker.since_step_s is not None:
-                    parts[worker.rank] = Part(0, worker.since_step_s, math.nan)
-                continue
-            part = Part(
-                status.goodput_samples, status.goodput_seconds, status.full_samples_per_second
-            )
-            trains = status.state == "training" and worker.state not in ("left", "averaging")
-            if trains and not source.is_answering:
-                part = part.away(now_s - source.answered_s, worker.samples - status.samples)
-            if part.seconds > 0:  # else it is NaN, or the worker has not made its first step
-                parts[worker.rank] = part
-        return parts
-
-    def _num_faults(self, workers: Iterable[JobWorker]) -> int:
-        """Return the faults that are known: deaths and standstills."""
-        deaths = sum(each.restarts + (each.state == "lost") for each in workers)
-        own = (source.status for source in self._own().values())
-        return deaths + sum(status.standstills for status in own if status is not None)
-
     # Links and notices.
 
     def _links(self, gone: set[int], now_s: float) -> tuple[LinkStatus, ...]:
@@ -508,11 +457,6 @@ def facts_of(record: Counters) -> dict[str, Any]:
     """Return the fields of a :class:`JobWorker` that a status or a log's record holds too."""
     names = (name for name in JobWorker.__struct_fields__ if hasattr(record, name))
     return {name: _known(getattr(record, name)) for name in names}
-
-
-def _with_goodput(worker: JobWorker, part: Part | None) -> JobWorker:
-    goodput = math.nan if part is None else goodput_of([part])
-    return msgspec.structs.replace(worker, goodput=_known(goodput))
 
 
 def _known(value: Any) -> Any:

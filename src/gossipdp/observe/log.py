@@ -83,15 +83,12 @@ class CountsRecord(Counters, frozen=True, tag_field="kind", tag="counts"):
     Attributes:
         loss, samples_per_second: means since the record before; NaN if no loss was logged.
         recent: the last exchanges since the record before, at most 16, the oldest first.
-        idle_s: the age of the last gradient step of the workers that stand still, as this one has
-            heard: see :func:`~gossipdp.observe.status.idle_seconds`.
     """
 
     time_s: float
     loss: float = math.nan
     samples_per_second: float = 0.0
     recent: tuple[RecentExchange, ...] = ()
-    idle_s: dict[Rank, float] = msgspec.field(default_factory=dict)
 
 
 class ValuesRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="values"):
@@ -286,7 +283,6 @@ class RunLogWriter:
         *,
         loss: float = math.nan,
         recent: tuple[RecentExchange, ...] = (),
-        idle_s: Mapping[int, float] | None = None,
     ) -> None:
         """Write the counters of this process, added to those of the processes before it.
 
@@ -297,7 +293,7 @@ class RunLogWriter:
         speed = (self._totals.samples - samples_before) / max(now_s - self._recorded_s, 1e-9)
         self._recorded_s = now_s
         totals = {name: getattr(self._totals, name) for name in metrics_of(Counters)}
-        since = (loss, round(speed, 3), recent, dict(idle_s or {}))
+        since = (loss, round(speed, 3), recent)
         self._write(CountsRecord(self._time(now_s), *since, **totals))
 
     def values(self, values: Mapping[str, Value]) -> None:

@@ -27,7 +27,6 @@ METRICS_PATH = "/metrics"
 # Far more than the status of a worker in a job of a thousand.
 MAX_STATUS_BYTES = 4 << 20
 IDLE_AFTER_S = 5.0
-MAX_IDLE = 16
 ANSWER_WITHIN_S = 2.0
 MAX_AT_ONCE = 32
 
@@ -57,21 +56,6 @@ class MemberStatus(msgspec.Struct, frozen=True):
     status_address: str = ""
     since_step_s: float | None = None
     restarts: int = 0
-
-
-def idle_seconds(members: Iterable[MemberStatus]) -> dict[int, float]:
-    """Return by rank how long workers that should train have made no step; the 16 longest.
-
-    This shows a worker whose training loop hangs while its gossip thread beats.
-
-    Example:
-        >>> idle_seconds([MemberStatus(3, 0, "training", since_step_s=12.34)])
-        {3: 12.3}
-    """
-    training = (each for each in members if each.state == "training" and not each.is_silent)
-    ages = {each.rank: each.since_step_s or 0.0 for each in training}
-    longest = sorted(ages, key=lambda rank: -ages[rank])[:MAX_IDLE]
-    return {rank: round(ages[rank], 1) for rank in longest if ages[rank] > IDLE_AFTER_S}
 
 
 class NeighbourStatus(msgspec.Struct, frozen=True):

@@ -23,7 +23,6 @@ from gossipdp.launcher.environment import check_platform
 from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
-from gossipdp.observe.goodput import GoodputMeter
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -127,7 +126,6 @@ class GossipEngine:
             self._state.compile()
             self._startup.start()
             self._has_started()
-            self._goodput = self._continued_goodput(replica.environment.first_step)
             reshard(module)
             self._agree(0)
         except BaseException:
@@ -162,14 +160,6 @@ class GossipEngine:
         # Its work so far counts under its former rank.
         self._gradient_steps = self._samples = 0
         self._has_started()
-        self._goodput = GoodputMeter()
-
-    def _continued_goodput(self, first_step: tuple[float, int] | None) -> GoodputMeter:
-        """Return the meter of this life; its time goes on from the rank's ``first_step``."""
-        if first_step is None:
-            return GoodputMeter()
-        first_s, samples = first_step
-        return GoodputMeter((first_s, max(0, self._before.samples - samples)))
 
     @property
     def between_steps(self) -> BetweenSteps:
@@ -238,10 +228,8 @@ class GossipEngine:
             samples = self._agree(samples)
             self._gradient_steps += 1
             self._samples += samples
-            self._goodput.step(samples, since_boot_s())
             if not self._is_reported:
-                first_step = self._goodput.first_s, self._before.samples + self._samples
-                self._is_reported = send_report(Report(trains=True, first_step=first_step))
+                self._is_reported = send_report(Report(trains=True))
             self._thread.step(samples)
             if self._options.exchange.pace == "strict":
                 self._keep_pace()
@@ -537,7 +525,6 @@ class GossipEngine:
         if self._is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")
         self.is_consolidating = True
-        self._goodput.end()
         self._refuse_poison(
             "they are not averaged with the others'. Lower the learning rate or clip gradients",
             is_end=True,
@@ -645,15 +632,11 @@ class GossipEngine:
     def stats(self) -> Stats:
         """See ``GossipDataParallel.stats``."""
         snapshot, steps, counts = self._loop.snapshot, self._gradient_steps, self.counts()
-        part = self._goodput.part(since_boot_s())
         asked = snapshot.counters.exchanges_initiated
         counters = msgspec.structs.replace(
             snapshot.counters,
             gradient_steps=counts.steps,
             samples=counts.samples,
-            goodput_samples=part.samples,
-            goodput_seconds=part.seconds,
-            full_samples_per_second=part.full_samples_per_second,
             waited_seconds=self._waited_s,
             achieved_comm_rate=2 * asked / steps if steps else math.nan,
             states_donated=self._loop.transfers.num_given,

@@ -38,7 +38,6 @@ from gossipdp.observe.status import (
     NoticeStatus,
     WorkerStatus,
     encode_status,
-    idle_seconds,
 )
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import Options
@@ -55,8 +54,6 @@ MAX_LOSSES = 256
 MEAN_OF_LOSSES = 32
 MAX_NOTICES = 20
 MAX_LOGGED = 100
-MAX_EDGES = 5000
-"""Beyond them the graph is named but not listed."""
 OPTIONS = ("method", "seed", "wire_format")
 EXCHANGE_OPTIONS = ("pace", "on_nonfinite")
 NETWORK_OPTIONS = ("shared_memory", "max_megabits_per_s", "timeout_s")
@@ -309,7 +306,6 @@ class RunLogging:
                 )
                 for one in recent
             ),
-            idle_s=idle_seconds(self._engine.view()[0]),
         )
 
     def _write_values(self) -> None:
@@ -353,11 +349,7 @@ class StatusPage:
             self._server = StatusServer(self._host, port)
         except RendezvousError as error:
             self._server = None
-            logger.warning(
-                "worker %d shows no status, and training goes on: %s; choose another status port",
-                rank,
-                error,
-            )
+            logger.warning("worker %d shows no status, and training goes on: %s", rank, error)
         if self._server is not None and self._pages:
             self._server.serve(self._pages)
 
@@ -513,8 +505,6 @@ def describe(
             f"Python {platform.python_version()}"
         ),
     }
-    if len(graph.edges) <= MAX_EDGES:  # a reader of the log computes with them
-        described["edges"] = graph.edges
     return {name: value for name, value in described.items() if value not in (None, "")}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from gossipdp_lab.report.view import Points, RunView, Span, merged
 COLOURS = 7
 """Up to so many workers have a colour each in page.css; more share a scale of blue to yellow."""
 
-WIDTH, HALF_WIDTH, HEIGHT = 760, 480, 250
+WIDTH, HEIGHT = 760, 250
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
 MOST_POINTS = 300
 LOG_FROM_RATIO = 20.0
@@ -22,7 +22,6 @@ HEAT_SIZE, HEAT_MARGIN = 340, 34
 MOST_LABELLED, MOST_WRITTEN = 24, 8
 TIMELINE_TOP, MANY_WORKERS = 8, 16
 MOST_SPANS = 300
-MOST_DETAILED, DETAIL_EXCHANGES = 24, 40
 STATES = ("computing", "waiting", "idle", "away")
 
 Drawing = dict[str, Any]
@@ -110,20 +109,17 @@ def line_chart(
     lines: Sequence[Points],
     ranks: Sequence[int],
     *,
-    x_label: str,
     y_label: str,
     x_end: float,
     starts_of_pieces: Sequence[Sequence[float]],
     mark: tuple[float, float] | None = None,
     mark_label: str = "",
-    width: int = WIDTH,
-    is_linear: bool = False,
 ) -> Drawing | None:
     """Draw a line for each worker, from x = 0 to ``x_end``; return None without values.
 
-    Unless ``is_linear``, the y scale is logarithmic if positive values differ by a factor of 20.
-    Values that are not finite are left out, and long lines are thinned by means. For each line
-    ``starts_of_pieces`` holds each x at which a new piece begins, not joined to the point before.
+    The y scale is logarithmic if positive values differ by a factor of 20. Values that are not
+    finite are left out, and long lines are thinned by means. For each line ``starts_of_pieces``
+    holds each x at which a new piece begins, not joined to the point before.
     """
     thinned = [_thinned(each, x_end) for each in lines]
     marks = [mark] if mark else []
@@ -131,12 +127,12 @@ def line_chart(
     if not values:
         return None
     positive = [value for value in values if value > 0]
-    is_log = bool(positive) and not is_linear and max(positive) / min(positive) > LOG_FROM_RATIO
+    is_log = bool(positive) and max(positive) / min(positive) > LOG_FROM_RATIO
     if is_log:
         low, high = min(positive) * 0.8, max(positive) * 1.25
     else:
         low, high = min(0.0, *values), max(*values, 0.0) * 1.05 or 1.0
-    x = Scale(0.0, x_end, LEFT, width - RIGHT)
+    x = Scale(0.0, x_end, LEFT, WIDTH - RIGHT)
     y = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
     labels = [f"worker {rank}" for rank in ranks]
     colours = [colour(index, len(lines)) for index in range(len(lines))]
@@ -160,9 +156,8 @@ def line_chart(
     legend = [(stroke, label) for stroke, label, each in keys if each]
     return {
         "name": name,
-        "width": width,
+        "width": WIDTH,
         "height": HEIGHT,
-        "x_label": x_label,
         "y_label": y_label,
         "x_ticks": [(x(tick), number(tick)) for tick in x.ticks(8)],
         "y_ticks": [(y(tick), number(tick)) for tick in y.ticks()],
@@ -196,37 +191,32 @@ def _thinned(points: Points, x_end: float) -> Points:
 def heat_map(
     name: str,
     ranks: Sequence[int],
-    values: Mapping[Pair, float],
-    *,
-    show: Callable[[float], str],
-    tell: Callable[[Pair, float], str],
+    counts: Mapping[Pair, int],
 ) -> Drawing:
-    """Draw ``values`` by (lower rank, higher rank); none is negative. Other pairs stay empty.
-
-    ``show`` gives the text in a square, if there is room, and ``tell`` the text at the pointer.
-    """
-    most = max(values.values(), default=0.0) or 1.0
+    """Draw the counts by (lower rank, higher rank); none is 0. Other pairs stay empty."""
+    most, total = max(counts.values()), sum(counts.values())
     size = (HEAT_SIZE - HEAT_MARGIN) / len(ranks)
     places = [HEAT_MARGIN + index * size for index in range(len(ranks))]
     cells = []
     for one, y in zip(ranks, places, strict=True):
         for other, x in zip(ranks, places, strict=True):
             pair = (min(one, other), max(one, other))
-            kind = "self" if one == other else "" if pair in values else "none"
+            kind = "self" if one == other else "" if pair in counts else "none"
             cell: Drawing = {"x": x, "y": y, "kind": kind, "text": ""}
             if not kind:
-                value = values[pair]
-                share = value / most
-                cell |= {"opacity": 0.12 + 0.88 * share, "title": tell(pair, value)}
+                count = counts[pair]
+                share = count / most
+                title = f"{pair[0]} – {pair[1]}: {count:,} exchanges, {count / total:.1%} of all"
+                cell |= {"opacity": 0.12 + 0.88 * share, "title": title}
                 if len(ranks) <= MOST_WRITTEN:
-                    cell |= {"text": show(value), "is_strong": share > 0.45}
+                    cell |= {"text": str(count), "is_strong": share > 0.45}
             cells.append(cell)
     every = 1 if len(ranks) <= MOST_LABELLED else len(ranks) // 8
     labels = [(place + size / 2, rank) for place, rank in zip(places, ranks, strict=True)]
     return {
         "name": name,
         "cell": size,
-        "cells": cells if values else [],
+        "cells": cells,
         "labels": labels[::every],
     }
 
@@ -303,43 +293,3 @@ def _row(spans: Sequence[Span], x: Scale, top: float, row: float) -> dict[str, s
 def _state_text(span: Span) -> str:
     shares = [(getattr(span, state), state) for state in (*STATES, "exchanging")]
     return ", ".join(f"{state} {share:.0%}" for share, state in shares if share >= 0.005)
-
-
-def closer_look(view: RunView) -> Drawing | None:
-    """Draw single exchanges in a short piece from the middle of the run; None without any."""
-    ranks, row = view.ranks[:MOST_DETAILED], 24
-    seen = [
-        (view.at(rank, one.started_s), index, rank, one)
-        for index, rank in enumerate(ranks)
-        for record in view.workers[rank].counts
-        for one in record.recent
-    ]
-    times = sorted(at_s for at_s, *_ in seen)
-    if not times:
-        return None
-    most = min(len(times) - 1, DETAIL_EXCHANGES * len(ranks) // 2)
-    first = (len(times) - most) // 2
-    start_s, end_s = times[first], times[min(first + most, len(times) - 1)] + 0.01
-    x = Scale(start_s, end_s, LEFT, WIDTH - RIGHT)
-    tops = [TIMELINE_TOP + index * row for index in range(len(ranks))]
-    bars = []
-    for at_s, index, rank, one in seen:
-        if start_s <= at_s < end_s:
-            asks, answers = (rank, one.peer) if one.initiated else (one.peer, rank)
-            partner = view.ranks.index(one.peer) if one.peer in view.ranks else 0
-            bars.append(
-                {
-                    "x": x(at_s),
-                    "y": tops[index] + 4,
-                    "width": max(1.5, x(at_s + one.duration_s) - x(at_s)),
-                    "fill": colour(partner, len(view.ranks)),
-                    "title": f"worker {asks} asked worker {answers}: "
-                    f"{one.duration_s * 1e3:.2f} ms, from {at_s:.3f} s",
-                }
-            )
-    labels = [(top, rank) for top, rank in zip(tops, ranks, strict=True)]
-    legend = [
-        (colour(index, len(view.ranks)), f"with worker {rank}")
-        for index, rank in enumerate(view.ranks[:8])
-    ]
-    return _time_axis(x, len(ranks), row) | {"labels": labels, "bars": bars, "legend": legend}

@@ -23,9 +23,6 @@ class ReportArguments:
     output: Path | None = None
     """File of the page; by default report.html in that directory."""
 
-    name: str | None = None
-    """Title of the page; by default the directory's name."""
-
 
 def run(arguments: ReportArguments) -> int:
     """Write the page, print its path and return the exit status.
@@ -42,7 +39,7 @@ def run(arguments: ReportArguments) -> int:
     from gossipdp_lab.report.run_log import RunLog
 
     run_log = RunLog.read(directory)
-    page = render(run_log, arguments.name or directory.absolute().name)
+    page = render(run_log, directory.absolute().name)
     output.write_text(page, "utf-8")
     sys.stdout.write(f"report: {output} ({len(page.encode()) / 1e3:.0f} kB, opens offline)\n")
     return 0

@@ -10,19 +10,15 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
 from importlib import resources
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gossipdp
 from gossipdp.observe.events import Event
 from gossipdp.observe.goodput import goodput_of, lost_seconds_per_fault
 from gossipdp_lab.report.charts import (
-    HALF_WIDTH,
     Drawing,
-    Pair,
-    closer_look,
     duration,
     event_words,
     heat_map,
@@ -33,18 +29,14 @@ from gossipdp_lab.report.charts import (
 from gossipdp_lab.report.run_log import RunLog
 from gossipdp_lab.report.view import Pause, Points, RunView
 
-if TYPE_CHECKING:
-    from gossipdp.graph.promise import Plan
-
 MOST_HEAT_WORKERS = 64
 SECTIONS = {
     "timeline": "Timeline",
     "loss": "Loss",
     "consensus": "How far apart the workers are",
     "exchanges": "Exchanges by edge",
-    "throughput": "Link throughput",
+    "links": "Links",
     "faults": "Faults",
-    "plan": "The plan and the run",
     "workers": "Workers",
     "configuration": "Configuration",
 }
@@ -66,8 +58,6 @@ def render(run_log: RunLog, name: str) -> str:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     files = resources.files("gossipdp_lab.report")
     view = RunView(run_log)
-    counts = run_log.exchange_counts()
-    planned = _planned(view)
     distance = view.consensus_distance
     return environment.get_template("page.html").render(
         name=name,
@@ -80,8 +70,9 @@ def render(run_log: RunLog, name: str) -> str:
         num_workers=run_log.num_ranks,
         timeline=timeline(view),
         pauses=[_pause(view, each) for each in view.pauses],
-        closer_look=closer_look(view),
-        loss=_loss(view),
+        loss=_time_chart(
+            view, "Training loss against time", view.over_time("loss"), y_label="training loss"
+        ),
         consensus=_time_chart(
             view,
             "Edge distance against time",
@@ -90,15 +81,8 @@ def render(run_log: RunLog, name: str) -> str:
             mark=None if distance is None else (view.duration_s, distance),
             mark_label="consensus distance at the end, exact",
         ),
-        exchanges=_exchanges(view, counts, planned[1] if planned else {}),
+        exchanges=_exchanges(view),
         bytes_per_exchange=number(view.bytes_per_exchange()),
-        sending=_time_chart(
-            view,
-            "Bytes sent a second against time",
-            view.sending(),
-            y_label="sent (B/s)",
-            is_linear=True,
-        ),
         links=[
             (
                 f"{pair[0]} – {pair[1]}",
@@ -111,7 +95,6 @@ def render(run_log: RunLog, name: str) -> str:
             )
         ],
         faults=_faults(view),
-        plan=_plan(view, counts, *planned) if planned else None,
         workers=[_worker_row(view, rank) for rank in view.ranks],
         configuration=_configuration(view),
         logged=[
@@ -184,73 +167,23 @@ def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> D
         name,
         lines,
         view.ranks,
-        x_label="time (s)",
         x_end=view.duration_s,
         starts_of_pieces=view.starts_of_pieces(lines),
         **more,
     )
 
 
-def _loss(view: RunView) -> tuple[Drawing | None, Drawing | None] | None:
-    """Draw the loss against time and against samples; None if none was logged."""
-    over_time = view.over_time("loss")
-    if not any(over_time):
-        return None
-    samples_at = view.samples_at()
-    starts = view.starts_of_pieces(over_time)
-    over_samples = line_chart(
-        "Training loss against samples",
-        [[(samples_at(time_s), loss) for time_s, loss in line] for line in over_time],
-        view.ranks,
-        x_label="samples, all workers together",
-        y_label="training loss",
-        x_end=float(max(1, samples_at(math.inf))),
-        starts_of_pieces=[[samples_at(time_s) for time_s in each] for each in starts],
-        width=HALF_WIDTH,
-    )
-    name = "Training loss against time"
-    drawn = _time_chart(view, name, over_time, y_label="training loss", width=HALF_WIDTH)
-    return drawn, over_samples
-
-
-def _exchanges(
-    view: RunView, counts: Mapping[Pair, int], shares: Mapping[Pair, float]
-) -> dict[str, Any]:
-    """Return heat maps of pairs of workers; empty without an exchange."""
+def _exchanges(view: RunView) -> dict[str, Any]:
+    """Return the heat map of pairs of workers; empty without an exchange."""
+    counts = view.log.exchange_counts()
     if not counts:
         return {}
     ranks = sorted({*view.ranks, *(rank for pair in counts for rank in pair)})
-    total, speeds = sum(counts.values()), view.link_speeds()
-
-    def tell_count(pair: Pair, value: float) -> str:
-        planned = f", planned {shares[pair]:.1%}" if pair in shares else ""
-        return f"{pair[0]} – {pair[1]}: {value:,.0f} exchanges, {value / total:.1%} of all{planned}"
-
-    def tell_time(pair: Pair, value: float) -> str:
-        speed = speeds[pair]
-        return (
-            f"{pair[0]} – {pair[1]}: median {value:.2f} ms of {speed.num_seen} seen, "
-            f"{speed.bytes_per_s / 1e6:.1f} MB/s each way"
-        )
-
     shown = ranks[:MOST_HEAT_WORKERS]
     return {
         "num_shown": len(shown),
         "left_out": len(ranks) - len(shown),
-        "counts": heat_map(
-            "Completed exchanges by pair of workers",
-            shown,
-            counts,
-            show=lambda value: f"{value:.0f}",
-            tell=tell_count,
-        ),
-        "durations": heat_map(
-            "Median duration of an exchange by pair of workers",
-            shown,
-            {pair: speed.median_s * 1e3 for pair, speed in speeds.items()},
-            show=lambda value: f"{value:.1f}",
-            tell=tell_time,
-        ),
+        "counts": heat_map("Completed exchanges by pair of workers", shown, counts),
     }
 
 
@@ -271,10 +204,6 @@ def _faults(view: RunView) -> dict[str, Any]:
                 view.known_of(event),
             )
             for event in view.events
-        ],
-        "standstills": [
-            (rank, duration(idle_s), ", ".join(map(str, witnesses)))
-            for rank, (idle_s, witnesses) in view.standstills().items()
         ],
         "unended": ", ".join(
             f"worker {rank} ({known})" if known else f"worker {rank}"
@@ -306,7 +235,7 @@ def _witnesses(event: Event) -> str:
 def _worker_row(view: RunView, rank: int) -> Row:
     worker, last = view.workers[rank], view.last.get(rank)
     ran_s = view.at(rank, last.time_s) - view.at(rank, 0.0) if last else 0.0
-    own = goodput_of([view.parts[rank]]) if rank in view.parts else math.nan
+    own = goodput_of([view.parts[rank]])
     return (
         rank,
         worker.latest_start.configuration.get("host", ""),
@@ -325,7 +254,7 @@ def _configuration(view: RunView) -> list[Row]:
     all_of_them = [worker.latest_start.configuration for worker in view.workers.values()]
     rows: list[Row] = []
     for name, value in view.configuration.items():
-        if name not in ("edges", "host"):
+        if name != "host":
             differs = any(each.get(name) != value for each in all_of_them)
             rows.append((name.replace("_", " "), _shown(value) + (" (differs)" if differs else "")))
     return rows
@@ -335,82 +264,3 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return str(value) if isinstance(value, str | int) else json.dumps(value)
-
-
-# The plan beside the run.
-
-
-def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
-    """Return the plan, and each link's planned share of all exchanges: lambda_ij over their sum.
-
-    None without exchanges, or without a graph or comm rate in the log.
-    """
-    edges, comm_rate = view.configuration.get("edges"), view.configuration.get("comm_rate")
-    if comm_rate == "auto":
-        comm_rate = view.achieved_comm_rate
-    if not view.gossips or not edges or not comm_rate:
-        return None
-    from gossipdp.graph.constants import Constants
-    from gossipdp.graph.promise import plan
-    from gossipdp.graph.topology import Graph
-
-    graph = Graph(range(view.log.num_workers), edges)
-    constants = Constants.of(graph, comm_rate)
-    shares = {
-        (worker, neighbour): rate / constants.exchanges_per_unit_time
-        for worker in constants.workers
-        for neighbour, rate in constants.neighbours(worker).items()
-        if worker < neighbour
-    }
-    return plan(graph, comm_rate), shares
-
-
-def _plan(
-    view: RunView, counts: Mapping[Pair, int], planned: Plan, shares: Mapping[Pair, float]
-) -> dict[str, Any] | None:
-    """Return rows that compare the plan with the run; None before the first step."""
-    achieved = view.achieved_comm_rate
-    if achieved is None:
-        return None
-    is_accelerated = view.configuration["method"] == "a2cid2"
-    bound = planned.a2cid2_decay_bound if is_accelerated else planned.gossip_decay_bound
-    half_life = math.log(2) / bound
-    per_worker = 2 * view.num_exchanges / len(view.ranks)
-    took = "no exchange"
-    if per_worker and view.duration_s:
-        took = f"{duration(half_life * view.duration_s / per_worker)} at the run's pace"
-    mean_steps = fmean(step.gradient_steps for step in view.last.values())
-    rows = [
-        ("exchanges per worker per gradient step", f"{planned.comm_rate:g}", f"{achieved:.3g}"),
-        (
-            "exchanges in the whole network per gradient step of a mean worker",
-            f"{planned.exchanges_per_unit_time:.3g}",
-            f"{view.num_exchanges / mean_steps:.3g}",
-        ),
-        (
-            "time in which half of a disagreement is gone, at most, in exchanges per worker",
-            f"{half_life:.2g}",
-            took,
-        ),
-        (
-            "A2CiD2 mixes so many times faster than plain gossip",
-            f"{planned.expected_speedup:.2g}",
-            "used" if is_accelerated else "not used: method gossip",
-        ),
-    ]
-    total = sum(counts.values())
-    if total:
-        by_count = sorted(shares, key=lambda pair: counts.get(pair, 0))
-        rows += [
-            (
-                f"share of the {word} used link, {pair[0]} – {pair[1]}",
-                f"{shares[pair]:.1%}",
-                f"{counts.get(pair, 0) / total:.1%}",
-            )
-            for word, pair in (("least", by_count[0]), ("most", by_count[-1]))
-        ]
-    constants = (
-        f"χ₁ {number(planned.chi1)}, χ₂ {number(planned.chi2)}, η {number(planned.eta)}, "
-        f"α̃ {number(planned.alpha_tilde)}"
-    )
-    return {"constants": constants, "rows": rows}

@@ -9,7 +9,6 @@ from typing import Literal, Self, TypedDict, TypeVar
 
 import msgspec
 
-from gossipdp.gossip.counters import Rank
 from gossipdp.observe.log import (
     FILE_PATTERN,
     BeganRecord,
@@ -35,7 +34,6 @@ class KnownConfiguration(TypedDict, total=False):
 
     comm_rate: float | Literal["auto"]
     parameters: int
-    edges: list[tuple[Rank, Rank]]
 
 
 class RunLogTail:

@@ -6,10 +6,9 @@ is cut out: no duration, rate or axis holds it.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,7 +16,7 @@ from statistics import median
 from typing import NamedTuple
 
 from gossipdp.observe.events import Event, events_of
-from gossipdp.observe.goodput import Part
+from gossipdp.observe.goodput import Part, Progress
 from gossipdp.observe.log import GROWTH, CountsRecord
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
@@ -215,7 +214,7 @@ class RunView:
 
     @cached_property
     def parts(self) -> dict[int, Part]:
-        """Return the part in the goodput of each worker that has made a step, by rank.
+        """Return the part in the goodput of each worker, by rank.
 
         It goes from the first record with a step to the last one that brought a step. Who has not
         come to the end goes on until the last worker has trained its last.
@@ -223,16 +222,11 @@ class RunView:
         trained = {rank: self.at(rank, worker.trained_s) for rank, worker in self.workers.items()}
         until_s, parts = max(trained.values(), default=0.0), {}
         for rank, worker in self.workers.items():
-            stepped = [counts for counts in worker.counts if counts.gradient_steps > 0]
-            if stepped:
-                has_ended = worker.consolidating is not None or worker.end is not None
-                seconds = (trained[rank] if has_ended else until_s) - self.at(
-                    rank, stepped[0].time_s
-                )
-                speeds = (counts.full_samples_per_second for counts in stepped)
-                known = [speed for speed in speeds if not math.isnan(speed)]
-                samples = stepped[-1].samples - stepped[0].samples
-                parts[rank] = Part(samples, seconds, known[-1] if known else math.nan)
+            progress = Progress()
+            for counts in worker.counts:
+                progress.note(self.at(rank, counts.time_s), counts.gradient_steps, counts.samples)
+            has_ended = worker.consolidating is not None or worker.end is not None
+            parts[rank] = progress.part(-math.inf if has_ended else until_s)
         return parts
 
     @cached_property
@@ -268,34 +262,6 @@ class RunView:
                 if after - before > gap_s or any(before <= cut_s < after for cut_s in cuts_s)
             ]
             for line in lines
-        ]
-
-    def samples_at(self) -> Callable[[float], int]:
-        """Return a function from a time to the samples that all workers had seen by then."""
-        histories = [
-            (
-                [self.at(rank, counts.time_s) for counts in worker.counts],
-                [0, *(counts.samples for counts in worker.counts)],
-            )
-            for rank, worker in self.workers.items()
-        ]
-        return lambda time_s: sum(
-            samples[bisect.bisect_right(times, time_s)] for times, samples in histories
-        )
-
-    def sending(self) -> list[Points]:
-        """Return for each worker the bytes a second that left it, by sockets or shared memory."""
-        totals = [
-            [(self.at(rank, counts.time_s), counts.all_bytes_sent) for counts in worker.counts]
-            for rank, worker in self.workers.items()
-        ]
-        return [
-            [
-                (after_s, max(0, after - before) / (after_s - before_s))
-                for (before_s, before), (after_s, after) in pairwise(line)
-                if after_s > before_s
-            ]
-            for line in totals
         ]
 
     # Pairs of workers.
@@ -423,39 +389,3 @@ class RunView:
                 else:
                     known[rank] = self._end_of_log(rank, missed[-1].time_s) if is_lost else ""
         return known
-
-    def standstills(self) -> dict[int, tuple[float, list[int]]]:
-        """Return the longest time without a step of each worker that beat, and its witnesses.
-
-        A time that began as the worker fell silent, or its process ended, is left out, since the
-        silence or the end is shown. So is a time in which the witness itself stood still, since it
-        heard of no steps then.
-        """
-        longest: dict[int, tuple[float, list[int]]] = {}
-        for witness, worker in self.workers.items():
-            for record in worker.counts:
-                now_s = self.at(witness, record.time_s)
-                for rank, idle_s in record.idle_s.items():
-                    was_stopped = self._was_stopped(witness, now_s - idle_s, now_s)
-                    if was_stopped or self._was_away(rank, now_s - idle_s):
-                        continue
-                    most_s, witnesses = longest.get(rank, (0.0, []))
-                    seen_by = witnesses if witness in witnesses else [*witnesses, witness]
-                    longest[rank] = (max(most_s, idle_s), seen_by)
-        return dict(sorted(longest.items()))
-
-    def _was_stopped(self, rank: int, since_s: float, until_s: float) -> bool:
-        """Return whether a worker stood still itself at any moment between these times."""
-        return any(
-            since_s <= one.time_s and one.time_s - (one.silent_s or 0.0) <= until_s
-            for one in self.events
-            if one.rank == rank and one.what == "stopped"
-        )
-
-    def _was_away(self, rank: int, since_s: float) -> bool:
-        """Return whether a worker is known to have been silent, stopped or dead since then."""
-        return any(
-            one.time_s - (one.silent_s or 0.0) - NEWS_S <= since_s <= one.time_s + NEWS_S
-            for one in self.events
-            if one.rank == rank and one.what in ("silent", "lost", "stopped")
-        )

@@ -46,17 +46,12 @@ class World:
         self.ends_s = ends_s
         self.facts = facts
         self.output = io.StringIO()
-        self.dead: set[str] = set()
 
     def ask(self, addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
         if not self.begins_s <= self.now_s < self.ends_s:
             return {each: ConnectionRefusedError(111, "refused") for each in addresses}
         samples = int(100 * self.now_s)
-        return {
-            each: status(int(each[-1]), samples, **self.facts)
-            for each in addresses
-            if each.startswith("127.0.0.1:940") and each not in self.dead
-        } | {each: ConnectionRefusedError(111, "refused") for each in self.dead}
+        return {each: status(int(each[-1]), samples, **self.facts) for each in addresses}
 
     def sleep(self, seconds: float) -> None:
         self.now_s += max(seconds, 0.01)
@@ -74,13 +69,6 @@ class World:
             clock=lambda: self.now_s,
             sleep=self.sleep,
         ).run()
-
-
-def test_a_dead_worker_s_address_leads_to_the_others() -> None:
-    world = World()
-    world.dead = {ADDRESS}
-    assert world.top(once=True) == 0
-    assert "2 workers:" in world.output.getvalue()
 
 
 def test_once_prints_one_table_with_all_workers() -> None:

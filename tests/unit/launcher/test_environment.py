@@ -185,7 +185,6 @@ JOIN = {"GOSSIPDP_JOIN": "10.0.0.1:4000"}
         (TORCHRUN | {"GOSSIPDP_PORT": "-2"}, "GOSSIPDP_PORT is -1"),
         (TORCHRUN | {"GOSSIPDP_SECRET": "15 letters long"}, "GOSSIPDP_SECRET has 15 bytes; give"),
         *((without(each), f"but not {each}: start the workers with") for each in REQUIRED),
-        ({"GOSSIPDP_FIRST_STEP": "12.5"}, "GOSSIPDP_FIRST_STEP is '12.5'; it must be seconds"),
         (JOIN, "GOSSIPDP_JOIN is set, but not GOSSIPDP_RUN_ID"),
         (JOIN | {"GOSSIPDP_JOIN": "10.0.0.1"}, "GOSSIPDP_JOIN is '10.0.0.1'; write HOST:PORT"),
         ({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}, "but not MASTER_ADDR, MASTER_PORT"),

@@ -479,22 +479,6 @@ def test_a_joiner_keeps_the_rank_that_it_was_given(make: Make) -> None:
     assert (again.rank, again.join) == (8, (("10.0.0.1", 4),))
 
 
-def test_each_life_is_told_of_the_first_step_of_its_rank(make: Make) -> None:
-    setting = make(begun=True, max_restarts=3)
-    setting.workers[1].report(trains=True, first_step=(12.5, 64))
-    setting.crash(1)
-    setting.step(10, 10.1)
-    assert setting.workers[1].environment.first_step == (12.5, 64)
-    setting.workers[1].report(begins=True)
-    setting.workers[1].report(trains=True, first_step=(99.0, 900))  # an engine that knew no earlier
-    setting.crash(1)
-    setting.step(20, 21)
-    assert setting.workers[1].environment.first_step == (12.5, 64)
-    setting.crash(0)
-    setting.step(30, 31)
-    assert setting.workers[0].environment.first_step is None
-
-
 def test_who_waits_for_a_restart_when_all_end_stays_away(make: Make) -> None:
     setting = make(begun=True, max_restarts=6)
     setting.crash(0)

@@ -352,59 +352,38 @@ def test_a_run_that_was_near_its_end_is_over_soon_after_the_last_answer() -> Non
     assert job.look({0: None}).is_over
 
 
-def measured(samples: int, goodput_samples: int, seconds: float, speed: float = 10.0) -> Any:
-    return {
-        "samples": samples,
-        "goodput_samples": goodput_samples,
-        "goodput_seconds": seconds,
-        "full_samples_per_second": speed,
-    }
+def trained(rank: int, samples: int, *others: MemberStatus, **facts: Any) -> WorkerStatus:
+    """Return what worker ``rank`` of two answers after as many steps as samples."""
+    members = (member(rank, samples=samples), *others)
+    return status(rank, 2, members=members, samples=samples, gradient_steps=samples, **facts)
 
 
-def test_a_worker_that_is_away_goes_on_at_the_full_speed_that_it_said_last() -> None:
-    job = Job(0)
-    members = tuple(member(rank, samples=0) for rank in range(2))
-    both = {
-        0: status(0, 2, members=members, **measured(500, 100, 10.0)),
-        1: status(1, 2, members=members, **measured(480, 80, 10.0)),
-    }
-    job.look(both)
-    seen = job.look(both)
-    assert (seen.goodput, worker(seen, 1).goodput) == (0.9, 0.8)
-    assert (seen.faults, seen.lost_seconds_per_fault) == (0, None)
-    # It made two more steps of 5 before it died; 20 s later it is still dead.
-    members = (member(0, samples=0), member(1, "lost", samples=490))
-    alone = status(0, 2, members=members, **measured(700, 300, 30.0))
-    seen = job.look({0: alone, 1: None}, after_s=20.0)
-    assert worker(seen, 1).goodput == pytest.approx(90 / 300)
-    assert seen.goodput == pytest.approx(390 / 600)
-    assert (seen.faults, seen.lost_seconds_per_fault) == (1, pytest.approx(21.0))
+def test_goodput_is_since_the_first_look_and_who_is_away_goes_on_at_full_speed() -> None:
+    job = Job(0, 1)
+    for seconds in range(0, 50, 10):  # the other makes nothing in half of the time
+        its = 500 + 10 * min(seconds, 20)
+        seen = job.look({0: trained(0, 10 * seconds + 90), 1: trained(1, its)}, after_s=10.0)
+    assert worker(seen, 0).goodput == 1.0
+    assert (worker(seen, 1).goodput, seen.goodput) == (None, 1.0), "one speed is not known yet"
+    for its in (710, 810, 910):
+        seconds += 10
+        seen = job.look({0: trained(0, 10 * seconds + 90), 1: trained(1, its)}, after_s=10.0)
+    assert worker(seen, 1).goodput == pytest.approx(410 / 700)
+    # It made ten more steps before it died; 30 s later it is still dead.
+    dead = member(1, "lost", samples=920, gradient_steps=920)
+    job.look({0: trained(0, 890, dead), 1: None}, after_s=10.0)
+    seen = job.look({0: trained(0, 1090, dead), 1: None}, after_s=20.0)
+    assert worker(seen, 1).goodput == pytest.approx(420 / 1000)
+    assert seen.goodput == pytest.approx(1420 / 2000)
     # Nobody answers any more: the run may have ended, and no time passes.
     assert job.look({0: None}, after_s=50.0).goodput == seen.goodput
-    # It is back, and does not know its speed yet; it once stood still, and so did the other.
-    members = (member(0, samples=0), member(1, samples=490, restarts=1))
-    both = {
-        0: status(0, 2, members=members, standstills=1, **measured(800, 400, 40.0)),
-        1: status(1, 2, members=members, standstills=1, **measured(490, 90, 40.0, math.nan)),
-    }
-    job.look(both, after_s=10.0)  # it is asked again from here on
-    seen = job.look(both, after_s=0.0)
-    assert seen.goodput == pytest.approx(490 / 800)
-    assert seen.faults == 3
 
 
 def test_who_has_trained_its_last_loses_nothing_any_more() -> None:
-    job = Job(0)
-    members = tuple(member(rank, samples=0) for rank in range(2))
-    there = status(0, 2, members=members, **measured(500, 100, 10.0))
-    gone = status(1, 2, members=members, state="averaging", **measured(480, 80, 10.0))
-    job.look({0: there, 1: gone})
-    job.look({0: there, 1: gone})
-    assert job.look({0: there, 1: None}, after_s=30.0).goodput == 0.9
-
-
-def test_one_that_was_dead_before_anybody_looked_counts_since_its_last_step() -> None:
-    job = Job(0)
-    members = (member(0, samples=0), member(1, "lost", samples=70, since_step_s=30.0))
-    seen = job.look({0: status(0, 2, members=members, **measured(500, 300, 30.0))})
-    assert seen.goodput == pytest.approx(300 / 600)
+    job = Job(0, 1)
+    for samples in (0, 10, 20, 30, 40):
+        answers = {rank: trained(rank, 1 + samples) for rank in range(2)}
+        job.look(answers, after_s=1.0)
+    last = trained(1, 41, state="averaging")
+    assert job.look({0: trained(0, 341), 1: last}, after_s=30.0).goodput == 1.0
+    assert job.look({0: trained(0, 641), 1: None}, after_s=30.0).goodput == 1.0

@@ -8,35 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.observe.goodput import (
-    FullSpeed,
-    GoodputMeter,
-    Part,
-    goodput_of,
-    lost_seconds_per_fault,
-)
+from gossipdp.observe.goodput import Part, Progress, goodput_of, lost_seconds_per_fault
 
 
-def stepped(
-    durations_s: list[float], samples: int = 8, meter: GoodputMeter | None = None
-) -> tuple[GoodputMeter, float]:
-    """Return a meter after these steps, and the time when the last one ended; the first at 100."""
-    meter, now = meter or GoodputMeter(), 100.0
-    meter.step(samples, now)
-    for now in accumulate(durations_s, initial=100.0):
-        if now > 100.0:
-            meter.step(samples, now)
-    return meter, now
+def stepped(durations_s: list[float]) -> Progress:
+    """Return the records of steps of 8 samples, one each; the first step ended at 100."""
+    progress = Progress()
+    for number, now in enumerate(accumulate(durations_s, initial=100.0), start=1):
+        progress.note(now, number, 8 * number)
+    return progress
 
 
 def own_goodput(durations_s: list[float]) -> float:
-    meter, now = stepped(durations_s)
-    return goodput_of([meter.part(now)])
+    return goodput_of([stepped(durations_s).part()])
 
 
 def test_a_worker_four_times_slower_for_ten_seconds_loses_three_quarters_of_them() -> None:
-    meter, now = stepped([0.04] * 750 + [0.16] * 63 + [0.04] * 500)
-    part = meter.part(now)
+    part = stepped([0.04] * 750 + [0.16] * 63 + [0.04] * 500).part()
     assert part.full_samples_per_second == pytest.approx(8 / 0.04, rel=0.005)
     assert (1 - goodput_of([part])) * part.seconds == pytest.approx(63 * 0.12, rel=0.03)
 
@@ -69,83 +57,78 @@ def test_the_full_speed_lies_between_the_speeds_of_its_windows(
     steps: list[tuple[float, int]], gap: int
 ) -> None:
     """Against a plain list of windows, each with its exact speed."""
-    full, now = FullSpeed(), 5.0
-    full.step(9, now)
+    progress, now, total = Progress(), 5.0, 9
+    progress.note(now, 1, total)
     windows: list[tuple[int, float]] = []
     samples, num, began = 0, 0, now
     for number, (duration_s, of_step) in enumerate(steps):
         duration_s += 30.0 * (number == gap)  # a standstill
-        now += duration_s
-        full.step(of_step, now)
+        now, total = now + duration_s, total + of_step
+        progress.note(now, number + 2, total)
         samples, num = samples + of_step, num + 1
         if now - began >= 1.0 and num >= 8:
             windows.append((samples, now - began))
             samples, num, began = 0, 0, now
     speeds = [n / s for n, s in windows if n]
+    full_speed = progress.part().full_samples_per_second
     if len(speeds) < 3:
-        assert math.isnan(full.samples_per_second)
+        assert math.isnan(full_speed)
         return
-    assert min(speeds) * 0.999 <= full.samples_per_second <= max(speeds) * 1.001
+    assert min(speeds) * 0.999 <= full_speed <= max(speeds) * 1.001
     votes, usual = 0, 0.0
     for n, s in sorted((each for each in windows if each[0]), key=lambda each: -each[0] / each[1]):
         votes, usual = votes + n, n / s
         if 2 * votes >= sum(n for n, _ in windows):
             break
     # Bins of 5% may move a window over the border, and the median by one bin.
-    assert full.samples_per_second >= usual / 1.5 * 0.9
+    assert full_speed >= usual / 1.5 * 0.9
 
 
 def test_no_speed_before_three_whole_windows() -> None:
     """The third one lacks a step, or a tenth of a second."""
     for durations_s in ([1.0] * 23, [0.01] * 290):
-        meter, now = stepped(durations_s)
-        assert math.isnan(goodput_of([meter.part(now)]))
-    meter, now = stepped([1.0] * 24)
-    assert meter.part(now) == Part(192, 24.0, 8.0)
+        assert math.isnan(own_goodput(durations_s))
+    assert stepped([1.0] * 24).part() == Part(192, 24.0, 8.0)
 
 
 def test_a_process_s_slow_beginning_is_not_its_full_speed() -> None:
-    meter, now = stepped([0.12] * 9 + [0.05] * 50)
-    assert meter.part(now).full_samples_per_second == pytest.approx(8 / 0.05)
+    part = stepped([0.12] * 9 + [0.05] * 50).part()
+    assert part.full_samples_per_second == pytest.approx(8 / 0.05)
 
 
-def test_the_first_step_and_what_came_before_it_count_in_nothing() -> None:
-    meter = GoodputMeter()
-    assert (meter.part(50.0).seconds, math.isnan(meter.first_s)) == (0.0, True)
-    meter, now = stepped([0.25] * 40)
-    assert (meter.first_s, meter.part(now)) == (100.0, Part(320, 10.0, 32.0))
+def test_the_first_step_what_came_before_it_and_what_follows_the_last_count_in_nothing() -> None:
+    progress = Progress()
+    progress.note(50.0, 0, 0)
+    assert (progress.part(60.0).samples, progress.part(60.0).seconds) == (0, 0.0)
+    progress = stepped([0.25] * 40)
+    for later_s in (1.0, 90.0):
+        progress.note(110.0 + later_s, 41, 328)
+    assert progress.part() == Part(320, 10.0, 32.0)
+    assert progress.part(150.0) == Part(320, 50.0, 32.0), "it should have trained until then"
 
 
-def test_a_long_step_costs_nothing_while_it_runs_and_a_hang_does() -> None:
-    meter, now = stepped([2.0] * 24)
-    assert goodput_of([meter.part(now + 1.5)]) == pytest.approx(1.0)
-    assert meter.part(now + 40.0).samples == 8 * 25
-    assert goodput_of([meter.part(now + 40.0)]) == pytest.approx(25 / 44)
-
-
-def test_what_follows_the_last_step_before_the_end_counts_in_nothing() -> None:
-    meter, now = stepped([0.25] * 40)
-    meter.end()
-    assert meter.part(now + 100.0) == Part(320, 10.0, 32.0)
+@pytest.mark.parametrize("every_s", [0.2, 1.0, 3.0])
+def test_records_that_cut_steps_in_pieces_give_the_same_speed(every_s: float) -> None:
+    """Steps of 0.3 s for ten minutes, seen from time to time only."""
+    progress = Progress()
+    for number in range(1, round(600 / every_s) + 1):
+        steps = int(number * every_s / 0.3)
+        progress.note(number * every_s, steps, 8 * steps)
+    assert goodput_of([progress.part()]) == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_life_goes_on_where_the_first_one_of_its_rank_began() -> None:
-    """It made 400 samples until it was killed, and was away from 60 to 100 s."""
-    meter = GoodputMeter((20.0, 400))
-    part = meter.part(90.0)
-    assert (part.samples, part.seconds) == (400, 70.0)
-    meter, now = stepped([0.8] * 50, meter=meter)
-    assert meter.first_s == 20.0
-    # All samples of the new life: also those of its first step.
-    assert meter.part(now) == Part(400 + 8 * 51, pytest.approx(120.0), pytest.approx(10.0))
+    """It was away for 40 s, and the others had not heard of its last steps."""
+    progress = stepped([0.8] * 50)
+    for number in range(51):
+        progress.note(180.0 + 0.8 * number, 50 + number, 8 * (50 + number))
+    assert progress.part() == Part(8 * 99, pytest.approx(120.0), pytest.approx(10.0))
 
 
 def test_a_run_s_goodput_is_by_the_samples_that_each_could_have_made() -> None:
     fast, slow_one = Part(500, 10.0, 100.0), Part(50, 10.0, 10.0)
     assert goodput_of([fast, slow_one]) == pytest.approx(550 / 1100)
-    dead = slow_one.away(30.0, samples=50)
-    assert dead == Part(100, 40.0, 10.0)
-    assert goodput_of([fast, dead]) == pytest.approx(600 / 1400)
+    assert goodput_of([fast, Part(100, 40.0, 10.0)]) == pytest.approx(600 / 1400)
     # Unknown speed: the median of the others'.
     assert goodput_of([fast, Part(0, 10.0, math.nan)]) == pytest.approx(500 / 2000)
     assert math.isnan(goodput_of([Part(0, 10.0, math.nan)]))

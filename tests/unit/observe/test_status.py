@@ -16,7 +16,6 @@ from gossipdp.observe import status
 from gossipdp.observe.prometheus import metrics_text
 from gossipdp.observe.server import Page, StatusServer
 from gossipdp.observe.status import (
-    MAX_IDLE,
     MemberStatus,
     NeighbourStatus,
     NoticeStatus,
@@ -25,7 +24,6 @@ from gossipdp.observe.status import (
     ask,
     decode_status,
     encode_status,
-    idle_seconds,
 )
 
 STATUS = WorkerStatus(
@@ -71,16 +69,6 @@ def test_a_reader_ignores_what_it_does_not_know_and_nan_is_unknown() -> None:
     decoded = decode_status(encode_status(poisoned))
     assert math.isnan(decoded.edge_distance)
     assert decoded.logged == {"loss": None}
-
-
-def test_who_stands_still_is_told_with_the_longest_first() -> None:
-    ages = {0: 5.0, 1: 5.26, 2: None, 3: 700.0}
-    members = [MemberStatus(rank, 0, "training", since_step_s=age) for rank, age in ages.items()]
-    members += [MemberStatus(rank, 0, "done", since_step_s=9.0) for rank in (4, 5)]
-    members += [MemberStatus(6, 0, "training", is_silent=True, since_step_s=9.0)]
-    assert list(idle_seconds(members).items()) == [(3, 700.0), (1, 5.3)]
-    many = [MemberStatus(rank, 0, "training", since_step_s=10.0 + rank) for rank in range(999)]
-    assert list(idle_seconds(many)) == list(range(998, 998 - MAX_IDLE, -1))
 
 
 @pytest.mark.parametrize(

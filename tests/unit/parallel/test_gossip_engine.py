@@ -1,7 +1,6 @@
 """The pace of ``pace="strict"``, what a worker of several lives has trained, and its state."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.counters import Counters
-from gossipdp.links.clock import since_boot_s
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
@@ -218,37 +216,3 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch: pytest.M
         torch.testing.assert_close(flat(kind), torch.cat(values), rtol=0.0, atol=1e-6)
     z_saved = flat("model") + flat("pending") + 0.5 * flat("c")
     torch.testing.assert_close(z_saved, torch.cat(z), rtol=0.0, atol=1e-6)
-
-
-def test_stats_hold_this_worker_s_part_in_the_goodput(
-    wrap: Callable[..., GossipDataParallel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = since_boot_s()
-    monkeypatch.setattr("gossipdp.parallel.gossip_engine.since_boot_s", lambda: now)
-    net = nn.Linear(2, 3)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer)
-    assert math.isnan(model.stats().goodput)
-    for _ in range(25):
-        now += 0.5
-        model(torch.ones(4, 2)).sum().backward()
-        optimizer.step()
-    stats = model.stats()
-    assert (stats.goodput_samples, stats.full_samples_per_second) == (96, pytest.approx(8.0))
-    assert stats.goodput == pytest.approx(1.0)
-    now += 4.0  # one step of which may be under way
-    assert model.stats().goodput == pytest.approx(100 / 128)
-    model.consolidate()
-    now += 100.0
-    assert model.stats().goodput == pytest.approx(1.0), "the wait at the end is no training time"
-
-
-def test_a_life_s_goodput_goes_on_from_the_first_step_of_its_rank(
-    wrap: Callable[..., GossipDataParallel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = nn.Linear(2, 3)
-    engine = wrap(net, torch.optim.SGD(net.parameters(), 0.1))._engine
-    engine._before = Counts(samples=1000)  # of which the first life had 64 after its first step
-    part = engine._continued_goodput((500.0, 64)).part(530.0)
-    assert (part.samples, part.seconds) == (936, 30.0)
-    assert engine._continued_goodput(None).part(530.0).seconds == 0.0

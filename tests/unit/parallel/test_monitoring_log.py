@@ -51,17 +51,6 @@ def test_a_run_of_one_worker_is_logged_whole(tmp_path: Path) -> None:
     assert configuration["parameters"] == 10
     assert configuration["optimizer"] == "SGD(lr=0.1)"
     assert configuration["budget_samples"] == 100
-    assert configuration["edges"] == []
-
-
-def test_who_stands_still_is_logged_with_the_age_of_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gossipdp.observe.status.IDLE_AFTER_S", -1.0)
-    model = train(tmp_path)
-    wait_until(lambda: any(record.idle_s for record in read(tmp_path).counts), "somebody is idle")
-    assert list(read(tmp_path).counts[-1].idle_s) == [0]
-    model.close()
 
 
 def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(
