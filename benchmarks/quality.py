@@ -25,18 +25,23 @@ from typing import Literal, get_args
 
 import torch
 import tyro
-from conditions import CONDITIONS
 from quality_report import draw, rows_as_json, tables, targets
-from quality_rows import DEFAULT_ROWS, RowName
-from quality_runs import Measured, Runs, measure
-from quality_worker import DataName, Processor, RunResult, RunSettings, Size, run
-from rich.console import Console
+from support.conditions import CONDITIONS
 from support.learning_rates import NoBestRateError
+from support.quality_rows import DEFAULT_ROWS, RowName
+from support.quality_runs import Measured, Runs, measure
+from support.quality_worker import DataName, Processor, RunResult, RunSettings, Size, run
 from support.report import Missing, Report, results_folder, run_script
 
 from gossipdp import WorkerFailedError
-from gossipdp.rules import at_least_1, check_flags, number, option, output_file, whole_number
-from gossipdp_lab.progress_bar import ProgressView
+from gossipdp.rules import (
+    at_least_1,
+    check_flags,
+    option,
+    output_file,
+    positive_number,
+    whole_number,
+)
 
 SIZES = {
     "tiny": Size(width=48, depth=2, context=64, batch_size=8, steps=32),
@@ -49,7 +54,7 @@ SIZES = {
 class QualityBenchmark:
     """Measure how well a model trains: loss at equal tokens, each row with its own learning rate.
 
-    Rows: see benchmarks/quality_rows.py. A name ends in @H where something happens every H steps.
+    Rows: see support/quality_rows.py. A name ends in @H where something happens every H steps.
     """
 
     size: Literal["tiny", "small", "large"] = "large"
@@ -76,10 +81,7 @@ class QualityBenchmark:
     graph: str = "ring"
     """The graph of gossipdp's rows."""
 
-    beta2: float = option(0.999, partial(number, below=1.0))
-    """AdamW's beta 2: the share of the second moment that a step keeps; torch's is 0.999."""
-
-    step_ms: float | None = option(None, partial(number, is_positive=True))
+    step_ms: float | None = option(None, positive_number)
     """Let a step last so long, as if each worker had a processor of its own; pace is free then, and
     learning rates are those that are best without."""
 
@@ -137,8 +139,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     report.missing = [Missing(name.label, why) for name in names if (why := name.missing())]
     if not here:
         raise ValueError(f"none of these rows can run here: {report.missing[0].why}")
-    num_runs = len(here) * len(kinds) * (len(rates) + 1 + benchmark.seeds)
-    campaign = Campaign(benchmark, Runs(benchmark.runs), num_runs)
+    campaign = Campaign(benchmark, Runs(benchmark.runs))
     condition = None
     if benchmark.step_ms is not None:
         condition = replace(CONDITIONS["equal"], step_s=benchmark.step_ms / 1000)
@@ -151,7 +152,6 @@ def measure_all(benchmark: QualityBenchmark) -> None:
             size=size,
             workers=benchmark.workers,
             graph=benchmark.graph,
-            beta2=benchmark.beta2,
             condition=condition,
             processor=Processor(benchmark.device, benchmark.threads),
         )
@@ -159,19 +159,18 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         for name in here
     ]
     results = campaign.measure_rows(bases, rates, benchmark.seeds)
-    campaign.close()
     report.missing += [
         Missing(label, f"it failed: {why.splitlines()[-1]}")
         for label, why in campaign.failures.items()
     ]
-    report.missing += unfinished(results, benchmark.seeds)
+    left = unfinished(results, benchmark.seeds)
+    report.missing += left
     tuning = benchmark.tuning(bases[0])
     report.tables += tables(results, bases[0], tuning, campaign.runs.commits())
     report.targets += targets(results)
     data = rows_as_json(results, size)
-    is_whole = not campaign.failures and not unfinished(results, benchmark.seeds)
     path = benchmark.json
-    if path is None and not is_whole and not benchmark.quick:
+    if path is None and (campaign.failures or left) and not benchmark.quick:
         path = benchmark.runs.with_name("unfinished.json")  # never over committed results
     folder = results_folder(benchmark.quick) if path is None else path.parent
     draw(folder / f"{report.name if path is None else path.stem}.png", results)
@@ -200,21 +199,13 @@ def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[DataName], l
 
 
 class Campaign:
-    """Makes the runs that are not finished, one after the other, and shows how far it is.
+    """Makes the runs that are not finished, one after the other."""
 
-    num_runs: how many they will be, all in all, if every grid is widened once.
-    """
-
-    def __init__(self, benchmark: QualityBenchmark, runs: Runs, num_runs: int) -> None:
+    def __init__(self, benchmark: QualityBenchmark, runs: Runs) -> None:
         self.runs = runs
         self.failures: dict[str, str] = {}
         self._benchmark = benchmark
         self._started_s = time.monotonic()
-        self._console = Console()
-        self._view = ProgressView("quality", console=self._console, line_every_s=60.0)
-        self._num_runs = num_runs
-        self._seen: set[str] = set()
-        self._view.start()
 
     def measure_rows(
         self, bases: Sequence[RunSettings], rates: Sequence[float], num_seeds: int
@@ -236,7 +227,6 @@ class Campaign:
 
     def run(self, settings: RunSettings) -> RunResult | None:
         """Return the result of a run, of this call or an earlier one; None if no time is left."""
-        self._seen.add(settings.key)
         result = self.runs.find(settings)
         if result is not None:
             return result
@@ -248,17 +238,11 @@ class Campaign:
             f"{settings.row}, {settings.data} data, rate {settings.learning_rate:g}, seed "
             f"{settings.seed}"
         )
-        share = min(1.0, (len(self._seen) - 1) / self._num_runs)
-        result = run(settings, lambda: self._view.advance(share, text))
+        result = run(settings)
         self.runs.add(settings, result)
         loss = "diverged" if result.loss is None else f"{result.loss:.4f} bits a byte"
-        line = f"{text}: {loss}, {result.samples_per_s:.0f} samples/s, {result.seconds:.0f} s"
-        self._console.print(line, highlight=False, soft_wrap=True)
+        print(f"{text}: {loss}, {result.seconds:.0f} s", flush=True)
         return result
-
-    def close(self) -> None:
-        """Take the bar off the terminal."""
-        self._view.stop()
 
 
 def unfinished(results: Mapping[DataName, Mapping[str, Measured]], num_seeds: int) -> list[Missing]:

@@ -45,16 +45,15 @@ from typing import Literal
 
 import msgspec
 import tyro
-from networks.namespaces import Hosts, missing
-from networks.shaped import ShapedHosts
-from quality_rows import KINDS, TORCHFT, RowName
 from race_conditions import CONDITIONS, RaceCondition
 from race_report import NOTE, Run, as_json, draw, model_tables, table, unequal
 from race_run import RaceResult, race
 from race_settings import STEP_S, RaceSettings, num_parameters, saves
 from support.finished_runs import FinishedRuns
+from support.hosts import Hosts, ShapedHosts, missing
 from support.learning_rates import NoBestRateError, best_rate, next_rate
 from support.provenance import Provenance
+from support.quality_rows import KINDS, TORCHFT, RowName
 from support.report import Missing, Report, Table, results_folder, run_script
 from time_to_loss import given_rates
 
@@ -109,7 +108,7 @@ class Line(msgspec.Struct, frozen=True):
 class Race:
     """Measure what misbehaving machines cost: gossipdp and its rivals at equal wall time.
 
-    Conditions: benchmarks/race_conditions.py. Rows: as in benchmarks/quality_rows.py.
+    Conditions: benchmarks/race_conditions.py. Rows: as in support/quality_rows.py.
     """
 
     conditions: str = ",".join(CONDITIONS)

@@ -7,9 +7,9 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from networks.namespaces import Hosts, run
 from race_settings import RaceSettings, Shelf, Values, num_parameters
 from race_worker import life_variables, log_path, shelf_path
+from support.hosts import Hosts, run
 
 from gossipdp.launcher.local import ScriptWorker
 from gossipdp.launcher.spares import Spares

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quality_rows import KINDS, RowName
 from race_conditions import RaceCondition
 from race_model import gossip_goodput, synchronous_goodput
 from race_run import NUM_MARKS, RaceResult
 from race_settings import TASK, RaceSettings, num_parameters
+from support.quality_rows import KINDS, RowName
 from support.report import Spread, Table
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from quality_rows import KINDS, RowName
 from support.byte_task import ByteTask
+from support.quality_rows import KINDS, RowName
 from support.rows import Gossip, OneOptimizer
 from support.torchft_rows import TorchftRow
 

@@ -16,14 +16,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from networks.namespaces import enter
-from quality_rows import make_optimizer
 from race_settings import (
     TASK,
     Assignment,
@@ -32,6 +29,8 @@ from race_settings import (
     Shelf,
     num_parameters,
 )
+from support.hosts import enter
+from support.quality_rows import make_optimizer
 from support.rows import Gossip, OneOptimizer, Row, RowPlan
 from support.sockets import bytes_by_connection
 from support.timed_compute import RunningClock, TimedCompute
@@ -39,7 +38,6 @@ from torch import Tensor, nn
 
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
-BETA2 = 0.999
 LEAVE_EVERY_S, COUNT_EVERY_S = 0.2, 1.0
 CLONE_NEWUTS = 0x04000000
 
@@ -245,7 +243,7 @@ def make_row(net: nn.Module, settings: RaceSettings, rank: int, address: str | N
         seed=settings.seed,
         batch_sizes=[TASK.batch_size] * settings.workers,
         periods=name.periods([1.0] * settings.workers),
-        make_optimizer=partial(make_optimizer, beta2=BETA2),
+        make_optimizer=make_optimizer,
         method=name.method,
         options=options,
         own_pace=True,

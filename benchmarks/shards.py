@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from networks.measure import measure as measure_network
-from networks.namespaces import Hosts, bytes_sent, missing
-from networks.shaped import ShapedHosts
-from quality_worker import GOSSIP_NETWORK, Network
+from support.hosts import Hosts, ShapedHosts, bytes_sent, missing
+from support.network_probe import measure as measure_network
+from support.quality_worker import GOSSIP_NETWORK, Network
 from support.report import Missing, Report, Spread, Table, Target, interleaved, run_script
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -17,7 +17,6 @@ import race_worker
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quality_rows import OuterNesterov
 from race import Campaign, Line, Race, check, measure_rows, missing_rows, settings_of, tune
 from race_conditions import CONDITIONS
 from race_job import MAX_EARLY_DEATHS, RESTART_DELAY_S, Job
@@ -40,6 +39,7 @@ from race_settings import HEADER, TASK, CheckpointFiles, RaceSettings, Shelf
 from race_worker import Bytes, Life, make_save
 from support.finished_runs import FinishedRuns
 from support.provenance import Provenance
+from support.quality_rows import OuterNesterov
 from support.rows import OneOptimizer, RowPlan
 from support.timed_compute import LONGEST_GAP_S, TICK_S, RunningClock
 from torch import nn
