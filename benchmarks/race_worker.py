@@ -21,16 +21,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from race_settings import (
+from support.hosts import enter
+from support.quality_rows import make_optimizer
+from support.race_settings import (
     TASK,
     Assignment,
     CheckpointFiles,
     RaceSettings,
     Shelf,
+    log_path,
     num_parameters,
+    shelf_path,
 )
-from support.hosts import enter
-from support.quality_rows import make_optimizer
 from support.rows import Gossip, OneOptimizer, Row, RowPlan
 from support.sockets import bytes_by_connection
 from support.timed_compute import RunningClock, TimedCompute
@@ -40,25 +42,6 @@ from gossipdp_lab.tasks.workload import learning_rate_factor
 
 LEAVE_EVERY_S, COUNT_EVERY_S = 0.2, 1.0
 CLONE_NEWUTS = 0x04000000
-
-
-def life_variables(folder: Path, life: int, host: tuple[str, str] | None) -> dict[str, str]:
-    """Return the variables of a worker's process, beside those of its supervisor.
-
-    host: namespace and address of its machine; None for this machine.
-    """
-    found = {"RACE_LIFE": str(life), "RACE_BEGAN": repr(time.monotonic()), "RACE_DIR": str(folder)}
-    return found if host is None else found | {"RACE_HOST": host[0], "RACE_ADDRESS": host[1]}
-
-
-def shelf_path(folder: Path, rank: int, life: int) -> Path:
-    """Return the file of a life's shelf."""
-    return folder / f"shelf-{rank}-{life}"
-
-
-def log_path(folder: Path, rank: int, life: int) -> Path:
-    """Return the file of what a life writes to standard error."""
-    return folder / f"log-{rank}-{life}"
 
 
 class Bytes:

@@ -98,6 +98,16 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         return self.started_s + self.settings.seconds
 
 
+def shelf_path(folder: Path, rank: int, life: int) -> Path:
+    """Return the file of a life's shelf."""
+    return folder / f"shelf-{rank}-{life}"
+
+
+def log_path(folder: Path, rank: int, life: int) -> Path:
+    """Return the file of what a life writes to standard error."""
+    return folder / f"log-{rank}-{life}"
+
+
 class Shelf:
     """A file in which a life of a worker leaves what it holds; others may read it at any time.
 
