@@ -5,8 +5,8 @@
 
 A model of 117 million parameters (GPT-2's shapes) takes AdamW steps in this process, in turn alone,
 as with method none, and with the boundary after it, for which an exchange left its part: flow, and
-x += pending, of every chunk under its lock. What the wrapper does besides at each step does not grow
-with the model; overlap.py measures it. Wants 7 GB of memory and a quiet machine.
+x += pending, of every chunk under its lock. What the wrapper does besides at each step does not
+grow with the model; overlap.py measures it. Wants 7 GB of memory and a quiet machine.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Literal, get_args
 
 import torch
 import tyro
-from quality_report import draw, rows_as_json, tables, targets
+from quality_report import draw, rows_as_json, tables
 from support.conditions import CONDITIONS
 from support.learning_rates import NoBestRateError
 from support.quality_rows import DEFAULT_ROWS, RowName
@@ -167,7 +167,6 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     report.missing += left
     tuning = benchmark.tuning(bases[0])
     report.tables += tables(results, bases[0], tuning, campaign.runs.commits())
-    report.targets += targets(results)
     data = rows_as_json(results, size)
     path = benchmark.json
     if path is None and (campaign.failures or left) and not benchmark.quick:

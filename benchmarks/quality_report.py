@@ -19,7 +19,7 @@ from support.quality_rows import (
 )
 from support.quality_runs import TUNING_SEED, Measured
 from support.quality_worker import ONE_THREAD, DataName, RunSettings, Size, num_parameters
-from support.report import Table, Target
+from support.report import Table
 
 from gossipdp_lab.simulate.figures import OKABE_ITO
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 Results = Mapping[DataName, Mapping[str, Measured]]
 
 BASELINE = "ddp"
-CLOSE = 1.01
 
 
 def mean_loss(measured: Measured) -> float:
@@ -203,20 +202,6 @@ def _settings(base: RunSettings, tuning: RunSettings, commits: str) -> Table:
         "source of the runs": commits,
     }
     return Table("Settings", ("", ""), list(facts.items()))
-
-
-def targets(results: Results) -> list[Target]:
-    """Hold ours against DDP at every step."""
-    return [
-        Target(
-            f"{kind} data: loss, {ours} over {BASELINE}",
-            mean_loss(rows[ours]) / mean_loss(rows[BASELINE]),
-            CLOSE,
-        )
-        for kind, rows in results.items()
-        for ours in ("gossip", "a2cid2")
-        if all(name in rows and rows[name].results for name in (ours, BASELINE))
-    ]
 
 
 def draw(path: Path, results: Results) -> None:

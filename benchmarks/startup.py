@@ -25,11 +25,10 @@ from typing import Any
 
 import psutil
 from startup_worker import EXCHANGE, IMPORT, KILLED, WRAP
-from support.report import Report, Spread, Table, Target, interleaved, run_script
+from support.report import Report, Spread, Table, interleaved, run_script
 
 from gossipdp.launcher.spares import Spares
 
-WANTED_CPU_S, WANTED_EXCHANGE_S = 0.4, 2.0
 SMALL, COMPILED = 64, 1_000_000
 """Values of the model; from the second on, exchanges are computed by compiled loops."""
 
@@ -145,14 +144,6 @@ def main() -> None:
     report.tables.append(table(found, rounds))
     spares = [measure_spare() for _ in range(rounds)]
     report.tables.append(spare_table(spares))
-    for case, times in found.items():
-        if case.what == WRAP:
-            report.targets.append(Target(f"{case} (CPU s)", times["cpu_s"].median, WANTED_CPU_S))
-        elif case.what in (EXCHANGE, KILLED):
-            name = "exchange_wall_s" if case.what == EXCHANGE else "back_wall_s"
-            report.targets.append(
-                Target(f"{case} (wall clock, s)", times[name].median, WANTED_EXCHANGE_S)
-            )
     result: dict[str, Any] = {case.text: figures for case, figures in found.items()}
     result["spare"] = [{"own_mb": own_mb, "cpu_s": cpu_s} for own_mb, cpu_s in spares]
     report.write(result)

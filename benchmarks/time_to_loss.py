@@ -37,7 +37,7 @@ from support.quality_rows import TORCHFT, RowName
 from support.quality_runs import Runs
 from support.quality_worker import RunResult, RunSettings, num_parameters, run
 from support.report import Missing, Report, Table, run_script
-from time_to_loss_report import Round, measured_table, rows_as_json, targets
+from time_to_loss_report import Round, measured_table, rows_as_json
 
 from gossipdp import WorkerFailedError
 from gossipdp.rules import (
@@ -216,7 +216,6 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
     ideal_s = condition.ideal_s(NUM_WORKERS, size.steps)
     if any(results.values()):
         report.tables.append(measured_table(results, rows, ideal_s))
-        report.targets += targets(results)
     rounds = f"{benchmark.rounds}, rows in turn"
     if once and benchmark.rounds > 1:
         rounds += f"; once: {', '.join(RowName.parse(row).label for row in here if row in once)}"

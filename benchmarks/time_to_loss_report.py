@@ -1,4 +1,4 @@
-"""The report of time_to_loss: a table, the comparison that counts, and JSON."""
+"""The report of time_to_loss: a table, and JSON."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from support.quality_rows import KINDS, RowName
+from support.quality_rows import RowName
 from support.quality_worker import RunResult
-from support.report import Spread, Table, Target
+from support.report import Spread, Table
 
 
 def _or_inf(loss: float | None) -> float:
@@ -103,16 +103,3 @@ def rows_as_json(results: Results, rates: Mapping[str, float], ideal_s: float) -
         if rounds
     }
     return {"equal_time_s": ideal_s, "rows": rows}
-
-
-def targets(results: Results) -> list[Target]:
-    """Hold the best of gossipdp's rows against the best other; NaN, not met, without either."""
-    best = {True: math.inf, False: math.inf}
-    for row, rounds in results.items():
-        is_ours = KINDS[RowName.parse(row).kind].is_ours
-        loss = Spread.of(one.loss_in_time for one in rounds).median
-        best[is_ours] = min(best[is_ours], loss)
-    if math.isinf(best[True]) and math.isinf(best[False]):
-        return []
-    text = "loss at equal time: the best of gossipdp over the best of the others"
-    return [Target(text, best[True] / best[False], 1.0)]

@@ -24,7 +24,7 @@ from support.quality_worker import (
 from support.rows import RowPlan
 from support.timed_compute import TimedCompute
 from time_to_loss import TimeToLossBenchmark, check, measure_round
-from time_to_loss_report import Round, measured_table, rows_as_json, targets
+from time_to_loss_report import Round, measured_table, rows_as_json
 
 SIZE = Size(width=16, depth=2, context=16, batch_size=2, steps=40)
 SLOW = Condition("slow", step_s=0.001, slowness=(1, 4))
@@ -149,10 +149,6 @@ def test_the_losses_of_rows_are_compared_at_equal_time() -> None:
     data = rows_as_json(results, rates, 20.0)
     assert data["rows"]["ddp"]["loss"] == 2.8
     assert len(data["rows"]["ddp"]["runs"]) == 2
-    (target,) = targets(results)
-    assert target.is_met
-    assert target.value == pytest.approx(3.01 / 5.0)
-    assert not any(one.is_met for one in targets({"ddp": [slow]}))
 
 
 @pytest.mark.parametrize(
