@@ -3,13 +3,13 @@
     python benchmarks/quality.py --quick            every row, tiny: 10 minutes on two cores
     python benchmarks/quality.py --size small       72,000 parameters, hours
     python benchmarks/quality.py                    a million parameters, days
-    python benchmarks/quality.py --rows ddp,gossip,diloco@32 --data disjoint
+    python benchmarks/quality.py --rows ddp,gossip --data disjoint
 
 Worker processes train a byte-level transformer on the source of Python's standard library over the
 loopback interface: every row on the same number of tokens, with its own learning rate, tuned on a
 grid of factors of two that is widened where the best lies at its end, and then with seeds that took
 no part in the tuning. Finished runs are kept in --runs, so a call that was stopped goes on from
-there. The table, and a chart of loss against bytes, go to benchmarks/results once all is measured.
+there. The table goes to benchmarks/results once all is measured.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import tyro
-from quality_report import draw, rows_as_json, tables
+from quality_report import rows_as_json, tables
 from support.conditions import CONDITIONS
 from support.learning_rates import NoBestRateError
 from support.quality_rows import DEFAULT_ROWS, RowName
@@ -66,8 +66,8 @@ class QualityBenchmark:
     rows: str = DEFAULT_ROWS
     """Rows to run, with commas between them."""
 
-    data: str = "disjoint,common"
-    """disjoint: each worker has a stretch of the text of its own; common: all draw from all."""
+    data: DataName = "common"
+    """common: all draw from the whole text; disjoint: each worker has a stretch of its own."""
 
     rates: str = "0.004,0.008,0.016"
     """The grid of learning rates to begin with, each twice the one before."""
@@ -107,7 +107,7 @@ class QualityBenchmark:
     """Write the figures to this file alone."""
 
     quick: bool = False
-    """A few steps of one seed on disjoint data, to see that all works."""
+    """A few steps of one seed, to see that all works."""
 
     def tuning(self, base: RunSettings) -> RunSettings:
         """Return the runs by which the rate of ``base`` is tuned; they are under no condition."""
@@ -130,8 +130,8 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     if benchmark.quick:
         runs = results_folder(benchmark.quick) / "quality_runs.jsonl"
         runs.unlink(missing_ok=True)  # it is to run, not to find what ran before
-        benchmark = replace(benchmark, size="tiny", seeds=1, data="disjoint", runs=runs)
-    names, kinds, rates = check(benchmark)
+        benchmark = replace(benchmark, size="tiny", seeds=1, runs=runs)
+    names, rates = check(benchmark)
     size = SIZES[benchmark.size]
     size = replace(size, steps=benchmark.steps or size.steps)
     report = Report(f"quality_{benchmark.size}", "Does it train as well?", benchmark.quick)
@@ -146,7 +146,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     bases = [
         RunSettings(
             row=name.text,
-            data=kind,
+            data=benchmark.data,
             learning_rate=rates[0],
             seed=0,
             size=size,
@@ -155,7 +155,6 @@ def measure_all(benchmark: QualityBenchmark) -> None:
             condition=condition,
             processor=Processor(benchmark.device, benchmark.threads),
         )
-        for kind in kinds
         for name in here
     ]
     results = campaign.measure_rows(bases, rates, benchmark.seeds)
@@ -167,26 +166,18 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     report.missing += left
     tuning = benchmark.tuning(bases[0])
     report.tables += tables(results, bases[0], tuning, campaign.runs.commits())
-    data = rows_as_json(results, size)
+    data = rows_as_json(results, bases[0])
     path = benchmark.json
     if path is None and (campaign.failures or left) and not benchmark.quick:
         path = benchmark.runs.with_name("unfinished.json")  # never over committed results
-    folder = results_folder(benchmark.quick) if path is None else path.parent
-    draw(folder / f"{report.name if path is None else path.stem}.png", results)
     report.write(data, path)
     if campaign.failures:
         sys.exit(f"quality: failed: {', '.join(campaign.failures)}; see above")
 
 
-def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[DataName], list[float]]:
-    """Rows, data and rates; raises ValueError for what cannot be meant."""
+def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[float]]:
+    """Rows and rates; raises ValueError for what cannot be meant."""
     names = [RowName.parse(text.strip()) for text in benchmark.rows.split(",")]
-    kinds: list[DataName] = []
-    for kind in get_args(DataName):
-        if kind in benchmark.data.split(","):
-            kinds.append(kind)
-    if len(kinds) != len(benchmark.data.split(",")):
-        raise ValueError(f"--data is {benchmark.data!r}; choose disjoint, common or both")
     try:
         rates = [float(text) for text in benchmark.rates.split(",")]
     except ValueError:
@@ -194,7 +185,7 @@ def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[DataName], l
     if rates[0] <= 0 or any(two != 2 * one for one, two in itertools.pairwise(rates)):
         raise ValueError(f"--rates is {benchmark.rates!r}; each is twice the one before")
     check_flags(benchmark)
-    return names, kinds, rates
+    return names, rates
 
 
 class Campaign:
@@ -208,17 +199,16 @@ class Campaign:
 
     def measure_rows(
         self, bases: Sequence[RunSettings], rates: Sequence[float], num_seeds: int
-    ) -> dict[DataName, dict[str, Measured]]:
+    ) -> dict[str, Measured]:
         """Tune every row, then run seed after seed: what is finished compares like with like."""
-        results: dict[DataName, dict[str, Measured]] = {base.data: {} for base in bases}
+        results: dict[str, Measured] = {}
         for up_to in range(num_seeds + 1):
             for base in bases:
                 if RowName.parse(base.row).label in self.failures:
                     continue
                 try:
                     tuning = self._benchmark.tuning(base)
-                    found = measure(base, tuning, rates, up_to, self.run)
-                    results[base.data][base.row] = found
+                    results[base.row] = measure(base, tuning, rates, up_to, self.run)
                 except (WorkerFailedError, NoBestRateError) as error:
                     self.failures[RowName.parse(base.row).label] = str(error).strip()
                     print(f"{base.row}: failed\n{error}", file=sys.stderr)
@@ -244,17 +234,16 @@ class Campaign:
         return result
 
 
-def unfinished(results: Mapping[DataName, Mapping[str, Measured]], num_seeds: int) -> list[Missing]:
+def unfinished(results: Mapping[str, Measured], num_seeds: int) -> list[Missing]:
     """Return the part of the written plan that is not measured yet."""
     found = []
-    for kind, rows in results.items():
-        for row, measured in rows.items():
-            label = f"{RowName.parse(row).label}, {kind} data"
-            if not measured.is_tuned:
-                found.append(Missing(label, "its learning rate is not tuned yet: call again"))
-            elif len(measured.results) < num_seeds:
-                why = f"{len(measured.results)} of {num_seeds} seeds are measured: call again"
-                found.append(Missing(label, why))
+    for row, measured in results.items():
+        label = RowName.parse(row).label
+        if not measured.is_tuned:
+            found.append(Missing(label, "its learning rate is not tuned yet: call again"))
+        elif len(measured.results) < num_seeds:
+            why = f"{len(measured.results)} of {num_seeds} seeds are measured: call again"
+            found.append(Missing(label, why))
     return found
 
 

@@ -1,16 +1,14 @@
-"""The report of quality.py: tables, the comparisons that count, JSON and a chart."""
+"""The report of quality.py: tables and JSON."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from support.quality_rows import (
     BETAS,
-    KINDS,
     OUTER_MOMENTUM,
     OUTER_RATE,
     POWER_SGD_AFTER,
@@ -18,15 +16,14 @@ from support.quality_rows import (
     RowName,
 )
 from support.quality_runs import TUNING_SEED, Measured
-from support.quality_worker import ONE_THREAD, DataName, RunSettings, Size, num_parameters
+from support.quality_worker import ONE_THREAD, RunSettings, num_parameters
 from support.report import Table
 
-from gossipdp_lab.simulate.figures import OKABE_ITO
-
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
-Results = Mapping[DataName, Mapping[str, Measured]]
+Results = Mapping[str, Measured]
+"""By row."""
 
 BASELINE = "ddp"
 
@@ -60,26 +57,12 @@ def row_as_json(measured: Measured) -> dict[str, Any]:
     }
 
 
-def rows_as_json(results: Results, size: Size) -> dict[str, Any]:
-    """Return the content of ``--json``: the first data under ``rows``, others under ``other_data``.
-
-    =========================  =================================================================
-    loss, loss_std             final validation loss of the average, bits a byte: mean and sample
-                               standard deviation over the seeds
-    learning_rate, tried       the best one; the tuning seed's loss at each that was tried
-    bytes_per_parameter_step   that a worker's sockets sent in training, without headers
-    samples_per_s              the sum of the workers' own speeds
-    =========================  =================================================================
-    """
-    by_data = {
-        kind: {"rows": {name: row_as_json(row) for name, row in rows.items() if row.results}}
-        for kind, rows in results.items()
-    }
-    first, *others = by_data
+def rows_as_json(results: Results, base: RunSettings) -> dict[str, Any]:
+    """Return the content of ``--json``; base: one of the runs."""
+    size = base.size
     return {
-        "data": first,
-        **by_data[first],
-        "other_data": {kind: by_data[kind] for kind in others},
+        "data": base.data,
+        "rows": {name: row_as_json(row) for name, row in results.items() if row.results},
         "parameters": num_parameters(size),
         "steps": size.steps,
         "samples_per_step": size.batch_size,
@@ -89,13 +72,14 @@ def rows_as_json(results: Results, size: Size) -> dict[str, Any]:
 
 def tables(results: Results, base: RunSettings, tuning: RunSettings, commits: str) -> list[Table]:
     """All that is shown; base and tuning: two of the runs, commits: of the source that made all."""
-    shown = []
-    for kind, rows in results.items():
-        shown += [_outcome(kind, rows), _grid(kind, rows)]
-    return [*shown, _settings(base, tuning, commits)]
+    return [
+        _outcome(results, base.data),
+        _grid(results, base.data),
+        _settings(base, tuning, commits),
+    ]
 
 
-def _outcome(kind: DataName, rows: Mapping[str, Measured]) -> Table:
+def _outcome(rows: Results, kind: str) -> Table:
     base = mean_loss(rows[BASELINE]) if BASELINE in rows else math.nan
     lines = []
     for name, measured in rows.items():
@@ -134,7 +118,7 @@ def _outcome(kind: DataName, rows: Mapping[str, Measured]) -> Table:
     )
 
 
-def _grid(kind: DataName, rows: Mapping[str, Measured]) -> Table:
+def _grid(rows: Results, kind: str) -> Table:
     return Table(
         f"Learning rates tried, {kind} data",
         ("row", "rate: loss"),
@@ -202,62 +186,3 @@ def _settings(base: RunSettings, tuning: RunSettings, commits: str) -> Table:
         "source of the runs": commits,
     }
     return Table("Settings", ("", ""), list(facts.items()))
-
-
-def draw(path: Path, results: Results) -> None:
-    """Write a PNG: loss against bytes per parameter and step, a point a row, a panel a data."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5 * len(results), 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(results), squeeze=False)[0]
-    for axes, (kind, rows) in zip(panels, results.items(), strict=True):
-        points = list[tuple[float, float, str, str]]()
-        for name, measured in rows.items():
-            loss = mean_loss(measured)
-            if not math.isfinite(loss):
-                continue
-            row = RowName.parse(name)
-            if row.kind == "none":
-                axes.axhline(loss, color="grey", linewidth=0.8, linestyle="--")
-                axes.annotate(
-                    row.label, (0.01, loss), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                    textcoords="offset points", fontsize="x-small", color="grey",
-                )  # fmt: skip
-                continue
-            sent = statistics.fmean(
-                one.bytes_per_parameter_step for one in measured.results.values()
-            )
-            colour = OKABE_ITO[0] if KINDS[row.kind].is_ours else OKABE_ITO[3]
-            axes.errorbar(sent, loss, yerr=loss_std(measured), color=colour, marker="o", capsize=3)
-            points.append((loss, sent, row.label.removeprefix("gossipdp, "), colour))
-        axes.set(xscale="log", xlabel="bytes a worker sent per parameter and step")
-        _label(axes, points)
-        axes.set_ylabel("validation loss of the average (bits a byte)")
-        axes.set_title(f"{kind} data; gossipdp in blue", fontsize="medium")
-        axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def _label(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Name points (loss, bytes, label, colour), with names apart where points are near.
-
-    Those that send little have their names beside them, the others in a column at the right.
-    """
-    if not points:
-        return
-    losses, bytes_sent = [point[0] for point in points], [point[1] for point in points]
-    gap = (max(losses) - min(losses)) / 34
-    middle, most = math.sqrt(min(bytes_sent) * max(bytes_sent)), max(bytes_sent)
-    free = {True: -math.inf, False: -math.inf}
-    for loss, sent, label, colour in sorted(points):
-        in_column = sent > middle
-        free[in_column] = max(loss, free[in_column] + gap)
-        axes.annotate(
-            label, (sent, loss), (1.4 * most if in_column else 1.1 * sent, free[in_column]),
-            va="center", fontsize="x-small", color=colour,
-            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": colour, "alpha": 0.6},
-        )  # fmt: skip
-    axes.set_xlim(right=12 * most)  # room for the column

@@ -118,7 +118,6 @@ def test_a_row_is_a_kind_and_a_period():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": "disjoint,other"}, "choose disjoint, common or both"),
         ({"rates": "0.004,0.009"}, "twice the one before"),
         ({"seeds": 0}, "--seeds is 0"),
         ({"rows": "dpp"}, "there is no row 'dpp'"),
