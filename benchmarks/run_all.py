@@ -51,7 +51,6 @@ BENCHMARKS = (
     Benchmark("overlap", ("--rounds", "2", *(f"--only={name}" for name in OVERLAPS)), 140),
     Benchmark("memory", ("--rounds", "1"), 35),
     Benchmark("shards", ("--rounds", "1"), 90),
-    Benchmark("shards", ("link", "--rounds", "1"), 90),
     Benchmark("startup", ("--rounds", "2"), 70),
     Benchmark("faults", ("--rounds", "2"), 90),
     # The tables in the order in which they matter, should time run out.
