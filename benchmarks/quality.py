@@ -177,7 +177,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
 
 def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[float]]:
     """Rows and rates; raises ValueError for what cannot be meant."""
-    names = [RowName.parse(text.strip()) for text in benchmark.rows.split(",")]
+    names = RowName.parse_all(benchmark.rows)
     try:
         rates = [float(text) for text in benchmark.rates.split(",")]
     except ValueError:

@@ -33,7 +33,7 @@ from quality_report import settings_facts
 from support.conditions import CONDITIONS
 from support.hosts import Hosts, missing
 from support.network_probe import measure
-from support.quality_rows import TORCHFT, RowName
+from support.quality_rows import RowName
 from support.quality_runs import Runs
 from support.quality_worker import RunResult, RunSettings, num_parameters, run
 from support.report import Missing, Report, Table, run_script
@@ -125,9 +125,7 @@ def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
     for table in benchmark.tables or ROWS:
         if table not in ROWS:
             raise ValueError(f"there is no table {table!r}; choose from {', '.join(ROWS)}")
-        names = [RowName.parse(row.strip()) for row in (benchmark.rows or ROWS[table]).split(",")]
-        if CONDITIONS[table].mbits_per_s and any(name.needs(TORCHFT) for name in names):
-            raise ValueError(f"{table}: torchft's lighthouse is on this machine's loopback alone")
+        names = RowName.parse_all(benchmark.rows or ROWS[table])
         plan[table] = {name.text: learning_rate(name, given) for name in names}
     if unknown := rows_once(benchmark).difference(*plan.values()):
         raise ValueError(f"--once has {', '.join(sorted(unknown))}: no row of these tables")

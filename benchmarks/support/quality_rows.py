@@ -300,7 +300,7 @@ KINDS = {
 """By the name that the command takes, without its period."""
 
 DEFAULT_ROWS = (
-    "ddp,ddp_bf16,ddp_powersgd,local_sgd@4,local_sgd_bf16@8,diloco_gentle@16,diloco_torchft@16,"
+    "ddp,ddp_bf16,ddp_powersgd,local_sgd@4,local_sgd_bf16@8,diloco_gentle@16,"
     "decent_dp,none,gossip,a2cid2,gossip@11,gossip_lattice8@3,gossip_lattice8@1/4"
 )
 
@@ -358,6 +358,21 @@ class RowName:
     def needs(self, packages: Mapping[str, str]) -> bool:
         """Return whether it is a row of these packages."""
         return KINDS[self.kind].needs is packages
+
+    @classmethod
+    def parse_all(cls, text: str) -> list[RowName]:
+        """Read rows with commas between them, for runs on equal tokens.
+
+        Raises:
+            ValueError: as :meth:`parse`, or for a row of torchft, which only the race has.
+        """
+        names = [cls.parse(row.strip()) for row in text.split(",")]
+        for name in names:
+            if name.needs(TORCHFT):
+                raise ValueError(
+                    f"row {name.text!r} needs a lighthouse: benchmarks/race.py has one"
+                )
+        return names
 
     def batch_sizes(self, batch_size: int, speeds: Sequence[float]) -> list[int]:
         """Return the samples of a step, by rank: a full batch, or a share by speed."""

@@ -98,11 +98,9 @@ def test_rows_and_conditions_are_read_in_the_order_of_the_report() -> None:
     assert program.rows == {"ddp": 0.04, "gossipdp": 0.04}
 
 
-def test_a_quick_run_takes_every_row_only_where_that_shows_most() -> None:
-    program = check(Race(quick=True))
-    assert len(program.rows_under("calm")) == len(program.rows) == 8
-    assert program.rows_under("moving") == ["gossipdp"]
-    assert check(Race(quick=True, rows="ddp")).rows_under("moving") == ["ddp"]
+def test_a_quick_run_is_in_the_calm_and_under_kills() -> None:
+    assert list(check(Race(quick=True)).conditions) == ["calm", "kills10"]
+    assert list(check(Race(quick=True, conditions="moving")).conditions) == ["moving"]
 
 
 def test_every_condition_has_a_plan_that_can_be_done() -> None:
