@@ -80,7 +80,7 @@ cluster-test: $(VENV)/cluster.installed
 browser-test: $(VENV)/dev.installed
 	$(BIN)/python -m pytest tests/browser/report_page.py $(ARGS)
 
-# All benchmarks, in less than 20 minutes on two cores; ARGS="scale overlap" for some of them.
+# All benchmarks, in less than 20 minutes on two cores; ARGS="memory overlap" for some of them.
 bench: $(VENV)/dev.installed
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
 

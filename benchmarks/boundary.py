@@ -2,13 +2,11 @@
 
     python benchmarks/boundary.py                  writes benchmarks/results/boundary.{json,md}
     python benchmarks/boundary.py --json PATH      writes the figures to PATH alone
-    python benchmarks/boundary.py --fused          AdamW's fused loop, which is quicker
 
 A model of 117 million parameters (GPT-2's shapes) takes AdamW steps in this process, in turn alone,
 as with method none, and with the boundary after it, for which an exchange left its part: flow, and
-x += pending, of every chunk under its lock; and the same where exchanges take an outer step, so
-that the boundary moves its base too. What the wrapper does besides at each step does not grow with
-the model; overlap.py measures it. Wants 7 GB of memory and a quiet machine.
+x += pending, of every chunk under its lock. What the wrapper does besides at each step does not
+grow with the model; overlap.py measures it. Wants 7 GB of memory and a quiet machine.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import torch
 import tyro
 from gossipdp.dynamics.outer import OuterStep
 from support.provenance import Provenance
-from support.report import Report, Spread, Table, Target, run_script
+from support.report import Report, Spread, Table, run_script
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import Role
@@ -36,9 +34,6 @@ from gossipdp.rules import at_least_1, check_flags, option, output_file
 
 ETA, ALPHA_TILDE = 0.3, 1.3
 """Those of a ring of about ten; their values do not change how long it takes."""
-
-LIMIT = 1.15
-"""The most that a step with its boundary may take, over a step alone."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,7 @@ class BoundaryBenchmark:
     embeddings that the output shares."""
 
     rounds: int = option(9, at_least_1)
-    """Rounds of three steps: alone, with the boundary, and with one that takes an outer step.
-    One more goes before, uncounted."""
-
-    fused: bool = False
-    """AdamW's fused loop in place of torch's default."""
+    """Rounds of two steps: alone, and with the boundary. One more goes before, uncounted."""
 
     json: Path | None = option(None, output_file)
     """Write the results to this file instead of benchmarks/results."""
@@ -72,15 +63,13 @@ def main() -> None:
     result = measure(benchmark)
     report.tables.append(
         Table(
-            f"{result['parameters']:,} parameters, AdamW{' (fused)' if benchmark.fused else ''}, "
-            f"{result['threads']} threads",
+            f"{result['parameters']:,} parameters, AdamW, {result['threads']} threads",
             ("", "ms"),
             [
                 (name, Spread.of(result[f"{key}_runs_ms"]).text(".1f"))
                 for name, key in (
                     ("optimizer's step alone", "step"),
                     ("step and boundary", "both"),
-                    ("step and boundary, with an outer step", "outer"),
                 )
             ],
             f"Medians of {result['rounds']} interleaved rounds (least to greatest), one more "
@@ -88,7 +77,6 @@ def main() -> None:
             f"{result['kernels']}.",
         )
     )
-    report.targets.append(Target("step with boundary over step", result["ratio"], LIMIT))
     report.write(result, benchmark.json)
 
 
@@ -104,11 +92,10 @@ def measure(benchmark: BoundaryBenchmark) -> dict[str, Any]:
     if benchmark.quick:
         width, layers, rounds = 64, 2, 2
     shapes = gpt_shapes(width, layers)
-    training = Training(shapes, fused=benchmark.fused)
+    training = Training(shapes)
     turns: list[tuple[str, Callable[[], float]]] = [
         ("step", training.step),
-        ("both", lambda: training.step_with_boundary(training.plain)),
-        ("outer", lambda: training.step_with_boundary(training.outer)),
+        ("both", training.step_with_boundary),
     ]
     found_s: dict[str, list[float]] = {name: [] for name, _ in turns}
     for _ in range(rounds + 1):
@@ -117,18 +104,17 @@ def measure(benchmark: BoundaryBenchmark) -> dict[str, Any]:
         # Each finds what the one before has left in the caches: they take turns.
         turns.append(turns.pop(0))
     counted_s = {name: seconds[1:] for name, seconds in found_s.items()}
-    step_s, both_s, outer_s = (statistics.median(seconds) for seconds in counted_s.values())
+    step_s, both_s = (statistics.median(seconds) for seconds in counted_s.values())
     return {
         "ratio": both_s / step_s,
         "ratio_by_round": [
             both / step for both, step in zip(counted_s["both"], counted_s["step"], strict=True)
         ],
-        "outer_ratio": outer_s / step_s,
         **{f"{name}_ms": 1e3 * statistics.median(runs) for name, runs in counted_s.items()},
         **{f"{name}_runs_ms": [1e3 * each for each in runs] for name, runs in counted_s.items()},
         "parameters": sum(map(torch.Size.numel, shapes)),
-        "chunks": len(training.plain.state.chunks),
-        "kernels": training.plain.state.kernels,
+        "chunks": len(training.state.chunks),
+        "kernels": training.state.kernels,
         "threads": torch.get_num_threads(),
         "rounds": rounds,
         "provenance": msgspec.structs.asdict(Provenance.here(time.monotonic() - started_s)),
@@ -144,40 +130,10 @@ def gpt_shapes(width: int, num_layers: int) -> list[torch.Size]:
     return [torch.Size(shape) for shape in shapes]
 
 
-class Worker:
-    """A worker's state over parameters ``x``, and what an exchange leaves in it."""
-
-    def __init__(
-        self, x: Tensor, snapshots: Tensor, peers: Tensor, outer: OuterStep | None
-    ) -> None:
-        segment = Segment(x, Role.TRAINED, outer=outer, chunk_bytes=chunk_bytes_for(x.nbytes))
-        self.state = State([segment])
-        self.state.compile()
-        self._chunks = [
-            (chunk, snapshot, peer)
-            for (chunk, snapshot), (_, peer) in zip(
-                segment.split(snapshots), segment.split(peers), strict=True
-            )
-        ]
-        self._theta = 0.0
-
-    def exchange(self) -> None:
-        """Exchange every chunk, after an outer step if there is one."""
-        self._theta += ETA
-        for chunk, snapshot, peer in self._chunks:
-            chunk.outer_step()
-            chunk.snapshot_and_exchange(self._theta, snapshot, peer, ALPHA_TILDE)
-        self._theta += 0.5 * ETA
-
-    def boundary(self) -> None:
-        """Cross the boundary after a step."""
-        self.state.boundary(self._theta)
-
-
 class Training:
-    """A model's parameters as views of flat storage, AdamW on them, and two workers' states."""
+    """A model's parameters as views of flat storage, AdamW on them, and a worker's state."""
 
-    def __init__(self, shapes: list[torch.Size], *, fused: bool) -> None:
+    def __init__(self, shapes: list[torch.Size]) -> None:
         num_values = sum(shape.numel() for shape in shapes)
         generator = torch.Generator().manual_seed(0)
 
@@ -194,9 +150,23 @@ class Training:
             parameter = torch.nn.Parameter(values.view(shape))
             parameter.grad = gradient.view(shape)
             self._parameters.append(parameter)
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-6, fused=fused)
-        shared = x, torch.empty(num_values), random()
-        self.plain, self.outer = Worker(*shared, None), Worker(*shared, OuterStep(every=1))
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-6)
+        segment = Segment(x, Role.TRAINED, chunk_bytes=chunk_bytes_for(x.nbytes))
+        self.state = State([segment])
+        self.state.compile()
+        self._chunks = [
+            (chunk, snapshot, peer)
+            for (chunk, snapshot), (_, peer) in zip(
+                segment.split(torch.empty(num_values)), segment.split(random()), strict=True
+            )
+        ]
+        self._theta = 0.0
+
+    def _exchange(self) -> None:
+        self._theta += ETA
+        for chunk, snapshot, peer in self._chunks:
+            chunk.snapshot_and_exchange(self._theta, snapshot, peer, ALPHA_TILDE)
+        self._theta += 0.5 * ETA
 
     def step(self) -> float:
         """Seconds of a step with nothing after it."""
@@ -204,15 +174,12 @@ class Training:
         self._optimizer.step()
         return time.perf_counter() - started_s
 
-    def step_with_boundary(self, worker: Worker) -> float:
+    def step_with_boundary(self) -> float:
         """Seconds of a step and the boundary after it; an exchange has gone before, untimed."""
-        if worker is self.outer:
-            for chunk in worker.state.chunks:  # what the other did to x is no optimizer's step
-                chunk.forget(slice(None))
-        worker.exchange()
+        self._exchange()
         started_s = time.perf_counter()
         self._optimizer.step()
-        worker.boundary()
+        self.state.boundary(self._theta)
         return time.perf_counter() - started_s
 
 

@@ -5,23 +5,18 @@ python benchmarks/consensus.py --workers 16 --graph ring --method a2cid2 --json 
 
 from __future__ import annotations
 
-import json
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
-from consensus_series import LOWEST_SHARE, NetworkSeries, Outcome, summarize
-from consensus_worker import NUM_OBSERVED, ConsensusTask, run_worker
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from support.report import quantile, run_script
+from support.consensus_series import LOWEST_SHARE, NetworkSeries, Outcome
+from support.consensus_worker import NUM_OBSERVED, ConsensusTask, run_worker
+from support.meeting import Meeting
+from support.report import Report, Spread, Table, run_script
 
 import gossipdp
 from gossipdp.graph import build_graph
@@ -35,7 +30,6 @@ from gossipdp.rules import (
     whole_number,
 )
 from gossipdp_lab.simulate import Consensus, ConstantTime, LinkModel, Scenario, simulate
-from gossipdp_lab.simulate.command_study import parse_seeds
 
 MethodName = Literal["a2cid2", "gossip"]
 # A run that starves its workers of cores must not be given up too early.
@@ -73,14 +67,14 @@ class ConsensusBenchmark:
     floats: int = option(100_000, at_least_1)
     """Length of each worker's vector."""
 
-    seeds: str = "0,1,2,3,4"
-    """One run for each: a list such as 0,1,2, or how many."""
+    seeds: int = option(5, at_least_1)
+    """Runs, one for each seed."""
 
     link_mbytes: float | None = option(None, positive_number)
     """Limit on what each worker sends, in MB/s; by default none."""
 
     json: Path | None = option(None, output_file)
-    """Also write the results to this file."""
+    """Write the figures to this file alone."""
 
     quick: bool = False
     """A few short steps of three workers, to see that it works."""
@@ -97,56 +91,59 @@ def run(arguments: ConsensusBenchmark) -> None:
     Raises ValueError for bad input, before any process starts.
     """
     if arguments.quick:
-        arguments = replace(arguments, workers=3, steps=40, step_ms=20.0, seeds="0,")
-    seeds = check(arguments)
-    console = Console()
-    tasks = [make_task(arguments, seed) for seed in seeds]
-    console.print(_opening(arguments, seeds), highlight=False, soft_wrap=True)
+        arguments = replace(arguments, workers=3, steps=40, step_ms=20.0, seeds=1)
+    check(arguments)
+    report = Report("consensus", "How fast real and simulated workers agree", arguments.quick)
+    tasks = [make_task(arguments, seed) for seed in range(arguments.seeds)]
     exchange_s: list[float] = []
     measured: list[Outcome] = []
     num_failed = 0
     for task in tasks:
-        with _bar(console, f"measured, seed {task.seed}") as advance:
-            outcome, durations_s, failed = measure(task, arguments.workers, advance)
+        outcome, durations_s, failed = measure(task, arguments.workers)
+        print(f"measured, seed {task.seed}: {outcome}", flush=True)
         measured.append(outcome)
         exchange_s += durations_s
         num_failed += failed
-        _tell(console, "measured", task.seed, outcome)
-    simulated: list[Outcome] = []
-    for task in tasks:
-        with _bar(console, f"simulated, seed {task.seed}") as advance:
-            outcomes = simulate_task(task, arguments.workers, exchange_s, advance)
-        for outcome in outcomes:
-            _tell(console, "simulated", task.seed, outcome)
-        simulated += outcomes
-    summary: dict[str, Any] = {
-        "measured": {
-            **summarize(measured),
-            "exchange_s": {
-                "median": quantile(exchange_s, 0.5),
-                "p10": quantile(exchange_s, 0.1),
-                "p90": quantile(exchange_s, 0.9),
-            },
-            "exchanges": len(exchange_s) // 2,
-            "failed_exchanges": num_failed,
-        },
-        "simulated": summarize(simulated),
-        "configuration": configuration(arguments, seeds),
+    simulated = [
+        outcome for task in tasks for outcome in simulate_task(task, arguments.workers, exchange_s)
+    ]
+    names = ("decay_per_exchange", "achieved_comm_rate")
+    found = {
+        name: [Spread.of(getattr(one, name) for one in half) for half in (measured, simulated)]
+        for name in names
     }
-    console.print(_table(summary))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
-        console.print(f"written: {arguments.json}", highlight=False, soft_wrap=True, markup=False)
+    rows = [
+        (name.replace("_", " "), *(half.text(".4g") for half in halves),
+         f"{halves[1].median / halves[0].median:.3f}")
+        for name, halves in found.items()
+    ]  # fmt: skip
+    asked = (
+        f"{arguments.workers} workers, graph {arguments.graph}, method {arguments.method}, comm "
+        f"rate {arguments.comm_rate:g}, {arguments.steps} steps of {arguments.step_ms:g} ms"
+    )
+    note = (
+        f"Medians (least to greatest). Exchanges took {1e3 * Spread.of(exchange_s).median:.2f} ms; "
+        f"{num_failed} failed. The slope is taken down to {LOWEST_SHARE:g} of the first consensus "
+        f"distance; they fell to {max(one.lowest_share for one in measured):.2g}: for less give "
+        "more --steps."
+    )
+    report.tables.append(Table(asked, ("", "measured", "simulated", "ratio"), rows, note))
+    figures = {
+        "measured": [asdict(one) for one in measured],
+        "simulated": [asdict(one) for one in simulated],
+        "exchange_s": exchange_s,
+        "failed_exchanges": num_failed,
+        "configuration": asked,
+    }
+    report.write(figures, arguments.json)
 
 
-def check(arguments: ConsensusBenchmark) -> list[int]:
-    """Return the seeds, or raise ValueError for an invalid list. Quick, without torch."""
+def check(arguments: ConsensusBenchmark) -> None:
+    """Raise ValueError for bad input. Quick, without torch."""
     check_flags(arguments)
-    seeds = parse_seeds(arguments.seeds)
     if arguments.link_mbytes is not None:
         megabits_per_s("8 * --link-mbytes", 8 * arguments.link_mbytes)
-    build_graph(arguments.graph, arguments.workers, seed=seeds[0])
-    return seeds
+    build_graph(arguments.graph, arguments.workers, seed=0)
 
 
 def make_task(arguments: ConsensusBenchmark, seed: int) -> ConsensusTask:
@@ -160,28 +157,28 @@ def make_task(arguments: ConsensusBenchmark, seed: int) -> ConsensusTask:
         num_floats=arguments.floats,
         seed=seed,
         max_megabits_per_s=arguments.link_mbytes and 8 * arguments.link_mbytes,
+        meeting=Path(),  # of each run its own
     )
 
 
-def measure(
-    task: ConsensusTask, num_workers: int, advance: Callable[[float], None]
-) -> tuple[Outcome, list[float], int]:
+def measure(task: ConsensusTask, num_workers: int) -> tuple[Outcome, list[float], int]:
     """One run of real processes: its figures, the durations of all exchanges, how many failed."""
     expected_s = task.num_steps * task.step_s
-    started_s = time.monotonic()
-    workers = gossipdp.launch(
-        run_worker,
-        world_size=num_workers,
-        args=(task,),
-        environment={
-            # The arithmetic of one chunk gains nothing from threads, and the cores are few.
-            "OMP_NUM_THREADS": "1",
-            # The table tells the achieved rate: no warning of each worker that it is low.
-            "GOSSIPDP_LOG": os.environ.get("GOSSIPDP_LOG", "error"),
-        },
-        timeout_s=max(LEAST_RUN_LIMIT_S, RUN_LIMIT_IN_RUNS * expected_s),
-        on_poll=lambda: advance(min(1.0, (time.monotonic() - started_s) / expected_s)),
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Path(folder) / "meeting"
+        Meeting.create(meeting, num_workers)
+        workers = gossipdp.launch(
+            run_worker,
+            world_size=num_workers,
+            args=(replace(task, meeting=meeting),),
+            environment={
+                # The arithmetic of one chunk gains nothing from threads, and the cores are few.
+                "OMP_NUM_THREADS": "1",
+                # The table tells the achieved rate: no warning of each worker that it is low.
+                "GOSSIPDP_LOG": os.environ.get("GOSSIPDP_LOG", "error"),
+            },
+            timeout_s=max(LEAST_RUN_LIMIT_S, RUN_LIMIT_IN_RUNS * expected_s),
+        )
     outcome = NetworkSeries.of_workers(workers, task.step_s).outcome()
     durations_s = [duration_s for worker in workers for duration_s in worker.exchange_s]
     return outcome, durations_s, sum(worker.num_failed for worker in workers)
@@ -191,7 +188,6 @@ def simulate_task(
     task: ConsensusTask,
     num_workers: int,
     exchange_s: list[float],
-    advance: Callable[[float], None],
 ) -> list[Outcome]:
     """Simulate the same run, with exchanges that last as long as the measured ones.
 
@@ -213,82 +209,9 @@ def simulate_task(
     outcomes = []
     for repeat in range(SIMULATIONS_PER_RUN):
         seed = task.seed + repeat * SEEDS_APART
-
-        def advance_all(share: float, done: int = repeat) -> None:
-            advance((done + share) / SIMULATIONS_PER_RUN)
-
-        trace = simulate(replace(scenario, seed=seed), task.method, advance_all)
+        trace = simulate(replace(scenario, seed=seed), task.method)
         outcomes.append(NetworkSeries.of_trace(trace).outcome())
     return outcomes
-
-
-def configuration(arguments: ConsensusBenchmark, seeds: list[int]) -> dict[str, Any]:
-    """Return the configuration that was asked for."""
-    asked = asdict(arguments) | {"seeds": seeds}
-    del asked["json"], asked["quick"]
-    return asked
-
-
-@contextmanager
-def _bar(console: Console, text: str) -> Iterator[Callable[[float], None]]:
-    """Show a bar of the share that is done, on a terminal only."""
-    with Progress(
-        console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(text, total=1.0)
-
-        def advance(share: float) -> None:
-            progress.update(task, completed=share, refresh=True)
-
-        yield advance
-
-
-def _opening(arguments: ConsensusBenchmark, seeds: list[int]) -> str:
-    text = (
-        f"consensus: {arguments.workers} workers, graph {arguments.graph}, method "
-        f"{arguments.method}, comm rate {arguments.comm_rate:g}, "
-        f"{arguments.steps} steps of {arguments.step_ms:g} ms, "
-        f"{arguments.floats:,} floats"
-    )
-    if arguments.link_mbytes is not None:
-        text += f", links of {arguments.link_mbytes:g} MB/s"
-    return f"{text}, seeds {', '.join(map(str, seeds))}"
-
-
-def _tell(console: Console, half: str, seed: int, outcome: Outcome) -> None:
-
-    line = (
-        f"{half}, seed {seed}: decay per exchange {outcome.decay_per_exchange:.4g}, achieved comm "
-        f"rate {outcome.achieved_comm_rate:.3f}"
-    )
-    if not outcome.is_long_enough:
-        line += (
-            f" (short: the consensus distance fell to {outcome.lowest_share:.2g} of its first "
-            f"value, and the slope should be taken down to {LOWEST_SHARE:g}; give more --steps)"
-        )
-    console.print(line, highlight=False, soft_wrap=True)
-
-
-def _table(summary: dict[str, Any]) -> Table:
-
-    measured, simulated = summary["measured"], summary["simulated"]
-    table = Table()
-    for heading in ("", "measured", "simulated", "ratio"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name in ("decay_per_exchange", "achieved_comm_rate"):
-        table.add_row(
-            name.replace("_", " "),
-            *(f"{half[name]:.4g} ± {half[f'{name}_spread']:.2g}" for half in (measured, simulated)),
-            f"{simulated[name] / measured[name]:.3f}",
-        )
-    times = measured["exchange_s"]
-    table.add_row(
-        "exchange (ms)",
-        f"{1e3 * times['median']:.2f} ({1e3 * times['p10']:.2f} to {1e3 * times['p90']:.2f})",
-        "drawn from those",
-        "",
-    )
-    return table
 
 
 if __name__ == "__main__":

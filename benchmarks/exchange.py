@@ -1,4 +1,4 @@
-"""The speed of exchanges on one machine, side by side with gloo and a bare socket.
+"""The speed of exchanges on one machine, side by side with gloo.
 
     python benchmarks/exchange.py                  writes benchmarks/results/exchange.{json,md}
     python benchmarks/exchange.py --json PATH      writes the figures to PATH alone
@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 import tyro
-from exchange_worker import NUM_ADDRESSES, work
+from support.exchange_worker import NUM_ADDRESSES, work
 from support.provenance import Provenance
-from support.report import Report, Spread, Table, Target, run_script
+from support.report import Report, Spread, Table, run_script
 
 from gossipdp.links.tls import make_tls_files
 from gossipdp.rules import at_least_1, check_flags, number, option, output_file
@@ -33,19 +33,15 @@ CONTENDERS = {
     "shared_memory": "shared memory, writing the values there included",
     "tcp": "a TCP link",
     "tls": "a TCP link through TLS",
-    "bare_socket": "a bare poll loop over a TCP socket",
     "gloo": "gloo, send then receive",
     "gloo_at_once": "gloo, isend and irecv",
-    "shared_memory_with_update": "whole exchange over shared memory",
-    "tcp_with_update": "whole exchange over TCP",
-    "gloo_with_update": "gloo, send then receive, and the same update",
 }
 QUICK_MEGABYTES = 2.0
 
 
 @dataclass(frozen=True)
 class ExchangeBenchmark:
-    """Measure how fast two processes exchange parameters, beside gloo and a bare socket.
+    """Measure how fast two processes exchange parameters, beside gloo.
 
     Two processes, each pinned to a core, give each other as many megabytes at once. Every way
     takes its turn in every round, and what each round has brought is verified. GB/s is per
@@ -83,17 +79,6 @@ def main() -> None:
             "What every round brought was verified.",
         )
     )
-    report.targets += [
-        Target(f"{ours} over {theirs}", result[f"{ours}_gbps"] / result[f"{theirs}_gbps"], limit,
-               at_most=False)
-        for ours, theirs, limit in (
-            ("shared_memory", "gloo", 3.0),
-            ("tcp", "gloo", 1.1),
-            ("tcp", "bare_socket", 0.9),
-            ("shared_memory_with_update", "gloo_with_update", 1.5),
-            ("tcp_with_update", "gloo_with_update", 1.1),
-        )
-    ]  # fmt: skip
     report.write(result, benchmark.json)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/graphs.py [--workers 4,8,16] [--seeds 3] [--rows "ring a2cid2"]
 
 Every row trains the same network on the same batches, at the same learning rate; only the graph,
-the method and the condition differ. Exchanges follow the real protocol. The loss is that of the
+the method and the data differ. Exchanges follow the real protocol. The loss is that of the
 mean model on held-out text, in bits a byte. The consensus distance is a mean over the run, since at
 the end the learning rate is zero and workers agree anyway. Adam's second moment is averaged in
 every 16th exchange.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,9 @@ from support.report import Report, Table, run_script
 
 from gossipdp_lab.simulate import (
     AdamW,
-    ConstantTime,
     Link,
     LinkModel,
     Scenario,
-    SlowedTime,
     simulate,
 )
 from gossipdp_lab.tasks.workload import learning_rate_factor
@@ -49,33 +47,7 @@ CASES = (
 """On a complete graph A2CiD2 is plain gossip. A torus of 4 is the ring; that of 8 is left out."""
 
 
-@dataclass(frozen=True)
-class Condition:
-    """The workers' data, comm rate and links.
-
-    ``slow``: how many times longer than the others' the steps of one worker take; it makes fewer.
-    """
-
-    disjoint: bool = False
-    comm_rate: float | str = 1.0
-    slow: float = 1.0
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-# As if the model had a million parameters and a step took the simulator's 0.1 s: an exchange takes
-# longer than three steps.
-_SLOW_LINKS = {"model_bytes": 4e6, "links": LinkModel(Link(latency_s=0.02, bytes_per_s=100e6 / 8))}
-CONDITIONS = {
-    "disjoint data": Condition(disjoint=True),
-    "common data": Condition(),
-    "disjoint data, one worker 4 times slower": Condition(disjoint=True, slow=4.0),
-    "disjoint data, 4 exchanges a step": Condition(disjoint=True, comm_rate=4.0),
-    "disjoint data, slow links, auto": Condition(
-        disjoint=True, comm_rate="auto", options=_SLOW_LINKS
-    ),
-    "common data, one worker 4 times slower": Condition(slow=4.0),
-    "disjoint data, an exchange in 4 steps": Condition(disjoint=True, comm_rate=0.25),
-}
+CONDITIONS = ("disjoint data", "common data")
 
 
 @dataclass(frozen=True)
@@ -97,21 +69,20 @@ class Run:
 
     def scenario(self) -> Scenario:
         """Return what the simulator runs."""
-        condition = CONDITIONS[self.condition]
         return Scenario(
             graph=self.graph,
             num_workers=self.workers,
-            objective=ByteModel(condition.disjoint, batch_size=16, predicted=4, width=8, hidden=32),
+            objective=ByteModel(
+                self.condition == "disjoint data", batch_size=16, predicted=4, width=8, hidden=32
+            ),
             optimizer=AdamW(self.learning_rate),
-            comm_rate=condition.comm_rate,
-            compute_time=SlowedTime(ConstantTime(), {1: condition.slow}),
             num_steps=self.steps,
             seed=self.seed,
             num_records=10,
             exchange_moments={"exp_avg_sq": 16},
             schedule=learning_rate_factor,
             fidelity="links",
-            **{"links": LinkModel(Link(latency_s=0.0)), **condition.options},
+            links=LinkModel(Link(latency_s=0.0)),
         )
 
     def make(self) -> dict[str, Any]:
@@ -123,7 +94,6 @@ class Run:
         return asdict(self) | {
             "loss": last.loss,
             "consensus_distance": statistics.fmean(distances),
-            "last_consensus_distance": distances[-1],
             "comm_rate": trace.achieved_comm_rate,
             "messages_per_exchange": sum(trace.num_messages.values()) / max(1, last.exchanges),
             "gradient_steps": last.gradient_steps,
@@ -149,11 +119,10 @@ class Runs(FinishedRuns[dict[str, Any]]):
 
 def tables(runs: list[dict[str, Any]]) -> list[Table]:
     """Return one table for each number of workers, condition, length and learning rate."""
-    order = list(CONDITIONS)
     names = ("workers", "condition", "steps", "learning_rate")
     settings = {tuple(run[name] for name in names) for run in runs}
     made = []
-    for values in sorted(settings, key=lambda each: (each[0], order.index(each[1]), each[2:])):
+    for values in sorted(settings, key=str):
         setting = dict(zip(names, values, strict=True))
         reference = _cell(runs, setting, *CASES[-1])
         rows = []
@@ -222,11 +191,10 @@ def cases(workers: int, only: str | None) -> list[tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--workers", default="4,8,16", help="numbers of workers")
-    parser.add_argument("--conditions", default=";".join(CONDITIONS), help="with semicolons")
+    parser.add_argument("--data", nargs="+", choices=CONDITIONS, default=CONDITIONS[:1])
     parser.add_argument("--rows", help='such as "ring a2cid2,complete gossip"; by default all')
     parser.add_argument("--seeds", type=int, default=3, help="number of them")
     parser.add_argument("--steps", type=int, default=150, help="of an ordinary worker")
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--runs", type=Path, default=Path("runs/graphs.jsonl"))
     parser.add_argument("--no-runs", action="store_true", help="only tabulate what has been run")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
@@ -236,12 +204,8 @@ def main() -> None:
         options.runs = Path("runs/graphs_quick.jsonl")
     report = Report("graphs", __doc__.split("\n", 1)[0], quick=options.quick)
     runs = Runs(options.runs)
-    conditions = options.conditions.split(";")
-    for name in conditions:
-        if name not in CONDITIONS:
-            raise ValueError(f"there is no condition {name!r}: they are {'; '.join(CONDITIONS)}")
     for seed in range(0 if options.no_runs else options.seeds):
-        for condition in conditions:
+        for condition in options.data:
             for workers in map(int, options.workers.split(",")):
                 for graph, method in cases(workers, options.rows):
                     runs.find(
@@ -251,7 +215,7 @@ def main() -> None:
                             method,
                             workers,
                             options.steps,
-                            options.learning_rate,
+                            LEARNING_RATE,
                             seed,
                         )
                     )

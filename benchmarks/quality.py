@@ -3,13 +3,13 @@
     python benchmarks/quality.py --quick            every row, tiny: 10 minutes on two cores
     python benchmarks/quality.py --size small       72,000 parameters, hours
     python benchmarks/quality.py                    a million parameters, days
-    python benchmarks/quality.py --rows ddp,gossip,diloco@32 --data disjoint
+    python benchmarks/quality.py --rows ddp,gossip --data disjoint
 
 Worker processes train a byte-level transformer on the source of Python's standard library over the
 loopback interface: every row on the same number of tokens, with its own learning rate, tuned on a
 grid of factors of two that is widened where the best lies at its end, and then with seeds that took
 no part in the tuning. Finished runs are kept in --runs, so a call that was stopped goes on from
-there. The table, and a chart of loss against bytes, go to benchmarks/results once all is measured.
+there. The table goes to benchmarks/results once all is measured.
 """
 
 from __future__ import annotations
@@ -21,22 +21,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import tyro
-from conditions import CONDITIONS
-from quality_report import draw, rows_as_json, tables, targets
-from quality_rows import DEFAULT_ROWS, RowName
-from quality_runs import Measured, Runs, measure
-from quality_worker import DataName, Processor, RunResult, RunSettings, Size, run
-from rich.console import Console
+from quality_report import rows_as_json, tables
+from support.conditions import CONDITIONS
 from support.learning_rates import NoBestRateError
+from support.quality_rows import DEFAULT_ROWS, RowName
+from support.quality_runs import Measured, Runs, measure
+from support.quality_worker import DataName, Processor, RunResult, RunSettings, Size, run
 from support.report import Missing, Report, results_folder, run_script
 
 from gossipdp import WorkerFailedError
-from gossipdp.rules import at_least_1, check_flags, number, option, output_file, whole_number
-from gossipdp_lab.progress_bar import ProgressView
+from gossipdp.rules import (
+    at_least_1,
+    check_flags,
+    option,
+    output_file,
+    positive_number,
+    whole_number,
+)
 
 SIZES = {
     "tiny": Size(width=48, depth=2, context=64, batch_size=8, steps=32),
@@ -49,7 +54,7 @@ SIZES = {
 class QualityBenchmark:
     """Measure how well a model trains: loss at equal tokens, each row with its own learning rate.
 
-    Rows: see benchmarks/quality_rows.py. A name ends in @H where something happens every H steps.
+    Rows: see support/quality_rows.py. A name ends in @H where something happens every H steps.
     """
 
     size: Literal["tiny", "small", "large"] = "large"
@@ -61,8 +66,8 @@ class QualityBenchmark:
     rows: str = DEFAULT_ROWS
     """Rows to run, with commas between them."""
 
-    data: str = "disjoint,common"
-    """disjoint: each worker has a stretch of the text of its own; common: all draw from all."""
+    data: DataName = "common"
+    """common: all draw from the whole text; disjoint: each worker has a stretch of its own."""
 
     rates: str = "0.004,0.008,0.016"
     """The grid of learning rates to begin with, each twice the one before."""
@@ -76,10 +81,7 @@ class QualityBenchmark:
     graph: str = "ring"
     """The graph of gossipdp's rows."""
 
-    beta2: float = option(0.999, partial(number, below=1.0))
-    """AdamW's beta 2: the share of the second moment that a step keeps; torch's is 0.999."""
-
-    step_ms: float | None = option(None, partial(number, is_positive=True))
+    step_ms: float | None = option(None, positive_number)
     """Let a step last so long, as if each worker had a processor of its own; pace is free then, and
     learning rates are those that are best without."""
 
@@ -105,7 +107,7 @@ class QualityBenchmark:
     """Write the figures to this file alone."""
 
     quick: bool = False
-    """A few steps of one seed on disjoint data, to see that all works."""
+    """A few steps of one seed, to see that all works."""
 
     def tuning(self, base: RunSettings) -> RunSettings:
         """Return the runs by which the rate of ``base`` is tuned; they are under no condition."""
@@ -128,8 +130,8 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     if benchmark.quick:
         runs = results_folder(benchmark.quick) / "quality_runs.jsonl"
         runs.unlink(missing_ok=True)  # it is to run, not to find what ran before
-        benchmark = replace(benchmark, size="tiny", seeds=1, data="disjoint", runs=runs)
-    names, kinds, rates = check(benchmark)
+        benchmark = replace(benchmark, size="tiny", seeds=1, runs=runs)
+    names, rates = check(benchmark)
     size = SIZES[benchmark.size]
     size = replace(size, steps=benchmark.steps or size.steps)
     report = Report(f"quality_{benchmark.size}", "Does it train as well?", benchmark.quick)
@@ -137,58 +139,45 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     report.missing = [Missing(name.label, why) for name in names if (why := name.missing())]
     if not here:
         raise ValueError(f"none of these rows can run here: {report.missing[0].why}")
-    num_runs = len(here) * len(kinds) * (len(rates) + 1 + benchmark.seeds)
-    campaign = Campaign(benchmark, Runs(benchmark.runs), num_runs)
+    campaign = Campaign(benchmark, Runs(benchmark.runs))
     condition = None
     if benchmark.step_ms is not None:
         condition = replace(CONDITIONS["equal"], step_s=benchmark.step_ms / 1000)
     bases = [
         RunSettings(
             row=name.text,
-            data=kind,
+            data=benchmark.data,
             learning_rate=rates[0],
             seed=0,
             size=size,
             workers=benchmark.workers,
             graph=benchmark.graph,
-            beta2=benchmark.beta2,
             condition=condition,
             processor=Processor(benchmark.device, benchmark.threads),
         )
-        for kind in kinds
         for name in here
     ]
     results = campaign.measure_rows(bases, rates, benchmark.seeds)
-    campaign.close()
     report.missing += [
         Missing(label, f"it failed: {why.splitlines()[-1]}")
         for label, why in campaign.failures.items()
     ]
-    report.missing += unfinished(results, benchmark.seeds)
+    left = unfinished(results, benchmark.seeds)
+    report.missing += left
     tuning = benchmark.tuning(bases[0])
     report.tables += tables(results, bases[0], tuning, campaign.runs.commits())
-    report.targets += targets(results)
-    data = rows_as_json(results, size)
-    is_whole = not campaign.failures and not unfinished(results, benchmark.seeds)
+    data = rows_as_json(results, bases[0])
     path = benchmark.json
-    if path is None and not is_whole and not benchmark.quick:
+    if path is None and (campaign.failures or left) and not benchmark.quick:
         path = benchmark.runs.with_name("unfinished.json")  # never over committed results
-    folder = results_folder(benchmark.quick) if path is None else path.parent
-    draw(folder / f"{report.name if path is None else path.stem}.png", results)
     report.write(data, path)
     if campaign.failures:
         sys.exit(f"quality: failed: {', '.join(campaign.failures)}; see above")
 
 
-def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[DataName], list[float]]:
-    """Rows, data and rates; raises ValueError for what cannot be meant."""
-    names = [RowName.parse(text.strip()) for text in benchmark.rows.split(",")]
-    kinds: list[DataName] = []
-    for kind in get_args(DataName):
-        if kind in benchmark.data.split(","):
-            kinds.append(kind)
-    if len(kinds) != len(benchmark.data.split(",")):
-        raise ValueError(f"--data is {benchmark.data!r}; choose disjoint, common or both")
+def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[float]]:
+    """Rows and rates; raises ValueError for what cannot be meant."""
+    names = RowName.parse_all(benchmark.rows)
     try:
         rates = [float(text) for text in benchmark.rates.split(",")]
     except ValueError:
@@ -196,39 +185,30 @@ def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[DataName], l
     if rates[0] <= 0 or any(two != 2 * one for one, two in itertools.pairwise(rates)):
         raise ValueError(f"--rates is {benchmark.rates!r}; each is twice the one before")
     check_flags(benchmark)
-    return names, kinds, rates
+    return names, rates
 
 
 class Campaign:
-    """Makes the runs that are not finished, one after the other, and shows how far it is.
+    """Makes the runs that are not finished, one after the other."""
 
-    num_runs: how many they will be, all in all, if every grid is widened once.
-    """
-
-    def __init__(self, benchmark: QualityBenchmark, runs: Runs, num_runs: int) -> None:
+    def __init__(self, benchmark: QualityBenchmark, runs: Runs) -> None:
         self.runs = runs
         self.failures: dict[str, str] = {}
         self._benchmark = benchmark
         self._started_s = time.monotonic()
-        self._console = Console()
-        self._view = ProgressView("quality", console=self._console, line_every_s=60.0)
-        self._num_runs = num_runs
-        self._seen: set[str] = set()
-        self._view.start()
 
     def measure_rows(
         self, bases: Sequence[RunSettings], rates: Sequence[float], num_seeds: int
-    ) -> dict[DataName, dict[str, Measured]]:
+    ) -> dict[str, Measured]:
         """Tune every row, then run seed after seed: what is finished compares like with like."""
-        results: dict[DataName, dict[str, Measured]] = {base.data: {} for base in bases}
+        results: dict[str, Measured] = {}
         for up_to in range(num_seeds + 1):
             for base in bases:
                 if RowName.parse(base.row).label in self.failures:
                     continue
                 try:
                     tuning = self._benchmark.tuning(base)
-                    found = measure(base, tuning, rates, up_to, self.run)
-                    results[base.data][base.row] = found
+                    results[base.row] = measure(base, tuning, rates, up_to, self.run)
                 except (WorkerFailedError, NoBestRateError) as error:
                     self.failures[RowName.parse(base.row).label] = str(error).strip()
                     print(f"{base.row}: failed\n{error}", file=sys.stderr)
@@ -236,7 +216,6 @@ class Campaign:
 
     def run(self, settings: RunSettings) -> RunResult | None:
         """Return the result of a run, of this call or an earlier one; None if no time is left."""
-        self._seen.add(settings.key)
         result = self.runs.find(settings)
         if result is not None:
             return result
@@ -248,30 +227,23 @@ class Campaign:
             f"{settings.row}, {settings.data} data, rate {settings.learning_rate:g}, seed "
             f"{settings.seed}"
         )
-        share = min(1.0, (len(self._seen) - 1) / self._num_runs)
-        result = run(settings, lambda: self._view.advance(share, text))
+        result = run(settings)
         self.runs.add(settings, result)
         loss = "diverged" if result.loss is None else f"{result.loss:.4f} bits a byte"
-        line = f"{text}: {loss}, {result.samples_per_s:.0f} samples/s, {result.seconds:.0f} s"
-        self._console.print(line, highlight=False, soft_wrap=True)
+        print(f"{text}: {loss}, {result.seconds:.0f} s", flush=True)
         return result
 
-    def close(self) -> None:
-        """Take the bar off the terminal."""
-        self._view.stop()
 
-
-def unfinished(results: Mapping[DataName, Mapping[str, Measured]], num_seeds: int) -> list[Missing]:
+def unfinished(results: Mapping[str, Measured], num_seeds: int) -> list[Missing]:
     """Return the part of the written plan that is not measured yet."""
     found = []
-    for kind, rows in results.items():
-        for row, measured in rows.items():
-            label = f"{RowName.parse(row).label}, {kind} data"
-            if not measured.is_tuned:
-                found.append(Missing(label, "its learning rate is not tuned yet: call again"))
-            elif len(measured.results) < num_seeds:
-                why = f"{len(measured.results)} of {num_seeds} seeds are measured: call again"
-                found.append(Missing(label, why))
+    for row, measured in results.items():
+        label = RowName.parse(row).label
+        if not measured.is_tuned:
+            found.append(Missing(label, "its learning rate is not tuned yet: call again"))
+        elif len(measured.results) < num_seeds:
+            why = f"{len(measured.results)} of {num_seeds} seeds are measured: call again"
+            found.append(Missing(label, why))
     return found
 
 

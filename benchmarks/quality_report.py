@@ -1,38 +1,31 @@
-"""The report of quality.py: tables, the comparisons that count, JSON and a chart."""
+"""The report of quality.py: tables and JSON."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from quality_rows import (
-    BETA1,
-    KINDS,
+from support.quality_rows import (
+    BETAS,
     OUTER_MOMENTUM,
     OUTER_RATE,
     POWER_SGD_AFTER,
     WEIGHT_DECAY,
     RowName,
 )
-from quality_runs import TUNING_SEED, Measured
-from quality_worker import ONE_THREAD, DataName, Point, RunSettings, Size, num_parameters
-from support.report import Table, Target
-
-from gossipdp import OuterStep
-from gossipdp_lab.simulate.figures import OKABE_ITO
+from support.quality_runs import TUNING_SEED, Measured
+from support.quality_worker import ONE_THREAD, RunSettings, num_parameters
+from support.report import Table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
-Results = Mapping[DataName, Mapping[str, Measured]]
+Results = Mapping[str, Measured]
+"""By row."""
 
 BASELINE = "ddp"
-EASY, LATE = 1.2, 1.02
-"""The losses that are timed, over what DDP in float32 reaches; written before any run."""
-CLOSE = 1.01
 
 
 def mean_loss(measured: Measured) -> float:
@@ -47,80 +40,29 @@ def loss_std(measured: Measured) -> float | None:
     return statistics.stdev(losses) if len(losses) > 1 else None
 
 
-def reached(curve: Sequence[Point], loss: float) -> tuple[float, float]:
-    """Share of the tokens and seconds at which a curve first was at most ``loss``.
-
-    Between two points both are taken for linear in the loss; infinity where it never came.
-    """
-    before: Point | None = None
-    for point in curve:
-        if point.loss is not None and point.loss <= loss:
-            if before is None or before.loss is None:
-                return point.share, point.seconds
-            part = (before.loss - loss) / (before.loss - point.loss)
-            return (
-                before.share + part * (point.share - before.share),
-                before.seconds + part * (point.seconds - before.seconds),
-            )
-        before = point
-    return math.inf, math.inf
-
-
-def timed_losses(rows: Mapping[str, Measured]) -> dict[str, float]:
-    """Return the easy and the late loss; NaN without the baseline."""
-    base = mean_loss(rows[BASELINE]) if BASELINE in rows else math.nan
-    return {"easy": EASY * base, "late": LATE * base}
-
-
-def row_as_json(measured: Measured, timed: Mapping[str, float]) -> dict[str, Any]:
-    """One row's figures; what a seed did not reach is null."""
+def row_as_json(measured: Measured) -> dict[str, Any]:
+    """One row's figures; a loss of a seed that diverged is null."""
     results = list(measured.results.values())
-
-    def mean(values: Sequence[float]) -> float | None:
-        value = statistics.fmean(values) if values else math.nan
-        return value if math.isfinite(value) else None
-
-    found: dict[str, Any] = {
-        "loss": mean([mean_loss(measured)]),
+    loss = mean_loss(measured)
+    return {
+        "loss": loss if math.isfinite(loss) else None,
         "loss_std": loss_std(measured),
         "learning_rate": measured.rate,
-        "bytes_per_parameter_step": mean([one.bytes_per_parameter_step for one in results]),
-        "samples_per_s": mean([one.samples_per_s for one in results]),
-        "comm_rate": mean([one.comm_rate for one in results]),
-        "samples": mean([float(one.samples) for one in results]),
+        "bytes_per_parameter_step": statistics.fmean(x.bytes_per_parameter_step for x in results),
+        "samples_per_s": statistics.fmean(x.samples_per_s for x in results),
+        "comm_rate": statistics.fmean(x.comm_rate for x in results),
+        "samples": statistics.fmean(x.samples for x in results),
+        "seeds": {seed: x.loss for seed, x in measured.results.items()},
+        "tried": {f"{rate:g}": measured.tried[rate] for rate in sorted(measured.tried)},
     }
-    for name, loss in timed.items():
-        at = [reached(one.curve, loss) for one in results]
-        found[f"share_to_{name}_loss"] = mean([share for share, _ in at])
-        found[f"seconds_to_{name}_loss"] = mean([seconds for _, seconds in at])
-    losses = [math.inf if one.loss is None else one.loss for one in results]
-    found["seeds"] = dict(zip(measured.results, losses, strict=True))
-    found["tried"] = {f"{rate:g}": measured.tried[rate] for rate in sorted(measured.tried)}
-    found["curves"] = [[(p.share, p.seconds, p.loss) for p in one.curve] for one in results]
-    return found
 
 
-def rows_as_json(results: Results, size: Size) -> dict[str, Any]:
-    """Return the content of ``--json``: the first data under ``rows``, others under ``other_data``.
-
-    =========================  =================================================================
-    loss, loss_std             final validation loss of the average, bits a byte: mean and sample
-                               standard deviation over the seeds
-    learning_rate, tried       the best one; the tuning seed's loss at each that was tried
-    bytes_per_parameter_step   that a worker's sockets sent in training, without headers
-    samples_per_s              the sum of the workers' own speeds
-    share_to_..., seconds_to_  when the easy and the late loss were first reached; null: never
-    =========================  =================================================================
-    """
-    by_data = {
-        kind: {"timed_losses": timed_losses(rows), "rows": _rows(rows)}
-        for kind, rows in results.items()
-    }
-    first, *others = by_data
+def rows_as_json(results: Results, base: RunSettings) -> dict[str, Any]:
+    """Return the content of ``--json``; base: one of the runs."""
+    size = base.size
     return {
-        "data": first,
-        **by_data[first],
-        "other_data": {kind: by_data[kind] for kind in others},
+        "data": base.data,
+        "rows": {name: row_as_json(row) for name, row in results.items() if row.results},
         "parameters": num_parameters(size),
         "steps": size.steps,
         "samples_per_step": size.batch_size,
@@ -128,28 +70,23 @@ def rows_as_json(results: Results, size: Size) -> dict[str, Any]:
     }
 
 
-def _rows(rows: Mapping[str, Measured]) -> dict[str, Any]:
-    timed = timed_losses(rows)
-    return {name: row_as_json(row, timed) for name, row in rows.items() if row.results}
-
-
 def tables(results: Results, base: RunSettings, tuning: RunSettings, commits: str) -> list[Table]:
     """All that is shown; base and tuning: two of the runs, commits: of the source that made all."""
-    shown = []
-    for kind, rows in results.items():
-        shown += [_outcome(kind, rows), _grid(kind, rows)]
-    return [*shown, _settings(base, tuning, commits)]
+    return [
+        _outcome(results, base.data),
+        _grid(results, base.data),
+        _settings(base, tuning, commits),
+    ]
 
 
-def _outcome(kind: DataName, rows: Mapping[str, Measured]) -> Table:
+def _outcome(rows: Results, kind: str) -> Table:
     base = mean_loss(rows[BASELINE]) if BASELINE in rows else math.nan
-    timed = timed_losses(rows)
     lines = []
     for name, measured in rows.items():
         if not measured.results:
             continue
         loss, std = mean_loss(measured), loss_std(measured)
-        one = row_as_json(measured, timed)
+        one = row_as_json(measured)
         lines.append(
             (
                 RowName.parse(name).label,
@@ -160,10 +97,8 @@ def _outcome(kind: DataName, rows: Mapping[str, Measured]) -> Table:
                 f"{one['bytes_per_parameter_step']:.3g}",
                 f"{one['comm_rate']:.3g}",
                 f"{one['samples_per_s']:.0f}",
-                *(_time(one, which) for which in timed),
             )
         )
-    losses = ", ".join(f"{name} {loss:.3f}" for name, loss in timed.items())
     return Table(
         f"Final loss, {kind} data",
         (
@@ -175,23 +110,15 @@ def _outcome(kind: DataName, rows: Mapping[str, Measured]) -> Table:
             "bytes/(parameter, step)",
             "comm rate",
             "samples/s",
-            "to the easy loss",
-            "to the late loss",
         ),
         lines,
         "Validation loss of the workers' average at the end, mean ± standard deviation over the "
         "seeds. Bytes: payload that a worker's TCP sockets sent, by the kernel's count. Comm rate: "
-        "exchanges, all-reduces or averages per worker and step. To a loss: share of the run's "
-        f"tokens, and seconds; the losses ({losses}) are {EASY:g} and {LATE:g} times DDP's.",
+        "exchanges, all-reduces or averages per worker and step.",
     )
 
 
-def _time(one: Mapping[str, Any], which: str) -> str:
-    share, seconds = one[f"share_to_{which}_loss"], one[f"seconds_to_{which}_loss"]
-    return "never" if share is None else f"{100 * share:.0f}%, {seconds:.0f} s"
-
-
-def _grid(kind: DataName, rows: Mapping[str, Measured]) -> Table:
+def _grid(rows: Results, kind: str) -> Table:
     return Table(
         f"Learning rates tried, {kind} data",
         ("row", "rate: loss"),
@@ -220,8 +147,8 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
         "a run": f"{base.workers} workers, {size.steps:,} steps of each, {batch}",
         "equal in all rows": (
             "tokens, batch, initial parameters, AdamW with betas "
-            f"{BETA1} and {base.beta2}, weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then half "
-            "a cosine to 1% by the share of the run"
+            f"{BETAS[0]} and {BETAS[1]}, weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then "
+            "half a cosine to 1% by the share of the run"
         ),
         "not equal": (
             f"PowerSGD sends plain gradients for the first {POWER_SGD_AFTER} steps. DDP refuses "
@@ -229,8 +156,7 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
             "optimizer a bucket."
         ),
         "outer steps": (
-            f"Nesterov, momentum {OUTER_MOMENTUM:g} but where a row says so, "
-            f"rate {OUTER_RATE:g}; gossipdp: {OuterStep()}"
+            f"Nesterov, momentum {OUTER_MOMENTUM:g} but where a row says so, rate {OUTER_RATE:g}"
         ),
         "each worker's processor": f"{base.processor.device}, {base.processor.threads} threads",
         "gossipdp": (
@@ -260,78 +186,3 @@ def _settings(base: RunSettings, tuning: RunSettings, commits: str) -> Table:
         "source of the runs": commits,
     }
     return Table("Settings", ("", ""), list(facts.items()))
-
-
-def targets(results: Results) -> list[Target]:
-    """Ours beside the strongest that is asked for: DDP at every step, DiLoCo at equal periods."""
-    found = []
-    for kind, rows in results.items():
-        for ours, theirs in (
-            ("gossip", "ddp"),
-            ("a2cid2", "ddp"),
-            ("a2cid2_outer_no_moments@16", "diloco@16"),
-            ("a2cid2_outer@16", "diloco_moments@16"),
-        ):
-            if all(name in rows and rows[name].results for name in (ours, theirs)):
-                ratio = mean_loss(rows[ours]) / mean_loss(rows[theirs])
-                found.append(Target(f"{kind} data: loss, {ours} over {theirs}", ratio, CLOSE))
-    return found
-
-
-def draw(path: Path, results: Results) -> None:
-    """Write a PNG: loss against bytes per parameter and step, a point a row, a panel a data."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5 * len(results), 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(results), squeeze=False)[0]
-    for axes, (kind, rows) in zip(panels, results.items(), strict=True):
-        points = list[tuple[float, float, str, str]]()
-        for name, measured in rows.items():
-            loss = mean_loss(measured)
-            if not math.isfinite(loss):
-                continue
-            row = RowName.parse(name)
-            if row.kind == "none":
-                axes.axhline(loss, color="grey", linewidth=0.8, linestyle="--")
-                axes.annotate(
-                    row.label, (0.01, loss), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                    textcoords="offset points", fontsize="x-small", color="grey",
-                )  # fmt: skip
-                continue
-            sent = statistics.fmean(
-                one.bytes_per_parameter_step for one in measured.results.values()
-            )
-            colour = OKABE_ITO[0] if KINDS[row.kind].is_ours else OKABE_ITO[3]
-            axes.errorbar(sent, loss, yerr=loss_std(measured), color=colour, marker="o", capsize=3)
-            points.append((loss, sent, row.label.removeprefix("gossipdp, "), colour))
-        axes.set(xscale="log", xlabel="bytes a worker sent per parameter and step")
-        _label(axes, points)
-        axes.set_ylabel("validation loss of the average (bits a byte)")
-        axes.set_title(f"{kind} data; gossipdp in blue", fontsize="medium")
-        axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def _label(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Name points (loss, bytes, label, colour), with names apart where points are near.
-
-    Those that send little have their names beside them, the others in a column at the right.
-    """
-    if not points:
-        return
-    losses, bytes_sent = [point[0] for point in points], [point[1] for point in points]
-    gap = (max(losses) - min(losses)) / 34
-    middle, most = math.sqrt(min(bytes_sent) * max(bytes_sent)), max(bytes_sent)
-    free = {True: -math.inf, False: -math.inf}
-    for loss, sent, label, colour in sorted(points):
-        in_column = sent > middle
-        free[in_column] = max(loss, free[in_column] + gap)
-        axes.annotate(
-            label, (sent, loss), (1.4 * most if in_column else 1.1 * sent, free[in_column]),
-            va="center", fontsize="x-small", color=colour,
-            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": colour, "alpha": 0.6},
-        )  # fmt: skip
-    axes.set_xlim(right=12 * most)  # room for the column

@@ -2,12 +2,11 @@
 
     python benchmarks/race.py --runs runs/race.jsonl                 hours: all conditions and rows
     python benchmarks/race.py --conditions calm,kills10 --rows gossipdp,ddp --runs runs/race.jsonl
-    python benchmarks/race.py --tune --rows ddp --runs runs/race_tuning.jsonl
     python benchmarks/race.py --quick                                all of it, tiny: 5 minutes
 
 Worker processes train a byte model on the source of Python's standard library. The compute of a
 step is a timed wait in which this machine's cores compute real gradients; while a worker is
-stopped, its wait stands still too. Conditions (benchmarks/race_conditions.py) are plans of the
+stopped, its wait stands still too. Conditions (support/race_conditions.py) are plans of the
 library's own fault injector: the same plan and seed for every row, done from outside, by process
 id.
 
@@ -16,7 +15,7 @@ of its learning rate, which was tuned in the calm. Rows:
 
 gossipdp            the library by its defaults, with its own supervisor
 ddp                 DistributedDataParallel over gloo; a death ends the job, which starts again from
-                    its last checkpoint (benchmarks/race_job.py: torchrun's own restart hung in
+                    its last checkpoint (support/race_job.py: torchrun's own restart hung in
                     gloo's connect)
 local_sgd@16, diloco@16     the same job; averages every 16 steps
 ddp_torchft, local_sgd_torchft@16, diloco_torchft@16    replicas of PyPI's torchft, each started
@@ -45,16 +44,14 @@ from typing import Literal
 
 import msgspec
 import tyro
-from networks.namespaces import Hosts, missing
-from networks.shaped import ShapedHosts
-from quality_rows import KINDS, TORCHFT, RowName
-from race_conditions import CONDITIONS, RaceCondition
-from race_report import NOTE, Run, as_json, draw, model_tables, table, unequal
+from race_report import NOTE, Run, as_json, draw, table, unequal
 from race_run import RaceResult, race
-from race_settings import STEP_S, RaceSettings, num_parameters, saves
 from support.finished_runs import FinishedRuns
-from support.learning_rates import NoBestRateError, best_rate, next_rate
+from support.hosts import Hosts, ShapedHosts, missing
 from support.provenance import Provenance
+from support.quality_rows import KINDS, TORCHFT, RowName
+from support.race_conditions import CONDITIONS, RaceCondition
+from support.race_settings import STEP_S, RaceSettings, num_parameters, saves
 from support.report import Missing, Report, Table, results_folder, run_script
 from time_to_loss import given_rates
 
@@ -87,14 +84,19 @@ RATES = {
     "ddp_bf16": 0.02,
     "ddp_powersgd": 0.02,
 }
-"""Learning rates, where ``--rates`` gives none: as `--tune` found them; DDP's hooks
-have DDP's, H = 4 that of 16."""
-TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
-QUICK_ROWS, QUICK_WITH_ALL, QUICK_SECONDS = ("gossipdp",), ("calm", "kills10"), 9.0
+"""Learning rates, where ``--rates`` gives none: the best of a grid of factors of two in the calm,
+on a seed of their own; DDP's hooks have DDP's, H = 4 that of 16."""
+QUICK_CONDITIONS, QUICK_SECONDS = "calm,kills10", 9.0
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
 MODEL_PARAMETERS = 1_000_000
-HEARTBEAT_MS = 5_000
-"""torchft's own time without a sign of life."""
+CHECKPOINT_STEPS = 25
+"""Steps from one checkpoint to the next, in the rows that take them."""
+JOIN_MS, TIMEOUT_S = 200, 5
+"""torchft: the lighthouse waits so long for a late replica, plus the time between two averages (its
+own: 60 s); the time-out of collectives and quorums (its own: 60)."""
+HEARTBEAT_MS, SILENT_HEARTBEAT_MS = 5_000, 1_000
+"""torchft: a replica counts as dead after this time without a heartbeat: its own, and where workers
+are killed or stand still. Tuned there on its DDP."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -109,7 +111,7 @@ class Line(msgspec.Struct, frozen=True):
 class Race:
     """Measure what misbehaving machines cost: gossipdp and its rivals at equal wall time.
 
-    Conditions: benchmarks/race_conditions.py. Rows: as in benchmarks/quality_rows.py.
+    Conditions: support/race_conditions.py. Rows: as in support/quality_rows.py.
     """
 
     conditions: str = ",".join(CONDITIONS)
@@ -133,25 +135,8 @@ class Race:
     rates: str = ""
     """Learning rates, instead of the written ones: ddp=0.02,diloco@16=0.01."""
 
-    tune: bool = False
-    """Find each row's learning rate in the calm, by factors of two, and run nothing else."""
-
-    checkpoint_steps: int = option(25, at_least_1)
-    """Steps from one checkpoint to the next, in the rows that take them."""
-
-    join_ms: int = option(200, at_least_1)
-    """torchft: the lighthouse waits this long for a late replica, plus the time between two
-    averages; torchft's own: 60000."""
-
-    timeout_s: int = option(5, at_least_1)
-    """torchft: time-out of its collectives and quorums; torchft's own: 60."""
-
     spares: Literal["none", "gossipdp", "torchft"] = "gossipdp"
     """Rows that restart in a spare interpreter: none, gossipdp's, or gossipdp's and torchft's."""
-
-    heartbeat_ms: int = option(1_000, at_least_1)
-    """torchft: a replica counts as dead after this time without a heartbeat, where workers are
-    killed or stand still; elsewhere 5000, torchft's own."""
 
     runs: Path | None = None
     """Keep finished runs in this file, and take those that it has."""
@@ -163,7 +148,7 @@ class Race:
     """Write the figures to this file, and the picture beside it."""
 
     quick: bool = False
-    """Short runs, to see that all works: every row in the calm and under kills, else gossipdp."""
+    """Short runs, to see that all works: by default in the calm and under kills."""
 
 
 def main() -> None:
@@ -175,27 +160,19 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """The runs that are wanted: conditions by name, rows with their learning rates.
-
-    shortened: only QUICK_ROWS run, but for the conditions QUICK_WITH_ALL.
-    """
+    """The runs that are wanted: conditions by name, rows with their learning rates."""
 
     conditions: dict[str, RaceCondition]
     rows: dict[str, float]
-    shortened: bool = False
-
-    def rows_under(self, condition: str) -> list[str]:
-        """Return the rows that are wanted under a condition, in their order."""
-        few = self.shortened and condition not in QUICK_WITH_ALL
-        return [row for row in self.rows if not few or row in QUICK_ROWS]
 
 
 def check(benchmark: Race) -> Program:
     """Return the runs that are wanted; raises ValueError if an option is invalid."""
-    if benchmark.tune:
-        benchmark = replace(benchmark, conditions="calm")
     conditions = {}
-    for text in benchmark.conditions.split(","):
+    asked = benchmark.conditions
+    if benchmark.quick and asked == Race.conditions:
+        asked = QUICK_CONDITIONS
+    for text in asked.split(","):
         name = text.strip()
         if name not in CONDITIONS:
             raise ValueError(f"there is no condition {name!r}; choose from {', '.join(CONDITIONS)}")
@@ -207,7 +184,6 @@ def check(benchmark: Race) -> Program:
     return Program(
         in_order,
         {name.text: rates.get(name.text, RATE) for name in names},
-        shortened=benchmark.quick and benchmark.rows == ROWS,
     )
 
 
@@ -221,7 +197,7 @@ def settings_of(
     # Replicas that do not wait so long for one another never all meet: they come there as they
     # began, each at its own time between two averages.
     between_ms = round((name.period or 0) * benchmark.step_ms)
-    heartbeat_ms = benchmark.heartbeat_ms if plan.silences else HEARTBEAT_MS
+    heartbeat_ms = SILENT_HEARTBEAT_MS if plan.silences else HEARTBEAT_MS
     return RaceSettings(
         row=row,
         condition=condition,
@@ -232,9 +208,9 @@ def settings_of(
         workers=benchmark.workers,
         step_s=benchmark.step_ms / 1e3,
         spread=plan.spread,
-        checkpoint_steps=benchmark.checkpoint_steps if saves(name) else None,
-        join_ms=benchmark.join_ms + between_ms if is_torchft else None,
-        timeout_s=benchmark.timeout_s if is_torchft else None,
+        checkpoint_steps=CHECKPOINT_STEPS if saves(name) else None,
+        join_ms=JOIN_MS + between_ms if is_torchft else None,
+        timeout_s=TIMEOUT_S if is_torchft else None,
         heartbeat_ms=heartbeat_ms if is_torchft else None,
         # `gossipdp run` keeps one on its own host, and a host that vanishes takes it along.
         keeps_spare=plan.network != "hosts"
@@ -333,9 +309,6 @@ def measure_all(benchmark: Race) -> None:
         benchmark = replace(benchmark, seconds=seconds, rounds=1)
     runs = FinishedRuns(benchmark.runs, Line, key=lambda line: line.settings.key)
     campaign = Campaign(runs, benchmark.minutes)
-    if benchmark.tune:
-        print(tune(benchmark, program, campaign))
-        return
     suffix = "" if benchmark.workers == Race.workers else f"_{benchmark.workers}"
     report = Report(f"race{suffix}", "Where machines misbehave", benchmark.quick)
     found = measure_rows(benchmark, program, campaign)
@@ -354,7 +327,7 @@ def measure_rows(benchmark: Race, program: Program, campaign: Campaign) -> Found
     found: Found = {name: {row: [] for row in program.rows} for name in program.conditions}
     for number in range(benchmark.rounds):
         for name, condition in program.conditions.items():
-            rows = [row for row in program.rows_under(name) if not cannot_run(row, condition)]
+            rows = [row for row in program.rows if not cannot_run(row, condition)]
             turn = number % max(1, len(rows))
             for row in rows[turn:] + rows[:turn]:
                 settings = settings_of(benchmark, program, row, name, number + 1)
@@ -364,37 +337,13 @@ def measure_rows(benchmark: Race, program: Program, campaign: Campaign) -> Found
     return found
 
 
-def tune(benchmark: Race, program: Program, campaign: Campaign) -> str:
-    """Return the best learning rate of each row in the calm, as ``--rates`` takes them."""
-    best = []
-    calm = program.conditions["calm"]
-    for row in program.rows:
-        if cannot_run(row, calm) is not None:
-            continue
-        tried: dict[float, float] = {}
-        try:
-            while (rate := next_rate(tried, TUNING_GRID)) is not None:
-                settings = settings_of(benchmark, program, row, "calm", TUNING_SEED)
-                run = campaign.run(msgspec.structs.replace(settings, learning_rate=rate), calm)
-                if run is None:
-                    break
-                tried[rate] = run.loss
-            else:
-                best.append(f"{row}={best_rate(tried):g}")
-        except NoBestRateError as error:
-            print(f"{row}: {error}", file=sys.stderr)
-        losses = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(tried.items()))
-        print(f"{row}: {losses}", flush=True)
-    return f"--rates {','.join(best)}" if best else "no row is tuned yet: call again"
-
-
 def missing_rows(
     benchmark: Race, program: Program, campaign: Campaign, found: Found
 ) -> list[Missing]:
     """Return what is not measured, and why."""
     rows = []
     for name, condition in program.conditions.items():
-        for row in program.rows_under(name):
+        for row in program.rows:
             label = f"{name}: {RowName.parse(row).label}"
             why = cannot_run(row, condition)
             if why is None and (name, row) in campaign.failures:
@@ -417,7 +366,6 @@ def write(
         title = f"{name}: {program.conditions[name].text}"
         report.tables.append(table(title, found[name], calm))
     if shown:
-        report.tables += model_tables(found, program.conditions)
         report.tables.append(settings_table(benchmark, program, campaign, unequal(found)))
         path = benchmark.json or results_folder(benchmark.quick) / report.name
         draw(path.with_suffix(".png"), found, program.conditions)
@@ -431,12 +379,12 @@ def settings_table(benchmark: Race, program: Program, campaign: Campaign, text: 
         ("a step", f"{benchmark.step_ms:g} ms, a timed wait with real gradients within"),
         ("model", f"byte model of {num_parameters():,} parameters; AdamW"),
         ("wall time", f"{benchmark.seconds:g} s, the start included; kills120: at least 300 s"),
-        ("checkpoints", f"of the rows that take them: every {benchmark.checkpoint_steps} steps"),
+        ("checkpoints", f"of the rows that take them: every {CHECKPOINT_STEPS} steps"),
         (
             "torchft",
-            f"join time-out {benchmark.join_ms} ms and the time between two averages, time-outs "
-            f"{benchmark.timeout_s} s, heartbeat time-out {benchmark.heartbeat_ms} ms where "
-            f"workers are killed or stand still, else {HEARTBEAT_MS}",
+            f"join time-out {JOIN_MS} ms and the time between two averages, time-outs {TIMEOUT_S} "
+            f"s, heartbeat time-out {SILENT_HEARTBEAT_MS} ms where workers are killed or stand "
+            f"still, else {HEARTBEAT_MS}",
         ),
         (
             "faults",

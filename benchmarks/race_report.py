@@ -1,4 +1,4 @@
-"""The report of the race: a table and a panel a condition, goodput by kill period, a model."""
+"""The report of the race: a table and a panel a condition."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quality_rows import KINDS, RowName
-from race_conditions import RaceCondition
-from race_model import gossip_goodput, synchronous_goodput
 from race_run import NUM_MARKS, RaceResult
-from race_settings import TASK, RaceSettings, num_parameters
+from support.quality_rows import KINDS, RowName
+from support.race_conditions import RaceCondition
+from support.race_settings import TASK, RaceSettings, num_parameters
 from support.report import Spread, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CALM = "calm"
-MODEL_SIZES = (4, 8, 64, 1_000)
-EXAMPLE_MONTH_S, EXAMPLE_RESTART_S, EXAMPLE_CHECKPOINT_S = 30 * 86_400.0, 600.0, 1_800.0
-"""A machine that fails once a month, a restart of 10 minutes, a checkpoint every half an hour."""
 
 
 @dataclass(frozen=True)
@@ -199,99 +195,6 @@ def _spares(runs: Sequence[Run]) -> str:
     )
 
 
-def kills_alone(condition: RaceCondition) -> bool:
-    """Return whether workers are killed, and nothing else happens."""
-    is_plain = condition.network is None and len(condition.plan.clauses) == 1
-    return condition.kill_period_s is not None and is_plain
-
-
-def panels(shown: Sequence[str], conditions: Mapping[str, RaceCondition]) -> list[str]:
-    """Return the conditions that have a panel each: of kills alone only the most frequent ones."""
-    kills = [name for name in shown if kills_alone(conditions[name])]
-    rarer = sorted(kills, key=lambda name: conditions[name].kill_period_s or 0.0)[1:]
-    return [name for name in shown if name not in rarer]
-
-
-def kill_points(
-    found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]
-) -> dict[str, list[tuple[float, float]]]:
-    """Return (kill period, share of its own calm) of each row, for plans of kills alone."""
-    calm = found.get(CALM, {})
-    points: dict[str, list[tuple[float, float]]] = {}
-    for name, condition in conditions.items():
-        if not kills_alone(condition):
-            continue
-        assert condition.kill_period_s is not None
-        for row, runs in found.get(name, {}).items():
-            shares = [share_of_calm(run, calm.get(row, ())) for run in runs]
-            if shares and math.isfinite(statistics.median(shares)):
-                point = (condition.kill_period_s, statistics.median(shares))
-                points.setdefault(row, []).append(point)
-    return {row: sorted(each) for row, each in points.items()}
-
-
-def modelled(row: str, runs: Sequence[Run], period_s: float) -> float:
-    """Return the model's goodput of a row at this kill period, with its own measured restart."""
-    settings = runs[0].settings
-    restart_s = statistics.median(
-        [value for run in runs for value in run.result.restarts_s] or [math.nan]
-    )
-    if KINDS[RowName.parse(row).kind].is_ours or settings.join_ms is not None:
-        return gossip_goodput(1 / period_s, settings.workers, restart_s)
-    assert settings.checkpoint_steps is not None
-    return synchronous_goodput(1 / period_s, settings.checkpoint_steps * settings.step_s, restart_s)
-
-
-def percent(share: float) -> str:
-    """Return a share as tables show it; "-" where no process came back, so that none is known."""
-    return f"{share:.0%}" if math.isfinite(share) else "-"
-
-
-def model_tables(found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> list[Table]:
-    """Return the measured points beside the model, and the model for many workers."""
-    by_period = {
-        condition.kill_period_s: found[name]
-        for name, condition in conditions.items()
-        if kills_alone(condition) and name in found
-    }
-    lines = [
-        (
-            RowName.parse(row).label,
-            f"{period_s:g}",
-            f"{share:.0%}",
-            percent(modelled(row, by_period[period_s][row], period_s)),
-        )
-        for row, points in kill_points(found, conditions).items()
-        for period_s, share in points
-    ]
-    measured = Table(
-        "Goodput against the kill period",
-        ("row", "one kill every (s)", "measured", "model"),
-        lines,
-        "Measured: samples kept over the row's own calm. Model: kills at random at that mean "
-        "period; a synchronous job loses half a checkpoint interval and a restart at each, gossip "
-        "(and torchft, if its survivors lost nothing) one worker's restart. Kills of the plan come "
-        "at fixed times, so near one restart a period the model is the worse.",
-    )
-    rate, checkpoint_s, restart_s = 1 / EXAMPLE_MONTH_S, EXAMPLE_CHECKPOINT_S, EXAMPLE_RESTART_S
-    many = Table(
-        "The model for many workers",
-        ("workers", "synchronous, started again as a whole", "gossip"),
-        [
-            (
-                f"{workers:,}",
-                f"{synchronous_goodput(workers * rate, checkpoint_s, restart_s):.1%}",
-                f"{gossip_goodput(workers * rate, workers, restart_s):.1%}",
-            )
-            for workers in MODEL_SIZES
-        ],
-        "Not measured: benchmarks/race_model.py, if a worker fails once in 30 days, a restart "
-        "takes 10 minutes and a checkpoint is taken every 30. The model knows no network and no "
-        "loss.",
-    )
-    return [measured, many] if lines else [many]
-
-
 def as_json(found: Mapping[str, Runs]) -> dict[str, Any]:
     """Return the content of ``--json``: by condition and row the medians, and every run."""
     calm = found.get(CALM, {})
@@ -305,24 +208,17 @@ def as_json(found: Mapping[str, Runs]) -> dict[str, Any]:
     }
 
 
-MARKS = {"kill": "X", "stop": "s", "slow": "v", "link": "|", "cut": "x"}
+MARKS = {"kill": "X", "stop": "s", "slow": "v"}
 
 
 def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> None:
-    """Write a PNG: loss against wall time, a panel a condition; and goodput by kill period.
-
-    Conditions that only kill, and more rarely than another, appear in that last panel alone.
-    """
+    """Write a PNG: loss against wall time, a panel a condition."""
     from matplotlib.lines import Line2D
 
     from gossipdp_lab.simulate.figures import OKABE_ITO, new_figure
 
     shown = [name for name in conditions if any(found.get(name, {}).values())]
-    shown = panels(shown, conditions)
-    points = {row: each for row, each in kill_points(found, conditions).items() if len(each) > 1}
-    num_panels = len(shown) + bool(points)
-    if not shown:
-        return
+    num_panels = len(shown)
     rows = list(dict.fromkeys(row for name in shown for row in found[name]))
     colours = dict(zip(rows, [*OKABE_ITO[1:], OKABE_ITO[0]] * 2, strict=False))
     # The legend takes the place of one panel more.
@@ -338,8 +234,6 @@ def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCon
         _draw_condition(axes, found[name], colours, least)
         title = f"{name}: {conditions[name].text}"
         axes.set_title(textwrap.fill(title, 52), fontsize="small")
-    if points:
-        _draw_periods(places[len(shown)], points, colours)
     done = {
         fault.kind
         for name in shown
@@ -412,24 +306,4 @@ def _draw_condition(axes: Axes, runs: Runs, colours: Mapping[str, str], least: f
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(left=0)
-    axes.grid(True, linewidth=0.4, alpha=0.6)
-
-
-def _draw_periods(
-    axes: Axes, points: Mapping[str, Sequence[tuple[float, float]]], colours: Mapping[str, str]
-) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
-
-    for row, each in points.items():
-        periods, shares = zip(*each, strict=True)
-        axes.plot(periods, shares, "o-", color=colours[row])
-    axes.set(xscale="log", xlabel="one kill every (s)", ylabel="samples kept, of its own calm")
-    axes.xaxis.set_major_locator(
-        FixedLocator(sorted({period for each in points.values() for period, _ in each}))
-    )
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(0, 1.05)
-    axes.set_title("goodput by kill period", fontsize="medium")
     axes.grid(True, linewidth=0.4, alpha=0.6)

@@ -24,12 +24,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from networks.namespaces import Hosts, enter
-from quality_rows import KINDS
-from race_fleet import Fleet
-from race_job import Job
-from race_settings import TASK, Assignment, CheckpointFiles, RaceSettings, Values, restarts_whole
 from support.byte_model import ByteModel, ByteSource
+from support.hosts import Hosts, enter
+from support.quality_rows import KINDS
+from support.race_fleet import Fleet
+from support.race_job import Job
+from support.race_settings import (
+    TASK,
+    Assignment,
+    CheckpointFiles,
+    RaceSettings,
+    Values,
+    restarts_whole,
+)
 from support.rows import Gossip
 
 from gossipdp import WorkerFailedError

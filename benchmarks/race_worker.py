@@ -16,21 +16,22 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from networks.namespaces import enter
-from quality_rows import make_optimizer
-from race_settings import (
+from support.hosts import enter
+from support.quality_rows import make_optimizer
+from support.race_settings import (
     TASK,
     Assignment,
     CheckpointFiles,
     RaceSettings,
     Shelf,
+    log_path,
     num_parameters,
+    shelf_path,
 )
 from support.rows import Gossip, OneOptimizer, Row, RowPlan
 from support.sockets import bytes_by_connection
@@ -39,28 +40,8 @@ from torch import Tensor, nn
 
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
-BETA2 = 0.999
 LEAVE_EVERY_S, COUNT_EVERY_S = 0.2, 1.0
 CLONE_NEWUTS = 0x04000000
-
-
-def life_variables(folder: Path, life: int, host: tuple[str, str] | None) -> dict[str, str]:
-    """Return the variables of a worker's process, beside those of its supervisor.
-
-    host: namespace and address of its machine; None for this machine.
-    """
-    found = {"RACE_LIFE": str(life), "RACE_BEGAN": repr(time.monotonic()), "RACE_DIR": str(folder)}
-    return found if host is None else found | {"RACE_HOST": host[0], "RACE_ADDRESS": host[1]}
-
-
-def shelf_path(folder: Path, rank: int, life: int) -> Path:
-    """Return the file of a life's shelf."""
-    return folder / f"shelf-{rank}-{life}"
-
-
-def log_path(folder: Path, rank: int, life: int) -> Path:
-    """Return the file of what a life writes to standard error."""
-    return folder / f"log-{rank}-{life}"
 
 
 class Bytes:
@@ -245,7 +226,7 @@ def make_row(net: nn.Module, settings: RaceSettings, rank: int, address: str | N
         seed=settings.seed,
         batch_sizes=[TASK.batch_size] * settings.workers,
         periods=name.periods([1.0] * settings.workers),
-        make_optimizer=partial(make_optimizer, beta2=BETA2),
+        make_optimizer=make_optimizer,
         method=name.method,
         options=options,
         own_pace=True,

@@ -50,11 +50,7 @@ BENCHMARKS = (
     Benchmark("exchange", (), 25),
     Benchmark("overlap", ("--rounds", "2", *(f"--only={name}" for name in OVERLAPS)), 140),
     Benchmark("memory", ("--rounds", "1"), 35),
-    Benchmark("scale", ("--rounds", "1"), 50),
     Benchmark("shards", ("--rounds", "1"), 90),
-    Benchmark("shards", ("link", "--rounds", "1"), 90),
-    Benchmark("shard_partners", (), 100),
-    Benchmark("wire_formats", (), 90),
     Benchmark("startup", ("--rounds", "2"), 70),
     Benchmark("faults", ("--rounds", "2"), 90),
     # The tables in the order in which they matter, should time run out.
@@ -79,12 +75,11 @@ BENCHMARKS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one benchmark; targets: the number met, and the number of all."""
+    """The end of one benchmark."""
 
     name: str
     seconds: float
     status: str
-    targets: str
     missing: tuple[Missing, ...]
 
 
@@ -110,7 +105,6 @@ def run(benchmark: Benchmark, quick: bool) -> Outcome:
         for path in results_folder(quick).glob("*.json")
         if path.stat().st_mtime_ns >= started_ns
     ]
-    targets = [target for result in written for target in result["targets"]]
     missing = [
         Missing(f"{result['benchmark']}: {row['row']}", row["why"])
         for result in written
@@ -118,8 +112,7 @@ def run(benchmark: Benchmark, quick: bool) -> Outcome:
     ]
     if status != "done":
         missing.append(Missing(benchmark.name, status))
-    met = f"{sum(target['met'] for target in targets)} of {len(targets)}" if targets else ""
-    return Outcome(benchmark.name, time.monotonic() - started_s, status, met, tuple(missing))
+    return Outcome(benchmark.name, time.monotonic() - started_s, status, tuple(missing))
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -133,7 +126,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def left_out(benchmark: Benchmark, why: str) -> Outcome:
     """One that did not run."""
-    return Outcome(benchmark.name, 0.0, "not run", "", (Missing(benchmark.name, why),))
+    return Outcome(benchmark.name, 0.0, "not run", (Missing(benchmark.name, why),))
 
 
 def main() -> None:
@@ -160,12 +153,12 @@ def main() -> None:
             outcomes.append(left_out(benchmark, why))
         else:
             outcomes.append(run(benchmark, options.quick))
-    rows = [(each.name, each.status, each.targets, f"{each.seconds:.0f}") for each in outcomes]
+    rows = [(each.name, each.status, f"{each.seconds:.0f}") for each in outcomes]
     minutes = (time.monotonic() - started_s) / 60
     print_table(
         Table(
             f"All benchmarks, {minutes:.1f} minutes",
-            ("benchmark", "", "targets met", "seconds"),
+            ("benchmark", "", "seconds"),
             rows,
             f"Results are in {os.path.relpath(results_folder(options.quick))}.",
         )

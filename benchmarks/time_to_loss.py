@@ -1,11 +1,11 @@
-"""Time until a model is trained: gossipdp beside what a user would take instead, in one run.
+"""The loss at equal time: gossipdp beside what a user would take instead, in one run.
 
     python benchmarks/time_to_loss.py slow_link        100 Mbit/s and 20 ms (root)
     python benchmarks/time_to_loss.py slow speeds      one worker 4 times slower; speeds 8:4:2:1
     python benchmarks/time_to_loss.py equal jitter gigabit
     python benchmarks/time_to_loss.py --quick          all tables, tiny: 15 minutes on two cores
 
-The task, the worker and the rows are quality.py's, under a condition (benchmarks/conditions.py):
+The task, the worker and the rows are quality.py's, under a condition (support/conditions.py):
 what a gradient step takes at each worker, and what lies between the workers. The compute of a step
 is a timed wait in which this machine's cores compute real gradients; nothing stands for a network
 but a network.
@@ -14,8 +14,7 @@ Rows take turns, in an order that rotates from round to round; a round's seed is
 rows. Each row trains on the same tokens. Where that takes it longer than it would without any wait,
 it trains once more, on as many tokens as it manages in that time, with the whole schedule of the
 learning rate: so the losses at equal time are of runs that were meant to end then. Each table is
-printed and written, with every round's values and curves, to
-benchmarks/results/time_to_loss_TABLE.{json,md,png}.
+printed and written, with every round's values, to benchmarks/results/time_to_loss_TABLE.{json,md}.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from conditions import CONDITIONS
-from networks.measure import measure
-from networks.namespaces import Hosts, missing
 from quality import SIZES
 from quality_report import settings_facts
-from quality_rows import TORCHFT, RowName
-from quality_runs import Runs
-from quality_worker import DataName, RunResult, RunSettings, num_parameters, run
-from support.report import Missing, Report, Table, results_folder, run_script
-from time_to_loss_report import Round, draw, measured_table, rows_as_json, targets
+from support.conditions import CONDITIONS
+from support.hosts import Hosts, missing
+from support.network_probe import measure
+from support.quality_rows import RowName
+from support.quality_runs import Runs
+from support.quality_worker import RunResult, RunSettings, num_parameters, run
+from support.report import Missing, Report, Table, run_script
+from time_to_loss_report import Round, measured_table, rows_as_json
 
 from gossipdp import WorkerFailedError
 from gossipdp.rules import (
@@ -57,18 +56,11 @@ SLACK = 1.05
 
 ROWS = {
     "slow_link": (
-        "ddp_bf16,ddp_powersgd,local_sgd@64,local_sgd_bf16@32,local_sgd_bf16@64,diloco@16,"
-        "diloco@64,diloco_gentle@64,decent_dp,gossip@4,a2cid2@4,gossip_lattice8@4,"
-        "a2cid2_lattice8@4,gossip_outer@16"
+        "ddp_bf16,ddp_powersgd,local_sgd_bf16@64,diloco@64,decent_dp,gossip@4,a2cid2@4,"
+        "gossip_lattice8@4,a2cid2_lattice8@4"
     ),
-    "slow": (
-        "ddp,ddp_by_speed,ddp_bf16_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,"
-        "gossip,a2cid2,gossip_outer@16"
-    ),
-    "speeds": (
-        "ddp_by_speed,ddp_bf16_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,gossip,"
-        "a2cid2,gossip_outer@16"
-    ),
+    "slow": "ddp,ddp_bf16_by_speed,local_sgd_by_speed@8,diloco@16,gossip,a2cid2",
+    "speeds": "ddp_bf16_by_speed,local_sgd_by_speed@8,diloco@16,gossip,a2cid2",
     "equal": "ddp,ddp_bf16,local_sgd@4,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2",
     "gigabit": "ddp_bf16,local_sgd@4,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2",
     "jitter": "ddp,ddp_bf16,local_sgd@4,decent_dp,gossip,a2cid2",
@@ -84,7 +76,7 @@ RATES = {"diloco@64": 0.004}
 
 @dataclass(frozen=True)
 class TimeToLossBenchmark:
-    """Measure how soon a model is trained: the rows of benchmarks/quality_rows.py on the clock.
+    """Measure losses at equal time: the rows of support/quality_rows.py on the clock.
 
     Tables: slow_link, slow, speeds, equal, gigabit, jitter; without any, all of them.
     """
@@ -105,12 +97,6 @@ class TimeToLossBenchmark:
 
     steps: int = option(512, partial(whole_number, least=QUICK_STEPS))
     """Gradient steps of each worker, if all are equally fast: more tokens than that no row gets."""
-
-    data: DataName = "common"
-    """common: all workers draw from the whole text; disjoint: each has a stretch of its own."""
-
-    graph: str = "ring"
-    """The graph of gossipdp's rows."""
 
     runs: Path | None = None
     """Keep finished runs in this file, and take those that it has: a long call may be stopped."""
@@ -139,9 +125,7 @@ def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
     for table in benchmark.tables or ROWS:
         if table not in ROWS:
             raise ValueError(f"there is no table {table!r}; choose from {', '.join(ROWS)}")
-        names = [RowName.parse(row.strip()) for row in (benchmark.rows or ROWS[table]).split(",")]
-        if CONDITIONS[table].mbits_per_s and any(name.needs(TORCHFT) for name in names):
-            raise ValueError(f"{table}: torchft's lighthouse is on this machine's loopback alone")
+        names = RowName.parse_all(benchmark.rows or ROWS[table])
         plan[table] = {name.text: learning_rate(name, given) for name in names}
     if unknown := rows_once(benchmark).difference(*plan.values()):
         raise ValueError(f"--once has {', '.join(sorted(unknown))}: no row of these tables")
@@ -190,12 +174,11 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
     size = replace(SIZES["small"], steps=QUICK_STEPS if benchmark.quick else benchmark.steps)
     base = RunSettings(
         row="none",
-        data=benchmark.data,
+        data="common",
         learning_rate=0.0,
         seed=0,
         size=size,
         workers=NUM_WORKERS,
-        graph=benchmark.graph,
         condition=condition,
     )
     runs, results, failures = Runs(benchmark.runs), {row: list[Round]() for row in here}, {}
@@ -231,9 +214,6 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
     ideal_s = condition.ideal_s(NUM_WORKERS, size.steps)
     if any(results.values()):
         report.tables.append(measured_table(results, rows, ideal_s))
-        report.targets += targets(results)
-        path = benchmark.json or results_folder(benchmark.quick) / report.name
-        draw(path.with_suffix(".png"), condition.text, results)
     rounds = f"{benchmark.rounds}, rows in turn"
     if once and benchmark.rounds > 1:
         rounds += f"; once: {', '.join(RowName.parse(row).label for row in here if row in once)}"
@@ -257,11 +237,11 @@ def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Rou
     tokens = result(settings)
     steps = settings.size.steps
     ideal_s = settings.condition.ideal_s(settings.workers, steps)
-    if tokens.loss is None or tokens.curve[-1].seconds <= SLACK * ideal_s:
+    if tokens.loss is None or tokens.ended_s <= SLACK * ideal_s:
         return Round(tokens, tokens)
     # The average at the end takes as long after a short run as after a long one.
     trained_s = tokens.samples / tokens.samples_per_s
-    average_s = tokens.curve[-1].seconds - trained_s
+    average_s = tokens.ended_s - trained_s
     fewer = max(1, round(steps * (ideal_s - average_s) / trained_s))
     return Round(tokens, result(replace(settings, size=replace(settings.size, steps=fewer))))
 
@@ -280,7 +260,6 @@ def settings_table(base: RunSettings, more: dict[str, str]) -> Table:
             "DDP: batches shared out by speed, as if a step took time in proportion to its batch; "
             "local SGD and DiLoCo: H steps of the fastest, fewer of others, weighted by steps"
         ),
-        "data": base.data,
     }
     facts |= more
     return Table("Settings", ("", ""), list(facts.items()))

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,21 +101,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Target:
-    """The value should be at most (or at least) this."""
-
-    name: str
-    value: float
-    limit: float
-    at_most: bool = True
-
-    @property
-    def is_met(self) -> bool:
-        """False too where the value is NaN."""
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
-
-
-@dataclass(frozen=True)
 class Missing:
     """A row that this machine cannot measure, and why."""
 
@@ -137,7 +122,6 @@ class Report:
     title: str
     quick: bool = False
     tables: list[Table] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -166,10 +150,6 @@ class Report:
         if self.quick:
             lines.append("**Quick run: these figures show nothing.**")
         lines += [table.markdown() for table in self.tables]
-        if self.targets:
-            targets = self._targets()
-            print_table(targets)
-            lines.append(targets.markdown())
         for row in self.missing:
             lines.append(f"Missing: {row.row}: {row.why}.")
             print(lines[-1])
@@ -184,7 +164,6 @@ class Report:
             "quick": self.quick,
             "provenance": by,
             "machine": machine,
-            "targets": [asdict(target) | {"met": target.is_met} for target in self.targets],
             "missing": self.missing,
             "result": data,
         }
@@ -195,18 +174,6 @@ class Report:
         path.write_bytes(encoded + b"\n")
         path.with_suffix(".md").write_text("\n\n".join(lines) + "\n", "utf-8")
         print(f"written: {os.path.relpath(path)}, {path.stem}.md", flush=True)
-
-    def _targets(self) -> Table:
-        rows = [
-            (
-                target.name,
-                f"{target.value:.3g}",
-                f"{'at most' if target.at_most else 'at least'} {target.limit:g}",
-                "met" if target.is_met else "not met",
-            )
-            for target in self.targets
-        ]
-        return Table("Targets", ("target", "measured", "wanted", ""), rows)
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -89,7 +89,7 @@ class Row(ABC):
 
     @abstractmethod
     def set_rate(self, rate: float) -> None:
-        """Return the learning rate of the next step."""
+        """Set the learning rate of the next step."""
 
     @abstractmethod
     def step(self, loss: Tensor) -> None:
@@ -150,22 +150,17 @@ class OneOptimizer(Row):
 
 
 class Gossip(OneOptimizer):
-    """GossipDataParallel: methods a2cid2, gossip, and none, which averages once, at the end.
-
-    Among the options ``outer`` stands for the default outer step.
-    """
+    """GossipDataParallel: methods a2cid2, gossip, and none, which averages once, at the end."""
 
     holds_all = False
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         # Here, so that a process of another row starts without it.
-        from gossipdp import Counting, Exchange, GossipDataParallel, OuterStep
+        from gossipdp import Counting, Exchange, GossipDataParallel
 
         super().__init__(net, plan)
         options = dict(plan.options)
-        if "outer" in options:
-            options["outer"] = OuterStep()
-        moments, pace = options.pop("exchange_moments", True), options.pop("pace", "free")
+        pace = options.pop("pace", "free")
         self.model = self.gossip = GossipDataParallel(
             net,
             self.optimizer,
@@ -173,7 +168,7 @@ class Gossip(OneOptimizer):
             budget_samples=plan.samples,
             counting=Counting(samples_per_step=plan.batch_size),
             seed=plan.seed,
-            exchange=Exchange(moments=moments, pace=pace),
+            exchange=Exchange(pace=pace),
             **options,
         )
 

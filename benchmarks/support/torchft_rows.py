@@ -9,19 +9,18 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from support.rows import OneOptimizer, RowPlan, average_parameters
+from support.rows import OneOptimizer, RowPlan
 from torch import Tensor, nn
 
-JOIN_MS, TIMEOUT_S = 60_000, 120.0
+TIMEOUT_S = 120.0
 
 
 class TorchftRow(OneOptimizer):
     """A worker with torchft's manager.
 
-    If TORCHFT_LIGHTHOUSE names a lighthouse, replicas may come and go. Otherwise rank 0 has one,
-    all workers take part in each step, and torch.distributed's group is there to tell the address
-    and to average what is left at the end. What the manager says over HTTP is counted with the
-    rest. Time-outs are torchft's own variables, TORCHFT_TIMEOUT_SEC and TORCHFT_QUORUM_TIMEOUT_SEC.
+    TORCHFT_LIGHTHOUSE names the lighthouse; replicas may come and go. What the manager says over
+    HTTP is counted with the rest. Time-outs are torchft's own variables, TORCHFT_TIMEOUT_SEC and
+    TORCHFT_QUORUM_TIMEOUT_SEC.
     """
 
     asks_ahead: ClassVar[bool] = False
@@ -31,16 +30,13 @@ class TorchftRow(OneOptimizer):
         super().__init__(net, plan)
         from torchft import Manager, ProcessGroupGloo
 
-        self._lighthouse: Any = None
-        address = os.environ.get("TORCHFT_LIGHTHOUSE")
-        fewest = 1 if address else len(plan.periods)
         patience = timedelta(seconds=TIMEOUT_S)
         self._store = dist.TCPStore(plan.host, 0, is_master=True, wait_for_workers=False)
         self.manager = Manager(
             pg=ProcessGroupGloo(
-                timeout=timedelta(seconds=float(os.environ.get("TORCHFT_TIMEOUT_SEC", TIMEOUT_S)))
+                timeout=timedelta(seconds=float(os.environ["TORCHFT_TIMEOUT_SEC"]))
             ),
-            min_replica_size=fewest,
+            min_replica_size=1,
             use_async_quorum=self.asks_ahead,
             load_state_dict=self.load,
             state_dict=self.state,
@@ -49,28 +45,12 @@ class TorchftRow(OneOptimizer):
             store_port=self._store.port,
             rank=0,
             world_size=1,
-            lighthouse_addr=address or self._make_lighthouse(),
+            lighthouse_addr=os.environ["TORCHFT_LIGHTHOUSE"],
             hostname=plan.host,
             timeout=patience,
             quorum_timeout=patience,
             init_sync=False,  # all begin with the same parameters
         )
-
-    def _make_lighthouse(self) -> str:
-        """Return the address of a lighthouse at rank 0."""
-        from torchft.coordination import LighthouseServer
-
-        dist.init_process_group("gloo")
-        address: list[Any] = [None]
-        if dist.get_rank() == 0:
-            self._lighthouse = LighthouseServer(
-                bind="127.0.0.1:0",
-                min_replicas=len(self.plan.periods),
-                join_timeout_ms=JOIN_MS,
-            )
-            address = [self._lighthouse.address()]
-        dist.broadcast_object_list(address)
-        return str(address[0])
 
     def account(self) -> dict[str, float]:
         return {"exchanges": self.manager.current_step()}
@@ -86,15 +66,7 @@ class TorchftRow(OneOptimizer):
         self.manager.load_state_dict(state["manager"])
 
     def finish(self) -> None:
-        average_parameters(self.net, self.plan.share)
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.barrier()  # rank 0 holds the lighthouse: it must outlive the others' training
-        self.manager.shutdown(wait=False)
-        if self._lighthouse is not None:
-            self._lighthouse.shutdown()
-        super().close()
+        raise AssertionError("the race ends by the clock")
 
 
 class TorchftLocalSgd(TorchftRow):

@@ -3,10 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from networks.emulated import EmulatedHosts
-from networks.emulator import QUEUE_S, Line, Switch
-from networks.measure import measure
-from networks.namespaces import missing
+from support.emulator import QUEUE_S, Line, Switch
+from support.hosts import EmulatedHosts, missing
+from support.network_probe import measure
 
 RATE, DELAY_S = 1_000_000.0, 0.020
 ADDRESSES = [bytes([10, 0, 0, number]) for number in range(3)]

@@ -8,7 +8,6 @@ import pytest
 import quality_simulated
 import torch
 from quality_simulated import Runs, Setting, as_row, result_of, tables, tried, tune
-from support.batched_transformer import BatchedTransformer
 from support.byte_model import ByteModel
 from support.learning_rates import MOST_WIDENINGS
 from support.torch_rows import TorchRows
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 from gossipdp_lab.simulate import AdamW
 
 ROOT = Path(__file__).parents[2]
+ROW = "gossip, H = 8"
 
 
 def test_the_gradients_written_by_hand_are_those_of_autograd() -> None:
@@ -34,27 +34,6 @@ def test_the_gradients_written_by_hand_are_those_of_autograd() -> None:
         torch.testing.assert_close(
             found.values[place], torch.cat([each.flatten() for each in expected])
         )
-
-
-def test_stacked_transformers_have_the_gradients_of_the_module() -> None:
-    objective = BatchedTransformer(batch_size=2, context=8, width=8, disjoint=True)
-    source = objective.begin(3, seed=5)
-    task = objective.make_task()
-    model = task.make_model()
-    x = source.start + 0.1 * torch.randn(source.start.shape, generator=torch.Generator())
-    found = source.gradients([2, 0], x[[2, 0]])
-    for place, rank in enumerate((2, 0)):
-        torch.nn.utils.vector_to_parameters(x[rank].clone(), model.parameters())
-        loss = task.loss(model, next(iter(task.train_loader(rank, 3, 5))))
-        expected = torch.autograd.grad(loss, list(model.parameters()))
-        torch.testing.assert_close(found.losses[place], loss.detach())
-        torch.testing.assert_close(
-            found.values[place],
-            torch.cat([each.flatten() for each in expected]),
-            rtol=1e-4,
-            atol=1e-6,
-        )
-    assert 7 < source.evaluate(source.start[0]).loss < 9
 
 
 @pytest.mark.parametrize("best", [-5, 0, 4])
@@ -75,11 +54,12 @@ def test_a_row_that_gets_better_for_ever_has_the_last_rate_that_was_tried() -> N
     assert tune(lambda rate: -rate, 1.0) == 2.0**MOST_WIDENINGS
 
 
-def run_of(rate: float, seed: int, loss: float | None, row: str = "gossip") -> dict[str, object]:
+def run_of(
+    rate: float, seed: int, loss: float | None, row: str = "gossip, H = 8"
+) -> dict[str, object]:
     return {
         "row": row,
         "data": "common",
-        "model": "mlp",
         "workers": 2,
         "steps": 10,
         "learning_rate": rate,
@@ -92,13 +72,13 @@ def run_of(rate: float, seed: int, loss: float | None, row: str = "gossip") -> d
 
 def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    setting = Setting("common", "mlp", 2, 10)
-    row = quality_simulated.ROWS["gossip"]
-    first = Runs(path).find("gossip", row, setting, 0.01, 0)
+    setting = Setting("common", 2, 10)
+    row = quality_simulated.ROWS["gossip, H = 8"]
+    first = Runs(path).find("gossip, H = 8", row, setting, 0.01, 0)
     # A worker of an asynchronous row is caught in the middle of its first step.
     assert first["gradient_steps"] == pytest.approx(2 * 10, abs=2)
     again = Runs(path)
-    assert again.find("gossip", row, setting, 0.01, 0) == first
+    assert again.find("gossip, H = 8", row, setting, 0.01, 0) == first
     assert len(path.read_text().splitlines()) == 1
 
     runs = Runs(tmp_path / "others.jsonl")
@@ -110,11 +90,11 @@ def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path:
         run_of(0.3, 0, 1.6, "all-reduce"),
     ):
         runs.known[Runs.key(run)] = run
-    assert tried(runs, "gossip", setting) == {0.05: 2.5, 0.1: 2.0, 0.2: math.inf}
-    assert [run["seed"] for run in result_of(runs, "gossip", setting)] == [0, 1]
+    assert tried(runs, "gossip, H = 8", setting) == {0.05: 2.5, 0.1: 2.0, 0.2: math.inf}
+    assert [run["seed"] for run in result_of(runs, "gossip, H = 8", setting)] == [0, 1]
     table, grid = tables(runs, setting)
     # The one seed that both have: 2.0 against 1.6.
-    assert list(table.rows[1][:5]) == ["gossip", "3.000", "+25.0%", "1.414", "2"]
+    assert list(table.rows[1][:5]) == ["gossip, H = 8", "3.000", "+25.0%", "1.414", "2"]
     assert grid.rows[1][1] == "0.05: 2.500; 0.1: 2.000; 0.2: diverged"
     assert runs.settings() == [setting]
     assert as_row("x", [run_of(0.1, 0, 2.0)], math.nan)[2] == ""
@@ -125,14 +105,13 @@ def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path:
 def shown_in(page: str) -> dict[Setting, list[tuple[str, ...]]]:
     """Return the rows of a page's tables, by the setting that stands above each table."""
     parts = re.findall(
-        r"^(Common|Disjoint) data, (\d+) workers, ([\d,]+) steps(.*):\n\n((?:\|.*\n)+)",
+        r"^(Common|Disjoint) data, (\d+) workers, ([\d,]+) steps.*:\n\n((?:\|.*\n)+)",
         (ROOT / page).read_text(),
         re.M,
     )
     shown: dict[Setting, list[tuple[str, ...]]] = {}
-    for data, workers, steps, more, table in parts:
-        model = "transformer" if "transformer" in more else "mlp"
-        setting = Setting(data.lower(), model, int(workers), int(steps.replace(",", "")))
+    for data, workers, steps, table in parts:
+        setting = Setting(data.lower(), int(workers), int(steps.replace(",", "")))
         lines = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()[2:]]
         shown.setdefault(setting, []).extend(map(tuple, lines))
     return shown
@@ -153,13 +132,13 @@ def test_the_pages_show_the_measured_figures() -> None:
     for setting, lines in notes.items():
         assert sorted(lines) == measured(runs, setting)
     page = shown_in("docs/quality.md")  # a selection
-    assert sum(map(len, page.values())) >= 20
+    assert sum(map(len, page.values())) >= 17
     for setting, lines in page.items():
         assert set(lines) <= set(measured(runs, setting))
 
 
 def test_torch_optimizers_over_rows_step_as_the_simulators_do() -> None:
-    shapes = quality_simulated.shapes("mlp")
+    shapes = [each.shape for each in ByteModel().make_model().parameters()]
     start = ByteModel().begin(3, seed=0).start
     ours = AdamW(0.01)
     theirs = TorchRows(lambda parameters: [torch.optim.AdamW(parameters, lr=0.01)], shapes)

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from race_conditions import CONDITIONS
+from support.race_conditions import CONDITIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,7 +129,7 @@ def rarer_deaths() -> str:
         for row in ("gossipdp", "local_sgd_torchft@16", "ddp")
     ]
     return (
-        f"gossipdp keeps {shares[0]} of its calm, torchft's LocalSGD {shares[1]}, DDP {shares[2]};"
+        f"gossipdp keeps {shares[0]} of its calm, torchft's LocalSGD {shares[1]}, DDP {shares[2]}."
     )
 
 

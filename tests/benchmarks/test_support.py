@@ -14,7 +14,7 @@ from run_all import Benchmark
 from support.finished_runs import FinishedRuns
 from support.meeting import Meeting
 from support.provenance import commit_of
-from support.report import Spread, Target, interleaved, quantile
+from support.report import Spread, interleaved, quantile
 
 SCRIPT = """
 import pathlib, sys
@@ -24,13 +24,11 @@ sys.exit({code})
 """
 
 
-def test_spreads_quantiles_and_targets_without_values():
+def test_spreads_and_quantiles():
     assert Spread.of([3.0, 1.0, 2.0]).text() == "2.00 (1.00 to 3.00)"
     assert math.isnan(Spread.of([]).median)
     values = [float(value) for value in range(1, 101)]
     assert [quantile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
-    assert Target("rate", 0.97, 0.95, at_most=False).is_met
-    assert not Target("time", math.nan, 1.0).is_met
 
 
 def finished(path: Path | None) -> FinishedRuns[dict[str, object]]:
@@ -100,7 +98,7 @@ def test_a_meeting_lasts_until_all_have_come(tmp_path: Path):
 
 
 def make_script(folder: Path, name: str, code: int, missing: list[dict[str, str]]) -> None:
-    result = {"benchmark": name, "targets": [{"met": True}, {"met": False}], "missing": missing}
+    result = {"benchmark": name, "missing": missing}
     path = str(folder / "results" / f"{name}.json")
     (folder / f"{name}.py").write_text(
         SCRIPT.format(result=json.dumps(result), path=path, code=code)

@@ -1,6 +1,5 @@
 """Tests of time_to_loss: conditions, shares by speed, scores, and short runs."""
 
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,18 +7,24 @@ from pathlib import Path
 import pytest
 import time_to_loss
 import torch
-from conditions import Condition
 from hypothesis import given
 from hypothesis import strategies as st
-from networks.namespaces import missing
-from quality_report import EASY, LATE
-from quality_rows import RowName, make_optimizer
-from quality_runs import Runs
-from quality_worker import Point, RunResult, RunSettings, Size, make_task, num_parameters, run
+from support.conditions import Condition
+from support.hosts import missing
+from support.quality_rows import RowName, make_optimizer
+from support.quality_runs import Runs
+from support.quality_worker import (
+    RunResult,
+    RunSettings,
+    Size,
+    make_task,
+    num_parameters,
+    run,
+)
 from support.rows import RowPlan
 from support.timed_compute import TimedCompute
 from time_to_loss import TimeToLossBenchmark, check, measure_round
-from time_to_loss_report import Round, draw, measured_table, rows_as_json, targets, timed_losses
+from time_to_loss_report import Round, measured_table, rows_as_json
 
 SIZE = Size(width=16, depth=2, context=16, batch_size=2, steps=40)
 SLOW = Condition("slow", step_s=0.001, slowness=(1, 4))
@@ -29,7 +34,7 @@ SETTINGS = RunSettings("ddp", "common", 0.004, 1, SIZE, workers=2, condition=SLO
 def result(loss: float | None, end_s: float = 20.0, average_s: float = 0.0) -> RunResult:
     return RunResult(
         loss=loss,
-        curve=[Point(0.0, 0.0, 8.0), Point(0.5, end_s / 2, 4.0), Point(1.0, end_s, loss)],
+        ended_s=end_s,
         bytes_per_parameter_step=6.0,
         samples_per_s=1_000 / (end_s - average_s),
         samples=1_000,
@@ -43,13 +48,12 @@ def plans(row: str, speeds: list[float], samples: int) -> list[RowPlan]:
     name = RowName.parse(row)
     sizes, periods = name.batch_sizes(8, speeds), name.periods(speeds)
     return [
-        RowPlan(rank, samples, 0, sizes, periods, lambda all_: make_optimizer(all_, 0.999))
-        for rank in range(len(speeds))
+        RowPlan(rank, samples, 0, sizes, periods, make_optimizer) for rank in range(len(speeds))
     ]
 
 
 @given(
-    st.sampled_from(["ddp", "diloco@16", "ddp_by_speed", "diloco_by_speed@16"]),
+    st.sampled_from(["ddp", "diloco@16", "ddp_bf16_by_speed", "local_sgd_by_speed@16"]),
     st.lists(st.sampled_from([1.0, 0.5, 0.3, 0.25, 0.125]), min_size=2, max_size=6),
     st.integers(1, 10_000),
 )
@@ -120,7 +124,7 @@ def test_a_slower_row_runs_again_on_what_it_manages_in_the_time(
     runs = Runs(None)
     found = measure_round(SETTINGS, runs, None)
     assert [one.size.steps for one in asked] == [40, 10]
-    assert found.time.curve[-1].seconds == pytest.approx(ideal_s)
+    assert found.time.ended_s == pytest.approx(ideal_s)
     measure_round(SETTINGS, runs, None)
     assert len(asked) == 2  # both were kept
     slowness = 0.79
@@ -129,7 +133,7 @@ def test_a_slower_row_runs_again_on_what_it_manages_in_the_time(
     assert len(asked) == 3
 
 
-def test_losses_are_timed_by_the_best_row_at_equal_time(tmp_path: Path) -> None:
+def test_the_losses_of_rows_are_compared_at_equal_time() -> None:
     quick = result(3.0)
     slow = Round(result(2.8, end_s=80.0), result(3.6))
     results = {
@@ -137,27 +141,14 @@ def test_losses_are_timed_by_the_best_row_at_equal_time(tmp_path: Path) -> None:
         "ddp": [slow, replace(slow, time=result(None))],
         "none": [Round(result(5.0), result(5.0))],
     }
-    timed = timed_losses(results)
-    assert timed == pytest.approx({"easy": EASY * 3.01, "late": LATE * 3.01})
-    # The run in time comes to 3.612 sooner than the long one to the same, but never to 3.07.
-    assert slow.seconds_to(3.612) == pytest.approx(19.7)
-    assert slow.seconds_to(3.07) == pytest.approx(40 + 40 * 0.93 / 1.2)
-    assert slow.seconds_to(2.0) == math.inf
     rates = dict.fromkeys(results, 0.01)
     rows = {line[0]: line for line in measured_table(results, rates, 20.0).rows}
-    assert rows["no exchange, one average at the end"][3:5] == ("never", "never")
-    assert rows["DDP, float32"][6] == "in 1 of 2"
+    assert rows["gossipdp, gossip"][4] == "3.010 (3.000 to 3.020)"
     assert rows["gossipdp, gossip"][-1] == "25.0% (25.0% to 25.0%)"
+    assert "inf" in rows["DDP, float32"][4]
     data = rows_as_json(results, rates, 20.0)
     assert data["rows"]["ddp"]["loss"] == 2.8
     assert len(data["rows"]["ddp"]["runs"]) == 2
-    late, loss = targets(results)
-    assert late.is_met
-    assert late.value == pytest.approx(19.35 / 71.0, rel=0.05)
-    assert loss.value == pytest.approx(3.01 / 5.0)
-    assert not any(one.is_met for one in targets({"ddp": [slow]}))
-    draw(tmp_path / "chart.png", "slow", results)
-    assert (tmp_path / "chart.png").stat().st_size > 1_000
 
 
 @pytest.mark.parametrize(
@@ -168,7 +159,7 @@ def test_losses_are_timed_by_the_best_row_at_equal_time(tmp_path: Path) -> None:
         ({"rates": "ddp"}, "write ROW=RATE"),
         ({"once": "dpp"}, "--once has dpp: no row"),
         ({"json": Path("figures.json")}, "one table"),
-        ({"tables": ("gigabit",), "rows": "diloco_torchft@16"}, "loopback"),
+        ({"rows": "diloco_torchft@16"}, "needs a lighthouse"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
@@ -188,7 +179,7 @@ def test_a_timed_run_trains_the_budget_on_workers_of_unequal_speed(
 ) -> None:
     found = run(replace(SETTINGS, row=row))
     assert found.loss is not None
-    assert found.loss < found.curve[0].loss < 8.5
+    assert found.loss < 8.0
     assert found.samples >= samples
     assert found.computing is not None
     assert 0 < found.computing < 1

@@ -5,7 +5,7 @@ parameter. The processes of all replicas that hold the same part make a gossip n
 its rank is the replica's number, its world size the number of replicas. So a replica is a worker to
 every count, rate and graph, and each shard is exchanged alone, with the same shard of another
 replica. Networks need not agree on partners or moments: the mean of x + c/2 is conserved value by
-value, and each value mixes at the rate of the graph (benchmarks/results/shard_partners.md).
+value, and each value mixes at the rate of the graph (benchmarks/NOTES.md).
 
 The processes of a replica must agree where a loop ends, since FSDP's collectives wait for all of
 them. So after each gradient step they add up a few numbers (:meth:`Replica.agree`). All answers to

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from networks.namespaces import Hosts, run
-from race_settings import RaceSettings, Shelf, Values, num_parameters
-from race_worker import life_variables, log_path, shelf_path
+from support.hosts import Hosts, run
+from support.race_settings import RaceSettings, Shelf, Values, log_path, num_parameters, shelf_path
 
 from gossipdp.launcher.local import ScriptWorker
 from gossipdp.launcher.spares import Spares
 from gossipdp.launcher.supervisor import Ending, WorkerProcess
 
-WORKER = Path(__file__).with_name("race_worker.py")
+WORKER = Path(__file__).parents[1] / "race_worker.py"
 PORT_ON_HOST = 29_400
+COMMON_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "GOSSIPDP_LOG": os.environ.get("GOSSIPDP_LOG", "error"),
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "RUST_LOG": "error",  # of torchft
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 class HostWorker(WorkerProcess):
@@ -49,8 +57,8 @@ class Fleet:
         self.pids: dict[int, int] = {}
         self.num_lives = [0] * settings.workers
         self.shelves: dict[tuple[int, int], Shelf] = {}
-        common = {**os.environ, **common_variables()}
-        self.spares = Spares([str(WORKER)], common, number=int(settings.keeps_spare))
+        self._common = {**os.environ, **COMMON_VARIABLES, "RACE_DIR": str(folder)}
+        self.spares = Spares([str(WORKER)], self._common, number=int(settings.keeps_spare))
         # The last host is the launcher's; those between it and the first ones are spare.
         self._host_of = list(range(settings.workers))
         self._is_gone: set[int] = set()
@@ -63,26 +71,22 @@ class Fleet:
         """Start a life of the worker whose rank the variables say."""
         rank = int(variables["RANK"])
         life, self.num_lives[rank] = self.num_lives[rank], self.num_lives[rank] + 1
-        where = None
-        own = {**os.environ, **common_variables(), **variables}
+        own = {**self._common, **variables}
         if self._hosts is not None:
             host = self._move(rank)
-            where = self._hosts.names[host], self._hosts.addresses[host]
+            own |= {"RACE_HOST": self._hosts.names[host]}
+            own |= {"RACE_ADDRESS": self._hosts.addresses[host]}
             own |= {"GLOO_SOCKET_IFNAME": self._hosts.interface}
             own |= {"MASTER_ADDR": self.address(0), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             own |= {"MASTER_PORT": str(PORT_ON_HOST + self.num_lives[0])}
             own.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the launcher's cannot be reached
-        own |= life_variables(self._folder, life, where)
+        own |= {"RACE_LIFE": str(life), "RACE_BEGAN": repr(time.monotonic())}
         self.shelves[rank, life] = Shelf(shelf_path(self._folder, rank, life), num_parameters())
         worker = self.spares.start(own)
         self.pids[rank] = worker.pid
-        if self._settings_vanish:
+        if self._hosts is not None and self._settings.condition == "vanish":
             return HostWorker(worker, lambda: self._cut(rank))
         return worker
-
-    @property
-    def _settings_vanish(self) -> bool:
-        return self._hosts is not None and self._settings.condition == "vanish"
 
     def _move(self, rank: int) -> int:
         """Return the host of a worker: a spare one if its own has vanished."""
@@ -123,15 +127,3 @@ class Fleet:
             if text:
                 return "\n".join(text.splitlines()[-12:])
         return ""
-
-
-def common_variables() -> dict[str, str]:
-    """Return the variables of every worker."""
-    return {
-        "OMP_NUM_THREADS": "1",
-        "GOSSIPDP_LOG": os.environ.get("GOSSIPDP_LOG", "error"),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RUST_LOG": "error",  # of torchft
-        "PYTHONUNBUFFERED": "1",
-    }

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from networks.namespaces import Hosts, enter
+from support.hosts import Hosts, enter
 
 PORT = 29_399
 START_TIMEOUT_S = 60.0

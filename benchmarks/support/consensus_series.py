@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-from consensus_worker import WorkerSeries
+from support.consensus_worker import WorkerSeries
 
 from gossipdp_lab.simulate.trace import Trace, decay_per_exchange, lowest_share
 
@@ -98,23 +98,6 @@ class Outcome:
     decay_per_exchange: float
     achieved_comm_rate: float
     lowest_share: float
-
-    @property
-    def is_long_enough(self) -> bool:
-        """Return whether the whole part that the slope should be taken from was reached."""
-        return self.lowest_share < LOWEST_SHARE
-
-
-def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Means over seeds, their spreads (standard deviations; 0 for one seed), and each seed's."""
-    summary: dict[str, Any] = {}
-    for name in ("decay_per_exchange", "achieved_comm_rate"):
-        figures = [getattr(outcome, name) for outcome in outcomes]
-        summary[name] = float(np.mean(figures))
-        summary[f"{name}_spread"] = float(np.std(figures, ddof=1)) if len(figures) > 1 else 0.0
-        summary[f"{name}_by_seed"] = figures
-    summary["lowest_share_by_seed"] = [outcome.lowest_share for outcome in outcomes]
-    return summary
 
 
 def _first(condition: np.ndarray[Any, np.dtype[np.bool_]]) -> int:

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from quality_rows import KINDS, RowName
 from support.byte_task import ByteTask
+from support.quality_rows import KINDS, RowName
 from support.rows import Gossip, OneOptimizer
 from support.torchft_rows import TorchftRow
 
@@ -96,6 +96,16 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     def ends_s(self) -> float:
         """Return when training ends, by the same clock."""
         return self.started_s + self.settings.seconds
+
+
+def shelf_path(folder: Path, rank: int, life: int) -> Path:
+    """Return the file of a life's shelf."""
+    return folder / f"shelf-{rank}-{life}"
+
+
+def log_path(folder: Path, rank: int, life: int) -> Path:
+    """Return the file of what a life writes to standard error."""
+    return folder / f"log-{rank}-{life}"
 
 
 class Shelf:

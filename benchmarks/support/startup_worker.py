@@ -1,6 +1,6 @@
 """A fresh interpreter of startup.py: CPU and wall time at each stage of a script's start.
 
-    python benchmarks/startup_worker.py PATH CASE NUM_VALUES SPARE_S
+    python benchmarks/support/startup_worker.py PATH CASE SPARE_S
 
 Worker 0 writes its stages to PATH. Nothing is imported here that a plain script would not import.
 KILLED: worker 0 kills itself SPARE_S after it has exchanged; the stages are its next process's.
@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-IMPORT, WRAP, EXCHANGE, KILLED = "import gossipdp", "wrap", "exchange", "killed"
+WRAP, EXCHANGE, KILLED = "wrap", "exchange", "killed"
 STEP_S, PATIENCE_S = 0.02, 60.0
 
 
 def main() -> None:
-    path, case, num_values = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    path, case = Path(sys.argv[1]), sys.argv[2]
     began_s = time.perf_counter()
     stages: dict[str, tuple[float, float]] = {}
 
@@ -30,17 +30,14 @@ def main() -> None:
 
     import torch
 
-    net = torch.nn.Linear(num_values // 8, 8, bias=False)
+    net = torch.nn.Linear(8, 8, bias=False)
     optimizer = torch.optim.AdamW(net.parameters())
     note("torch")
-    model = net
-    if case:
-        from gossipdp import GossipDataParallel
-    note("imported")
-    if case not in ("", IMPORT):
-        model = GossipDataParallel(net, optimizer, budget_samples=1)
+    from gossipdp import GossipDataParallel
+
+    model = GossipDataParallel(net, optimizer, budget_samples=1)
     note("wrapped")
-    model(torch.zeros(1, num_values // 8)).sum().backward()
+    model(torch.zeros(1, 8)).sum().backward()
     optimizer.step()
     note("stepped")
     is_measured = os.environ.get("RANK", "0") == "0"
@@ -62,7 +59,7 @@ def main() -> None:
             note("exchanged")
             death = path.with_suffix(".death")
             if case == KILLED and not death.exists():
-                spare_s = time.monotonic() + float(sys.argv[4])
+                spare_s = time.monotonic() + float(sys.argv[3])
                 until(lambda: time.monotonic() > spare_s)  # a spare interpreter gets ready
                 death.write_text(str(time.monotonic()), "utf-8")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -72,8 +69,7 @@ def main() -> None:
         written = path.with_suffix(".new")
         written.write_text(json.dumps(stages), "utf-8")
         written.rename(path)
-    if case not in ("", IMPORT):
-        model.consolidate()
+    model.consolidate()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Job:
         start: starts the worker of a rank; the second argument counts the starts of the job, or of
             this worker if it is started again alone.
         trains: returns whether the process of a rank has made a step.
-        faults: kills, stops and slows the workers, and cuts their links.
+        faults: kills, stops and slows the workers.
         whole: a death ends all workers, and all start again; otherwise the dead one does.
         clock: seconds.
 

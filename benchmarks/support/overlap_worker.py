@@ -6,12 +6,11 @@ a second or two. So they meet the same core, the same memory and the same neighb
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -24,12 +23,8 @@ from torch import Tensor, nn
 from gossipdp import Counting, GossipDataParallel
 from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
-ARMS = ("plain", "none", "a2cid2")
-"""No wrapper; the wrapper without exchanges; and with them."""
-CONTROLLED_ARMS = ("plain", "none", "busy", "a2cid2")
-"""Also without exchanges, while the other worker keeps its core busy with idle counting for as
-long as both gossip threads would: on some machines a busy core slows the one beside it."""
-
+ARMS = ("none", "a2cid2")
+"""The wrapper without exchanges, and with them."""
 WARM_UP_TURNS, LEAST_WARM_UP_S = 0.4, 2.0
 SETTLE_S = 0.25  # for what an arm's exchanges still have to do when its turn is over
 
@@ -43,7 +38,6 @@ class OverlapTask:
         worker 0 computes on a core of its own, and worker 1's compute is a timed wait: the other
         core is there for both gossip threads.
     turn_s: how long an arm's turn lasts.
-    gossip_nice: of the gossip threads.
     """
 
     workload: str
@@ -51,10 +45,8 @@ class OverlapTask:
     batch_size: int
     turn_s: float
     num_rounds: int
-    arms: tuple[str, ...]
     meeting: Path
     comm_rate: float | Literal["auto"] = "auto"
-    gossip_nice: int = 0
 
 
 @dataclass
@@ -62,20 +54,14 @@ class ArmTimes:
     """The measurements of one worker in one arm.
 
     step_s: seconds of each step, by round; the first of a turn is left out.
-    boundary_s: of each boundary: without anything to add, with flow alone, and with what
-        exchanges have brought.
     num_steps: of the wrapper, those left out included; so are the exchanges.
     exchange_s: wall time with an exchange under way.
     gossip_cpu_s: CPU time of the gossip thread.
     """
 
     step_s: list[list[float]] = field(default_factory=list)
-    boundary_s: dict[str, list[float]] = field(
-        default_factory=lambda: {"nothing": [], "flow": [], "pending": []}
-    )
     num_steps: int = 0
     exchanges: int = 0
-    exchanges_initiated: int = 0
     exchange_s: float = 0.0
     gossip_cpu_s: float = 0.0
 
@@ -90,28 +76,22 @@ def run_worker(task: OverlapTask) -> dict[str, ArmTimes]:
     waits = rank == 1 and not task.shares_cores
     if waits or task.shares_cores:
         os.sched_setaffinity(0, {own_core})  # the gossip thread, started below, has the same
-    arms = {name: _Arm(name, task, rank) for name in task.arms}
+    arms = {name: _Arm(name, task, rank) for name in ARMS}
     # Of the calling thread alone: the gossip thread, which runs already, keeps all cores.
     os.sched_setaffinity(0, {own_core})
     if not waits:
         meeting.say(min(arm.step() for arm in arms.values() for _ in range(2)))
     meeting.meet()
     wait_s = meeting.heard(0) if waits else None
-    busy_share = 0.0
     for round_number in range(-1, task.num_rounds):
-        first = round_number % len(task.arms)
-        for name in (*task.arms[first:], *task.arms[:first]):
+        for name in ARMS if round_number % 2 else reversed(ARMS):
             meeting.meet()
             time.sleep(SETTLE_S)
             meeting.meet()
             turn_s = task.turn_s
             if round_number < 0:
                 turn_s = max(LEAST_WARM_UP_S, WARM_UP_TURNS * turn_s)
-            durations_s = arms[name].take_turn(
-                turn_s, wait_s, busy_share if name == "busy" else 0.0
-            )
-            if name == "a2cid2":  # the last of the arms: the warm-up begins with it
-                busy_share = min(1.0, 2 * arms[name].gossip_share)
+            durations_s = arms[name].take_turn(turn_s, wait_s)
             if round_number >= 0:
                 arms[name].times.step_s.append(durations_s)
             else:
@@ -128,8 +108,6 @@ class _Arm:
     def __init__(self, name: str, task: OverlapTask, rank: int) -> None:
         torch.manual_seed(rank)
         self.times = ArmTimes()
-        self.gossip_share = 0.0
-        self._forward: nn.Module
         self._inputs: Tensor
         self._labels: Tensor | None = None
         if task.workload == "resnet18":
@@ -150,19 +128,15 @@ class _Arm:
         else:
             foreach = task.workload == "resnet18"
             self._optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, foreach=foreach)
-        self._forward = net
-        self._wrapped: GossipDataParallel | None = None
-        if name != "plain":
-            self._wrap(net, name, task)
+        self._wrap(net, name, task)
 
     def _wrap(self, net: nn.Module, name: str, task: OverlapTask) -> None:
         before = threading.enumerate()
-        method = "a2cid2" if name == "a2cid2" else "none"
-        with _alone() if method == "none" else _nothing():
-            self._forward = self._wrapped = GossipDataParallel(
+        with _alone() if name == "none" else nullcontext():
+            self._wrapped = GossipDataParallel(
                 net,
                 self._optimizer,
-                method=method,
+                method=name,
                 comm_rate=task.comm_rate,
                 counting=Counting(samples_per_step=task.batch_size),
             )
@@ -171,38 +145,17 @@ class _Arm:
             for each in threading.enumerate()
             if each.name.startswith("gossipdp-") and each not in before
         )
-        os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, task.gossip_nice)
         self._gossip_clock = time.pthread_getcpuclockid(thread.ident or 0)
-        engine = self._wrapped._engine
-        chunks = engine._flat.state.chunks  # type: ignore[attr-defined]
-        boundary = engine.boundary
 
-        def timed(optimizer_index: int, samples: int) -> None:
-            kind = "nothing"
-            if any(chunk.theta_c > -math.inf for chunk in chunks):
-                kind = "flow"
-            if any(chunk.has_pending for chunk in chunks):
-                kind = "pending"
-            began_s = time.perf_counter()
-            boundary(optimizer_index, samples)
-            self.times.boundary_s[kind].append(time.perf_counter() - began_s)
-
-        engine.boundary = timed  # type: ignore[method-assign]
-
-    def step(self, wait_s: float | None = None, busy_share: float = 0.0) -> float:
-        """One gradient step, or a timed wait and the optimizer's step; its duration in seconds.
-
-        ``busy_share``: this part of the wait is spent counting.
-        """
+    def step(self, wait_s: float | None = None) -> float:
+        """One gradient step, or a timed wait and the optimizer's step; its duration in seconds."""
         began_s = time.perf_counter()
         if wait_s is not None:
-            while time.perf_counter() < began_s + busy_share * wait_s:
-                pass
-            time.sleep((1.0 - busy_share) * wait_s)
+            time.sleep(wait_s)
             self._optimizer.step()  # no gradient: nothing but the boundary
             return time.perf_counter() - began_s
         self._optimizer.zero_grad()
-        outputs = self._forward(self._inputs)
+        outputs = self._wrapped(self._inputs)
         if self._labels is not None:
             loss = nn.functional.cross_entropy(outputs, self._labels)
         else:
@@ -211,18 +164,13 @@ class _Arm:
         self._optimizer.step()
         return time.perf_counter() - began_s
 
-    def take_turn(self, turn_s: float, wait_s: float | None, busy_share: float) -> list[float]:
+    def take_turn(self, turn_s: float, wait_s: float | None) -> list[float]:
         """Step for so long, at least twice; return the durations without the first."""
-        began_s, gossip_began_s = time.perf_counter(), self._gossip_cpu_s()
+        began_s = time.perf_counter()
         durations_s = []
         while len(durations_s) < 2 or time.perf_counter() < began_s + turn_s:
-            durations_s.append(self.step(wait_s, busy_share))
-        wall_s = time.perf_counter() - began_s
-        self.gossip_share = (self._gossip_cpu_s() - gossip_began_s) / wall_s
+            durations_s.append(self.step(wait_s))
         return durations_s[1:]
-
-    def _gossip_cpu_s(self) -> float:
-        return 0.0 if self._wrapped is None else time.clock_gettime(self._gossip_clock)
 
     def start_over(self) -> None:
         """Forget what was measured so far: the warm-up."""
@@ -232,18 +180,14 @@ class _Arm:
     def close(self) -> None:
         """Take note of the exchanges, and end them."""
         self._count(1)
-        if self._wrapped is not None:
-            self._wrapped.close()
+        self._wrapped.close()
 
     def _count(self, sign: int) -> None:
-        if self._wrapped is None:
-            return
         stats, times = self._wrapped.stats(), self.times
         times.num_steps += sign * stats.gradient_steps
         times.exchanges += sign * stats.exchanges
-        times.exchanges_initiated += sign * stats.exchanges_initiated
         times.exchange_s += sign * stats.exchange_seconds
-        times.gossip_cpu_s += sign * self._gossip_cpu_s()
+        times.gossip_cpu_s += sign * time.clock_gettime(self._gossip_clock)
 
 
 @contextmanager
@@ -260,8 +204,3 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         os.environ.update(kept)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from networks.emulated import EmulatedHosts
-from networks.namespaces import Hosts
-from networks.shaped import ShapedHosts
+from support.hosts import EmulatedHosts, Hosts, ShapedHosts
 
 from gossipdp_lab.simulate.scenario import ComputeTime, LognormalTime, SlowedTime
 

@@ -2,23 +2,19 @@
 
 import time
 from dataclasses import dataclass
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from support.meeting import Meeting
 from torch import nn
 
 from gossipdp import Counting, logs
-from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.store import connect
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.options import Network
 
 NUM_OBSERVED = 1_000
-# From the last worker's arrival to the first step, so that all know of it in time.
-START_MARGIN_S = 0.3
-MEET_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,7 @@ class ConsensusTask:
     num_floats: int
     seed: int
     max_megabits_per_s: float | None
+    meeting: Path
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,10 @@ def run_worker(task: ConsensusTask) -> WorkerSeries:
     # Wrapping gave all of them rank 0's vector. No worker asks for an exchange before its fifth
     # step, and none steps before all have met again: so all begin from vectors of their own.
     model.load_state_dict({"values": start_vector(task, model.rank)})
-    start_s = _agree_on_start(task)
+    meeting = Meeting(task.meeting, model.rank)
+    meeting.meet()
     # Spread over a step, so that the workers of one machine do not all wake at once.
-    start_s += task.step_s * model.rank / model.world_size
+    start_s = time.monotonic() + task.step_s * model.rank / model.world_size
     series = _run(task, model, optimizer, vector.values.detach(), start_s)
     model.consolidate()
     return series
@@ -94,22 +92,6 @@ def start_vector(task: ConsensusTask, rank: int) -> torch.Tensor:
     """Return the standard normal vector with which a worker begins."""
     generator = torch.Generator().manual_seed(task.seed * 1_000_003 + rank)
     return torch.randn(task.num_floats, generator=generator)
-
-
-def _agree_on_start(task: ConsensusTask) -> float:
-    """Return a moment soon after the last worker is ready, on the clock of all processes."""
-    environment = Environment.read()
-    if environment.store_host is None:
-        return time.monotonic()
-    store = connect(environment, MEET_TIMEOUT_S)
-    prefix = f"{environment.key_prefix}bench/"
-    store.set(f"{prefix}{environment.rank}", "ready")
-    ready = [f"{prefix}{rank}" for rank in range(environment.world_size)]
-    if environment.rank == 0:
-        store.wait(ready, timedelta(seconds=MEET_TIMEOUT_S))
-        store.set(f"{prefix}start", repr(time.monotonic() + START_MARGIN_S))
-    store.wait([f"{prefix}start"], timedelta(seconds=MEET_TIMEOUT_S))
-    return float(store.get(f"{prefix}start"))
 
 
 def _run(
@@ -126,7 +108,7 @@ def _run(
     times_s, initiated = np.empty(num_records), np.zeros(num_records, dtype=np.int64)
     exchange_s: list[float] = []
     last_ended_s = 0.0
-    _sleep_until(start_s)
+    time.sleep(max(0.0, start_s - time.monotonic()))
     times_s[0], seen[0] = time.monotonic(), observed.numpy()
     for step in range(1, num_records):
         time.sleep(task.step_s)
@@ -140,8 +122,3 @@ def _run(
                 exchange_s.append(exchange.ended_s - exchange.started_s)
     failed = model.stats().exchanges_failed
     return WorkerSeries(model.rank, times_s, initiated, seen, exchange_s, failed)
-
-
-def _sleep_until(moment_s: float) -> None:
-    while (left_s := moment_s - time.monotonic()) > 0:
-        time.sleep(left_s)

@@ -1,6 +1,6 @@
 """The rows of quality and time_to_loss: ways to train together that a user would choose between.
 
-A row's name may end in ``@H``: then it averages, exchanges or takes its outer step every H steps.
+A row's name may end in ``@H``: then it averages or exchanges every H steps.
 A row of gossip may end in ``@1/K``: K exchanges a step.
 """
 
@@ -28,15 +28,15 @@ from support.rows import (
 from support.torchft_rows import TorchftDDP, TorchftLocalSgd, TorchftRow
 from torch import Tensor, nn
 
-BETA1, WEIGHT_DECAY = 0.9, 0.1
+BETAS, WEIGHT_DECAY = (0.9, 0.999), 0.1
 OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
-"""The momentum of the synchronous rows but ``diloco_gentle``; gossipdp's have its own default."""
+"""Of DiLoCo's rows but ``diloco_gentle``."""
 GENTLE_MOMENTUM = 0.5
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 10
 """Its rank; steps of plain all-reduce before it: torch's own 1,000 are more than most runs take."""
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float) -> torch.optim.AdamW:
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """Make the optimizer, the same for every row; norms and biases are not decayed."""
     every = list(parameters)
     groups = [
@@ -44,7 +44,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float) -> torch.op
         {"params": [p for p in every if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, betas=(BETA1, beta2))
+    return torch.optim.AdamW(groups, betas=BETAS)
 
 
 class Bfloat16DDP(DistributedDataParallel):
@@ -79,15 +79,11 @@ class PowerSgdDDP(DistributedDataParallel):
         self.model.register_comm_hook(state, powerSGD_hook)
 
 
-class WeightedDDP(DistributedDataParallel):
-    """DDP where a slow worker has a smaller batch: each worker's gradients weigh by its samples."""
+class WeightedBfloat16DDP(Bfloat16DDP):
+    """The same where a slow worker has a smaller batch: gradients weigh by their samples."""
 
     def step(self, loss: Tensor) -> None:
         super().step(loss * (len(self.plan.periods) * self.plan.share))  # DDP takes the mean
-
-
-class WeightedBfloat16DDP(WeightedDDP, Bfloat16DDP):
-    """Both: smaller batches for slow workers, and gradients in bfloat16."""
 
 
 def _flat(net: nn.Module) -> Tensor:
@@ -125,19 +121,6 @@ class OuterNesterov:
         """Go on from a checkpoint."""
         self._anchor.data.copy_(state["anchor"])
         self._optimizer.load_state_dict(state["optimizer"])
-
-
-class OuterDDP(DistributedDataParallel):
-    """DDP that takes an outer step every ``period`` steps; all workers hold the same model."""
-
-    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
-        super().__init__(net, plan)
-        self._outer = OuterNesterov(net)
-
-    def step(self, loss: Tensor) -> None:
-        super().step(loss)
-        if self.steps % self.plan.period == 0:
-            self._outer.step(self._outer.drift())
 
 
 class LocalSgd(OneOptimizer):
@@ -211,23 +194,9 @@ class DiLoCo(LocalSgd):
 
 
 class GentleDiLoCo(DiLoCo):
-    """DiLoCo with less outer momentum: gossipdp's default, which did better in the simulation."""
+    """DiLoCo with less outer momentum, which did better in the simulation."""
 
     outer_momentum = GENTLE_MOMENTUM
-
-
-class DiLoCoWithMoments(DiLoCo):
-    """DiLoCo that averages Adam's second moments too, each time."""
-
-    @torch.no_grad()
-    def average(self) -> None:
-        super().average()
-        moments = [state["exp_avg_sq"] for state in self.optimizer.state.values()]
-        flat = torch.cat([moment.flatten() for moment in moments])
-        dist.all_reduce(flat)
-        parts = (flat / len(self.plan.periods)).split([moment.numel() for moment in moments])
-        for moment, part in zip(moments, parts, strict=True):
-            moment.copy_(part.view_as(moment))
 
 
 class TorchftDiLoCo(TorchftRow):
@@ -266,7 +235,7 @@ class TorchftDiLoCo(TorchftRow):
 class RowKind:
     """One way to train together.
 
-    method and options are GossipDataParallel's; ``outer`` stands for its default outer step.
+    method and options are GossipDataParallel's.
     period: whether its name has one; it may where that sets how often pairs exchange.
     by_speed: what a slow worker has less of, where workers are not equally fast.
     """
@@ -287,28 +256,16 @@ class RowKind:
         return self.row is Gossip and self.method != "none"
 
 
-def _ours(method: str) -> dict[str, RowKind]:
-    """Return the rows of gossipdp by one method: with moments (the default), without, and so on.
-
-    With a period each worker exchanges once in H steps; with an outer step there must be one.
-    """
-    name, without = f"gossipdp, {method}", {"exchange_moments": False}
-    both = {"exchange_moments": {"exp_avg_sq": 2, "exp_avg": 2}}
-    outer, codes = {"outer": True}, {"wire_format": "lattice8"}
-    rows = {
-        method: ("", {}),
-        f"{method}_no_moments": (", no moments", without),
-        f"{method}_both_moments": (", both moments every 2nd", both),
-        f"{method}_lattice8": (", lattice8", codes),
-        f"{method}_outer": (", outer step", outer),
-        f"{method}_outer_no_moments": (", outer step, no moments", outer | without),
-        f"{method}_outer_lattice8": (", outer step, lattice8", outer | codes),
-    }
+def _ours(method: Literal["gossip", "a2cid2"]) -> dict[str, RowKind]:
+    """Return the rows of gossipdp by one method; with a period each asks once in H steps."""
     return {
-        row: RowKind(
-            name + what, Gossip, method, options, period="must" if "outer" in options else "may"
+        f"{method}{suffix}": RowKind(
+            f"gossipdp, {method}{what}", Gossip, method, options, period="may"
         )
-        for row, (what, options) in rows.items()
+        for suffix, what, options in (
+            ("", "", {}),
+            ("_lattice8", ", lattice8", {"wire_format": "lattice8"}),
+        )
     }
 
 
@@ -316,11 +273,9 @@ KINDS = {
     "ddp": RowKind("DDP, float32", DistributedDataParallel),
     "ddp_bf16": RowKind("DDP, bf16 hook", Bfloat16DDP),
     "ddp_powersgd": RowKind(f"DDP, PowerSGD hook of rank {POWER_SGD_RANK}", PowerSgdDDP),
-    "ddp_by_speed": RowKind("DDP, batches by speed", WeightedDDP, by_speed="batch"),
     "ddp_bf16_by_speed": RowKind(
         "DDP, bf16 hook, batches by speed", WeightedBfloat16DDP, by_speed="batch"
     ),
-    "ddp_outer": RowKind("DDP, outer step", OuterDDP, period="must"),
     "local_sgd": RowKind("local SGD", LocalSgd, period="must"),
     "local_sgd_bf16": RowKind("local SGD in bfloat16", Bfloat16LocalSgd, period="must"),
     "local_sgd_by_speed": RowKind(
@@ -328,8 +283,6 @@ KINDS = {
     ),
     "diloco": RowKind("DiLoCo", DiLoCo, period="must"),
     "diloco_gentle": RowKind(f"DiLoCo, momentum {GENTLE_MOMENTUM}", GentleDiLoCo, period="must"),
-    "diloco_by_speed": RowKind("DiLoCo, steps by speed", DiLoCo, period="must", by_speed="steps"),
-    "diloco_moments": RowKind("DiLoCo, second moments averaged", DiLoCoWithMoments, period="must"),
     "diloco_torchft": RowKind("DiLoCo of torchft", TorchftDiLoCo, period="must", needs=TORCHFT),
     "local_sgd_torchft": RowKind(
         "local SGD of torchft", TorchftLocalSgd, period="must", needs=TORCHFT
@@ -341,15 +294,14 @@ KINDS = {
     "gossipdp_lattice8": RowKind(
         "gossipdp, defaults, lattice8", Gossip, options={"wire_format": "lattice8"}, is_default=True
     ),
-    **{name: kind for method in ("gossip", "a2cid2") for name, kind in _ours(method).items()},
+    **_ours("gossip"),
+    **_ours("a2cid2"),
 }
 """By the name that the command takes, without its period."""
 
 DEFAULT_ROWS = (
-    "ddp,ddp_bf16,ddp_powersgd,ddp_outer@16,local_sgd@4,local_sgd@16,diloco@16,diloco_gentle@16,"
-    "diloco_moments@16,diloco_torchft@16,decent_dp,none,gossip,gossip_no_moments,a2cid2,"
-    "a2cid2_no_moments,a2cid2_lattice8,gossip_outer@16,gossip_outer_no_moments@16,a2cid2_outer@16,"
-    "a2cid2_outer_no_moments@16,a2cid2_outer_lattice8@16"
+    "ddp,ddp_bf16,ddp_powersgd,local_sgd@4,local_sgd_bf16@8,diloco_gentle@16,"
+    "decent_dp,none,gossip,a2cid2,gossip@11,gossip_lattice8@3,gossip_lattice8@1/4"
 )
 
 
@@ -383,11 +335,8 @@ class RowName:
             raise ValueError(f"row {text!r}: the period is a number of steps, at least 1")
         if not many:
             return cls(text, kind, int(number) if at else None)
-        if many != "1" or not KINDS[kind].is_ours or wanted == "must":
-            raise ValueError(
-                f"row {text!r}: @1/{number} is for gossip without an outer step: so many exchanges "
-                "in one step"
-            )
+        if many != "1" or not KINDS[kind].is_ours:
+            raise ValueError(f"row {text!r}: @1/{number} is for gossip: so many exchanges a step")
         return cls(text, kind, None, int(number))
 
     @property
@@ -409,6 +358,21 @@ class RowName:
     def needs(self, packages: Mapping[str, str]) -> bool:
         """Return whether it is a row of these packages."""
         return KINDS[self.kind].needs is packages
+
+    @classmethod
+    def parse_all(cls, text: str) -> list[RowName]:
+        """Read rows with commas between them, for runs on equal tokens.
+
+        Raises:
+            ValueError: as :meth:`parse`, or for a row of torchft, which only the race has.
+        """
+        names = [cls.parse(row.strip()) for row in text.split(",")]
+        for name in names:
+            if name.needs(TORCHFT):
+                raise ValueError(
+                    f"row {name.text!r} needs a lighthouse: benchmarks/race.py has one"
+                )
+        return names
 
     def batch_sizes(self, batch_size: int, speeds: Sequence[float]) -> list[int]:
         """Return the samples of a step, by rank: a full batch, or a share by speed."""

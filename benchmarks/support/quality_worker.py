@@ -1,8 +1,7 @@
 """One run of quality or time_to_loss: worker processes that train a transformer on real text.
 
-What the validation needs is out of band: a worker copies its parameters at fixed shares of the run,
-the parent averages the copies of one share and scores the average. So a curve says what a row would
-have delivered at that share of the tokens, and no row's clock contains an evaluation.
+The workers average their parameters at the end, and the parent scores the average: no row's clock
+contains an evaluation.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +17,10 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
-from conditions import Condition
-from networks.namespaces import Hosts, bytes_sent, enter
-from quality_rows import RowName, make_optimizer
+from support.conditions import Condition
+from support.hosts import Hosts, bytes_sent, enter
 from support.meeting import Meeting
+from support.quality_rows import RowName, make_optimizer
 from support.rows import Row, RowPlan
 from support.sockets import tcp_bytes_sent
 from support.timed_compute import TimedCompute
@@ -34,9 +32,8 @@ from gossipdp_lab.tasks.options import BytesGptOptions
 from gossipdp_lab.tasks.text import Gpt
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
-NUM_MARKS = 12
 TIMEOUT_S = 7_200.0
-MEETING = "meeting"
+MEETING, AVERAGE = "meeting", "average.pt"
 PORT_IN_NAMESPACE = 29_400
 # No time-out of a starved machine is to change a result.
 GOSSIP_NETWORK = gossipdp.Network(shared_memory="off", timeout_s=60.0)
@@ -77,7 +74,6 @@ class RunSettings:
     size: Size
     workers: int = 4
     graph: str = "ring"
-    beta2: float = 0.999
     condition: Condition | None = None
     """Under which the run is timed. None: steps take what they take on this machine."""
     processor: Processor = ONE_THREAD
@@ -107,21 +103,11 @@ class RunSettings:
         return msgspec.json.encode(settings, order="sorted").decode()
 
 
-class Point(msgspec.Struct, frozen=True):
-    """A point of a curve: share of the run's tokens, seconds of training, loss in bits a byte.
-
-    The loss is None where it is no finite number.
-    """
-
-    share: float
-    seconds: float
-    loss: float | None
-
-
 class RunResult(msgspec.Struct, frozen=True):
     """The result of a run.
 
     loss: validation loss of the average at the end, bits a byte; None where it diverged.
+    ended_s: seconds of training, until the average was there.
     bytes_per_parameter_step: that a worker sent, over parameters and its steps: by its sockets, or,
         with headers, by its interface where it has one of its own.
     samples_per_s: the sum of the workers' own speeds.
@@ -130,7 +116,7 @@ class RunResult(msgspec.Struct, frozen=True):
     """
 
     loss: float | None
-    curve: list[Point]
+    ended_s: float
     bytes_per_parameter_step: float
     samples_per_s: float
     samples: int
@@ -145,15 +131,7 @@ class Text(Gpt):
     num_validation_windows: ClassVar[int] = 1024
 
 
-class CurveText(Text):
-    """The same on a few of them, so that a curve costs little."""
-
-    num_validation_windows: ClassVar[int] = 128
-
-
-def make_task(
-    settings: RunSettings, kind: type[Text] = Text, batch_size: int | None = None
-) -> Text:
+def make_task(settings: RunSettings, batch_size: int | None = None) -> Text:
     """Return data and model; ``batch_size``: of a worker whose own differs from the size's."""
     size = settings.size
     options = BytesGptOptions(
@@ -166,7 +144,7 @@ def make_task(
         learning_rate=settings.learning_rate,
         device=settings.processor.device,
     )
-    return kind(options, disjoint=settings.data == "disjoint")
+    return Text(options, disjoint=settings.data == "disjoint")
 
 
 def num_parameters(size: Size) -> int:
@@ -201,16 +179,11 @@ class Network:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the launcher's cannot be reached
 
 
-def run(
-    settings: RunSettings,
-    on_poll: Callable[[], None] = lambda: None,
-    hosts: Hosts | None = None,
-) -> RunResult:
+def run(settings: RunSettings, hosts: Hosts | None = None) -> RunResult:
     """Train once and score it.
 
     Args:
         settings: what is trained, and how.
-        on_poll: called now and then.
         hosts: where the workers run; None for this machine.
 
     Raises:
@@ -233,22 +206,18 @@ def run(
                     "RUST_LOG": "error",  # of torchft
                 },
                 timeout_s=TIMEOUT_S,
-                on_poll=on_poll,
             )
         except WorkerFailedError as error:
             if "PoisonedError" not in str(error):
                 raise
-            return RunResult(None, [], 0.0, 0.0, 0, 0.0, time.monotonic() - started_s)
-        loaded = [
-            torch.load(Path(folder) / f"{rank}.pt", weights_only=True)
-            for rank in range(settings.workers)
-        ]
-    return score(settings, workers, loaded, time.monotonic() - started_s)
+            return RunResult(None, 0.0, 0.0, 0.0, 0, 0.0, time.monotonic() - started_s)
+        average = torch.load(Path(folder) / AVERAGE, weights_only=True)
+    return score(settings, workers, average, time.monotonic() - started_s)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of a worker; marks: seconds from its start at each share of the run."""
+    """The results of a worker."""
 
     steps: int
     batch_size: int
@@ -257,11 +226,10 @@ class Trained:
     ended_s: float
     sent_bytes: int
     exchanges: float
-    marks_s: tuple[float, ...]
 
 
 def train(settings: RunSettings, folder: str, network: Network | None) -> Trained:
-    """Train, as one worker; its copies of the parameters and the average go to a file in folder."""
+    """Train, as one worker; rank 0 writes the average to a file in folder."""
     torch.set_num_threads(settings.processor.threads)
     rank = int(os.environ["RANK"])
     if network is not None:
@@ -276,7 +244,7 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
         seed=settings.seed,
         batch_sizes=name.batch_sizes(size.batch_size, speeds),
         periods=name.periods(speeds),
-        make_optimizer=partial(make_optimizer, beta2=settings.beta2),
+        make_optimizer=make_optimizer,
         method=name.method,
         options=options | {"network": GOSSIP_NETWORK} if options else {},
         own_pace=settings.has_own_pace,
@@ -297,14 +265,16 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
     try:
         meeting.meet()
         sent_before, started_s = count(), time.monotonic()
-        marks = _loop(row, task, loader, settings.learning_rate, compute)
+        _loop(row, task, loader, settings.learning_rate, compute)
         trained_s = time.monotonic() - started_s
         sent = count() - sent_before
         exchanges = row.account().get("exchanges", 0.0)
         row.finish()
         ended_s = time.monotonic() - started_s
-        copies = torch.stack([copy for _, copy in marks])
-        torch.save({"copies": copies, "average": _copy(net)}, Path(folder) / f"{rank}.pt")
+        if rank == 0:
+            torch.save(
+                nn.utils.parameters_to_vector(net.parameters()).cpu(), Path(folder) / AVERAGE
+            )
         meeting.meet()  # all have counted: a connection that its peer closed would count no more
     finally:
         row.close()
@@ -316,64 +286,41 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
         ended_s=ended_s,
         sent_bytes=sent,
         exchanges=exchanges,
-        marks_s=tuple(at_s - started_s for at_s, _ in marks),
     )
 
 
 def _loop(
     row: Row, task: Text, loader: Any, peak_rate: float, compute: TimedCompute | None
-) -> list[tuple[float, Tensor]]:
+) -> None:
     """Train until the run has used up its samples: the loop that every row runs."""
-    marks: list[tuple[float, Tensor]] = []
     while True:
         for batch in loader:
             progress = row.progress()
-            while len(marks) < NUM_MARKS and progress >= len(marks) / NUM_MARKS:
-                marks.append((time.monotonic(), _copy(row.net)))
             if progress >= 1:
-                return marks
+                return
             row.set_rate(peak_rate * learning_rate_factor(progress))
             if compute is not None:
                 compute.begin()
             row.step(task.loss(row.model, batch))
 
 
-@torch.no_grad()
-def _copy(net: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(net.parameters()).to("cpu", copy=True)
-
-
 def score(
-    settings: RunSettings,
-    workers: list[Trained],
-    loaded: list[dict[str, Tensor]],
-    seconds: float,
+    settings: RunSettings, workers: list[Trained], average: Tensor, seconds: float
 ) -> RunResult:
     """Evaluate what the workers of a run gave back."""
-    whole, few = make_task(settings), make_task(settings, CurveText)
-    model = whole.make_model()
-
-    def loss(task: Text, parameters: Tensor) -> float | None:
-        nn.utils.vector_to_parameters(parameters.to(task.device), model.parameters())
-        value = task.evaluate(model)
-        return value if math.isfinite(value) else None
-
-    average = loaded[0]["average"]
-    means = torch.stack([one["copies"] for one in loaded]).mean(dim=0)
-    curve = [
-        Point(mark / NUM_MARKS, max(worker.marks_s[mark] for worker in workers), loss(few, mean))
-        for mark, mean in enumerate(means)
-    ]
-    curve.append(Point(1.0, max(worker.ended_s for worker in workers), loss(few, average)))
+    task = make_task(settings)
+    model = task.make_model()
+    nn.utils.vector_to_parameters(average.detach().to(task.device), model.parameters())
+    loss = task.evaluate(model)
     steps = sum(worker.steps for worker in workers)
     samples = sum(worker.steps * worker.batch_size for worker in workers)
     full_steps = samples / settings.size.batch_size
     sent_bytes = sum(worker.sent_bytes for worker in workers)
     computed_s = [worker.computed_s for worker in workers if worker.computed_s is not None]
     return RunResult(
-        loss=loss(whole, average),
-        curve=curve,
-        bytes_per_parameter_step=sent_bytes / (full_steps * means.shape[1]),
+        loss=loss if math.isfinite(loss) else None,
+        ended_s=max(worker.ended_s for worker in workers),
+        bytes_per_parameter_step=sent_bytes / (full_steps * len(average)),
         samples_per_s=sum(one.steps * one.batch_size / one.trained_s for one in workers),
         samples=samples,
         comm_rate=sum(worker.exchanges for worker in workers) / steps,

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-from quality_worker import RunResult, RunSettings
 from support.finished_runs import FinishedRuns
 from support.learning_rates import best_rate, next_rate
 from support.provenance import Provenance
+from support.quality_worker import RunResult, RunSettings
 
 TUNING_SEED = 0
 
