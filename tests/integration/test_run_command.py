@@ -5,9 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,87 +15,6 @@ from waiting import LONGEST_S, wait_until
 from gossipdp_lab.report.run_log import RunLog
 
 pytestmark = pytest.mark.processes
-
-# Light: begins without a model.
-SCRIPT = """
-import os, sys, time
-from gossipdp.launcher.reports import Report, send_report
-
-rank = int(os.environ["RANK"])
-addresses = {other: ("127.0.0.1", 1000 + other) for other in range(3)}
-assert send_report(Report(begins=True, addresses=addresses))
-restarts, join = (os.environ.get("GOSSIPDP_" + name, "0") for name in ("RESTARTS", "JOIN"))
-line = f"life {rank} {restarts} {join} {os.getpid()}\\n"
-os.write(1, line.encode())  # in one piece, also where Python's output is not buffered
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.01)
-"""
-
-
-class Run:
-    """A ``gossipdp run`` of the script; ``lives`` are the process ids by rank."""
-
-    def __init__(self, directory: Path, process: subprocess.Popen[str], n: int) -> None:
-        self.process, self.errors, self._end = process, directory / "errors", directory / "end"
-        self.lives: dict[int, int] = {}
-        for _ in range(n):
-            self.next_life()
-
-    def next_life(self) -> tuple[int, int, str]:
-        """Return (rank, restarts, join addresses) of the next life that begins."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        word, rank, restarts, join, pid = line.split()
-        assert word == "life", line
-        self.lives[int(rank)] = int(pid)
-        return int(rank), int(restarts), join
-
-    def finish(self) -> None:
-        self._end.touch()
-        assert self.process.wait(LONGEST_S) == 0, self.errors.read_text()
-
-
-@contextmanager
-def running(
-    directory: Path, environment: dict[str, str], n: int, max_restarts: int
-) -> Iterator[Run]:
-    script = directory / "script.py"
-    script.write_text(SCRIPT)
-    words = ["-m", "gossipdp.cli.main", "run", "-n", str(n), "--max-restarts", str(max_restarts)]
-    with (
-        (directory / "errors").open("wb") as errors,
-        subprocess.Popen(
-            [sys.executable, *words, str(script), str(directory / "end")],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-        ) as process,
-    ):
-        watchdog = threading.Timer(LONGEST_S, process.kill)  # else a failure would wait for ever
-        watchdog.start()
-        try:
-            yield Run(directory, process, n)
-        finally:
-            watchdog.cancel()
-            process.kill()
-
-
-def test_a_killed_worker_is_started_again_and_told_where_the_others_are(tmp_path, without_torch):
-    with running(tmp_path, without_torch, 3, max_restarts=3) as run:
-        assert run.lives.keys() == {0, 1, 2}
-        for victim, others, count in ((2, (1, 0), 1), (1, (2, 0), 1), (1, (2, 0), 2)):
-            os.kill(run.lives[victim], signal.SIGKILL)
-            joins = ",".join(f"127.0.0.1:{1000 + other}" for other in others)
-            assert run.next_life() == (victim, count, joins)
-            pid = run.lives[victim]
-            assert os.getpgid(pid) == pid
-            assert psutil.Process(pid).ppid() == run.process.pid
-        run.finish()
-    errors = run.errors.read_text()
-    assert "worker 2 died of signal 9 (SIGKILL); it is started again in 0.1 s (" in errors
-    assert errors.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")
-
 
 # Both begin; then worker 0 fails, and worker 1 goes on until the launcher has written so. With one
 # more argument it fails then.
@@ -125,11 +41,18 @@ sys.exit(len(sys.argv) - 2)
 """
 
 
-def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_path, without_torch):
-    script = tmp_path / "failing.py"
+def run_failing(
+    directory: Path, environment: dict[str, str], *more: str
+) -> subprocess.CompletedProcess[str]:
+    script = directory / "failing.py"
     script.write_text(FAILING)
-    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
-    done = run_python(*words, str(script), str(tmp_path / "begun"), environment=without_torch)
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(directory / "logs")]
+    words += [str(script), str(directory / "begun"), *more]
+    return run_python(*words, environment=environment)
+
+
+def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_path, without_torch):
+    done = run_failing(tmp_path, without_torch)
     assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
     assert done.returncode == 1
     assert done.stdout == "went on\n"
@@ -144,11 +67,7 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_pat
 
 
 def test_the_last_failure_says_that_nobody_goes_on(tmp_path, without_torch):
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING)
-    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
-    words += [str(script), str(tmp_path / "begun"), "too"]
-    done = run_python(*words, environment=without_torch)
+    done = run_failing(tmp_path, without_torch, "too")
     assert "gossipdp: worker 0 ended with exit code 1; the others go on" in done.stderr
     assert "gossipdp: worker 1 ended with exit code 1; no other worker runs here" in done.stderr
 
@@ -170,7 +89,7 @@ def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
     assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
 
 
-# Light: says that it trains, and waits for the end.
+# Light: says that it trains, notes how it joined, and waits for the end.
 TRAINING = """
 import os, sys, time
 from pathlib import Path
@@ -179,7 +98,9 @@ from gossipdp.launcher.reports import Report, send_report
 files, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 send_report(Report(begins=True, addresses={rank: ("127.0.0.1", 1000 + rank)}))
 send_report(Report(trains=True))
-(files / f"life-{rank}-{os.getpid()}").touch()
+life = f"{rank}-{os.getpid()}"
+(files / f"joined-{life}").write_text(os.environ.get("GOSSIPDP_JOIN", ""))
+(files / f"life-{life}").touch()
 while not (files / "end").exists():
     time.sleep(0.01)
 (files / f"done-{rank}").touch()
@@ -192,6 +113,37 @@ def prepared(directory: Path, text: str) -> tuple[Path, Path]:
     files.mkdir()
     script.write_text(text)
     return script, files
+
+
+def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
+    script, files = prepared(tmp_path, TRAINING)
+    words = ["-n", "3", "--max-restarts", "3", str(script), str(files)]
+    run = RunCommand(tmp_path / "output", words, environment=without_torch)
+
+    def live(rank: int) -> list[int]:
+        lives = [int(path.name.split("-")[2]) for path in files.glob(f"life-{rank}-*")]
+        return [pid for pid in lives if runs(pid)]
+
+    try:
+        run.wait_for(lambda: all(map(live, range(3))))
+        for victim, others in ((2, {0, 1}), (1, {0, 2}), (1, {0, 2})):
+            (dead,) = live(victim)
+            os.kill(dead, signal.SIGKILL)
+            run.wait_for(lambda dead=dead, victim=victim: set(live(victim)) - {dead})
+            (pid,) = live(victim)
+            joins = (files / f"joined-{victim}-{pid}").read_text().split(",")
+            assert set(joins) == {f"127.0.0.1:{1000 + other}" for other in others}
+            assert os.getpgid(pid) == pid
+            assert psutil.Process(pid).ppid() == run.process.pid
+        (files / "end").touch()
+        assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    said = run.output.read_text()
+    assert "worker 2 died of signal 9 (SIGKILL); it is started again in 0.1 s (" in said
+    assert said.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")
 
 
 def test_faults_are_done_to_a_script_which_ends_well(

@@ -145,17 +145,3 @@ def test_workers_with_unlike_models_end_with_one_sentence(tmp_path: Path):
     ), done.stderr
     for line in ends:
         assert re.match("gossipdp: worker . ended with exit code 1; .* all are ended", line), line
-
-
-def test_a_mistake_in_a_script_is_shown_and_each_end_is_named(
-    tmp_path: Path, without_torch: dict[str, str]
-):
-    script = tmp_path / "train.py"
-    script.write_text("from gossipdp.graph import build_graph\nbuild_graph('nonsense', 2)\n")
-    done = run([str(BIN / "gossipdp"), "run", "-n", "2", str(script)], without_torch)
-    assert done.returncode == 1
-    assert "unknown graph 'nonsense'" in done.stderr
-    # The launcher may end the second worker before its own error.
-    assert re.search(
-        r"^gossipdp: worker [01] ended with exit code 1; .*all are ended", done.stderr, re.M
-    )

@@ -1,7 +1,6 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from gossipdp.errors import RendezvousError
 from gossipdp.launcher import reports
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
-from gossipdp.launcher.supervisor import Failure, Supervisor, describe
+from gossipdp.launcher.supervisor import Supervisor
 
 
 def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervisor]:
@@ -24,29 +23,6 @@ def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervi
 
     supervisor = Supervisor(plan, start, **options)
     return supervisor.run(), supervisor
-
-
-@pytest.mark.processes
-def test_failures_are_named_once_and_the_rest_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    code = (
-        "import os, time\n"
-        "if os.environ['RANK'] in '12': raise ValueError('no good')\n"
-        "if os.environ['RANK'] == '3': os.kill(os.getpid(), 9)\n"
-        "time.sleep(3600)"
-    )
-    failures: list[Failure] = []
-
-    def clock() -> float:  # the rest is ended a while after the first failure: here, after three
-        return time.monotonic() if len(failures) == 3 else 0.0
-
-    _, supervisor = supervise(
-        code, 4, clock=clock, on_failure=lambda failure, _: failures.append(failure)
-    )
-    assert sorted(describe(supervisor.failures).split("\n\n")) == [
-        "worker 3 died of signal 9 (SIGKILL)",
-        "workers 1, 2 ended with exit code 1",
-    ]
-    assert capfd.readouterr().err.count("ValueError: no good") == 2
 
 
 @pytest.mark.processes

@@ -285,21 +285,6 @@ def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restar
         assert (setting.missed, setting.failed, setting.restarted) == (missed, failed, [])
 
 
-def test_faults_wait_until_all_train_and_wake_the_supervisor(make: Make) -> None:
-    setting = make(begun=True, faults="kill 1 at 5s")
-    setting.step(1, 9)
-    setting.workers[0].report(trains=True)
-    setting.workers[2].report(trains=True)
-    setting.step(10, 16)
-    assert setting.signalled(signal.SIGKILL) == set()
-    setting.workers[1].report(trains=True)
-    setting.step(20, 24.9)
-    assert setting.signalled(signal.SIGKILL) == set()
-    assert setting.faults.wait_s() == pytest.approx(0.1)
-    setting.step(25)
-    assert setting.signalled(signal.SIGKILL) == {1}
-
-
 @pytest.mark.parametrize("some_end_well", [True, False])
 def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(
     make: Make, some_end_well: bool
@@ -316,25 +301,6 @@ def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(
     assert setting.injected == [1]
     setting.supervisor.close()
     assert setting.failed == ([] if some_end_well else [0, 2, 1])
-
-
-def test_a_killed_worker_is_started_again_as_usual_and_takes_faults_once_it_trains(
-    make: Make,
-) -> None:
-    setting = make(begun=True, max_restarts=1, faults="kill 1; stop 1s 1 at 3s; stop 1s 1 at 5s")
-    setting.report(trains=True)
-    setting.step(0.5)
-    setting.workers[1].how = KILLED
-    setting.step(1, 2)
-    assert [rank for rank, _ in setting.restarted] == [1]
-    setting.step(3.5)
-    assert setting.signalled(signal.SIGSTOP) == set()
-    setting.workers[1].report(trains=True)
-    setting.step(5.5)
-    assert setting.signalled(signal.SIGSTOP) == {1}
-    setting.workers[1].how = KILLED  # by another
-    setting.step(6)
-    assert (setting.injected, setting.failed) == ([1], [1])
 
 
 def test_a_stopped_worker_goes_on_before_it_is_ended(make: Make) -> None:
