@@ -35,12 +35,6 @@ class Run:
         return math.inf if self.result.loss is None else self.result.loss
 
     @property
-    def goodput(self) -> float:
-        """Samples kept over those of all workers at full speed, from the start of the run."""
-        full_steps = self.settings.workers * self.settings.seconds / self.settings.step_s
-        return self.result.samples / (full_steps * TASK.batch_size)
-
-    @property
     def bytes_per_parameter_step(self) -> float:
         """Bytes that were sent, over parameters and the batches that were kept."""
         steps = self.result.samples / TASK.batch_size
@@ -94,7 +88,6 @@ class Column:
 COLUMNS = (
     Column("samples kept", "samples", ",.0f", lambda run, _: run.result.samples, max),
     Column("of its own calm", "share_of_calm", ".0%", share_of_calm, max),
-    Column("goodput", "goodput", ".0%", lambda run, _: run.goodput, max),
     Column("final loss", "loss", ".3f", lambda run, _: run.loss, min),
     Column("s lost a fault", "lost_s", ".1f", lost_seconds, min),
     Column("bytes", "bytes", ".2f", lambda run, _: run.bytes_per_parameter_step, min),
@@ -146,8 +139,7 @@ def table(title: str, runs: Runs, calm: Runs) -> Table:
 NOTE = (
     "Medians over the runs (least to greatest); the best median of a column is bold. Samples "
     "kept: in the final model; work since a checkpoint, an average or an exchange that died is "
-    "not. Its own calm: the same row, the same time after its start. Goodput: samples kept over "
-    "those of all workers at full speed from the start of the processes. Final loss: at equal wall "
+    "not. Its own calm: the same row, the same time after its start. Final loss: at equal wall "
     "time, of the model of all on held-out text, bits a byte. Seconds lost a fault: of the whole "
     "job. Bytes: sent by all workers' sockets, over parameters and batches kept. Restart: from the "
     "start of a process, or from when a spare one becomes a worker, to the end of its first step."

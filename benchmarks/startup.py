@@ -55,34 +55,24 @@ CASES = (
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds that one interpreter took after torch, model and optimizer, and in all.
+    """Seconds that one interpreter took after torch, model and optimizer.
 
-    cpu_s, wall_s: for the import and the wrapper; step_cpu_s: for the first step; whole_cpu_s:
-    from the start of the process to the end of that step; exchange_wall_s: until an exchange was
-    complete, and back_wall_s: from a kill until then; NaN if none was awaited.
+    cpu_s, wall_s: for the import and the wrapper; exchange_wall_s: until an exchange was complete,
+    and back_wall_s: from a kill until then; NaN if none was awaited.
     """
 
     cpu_s: float
     wall_s: float
-    step_cpu_s: float
-    whole_cpu_s: float
     exchange_wall_s: float = math.nan
     back_wall_s: float = math.nan
 
     @classmethod
     def of(cls, stages: dict[str, list[float]]) -> Start:
         """Return the differences of the stages that a worker noted."""
-        before, after, stepped = stages["torch"], stages["wrapped"], stages["stepped"]
+        before, after = stages["torch"], stages["wrapped"]
         exchanged_s = stages["exchanged"][1] - before[1] if "exchanged" in stages else math.nan
         back_s = stages["since the kill"][1] if "since the kill" in stages else math.nan
-        return cls(
-            after[0] - before[0],
-            after[1] - before[1],
-            stepped[0] - after[0],
-            stepped[0],
-            exchanged_s,
-            back_s,
-        )
+        return cls(after[0] - before[0], after[1] - before[1], exchanged_s, back_s)
 
 
 def measure(case: Case) -> Start:
@@ -143,10 +133,7 @@ def main() -> None:
 
 def table(found: dict[Case, dict[str, Spread]], rounds: int) -> Table:
     """Return a row for each case."""
-    head = (
-        "", "CPU, beyond torch", "wall clock", "first step, CPU", "in all, CPU", "first exchange",
-        "since the kill",
-    )  # fmt: skip
+    head = ("", "CPU, beyond torch", "wall clock", "first exchange", "since the kill")
     rows = [
         (
             case.text,
@@ -160,9 +147,9 @@ def table(found: dict[Case, dict[str, Spread]], rounds: int) -> Table:
         rows,
         f"Medians of {rounds} fresh interpreters each (least to greatest), in turn. The first "
         f"two figures begin once torch is imported and model and optimizer are made, and end "
-        f"when the model is wrapped: the wall clock of one of two workers includes the wait for "
-        f"the other. In all: from the start of Python to the end of the first step. First "
-        f"exchange: by the wall clock, from where the first two begin; since the kill: until then. "
+        f"when the model is wrapped: the wall clock of several includes the wait for one another. "
+        "First exchange: by the wall clock, from where the first two begin; since the kill: until "
+        "then. "
         f"Steps take 20 ms; the killed worker has a spare interpreter, as gossipdp run keeps one.",
     )
 

@@ -39,7 +39,6 @@ def main() -> None:
     note("wrapped")
     model(torch.zeros(1, 8)).sum().backward()
     optimizer.step()
-    note("stepped")
     is_measured = os.environ.get("RANK", "0") == "0"
     if case in (EXCHANGE, KILLED):
 

@@ -23,8 +23,14 @@ from support.quality_worker import (
 )
 from support.rows import RowPlan
 from support.timed_compute import TimedCompute
-from time_to_loss import TimeToLossBenchmark, check, measure_round
-from time_to_loss_report import Round, measured_table, rows_as_json
+from time_to_loss import (
+    Round,
+    TimeToLossBenchmark,
+    check,
+    measure_round,
+    measured_table,
+    rows_as_json,
+)
 
 SIZE = Size(width=16, depth=2, context=16, batch_size=2, steps=40)
 SLOW = Condition("slow", step_s=0.001, slowness=(1, 4))
