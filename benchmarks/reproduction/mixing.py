@@ -13,7 +13,7 @@ import numpy as np
 from reproduction import parts
 from reproduction.parts import COLOURS, CONSISTENT, FIGURE, TAIL, Estimate, table, verdict
 
-from gossipdp.graph import build_graph, plan
+from gossipdp.graph import Constants, build_graph
 from gossipdp_lab.simulate import Consensus, Scenario, simulate
 from gossipdp_lab.simulate.synchronous import (
     FloatArray,
@@ -117,8 +117,8 @@ def measure_point(graph: str, method: str, num_workers: int, num_seeds: int) -> 
 
 def _asynchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
     """Pairwise exchanges over the whole network per e-fold."""
-    promise = plan(build_graph(graph, num_workers))
-    exchanges_per_worker = promise.exchanges_per_unit_time * 2.0 / num_workers
+    constants = Constants.of(build_graph(graph, num_workers))
+    exchanges_per_worker = constants.exchanges_per_unit_time * 2.0 / num_workers
     decay = _decay_bound(graph, method, num_workers)
     scenario = Scenario(
         graph=graph,
@@ -235,8 +235,8 @@ def _predict(graph: str, method: str, num_workers: int) -> float:
 
 
 def _decay_bound(graph: str, method: str, num_workers: int) -> float:
-    promise = plan(build_graph(graph, num_workers))
-    return promise.gossip_decay_bound if method == "gossip" else promise.a2cid2_decay_bound
+    constants = Constants.of(build_graph(graph, num_workers))
+    return constants.gossip_decay_bound if method == "gossip" else constants.a2cid2_decay_bound
 
 
 def draw(result: Result, path: Path) -> None:

@@ -34,7 +34,7 @@ from gossipdp_lab.report.run_log import RunLog
 from gossipdp_lab.report.view import Pause, Points, RunView
 
 if TYPE_CHECKING:
-    from gossipdp.graph.promise import Plan
+    from gossipdp.graph.constants import Constants
 
 MOST_HEAT_WORKERS = 64
 SECTIONS = {
@@ -340,7 +340,7 @@ def _shown(value: object) -> str:
 # The plan beside the run.
 
 
-def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
+def _planned(view: RunView) -> tuple[Constants, dict[Pair, float]] | None:
     """Return the plan, and each link's planned share of all exchanges: lambda_ij over their sum.
 
     None without exchanges, or without a graph or comm rate in the log.
@@ -351,22 +351,20 @@ def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
     if not view.gossips or not edges or not comm_rate:
         return None
     from gossipdp.graph.constants import Constants
-    from gossipdp.graph.promise import plan
     from gossipdp.graph.topology import Graph
 
-    graph = Graph(range(view.log.num_workers), edges)
-    constants = Constants.of(graph, comm_rate)
+    constants = Constants.of(Graph(range(view.log.num_workers), edges), comm_rate)
     shares = {
         (worker, neighbour): rate / constants.exchanges_per_unit_time
         for worker in constants.workers
         for neighbour, rate in constants.neighbours(worker).items()
         if worker < neighbour
     }
-    return plan(graph, comm_rate), shares
+    return constants, shares
 
 
 def _plan(
-    view: RunView, counts: Mapping[Pair, int], planned: Plan, shares: Mapping[Pair, float]
+    view: RunView, counts: Mapping[Pair, int], planned: Constants, shares: Mapping[Pair, float]
 ) -> dict[str, Any] | None:
     """Return rows that compare the plan with the run; None before the first step."""
     achieved = view.achieved_comm_rate

@@ -6,7 +6,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from gossipdp.graph import Constants, plan
+from gossipdp.graph import Constants
 from gossipdp.graph.constants import LiveGraph
 from gossipdp.graph.topology import Graph, attach, build_graph, read_edge_list, without
 
@@ -43,7 +43,6 @@ LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
         (lambda: Constants.of(RING, 0.0), r"comm rate 0\.0 is not a positive number"),
         (lambda: Constants.of(RING, math.nan), "comm rate nan is not a positive number"),
         (lambda: Constants.of(build_graph("ring", 1), math.inf), "comm rate inf is not a"),
-        (lambda: plan(RING, -1), "comm rate -1 is not"),
         (lambda: Constants.of(nx.DiGraph([(0, 1)])), "is directed"),
         (lambda: Constants.of({0: [1], 1: [0]}), r"networkx\.Graph, got \{0: \[1\], 1: \[0\]\}"),
         (lambda: Constants.of(Graph()), r"Graph \(0 workers, 0 edges\)' has no nodes"),
