@@ -35,7 +35,6 @@ from gossipdp.rules import (
     whole_number,
 )
 from gossipdp_lab.simulate import Consensus, ConstantTime, LinkModel, Scenario, simulate
-from gossipdp_lab.simulate.command_study import parse_seeds
 
 MethodName = Literal["a2cid2", "gossip"]
 # A run that starves its workers of cores must not be given up too early.
@@ -142,7 +141,10 @@ def run(arguments: ConsensusBenchmark) -> None:
 def check(arguments: ConsensusBenchmark) -> list[int]:
     """Return the seeds, or raise ValueError for an invalid list. Quick, without torch."""
     check_flags(arguments)
-    seeds = parse_seeds(arguments.seeds)
+    numbers = arguments.seeds.strip(",").split(",")
+    if not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"--seeds is {arguments.seeds!r}; write a list such as 0,1,2")
+    seeds = [int(number) for number in numbers]
     if arguments.link_mbytes is not None:
         megabits_per_s("8 * --link-mbytes", 8 * arguments.link_mbytes)
     build_graph(arguments.graph, arguments.workers, seed=seeds[0])
@@ -199,8 +201,7 @@ def simulate_task(
     that are compared one is then nearly free of chance.
     """
     scenario = Scenario(
-        graph=task.graph,
-        graph_seed=task.seed,
+        graph=build_graph(task.graph, num_workers, seed=task.seed),
         num_workers=num_workers,
         objective=Consensus(min(NUM_OBSERVED, task.num_floats)),
         comm_rate=task.comm_rate,

@@ -18,15 +18,16 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from support.byte_model import ByteModel
 from support.finished_runs import FinishedRuns
 from support.report import Report, Table, run_script
 
 from gossipdp_lab.simulate import (
-    AdamW,
     ConstantTime,
     Link,
     LinkModel,
@@ -102,7 +103,7 @@ class Run:
             graph=self.graph,
             num_workers=self.workers,
             objective=ByteModel(condition.disjoint, batch_size=16, predicted=4, width=8, hidden=32),
-            optimizer=AdamW(self.learning_rate),
+            optimizer=partial(torch.optim.AdamW, lr=self.learning_rate),
             comm_rate=condition.comm_rate,
             compute_time=SlowedTime(ConstantTime(), {1: condition.slow}),
             num_steps=self.steps,
