@@ -82,12 +82,7 @@ def test_formulas_of_eta_and_alpha_tilde():
     )
 
 
-def test_default_rates_keep_every_worker_within_its_budget():
-    constants = of("star", 5, comm_rate=2.0)
-    assert constants.rates == (0.5,) * 4
-    assert constants.worker_rate(0) == pytest.approx(2.0)
-    assert constants.worker_rate(3) == pytest.approx(0.5)
-    assert constants.neighbours(0) == {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5}
+def test_neighbours_ascend_and_rates_add_up():
     assert list(of("ring", 5).neighbours(2)) == [1, 3]
     assert of("ring", 64).exchanges_per_unit_time == pytest.approx(32.0)
 

@@ -97,16 +97,6 @@ def test_the_trace_of_a_run() -> None:
     assert len({round(interval.end_s % 0.1, 6) for interval in computing}) == 8  # not in step
 
 
-def test_a_run_ends_below_the_asked_consensus_distance() -> None:
-    shares: list[float] = []
-    scenario = replace(SMALL, num_steps=200, num_records=100, stop_below=1e-3)
-    trace = run_links(scenario, "a2cid2", shares.append)
-    distances = trace.column("consensus_distance")
-    assert distances[-1] < 1e-3 * distances[0] <= distances[-2]
-    assert shares == sorted(shares)
-    assert shares[-1] == 1.0
-
-
 def test_bytes_of_a_row_unless_said_otherwise() -> None:
     links = LinkModel(Link(1e-4, bytes_per_s=1e3))
     rows = run(replace(SMALL, links=links))

@@ -89,8 +89,6 @@ def test_measured_durations_are_of_the_whole_exchange() -> None:
     ("make", "settings", "message"),
     [
         (ConstantTime, {"step_s": 0.0}, "step_s is 0.0"),
-        (ConstantTime, {"step_s": math.inf}, "step_s is inf"),
-        (LognormalTime, {"step_s": -1.0}, "step_s is -1.0"),
         (LognormalTime, {"spread": -0.1}, "spread is -0.1"),
         (LognormalTime, {"spread": 10.0}, "spread is 10.0; it must be .* below 3"),
         (
@@ -103,7 +101,6 @@ def test_measured_durations_are_of_the_whole_exchange() -> None:
         (LinkModel, {"overrides": {(0, 1): Link(), (1, 0): Link()}}, "given twice"),
         (LinkModel, {"overrides": {(1, 1): Link()}}, "joins a rank with itself"),
         (Link, {"latency_s": -1.0}, "latency_s is"),
-        (Link, {"latency_s": math.inf}, "latency_s is"),
         (Link, {"bytes_per_s": 0.0}, "bytes_per_s is"),
         (Link, {"bytes_per_s": math.nan}, "bytes_per_s is"),
         (Scenario, {"comm_rate": 0.0}, "comm_rate is 0.0"),
