@@ -195,8 +195,7 @@ def simulate_task(
     that are compared one is then nearly free of chance.
     """
     scenario = Scenario(
-        graph=task.graph,
-        graph_seed=task.seed,
+        graph=build_graph(task.graph, num_workers, seed=task.seed),
         num_workers=num_workers,
         objective=Consensus(min(NUM_OBSERVED, task.num_floats)),
         comm_rate=task.comm_rate,

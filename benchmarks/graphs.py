@@ -18,15 +18,16 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from support.byte_model import ByteModel
 from support.finished_runs import FinishedRuns
 from support.report import Report, Table, run_script
 
 from gossipdp_lab.simulate import (
-    AdamW,
     Link,
     LinkModel,
     Scenario,
@@ -75,7 +76,7 @@ class Run:
             objective=ByteModel(
                 self.condition == "disjoint data", batch_size=16, predicted=4, width=8, hidden=32
             ),
-            optimizer=AdamW(self.learning_rate),
+            optimizer=partial(torch.optim.AdamW, lr=self.learning_rate),
             num_steps=self.steps,
             seed=self.seed,
             num_records=10,

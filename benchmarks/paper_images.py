@@ -37,8 +37,8 @@ from reproduction.parts import COLOURS, Estimate, new_figure, save
 from rich.console import Console
 from support.finished_runs import FinishedRuns
 from support.report import Report, Table, results_folder, run_script
-from support.torch_rows import TorchRows
-from torch import nn
+from support.torch_rows import of_shapes
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import update_bn
 
@@ -52,10 +52,10 @@ from gossipdp_lab.simulate import (
     ModuleObjective,
     Quadratic,
     Scenario,
-    Sgd,
     SlowedTime,
     simulate,
 )
+from gossipdp_lab.simulate.optimizers import MakeOptimizer
 from gossipdp_lab.tasks.fashion_mnist import FashionMnist
 from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS
 from gossipdp_lab.tasks.options import FashionMnistOptions
@@ -162,14 +162,14 @@ class Task:
             loss += float(F.cross_entropy(logits, theirs, reduction="sum"))
         return Evaluation(loss / len(labels), recipe.evaluate(model))
 
-    def optimizer(self, times: float) -> TorchRows:
+    def optimizer(self, times: float) -> MakeOptimizer:
         """Return the recipe's, for workers of this batch, at ``times`` the paper's rate."""
         template = self.recipe.make_model()
         places = {id(each): place for place, each in enumerate(template.parameters())}
         groups = self.recipe.make_optimizer(template).param_groups
         rate = groups[0]["lr"] * self.setting.batch_size / RULE_BATCH * times
 
-        def make(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        def make(parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
             mine = [
                 group
                 | {"lr": rate, "params": [parameters[places[id(each)]] for each in group["params"]]}
@@ -177,7 +177,7 @@ class Task:
             ]
             return [torch.optim.SGD(mine)]
 
-        return TorchRows(make, [each.shape for each in template.parameters()])
+        return of_shapes(make, [each.shape for each in template.parameters()])
 
     def scenario(self, row: Row, times: float, seed: int) -> Scenario:
         """Return a run of as many gradient steps, of all workers, as the setting asks for."""
@@ -315,7 +315,6 @@ def clock(setting: Setting) -> Table:
                 graph=row.graph,
                 num_workers=setting.workers,
                 objective=Quadratic(dimension=2),
-                optimizer=Sgd(0.01),
                 comm_rate=row.comm_rate,
                 fidelity="links",
                 compute_time=row.compute_time(),

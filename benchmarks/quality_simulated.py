@@ -31,21 +31,19 @@ from support.byte_model import ByteModel
 from support.finished_runs import FinishedRuns
 from support.learning_rates import NoBestRateError, best_rate, next_rate
 from support.report import QUICK_RESULTS, RESULTS, Report, Table
-from support.torch_rows import MakeOptimizers, TorchRows
-from torch import nn
+from support.torch_rows import of_shapes
+from torch import Tensor
 
 from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.simulate import (
-    AdamW,
     ConstantTime,
     Link,
     LinkModel,
-    RowOptimizer,
     Scenario,
-    Sgd,
     SlowedTime,
     simulate,
 )
+from gossipdp_lab.simulate.optimizers import MakeOptimizer
 from gossipdp_lab.simulate.study import ROUNDS
 from gossipdp_lab.simulate.synchronous import Rounds
 from gossipdp_lab.tasks.workload import learning_rate_factor
@@ -130,7 +128,7 @@ class LocalSteps(Rounds):
             drift = population.x.mean(dim=0) - self._base
             self._momentum.mul_(self.momentum).add_(drift)
             self._base += drift + self.momentum * self._momentum
-            population.put(slice(0, len(drift)), self._base.expand_as(population.x))
+            population.x.copy_(self._base.expand_as(population.x))
 
     def agree(self) -> None:
         raise AssertionError("methods of local steps need gradients")
@@ -169,7 +167,7 @@ def slowness(rank: int) -> int:
     return 2 ** (rank % 4)
 
 
-def _muon(rate: float, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+def _muon(rate: float, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
     """Muon for the hidden matrix, between the embeddings and the logits, AdamW for what is left.
 
     At a learning rate for both, as Liu et al. 2025, arXiv 2502.16982, scale Muon's steps.
@@ -180,16 +178,16 @@ def _muon(rate: float, parameters: list[nn.Parameter]) -> list[torch.optim.Optim
     return [muon, torch.optim.AdamW(others, lr=rate)]
 
 
-def _torch_rows(make: MakeOptimizers) -> TorchRows:
-    return TorchRows(make, [each.shape for each in ByteModel().make_model().parameters()])
+def _of_model(make: Callable[[list[Tensor]], list[torch.optim.Optimizer]]) -> MakeOptimizer:
+    return of_shapes(make, [each.shape for each in ByteModel().make_model().parameters()])
 
 
-OPTIMIZERS: dict[str, Callable[[float], RowOptimizer]] = {
-    "adamw": AdamW,
-    "adamw, beta_2 0.95": lambda rate: AdamW(rate, betas=(0.9, 0.95)),
-    "sgd": lambda rate: Sgd(rate, momentum=0.9),
-    "muon": lambda rate: _torch_rows(partial(_muon, rate)),
-    "adafactor": lambda rate: _torch_rows(
+OPTIMIZERS: dict[str, Callable[[float], MakeOptimizer]] = {
+    "adamw": lambda rate: partial(torch.optim.AdamW, lr=rate),
+    "adamw, beta_2 0.95": lambda rate: partial(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95)),
+    "sgd": lambda rate: partial(torch.optim.SGD, lr=rate, momentum=0.9),
+    "muon": lambda rate: _of_model(partial(_muon, rate)),
+    "adafactor": lambda rate: _of_model(
         lambda parameters: [torch.optim.Adafactor(parameters, lr=rate)]
     ),
 }

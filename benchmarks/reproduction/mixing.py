@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import networkx as nx
 import numpy as np
+from numpy.typing import NDArray
 from reproduction import parts
 from reproduction.parts import COLOURS, CONSISTENT, FIGURE, TAIL, Estimate, table, verdict
+from scipy import sparse
 
-from gossipdp.graph import build_graph, plan
+from gossipdp.graph import Constants, Graph, build_graph
 from gossipdp_lab.simulate import Consensus, Scenario, simulate
-from gossipdp_lab.simulate.synchronous import (
-    FloatArray,
-    mixing_matrix,
-    quick_to_multiply,
-    second_eigenvalue,
-)
 from gossipdp_lab.simulate.trace import decay_per_exchange
+
+FloatArray = NDArray[np.float64]
 
 TITLE = "Communications to agree"
 GRAPHS = ("star", "ring", "complete")
@@ -43,6 +40,8 @@ OURS = "gossip"
 TOLERANCE = 0.15
 DIMENSION = 16
 NUM_RECORDS = 800
+MAX_SPARSE_SHARE = 0.1
+"""Matrices with more entries than this share are multiplied as dense ones, which is quicker."""
 LABEL_DECADES = 0.36
 """The least distance of two labels of the figure."""
 
@@ -117,8 +116,8 @@ def measure_point(graph: str, method: str, num_workers: int, num_seeds: int) -> 
 
 def _asynchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
     """Pairwise exchanges over the whole network per e-fold."""
-    promise = plan(build_graph(graph, num_workers))
-    exchanges_per_worker = promise.exchanges_per_unit_time * 2.0 / num_workers
+    constants = Constants.of(build_graph(graph, num_workers))
+    exchanges_per_worker = constants.exchanges_per_unit_time * 2.0 / num_workers
     decay = _decay_bound(graph, method, num_workers)
     scenario = Scenario(
         graph=graph,
@@ -133,7 +132,45 @@ def _asynchronous(graph: str, method: str, num_workers: int, seed: int) -> float
     return num_workers / 2.0 / simulate(scenario, method).decay_per_exchange(lowest=TAIL[1])
 
 
-def lazy_matrix(graph: nx.Graph[int]) -> FloatArray:
+def mixing_matrix(graph: Graph) -> FloatArray:
+    """Return Metropolis-Hastings weights: symmetric, non-negative, rows and columns sum to one.
+
+        w_ij = 1 / (1 + max(deg_i, deg_j)) on edges,   w_ii = 1 - sum_j w_ij
+
+    Source: Xiao, Boyd, Kim, "Distributed average consensus with least-mean-square deviation",
+    2007. They need the degrees of neighbours only.
+
+    Args:
+        graph: ranks 0..n-1.
+
+    Returns:
+        W; (n, n).
+    """
+    num_workers = len(graph)
+    matrix = np.zeros((num_workers, num_workers))
+    for i, j in graph.edges:
+        matrix[i, j] = matrix[j, i] = 1.0 / (1.0 + max(len(graph[i]), len(graph[j])))
+    np.fill_diagonal(matrix, 1.0 - matrix.sum(axis=1))
+    return matrix
+
+
+def second_eigenvalue(matrix: FloatArray) -> float:
+    """Return the second largest absolute eigenvalue: a round shrinks disagreement by it."""
+    if len(matrix) == 1:
+        return 0.0
+    values = np.linalg.eigvalsh(matrix)
+    # The largest is one, of the constant vector. A zero may come out as a rounding error.
+    gamma = max(abs(float(values[0])), abs(float(values[-2])))
+    return gamma if gamma > len(matrix) * np.finfo(np.float64).eps else 0.0
+
+
+def quick_to_multiply(matrix: FloatArray) -> Any:
+    """Return the matrix, sparse if that is quicker, for products with rows of shape (n, d)."""
+    is_sparse = np.count_nonzero(matrix) <= MAX_SPARSE_SHARE * matrix.size
+    return sparse.csr_array(matrix) if is_sparse else matrix
+
+
+def lazy_matrix(graph: Graph) -> FloatArray:
     """Return (I + W) / 2, whose eigenvalues are not negative.
 
     On a complete graph W itself is the mean: one round, and no rate to speak of.
@@ -235,8 +272,8 @@ def _predict(graph: str, method: str, num_workers: int) -> float:
 
 
 def _decay_bound(graph: str, method: str, num_workers: int) -> float:
-    promise = plan(build_graph(graph, num_workers))
-    return promise.gossip_decay_bound if method == "gossip" else promise.a2cid2_decay_bound
+    constants = Constants.of(build_graph(graph, num_workers))
+    return constants.gossip_decay_bound if method == "gossip" else constants.a2cid2_decay_bound
 
 
 def draw(result: Result, path: Path) -> None:

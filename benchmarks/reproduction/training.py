@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from reproduction import parts
 from reproduction.parts import COLOURS, FIGURE, Estimate, table, verdict
 
@@ -19,7 +20,6 @@ from gossipdp_lab.simulate import (
     Objective,
     Quadratic,
     Scenario,
-    Sgd,
     digits_objective,
     simulate,
 )
@@ -145,12 +145,13 @@ def measure_run(settings: Settings, **cell: Any) -> Run:
     data, method, num_workers = cell["data"], cell["method"], cell["num_workers"]
     is_noise, is_synchronous = data == "noise", method == "allreduce"
     objective: Objective = Quadratic(mu=0.0, smoothness=0.0, noise_variance=1.0)
-    optimizer = Sgd(settings.noise_learning_rate, settings.momentum)
+    sgd = partial(torch.optim.SGD, momentum=settings.momentum)
+    optimizer = partial(sgd, lr=settings.noise_learning_rate)
     if not is_noise:
         alpha = settings.dirichlet_alpha if data == "dirichlet" else None
         objective = digits_objective(batch_size=settings.batch_size, dirichlet_alpha=alpha)
         learning_rate = settings.largest_learning_rate * num_workers / settings.largest
-        optimizer = Sgd(learning_rate, settings.momentum, settings.weight_decay)
+        optimizer = partial(sgd, lr=learning_rate, weight_decay=settings.weight_decay)
     # All-reduce does as many rounds as the others do steps: waiting is not looked at here.
     scenario = Scenario(
         graph=cell["graph"],

@@ -12,6 +12,7 @@ from paper_images import ACCELERATED, ALL_REDUCE, DOUBLED, GOSSIP, ROWS, Row, Ru
 from torch import nn
 
 from gossipdp_lab.simulate import simulate
+from gossipdp_lab.simulate.optimizers import RowOptimizers
 
 SLOWED = "A2CiD2, ring, one worker 2 times slower"
 
@@ -28,9 +29,9 @@ def task(tmp_path: Path) -> Task:
 
 
 def test_a_step_of_a_row_is_that_of_the_recipe_s_optimizer(task: Task) -> None:
-    source, rows = task.objective().begin(4, seed=3), task.optimizer(2.0)
+    source = task.objective().begin(4, seed=3)
     x = source.start[:, : source.num_trained]
-    state = rows.begin(x)
+    rows = RowOptimizers(task.optimizer(2.0), x)
     model = task.recipe.make_model()
     nn.utils.vector_to_parameters(x[1].clone(), model.parameters())
     optimizer = task.recipe.make_optimizer(model)
@@ -39,7 +40,7 @@ def test_a_step_of_a_row_is_that_of_the_recipe_s_optimizer(task: Task) -> None:
     after = x.clone()
     for _ in range(2):
         gradients = torch.randn(1, source.num_trained)
-        after[1] += rows.changes(state, [1], after[1:2], gradients, 0.5)[0]
+        after[1] += rows.changes([1], after[1:2], gradients, 0.5)[0]
         sizes = [each.numel() for each in model.parameters()]
         for each, gradient in zip(model.parameters(), gradients[0].split(sizes), strict=True):
             each.grad = gradient.view_as(each).clone()

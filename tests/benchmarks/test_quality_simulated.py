@@ -10,10 +10,7 @@ import torch
 from quality_simulated import Runs, Setting, as_row, result_of, tables, tried, tune
 from support.byte_model import ByteModel
 from support.learning_rates import MOST_WIDENINGS
-from support.torch_rows import TorchRows
 from torch.nn import functional as F
-
-from gossipdp_lab.simulate import AdamW
 
 ROOT = Path(__file__).parents[2]
 ROW = "gossip, H = 8"
@@ -135,23 +132,3 @@ def test_the_pages_show_the_measured_figures() -> None:
     assert sum(map(len, page.values())) >= 17
     for setting, lines in page.items():
         assert set(lines) <= set(measured(runs, setting))
-
-
-def test_torch_optimizers_over_rows_step_as_the_simulators_do() -> None:
-    shapes = [each.shape for each in ByteModel().make_model().parameters()]
-    start = ByteModel().begin(3, seed=0).start
-    ours = AdamW(0.01)
-    theirs = TorchRows(lambda parameters: [torch.optim.AdamW(parameters, lr=0.01)], shapes)
-    states, generator = (ours.begin(start), theirs.begin(start)), torch.Generator()
-    for ranks, factor in (([2, 0], 0.5), ([0], torch.tensor([[2.0]])), ([1, 2], 1.0)):
-        gradients = torch.randn(len(ranks), start.shape[1], generator=generator)
-        expected, found = (
-            each.changes(state, ranks, start[ranks], gradients, factor)
-            for each, state in zip((ours, theirs), states, strict=True)
-        )
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    for name, values in states[1].items():
-        torch.testing.assert_close(values, states[0][name])
-    states[1]["exp_avg_sq"][1] = 1e6  # as an exchange would: the next step sees it
-    zeros, ones = torch.zeros(1, start.shape[1]), torch.ones(1, start.shape[1])
-    assert theirs.changes(states[1], [1], zeros, ones, 1.0).abs().max() < 1e-4

@@ -15,7 +15,6 @@ from reproduction.parts import Effort, fit_power_law
 
 from gossipdp.graph import build_graph
 from gossipdp_lab.simulate import Record, Trace
-from gossipdp_lab.simulate.synchronous import second_eigenvalue
 
 SIZES = [8, 16, 32, 64, 128, 256]
 
@@ -84,7 +83,19 @@ def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
 
 def test_lazy_rounds_have_a_rate_on_a_complete_graph() -> None:
     lazy = mixing.lazy_matrix(build_graph("complete", 9))
-    assert second_eigenvalue(lazy) == pytest.approx(0.5)
+    assert mixing.second_eigenvalue(lazy) == pytest.approx(0.5)
+
+
+def test_metropolis_weights_of_a_star_and_a_ring() -> None:
+    star = mixing.mixing_matrix(build_graph("star", 5))
+    assert star[0, 1:] == pytest.approx([0.2] * 4)
+    assert star[1, 1] == pytest.approx(0.8)
+    ring = mixing.mixing_matrix(build_graph("ring", 40))
+    assert ring[3, 2:5] == pytest.approx([1 / 3] * 3)
+    gap = 2 / 3 * (1 - math.cos(2 * math.pi / 40))
+    assert mixing.second_eigenvalue(ring) == pytest.approx(1 - gap)
+    rows = np.random.default_rng(0).standard_normal((40, 3))
+    np.testing.assert_allclose(mixing.quick_to_multiply(ring) @ rows, ring @ rows, atol=1e-14)
 
 
 # Pairing and the invariant

@@ -10,7 +10,7 @@ from torch import nn
 from waiting import wait_until
 
 from gossipdp import Counting, Exchange, GossipDataParallel
-from gossipdp.graph import build_graph, plan
+from gossipdp.graph import Constants, build_graph
 from gossipdp.parallel.stats import Stats
 
 pytestmark = pytest.mark.processes
@@ -111,7 +111,7 @@ def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, task
     assert abs(answered - asked) <= NUM_WORKERS
     decay, lowest = decay_per_exchange(series, task.step_s)
     assert lowest < AGREED
-    promised = plan(build_graph("ring", NUM_WORKERS))
+    promised = Constants.of(build_graph("ring", NUM_WORKERS))
     # Theory's bound holds for the expectation; single runs decay one to two times as fast.
     assert decay > 0.8 * promised.a2cid2_decay_bound
     # Exchanges and flow conserve the mean of x + c/2, and c goes where the differences go.

@@ -62,7 +62,7 @@ def test_choosing_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             exec(cell.source, names)
-    speedup = names["plan"](names["build_graph"]("ring", 64)).expected_speedup
+    speedup = names["Constants"].of(names["build_graph"]("ring", 64)).expected_speedup
     assert speedup == pytest.approx(14.52, abs=0.01)
     a2cid2, gossip = (float(word) for word in names["rows"][0].split()[2:])
     assert a2cid2 < 0.5 * gossip

@@ -175,7 +175,7 @@ def count_threads() -> Any:
     train_alone = nn.functional.cross_entropy(net(data_of(0)[0]), data_of(0)[1])
     train_alone.backward()  # starts torch's own threads
     with threadpool_limits(1, user_api="blas"):
-        pass  # a fork leaves the threads of numpy's and scipy's library behind: they start here
+        pass  # a fork leaves the threads of numpy's library behind: they start here
     before = os_threads()
     model = GossipDataParallel(net, optimizer)
     train_until_exchanged(model, optimizer)

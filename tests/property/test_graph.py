@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipdp.graph import Constants, build_graph, without
-from gossipdp.graph.constants import laplacian_matrix
 
 
 @st.composite
@@ -35,7 +34,10 @@ def pieces(constants):
     size = len(constants.workers)
     differences = [np.eye(size)[i] - np.eye(size)[j] for i, j in constants.edges]
     centre = np.eye(size) - 1.0 / size
-    laplacian = laplacian_matrix(size, np.array(constants.edges), np.array(constants.rates))
+    laplacian = sum(
+        rate * np.outer(difference, difference)
+        for rate, difference in zip(constants.rates, differences, strict=True)
+    )
     pseudo_inverse = np.linalg.pinv(laplacian, hermitian=True)
     return list(zip(constants.rates, differences, strict=True)), centre, pseudo_inverse
 

@@ -219,18 +219,3 @@ def test_a_restarted_worker_is_back_at_once(wait_s):
     assert network.workers[3].incarnation == 1
     check_agreement(network)
     check_end(network)
-
-
-def test_workers_beyond_the_first_join_and_die():
-    network = make_network()
-    network.engine.run(until=10.0)
-    for process_id in (1000, 1001):
-        restart(network, None, process_id)
-        run_on(network, 2.0)
-    assert set(running(network)) == set(range(10))
-    check_agreement(network)
-    network.crash(8)
-    network.crash(0)
-    run_on(network, 2.0)
-    check_agreement(network)
-    check_end(network)

@@ -1,11 +1,13 @@
 """The speed of agreement: over quick and saturated links, and as the paper and theory say."""
 
+from functools import partial
 from statistics import fmean
 
 import numpy as np
 import pytest
+import torch
 
-from gossipdp_lab.simulate import Quadratic, Sgd, simulate
+from gossipdp_lab.simulate import Quadratic, simulate
 from gossipdp_lab.simulate.links import run_links
 from gossipdp_lab.simulate.scenario import (
     ConstantTime,
@@ -127,7 +129,7 @@ def stationary_distance(method: str, comm_rate: float, momentum: float, noise: Q
         num_workers=64,
         objective=noise,
         # The same movement in the long run, whatever the momentum.
-        optimizer=Sgd(learning_rate=1.0 - momentum, momentum=momentum),
+        optimizer=partial(torch.optim.SGD, lr=1.0 - momentum, momentum=momentum),
         comm_rate=comm_rate,
         num_steps=800,
     )

@@ -1,5 +1,7 @@
 """The ledger and the invariants notice what they are there to notice."""
 
+from functools import partial
+
 import pytest
 import torch
 from simulated_faults.draws import draw_schedule
@@ -12,7 +14,6 @@ from gossipdp.protocol.actions import Begin, Send
 from gossipdp.protocol.members import Membership
 from gossipdp.protocol.messages import ExchangeId, Propose
 from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction
-from gossipdp_lab.simulate.optimizers import Sgd
 from gossipdp_lab.simulate.population import Population, Training
 
 ID = ExchangeId(0, 0, 1)
@@ -22,7 +23,8 @@ def make(*, momentum: bool = True) -> tuple[Ledger, Population]:
     start = torch.tensor([[1.0, 2.0], [5.0, -2.0], [0.0, 3.0]], dtype=torch.float64)
     population = Population(start, 2, momentum=momentum)
     phases = {rank: Phase(0.5, 1.0) for rank in range(3)}
-    return Ledger(FaultyRows(Training(None, Sgd(), population), phases)), population
+    training = Training(None, partial(torch.optim.SGD, lr=0.1), population)
+    return Ledger(FaultyRows(training, phases)), population
 
 
 def begin(ledger: Ledger, alpha_tildes: tuple[float, float] = (0.8, 0.8)) -> list[object]:

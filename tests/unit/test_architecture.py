@@ -43,7 +43,7 @@ LAB_LAYERS = {
 EVERYONE_MAY = {"errors", "logs", "rules"}
 # Top-level third-party imports of the pure layers.
 LIBRARIES = {
-    "graph": {"networkx", "numpy", "scipy"},
+    "graph": {"networkx", "numpy"},
     "dynamics": {"torch", "numba", "llvmlite", "numpy"},
     "protocol": {"msgspec"},
 }

@@ -26,7 +26,7 @@ from gossipdp.rules import (
 )
 
 if TYPE_CHECKING:
-    from gossipdp.graph import Graph, Plan
+    from gossipdp.graph import Constants, Graph
 
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
 
@@ -104,18 +104,18 @@ def run(arguments: PlanArguments) -> int:
                 "or a number"
             )
         comm_rate = own_rate.comm_rate
-    from gossipdp.graph import plan
+    from gossipdp.graph import Constants
 
     with Console(stderr=True).status("eigenvalues and resistances"):
-        planned = plan(graph, comm_rate)
+        constants = Constants.of(graph, comm_rate)
     console = Console()
-    console.print(_table(planned))
-    console.print(_verdict(planned), highlight=False)
+    console.print(_table(graph.name, comm_rate, constants))
+    console.print(_verdict(constants), highlight=False)
     if own_rate is not None:
         console.print(own_rate.text(), highlight=False)
     console.print(LEARNING_RATE_RULE, highlight=False)
-    written: dict[str, Any] = {name: getattr(planned, name) for name in WRITTEN}
-    written["edges"] = planned.num_edges
+    written: dict[str, Any] = {name: getattr(constants, name) for name in WRITTEN}
+    written["edges"] = len(constants.edges)
     if own_rate is not None:
         written["auto"] = own_rate._asdict()
     if arguments.json is not None:
@@ -192,31 +192,31 @@ def _graph(arguments: PlanArguments) -> Graph:
     return build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
 
 
-def _table(plan: Plan) -> Table:
+def _table(name: str, comm_rate: float, constants: Constants) -> Table:
     # A Text, since the name of a file may look like markup.
-    table = Table(title=Text(plan.graph), title_justify="left")
+    table = Table(title=Text(name), title_justify="left")
     table.add_column("quantity", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("meaning")
     rows: list[tuple[str, float, str]] = [
-        ("edges", plan.num_edges, "pairs of workers that may exchange"),
-        ("comm rate", plan.comm_rate, "exchanges per worker per gradient step, at most"),
+        ("edges", len(constants.edges), "pairs of workers that may exchange"),
+        ("comm rate", comm_rate, "exchanges per worker per gradient step, at most"),
         (
             "exchanges per unit time",
-            plan.exchanges_per_unit_time,
+            constants.exchanges_per_unit_time,
             "over the whole network, while a worker takes one gradient step",
         ),
-        ("chi1", plan.chi1, "1 / lambda_2 of the Laplacian"),
-        ("chi2", plan.chi2, "half the largest effective resistance of an edge"),
-        ("eta", plan.eta, "mixing speed of A2CiD2"),
-        ("alpha_tilde", plan.alpha_tilde, "its gain of an exchange on the momentum copy"),
+        ("chi1", constants.chi1, "1 / lambda_2 of the Laplacian"),
+        ("chi2", constants.chi2, "half the largest effective resistance of an edge"),
+        ("eta", constants.eta, "mixing speed of A2CiD2"),
+        ("alpha_tilde", constants.alpha_tilde, "its gain of an exchange on the momentum copy"),
         (
             "decay bound, gossip",
-            plan.gossip_decay_bound,
+            constants.gossip_decay_bound,
             "of the consensus distance per exchange per worker, at least (theory)",
         ),
-        ("decay bound, a2cid2", plan.a2cid2_decay_bound, "the same with A2CiD2"),
-        ("expected speed-up", plan.expected_speedup, "sqrt(chi1 / chi2), ratio of the bounds"),
+        ("decay bound, a2cid2", constants.a2cid2_decay_bound, "the same with A2CiD2"),
+        ("expected speed-up", constants.expected_speedup, "sqrt(chi1 / chi2), ratio of the bounds"),
     ]
     for quantity, value, meaning in rows:
         table.add_row(
@@ -225,15 +225,15 @@ def _table(plan: Plan) -> Table:
     return table
 
 
-def _verdict(plan: Plan) -> str:
-    if plan.num_workers == 1:
+def _verdict(constants: Constants) -> str:
+    if not constants.edges:
         return "A2CiD2 helps here: no. One worker has no neighbour."
-    if plan.a2cid2_helps:
+    if constants.a2cid2_helps:
         return (
-            f"A2CiD2 helps here: yes. Theory lets consensus be reached {plan.expected_speedup:.3g} "
-            "times as fast as with plain gossip."
+            "A2CiD2 helps here: yes. Theory lets consensus be reached "
+            f"{constants.expected_speedup:.3g} times as fast as with plain gossip."
         )
     return (
         "A2CiD2 helps here: no. On this graph plain gossip mixes about as fast "
-        f"(expected speed-up {plan.expected_speedup:.3g})."
+        f"(expected speed-up {constants.expected_speedup:.3g})."
     )

@@ -49,7 +49,6 @@ PRELOADED = [
     "cloudpickle",
     "msgspec",
     "networkx",
-    "scipy.linalg",
     "torch",
     "torch._dynamo",
     "torch.distributed",

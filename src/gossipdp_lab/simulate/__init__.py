@@ -5,16 +5,16 @@ The description of a run:
     scenario          everything that a run depends on: step times, links, graph, method's options
     objectives        the seam of the objective; consensus, quadratic
     module_objective  any torch module; digits
-    optimizers        the steps of rows
+    optimizers        torch's optimizers, one a row
 
 Its course:
 
     ideal             Poisson edges, as the paper's, and instantaneous exchanges
     links             the real protocol over links                network, engine
-    synchronous       lock-step rounds of all workers: all-reduce, D-PSGD, DiLoCo
+    synchronous       lock-step rounds of all workers: all-reduce
     population        x and c of all workers, a row each, and their gradient steps
     trace             the time series                      figures: pictures of it
-    study             simulate(scenario, method) -> Trace; many runs; means over seeds
+    study             simulate(scenario, method) -> Trace; many runs
     command           gossipdp simulate           options, command_study, command_results
 """
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         Objective,
         Quadratic,
     )
-    from gossipdp_lab.simulate.optimizers import AdamW, RowOptimizer, Sgd
     from gossipdp_lab.simulate.scenario import (
         ComputeTime,
         ConstantTime,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
-    "AdamW",
     "ComputeTime",
     "Consensus",
     "ConstantTime",
@@ -62,9 +60,7 @@ __all__ = [
     "Objective",
     "Quadratic",
     "Record",
-    "RowOptimizer",
     "Scenario",
-    "Sgd",
     "SlowedTime",
     "Trace",
     "digits_objective",
@@ -74,7 +70,7 @@ __all__ = [
 
 
 # Imported on first use: the help of `gossipdp simulate` needs no torch.
-_MODULES = ("scenario", "objectives", "optimizers", "trace", "study", "module_objective")
+_MODULES = ("scenario", "objectives", "trace", "study", "module_objective")
 
 
 def __getattr__(name: str) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gossipdp_lab.simulate.study import SYNCHRONOUS, Ensemble
+from gossipdp_lab.simulate.study import SYNCHRONOUS
 from gossipdp_lab.simulate.trace import Activity, Interval, Trace
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Colours that people with any common colour blindness can tell apart; yellow left out."""
 
-METHODS = ("a2cid2", "gossip", "allreduce", "released", "dpsgd", "diloco", "none")
-METHOD_COLOURS = dict(zip(METHODS, OKABE_ITO, strict=True))
+METHODS = ("a2cid2", "gossip", "allreduce", "released", "none")
+METHOD_COLOURS = dict(zip(METHODS, OKABE_ITO, strict=False))
 CASE_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 3)), (0, (8, 2, 1, 2, 1, 2)))
 
 LEAST_SHOWN = {"without gradients": 1e-27, "with gradients": 1e-4}
@@ -47,55 +47,58 @@ AXES = {
 """The columns that others are drawn against."""
 
 
-def draw_simulation(ensembles: Sequence[Ensemble], path: Path, *, title: str) -> None:
+class Result(NamedTuple):
+    """A run with its name in tables and figures, and the number of its graph and comm rate."""
+
+    label: str
+    case: int
+    trace: Trace
+
+
+def draw_simulation(results: Sequence[Result], path: Path, *, title: str) -> None:
     """Write a PNG: loss and consensus distance over time, exchanges and gradient steps.
 
-    A line is the mean over seeds; its band reaches from the least to the greatest of them. Without
-    gradients there is no loss, and steps would show the same as time.
+    Without gradients there is no loss, and steps would show the same as time.
     """
-    has_loss = any(np.isfinite(ensemble.column("loss")).any() for ensemble in ensembles)
+    has_loss = any(np.isfinite(each.trace.column("loss")).any() for each in results)
     rows = ["loss", "consensus_distance"] if has_loss else ["consensus_distance"]
     columns = list(AXES) if has_loss else list(AXES)[:2]
     figure = new_figure(5.0 + 4.2 * (len(columns) - 1), 1.3 + 3.2 * len(rows))
     panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row", sharex="col")
     for row, name in zip(panels, rows, strict=True):
         for axes, column in zip(row, columns, strict=True):
-            for ensemble in ensembles:
-                _draw_band(axes, ensemble, column, name)
-            _scale(axes, ensembles, name, has_loss=has_loss)
+            for each in results:
+                _draw_line(axes, each, column, name)
+            _scale(axes, results, name, has_loss=has_loss)
             axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
             if name == rows[-1]:
                 axes.set_xlabel(AXES[column])
         row[0].set_ylabel("loss of the mean model" if name == "loss" else "consensus distance")
-    _name_the_hidden(panels[-1][0], ensembles)
     handles, labels = panels[-1][0].get_legend_handles_labels()
-    if len(ensembles[0].traces) > 1:
-        title += "\nline: mean over seeds; band: from the least to the greatest"
     figure.suptitle(title)
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
     figure.savefig(path, dpi=120)
 
 
-def _draw_band(axes: Axes, ensemble: Ensemble, column: str, name: str) -> None:
-    ends = {"time_s": float(ensemble.traces[0].num_workers), "exchanges": 2.0}.get(column, 1.0)
-    against = ensemble.mean(column) * ends / ensemble.traces[0].num_workers
-    values = ensemble.column(name)
-    values = np.where((values > 0) & (values < MOST_SHOWN), values, np.nan)
-    colour = METHOD_COLOURS[ensemble.method]
-    style = CASE_STYLES[ensemble.case % len(CASE_STYLES)]
-    mean = values.mean(axis=0)
-    axes.plot(against, mean, color=colour, linestyle=style, linewidth=1.6, label=ensemble.label)
-    if len(values) > 1:
-        axes.fill_between(
-            against, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2, linewidth=0
-        )
+def _draw_line(axes: Axes, result: Result, column: str, name: str) -> None:
+    label, case, trace = result
+    ends = {"time_s": float(trace.num_workers), "exchanges": 2.0}.get(column, 1.0)
+    values = trace.column(name)
+    axes.plot(
+        trace.column(column) * ends / trace.num_workers,
+        np.where((values > 0) & (values < MOST_SHOWN), values, np.nan),
+        color=METHOD_COLOURS[trace.method],
+        linestyle=CASE_STYLES[case % len(CASE_STYLES)],
+        linewidth=1.6,
+        label=label,
+    )
 
 
-def _scale(axes: Axes, ensembles: Sequence[Ensemble], name: str, *, has_loss: bool) -> None:
+def _scale(axes: Axes, results: Sequence[Result], name: str, *, has_loss: bool) -> None:
     """Set a logarithmic scale if there are values for it, without those that are rounding."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    values = np.concatenate([ensemble.column(name).ravel() for ensemble in ensembles])
+    values = np.concatenate([each.trace.column(name) for each in results])
     positive = values[(values > 0) & (values < MOST_SHOWN)]
     if not len(positive):
         return
@@ -109,20 +112,6 @@ def _scale(axes: Axes, ensembles: Sequence[Ensemble], name: str, *, has_loss: bo
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _name_the_hidden(axes: Axes, ensembles: Sequence[Ensemble]) -> None:
-    """Name the ensembles whose consensus distance lies below the scale: their workers agree."""
-    bottom = axes.get_ylim()[0]
-    columns = [ensemble.column("consensus_distance")[:, 1:] for ensemble in ensembles]
-    hidden = [
-        ensemble.label
-        for ensemble, column in zip(ensembles, columns, strict=True)
-        if column.size and column.max() < bottom
-    ]
-    if hidden:
-        text = f"less: {', '.join(hidden)}"
-        axes.text(0.98, 0.02, text, transform=axes.transAxes, ha="right", fontsize="small")
 
 
 def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
@@ -139,7 +128,8 @@ def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
     for trace in traces:
         if not trace.intervals:
             raise ValueError(f"{trace.method} kept no timeline: simulate with keep_timeline=True")
-    ranks = _shown_ranks(traces[0], max(LEAST_WORKERS, MOST_ROWS // len(traces)))
+    most = max(LEAST_WORKERS, MOST_ROWS // len(traces))
+    ranks = list(range(min(traces[0].num_workers, most)))
     figure = new_figure(8.0, 1.2 + len(traces) * (0.6 + 0.24 * len(ranks)))
     panels = figure.subplots(len(traces), 1, squeeze=False, sharex=True)[:, 0]
     for axes, trace in zip(panels, traces, strict=True):
@@ -151,19 +141,6 @@ def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
     handles = [Patch(color=colour, label=name) for name, colour in ACTIVITY_COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=200)
-
-
-def _shown_ranks(trace: Trace, most: int) -> list[int]:
-    """Return the first ``most`` workers; the slowest takes the last place if it is missing."""
-    ranks = list(range(min(trace.num_workers, most)))
-    longest_s = dict.fromkeys(range(trace.num_workers), 0.0)
-    for one in trace.intervals:
-        if one.activity == "computing":
-            longest_s[one.rank] = max(longest_s[one.rank], one.end_s - one.start_s)
-    slowest = max(longest_s, key=longest_s.__getitem__)
-    if slowest not in ranks and longest_s[slowest] > max(longest_s[rank] for rank in ranks):
-        ranks[-1] = slowest
-    return ranks
 
 
 def _draw_workers(axes: Axes, trace: Trace, ranks: Sequence[int]) -> None:

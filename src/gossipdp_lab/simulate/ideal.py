@@ -35,7 +35,7 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     time.
     """
     has_momentum = method in ("a2cid2", "released")
-    training = Training.of(scenario, momentum=has_momentum, outer=scenario.outer)
+    training = Training.of(scenario, momentum=has_momentum)
     population = training.population
     recorder = Recorder(scenario, method, training, on_progress)
     unit_s, num_workers = scenario.compute_time.nominal_s, scenario.num_workers
@@ -44,8 +44,8 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
         constants,
         training,
         unit_s=unit_s,
-        eta=constants.eta * scenario.eta_factor if has_momentum else 0.0,
-        alpha_tilde=0.5 + (constants.alpha_tilde - 0.5) * scenario.alpha_tilde_factor,
+        eta=constants.eta if has_momentum else 0.0,
+        alpha_tilde=constants.alpha_tilde,
         is_released=method == "released",
         seed=scenario.seed,
     )
@@ -92,7 +92,6 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     trace.worker_steps = training.steps
     trace.worker_exchanges = edges.worker_exchanges.tolist()
     trace.models_sent = edges.models_sent
-    trace.num_events = edges.num_exchanges + engine.num_events
     return trace
 
 
@@ -103,8 +102,8 @@ class PoissonEdges:
     the phase of that moment, then average: the dynamics of the paper's equation (4), exactly.
     Exchanges are applied in blocks, by :meth:`advance`, before the state is read.
 
-    With an outer step, both ends take theirs before they average. The optimizers' moments are
-    averaged at once, counted by the end that asks, which is drawn at random.
+    The optimizers' moments are averaged at once, counted by the end that asks, which is drawn at
+    random.
 
     ``unit_s`` is the unit of time, ``eta`` the mixing speed per unit. With ``is_released`` each end
     subtracts its own flowed value from the other's value before it flowed.
@@ -163,29 +162,16 @@ class PoissonEdges:
         """Apply exchanges of these edges at these times."""
         ends, phases = self._ends[edges], self._eta_per_s * times_s
         population = self._population
-        if population.base is None:
-            self._exchange(ends, phases)
-        else:
-            for event, pair in enumerate(ends):
-                for rank in pair:
-                    population.flow(rank, phases[event])
-                    population.outer_step(rank)
-                self._exchange(ends[event : event + 1], phases[event : event + 1])
-                # Outer steps left x at base: so what the exchange added to both is x again.
-                population.base[pair] = population.trained[pair]
+        x = population.x.numpy()
+        c = x[:, :0] if population.c is None else population.c.numpy()
+        exchange = _compiled_exchanges()
+        exchange(x, c, population.theta, phases, ends, self._excess, self._is_released)
         if self._training.has_moments:
             for pair in ends:
                 self._average_moments(*pair)
         self.num_exchanges += len(edges)
         self.models_sent += 2 * len(edges)
         self.worker_exchanges += np.bincount(ends.ravel(), minlength=len(self.worker_exchanges))
-
-    def _exchange(self, ends: NDArray[np.int64], phases: NDArray[np.float64]) -> None:
-        population = self._population
-        x = population.x.numpy()
-        c = x[:, :0] if population.c is None else population.c.numpy()
-        exchange = _compiled_exchanges()
-        exchange(x, c, population.theta, phases, ends, self._excess, self._is_released)
 
     def _average_moments(self, i: int, j: int) -> None:
         asker = self._random_asker.choice((i, j))

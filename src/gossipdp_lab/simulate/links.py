@@ -51,13 +51,11 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         timeout_s=TIMEOUT_STEPS * scenario.compute_time.nominal_s + TIMEOUT_LATENCIES * longest_s,
         sets_own_rate=scenario.comm_rate == "auto",
     )
-    for worker in workers.values():
-        worker.pairing.alpha_tilde = 0.5 + (worker.alpha_tilde - 0.5) * scenario.alpha_tilde_factor
-    training = Training.of(scenario, momentum=has_momentum, outer=scenario.outer)
+    training = Training.of(scenario, momentum=has_momentum)
     recorder = Recorder(scenario, method, training, on_progress)
     # eta and the worker's rate both scale with the comm rate. A phase uses only their ratio, which
     # is that at comm rate 1.
-    eta = constants.eta * scenario.eta_factor if has_momentum else 0.0
+    eta = constants.eta if has_momentum else 0.0
     phases = {rank: Phase(eta, constants.worker_rate(rank)) for rank in constants.workers}
     rows = CarriedRows(
         training, phases, is_released=method == "released", interval=recorder.interval
@@ -83,12 +81,10 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         )
     trace, protocols = recorder.trace, [workers[rank] for rank in sorted(workers)]
     trace.worker_steps = training.steps
-    trace.worker_requests = [protocol.exchanges_initiated for protocol in protocols]
     trace.worker_exchanges = [
         protocol.exchanges_initiated + protocol.exchanges_answered for protocol in protocols
     ]
     trace.models_sent = rows.models_sent
-    trace.num_events = network.engine.num_events
     trace.num_messages = dict(network.num_messages)
     return trace
 
@@ -115,10 +111,10 @@ class CarriedRows(Payload):
 
     As on a real worker, an exchange freezes the phase at its start and the row flows to it; one
     snapshot then travels, and delta is computed from the same snapshot. A step boundary applies the
-    gradient step, then flows the row to the phase. An outer step is taken before the snapshot. If
-    the optimizer's moments are due, they travel along: when the peer's arrive, each end takes the
-    mean of those and its own present ones. Between boundaries the row is x + pending of a real
-    worker; the gradient under way is that of the row's value when its step began.
+    gradient step, then flows the row to the phase. If the optimizer's moments are due, they travel
+    along: when the peer's arrive, each end takes the mean of those and its own present ones.
+    Between boundaries the row is x + pending of a real worker; the gradient under way is that of
+    the row's value when its step began.
 
     In the released exchange, for comparison only, the row before it flowed travels; delta is the
     live row when the data arrive, flowed and with the steps taken meanwhile, minus that.
@@ -157,7 +153,6 @@ class CarriedRows(Payload):
         theta = self.phases[rank].start_exchange(now_s)
         unflowed = row.clone() if self._is_released else None
         self.population.flow(rank, theta)
-        self.population.outer_step(rank)
         snapshot = row.clone() if unflowed is None else unflowed
         moments = [moment[rank].clone() for moment in self._training.moments_due(begin.id.counter)]
         self._open[rank] = _Open(begin.alpha_tilde, now_s, snapshot)

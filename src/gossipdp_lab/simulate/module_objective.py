@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gossipdp.rules import at_least_1
 from gossipdp_lab.simulate.objectives import Evaluation, Gradients, GradientSource, Objective
-from gossipdp_lab.tasks.digits import Digits, NetworkName
+from gossipdp_lab.tasks.digits import Digits
 
 logger = logging.getLogger("gossipdp.simulate")  # beneath the one that --log-level sets
 
@@ -26,8 +26,6 @@ Batches: TypeAlias = Callable[[int, int, int], Iterable[Any]]
 Evaluate: TypeAlias = Callable[[nn.Module], Evaluation]
 
 NUM_EVALUATION_BATCHES = 16
-CONVOLUTIONAL_ROWS = 8
-"""Convolutional networks that fit the processor's caches; with 64 each takes twice as long."""
 
 
 @final
@@ -286,7 +284,6 @@ def _is_alike(batch: Any, other: Any) -> bool:
 
 def digits_objective(
     *,
-    network: NetworkName = "perceptron",
     batch_size: int = 32,
     disjoint: bool = False,
     dirichlet_alpha: float | None = None,
@@ -296,31 +293,28 @@ def digits_objective(
     The loss is that of all 1,437 training images, whatever images each worker has; the metric
     is the accuracy on the 360 test images.
 
-    The perceptron (64-64-10) is the default, since simulations compute the gradients of all
-    workers on one machine. With 64 workers one of its gradients takes well under 0.1 ms; one of the
-    demo's convolutional network takes 5 to 10 ms. Methods and graphs differ as much on it.
+    The network is a perceptron (64-64-10), since simulations compute the gradients of all workers
+    on one machine. With 64 workers one of its gradients takes well under 0.1 ms; one of the demo's
+    convolutional network takes 5 to 10 ms. Methods and graphs differ as much on it.
 
     Args:
-        network: "perceptron", or "convolutional" as in ``gossipdp demo``, with BatchNorm.
         batch_size: images in each gradient step of a worker.
         disjoint: no two workers have the same images.
         dirichlet_alpha: class shares of each worker's images ~ Dirichlet(alpha); None: alike.
     """
     digits = Digits(
-        network=network,
+        network="perceptron",
         batch_size=batch_size,
         disjoint=disjoint,
         dirichlet_alpha=dirichlet_alpha,
     )
-    is_perceptron = network == "perceptron"
     return ModuleObjective(
         digits.make_model,
         digits.loss,
         digits.train_loader,
         evaluate=partial(_judge_digits, digits),
-        name="digits" if is_perceptron else "digits-convolutional",
+        name="digits",
         metric_name=digits.metric_name,
-        max_rows=64 if is_perceptron else CONVOLUTIONAL_ROWS,
     )
 
 

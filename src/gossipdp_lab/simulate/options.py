@@ -15,10 +15,6 @@ from gossipdp.rules import DEFAULT_GRAPH, at_least_1, number, option, output_fil
 class SimulateArguments:
     """Simulate runs on a virtual clock, to choose graph and method."""
 
-    file: tyro.conf.Positional[Path | None] = None
-    """A Python file with a mapping named scenarios, from names to Scenario objects, instead of
-    options; docs/simulator.md shows one."""
-
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
     several with commas."""
@@ -27,11 +23,10 @@ class SimulateArguments:
     """Workers."""
 
     methods: str = "a2cid2,gossip"
-    """a2cid2, gossip, none, released; or synchronous: allreduce, dpsgd, diloco."""
+    """a2cid2, gossip, none, released; or synchronous: allreduce."""
 
-    workload: Literal["consensus", "quadratic", "digits", "digits-convolutional"] = "consensus"
-    """consensus: random vectors, no gradients; quadratic; digits: a perceptron;
-    digits-convolutional: the demo's network."""
+    workload: Literal["consensus", "digits"] = "consensus"
+    """consensus: random vectors, no gradients; digits: a perceptron."""
 
     comm_rate: str = "1"
     """Exchanges per worker per gradient step; several with commas; auto with links."""
@@ -42,17 +37,11 @@ class SimulateArguments:
     steps: float | None = option(None, positive_number)
     """Gradient steps of an ordinary worker; by default 100, for consensus until workers agree."""
 
-    seeds: str = "3"
-    """Runs of each kind, or a list of their seeds such as 0,1,2."""
-
-    learning_rate: float | None = None
-    """SGD's; by default 0.1, for digits 0.05."""
+    seed: int = 0
+    """Seed of everything random."""
 
     step_ms: float = option(100.0, positive_number)
-    """Mean duration of a gradient step."""
-
-    step_spread: float = 0.0
-    """Spread of step times: 0.1 is 10% more or less."""
+    """Duration of a gradient step."""
 
     slow_worker: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """RANK:FACTOR; 2:4 makes worker 2 four times slower."""
@@ -69,11 +58,5 @@ class SimulateArguments:
     json: Path | None = option(None, output_file)
     """Also write the results to this file."""
 
-    figure: Path | None = option(None, output_file)
-    """PNG of loss and consensus distance; by default one under runs/."""
-
     timeline: bool = False
     """Also draw what each worker does when."""
-
-    processes: int | None = option(None, at_least_1)
-    """Runs at once; by default one a core, if that is quicker."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp_lab.simulate.objectives import Gradients, GradientSource
-from gossipdp_lab.simulate.optimizers import RowOptimizer
+from gossipdp_lab.simulate.optimizers import MakeOptimizer, RowOptimizers
 from gossipdp_lab.simulate.scenario import Scenario
 
 
@@ -22,25 +22,15 @@ class Population:
     A row of ``x`` is a worker as others see it: its parameters and the changes by exchanges and
     flow (``x + pending`` of a real worker). ``c`` is the momentum of the trained columns; float
     buffers, in the columns after them, are averaged without. Without ``momentum`` there is no c.
-
-    With ``outer``, ``base`` holds each worker's trained columns as its last outer step left them,
-    plus all that flow and exchanges added since: so x - base is the sum of its optimizer's steps.
     """
 
-    def __init__(
-        self, start: Tensor, num_trained: int, *, momentum: bool, outer: OuterStep | None = None
-    ) -> None:
+    def __init__(self, start: Tensor, num_trained: int, *, momentum: bool) -> None:
         self.x = start.clone()
         self.num_trained = num_trained
         self.c = torch.zeros_like(self.x[:, :num_trained]) if momentum else None
-        self.outer = outer
-        self.base = self.trained.clone() if outer is not None else None
-        self.outer_momentum = torch.zeros_like(self.trained) if outer is not None else None
-        self.num_exchanges = np.zeros(len(start), dtype=np.int64)
-        """Exchanges that each worker began, counted for the outer step alone."""
         self.theta = np.zeros(len(start))
         """The phase to which each row has been flowed."""
-        # The sum of x + c/2 if gradient and outer steps alone moved it.
+        # The sum of x + c/2 if gradient steps alone moved it.
         self.expected_sum = self.x[:, :num_trained].sum(dim=0, dtype=torch.float64)
         self.half_applied = torch.zeros(num_trained, dtype=torch.float64)
         """Change of the sum of x + c/2 by exchanges that only one end has applied yet."""
@@ -57,8 +47,6 @@ class Population:
         if self.c is not None:
             s = math.exp(-2.0 * (theta - self.theta[rank]))
             update.flow(self.trained[rank], self.c[rank], 0.5 * (1.0 - s))
-            if self.base is not None:
-                update.flow(self.base[rank], self.c[rank], 0.5 * (1.0 - s))
             self.c[rank].mul_(s)
         self.theta[rank] = theta
 
@@ -69,35 +57,6 @@ class Population:
         update.exchange(row[:trained], c, mine[:trained], peers[:trained], 0.0, 1.0, alpha_tilde)
         if trained < len(row):
             update.exchange(row[trained:], None, mine[trained:], peers[trained:], 0.0, 1.0, 0.5)
-        if self.base is not None:
-            self.base[rank].add_(mine[:trained] - peers[:trained], alpha=-0.5)
-
-    def put(self, columns: slice, rows: Tensor) -> None:
-        """Replace columns of all rows; the change of their sum is not drift."""
-        trained = slice(columns.start, min(columns.stop, self.num_trained))
-        before = self.x[:, trained].sum(dim=0, dtype=torch.float64)
-        self.x[:, columns] = rows
-        after = self.x[:, trained].sum(dim=0, dtype=torch.float64)
-        self.expected_sum[trained] += after - before
-
-    def outer_step(self, rank: int) -> None:
-        """Take Nesterov's step on the change by the optimizer of ``rank``, if it is due.
-
-        Call it once at the start of each of its exchanges.
-        """
-        if self.outer is None:
-            return
-        self.num_exchanges[rank] += 1
-        if self.num_exchanges[rank] % self.outer.every:
-            return
-        assert self.base is not None
-        assert self.outer_momentum is not None
-        row, base, m = self.trained[rank], self.base[rank], self.outer_momentum[rank]
-        brought = torch.zeros_like(row)
-        update.outer_step(row, brought, base, m, self.outer.momentum, self.outer.lr)
-        row += brought
-        base += brought
-        self.expected_sum += brought
 
     def step(self, ranks: Sequence[int], changes: Tensor) -> None:
         """Add the changes of gradient steps: rows of (k, d)."""
@@ -122,7 +81,7 @@ class Population:
         return mean
 
     def drift(self) -> float:
-        """Return the distance of the mean of x + c/2 from where gradient and outer steps moved it.
+        """Return the distance of the mean of x + c/2 from where gradient steps moved it.
 
         It is the Euclidean norm of the difference. Exchanges that both ends applied leave rounding
         errors only; those that one end has yet to apply (``half_applied``) do not count.
@@ -146,7 +105,7 @@ class Training:
     def __init__(
         self,
         source: GradientSource | None,
-        optimizer: RowOptimizer,
+        optimizer: MakeOptimizer,
         population: Population,
         *,
         schedule: Callable[[float], float] | None = None,
@@ -155,8 +114,8 @@ class Training:
     ) -> None:
         self.source = source
         self.population = population
-        self.optimizer = optimizer
-        self.state = optimizer.begin(population.trained)
+        self.optimizers = None if source is None else RowOptimizers(optimizer, population.trained)
+        self._state = {} if self.optimizers is None else self.optimizers.state
         self.steps = [0] * len(population.x)
         """Gradient steps that each worker has ended."""
         self._schedule, self._end_s = schedule, end_s
@@ -165,29 +124,22 @@ class Training:
         self._under_way: dict[int, None] = {}
         self._found: dict[int, Gradients] = {}
         self._moments = dict(exchange_moments or {})
-        if unknown := sorted(self._moments.keys() - self.state.keys()):
+        if unknown := sorted(self._moments.keys() - self._state.keys()):
             raise ValueError(
                 f"exchange_moments names {', '.join(unknown)}, which the optimizer does not keep; "
-                f"choose among {', '.join(sorted(self.state.keys() - {'step'})) or 'none'}"
+                f"choose among {', '.join(sorted(self._state)) or 'none'}"
             )
         self._loss_sum, self._num_losses = 0.0, 0
 
     @classmethod
-    def of(
-        cls,
-        scenario: Scenario,
-        *,
-        momentum: bool,
-        outer: OuterStep | None = None,
-        starts_alike: bool = False,
-    ) -> Training:
+    def of(cls, scenario: Scenario, *, momentum: bool, starts_alike: bool = False) -> Training:
         """Make the rows of a scenario and their training; all are rank 0's if they start alike."""
         begun = scenario.objective.begin(scenario.num_workers, scenario.seed)
         source = begun if scenario.objective.has_gradients else None
         start = begun.start
         if starts_alike and source is not None:
             start = start[:1].expand_as(start)
-        population = Population(start, begun.num_trained, momentum=momentum, outer=outer)
+        population = Population(start, begun.num_trained, momentum=momentum)
         return cls(
             source,
             scenario.optimizer,
@@ -233,12 +185,11 @@ class Training:
         self._num_losses += len(ranks)
         return found
 
-    def changes(
-        self, ranks: Sequence[int], x: Tensor, found: Gradients, factor: float | Tensor
-    ) -> Tensor:
+    def changes(self, ranks: Sequence[int], x: Tensor, found: Gradients, factor: float) -> Tensor:
         """Return the changes of their rows by the steps of ``ranks``; (k, d)."""
+        assert self.optimizers is not None
         trained = x[:, : self.population.num_trained]
-        changes = self.optimizer.changes(self.state, ranks, trained, found.values, factor)
+        changes = self.optimizers.changes(ranks, trained, found.values, factor)
         if found.buffer_changes.numel():
             changes = torch.cat([changes, found.buffer_changes], dim=1)
         return changes
@@ -250,7 +201,7 @@ class Training:
 
     def moments_due(self, count: int) -> list[Tensor]:
         """Return the tensors, (n, d), of the optimizer that a ``count``-th exchange averages."""
-        return [self.state[name] for name, every in self._moments.items() if count % every == 0]
+        return [self._state[name] for name, every in self._moments.items() if count % every == 0]
 
     def models_due(self, count: int) -> float:
         """Return how many models, moments too, either end sends in a ``count``-th exchange."""

@@ -10,7 +10,7 @@ from functools import cache, partial
 from random import Random
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
-from gossipdp.dynamics.outer import OuterStep
+import torch
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import Graph, build_graph
@@ -25,7 +25,7 @@ from gossipdp.rules import (
     positive_number,
 )
 from gossipdp_lab.simulate.objectives import Consensus, Objective
-from gossipdp_lab.simulate.optimizers import RowOptimizer, Sgd
+from gossipdp_lab.simulate.optimizers import MakeOptimizer
 from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
 if TYPE_CHECKING:
@@ -40,19 +40,9 @@ Fidelity: TypeAlias = Literal["ideal", "links"]
 LATENCY_S = 0.0005
 """Default latency of a message: within one data center."""
 
-LARGEST_STEP_SPREAD = 3.0
+TOO_LARGE_SPREAD = 3.0
 """With a larger spread the mean comes from steps so rare that a run does not see them: nearly all
 its steps take almost no time, and the run has too many of them."""
-
-
-def step_spread(name: str, spread: float) -> float:
-    """Return a possible spread of the logarithm of step times."""
-    if not 0.0 <= spread <= LARGEST_STEP_SPREAD:
-        raise ValueError(
-            f"{name} is {spread:g}, but must be from 0 to {LARGEST_STEP_SPREAD:g}: it is the "
-            "standard deviation of the logarithm of step times, 0.1 is typical"
-        )
-    return spread
 
 
 class ComputeTime(ABC):
@@ -88,11 +78,11 @@ class ConstantTime(Checked, ComputeTime):
 class LognormalTime(Checked, ComputeTime):
     """Step times of mean ``step_s`` whose logarithm has standard deviation ``spread``.
 
-    A ``spread`` above 3 raises a ValueError: hardly any run would see its mean.
+    A ``spread`` of 3 or more raises a ValueError: hardly any run would see its mean.
     """
 
     step_s: float = option(0.1, positive_number)
-    spread: float = option(0.1, step_spread)
+    spread: float = option(0.1, partial(number, below=TOO_LARGE_SPREAD))
 
     @property
     def nominal_s(self) -> float:
@@ -214,10 +204,11 @@ class Scenario(Checked):
     """One simulated run, except for its method. Frozen and picklable.
 
     Args:
-        graph: a name that :func:`~gossipdp.graph.build_graph` knows, or a networkx graph.
+        graph: a name that :func:`~gossipdp.graph.build_graph` knows, a graph that it built, or a
+            networkx graph.
         num_workers: number of workers.
         objective: the loss that the workers minimise.
-        optimizer: the optimizer of each worker.
+        optimizer: makes the optimizer of each worker, as ``partial(torch.optim.SGD, lr=0.1)`` does.
         comm_rate: r, exchanges per worker per gradient step; "auto": as many as each worker's links
             allow, at "links" only.
         fidelity: "ideal", the paper's edges: they fire as Poisson processes, and exchanges are
@@ -229,24 +220,18 @@ class Scenario(Checked):
         model_bytes: bytes that one worker sends in an exchange; None: those of a row.
         num_steps: length of the run in units of time: the gradient steps of an ordinary worker.
         seed: of everything random in the run.
-        graph_seed: of the random graphs.
         num_records: number of points of its time series, evenly spaced.
         stop_below: end once the consensus distance is below this share of its first value.
-        eta_factor: multiplies eta.
-        alpha_tilde_factor: multiplies the excess alpha_tilde - 1/2.
-        outer: the outer step. With a2cid2 and gossip each worker takes it at the start of its
-            exchanges, and None means none. With diloco None means its paper's.
         exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
             too, and at every how many of the exchanges that a worker asks for.
-        sync_every: H, gradient steps from one average to the next, of diloco.
         schedule: the factor on the learning rate at a share of the run, 0 to 1; None: always 1.
         keep_timeline: record what each worker does when.
     """
 
-    graph: str | nx.Graph[int] = DEFAULT_GRAPH
+    graph: str | Graph | nx.Graph[int] = DEFAULT_GRAPH
     num_workers: int = 16
     objective: Objective = field(default_factory=Consensus)
-    optimizer: RowOptimizer = field(default_factory=Sgd)
+    optimizer: MakeOptimizer = field(default_factory=lambda: partial(torch.optim.SGD, lr=0.1))
     comm_rate: float | str = option(1.0, comm_rate)
     fidelity: Fidelity = option("ideal", partial(one_of, ("ideal", "links")))
     neighbour_policy: str = option("fresh", partial(one_of, tuple(NEIGHBOUR_POLICIES)))
@@ -255,14 +240,9 @@ class Scenario(Checked):
     model_bytes: float | None = option(None, positive_number)
     num_steps: float = option(100.0, positive_number)
     seed: int = 0
-    graph_seed: int = 0
     num_records: int = option(100, at_least_1)
     stop_below: float = option(0.0, partial(number, below=1.0))
-    eta_factor: float = option(1.0, positive_number)
-    alpha_tilde_factor: float = option(1.0, number)
-    outer: OuterStep | None = None
     exchange_moments: Mapping[str, int] = field(default_factory=dict)
-    sync_every: int = option(16, at_least_1)
     schedule: Callable[[float], float] | None = None
     keep_timeline: bool = False
 
@@ -283,7 +263,7 @@ class Scenario(Checked):
 
     def make_graph(self) -> Graph:
         """Build and check the graph."""
-        return build_graph(self.graph, self.num_workers, seed=self.graph_seed)
+        return build_graph(self.graph, self.num_workers)
 
     def make_constants(self) -> Constants:
         """Return the graph's rates and constants, at :attr:`comm_rate`."""

@@ -1,17 +1,14 @@
-"""Runs: one, many over processes, and their means and spreads over seeds."""
+"""Runs: one, and many over processes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic, perf_counter
 from typing import NamedTuple, TypeVar
 
 import joblib
-import numpy as np
 import torch
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
@@ -19,15 +16,8 @@ from gossipdp.rules import at_least_1
 from gossipdp_lab.simulate.ideal import run_ideal
 from gossipdp_lab.simulate.links import run_links
 from gossipdp_lab.simulate.scenario import Scenario
-from gossipdp_lab.simulate.synchronous import (
-    AllReduce,
-    DiLoCo,
-    Dpsgd,
-    Rounds,
-    mixing_matrix,
-    second_eigenvalue,
-)
-from gossipdp_lab.simulate.trace import TAIL_LOWEST, Series, Trace, lowest_share
+from gossipdp_lab.simulate.synchronous import AllReduce, Rounds
+from gossipdp_lab.simulate.trace import Trace
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
@@ -35,23 +25,12 @@ Progress = Callable[[float], None]
 """Takes, from time to time, the share of the run that is done, 0 to 1."""
 
 ASYNCHRONOUS = ("a2cid2", "gossip", "none", "released")
-ROUNDS: dict[str, type[Rounds]] = {
-    "allreduce": AllReduce,
-    "dpsgd": Dpsgd,
-    "diloco": DiLoCo,
-}
+ROUNDS: dict[str, type[Rounds]] = {"allreduce": AllReduce}
 SYNCHRONOUS = tuple(ROUNDS)
 METHODS = ASYNCHRONOUS + SYNCHRONOUS
 
 WORTH_PROCESSES_S = 10.0
 """Processes take seconds to start: torch is imported, and numba compiles in each."""
-
-MARGIN = 1.3
-"""The bounds are about expectations; single runs lie on both sides of them."""
-LEAST_STEPS = 20.0
-STEPS_WITHOUT_AGREEMENT = 100.0
-MOST_VALUES = {"ideal": 2.5e8, "links": 3e6, "rounds": 2.5e8}
-"""Values that may be exchanged in one run, so that it takes some seconds at most."""
 
 
 # --- one run -------------------------------------------------------------------------------
@@ -68,8 +47,6 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
                        only: each end subtracts its own live, flowed value from what the other
                        sent before flowing, so that the two deltas are not negatives of each other
     allreduce          synchronous: gradients averaged over all by a ring all-reduce at each step
-    dpsgd              synchronous: each round averages with all neighbours, Metropolis weights
-    diloco             local steps, then an all-reduce and an outer step
     =================  ==========================================================================
 
     Raises:
@@ -81,7 +58,7 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
         >>> trace.records[-1].consensus_distance < 1e-3 * trace.records[0].consensus_distance
         True
     """
-    check_method(scenario, method)
+    check_method(method)
     on_progress = on_progress or (lambda share: None)
     started = perf_counter()
     with one_thread():
@@ -95,15 +72,10 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
     return trace
 
 
-def check_method(scenario: Scenario, method: str) -> None:
-    """Raise ValueError for a method that does not exist, or cannot run on this scenario."""
+def check_method(method: str) -> None:
+    """Raise ValueError for a method that does not exist."""
     if method not in ASYNCHRONOUS and method not in ROUNDS:
         raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
-    if method == "diloco" and not scenario.objective.has_gradients:
-        raise ValueError(
-            f"method {method} averages what gradient steps did, and {scenario.objective.name} has "
-            "none: choose another objective"
-        )
 
 
 @contextmanager
@@ -120,41 +92,6 @@ def one_thread() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(num_threads)
-
-
-def steps_to_agree(scenario: Scenario, method: str) -> float:
-    """Return the steps that theory gives a consensus run to fall to 1e-24 of its first distance.
-
-        expected distance <= 2 exp(-rate t),     t = log(2 / 1e-24) / rate
-
-    with a rate of 1 / (2 chi1) for gossip and eta for a2cid2, at the paper's constants, and for
-    D-PSGD of -2 log(gamma) a round, where gamma is the second eigenvalue of its mixing matrix. The
-    scenario's ``num_steps`` has no effect.
-    """
-    constants = scenario.make_constants()
-    if method == "none" or not constants.edges:
-        return STEPS_WITHOUT_AGREEMENT
-    gamma = 0.0
-    if method == "dpsgd":
-        gamma = second_eigenvalue(mixing_matrix(scenario.make_graph()))
-    if method in SYNCHRONOUS and gamma == 0.0:
-        return LEAST_STEPS
-    rate = {
-        "gossip": lambda: 1.0 / (2.0 * constants.chi1),
-        "dpsgd": lambda: -2.0 * math.log(gamma),
-    }.get(method, lambda: constants.eta)()
-    return max(LEAST_STEPS, math.ceil(MARGIN * math.log(2.0 / TAIL_LOWEST) / rate))
-
-
-def affordable_steps(scenario: Scenario, method: str, *, values_per_worker: int) -> float:
-    """Return the steps of a consensus run that take some seconds at most."""
-    constants = scenario.make_constants()
-    if method == "none" or not constants.edges:
-        return math.inf
-    is_synchronous = method in SYNCHRONOUS
-    most = MOST_VALUES["rounds" if is_synchronous else scenario.fidelity]
-    per_step = len(constants.edges) if is_synchronous else constants.exchanges_per_unit_time
-    return max(LEAST_STEPS, math.floor(most / (per_step * max(values_per_worker, 64))))
 
 
 # --- many runs -----------------------------------------------------------------------------
@@ -260,88 +197,3 @@ def _run_one(
 ) -> tuple[int, Answer]:
     with one_thread():
         return place, function(task, lambda share: None)
-
-
-# --- over seeds ----------------------------------------------------------------------------
-
-
-class Estimate(NamedTuple):
-    """A figure over seeds; NaN if a seed has none."""
-
-    mean: float
-    spread: float
-    """Sample standard deviation over seeds; 0 for one seed."""
-    by_seed: tuple[float, ...]
-
-    @classmethod
-    def of(cls, figures: Sequence[float]) -> Estimate:
-        """Return mean and spread of one figure a seed; NaN if one of them is."""
-        spread = float(np.std(figures, ddof=1)) if len(figures) > 1 else 0.0
-        return cls(float(np.mean(figures)), spread, tuple(figures))
-
-
-@dataclass(frozen=True)
-class Ensemble:
-    """Traces of one method that differ by their seeds alone.
-
-    Their time series are taken as far as all of them go: a run may end before others, once the
-    workers agree.
-
-    Args:
-        label: its name in figures and tables.
-        traces: one a seed.
-        case: number of the scenario that it belongs to, from 0.
-    """
-
-    label: str
-    traces: Sequence[Trace]
-    case: int = 0
-
-    @property
-    def method(self) -> str:
-        """Return the method of all traces."""
-        return self.traces[0].method
-
-    def column(self, name: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """Return one field of :class:`.trace.Record` over time; (num_seeds, num_records)."""
-        columns = [trace.column(name) for trace in self.traces]
-        length = min(len(column) for column in columns)
-        return np.stack([column[:length] for column in columns])
-
-    def mean(self, name: str) -> Series:
-        """Return the mean over seeds; (num_records,)."""
-        return np.asarray(self.column(name).mean(axis=0))
-
-    def spread(self, name: str) -> Series:
-        """Return the sample standard deviation over seeds, 0 for one seed; (num_records,)."""
-        column = self.column(name)
-        if len(column) == 1:
-            return np.zeros(column.shape[1])
-        return np.asarray(column.std(axis=0, ddof=1))
-
-    def over_seeds(self, figure: Callable[[Trace], float]) -> Estimate:
-        """Estimate a figure from that of each trace."""
-        return Estimate.of([figure(trace) for trace in self.traces])
-
-    def last(self, name: str) -> Estimate:
-        """Estimate a column's value at the end of the runs."""
-        return self.over_seeds(lambda trace: float(getattr(trace.records[-1], name)))
-
-    @property
-    def lowest_share(self) -> float:
-        """Return the share of its first value to which the consensus distance fell in all runs."""
-        return max(lowest_share(trace.column("consensus_distance")) for trace in self.traces)
-
-    @property
-    def gradient_steps(self) -> tuple[float, float]:
-        """Return the steps of the slowest and the fastest worker, means over seeds.
-
-        If steps are counted and not simulated, all workers have taken equally many.
-        """
-        ends = []
-        for trace in self.traces:
-            per_worker = trace.records[-1].gradient_steps / trace.num_workers
-            steps = trace.worker_steps if any(trace.worker_steps) else [per_worker]
-            ends.append((min(steps), max(steps)))
-        slowest, fastest = np.mean(ends, axis=0)
-        return float(slowest), float(fastest)

@@ -48,7 +48,7 @@ class Record(NamedTuple):
         exchanges: so far, over the network; a synchronous round counts the edges it used.
         gradient_steps: so far, of all workers.
         idle_share: share of all workers' time so far that was spent waiting.
-        drift: distance of the mean of x + c/2 from where gradient and outer steps moved it.
+        drift: distance of the mean of x + c/2 from where gradient steps moved it.
     """
 
     time_s: float
@@ -73,9 +73,7 @@ class Trace:
         records: in the order of time; the first is the start.
         worker_steps: gradient steps of each worker.
         worker_exchanges: exchanges of each worker, both those it asked for and those it answered.
-        worker_requests: exchanges that each worker asked for; empty for methods without requests.
         models_sent: by all workers, in models; moments count as models.
-        num_events: events that the engine and the edges handled.
         num_messages: control messages sent, by type; empty where there are none.
         intervals: each activity of each worker, if the scenario asks for it.
         wall_s: how long the simulation itself took; not part of :meth:`digest`.
@@ -87,9 +85,7 @@ class Trace:
     records: list[Record] = field(default_factory=list)
     worker_steps: list[int] = field(default_factory=list)
     worker_exchanges: list[int] = field(default_factory=list)
-    worker_requests: list[int] = field(default_factory=list)
     models_sent: float = 0.0
-    num_events: int = 0
     num_messages: dict[str, int] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
     wall_s: float = 0.0

@@ -14,7 +14,6 @@ from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.objectives import Quadratic
-from gossipdp_lab.simulate.optimizers import Sgd
 from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate.population import Population, Training
 from simulated_faults.averaged_rows import AveragedRows
@@ -123,7 +122,7 @@ class _Run:
         for rank in range(num_rows):
             rate = self.constants.worker_rate(rank) if rank < schedule.num_workers else 0.0
             self.phases[rank] = Phase(eta, rate)
-        training = Training(begun, Sgd(0.1), self.population)
+        training = Training(begun, partial(torch.optim.SGD, lr=0.1), self.population)
         self.ledger = Ledger(FaultyRows(training, self.phases))
         self.averaged = AveragedRows(self.population, NUM_CHUNKS)
         self.network = WatchedNetwork(

@@ -54,7 +54,7 @@ def test_a_mistake_in_the_words_is_named(
 MISTAKES = [
     ("plan --json nowhere/x.json", "--json nowhere/x.json: the directory to write it to does"),
     ("plan --workers 4 --json .", "--json . cannot be written"),
-    ("simulate --figure nowhere/x.png", "--figure nowhere/x.png: the directory to write it"),
+    ("simulate --json nowhere/x.json", "--json nowhere/x.json: the directory to write it"),
     ("report nowhere", "there is no directory nowhere; give the run's log_dir"),
     ("report .", ". holds no log of a worker"),
     ("top here", "the address is 'here'; write HOST:PORT"),

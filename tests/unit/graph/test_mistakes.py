@@ -6,7 +6,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from gossipdp.graph import Constants, plan
+from gossipdp.graph import Constants
 from gossipdp.graph.constants import LiveGraph
 from gossipdp.graph.topology import Graph, attach, build_graph, read_edge_list, without
 
@@ -18,10 +18,8 @@ LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
     ("call", "message"),
     [
         (lambda: build_graph("rings", 4), r"'rings'; do you mean ring\?"),
-        (lambda: build_graph("Torus", 4), r"'Torus'; do you mean torus\?"),
         (lambda: build_graph("zzz", 4), "choose one of ring, path, star, .*, erdos-renyi"),
         (lambda: build_graph("ring", 0), "'ring' of 0 workers"),
-        (lambda: build_graph("ring", -3), "'ring' of -3 workers"),
         (lambda: build_graph("ring", 4.5), r"whole number, got 4\.5"),
         (lambda: build_graph([(0, 1)], 2), r"networkx\.Graph, got \[\(0, 1\)\]"),
         (lambda: build_graph("hypercube", 12), "of 12 .* Use 8 or 16 .*'exponential'"),
@@ -43,7 +41,6 @@ LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
         (lambda: Constants.of(RING, 0.0), r"comm rate 0\.0 is not a positive number"),
         (lambda: Constants.of(RING, math.nan), "comm rate nan is not a positive number"),
         (lambda: Constants.of(build_graph("ring", 1), math.inf), "comm rate inf is not a"),
-        (lambda: plan(RING, -1), "comm rate -1 is not"),
         (lambda: Constants.of(nx.DiGraph([(0, 1)])), "is directed"),
         (lambda: Constants.of({0: [1], 1: [0]}), r"networkx\.Graph, got \{0: \[1\], 1: \[0\]\}"),
         (lambda: Constants.of(Graph()), r"Graph \(0 workers, 0 edges\)' has no nodes"),
@@ -67,10 +64,7 @@ def test_what_cannot_be_meant_is_refused(call, message):
     ("content", "message"),
     [
         (b"0 1\n0\n", "line 2: '0' is not an edge"),
-        (b"0 1\n0 1 2\n", "line 2: .* is not an edge"),
         (b"0 1\n0 x\n", "line 2: .* is not an edge"),
-        (b"0 1\n0 -1\n", "line 2: .* is not an edge"),
-        (b"0 1\n0 1.5\n", "line 2: .* is not an edge"),
         ("0 1\n0 ²\n".encode(), "line 2: .* is not an edge"),
         (b"0 1\n1 2\n1 0\n", "line 3: edge 0 1 stands on line 1 already"),
         (b"0 1\n1 1\n", "line 2: '1 1' joins worker 1 with itself: leave"),

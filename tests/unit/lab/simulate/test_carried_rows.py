@@ -1,5 +1,7 @@
 """Rows on a network whose links are cut: what is lost is counted, and nothing else is."""
 
+from functools import partial
+
 import pytest
 import torch
 from reference import MomentumState
@@ -8,7 +10,6 @@ from simulated_faults.rows import FaultyRows
 from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
-from gossipdp_lab.simulate.optimizers import Sgd
 from gossipdp_lab.simulate.population import Population, Training
 
 DIMENSION = 5
@@ -22,7 +23,7 @@ def make_population(num_workers: int) -> Population:
 
 def make_rows(population: Population, eta: float, *, is_released: bool = False) -> FaultyRows:
     phases = {rank: Phase(eta, 1.0) for rank in range(len(population.x))}
-    training = Training(None, Sgd(), population)
+    training = Training(None, partial(torch.optim.SGD, lr=0.1), population)
     return FaultyRows(training, phases, is_released=is_released)
 
 

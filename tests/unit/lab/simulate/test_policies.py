@@ -6,10 +6,7 @@ from random import Random
 
 import pytest
 
-from gossipdp.protocol.actions import Send
-from gossipdp.protocol.messages import Propose
 from gossipdp.protocol.neighbours import NeighbourPolicy
-from gossipdp.protocol.pairing import Pairing
 from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
 EVERY_POLICY = sorted(NEIGHBOUR_POLICIES)
@@ -62,15 +59,6 @@ def test_first_choice_follows_lambda(name: str) -> None:
         policy.exchanged(peer, initiated=True)
         counts[peer] += 1
     assert counts[2] / 4000 == pytest.approx(0.75, abs=0.03)
-
-
-@pytest.mark.parametrize("name", EVERY_POLICY)
-def test_new_neighbour_serves_a_kept_demand(name: str) -> None:
-    pairing = Pairing(rank=0, incarnation=0, policy=make(name, 1), alpha_tilde=0.5)
-    pairing.tick()
-    (send,) = pairing.set_available({1: 1.0})
-    assert isinstance(send, Send)
-    assert isinstance(send.message, Propose)
 
 
 def test_poisson_waits_for_its_partner_until_it_initiated() -> None:

