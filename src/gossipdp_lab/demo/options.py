@@ -11,7 +11,7 @@ from gossipdp.rules import at_least_1, option, positive_number
 from gossipdp_lab.demo.watch import least_duration_s
 from gossipdp_lab.tasks.options import RunOptions
 
-DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 28_000}
+DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib-small": 28_000}
 """Over all workers: 15 to 30 seconds of training by gossip on two cores."""
 
 
@@ -22,8 +22,8 @@ class DemoArguments(RunOptions):
     compare: bool = False
     """Train twice, by all-reduce and by --method, while workers are slow in turn."""
 
-    workload: Literal["digits", "pystdlib", "pystdlib-small"] | None = None
-    """digits (the default): images; pystdlib: text; pystdlib-small: text, a smaller network."""
+    workload: Literal["digits", "pystdlib-small"] | None = None
+    """digits (the default): images; pystdlib-small: text, the source of Python's own library."""
 
     workers: int = option(4, at_least_1)
     """Worker processes."""
@@ -42,12 +42,6 @@ class DemoArguments(RunOptions):
 
     seconds: float | None = option(None, positive_number)
     """Train for so long instead; with --compare 40 by default."""
-
-    pin: bool = False
-    """Bind each worker to its share of the cores."""
-
-    disjoint: bool = False
-    """Give each worker its own part of the training data."""
 
     @property
     def task(self) -> str:

@@ -56,7 +56,6 @@ def train(arguments: DemoArguments, console: Console) -> Training:
     """Train with new workers, show their progress, and keep the averaged model.
 
     Raises:
-        ValueError: a worker's share of the data is too small; before any process starts.
         WorkerFailedError: a worker failed, and not by one of the faults.
     """
     from gossipdp.launcher.local import start_fork_server
@@ -67,9 +66,7 @@ def train(arguments: DemoArguments, console: Console) -> Training:
 
     from gossipdp_lab.tasks import make_workload
 
-    workload = make_workload(arguments.task, disjoint=arguments.disjoint)
-    # This raises if a share of the data is too small, before a worker does.
-    workload.train_loader(0, arguments.workers, arguments.seed)
+    workload = make_workload(arguments.task)
     configuration = configuration_of(arguments, workload.batch_size)
     directory = arguments.directory
     _clear(directory)
@@ -142,7 +139,6 @@ def _run_workers(
             train_worker,
             world_size=arguments.workers,
             args=(task, arguments.least_s, configuration),
-            pin=arguments.pin,
             on_poll=view.poll,
             max_restarts=MAX_RESTARTS if arguments.restart else 0,
             on_failure=note_failure,
@@ -206,7 +202,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     rank = int(os.environ["RANK"])
     # Seeds differ on purpose: the wrapper gives every worker rank 0's initial parameters.
     torch.manual_seed(arguments.seed * 1_000_003 + rank)
-    workload = make_workload(arguments.task, disjoint=arguments.disjoint)
+    workload = make_workload(arguments.task)
     net = workload.make_model()
     optimizer = workload.make_optimizer(net)
     for group in optimizer.param_groups:

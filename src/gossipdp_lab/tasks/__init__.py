@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 # Module and class of each name: first of the demo, then of the recipes.
 WORKLOADS = {
     "digits": "digits.Digits",
-    "pystdlib": "text.PyStdlib",
-    "pystdlib-small": "text.SmallPyStdlib",
+    "pystdlib-small": "text.PyStdlib",
 }
 RECIPES = {
     "cifar10": "images.Cifar10",

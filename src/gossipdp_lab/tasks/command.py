@@ -41,9 +41,6 @@ class TrainArguments:
     max_restarts: int = option(0, at_least_0)
     """Restarts of dead workers, in all."""
 
-    pin: bool = False
-    """Bind each worker to its share of the cores."""
-
 
 def run(arguments: TrainArguments) -> int:
     """Train; worker 0 shows the progress and the results. Return the exit status.
@@ -82,7 +79,6 @@ def run(arguments: TrainArguments) -> int:
         train,
         world_size=arguments.workers,
         args=(options,),
-        pin=arguments.pin,
         max_restarts=arguments.max_restarts,
     )
     return 0

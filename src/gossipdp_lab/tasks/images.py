@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from gossipdp.parallel.schedule import parameter_groups
-from gossipdp_lab.tasks.options import Cifar10Options, ImageNetOptions, PaperOptions
+from gossipdp_lab.tasks.options import Cifar10Options, ImageNetOptions, TrainOptions
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
 
 Batch = tuple[Tensor, Tensor]
@@ -32,9 +32,6 @@ CIFAR_RESNET18_PARAMETERS = 11_173_962
 
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
 WARMUP_EPOCHS = 5
-
-RELEASED_BATCH_SIZE, RELEASED_CLIP_NORM = 256, 1.0
-"""The batch size of the learning rate, and the clipping, in the authors' released scripts."""
 
 CIFAR10_FOLDER = "cifar-10-batches-bin"
 CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
@@ -62,10 +59,6 @@ HOW_TO_GET_IMAGENET = (
 class PaperRecipe(Workload[Batch]):
     """SGD with momentum; one worker's rate is scaled by the number of workers over 5 epochs.
 
-    With ``released_settings`` as in the authors' released scripts (main.py, adp.slurm and utils of
-    https://github.com/AdelNabli/ACiD): the rate is scaled by the samples of a step of all workers
-    over 256, gradients are clipped under a2cid2, and all norms start as the identity.
-
     milestones: shares of the run after which the rate is divided by ten.
     warmup_epochs: epochs over which the rate rises.
     mean, deviation: of the training images' channels, as shares of the largest value.
@@ -74,20 +67,14 @@ class PaperRecipe(Workload[Batch]):
     milestones: tuple[float, ...]
     warmup_epochs: float = WARMUP_EPOCHS
     mean: ClassVar[tuple[float, ...]]
-    deviation: tuple[float, ...]
+    deviation: ClassVar[tuple[float, ...]]
 
-    def __init__(self, options: PaperOptions) -> None:
+    def __init__(self, options: TrainOptions) -> None:
         super().__init__(options.batch_size, device=options.device)
         self._epochs = options.epochs
-        self._is_released = options.released_settings
-        if self._is_released and options.method == "a2cid2":
-            self.clip_norm = RELEASED_CLIP_NORM
 
     def make_model(self) -> nn.Module:
         net: Any = self.make_network()  # torch's types lack memory_format
-        if self._is_released:
-            for norm in (each for each in net.modules() if isinstance(each, nn.BatchNorm2d)):
-                nn.init.ones_(norm.weight)
         moved: nn.Module = net.to(self.device, memory_format=torch.channels_last)
         return moved
 
@@ -101,13 +88,10 @@ class PaperRecipe(Workload[Batch]):
 
     def rate_factor(self, progress: float, world_size: int) -> float:
         """Return the factor on one worker's rate (Goyal et al., arXiv 1706.02677, section 2.2)."""
-        peak = float(world_size)
-        if self._is_released:
-            peak *= self.batch_size / RELEASED_BATCH_SIZE
         warmup = min(1.0, self.warmup_epochs / self._epochs)
         through = min(1.0, progress / warmup)
         drops = sum(progress >= milestone for milestone in self.milestones)
-        return float((1 + through * (peak - 1)) * 0.1**drops)
+        return float((1 + through * (world_size - 1)) * 0.1**drops)
 
     @abstractmethod
     def augment(self, images: Tensor) -> Tensor:
@@ -144,7 +128,7 @@ class SmallImages(PaperRecipe):
     metric_name = "test_accuracy"
     milestones = (0.5, 0.75)
 
-    def __init__(self, options: PaperOptions, train: Batch, test: Batch) -> None:
+    def __init__(self, options: TrainOptions, train: Batch, test: Batch) -> None:
         super().__init__(options)
         self.train, self.test = (
             (images.to(self.device), labels.to(self.device)) for images, labels in (train, test)
@@ -187,8 +171,6 @@ class Cifar10(SmallImages):
 
     def __init__(self, options: Cifar10Options) -> None:
         super().__init__(options, *read_cifar10(options.data))
-        if options.released_settings:
-            self.deviation = (0.2023, 0.1994, 0.2010)
 
     def make_network(self) -> nn.Module:
         return cifar_resnet18()
@@ -230,8 +212,6 @@ class ImageNet(PaperRecipe):
 
     def __init__(self, options: ImageNetOptions) -> None:
         super().__init__(options)
-        if options.released_settings:
-            self.milestones = (0.3, 0.6, 0.8)
         self._loader_processes = options.loader_processes
         train, validation = options.data / "train", options.data / "val"
         for folder in (train, validation):

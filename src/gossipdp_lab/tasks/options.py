@@ -84,15 +84,7 @@ class TrainOptions(RunOptions):
 
 
 @dataclass(frozen=True)
-class PaperOptions(TrainOptions):
-    """Options of the paper's two trainings, and of the one on Fashion-MNIST by its settings."""
-
-    released_settings: bool = False
-    """Train as the authors' released scripts do (docs/recipes.md)."""
-
-
-@dataclass(frozen=True)
-class Cifar10Options(PaperOptions):
+class Cifar10Options(TrainOptions):
     """ResNet-18 on CIFAR-10.
 
     It trains 100 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate
@@ -109,7 +101,7 @@ class Cifar10Options(PaperOptions):
 
 
 @dataclass(frozen=True)
-class ImageNetOptions(PaperOptions):
+class ImageNetOptions(TrainOptions):
     """ResNet-50 on ImageNet (ILSVRC 2012).
 
     It trains 90 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate
@@ -129,7 +121,7 @@ class ImageNetOptions(PaperOptions):
 
 
 @dataclass(frozen=True)
-class FashionMnistOptions(PaperOptions):
+class FashionMnistOptions(TrainOptions):
     """ResNet-8 on Fashion-MNIST, for one core a worker.
 
     It trains 20 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate

@@ -55,8 +55,6 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
         optimizer.zero_grad()
         loss = recipe.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        if recipe.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), recipe.clip_norm)
         optimizer.step()
         schedule.step()
         model.log(loss=loss)

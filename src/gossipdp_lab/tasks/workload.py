@@ -25,11 +25,9 @@ class Workload(ABC, Generic[Batch]):
         True, no two workers see the same training data.
     batch_size: samples per gradient step of one worker.
     device: the device of this worker.
-    clip_norm: the largest norm of all gradients together; larger ones are clipped. None: no limit.
     """
 
     metric_name: ClassVar[str]
-    clip_norm: float | None = None
 
     def __init__(self, batch_size: int, *, disjoint: bool = False, device: str = "cpu") -> None:
         self.disjoint = disjoint

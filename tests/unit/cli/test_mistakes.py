@@ -111,7 +111,6 @@ MISTAKES = [
     ("demo --comm-rate nan", "--comm-rate is nan"),
     ("demo --samples 0", "--samples is 0"),
     ("demo --seed -1", "--seed is -1"),
-    ("demo --workers 64 --disjoint", "less than one batch of 32"),
     ("demo --json /proc/version/x", "--json /proc/version/x: the directory to write it to"),
     ("demo --faults 'slow 2'", "--faults: 'slow 2': say how many times slower: 4x"),
     ("demo --faults 'kill 4 at 5s'", "no rank 4 among 4 workers; choose 0 to 3"),

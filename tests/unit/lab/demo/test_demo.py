@@ -92,8 +92,6 @@ def test_the_configuration_says_what_was_asked_for() -> None:
         "samples": 128_000,
         "batch_size": 32,
         "seed": 0,
-        "pin": False,
-        "disjoint": False,
     }
     faults = configuration_of(DemoArguments(faults="kill 0 at 5s", restart=True), 32)
     assert faults == {**plain, "faults": "kill 0 at 5s", "restart": True, "least_seconds": 13.0}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from image_files import SYNSETS, cifar10_files, write_cifar10, write_imagenet
 from PIL import Image
-from torch.nn import BatchNorm2d
 
 from gossipdp_lab.tasks.images import (
     Cifar10,
@@ -68,22 +67,6 @@ def test_the_papers_schedule(tmp_path: Path) -> None:
     assert factors == pytest.approx([1, 4.5, 8, 8, 0.8, 0.8, 0.08])
     (group, _) = recipe.make_optimizer(torch.nn.Linear(2, 2)).param_groups
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 5e-4)
-
-
-def test_the_settings_of_the_released_scripts(tmp_path: Path) -> None:
-    write_cifar10(tmp_path)
-    given = {"released_settings": True, "batch_size": 32}
-    recipe = cifar10(tmp_path, epochs=300, **given)
-    factors = [recipe.rate_factor(at, 64) for at in (0, 5 / 300, 0.499, 0.5, 0.75)]
-    assert factors == pytest.approx([1, 8, 8, 0.8, 0.08])  # 64 batches of 32, over 256
-    assert recipe.clip_norm == 1.0
-    assert cifar10(tmp_path, method="allreduce", **given).clip_norm is None
-    norms = [each for each in recipe.make_model().modules() if isinstance(each, BatchNorm2d)]
-    assert all(bool((norm.weight == 1).all()) for norm in norms)
-    white = recipe.normalize(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)).flatten()
-    assert white.tolist() == pytest.approx(
-        [(1 - 0.4914) / 0.2023, (1 - 0.4822) / 0.1994, (1 - 0.4465) / 0.2010]
-    )
 
 
 def test_batches_and_accuracy(tmp_path: Path) -> None:

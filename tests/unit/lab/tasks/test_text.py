@@ -54,7 +54,7 @@ def test_disjoint_shares_are_complete_and_of_one_size(tmp_path: Path) -> None:
         {bytes(window[0].tolist()) for window in gpt.train_loader(rank, 4, 0)} for rank in range(4)
     ]
     assert len(set.union(*shares)) == sum(map(len, shares))
-    assert {len(share) for share in shares} == {len(gpt.train) // 4 // 128}
+    assert {len(share) for share in shares} == {len(gpt.train) // 4 // 64}
     with pytest.raises(ValueError, match="less than one batch of 1; use fewer workers"):
         gpt.train_loader(0, 1000, 0)
 

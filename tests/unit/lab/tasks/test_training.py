@@ -129,29 +129,6 @@ def test_an_evaluation_that_fails_does_not_lose_the_model(
     assert "position" in torch.load(options.directory / MODEL_FILE, weights_only=True)
 
 
-def test_gradients_are_clipped_where_the_recipe_says_so(
-    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
-):
-    norms: list[float] = []
-
-    def watched(self: Gpt, net: torch.nn.Module) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(
-            lambda *_: norms.append(
-                float(torch.nn.utils.get_total_norm([v.grad for v in net.parameters()]))
-            )
-        )
-        return optimizer
-
-    monkeypatch.setattr(Gpt, "make_optimizer", watched)
-    train(replace(options, output=options.directory / "free"))
-    assert max(norms) > 0.02
-    norms.clear()
-    monkeypatch.setattr(Gpt, "clip_norm", 0.01)
-    train(options)
-    assert max(norms) == pytest.approx(0.01, rel=1e-3)
-
-
 def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
     options: BytesGptOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -14,7 +14,7 @@ from gossipdp_lab.tasks import RECIPES, WORKLOADS, make_workload
 from gossipdp_lab.tasks.command import Recipe
 from gossipdp_lab.tasks.digits import Digits
 from gossipdp_lab.tasks.options import MethodName
-from gossipdp_lab.tasks.text import PyStdlib, SmallPyStdlib
+from gossipdp_lab.tasks.text import PyStdlib
 from gossipdp_lab.tasks.workload import (
     BatchLoader,
     Workload,
@@ -41,9 +41,9 @@ def python_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(
     request: pytest.FixtureRequest, python_tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> MakeWorkload:
-    if kind := {"pystdlib": PyStdlib, "pystdlib-small": SmallPyStdlib}.get(request.param):
-        monkeypatch.setattr(kind, "num_validation_windows", 32)
-        return lambda **options: kind(data=python_tree, **options)
+    if request.param == "pystdlib-small":
+        monkeypatch.setattr(PyStdlib, "num_validation_windows", 32)
+        return lambda **options: PyStdlib(data=python_tree, **options)
     return lambda **options: make_workload(request.param, **options)
 
 
@@ -132,12 +132,9 @@ def test_digits_disjoint_shares_cover_the_training_set_once() -> None:
     assert sorted(rows) == sorted(full)
 
 
-@pytest.mark.parametrize(("kind", "num_parameters"), [(PyStdlib, 445_952), (SmallPyStdlib, 70_592)])
-def test_the_transformer_is_causal_and_has_tied_embeddings(
-    kind: type[PyStdlib], num_parameters: int, python_tree: Path
-) -> None:
-    model = kind(data=python_tree).make_model().eval()
-    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+def test_the_transformer_is_causal_and_has_tied_embeddings(python_tree: Path) -> None:
+    model = PyStdlib(data=python_tree).make_model().eval()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 70_592
     assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
     tokens = torch.randint(256, (1, 16))
     changed = tokens.clone()
