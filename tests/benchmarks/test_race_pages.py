@@ -47,33 +47,27 @@ MORE_TEXTS = {
 }
 
 
+def figures(found: dict[str, Any], row: str, digits: int) -> list[str]:
+    """Return thousands of samples kept and final loss, bold where they are the best of all rows."""
+    best = {"samples": max, "loss": min}
+    texts = (f"{found[row]['samples'] / 1e3:,.0f}", f"{found[row]['loss']:.{digits}f}")
+    return [
+        f"**{text}**"
+        if found[row][key] == best[key](each[key] for each in found.values())
+        else text
+        for key, text in zip(best, texts, strict=True)
+    ]
+
+
 def line(found: dict[str, Any], text: str, digits: int) -> str:
-    """Return a line of thousands of samples kept and final loss by row, the best ones bold."""
-    most = max(row["samples"] for row in found.values())
-    least = min(row["loss"] for row in found.values())
-    cells = []
-    for row in ROWS:
-        if row not in found:
-            cells.append("")
-            continue
-        kept, lost = found[row]["samples"], found[row]["loss"]
-        samples, loss = f"{kept / 1e3:,.0f}", f"{lost:.{digits}f}"
-        samples = f"**{samples}**" if kept == most else samples
-        cells.append(f"{samples} / {f'**{loss}**' if lost == least else loss}")
+    """Return a condition's line of thousands of samples kept and final loss by row."""
+    cells = [" / ".join(figures(found, row, digits)) if row in found else "" for row in ROWS]
     return f"| {text} | {' | '.join(cells)} |"
 
 
 def headline(row: str) -> str:
-    """Return a line of the README's table: samples and loss by condition, the best ones bold."""
-    cells = []
-    for condition in TEXTS:
-        found = RACE[condition]
-        best = (
-            found[row]["samples"] == max(each["samples"] for each in found.values()),
-            found[row]["loss"] == min(each["loss"] for each in found.values()),
-        )
-        texts = (f"{found[row]['samples'] / 1e3:,.0f}", f"{found[row]['loss']:.2f}")
-        cells += [f"**{text}**" if bold else text for text, bold in zip(texts, best, strict=True)]
+    """Return a row's line of the README's table."""
+    cells = [cell for condition in TEXTS for cell in figures(RACE[condition], row, 2)]
     return f"| {NAMES[row]} | {' | '.join(cells)} |"
 
 
