@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -442,15 +441,13 @@ def goodput_run(**ends: bool) -> RunLog:
     log = a_run(2)
     for rank, worker in log.workers.items():
         counts = [
-            msgspec.structs.replace(
-                each,
-                samples=80 * (index + 1),
-                standstills=int(rank == 0),
-            )
-            for index, each in enumerate(worker.counts)
+            replace(each, samples=80 * (index + 1)) for index, each in enumerate(worker.counts)
         ]
         counts = counts[:-5] if rank == 1 and ends.get("is_dead") else counts
         changes: Any = {"counts": tuple(counts), "num_restarts": int(rank == 1)}
+        if rank == 0:
+            stopped = NoticeRecord(0, "stopped", 59.0, 9.0, 6.0)
+            changes |= {"notices": (*worker.notices, stopped)}
         if rank == 1 and ends.get("is_dead"):
             changes |= {"end": None, "consolidating": None, "last_s": counts[-1].time_s}
         log.workers[rank] = dataclasses.replace(worker, **changes)
