@@ -30,17 +30,6 @@ if TYPE_CHECKING:
 
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
 
-LEARNING_RATE_RULE = """\
-Learning rate, as a multiple of all-reduce's best with the same batch a worker:
-  1 to 2      AdamW, comm rate 1, 4 workers
-  2 to 4      AdamW, comm rate 1, 16 workers
-  1 to 2      AdamW, comm rate 1, 64 workers
-  1/2 to 1    AdamW, comm rate 1/8 and 1/11
-  1/2 to 1    SGD with momentum 0.9, comm rate 1
-Measured on grids of factors of two (docs/quality.md). AdamW's is larger
-at comm rate 1, as it divides by the noise of one worker's gradient."""
-"""The rule of docs/choosing.md, which has the figures."""
-
 BYTES_OF_A_VALUE: dict[WireFormatName, int] = {"full": 4, "bfloat16": 2, "lattice8": 1}
 BOUNDS: dict[Bound, str] = {
     "ceiling": "4 a step is the most: more was not tried.",
@@ -113,7 +102,6 @@ def run(arguments: PlanArguments) -> int:
     console.print(_verdict(constants), highlight=False)
     if own_rate is not None:
         console.print(own_rate.text(), highlight=False)
-    console.print(LEARNING_RATE_RULE, highlight=False)
     written: dict[str, Any] = {name: getattr(constants, name) for name in WRITTEN}
     written["edges"] = len(constants.edges)
     if own_rate is not None:

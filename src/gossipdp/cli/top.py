@@ -20,7 +20,7 @@ from rich.text import Text
 
 from gossipdp.launcher.environment import read_addresses, show_address
 from gossipdp.logs import printable
-from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
+from gossipdp.observe.board import JobStatus, JobWorker, StatusBoard
 from gossipdp.observe.status import Answer, StatusPoll, notice_words
 from gossipdp.rules import number, option, shown_rate
 
@@ -172,7 +172,7 @@ def _say(text: str, code: int) -> int:
     return code
 
 
-# The screen: a head, the workers, the links, the latest notices. States without a style have the
+# The screen: a head, the workers, the latest notices. States without a style have the
 # terminal's own colour.
 STYLES = {
     "lost": "bold red",
@@ -187,34 +187,24 @@ STYLES = {
     "left": "dim",
 }
 WELL = ("training", "averaging", "left")
-MAX_LINKS, MAX_NOTICES = 8, 5
+MAX_NOTICES = 5
 # The head of the page, the gap, the table's heading, and a line for workers that do not fit.
 OTHER_LINES = 7
 GAP = 2  # between columns
 LEFT_OUT_FIRST = ("where", "waited", "sent", "distance", "links", "exchanges", "goodput")
-TEXTS = ("worker", "state", "links", "where", "link")
+TEXTS = ("worker", "state", "links", "where")
 
 
 def draw(job: JobStatus, width: int, height: int | None) -> Group:
     """Return the page; ``height`` is in lines, None for all of it."""
-    # The links that are down, then those whose exchanges take longest.
-    order = sorted(job.links, key=lambda each: (each.is_up, -(each.exchange_seconds or 0.0)))
-    links = order[:MAX_LINKS]
     notices = job.notices[-MAX_NOTICES:]
     is_stale = job.num_answering == 0
     max_workers = len(job.workers)
     if height is not None:
         others = OTHER_LINES + (1 + len(notices) if notices else 0) + (2 if is_stale else 0)
-        if others + 3 + len(links) + len(job.workers) > height:  # links go before workers do
-            links = []
-        max_workers = max(3, height - others - (3 + len(links) if links else 0))
+        max_workers = max(3, height - others)
     parts: list[RenderableType] = [_head(job), _progress(job, width), Text("")]
     parts += _workers(job.workers, width, max_workers)
-    if links:
-        others = len(job.links) - len(links)
-        more = [f"and {others} more"] if others else []
-        styles = [None if link.is_up else "red" for link in links]
-        parts += [Text(""), _table([_link(link) for link in links], styles), *more]
     if notices:
         parts.append(Text(""))
     for each in notices:
@@ -340,16 +330,6 @@ def _worker(worker: JobWorker) -> dict[str, str]:
         "waited": "-" if worker.waited_seconds is None else _duration(worker.waited_seconds),
         "links": f"{len(linked)} workers" if linked and len(linked) > 4 else links,
         "where": f"{place} {printable(worker.status_address)}".strip(),
-    }
-
-
-def _link(link: LinkStatus) -> dict[str, str]:
-    return {
-        "link": f"{link.ranks[0]} – {link.ranks[1]}",
-        "state": "up" if link.is_up else "down",
-        "exchanges": f"{link.exchanges:,}",
-        "exchange": _milliseconds(link.exchange_seconds),
-        "throughput": _megabytes(link.bytes_per_second),
     }
 
 

@@ -39,9 +39,6 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: Annotated[
         float, Metric("Running median of the duration of a gradient step.", "gauge")
     ] = math.nan
-    standstills: Annotated[
-        int, Metric("Times that this process itself did not run for the time-out.")
-    ] = 0
     exchanges_initiated: Annotated[
         int, Metric("Exchanges that this worker asked for and completed.")
     ] = 0

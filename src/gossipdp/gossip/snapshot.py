@@ -55,18 +55,6 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkCounts:
-    """One link that is up; names as of :class:`~gossipdp.links.link.Link`."""
-
-    peer: int
-    last_heard_s: float
-    bytes_sent: int
-    bytes_received: int
-    shared_bytes_sent: int
-    shared_bytes_received: int
-
-
-@dataclass(frozen=True, slots=True)
 class LoopSnapshot:
     """A worker's run as of the gossip thread's last turn.
 
@@ -79,7 +67,7 @@ class LoopSnapshot:
         noticed: see :class:`Notice`.
         silent: linked peers that have been silent for the time-out.
         neighbours: in the graph of the live workers.
-        links: those that are up.
+        heard: by peer, when each link that is up was heard last.
         members, progress: all workers; (samples, steps) by rank. At most 0.2 s older than the rest.
         stepped_s: by rank, when this worker last saw the number of its steps grow.
     """
@@ -92,7 +80,7 @@ class LoopSnapshot:
     noticed: tuple[Notice, ...]
     silent: frozenset[int]
     neighbours: frozenset[int]
-    links: tuple[LinkCounts, ...]
+    heard: Mapping[int, float]
     members: tuple[Member, ...]
     progress: Mapping[int, tuple[int, int]]
     stepped_s: Mapping[int, float]
@@ -154,15 +142,13 @@ class Publisher:
             self._progress = protocol.progress.by_rank()
             times = {rank: protocol.progress.stepped_at(rank) for rank in self._progress}
             self._stepped_s = {rank: at_s for rank, at_s in times.items() if at_s is not None}
-        links = [(link, _bytes(link)) for link in self._links.values()]
         sent, received, shared_sent, shared_received = _summed(
-            [self._ended_bytes, *(each for _, each in links)]
+            [self._ended_bytes, *map(_bytes, self._links.values())]
         )
         step_seconds, rate = protocol.clock.step_seconds, protocol.exchange_rate
         return LoopSnapshot(
             counters=Counters(
                 step_seconds=math.nan if step_seconds is None else step_seconds,
-                standstills=protocol.num_standstills,
                 exchanges_initiated=protocol.exchanges_initiated,
                 exchanges_answered=protocol.exchanges_answered,
                 exchanges_failed=protocol.exchanges_failed,
@@ -187,7 +173,7 @@ class Publisher:
             noticed=self._noticed.notices,
             silent=frozenset(silent),
             neighbours=protocol.neighbours,
-            links=tuple(LinkCounts(link.peer, link.last_heard_s, *each) for link, each in links),
+            heard=heard,
             members=self._members,
             progress=self._progress,
             stepped_s=self._stepped_s,
@@ -195,7 +181,7 @@ class Publisher:
 
 
 def _bytes(link: Link) -> _Bytes:
-    """Return the four byte counts of a link, in the order of :class:`LinkCounts`."""
+    """Return the bytes of a link: sent, received, and both by shared memory."""
     shared = link.shared_bytes_sent, link.shared_bytes_received
     return link.bytes_sent, link.bytes_received, *shared
 

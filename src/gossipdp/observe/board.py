@@ -23,7 +23,6 @@ from gossipdp.observe.goodput import SLOW_FACTOR, Progress, goodput_of
 from gossipdp.observe.status import (
     IDLE_AFTER_S,
     MemberStatus,
-    NeighbourStatus,
     NoticeStatus,
     WorkerStatus,
 )
@@ -89,21 +88,6 @@ class JobWorker(msgspec.Struct, frozen=True):
     silent_s: float | None = None
 
 
-class LinkStatus(msgspec.Struct, frozen=True):
-    """One pair of workers, as the ends that answer see it.
-
-    ``exchange_seconds``: mean duration of the last exchanges; ``bytes_per_second``: sent by the
-    ends that answer, together, by shared memory too.
-    """
-
-    ranks: tuple[int, int]
-    is_up: bool
-    exchanges: int
-    exchange_seconds: float | None = None
-    bytes_per_second: float | None = None
-    heard_ago_s: float | None = None
-
-
 class JobStatus(msgspec.Struct, frozen=True):
     """The job.
 
@@ -130,7 +114,6 @@ class JobStatus(msgspec.Struct, frozen=True):
     edge_distance: float | None = None
     goodput: float | None = None
     workers: tuple[JobWorker, ...] = ()
-    links: tuple[LinkStatus, ...] = ()
     notices: tuple[NoticeStatus, ...] = ()
 
     @property
@@ -253,8 +236,6 @@ class StatusBoard:
                 steps, samples = max(steps, status.gradient_steps), max(samples, status.samples)
                 if own[rank].is_answering:
                     sent = status.all_bytes_sent
-                for each in status.neighbours:
-                    self._speeds.note(("link", rank, each.rank), now_s, each.bytes_sent)
             self._speeds.note(("samples", rank), now_s, samples)
             self._progress.setdefault(rank, Progress()).note(now_s, steps, samples)
             self._speeds.note(("bytes", rank), now_s, sent)
@@ -303,7 +284,6 @@ class StatusBoard:
             heard_ago_s=now_s - latest.answered_s,
             num_answering=sum(worker.is_answering for worker in workers),
             workers=workers,
-            links=self._links({each.rank for each in workers if each.state in GONE}, now_s),
             notices=self._notices(now_s),
         )
 
@@ -399,39 +379,7 @@ class StatusBoard:
         )
         return min(heard_ago_s, default=None)
 
-    # Links and notices.
-
-    def _links(self, gone: set[int], now_s: float) -> tuple[LinkStatus, ...]:
-        """Return the edges of which one end answers and none is gone, as both ends see them."""
-        ends: dict[tuple[int, int], dict[int, tuple[NeighbourStatus, int]]] = {}
-        for rank, source in self._own().items():
-            if source.status is not None and source.is_answering and rank not in gone:
-                for each in source.status.neighbours:
-                    exchanges = source.status.exchanges_by_neighbour.get(each.rank, 0)
-                    # A neighbour in the graph, or one that was, and whose link is still up.
-                    matters = each.is_neighbour or (each.is_linked and exchanges > 0)
-                    if matters and each.rank not in gone:
-                        pair = (min(rank, each.rank), max(rank, each.rank))
-                        ends.setdefault(pair, {})[rank] = (each, exchanges)
-        links = []
-        for pair, both in sorted(ends.items()):
-            one, other = pair
-            views = [view for view, _ in both.values()]
-            keys = (("link", one, other), ("link", other, one))
-            speeds = [self._speeds.since(key, now_s - SPEED_OVER_S) for key in keys]
-            known = [speed for speed in speeds if speed is not None]
-            heard = [each.heard_ago_s for each in views if each.heard_ago_s is not None]
-            links.append(
-                LinkStatus(
-                    pair,
-                    is_up=all(each.is_linked for each in views),
-                    exchanges=max(exchanges for _, exchanges in both.values()),
-                    exchange_seconds=mean_of_known(each.exchange_seconds for each in views),
-                    bytes_per_second=sum(known) if known else None,
-                    heard_ago_s=max(heard, default=None),
-                )
-            )
-        return tuple(links)
+    # Notices.
 
     def _notices(self, now_s: float) -> tuple[NoticeStatus, ...]:
         """Return every event once, however many workers noticed it, oldest first."""

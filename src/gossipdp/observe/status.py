@@ -64,8 +64,7 @@ class NeighbourStatus(msgspec.Struct, frozen=True):
     Attributes:
         is_neighbour: they may exchange, in the graph of the live workers. Other links serve the
             start, and questions about third workers.
-        heard_ago_s, bytes_sent, bytes_received: of the present link; null and 0 without one. The
-            bytes include those that went by shared memory.
+        heard_ago_s: of the present link; null without one.
         exchange_seconds: mean duration of the last exchanges with it.
     """
 
@@ -74,8 +73,6 @@ class NeighbourStatus(msgspec.Struct, frozen=True):
     is_linked: bool = False
     heard_ago_s: float | None = None
     exchange_seconds: float | None = None
-    bytes_sent: int = 0
-    bytes_received: int = 0
 
 
 class NoticeStatus(msgspec.Struct, frozen=True):

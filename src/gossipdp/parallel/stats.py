@@ -9,7 +9,6 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.gossip.snapshot import LoopSnapshot, Notice
 from gossipdp.launcher.environment import show_address
-from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
 from gossipdp.protocol.members import Status
 
@@ -120,21 +119,18 @@ def view_of(
                 restarts=member.restarts,
             )
         )
-    by_peer = {link.peer: link for link in snapshot.links if link.peer < FIRST_VISITOR_RANK}
     exchanges, neighbours = snapshot.counters.exchanges_by_neighbour, []
-    for rank in sorted({*snapshot.neighbours, *by_peer, *exchanges}):
-        link = by_peer.get(rank)
+    for rank in sorted({*snapshot.neighbours, *snapshot.heard, *exchanges}):
+        heard_s = snapshot.heard.get(rank)
         recent = [each for each in snapshot.recent_exchanges if each.peer == rank]
         seconds = [each.ended_s - each.started_s for each in recent]
         neighbours.append(
             NeighbourStatus(
                 rank=rank,
                 is_neighbour=rank in snapshot.neighbours,
-                is_linked=link is not None,
-                heard_ago_s=max(0.0, now_s - link.last_heard_s) if link else None,
+                is_linked=heard_s is not None,
+                heard_ago_s=None if heard_s is None else max(0.0, now_s - heard_s),
                 exchange_seconds=fmean(seconds) if seconds else None,
-                bytes_sent=link.bytes_sent + link.shared_bytes_sent if link else 0,
-                bytes_received=link.bytes_received + link.shared_bytes_received if link else 0,
             )
         )
     return tuple(members), tuple(neighbours)

@@ -236,7 +236,7 @@ class RunView:
         ended = {rank for rank, worker in self.workers.items() if worker.end is not None}
         deaths = sum(lost[rank] for rank in lost.keys() - ended)
         deaths += sum(worker.num_restarts for worker in self.workers.values())
-        return deaths + sum(last.standstills for last in self.last.values())
+        return deaths + sum(one.what == "stopped" for one in self.events)
 
     # Lines.
 

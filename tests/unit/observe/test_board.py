@@ -287,29 +287,6 @@ def test_what_a_worker_sends_is_unknown_while_it_does_not_answer() -> None:
     assert worker(seen, 0).bytes_sent_per_second == 1000.0, "no worker answers: the last stays"
 
 
-def test_links_are_what_both_ends_say() -> None:
-    def ends(rank: int, bytes_sent: int, **facts: Any) -> WorkerStatus:
-        usual: dict[str, Any] = {"is_neighbour": True, "is_linked": True}
-        usual |= {"heard_ago_s": 0.1, "exchange_seconds": 0.02, "bytes_sent": bytes_sent}
-        of_the_start = NeighbourStatus(7, is_linked=True)
-        neighbours = (NeighbourStatus(1 - rank, **usual | facts), of_the_start)
-        counts = {1 - rank: 8}
-        return status(rank, 2, neighbours=neighbours, exchanges_by_neighbour=counts)
-
-    job = Job(0, 1)
-    job.look({0: ends(0, 0), 1: ends(1, 0)})
-    (link,) = job.look({0: ends(0, 100), 1: ends(1, 200, exchange_seconds=0.04)}).links
-    assert (link.ranks, link.is_up, link.exchanges) == ((0, 1), True, 8)
-    assert link.exchange_seconds == pytest.approx(0.03)
-    assert link.bytes_per_second == 300.0
-    (link,) = job.look({0: ends(0, 100), 1: ends(1, 0, is_linked=False)}).links
-    assert not link.is_up
-    (link,) = job.look({0: ends(0, 100), 1: None}).links
-    assert link.is_up
-    dead = msgspec.structs.replace(ends(0, 100), members=(member(0), member(1, "lost")))
-    assert job.look({0: dead, 1: None}).links == (), "a link to the dead is missed by none"
-
-
 def test_an_address_of_another_run_is_left_out() -> None:
     job = Job(0, 1)
     seen = job.look({0: status(0, 1), 1: status(1, 2, run_id="other")})

@@ -114,9 +114,6 @@ def test_only_kills_that_happened_are_counted() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compare": True, "samples": 100}, "--compare does not go with --samples: both train for"),
-        ({"compare": True, "restart": True, "faults": "kill 0"}, "--compare does not go with --re"),
-        ({"samples": 100, "seconds": 3.0}, "--samples and --seconds both say when the run ends"),
         ({"method": "allreduce", "faults": "kill 0"}, "there it ends the run; choose a2cid2"),
     ],
 )

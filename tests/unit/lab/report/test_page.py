@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -270,35 +269,6 @@ def test_a_long_gradient_step_is_no_pause() -> None:
     assert sum(span.end_s - span.start_s for span in spans if span.computing == 1) > 17
 
 
-def test_notices_of_one_loss_are_one_event() -> None:
-    events = RunView(a_run()).events
-    lost = [event for event in events if event.what == "lost"]
-    assert [(event.rank, event.witnesses) for event in lost] == [(1, (0, 2, 3))]
-    assert lost[0].time_s == pytest.approx(4.2)
-    assert lost[0].last_noticed_s == pytest.approx(4.5)
-
-
-def test_one_that_was_stopped_itself_notices_late_and_no_other_event() -> None:
-    log = a_run(4)
-    late = (NoticeRecord(1, "lost", 0.0, 10.0, 6.0), NoticeRecord(1, "lost", 0.0, 40.0, 36.0))
-    for rank, notices in ((0, late[:1]), (2, late[1:]), (3, ())):
-        log.workers[rank] = dataclasses.replace(log.workers[rank], notices=notices)
-    (lost,) = (event for event in RunView(log).events if event.what == "lost")
-    assert (lost.time_s, lost.witnesses) == (10.0, (0, 2))
-    assert lost.silent_s == pytest.approx(6.0)
-    again = (NoticeRecord(1, "lost", 0.0, 40.0, 6.0),)
-    log.workers[2] = dataclasses.replace(log.workers[2], notices=again)
-    assert sum(event.what == "lost" for event in RunView(log).events) == 2
-
-
-def test_a_worker_that_is_lost_again_after_eight_seconds_is_shown_as_lost_twice() -> None:
-    log = a_run(2)
-    losses = tuple(NoticeRecord(1, "lost", 0.0, at_s, 0.5) for at_s in (4.0, 12.0))
-    log.workers[0] = dataclasses.replace(log.workers[0], notices=losses)
-    times_s = [event.time_s for event in RunView(log).events if event.what == "lost"]
-    assert times_s == [4.0, 12.0]
-
-
 def lost_one(*notices: tuple[str, float, float | None], **changes: object) -> RunView:
     """Return a run of three in which worker 0 noticed this of worker 1, whose log has no end."""
     log = a_run(3)
@@ -442,15 +412,13 @@ def goodput_run(**ends: bool) -> RunLog:
     log = a_run(2)
     for rank, worker in log.workers.items():
         counts = [
-            msgspec.structs.replace(
-                each,
-                samples=80 * (index + 1),
-                standstills=int(rank == 0),
-            )
-            for index, each in enumerate(worker.counts)
+            replace(each, samples=80 * (index + 1)) for index, each in enumerate(worker.counts)
         ]
         counts = counts[:-5] if rank == 1 and ends.get("is_dead") else counts
         changes: Any = {"counts": tuple(counts), "num_restarts": int(rank == 1)}
+        if rank == 0:
+            stopped = NoticeRecord(0, "stopped", 59.0, 9.0, 6.0)
+            changes |= {"notices": (*worker.notices, stopped)}
         if rank == 1 and ends.get("is_dead"):
             changes |= {"end": None, "consolidating": None, "last_s": counts[-1].time_s}
         log.workers[rank] = dataclasses.replace(worker, **changes)
