@@ -14,7 +14,7 @@ from quality_report import (
     mean_loss,
 )
 from support.conditions import CONDITIONS
-from support.learning_rates import MOST_WIDENINGS, NoBestRateError, next_rate
+from support.learning_rates import next_rate
 from support.quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
 from support.quality_runs import (
     TUNING_SEED,
@@ -72,12 +72,6 @@ def test_the_grid_is_widened_until_the_best_has_neighbours(best: float, expected
     while (rate := next_rate(tried, RATES)) is not None:
         tried[rate] = abs(math.log2(rate / best))
     assert list(tried) == pytest.approx(expected)
-
-
-def test_a_search_without_an_end_is_given_up():
-    tried = {0.004 * 2.0**exponent: -exponent for exponent in range(len(RATES) + MOST_WIDENINGS)}
-    with pytest.raises(NoBestRateError, match="start elsewhere"):
-        next_rate(tried, RATES)
 
 
 def test_all_seeds_run_at_the_rate_that_is_best_for_another_seed_without_a_condition():

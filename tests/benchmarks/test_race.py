@@ -79,8 +79,6 @@ def replace_settings(**changes: object) -> RaceSettings:
     ("changes", "message"),
     [
         ({"conditions": "calm,strom"}, "there is no condition 'strom'"),
-        ({"rows": "dpp"}, "there is no row 'dpp'"),
-        ({"rates": "ddp"}, "write ROW=RATE"),
         ({"workers": 1}, "--workers"),
     ],
 )

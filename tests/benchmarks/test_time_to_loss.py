@@ -161,7 +161,6 @@ def test_the_losses_of_rows_are_compared_at_equal_time() -> None:
     ("changes", "message"),
     [
         ({"tables": ("slwo",)}, "there is no table 'slwo'"),
-        ({"rows": "dpp"}, "there is no row 'dpp'"),
         ({"rates": "ddp"}, "write ROW=RATE"),
         ({"once": "dpp"}, "--once has dpp: no row"),
         ({"json": Path("figures.json")}, "one table"),
