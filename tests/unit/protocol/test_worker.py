@@ -87,17 +87,6 @@ def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_
     assert worker.pairing.available.keys() == {0, 2}
 
 
-def test_a_stopped_exchange_is_not_proposed_to_the_same_peer_at_once() -> None:
-    worker = make_worker(0, 2)
-    worker.receive(0, ask(0), 0.1)
-    for _ in range(4):
-        worker.pairing.tick()
-    actions = worker.receive(0, Envelope(Cancel(ExchangeId(0, 0, 1))), 0.2)
-    assert isinstance(actions[0], Stop)
-    assert [action.peer for action in actions[1:] if isinstance(action, Send)] == [2]
-    assert worker.exchanges_failed == 1
-
-
 def test_a_new_link_aborts_the_exchange_of_the_old_one() -> None:
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)
@@ -186,18 +175,6 @@ def test_for_whom_there_is_no_link_no_news_is_gathered() -> None:
     worker = make_worker()
     worker.receive(0, Envelope(Heartbeat(), (member(3),)), 1.0)
     assert worker.wrap(5, Heartbeat(), 1.0) == Send(5, Envelope(Heartbeat()))
-
-
-def test_news_does_not_wait_for_the_heartbeat() -> None:
-    worker = make_worker(0, 2)
-    run(worker, 0.0, 1.0, {0, 2})
-    actions = worker.receive(0, Envelope(Heartbeat(), (member(3, Status.DONE),)), 1.0)
-    told = [
-        action.message.members
-        for action in actions + run(worker, 1.0, 1.06, {0, 2})
-        if isinstance(action, Send) and action.peer == 2
-    ]
-    assert (member(3, Status.DONE),) in told
 
 
 def test_own_progress_is_told_with_each_message_that_of_others_four_times_a_second() -> None:
