@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 import torch
 import tyro
-from gossipdp.dynamics.outer import OuterStep
 from support.provenance import Provenance
 from support.report import Report, Spread, Table, run_script
 from torch import Tensor

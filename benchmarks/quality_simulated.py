@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from gossipdp.dynamics.outer import OuterStep
 from rich.console import Console
 from support.byte_model import ByteModel
 from support.finished_runs import FinishedRuns

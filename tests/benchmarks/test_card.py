@@ -50,12 +50,7 @@ def test_the_page_shows_the_measured_figures() -> None:
     chunks = {size: times for size, _, *times in found["speed"]["rows"]}
     assert f"{chunks[16][3]:.2f} ms on the device" in page
     assert chunks[16][3] <= 2 * found["speed"]["copy_ms"], "as fast as a copy of as many bytes"
-    shown_ms = f"{chunks[32][0]:.0f} ms in chunks of 32 MiB, {chunks[1][0]:.0f} ms in chunks of 1"
-    assert shown_ms in page
-    losses = {
-        device: f"{min(each):.5f} to {max(each):.5f}" for device, each in found["loss"].items()
-    }
-    assert f"three runs: {losses['cuda']}, on the CPU {losses['cpu']}" in page
+    assert f"without a peer: {chunks[32][0]:.0f} ms." in page
     assert f"after {found['rejoin']['lost_s']:.2f} s" in page
     assert f"after {found['rejoin']['restarted_s']:.1f} s" in page
     assert all(same for each in found["bits"]["rows"].values() for same, _ in each.values())

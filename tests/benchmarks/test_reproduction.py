@@ -63,7 +63,7 @@ def test_the_verdict_counts_the_paper_s_exponents_and_ours_apart(error, expected
     ]
     text = mixing.write(mixing.Result(points, dimension=16, tail=(1e-6, 1e-12)))[1]
     assert expected in text
-    assert "of the 3 exponents that we derived" in text
+    assert "of the 3 that we derived" in text
 
 
 def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:

@@ -166,3 +166,59 @@ def test_no_modules_import_each_other_in_a_circle():
         arrows.add_edges_from((name, other) for other in modules_imported_by(path) & modules.keys())
     circles = [circle for circle in nx.strongly_connected_components(arrows) if len(circle) > 1]
     assert not circles
+
+
+# Lines and files of each room: the room itself is ".", its top folders follow.
+BUDGET: dict[str, dict[str, tuple[int, int]]] = {
+    "src/gossipdp": {
+        ".": (405, 5), "cli": (1271, 6), "dynamics": (2776, 12), "gossip": (2859, 11),
+        "graph": (920, 4), "integrations": (603, 5), "launcher": (4070, 15), "links": (3189, 12),
+        "observe": (1866, 8), "parallel": (7704, 24), "protocol": (5334, 18)
+    },
+    "src/gossipdp_lab": {
+        ".": (331, 3), "demo": (1368, 7), "report": (1483, 6), "simulate": (4122, 19),
+        "tasks": (1712, 9)
+    },
+    "tests": {
+        ".": (246, 1), "benchmarks": (2599, 19), "browser": (95, 1), "chaos": (2540, 13),
+        "clusters": (383, 2), "fuzz": (687, 3), "integration": (5106, 28), "mutants": (300, 2),
+        "property": (1328, 7), "simulation": (1089, 6), "support": (4921, 33), "unit": (29022, 134)
+    },
+    "benchmarks": {
+        ".": (10640, 45), "networks": (477, 5), "reproduction": (1191, 5), "support": (1718, 16)
+    },
+}  # fmt: skip
+
+
+def sizes_of(top: str) -> dict[str, tuple[int, int]]:
+    """Return the lines and files of each room under a folder of the repository."""
+    lines: dict[str, list[int]] = {}
+    for path in (ROOT / top).rglob("*.py"):
+        inner = path.relative_to(ROOT / top).parts
+        room = inner[0] if len(inner) > 1 else "."
+        lines.setdefault(room, []).append(len(path.read_text().splitlines()))
+    return {room: (sum(each), len(each)) for room, each in lines.items()}
+
+
+def over_or_under(room: str, number: int, count: int, what: str) -> str | None:
+    """Return what is wrong with a number, if anything is."""
+    if count > number:
+        return (
+            f"{room}: {count} {what}, {number} allowed. A number may fall with any commit; to "
+            "raise one, cut as much elsewhere in the same change"
+        )
+    if count < number - max(0.02 * number, 40 if what == "lines" else 0):
+        return f"{room}: {count} {what}, far below {number}"
+    return None
+
+
+@pytest.mark.parametrize("top", BUDGET)
+def test_no_room_grows(top):
+    sizes, budget = sizes_of(top), BUDGET[top]
+    wrong = [f"{top}/{room}: a new room without a number" for room in sizes.keys() - budget]
+    wrong += [f"{top}/{room}: a number without a room" for room in budget.keys() - sizes]
+    for room in sizes.keys() & budget:
+        for what, number, count in zip(("lines", "files"), budget[room], sizes[room], strict=True):
+            wrong.append(over_or_under(f"{top}/{room}", number, count, what) or "")
+    shown = ", ".join(f'"{room}": {sizes[room]}' for room in sorted(sizes))
+    assert not any(wrong), "\n".join([*filter(None, wrong), f"to put there: {shown}"])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
-from gossipdp.dynamics.outer import OuterStep
 from torch import Tensor
 
 from gossipdp.dynamics import update
