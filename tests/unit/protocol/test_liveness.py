@@ -58,16 +58,6 @@ def begin_inquiry(made: FailureDetector) -> dict[int, AskLife]:
     return asked(made.poll(ASKED_AT, lambda suspect: ([2, 3], [5, 4])))
 
 
-def test_alone_the_time_out_decides() -> None:
-    made = detector(1)
-    assert made.next_deadline() == ASKED_AT
-    assert made.poll(ASKED_AT, nobody) == []
-    assert made.next_deadline() == TIMEOUT_S
-    assert made.poll(TIMEOUT_S - 0.01, nobody) == []
-    assert made.poll(TIMEOUT_S, nobody) == [Verdict(1, is_dead=True)]
-    assert made.watched == frozenset()
-
-
 def test_three_others_are_asked_the_linked_first() -> None:
     questions = begin_inquiry(detector(1))
     assert questions.keys() in ({2, 3, 4}, {2, 3, 5})

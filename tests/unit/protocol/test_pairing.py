@@ -176,6 +176,18 @@ def test_proposing_parks_lower_and_refuses_higher_ranks():
     assert pairing.receive(6, ask(6)) == [Send(6, Busy(ask(6).id))]
 
 
+def test_accepted_proposal_refuses_the_parked():
+    pairing = proposing()
+    pairing.receive(4, ask(4))
+    pairing.receive(3, ask(3))
+    assert pairing.receive(2, Accept(own(1), 0.9)) == [
+        Begin(2, own(1), 0.9, initiator=True),
+        Send(4, Busy(ask(4).id)),
+        Send(3, Busy(ask(3).id)),
+    ]
+    assert pairing.finished(own(1)) == [Send(4, Free())]
+
+
 def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others():
     pairing = proposing()
     pairing.receive(4, ask(4))

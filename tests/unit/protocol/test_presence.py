@@ -25,6 +25,20 @@ from gossipdp.protocol.pairing import Idle
 # --- deaths --------------------------------------------------------------------------------
 
 
+def test_a_silent_neighbour_is_asked_about_and_declared_dead() -> None:
+    worker = make_worker(0, 2)
+    actions = run(worker, 0.0, 4.0, [0])
+    (question,) = [message for message in said(actions, 0) if isinstance(message, AskLife)]
+    assert question.suspect == 2
+    worker.receive(0, Envelope(TellLife(2, question.counter, is_heard=False)), 4.0)
+    actions = run(worker, 4.0, 1.15 * TIMEOUT_S, [0])
+    assert worker.membership.get(2) == member(2, Status.DEAD)
+    assert [action.peer for action in of_type(actions, Unlink)] == [2]
+    (rebuilt,) = of_type(actions, Rebuilt)
+    assert rebuilt.neighbours == {0, 3} == worker.neighbours
+    assert rebuilt.dead == {2}
+
+
 def test_one_bad_link_kills_nobody_but_is_made_anew() -> None:
     worker = make_worker(0, 2)
     actions = run(worker, 0.0, 5.2, [0])
@@ -74,6 +88,22 @@ def test_a_leaf_asks_more_often_once_the_centre_is_dead() -> None:
     for step in range(400):
         worker.step(1, 1.0 + 0.1 * step)
     assert 150 < worker.clock.num_ticks < 250
+
+
+def test_an_unreachable_peer_without_a_link_dies_too() -> None:
+    worker = make_worker(0)
+    for second in range(1, 7):
+        worker.peer_unreachable(2, float(second))
+        run(worker, float(second), second + 0.99, [0])
+    assert worker.membership.get(2) == member(2, Status.DEAD)
+
+
+def test_whoever_is_asked_without_a_link_dials() -> None:
+    worker = make_worker(0, 2)
+    actions = worker.receive(0, Envelope(AskLife(4, 1)), 0.5)
+    assert of_type(actions, Reach) == [Reach(4, "10.0.0.1", 4004)]
+    actions = worker.reached(4, 0.7)
+    assert said(actions, 0) == [TellLife(4, 1, is_heard=True)]
 
 
 def test_while_held_at_the_start_nobody_is_missed_but_the_linked() -> None:
