@@ -208,6 +208,22 @@ def test_no_turn_of_a_donor_looks_at_more_than_a_few_chunks(ends, what):
     assert most <= SLOTS + 1
 
 
+def test_what_a_closed_link_swallows_does_not_count_as_served(ends):
+    giver, taker = ends
+    served = []
+    giver.transfers.serve([1], lambda: served.append(True))
+    taker.fetch(0)
+    deliver(giver, taker, at_most=1)
+    giver.links[1].closed = True
+    giver.links[1].queue.clear()
+    giver.transfers.pump()
+    assert served == []
+    relink(giver, taker)
+    deliver(giver, taker)
+    assert served == [True]
+    assert taker.ended == [None]
+
+
 def test_who_waits_until_a_state_is_taken_waits_for_the_taker_s_word(ends):
     """All was sent, and what the kernel held is lost with the link: it must not have changed."""
     giver, taker = ends

@@ -168,6 +168,18 @@ def test_for_whom_there_is_no_link_no_news_is_gathered() -> None:
     assert worker.wrap(5, Heartbeat(), 1.0) == Send(5, Envelope(Heartbeat()))
 
 
+def test_news_does_not_wait_for_the_heartbeat() -> None:
+    worker = make_worker(0, 2)
+    run(worker, 0.0, 1.0, {0, 2})
+    actions = worker.receive(0, Envelope(Heartbeat(), (member(3, Status.DONE),)), 1.0)
+    told = [
+        action.message.members
+        for action in actions + run(worker, 1.0, 1.06, {0, 2})
+        if isinstance(action, Send) and action.peer == 2
+    ]
+    assert (member(3, Status.DONE),) in told
+
+
 def test_own_progress_is_told_with_each_message_that_of_others_four_times_a_second() -> None:
     worker = make_worker(0, 2)
     own, of_others = [], []
