@@ -18,7 +18,6 @@ from gossipdp.errors import SupersededError
 from gossipdp.gossip.codec import FORMATS
 from gossipdp.gossip.loop import MAX_WAITING, GossipLoop
 from gossipdp.gossip.snapshot import MAX_NOTICES, Noticed
-from gossipdp.gossip.transfer import SLOTS
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
@@ -31,10 +30,8 @@ from gossipdp.protocol.messages import (
     Busy,
     Envelope,
     ExchangeId,
-    Heartbeat,
     Propose,
     RequestState,
-    StateRefused,
     TellLife,
     decode,
     encode,
@@ -262,24 +259,6 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
     moving = [] if moves == "nothing" else worker.links.values()
     worker.beat(100, moving, FrameType.PARTIAL_CHUNK)
     assert [set(end.without) for end in ends] == ([{1, 2}] if moves == "nothing" else [])
-
-
-def test_a_state_under_way_goes_on_where_consolidation_begins():
-    """Sums are in memory of their own: x + pending is this worker's parameters all the time."""
-    worker = Worker(chunk_bytes=4)
-    worker.loop.serve_state((), lambda: None)
-    worker.loop.link_up(joiner := FakeLink(3, leaves_at_once=False))
-    worker.loop.control(joiner, encode(Envelope(RequestState(7, 0))))
-    worker.loop.writable(joiner)
-    assert len(joiner.chunks) == SLOTS
-    worker.loop.consolidate(lambda outcome: None)
-    done = tuple(Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2))
-    worker.loop.control(worker.links[1], encode(Envelope(Heartbeat(), done)))
-    assert worker.loop.protocol.consolidation.has_begun
-    while len(joiner.chunks) < len(X):
-        joiner.drain()
-        worker.loop.writable(joiner)
-    assert not [each for each in joiner.said if isinstance(each, StateRefused)]
 
 
 def test_for_a_peer_that_is_dialled_for_ever_the_last_messages_wait():

@@ -173,17 +173,6 @@ def test_a_sum_that_is_sent_again_has_the_same_values() -> None:
     assert member.links[0].sent == [(PARTIAL, 0, payload)] * 2
 
 
-def test_a_chunk_is_forgotten_with_those_before_it_alone() -> None:
-    member = Member(1, torch.tensor([1.0, 2.0]))
-    member.perform([SendPartial(0, EPOCH, 0)])
-    member.x.x.add_(1.0)
-    member.perform([Forget(EPOCH, 0), SendPartial(0, EPOCH, 0)])
-    first, again = member.links[0].sent
-    assert again == first
-    member.perform([Forget(EPOCH, 1), SendPartial(0, EPOCH, 0)])
-    assert member.links[0].sent[2] == (PARTIAL, 0, torch.tensor([2.0, 3.0]).numpy().tobytes())
-
-
 @pytest.mark.parametrize("kind", [PARTIAL, RESULT])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_poison_that_arrives_is_not_taken(kind: FrameType, poison: float) -> None:

@@ -201,16 +201,6 @@ def test_reflection_is_refused():
     assert dialler.refusal == Refusal("secret", "", "")
 
 
-def test_a_proof_is_of_one_rank_in_one_direction():
-    """A recorded proof serves no other rank, nor the other end."""
-    dialler, acceptor = pair()
-    feed(acceptor, dialler.take_output())
-    feed(dialler, acceptor.take_output())
-    assert acceptor._prove("dialler", 1) == dialler._prove("dialler", 1)
-    others = [dialler._prove("acceptor", 1), dialler._prove("dialler", 2)]
-    assert dialler._prove("dialler", 1) not in others
-
-
 @pytest.mark.parametrize("place", [4, 5])
 def test_another_version_of_gossipdp_is_told_to_both(place):
     other = [*VERSION]
@@ -242,15 +232,6 @@ def test_garbage_is_one_error(data, fault):
     acceptor = Handshake(identity(1), SECRET, dialler=False)
     with pytest.raises(HandshakeError, match=fault):
         feed(acceptor, data)
-
-
-def test_a_message_out_of_turn():
-    for machine, words in (
-        (pair()[1], _message([2, bytes(32)])),
-        (pair()[0], pair()[0].take_output()),  # an echo
-    ):
-        with pytest.raises(HandshakeError, match="came at stage"):
-            feed(machine, words)
 
 
 def test_an_empty_secret_is_refused():

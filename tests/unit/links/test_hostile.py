@@ -14,8 +14,6 @@ from links import has_ended
 
 from gossipdp.links.frames import (
     HEADER_BYTES,
-    MAX_CHUNK_BYTES,
-    MAX_CONTROL_BYTES,
     ChunkKey,
     FrameType,
     pack_header,
@@ -127,32 +125,6 @@ def test_garbage_and_huge_lengths_allocate_nothing_and_are_logged_once(make, wor
         good.assert_undisturbed()
         guests.close()
     assert len(caplog.records) <= 2  # once for no handshake, once for the other kind of one
-
-
-def test_a_peer_that_announces_a_huge_frame(world, caplog):
-    """It has the secret, and all the same nothing is allocated for it."""
-    good = Exchanging(world, world.tcp)
-    traitor = world.tcp(9)
-    for kind, length in (
-        (FrameType.CONTROL, MAX_CONTROL_BYTES + 1),
-        (FrameType.CONTROL, 2**32 - 1),
-        (FrameType.EXCHANGE_CHUNK, MAX_CHUNK_BYTES + 1),
-        (FrameType.STATE_CHUNK, 2**32 - 1),
-    ):
-        header = bytearray(pack_header(run_tag("run"), FrameType.CONTROL, 0, 1))
-        header[5] = kind
-        header[20:24] = struct.pack("<I", length)
-        world.join(traitor, good.hub)
-        tracemalloc.start()
-        traitor.transport.links[0].stream.send([bytes(header)])
-        world.until(lambda: 9 not in good.hub.handler.links)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 500_000
-        assert f"frame of {length} bytes" in good.hub.handler.of("link_down")[-1][1]
-        world.until(lambda: not traitor.handler.links)
-    good.exchange()
-    assert len(caplog.records) == 1
 
 
 def test_a_chunk_that_nobody_asked_for_takes_no_memory(world):

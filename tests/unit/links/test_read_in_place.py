@@ -97,22 +97,6 @@ def test_a_segment_is_confirmed_once_and_only_if_it_was_offered(owner: Owner) ->
     assert owner.link.peer_memory.ready == 3
 
 
-def test_what_is_owed_is_said_once(owner: Owner) -> None:
-    link = owner.link
-    link.peer_memory.map(1, memoryview(bytearray(64)))
-    link.write_some(acknowledge=True)
-    assert not link.owes
-    link._finish_frame(Header(FrameType.EXCHANGE_CHUNK, 64, KEY, segment=1))
-    assert link.owes
-    before = link.bytes_sent
-    link.write_some(acknowledge=False)
-    assert link.bytes_sent == before
-    for _ in range(2):
-        link.write_some(acknowledge=True)
-        assert link.bytes_sent == before + 56
-        assert not link.owes
-
-
 def chunk_at(segment: int, offset: int, length: int) -> Header:
     return Header(FrameType.EXCHANGE_CHUNK, length, KEY, segment=segment, offset=offset)
 

@@ -211,26 +211,11 @@ def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world):
     assert other.shared_bytes_sent == 11
 
 
-def test_memory_given_up_ends_when_both_have_let_go_of_it(world):
-    before = num_mapped()
-    first, second, there, _ = world.pair(world.shared)
-    assert num_mapped() == before + 4
-    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
-    first.transport.poll(0.0)
-    there.close("it is silent")
-    world.settle(first)
-    first.memory = first.transport.allocate(len(first.memory))
-    # Its own: the second's is unmapped, the given up is the second's alone; and the fresh one.
-    assert num_mapped() == before + 3
-    world.until(lambda: second.handler.of("link_down"), second)
-    assert num_mapped() == before + 2
-
-
 class Pinned:
     """The result of pinning."""
 
 
-def test_memory_is_pinned_as_long_as_it_is_held(world, monkeypatch):
+def test_memory_is_mapped_and_pinned_as_long_as_it_is_held(world, monkeypatch):
     held: weakref.WeakKeyDictionary[Pinned, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
     def pin(_: Recorder, memory: memoryview, *, is_peers: bool) -> Pinned:
@@ -238,7 +223,9 @@ def test_memory_is_pinned_as_long_as_it_is_held(world, monkeypatch):
         return made
 
     monkeypatch.setattr(Recorder, "pin", pin)
+    before = num_mapped()
     first, second, there, back = world.pair(world.shared)
+    assert num_mapped() == before + 4
     size = len(first.memory)
     assert sorted(held.values()) == [(size, False), (size, False)]
     for one, other, link in ((first, second, there), (second, first, back)):
@@ -254,17 +241,11 @@ def test_memory_is_pinned_as_long_as_it_is_held(world, monkeypatch):
     # The second's, which has not seen the end: its own and the first's.
     assert sorted(held.values()) == [(size, False), (size, True)]
     first.memory = first.transport.allocate(size)
+    # Its own: the second's is unmapped, the given up is the second's alone; and the fresh one.
+    assert num_mapped() == before + 3
     assert sorted(held.values()) == [(size, False), (size, False), (size, True)]
-
-
-def test_memory_is_kept_where_the_lost_peer_had_read_all(world):
-    first, second, there, _ = world.pair(world.shared)
-    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
-    world.until(lambda: there.queued_chunks == 0)
-    there.close("enough")
-    assert first.transport.allocate(len(first.memory)) is first.memory
-    world.until(lambda: second.handler.of("link_down"))
-    world.join(first, second)  # and shared again
+    world.until(lambda: second.handler.of("link_down"), second)
+    assert num_mapped() == before + 2
 
 
 def test_who_has_memory_later_shares_it_later(world):

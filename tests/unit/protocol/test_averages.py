@@ -2,9 +2,9 @@
 
 from consolidation import epoch
 
-from gossipdp.protocol.actions import AverageEnded, FinishChunk, Forget, Send, SendPartial
+from gossipdp.protocol.actions import AverageEnded, FinishChunk, Forget, Send
 from gossipdp.protocol.averages import MAX_REQUESTS, LiveAverages
-from gossipdp.protocol.messages import AskAverage, Epoch, PullPartials, Stalled, TellAverage
+from gossipdp.protocol.messages import AskAverage, Epoch, Stalled, TellAverage
 from gossipdp.protocol.reduction import GRACE
 
 NUM_CHUNKS = 9
@@ -16,22 +16,6 @@ def worker(rank: int) -> LiveAverages:
 
 def ask(number: int, *ranks: int) -> AskAverage:
     return AskAverage(epoch(number, ranks[0]), ranks)
-
-
-def pull(start: int, stop: int) -> PullPartials:
-    return PullPartials(epoch(1), start, stop)
-
-
-def test_what_the_parent_has_is_forgotten_and_no_more() -> None:
-    leaf = worker(1)
-    assert leaf.receive(0, ask(1, 0, 1, 2)) == [Send(0, TellAverage(epoch(1), 1))]
-    sends = [SendPartial(0, epoch(1), chunk) for chunk in range(NUM_CHUNKS)]
-    assert leaf.receive(0, pull(0, 2)) == [Forget(epoch(1), 0), *sends[:2]]
-    assert leaf.receive(0, pull(1, 4)) == [Forget(epoch(1), 1), *sends[2:4]]
-    leaf.link_lost(0)
-    assert leaf.receive(0, pull(3, 4)) == [Forget(epoch(1), 3), sends[3]]
-    assert leaf.receive(0, pull(NUM_CHUNKS, NUM_CHUNKS)) == [Forget(epoch(1))]
-    assert leaf.is_idle
 
 
 def test_a_death_begins_anew_without_it() -> None:

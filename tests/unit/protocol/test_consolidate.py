@@ -4,7 +4,7 @@ import math
 
 import msgspec
 import pytest
-from consolidation import begin, begun, epoch, ticks, view, worker
+from consolidation import begin, epoch, ticks, view, worker
 
 from gossipdp.protocol.actions import (
     Commit,
@@ -138,19 +138,6 @@ def test_a_death_begins_a_new_epoch_under_the_next_lowest() -> None:
     assert not machine.accepts_result(0, epoch(3), 0)
 
 
-def test_who_holds_a_result_refuses_to_compute_another_and_passes_it_on() -> None:
-    machine = worker(1, num_chunks=1)
-    machine.review(view(3))
-    machine.receive(0, begin(1, 0, 1, 2))
-    machine.result_landed(0, epoch(1), 0, 2.0)
-    held = Average(epoch(1), 3, None)
-    assert machine.receive(0, begin(2, 0, 1)) == [Send(0, Held(epoch(2), held))]
-    asks = PullResults(epoch(2), epoch(1), 0, 1)
-    assert machine.receive(0, asks) == [SendResult(0, epoch(1), 0)]
-    again = begin(3, 0, 1, average=held)
-    assert machine.receive(0, again) == [Send(0, Distance(epoch(3), 2.0))], "measured once"
-
-
 def test_of_two_results_the_later_one_stays() -> None:
     machine = worker(1, num_chunks=1)
     machine.review(view(3))
@@ -161,24 +148,6 @@ def test_of_two_results_the_later_one_stays() -> None:
     assert machine.receive(0, begin(5, 0, 1, 2, average=newer)) == [
         Forget(epoch(2)),
         Send(0, PullResults(epoch(5), epoch(4), 0, 1)),
-    ]
-
-
-def test_a_leader_fetches_the_result_that_a_member_holds() -> None:
-    machine = worker(1, num_chunks=1)
-    machine.review(view(3, worker0=Status.DEAD))
-    held = Average(epoch(1), 3, 0.25)
-    start = begin(2, 1, 2, average=held)
-    assert machine.receive(2, Held(epoch(1, 1), held)) == [
-        Forget(epoch(1, 1)),
-        Send(2, start),
-        Send(2, PullResults(epoch(2, 1), epoch(1), 0, 1)),
-    ]
-    assert machine.accepts_result(2, epoch(1), 0)
-    assert machine.result_landed(2, epoch(1), 0, 0.0) == []
-    assert machine.receive(2, Distance(epoch(2, 1), 0.0)) == [
-        Commit(epoch(1), 0.25, 3),
-        Send(2, CommitEpoch(epoch(2, 1), 0.25)),
     ]
 
 
@@ -219,17 +188,6 @@ def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_
     machine.link_lost(1)
     again = machine.receive(1, PullResults(epoch(2), epoch(1), 1, 9))
     assert [each for each in again if isinstance(each, SendResult)] == sent[1:]
-
-
-def test_a_leader_releases_nobody_while_one_lives_that_was_no_member() -> None:
-    """It came while the epoch was under way, and has no result."""
-    machine = worker(0, num_chunks=0)
-    machine.review(view(2))
-    machine.receive(1, Distance(epoch(1), 0.0))
-    actions = machine.review(view(3))
-    assert begin(2, 0, 1, 2, average=Average(epoch(1), 2, 0.0)) in begun(actions)
-    assert machine.receive(1, Committed(epoch(1))) == []
-    assert not machine.is_finished
 
 
 def test_who_has_led_stays_while_one_lives_that_was_no_member() -> None:

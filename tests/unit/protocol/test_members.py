@@ -88,13 +88,6 @@ def test_a_worker_outbids_another_process_of_its_rank(status: Status) -> None:
     assert record(table, 0) == table.own
 
 
-def test_nobody_is_outbid_beyond_the_bound() -> None:
-    table = view(incarnation=MAX_INCARNATION)
-    table.merge(Member(0, MAX_INCARNATION, 7, Status.DEAD, "127.0.0.1", 4000))
-    assert table.is_exhausted
-    msgspec.msgpack.decode(msgspec.msgpack.encode(table.members()), type=tuple[Member, ...])
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_single_record_takes_the_lives_of_a_rank(rank: int) -> None:
     """A record with incarnation 2**64 - 1 killed its victim, and travelled on."""
@@ -218,38 +211,11 @@ def test_totals_are_over_all_processes_of_all_workers() -> None:
     assert progress.others_samples == 30
 
 
-def test_an_older_entry_changes_nothing() -> None:
-    progress = Progress(0, 11)
-    assert progress.merge_all([ProgressEntry(1, 5, samples=10, steps=4)])
-    version = progress.version
-    assert not progress.merge_all([ProgressEntry(1, 5, samples=9, steps=3)])
-    assert progress.version == version
-    assert progress.total_samples == 10
-
-
 def test_of_its_own_process_a_worker_believes_nobody() -> None:
     progress = Progress(0, 11)
     progress.add(5)
     assert not progress.merge_all([ProgressEntry(0, 11, 2**53, 2**53)])
     assert progress.total_samples == 5
-
-
-def test_news_of_progress_is_what_changed_since_in_parts() -> None:
-    progress = Progress(0, 11)
-    progress.add(samples=1)
-    entries, version = progress.news()
-    assert entries == (ProgressEntry(0, 11, 1, 1),)
-    assert progress.news(version) == ((), version)
-    progress.add(samples=1)
-    assert progress.news(version)[0] == (ProgressEntry(0, 11, 2, 2),)
-    progress.merge_all(ProgressEntry(rank, 1, 1, 1) for rank in (3, 2, 1))
-    heard: list[ProgressEntry] = []
-    version = 0
-    while (part := progress.news(version, 2))[0]:
-        assert len(part[0]) <= 2
-        heard += part[0]
-        version = part[1]
-    assert sorted(heard) == list(progress.news()[0])
 
 
 def test_a_stop_is_heard_of_and_not_taken_back() -> None:

@@ -111,27 +111,6 @@ def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere() -> None:
     assert neighbourhood.next_deadline() == math.inf
 
 
-def test_the_last_worker_has_no_neighbours() -> None:
-    neighbourhood = make()
-    view = [Member(rank, 0, 1, Status.DEAD) for rank in range(1, 8)]
-    neighbourhood.review(view)
-    rebuilt = neighbourhood.rebuild(view, 5.0, has_ended=False)
-    assert (rebuilt.eta, rebuilt.worker_rate, rebuilt.neighbours) == (0.0, 0.0, frozenset())
-
-
-def test_a_joiner_is_in_the_graph_once_it_lives() -> None:
-    joiner = make(8)
-    assert joiner.rates == {}
-    joiner.review(members(r8=Status.JOINING))
-    assert joiner.next_deadline() == math.inf
-    view = members(r8=Status.ALIVE)
-    joiner.review(view)
-    assert joiner.rebuild(view, 1.0, has_ended=False).neighbours == {0, 1}
-    other = make(1)
-    other.review(view)
-    assert other.rebuild(view, 1.0, has_ended=False).neighbours == {0, 2, 8}
-
-
 def test_after_the_exchanges_neighbours_alone_are_worked_out() -> None:
     neighbourhood, view = make(), members(r1=Status.LEFT)
     neighbourhood.review(view)

@@ -34,16 +34,6 @@ def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing() -> None:
     assert machine.receive(2, NewerEpoch(epoch(9, 2))) == [], "it has no say any more"
 
 
-def test_a_leader_under_which_nothing_moves_is_passed_over() -> None:
-    machine = worker(1)
-    machine.review(view(3))
-    assert begun(ticks(machine, PASS_OVER_AFTER - 1)) == set()
-    (own,) = begun(ticks(machine, 1))
-    assert [rank for rank, _ in own.members] == [1, 2]
-    assert "it led" in own.left_out[0].reason
-    assert own.left_out[0].process == process(0)
-
-
 @pytest.mark.parametrize("how", ["chunks", "what moves elsewhere", "new epochs"])
 def test_a_leader_under_which_anything_moves_is_not_passed_over(how: str) -> None:
     machine = worker(1, num_chunks=100)

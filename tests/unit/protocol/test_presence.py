@@ -1,7 +1,5 @@
 """One worker's view of the others: deaths, firewalls, rivals of its rank, joiners."""
 
-from collections.abc import Sequence
-
 import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 
@@ -23,7 +21,6 @@ from gossipdp.protocol.messages import (
     TellLife,
 )
 from gossipdp.protocol.pairing import Idle
-from gossipdp.protocol.worker import Action, WorkerProtocol
 
 # --- deaths --------------------------------------------------------------------------------
 
@@ -51,35 +48,6 @@ def test_one_bad_link_kills_nobody_but_is_made_anew() -> None:
     run(worker, 5.2, 9.0, [0])
     assert worker.membership.get(2) == member(2)
     assert worker.neighbours == {0, 2}
-
-
-def tell_of_no_life(worker: WorkerProtocol, actions: Sequence[Action], now: float) -> list[Action]:
-    """Let all witnesses say that they do not hear the suspect either."""
-    answers: list[Action] = []
-    for action in actions:
-        question = action.message.message if isinstance(action, Send) else None
-        if isinstance(question, AskLife):
-            worker.link_up(action.peer, now)
-            no = TellLife(question.suspect, question.counter, is_heard=False)
-            answers += worker.receive(action.peer, Envelope(no), now)
-    return answers
-
-
-def test_a_refused_dial_is_death_once_nobody_else_hears_it_either() -> None:
-    worker = make_worker(0, 2)
-    worker.link_down(2, 1.0)
-    worker.dial_refused(2, 1.0, ("10.0.0.1", 4002))
-    assert worker.next_deadline(1.0) <= 1.0
-    questions = worker.poll(1.0)
-    assert worker.membership.get(2) == member(2)
-    assert len([each for each in questions if isinstance(each, Send)]) >= 3
-    tell_of_no_life(worker, questions, 1.1)
-    actions = worker.poll(1.1)
-    (rebuilt,) = of_type(actions, Rebuilt)
-    assert rebuilt.neighbours == {0, 3}
-    assert worker.alpha_tilde == Constants.of(build_graph("ring", 5)).alpha_tilde
-    assert worker.pairing.alpha_tilde == worker.alpha_tilde
-    assert worker.pairing.available.keys() == {0, 3}
 
 
 def test_who_is_asked_of_one_that_refuses_answers_and_asks_nobody() -> None:
@@ -146,17 +114,6 @@ def test_while_held_at_the_start_nobody_is_missed_but_the_linked() -> None:
     worker.release(20.0)
     run(worker, 20.0, 20.0 + 1.15 * TIMEOUT_S, [0])
     assert worker.membership.get(2) == member(2, Status.DEAD)
-
-
-def test_deaths_count_in_the_end_too() -> None:
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(*(member(rank, Status.LEFT) for rank in range(3, 6))), 0.1)
-    worker.receive(0, tell(member(0, Status.DONE)), 0.1)
-    worker.done(0.2)
-    assert worker.consolidation.missing() == (2,)
-    run(worker, 0.2, 0.3 + 1.15 * TIMEOUT_S, [0])
-    assert worker.membership.get(2) == member(2, Status.DEAD)
-    assert worker.consolidation.missing() == ()
 
 
 # --- rivals and joiners --------------------------------------------------------------------

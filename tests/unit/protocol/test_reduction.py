@@ -59,14 +59,6 @@ def check_tree(num_members, has_suspects):
     assert list(parents.values()).count(100) <= (1 if has_suspects else 2)
 
 
-def test_a_root_alone_finishes_a_few_chunks_at_a_time():
-    alone = Sum(0, 1, num_chunks=WINDOW + 1)
-    alone.sum.advance()
-    assert alone.asked() == [FinishChunk(EPOCH, chunk, 1) for chunk in range(WINDOW)]
-    alone.sum.finished(0)
-    assert alone.asked() == [FinishChunk(EPOCH, WINDOW, 1)]
-
-
 def test_a_root_divides_only_once_it_knows_by_what():
     root = Sum(0, 1, num_chunks=1, divisor=None)
     root.sum.advance()
@@ -112,14 +104,6 @@ def test_an_inner_member_sends_what_both_children_gave_and_stays_within_its_wind
         inner.sum.landed(3, chunk)
         inner.sum.landed(4, chunk)
     assert not inner.sum.accepts(3, WINDOW), "its parent has no room for more"
-
-
-def test_a_child_is_told_that_all_of_it_has_arrived():
-    root = Sum(0, 2, num_chunks=1)
-    root.sum.advance()
-    root.asked()
-    root.sum.landed(1, 0)
-    assert root.asked() == [FinishChunk(EPOCH, 0, 2), Send(1, pull(1, 1))]
 
 
 # Who gives nothing.

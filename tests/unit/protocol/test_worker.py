@@ -60,15 +60,6 @@ def test_who_is_no_neighbour_is_answered_too() -> None:
     assert any(isinstance(action, Begin) for action in actions)
 
 
-@pytest.mark.parametrize("comm_rate", [1.0, 0.25])
-def test_a_worker_asks_for_half_of_its_exchanges(comm_rate: float) -> None:
-    """Its neighbours ask for the other half."""
-    worker = make_worker(constants=Constants.of(build_graph("ring", 6), comm_rate))
-    for second in range(2001):
-        worker.step(1, float(second))
-    assert worker.clock.num_ticks == pytest.approx(2000 * comm_rate / 2, rel=0.02)
-
-
 def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_anew() -> None:
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)
@@ -85,17 +76,6 @@ def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_
     worker.link_down(2, 0.6)
     worker.link_up(2, 0.7)
     assert worker.pairing.available.keys() == {0, 2}
-
-
-def test_a_stopped_exchange_is_not_proposed_to_the_same_peer_at_once() -> None:
-    worker = make_worker(0, 2)
-    worker.receive(0, ask(0), 0.1)
-    for _ in range(4):
-        worker.pairing.tick()
-    actions = worker.receive(0, Envelope(Cancel(ExchangeId(0, 0, 1))), 0.2)
-    assert isinstance(actions[0], Stop)
-    assert [action.peer for action in actions[1:] if isinstance(action, Send)] == [2]
-    assert worker.exchanges_failed == 1
 
 
 def test_a_new_link_aborts_the_exchange_of_the_old_one() -> None:
