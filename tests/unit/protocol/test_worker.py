@@ -87,17 +87,6 @@ def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_
     assert worker.pairing.available.keys() == {0, 2}
 
 
-def test_a_stopped_exchange_is_not_proposed_to_the_same_peer_at_once() -> None:
-    worker = make_worker(0, 2)
-    worker.receive(0, ask(0), 0.1)
-    for _ in range(4):
-        worker.pairing.tick()
-    actions = worker.receive(0, Envelope(Cancel(ExchangeId(0, 0, 1))), 0.2)
-    assert isinstance(actions[0], Stop)
-    assert [action.peer for action in actions[1:] if isinstance(action, Send)] == [2]
-    assert worker.exchanges_failed == 1
-
-
 def test_a_new_link_aborts_the_exchange_of_the_old_one() -> None:
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)
