@@ -74,17 +74,6 @@ def pair(
 IN_TLS = (None, None)
 
 
-@pytest.mark.parametrize("wanted", [1, None])
-@pytest.mark.parametrize("secrets", [(SECRET, SECRET), IN_TLS], ids=["plain", "in TLS"])
-def test_both_learn_who_the_other_is(wanted, secrets):
-    dialler, acceptor = pair(wanted=wanted, secrets=secrets)
-    said = converse(dialler, acceptor)
-    assert dialler.stage is acceptor.stage is Stage.DONE
-    assert dialler.peer == identity(1)
-    assert acceptor.peer == identity(0)
-    assert len(said) == (2 if secrets == IN_TLS else 4)
-
-
 def test_inside_tls_the_hello_is_plain_data_and_nothing_else_is_taken_for_it():
     """A worker that wants proofs and one that needs none make no link, either way round."""
     for secrets in ((SECRET, None), (None, SECRET)):

@@ -166,17 +166,6 @@ def test_only_the_watched_are_judged() -> None:
 # --- refused dials -------------------------------------------------------------------------
 
 
-def test_a_refused_dial_is_death_once_nobody_asked_has_heard_it_either() -> None:
-    made = detector(1)
-    made.refused(1, 1.0)
-    questions = asked(made.poll(1.0, lambda suspect: ([2, 3], [])))
-    assert questions.keys() == {2, 3}
-    for peer, question in questions.items():
-        assert made.poll(1.1, nobody) == []
-        say_no(made, peer, question, 1.1)
-    assert made.poll(1.1, nobody) == [Verdict(1, is_dead=True)]
-
-
 def test_one_of_the_asked_that_stands_still_holds_up_a_confirmed_death_for_a_moment_only() -> None:
     made, confirmed_at = detector(1), 1.0 + CONFIRMED_WITHIN * TIMEOUT_S
     made.refused(1, 1.0)

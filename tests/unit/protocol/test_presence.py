@@ -25,20 +25,6 @@ from gossipdp.protocol.pairing import Idle
 # --- deaths --------------------------------------------------------------------------------
 
 
-def test_a_silent_neighbour_is_asked_about_and_declared_dead() -> None:
-    worker = make_worker(0, 2)
-    actions = run(worker, 0.0, 4.0, [0])
-    (question,) = [message for message in said(actions, 0) if isinstance(message, AskLife)]
-    assert question.suspect == 2
-    worker.receive(0, Envelope(TellLife(2, question.counter, is_heard=False)), 4.0)
-    actions = run(worker, 4.0, 1.15 * TIMEOUT_S, [0])
-    assert worker.membership.get(2) == member(2, Status.DEAD)
-    assert [action.peer for action in of_type(actions, Unlink)] == [2]
-    (rebuilt,) = of_type(actions, Rebuilt)
-    assert rebuilt.neighbours == {0, 3} == worker.neighbours
-    assert rebuilt.dead == {2}
-
-
 def test_one_bad_link_kills_nobody_but_is_made_anew() -> None:
     worker = make_worker(0, 2)
     actions = run(worker, 0.0, 5.2, [0])

@@ -19,7 +19,7 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
-from gossipdp.protocol.pairing import Exchanging, Idle
+from gossipdp.protocol.pairing import Exchanging
 from gossipdp.protocol.worker import WorkerProtocol
 
 # --- exchanges that stand still, and what breaks the rules --------------------------------
@@ -166,16 +166,6 @@ def test_a_long_stall_changes_nothing_here() -> None:
     assert not worker.clock.is_paused
     worker.finished(ExchangeId(0, 0, 1), 11.1)
     assert (worker.exchanges_answered, worker.exchanges_failed) == (1, 0)
-
-
-def test_declared_dead_meanwhile_it_goes_on_in_its_next_life() -> None:
-    worker = make_worker(0, 2)
-    run(worker, 0.0, 1.0, [0, 2])
-    worker.receive(0, tell(member(1, Status.DEAD)), 1.0 + 2 * TIMEOUT_S)
-    assert worker.incarnation == 1 == worker.pairing.incarnation
-    worker.receive(0, ask(0), 11.1)
-    assert worker.pairing.state != Idle()
-    assert worker.can_donate
 
 
 def test_poison_answers_busy_and_gives_nothing() -> None:
