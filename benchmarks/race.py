@@ -2,6 +2,7 @@
 
     python benchmarks/race.py --runs runs/race.jsonl                 hours: all conditions and rows
     python benchmarks/race.py --conditions calm,kills10 --rows gossipdp,ddp --runs runs/race.jsonl
+    python benchmarks/race.py --tune --rows ddp --runs runs/race_tuning.jsonl
     python benchmarks/race.py --quick                                all of it, tiny: 5 minutes
 
 Worker processes train a byte model on the source of Python's standard library. The compute of a
@@ -48,6 +49,7 @@ from race_report import NOTE, Run, as_json, draw, table, unequal
 from race_run import RaceResult, race
 from support.finished_runs import FinishedRuns
 from support.hosts import Hosts, ShapedHosts, missing
+from support.learning_rates import NoBestRateError, best_rate, next_rate
 from support.provenance import Provenance
 from support.quality_rows import KINDS, TORCHFT, RowName
 from support.race_conditions import CONDITIONS, RaceCondition
@@ -84,9 +86,10 @@ RATES = {
     "ddp_bf16": 0.02,
     "ddp_powersgd": 0.02,
 }
-"""Learning rates, where ``--rates`` gives none: the best of a grid of factors of two in the calm,
-on a seed of their own; DDP's hooks have DDP's, H = 4 that of 16."""
-QUICK_CONDITIONS, QUICK_SECONDS = "calm,kills10", 9.0
+"""Learning rates, where ``--rates`` gives none: as ``--tune`` found them; DDP's hooks have DDP's,
+H = 4 that of 16."""
+TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
+QUICK_ROWS, QUICK_WITH_ALL, QUICK_SECONDS = ("gossipdp",), ("calm", "kills10"), 9.0
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
 MODEL_PARAMETERS = 1_000_000
 CHECKPOINT_STEPS = 25
@@ -135,6 +138,9 @@ class Race:
     rates: str = ""
     """Learning rates, instead of the written ones: ddp=0.02,diloco@16=0.01."""
 
+    tune: bool = False
+    """Find each row's learning rate in the calm, by factors of two, and run nothing else."""
+
     spares: Literal["none", "gossipdp", "torchft"] = "gossipdp"
     """Rows that restart in a spare interpreter: none, gossipdp's, or gossipdp's and torchft's."""
 
@@ -148,7 +154,7 @@ class Race:
     """Write the figures to this file, and the picture beside it."""
 
     quick: bool = False
-    """Short runs, to see that all works: by default in the calm and under kills."""
+    """Short runs, to see that all works: every row in the calm and under kills, else gossipdp."""
 
 
 def main() -> None:
@@ -160,19 +166,27 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """The runs that are wanted: conditions by name, rows with their learning rates."""
+    """The runs that are wanted: conditions by name, rows with their learning rates.
+
+    shortened: only QUICK_ROWS run, but for the conditions QUICK_WITH_ALL.
+    """
 
     conditions: dict[str, RaceCondition]
     rows: dict[str, float]
+    shortened: bool = False
+
+    def rows_under(self, condition: str) -> list[str]:
+        """Return the rows that are wanted under a condition, in their order."""
+        few = self.shortened and condition not in QUICK_WITH_ALL
+        return [row for row in self.rows if not few or row in QUICK_ROWS]
 
 
 def check(benchmark: Race) -> Program:
     """Return the runs that are wanted; raises ValueError if an option is invalid."""
+    if benchmark.tune:
+        benchmark = replace(benchmark, conditions="calm")
     conditions = {}
-    asked = benchmark.conditions
-    if benchmark.quick and asked == Race.conditions:
-        asked = QUICK_CONDITIONS
-    for text in asked.split(","):
+    for text in benchmark.conditions.split(","):
         name = text.strip()
         if name not in CONDITIONS:
             raise ValueError(f"there is no condition {name!r}; choose from {', '.join(CONDITIONS)}")
@@ -184,6 +198,7 @@ def check(benchmark: Race) -> Program:
     return Program(
         in_order,
         {name.text: rates.get(name.text, RATE) for name in names},
+        shortened=benchmark.quick and benchmark.rows == ROWS,
     )
 
 
@@ -309,6 +324,9 @@ def measure_all(benchmark: Race) -> None:
         benchmark = replace(benchmark, seconds=seconds, rounds=1)
     runs = FinishedRuns(benchmark.runs, Line, key=lambda line: line.settings.key)
     campaign = Campaign(runs, benchmark.minutes)
+    if benchmark.tune:
+        print(tune(benchmark, program, campaign))
+        return
     suffix = "" if benchmark.workers == Race.workers else f"_{benchmark.workers}"
     report = Report(f"race{suffix}", "Where machines misbehave", benchmark.quick)
     found = measure_rows(benchmark, program, campaign)
@@ -327,7 +345,7 @@ def measure_rows(benchmark: Race, program: Program, campaign: Campaign) -> Found
     found: Found = {name: {row: [] for row in program.rows} for name in program.conditions}
     for number in range(benchmark.rounds):
         for name, condition in program.conditions.items():
-            rows = [row for row in program.rows if not cannot_run(row, condition)]
+            rows = [row for row in program.rows_under(name) if not cannot_run(row, condition)]
             turn = number % max(1, len(rows))
             for row in rows[turn:] + rows[:turn]:
                 settings = settings_of(benchmark, program, row, name, number + 1)
@@ -337,13 +355,37 @@ def measure_rows(benchmark: Race, program: Program, campaign: Campaign) -> Found
     return found
 
 
+def tune(benchmark: Race, program: Program, campaign: Campaign) -> str:
+    """Return the best learning rate of each row in the calm, as ``--rates`` takes them."""
+    best = []
+    calm = program.conditions["calm"]
+    for row in program.rows:
+        if cannot_run(row, calm) is not None:
+            continue
+        tried: dict[float, float] = {}
+        try:
+            while (rate := next_rate(tried, TUNING_GRID)) is not None:
+                settings = settings_of(benchmark, program, row, "calm", TUNING_SEED)
+                run = campaign.run(msgspec.structs.replace(settings, learning_rate=rate), calm)
+                if run is None:
+                    break
+                tried[rate] = run.loss
+            else:
+                best.append(f"{row}={best_rate(tried):g}")
+        except NoBestRateError as error:
+            print(f"{row}: {error}", file=sys.stderr)
+        losses = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(tried.items()))
+        print(f"{row}: {losses}", flush=True)
+    return f"--rates {','.join(best)}" if best else "no row is tuned yet: call again"
+
+
 def missing_rows(
     benchmark: Race, program: Program, campaign: Campaign, found: Found
 ) -> list[Missing]:
     """Return what is not measured, and why."""
     rows = []
     for name, condition in program.conditions.items():
-        for row in program.rows:
+        for row in program.rows_under(name):
             label = f"{name}: {RowName.parse(row).label}"
             why = cannot_run(row, condition)
             if why is None and (name, row) in campaign.failures:

@@ -15,7 +15,7 @@ import pytest
 import race as race_script
 import race_worker
 import torch
-from race import Campaign, Line, Race, check, measure_rows, missing_rows, settings_of
+from race import Campaign, Line, Race, check, measure_rows, missing_rows, settings_of, tune
 from race_report import (
     Run,
     as_json,
@@ -96,9 +96,11 @@ def test_rows_and_conditions_are_read_in_the_order_of_the_report() -> None:
     assert program.rows == {"ddp": 0.04, "gossipdp": 0.04}
 
 
-def test_a_quick_run_is_in_the_calm_and_under_kills() -> None:
-    assert list(check(Race(quick=True)).conditions) == ["calm", "kills10"]
-    assert list(check(Race(quick=True, conditions="moving")).conditions) == ["moving"]
+def test_a_quick_run_takes_every_row_only_where_that_shows_most() -> None:
+    program = check(Race(quick=True))
+    assert len(program.rows_under("calm")) == len(program.rows) == 8
+    assert program.rows_under("moving") == ["gossipdp"]
+    assert check(Race(quick=True, rows="ddp")).rows_under("moving") == ["ddp"]
 
 
 def test_every_condition_has_a_plan_that_can_be_done() -> None:
@@ -185,6 +187,19 @@ def test_finished_runs_are_kept_and_the_order_rotates(tmp_path: Path) -> None:
     assert second == ["ddp", "local_sgd@16", "gossipdp"]
     measure_rows(benchmark, program, campaign())
     assert len(fake.asked) == len(order)
+
+
+@pytest.mark.usefixtures("provenance")
+def test_tuning_widens_the_grid_until_the_best_rate_is_within(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    benchmark = Race(tune=True, rows="ddp")
+    fake = FakeRace()
+    kept = FinishedRuns(None, Line, key=lambda line: line.settings.key)
+    campaign = Campaign(kept, None, fake)
+    assert tune(benchmark, check(benchmark), campaign) == "--rates ddp=0.04"
+    assert [each.learning_rate for each in fake.asked] == [0.005, 0.01, 0.02, 0.04, 0.08]
+    assert "0.04: 3.000" in capsys.readouterr().out
 
 
 def test_a_row_that_cannot_recover_is_missing_where_workers_die(
