@@ -28,8 +28,6 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import gossipdp
@@ -47,7 +45,6 @@ BYTES_PER_VALUE = 12
 # Interpreter, torch, pieces of gradients, of the reference and of chunks on their way.
 BYTES_BESIDES = 700 << 20
 LIMIT_S = 1800.0
-LINE_EVERY_S = 10.0
 ROUNDING = 2.0**-24
 # The start, in which all meet; another's coming, to whom a worker gives its state; training with
 # exchanges; and the end.
@@ -73,13 +70,12 @@ def drawn(out: Tensor, *seeds: int) -> Tensor:
 class Turns:
     """The longest turns of this process's gossip thread, by phase, in milliseconds.
 
-    ``longest_ms`` leaves out the time in which the thread was ready to run and no core was free,
-    which says how busy the machine is; ``wall_ms`` has it in.
+    They leave out the time in which the thread was ready to run and no core was free.
     """
 
     def __init__(self) -> None:
         self.phase = PHASES[0]
-        self.longest_ms, self.wall_ms = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+        self.longest_ms = dict.fromkeys(PHASES, 0.0)
 
     def watch(self) -> None:
         """Watch the transport's one wait from outside; what is between two of them is a turn."""
@@ -103,9 +99,7 @@ class Turns:
                 wait(transport, timeout_s)
                 return
             now_s, now_waited_s = times()
-            wall_ms = 1e3 * (now_s - left_s)
-            own_ms = wall_ms - 1e3 * (now_waited_s - waited_s)
-            self.wall_ms[self.phase] = max(self.wall_ms[self.phase], wall_ms)
+            own_ms = 1e3 * (now_s - left_s - (now_waited_s - waited_s))
             self.longest_ms[self.phase] = max(self.longest_ms[self.phase], own_ms)
             wait(transport, timeout_s)
             left_s, waited_s = times()
@@ -128,7 +122,6 @@ class End:
     largest_error: float
     allowed_error: float
     longest_ms: dict[str, float]
-    wall_ms: dict[str, float]
     end_s: float
     memory_gb: float
 
@@ -137,7 +130,6 @@ def train(directory: Path, num_values: int, num_exchanges: int) -> End:
     """Start, see another die and come again, exchange, consolidate, and look at the values."""
     turns = Turns()
     turns.watch()
-    began_s = time.monotonic()
     rank, life = int(os.environ["RANK"]), int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
     net = Values(num_values)
     pieces = list(net.parameters())
@@ -168,27 +160,18 @@ def train(directory: Path, num_values: int, num_exchanges: int) -> End:
     turns.phase = "join"
     together("joined")
     turns.phase = "exchange"
-    if rank == 0:
-        print(f"{time.monotonic() - began_s:4.0f} s  all train", flush=True)
     steps = 0
-    shown_s = time.monotonic()
     while not (directory / "enough").exists():
         piece = pieces[steps % len(pieces)]
         piece.grad = drawn(torch.empty_like(piece), rank, steps, 1)
         optimizer.step()
         piece.grad = None
         steps += 1
-        if rank == 0 and time.monotonic() - shown_s > LINE_EVERY_S:
-            shown_s = time.monotonic()
-            line = f"{steps} steps, {model.stats().exchanges} exchanges of worker 0"
-            print(f"{shown_s - began_s:4.0f} s  {line}", flush=True)
         if model.stats().exchanges >= num_exchanges:
             (directory / f"exchanged-{rank}").touch()
             if len(list(directory.glob("exchanged-*"))) == NUM_WORKERS:
                 (directory / "enough").touch()
     turns.phase = "end"
-    if rank == 0:
-        print(f"{time.monotonic() - began_s:4.0f} s  consolidate()", flush=True)
     asked_s = time.monotonic()
     result = model.consolidate()
     end_s = time.monotonic() - asked_s
@@ -218,7 +201,6 @@ def train(directory: Path, num_values: int, num_exchanges: int) -> End:
         largest_error=error,
         allowed_error=roundings * ROUNDING * largest,
         longest_ms=turns.longest_ms,
-        wall_ms=turns.wall_ms,
         end_s=end_s,
         memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     )
@@ -282,19 +264,6 @@ def problems_of(ends: list[End], longest_ms: float) -> list[str]:
     return problems
 
 
-def table_of(ends: list[End]) -> Table:
-    """Return what each worker told, a row each."""
-    table = Table(title="longest turn of each gossip thread, ms (with the wait for a core)")
-    for name in ("worker", *PHASES, "end took", "exchanges", "failed", "steps", "most memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for end in ends:
-        turns = [f"{end.longest_ms[each]:.0f} ({end.wall_ms[each]:.0f})" for each in PHASES]
-        counts = [str(each) for each in (end.exchanges, end.exchanges_failed, end.steps)]
-        memory = f"{end.memory_gb:.1f} GB"
-        table.add_row(str(end.rank), *turns, f"{end.end_s:.1f} s", *counts, memory)
-    return table
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--values", type=int, default=500_000_000, help="of each worker, float32")
@@ -326,7 +295,6 @@ def main() -> int:
         except WorkerFailedError as error:
             problems.append(str(error))
     if ends:
-        Console(width=140).print(table_of(ends))
         print(f"values off by {ends[0].largest_error:.2g}, allowed {ends[0].allowed_error:.2g}")
         longest_ms = max(max(end.longest_ms.values()) for end in ends)
         print(f"longest turn: {longest_ms:.1f} ms")

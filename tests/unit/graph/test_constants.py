@@ -65,14 +65,6 @@ def test_star_closed_forms(num_workers):
     assert constants.chi2 == pytest.approx((num_workers - 1) / 2)
 
 
-@pytest.mark.parametrize("dimension", [1, 2, 3, 6])
-def test_hypercube_closed_forms(dimension):
-    # lambda = 1/d, lambda_2 = 2/d; by symmetry and Foster's theorem R = (n-1) / sum of rates.
-    constants = of("hypercube", 2**dimension)
-    assert constants.chi1 == pytest.approx(dimension / 2)
-    assert constants.chi2 == pytest.approx((2**dimension - 1) / 2**dimension)
-
-
 def test_formulas_of_eta_and_alpha_tilde():
     constants = of("path", 9)
     assert constants.eta == pytest.approx(1 / (2 * math.sqrt(constants.chi1 * constants.chi2)))
