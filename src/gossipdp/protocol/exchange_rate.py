@@ -27,9 +27,9 @@ of its time and its processor. Above that it is closed until it can afford anoth
 If the worker's own limit on sent bytes is what makes d long, the bound is that limit, not the
 link: without it the rate would be more than a quarter higher.
 
-t, p and q are running medians; d, c and i are running means. The rate in force changes only if the
-rate that they allow differs from it by more than a quarter, or reaches 4 a step: a rate that
-trembles would change the gaps between exchanges for nothing.
+All five are running medians: one exchange that stood still for seconds says nothing of the others.
+The rate in force changes only if the rate that they allow differs from it by more than a quarter,
+or reaches 4 a step: a rate that trembles would change the gaps between exchanges for nothing.
 """
 
 from __future__ import annotations
@@ -90,23 +90,6 @@ def affordable_rate(
 
 
 @final
-class _Mean:
-    """The running mean of a quantity: exact at first, then over about the last ten."""
-
-    def __init__(self) -> None:
-        self.value = math.nan
-        self.count = 0
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.value = value if self.count == 1 else self.value + self._weight * (value - self.value)
-
-    @property
-    def _weight(self) -> float:
-        return max(0.1, 1 / self.count)
-
-
-@final
 class ExchangeRate:
     """One worker's rate, in exchanges a gradient step, from what it has measured.
 
@@ -122,10 +105,9 @@ class ExchangeRate:
         self._most_taken = most_taken
         self.rate = START_RATE
         self.bound: Bound = "start"
-        self._duration_s, self._held_s = _Mean(), _Mean()
-        self._processor_s: deque[float] = deque(maxlen=LAST_COSTS)
-        self._python_s: deque[float] = deque(maxlen=LAST_COSTS)
-        self._idle_core, self._idle_thread = _Mean(), _Mean()
+        self._duration_s, self._held_s = _last(), _last()
+        self._processor_s, self._python_s = _last(), _last()
+        self._idle_core, self._idle_thread = _last(), _last()
         self._tokens, self._tokens_at = BURST, -math.inf
         self._step_s: float | None = None
 
@@ -134,8 +116,8 @@ class ExchangeRate:
 
         ``held_s``: of that, the time for which this worker's own limit held its bytes back.
         """
-        self._duration_s.add(duration_s)
-        self._held_s.add(held_s)
+        self._duration_s.append(duration_s)
+        self._held_s.append(held_s)
 
     def took_processor(self, processor_s: float, arrays_s: float) -> None:
         """Note the processor time that the gossip thread took from an exchange's begin to its end.
@@ -151,22 +133,22 @@ class ExchangeRate:
 
     def saw_idle(self, core: float, thread: float) -> None:
         """Note the idle shares of about the last second: c and i of the module's text."""
-        self._idle_core.add(min(1.0, max(0.0, core)))
-        self._idle_thread.add(min(1.0, max(0.0, thread)))
+        self._idle_core.append(min(1.0, max(0.0, core)))
+        self._idle_thread.append(min(1.0, max(0.0, thread)))
 
     def stepped(self, step_s: float | None) -> bool:
         """Look at the duration of a gradient step; return whether another rate is in force now."""
         self._step_s = step_s
-        if step_s is None or self._duration_s.count < NUM_TO_KNOW:
+        if step_s is None or len(self._duration_s) < NUM_TO_KNOW:
             return False
         processor: list[tuple[float, float]] = []
-        if self._processor_s and self._idle_core.count:
+        if self._processor_s and self._idle_core:
             processor = [
-                (median(self._processor_s), self._idle_core.value),
-                (median(self._python_s), self._idle_thread.value),
+                (median(self._processor_s), median(self._idle_core)),
+                (median(self._python_s), median(self._idle_thread)),
             ]
         allowed, bound = affordable_rate(
-            step_s, self._duration_s.value, self._held_s.value, processor, self._most_taken
+            step_s, median(self._duration_s), median(self._held_s), processor, self._most_taken
         )
         is_near = self.rate / HYSTERESIS <= allowed <= self.rate * HYSTERESIS
         if self.bound != "start" and is_near and (allowed < CEILING or self.rate == CEILING):
@@ -178,9 +160,13 @@ class ExchangeRate:
     # --- all exchanges, asked for and answered ---------------------------------------------
 
     def began(self, now: float) -> None:
-        """Spend the cost of an exchange that begins, whether asked for or answered."""
+        """Spend the cost of an exchange that begins, whether asked for or answered.
+
+        Nobody falls into debt. Before the first known step every exchange is answered, and a debt
+        from a first step of a minute would keep the worker closed for hundreds of steps.
+        """
         self._earn(now)
-        self._tokens -= 1.0
+        self._tokens = max(0.0, self._tokens - 1.0)
 
     def opens_at(self, now: float) -> float:
         """Return when the worker can afford another exchange: now, or later."""
@@ -195,3 +181,8 @@ class ExchangeRate:
             earned = (now - self._tokens_at) * SPARE * self.rate / self._step_s
             self._tokens = min(BURST, self._tokens + earned)
         self._tokens_at = max(now, self._tokens_at)
+
+
+def _last() -> deque[float]:
+    """Return a queue that keeps the last values, of which the median counts."""
+    return deque(maxlen=LAST_COSTS)

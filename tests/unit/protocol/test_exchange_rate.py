@@ -1,5 +1,7 @@
 """The rate that a worker can afford: its bounds, its hysteresis, and what it allows."""
 
+from collections.abc import Callable
+
 import pytest
 from driven_worker import ask, make_worker, said
 from hypothesis import given
@@ -27,7 +29,7 @@ def rate_after(
     processor_s: float = 0.0,
     arrays_s: float = 0.0,
     idle: tuple[float, float] | None = None,
-    step_s: float = STEP_S,
+    step_s: float | None = STEP_S,
 ) -> ExchangeRate:
     """Return a rate that has seen some equal exchanges; ``idle``: a core, the training thread."""
     rate = ExchangeRate()
@@ -105,13 +107,33 @@ def test_a_rate_that_trembles_stays() -> None:
     assert rate.rate == CEILING
 
 
-def test_one_exchange_that_cost_much_more_changes_nothing() -> None:
-    """As while a state was given to a joiner."""
+@pytest.mark.parametrize(
+    "sees",
+    [
+        lambda rate: rate.took_processor(2.0, 0.0),  # as while a state was given to a joiner
+        lambda rate: rate.exchanged(4.5),  # it stood still
+        lambda rate: rate.saw_idle(1.0, 1.0),  # the machine did
+    ],
+    ids=["processor", "duration", "idle"],
+)
+def test_one_outlier_changes_nothing(sees: Callable[[ExchangeRate], None]) -> None:
     rate = rate_after(0.001, processor_s=0.01, idle=(0.0, 1.0))
+    for _ in range(2):
+        rate.saw_idle(0.0, 1.0)
     before = rate.rate
-    rate.took_processor(2.0, 0.0)
+    sees(rate)
     assert not rate.stepped(STEP_S)
     assert rate.rate == before
+
+
+def test_what_it_answers_before_its_first_known_step_leaves_no_debt() -> None:
+    """A first step of a minute, such as torch.compile's, during which all others ask it."""
+    rate = rate_after(0.001, step_s=None)
+    for number in range(1000):
+        assert rate.opens_at(0.06 * number) == 0.06 * number
+        rate.began(0.06 * number)
+    rate.stepped(STEP_S)
+    assert rate.opens_at(60.0) <= 60.0 + STEP_S / (SPARE * rate.rate)
 
 
 @given(
