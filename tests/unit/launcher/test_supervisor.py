@@ -360,15 +360,6 @@ def test_a_write_without_end_is_not_waited_for(make: Make) -> None:
     assert 0 not in setting.supervisor.running
 
 
-def test_ending_twice_kills_at_once(make: Make) -> None:
-    setting = make()
-    setting.supervisor.end()
-    assert [worker.signals for worker in setting.made] == [[signal.SIGTERM]] * 3
-    setting.supervisor.end()
-    assert setting.signalled(signal.SIGKILL) == {0, 1, 2}
-    assert all(worker.is_killed for worker in setting.made)
-
-
 def test_a_process_that_cannot_be_killed_is_given_up(make: Make) -> None:
     setting = make()
     setting.supervisor.end()
@@ -576,19 +567,6 @@ def test_each_process_of_a_replica_has_its_shard_and_its_replica(replicas: Repli
     for each in environments:
         assert (each.world_size, each.num_shards, each.local_world_size) == (2, 2, 2)
         assert (each.store_host, each.store_port, each.hosts_store) == ("127.0.0.1", 9, False)
-
-
-def test_a_replica_ends_when_all_of_its_processes_have(replicas: Replicas) -> None:
-    replica = replicas.start(0)
-    first, second = replicas.processes.values()
-    second.how = Ending()
-    assert replica.poll() is None
-    assert replica.waits_for() == first.waits_for()
-    replica.send(15)
-    assert (first.signals, second.signals) == ([15], [])
-    first.how = Ending()
-    assert replica.poll() == Ending()
-    assert not any(process.is_killed for process in replicas.processes.values())
 
 
 def test_the_death_of_one_process_ends_the_others(replicas: Replicas) -> None:
