@@ -261,19 +261,6 @@ def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make: M
     assert (setting.restarted, setting.missed, setting.failed) == ([], [(0, CRASH.reason)], [])
 
 
-def test_who_was_started_again_and_has_not_begun_is_ended_then(make: Make) -> None:
-    setting = make(begun=True, max_restarts=5)
-    setting.crash(0)
-    assert setting.step(1, 2)
-    assert [rank for rank, _ in setting.restarted] == [0]
-    end_well(setting, 1, 2)
-    assert setting.step(3)
-    assert setting.signalled(signal.SIGTERM) == {0}
-    setting.workers[0].how = KILLED
-    assert not setting.step(4)
-    assert (setting.missed, setting.failed, len(setting.restarted)) == ([(0, "")], [], 1)
-
-
 def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart(
     make: Make,
 ) -> None:

