@@ -3,65 +3,39 @@
     .venv/bin/python tests/chaos/large.py                        20 GB of memory
     .venv/bin/python tests/chaos/large.py --values 50000000      4 GB
 
-Each worker holds its parameters, what exchanges bring, and at the end the sums: 12 bytes a value.
-Start values and gradients follow from seeds and lie in one piece of ten million values at a time.
-So the average is known: the start, and the mean of what all workers added.
-
-Printed is the longest turn of a gossip thread: from one wait for events to the next. In it a worker
-hears and answers nobody. The time for which the thread waited for a core is left out.
+Start values and gradients follow from seeds, a piece of ten million values at a time. So the
+average is known: the start, and the mean of what all added. A turn of a gossip thread is from one
+wait for events to the next; in it a worker hears nobody. The wait for a core is left out.
 """
 
 import argparse
 import hashlib
 import json
 import os
-import platform
 import resource
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+import cloudpickle
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
+import waiting
 from torch import Tensor, nn
 
-import gossipdp
 from gossipdp import Counting, GossipDataParallel, Network, WorkerFailedError, launch
 from gossipdp.gossip.thread import GossipThread
 from gossipdp.launcher.supervisor import Failure, describe
 from gossipdp.links.tcp import TcpTransport
 
-SCRIPT = "tests/chaos/large.py"
-NUM_WORKERS = 3
-TIMEOUT_S = 2.0
-LONGEST_TURN_MS = 50.0
-PIECE = 10_000_000
-BYTES_PER_VALUE = 12
-# Interpreter, torch, pieces of gradients, of the reference and of chunks on their way.
-BYTES_BESIDES = 700 << 20
-LIMIT_S = 1800.0
-LINE_EVERY_S = 10.0
-ROUNDING = 2.0**-24
-# The start, in which all meet; another's coming, to whom a worker gives its state; training with
-# exchanges; and the end.
-PHASES = ("start", "join", "exchange", "end")
-
-
-class Values(nn.Module):
-    """Parameters that nothing has been written to yet, so that they take no memory."""
-
-    def __init__(self, num_values: int) -> None:
-        super().__init__()
-        for index, begin in enumerate(range(0, num_values, PIECE)):
-            piece = torch.zeros(min(PIECE, num_values - begin))
-            self.register_parameter(f"piece{index}", nn.Parameter(piece))
+NUM_WORKERS, TIMEOUT_S, LIMIT_S, PIECE, ROUNDING = 3, 2.0, 1800.0, 10_000_000, 2.0**-24
+# 12 bytes a value: parameters, what exchanges bring, the sums; and interpreter, torch, pieces.
+BYTES_PER_VALUE, BYTES_BESIDES = 12, 700 << 20
 
 
 def drawn(out: Tensor, *seeds: int) -> Tensor:
@@ -70,181 +44,100 @@ def drawn(out: Tensor, *seeds: int) -> Tensor:
     return out.uniform_(-1.0, 1.0, generator=torch.Generator().manual_seed(seed))
 
 
-class Turns:
-    """The longest turns of this process's gossip thread, by phase, in milliseconds.
+def watch_turns() -> dict[str, float]:
+    """Return the longest turns of this process's gossip thread by phase, in ms, as they come."""
+    wait, run, longest_ms, since = TcpTransport._collect_events, GossipThread._run, {"": 0.0}, []
 
-    ``longest_ms`` leaves out the time in which the thread was ready to run and no core was free,
-    which says how busy the machine is; ``wall_ms`` has it in.
-    """
+    def own_s() -> float:
+        """Return the time less that for which this thread has waited for a core, in seconds."""
+        return time.monotonic() - int(os.pread(since[0], 64, 0).split()[1]) / 1e9
 
-    def __init__(self) -> None:
-        self.phase = PHASES[0]
-        self.longest_ms, self.wall_ms = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+    def watched_run(thread: GossipThread) -> None:
+        since.append(os.open("/proc/thread-self/schedstat", os.O_RDONLY))
+        since.append(own_s())
+        run(thread)
 
-    def watch(self) -> None:
-        """Watch the transport's one wait from outside; what is between two of them is a turn."""
-        wait, run = TcpTransport._collect_events, GossipThread._run
-        schedule = -1
-        left_s = waited_s = 0.0
+    def watched_wait(transport: TcpTransport, timeout_s: float) -> None:
+        if since:  # one who joins asks about in its main thread first
+            phase = [*longest_ms][-1]
+            longest_ms[phase] = max(longest_ms[phase], 1e3 * (own_s() - since.pop()))
+        wait(transport, timeout_s)
+        if since:
+            since.append(own_s())
 
-        def times() -> tuple[float, float]:
-            """Return the time, and for how long this thread has waited for a core, in seconds."""
-            return time.monotonic(), int(os.pread(schedule, 64, 0).split()[1]) / 1e9
-
-        def watched_run(thread: GossipThread) -> None:
-            nonlocal schedule, left_s, waited_s
-            schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-            left_s, waited_s = times()
-            run(thread)
-
-        def watched_wait(transport: TcpTransport, timeout_s: float) -> None:
-            nonlocal left_s, waited_s
-            if schedule < 0:  # one who joins asks about in its main thread first
-                wait(transport, timeout_s)
-                return
-            now_s, now_waited_s = times()
-            wall_ms = 1e3 * (now_s - left_s)
-            own_ms = wall_ms - 1e3 * (now_waited_s - waited_s)
-            self.wall_ms[self.phase] = max(self.wall_ms[self.phase], wall_ms)
-            self.longest_ms[self.phase] = max(self.longest_ms[self.phase], own_ms)
-            wait(transport, timeout_s)
-            left_s, waited_s = times()
-
-        GossipThread._run = watched_run  # type: ignore[method-assign]
-        TcpTransport._collect_events = watched_wait  # type: ignore[method-assign]
+    GossipThread._run, TcpTransport._collect_events = watched_run, watched_wait
+    return longest_ms
 
 
-@dataclass(frozen=True)
-class End:
-    """One worker's report."""
-
-    rank: int
-    num_averaged: int
-    steps: int
-    steps_by_rank: dict[int, int]
-    exchanges: int
-    exchanges_failed: int
-    digest: str
-    largest_error: float
-    allowed_error: float
-    longest_ms: dict[str, float]
-    wall_ms: dict[str, float]
-    end_s: float
-    memory_gb: float
-
-
-def train(directory: Path, num_values: int, num_exchanges: int) -> End:
+def train(directory: Path, num_values: int, num_exchanges: int) -> dict[str, Any]:
     """Start, see another die and come again, exchange, consolidate, and look at the values."""
-    turns = Turns()
-    turns.watch()
-    began_s = time.monotonic()
+    longest_ms = watch_turns()
     rank, life = int(os.environ["RANK"]), int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
-    net = Values(num_values)
-    pieces = list(net.parameters())
+    sizes = [min(PIECE, num_values - begin) for begin in range(0, num_values, PIECE)]
+    pieces = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
     if rank == 0:
-        with torch.no_grad():
-            for index, piece in enumerate(pieces):
-                drawn(piece, index)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        for index, piece in enumerate(pieces):
+            drawn(piece.data, index)
+    optimizer = torch.optim.SGD(pieces, lr=1.0)
+    counting = Counting(samples_per_step=1)
+    network = Network(timeout_s=TIMEOUT_S, start_timeout_s=LIMIT_S)
     model = GossipDataParallel(
-        net,
-        optimizer,
-        graph="complete",
-        method="gossip",
-        counting=Counting(samples_per_step=1),
-        network=Network(timeout_s=TIMEOUT_S, start_timeout_s=LIMIT_S),
+        pieces, optimizer, graph="complete", method="gossip", counting=counting, network=network
     )
 
-    def together(name: str) -> None:
-        """Go on once all have come this far; only the last life of each counts."""
-        (directory / f"{name}-{rank}").touch()
-        wait_until(lambda: len(list(directory.glob(f"{name}-*"))) == NUM_WORKERS)
+    def all_of(name: str) -> list[str]:
+        """Return what those wrote that have come this far; only the last life of each counts."""
+        paths = sorted(directory.glob(f"{name}-*"))
+        return [each.read_text() for each in paths] if len(paths) == NUM_WORKERS else []
+
+    def together(name: str, text: str = "-") -> list[str]:
+        (directory / f".{name}-{rank}").write_text(text)
+        (directory / f".{name}-{rank}").rename(directory / f"{name}-{rank}")
+        waiting.wait_until(lambda: all_of(name), "the others have come as far", longest_s=LIMIT_S)
+        return all_of(name)
 
     if life == 0:
         together("started")
-        if rank == NUM_WORKERS - 1:
-            # All hold the start values yet, so its death takes nothing with it.
+        if rank == NUM_WORKERS - 1:  # all hold the start values yet: it takes nothing with it
             os.kill(os.getpid(), signal.SIGKILL)
-    turns.phase = "join"
+    longest_ms["join"] = 0.0
     together("joined")
-    turns.phase = "exchange"
-    if rank == 0:
-        print(f"{time.monotonic() - began_s:4.0f} s  all train", flush=True)
-    steps = 0
-    shown_s = time.monotonic()
-    while not (directory / "enough").exists():
+    longest_ms["exchange"], steps = 0.0, 0
+    while not all_of("exchanged"):
         piece = pieces[steps % len(pieces)]
         piece.grad = drawn(torch.empty_like(piece), rank, steps, 1)
         optimizer.step()
-        piece.grad = None
-        steps += 1
-        if rank == 0 and time.monotonic() - shown_s > LINE_EVERY_S:
-            shown_s = time.monotonic()
-            line = f"{steps} steps, {model.stats().exchanges} exchanges of worker 0"
-            print(f"{shown_s - began_s:4.0f} s  {line}", flush=True)
+        piece.grad, steps = None, steps + 1
         if model.stats().exchanges >= num_exchanges:
             (directory / f"exchanged-{rank}").touch()
-            if len(list(directory.glob("exchanged-*"))) == NUM_WORKERS:
-                (directory / "enough").touch()
-    turns.phase = "end"
-    if rank == 0:
-        print(f"{time.monotonic() - began_s:4.0f} s  consolidate()", flush=True)
-    asked_s = time.monotonic()
-    result = model.consolidate()
-    end_s = time.monotonic() - asked_s
-    stats = model.stats()
-    (directory / f"steps-{rank}").write_text(f"{steps} {stats.exchanges}")
-    wait_until(lambda: len(list(directory.glob("steps-*"))) == NUM_WORKERS)
-    told = [
-        tuple(map(int, (directory / f"steps-{each}").read_text().split()))
-        for each in range(NUM_WORKERS)
-    ]
-    counts = [steps for steps, _ in told]
-    digest = hashlib.blake2b()
-    for piece in pieces:
-        digest.update(memoryview(piece.detach().numpy()).cast("B"))
-    # One looks, since all hold the same bits or not.
-    error, largest = largest_error(pieces, counts) if rank == 0 else (0.0, 0.0)
+    longest_ms["end"] = 0.0
+    result, stats = model.consolidate(), model.stats()
+    told = [tuple(map(int, each.split())) for each in together("end", f"{steps} {stats.exchanges}")]
+    digest, error, largest = hashlib.blake2b(), 0.0, 0.0
+    for index, piece in enumerate(each.detach() for each in pieces):
+        digest.update(memoryview(piece.numpy()).cast("B"))
+        if rank == 0:  # one looks, since all hold the same bits or not
+            drawing = torch.empty_like(piece)
+            expected = drawn(drawing, index).double()
+            for other, (count, _) in enumerate(told):
+                for step in range(index, count, len(pieces)):
+                    expected.sub_(drawn(drawing, other, step, 1), alpha=1.0 / NUM_WORKERS)
+            largest = max(largest, float(expected.abs().max()))
+            error = max(error, float(expected.sub_(piece).abs_().max()))
     # Each step, and an exchange's delta, share and sum, round once; so does each of the last sums.
-    roundings = max(counts) / len(pieces) + 3 * max(each for _, each in told) + NUM_WORKERS
-    return End(
-        rank=rank,
-        num_averaged=result.world_size,
-        steps=steps,
-        steps_by_rank=result.gradient_steps_by_rank,
-        exchanges=stats.exchanges,
-        exchanges_failed=stats.exchanges_failed,
-        digest=digest.hexdigest()[:16],
-        largest_error=error,
-        allowed_error=roundings * ROUNDING * largest,
-        longest_ms=turns.longest_ms,
-        wall_ms=turns.wall_ms,
-        end_s=end_s,
-        memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the others did not come as far in {LIMIT_S:g} s")
-        time.sleep(0.05)
-
-
-@torch.no_grad()
-def largest_error(pieces: list[nn.Parameter], counts: list[int]) -> tuple[float, float]:
-    """Return how far the values are from the mean in float64, at most, and the largest value."""
-    error = largest = 0.0
-    for index, piece in enumerate(pieces):
-        drawing = torch.empty_like(piece)
-        expected = drawn(drawing, index).double()
-        for rank, steps in enumerate(counts):
-            for step in range(index, steps, len(pieces)):
-                expected.sub_(drawn(drawing, rank, step, 1), alpha=1.0 / len(counts))
-        largest = max(largest, float(expected.abs().max()))
-        error = max(error, float(expected.sub_(piece).abs_().max()))
-    return error, largest
+    counts, exchanges = zip(*told, strict=True)
+    roundings = max(counts) / len(pieces) + 3 * max(exchanges) + NUM_WORKERS
+    return {
+        "rank": rank,
+        "num_averaged": result.world_size,
+        "steps_are_told": result.gradient_steps_by_rank == dict(enumerate(counts)),
+        "exchanges": (stats.exchanges, stats.exchanges_failed),
+        "digest": digest.hexdigest()[:16],
+        "largest_error": error,
+        "allowed_error": roundings * ROUNDING * largest,
+        "longest_ms": longest_ms,
+        "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
 
 
 def end_at_the_second(failure: Failure) -> None:
@@ -253,100 +146,43 @@ def end_at_the_second(failure: Failure) -> None:
         raise WorkerFailedError(describe([failure]))
 
 
-def problems_of(ends: list[End], longest_ms: float) -> list[str]:
+def problems_of(end: dict[str, Any], digest: str, longest_ms: float) -> list[str]:
     """Return what is not as it should be."""
-    problems = [
-        f'worker {end.rank} ended with "{end.num_averaged} of {NUM_WORKERS}"'
-        for end in ends
-        if end.num_averaged != NUM_WORKERS
-    ]
-    if len({end.digest for end in ends}) > 1:
-        problems.append("workers hold unlike bits")
-    steps = {end.rank: end.steps for end in ends}
-    problems += [
-        f"worker {end.rank} tells steps {end.steps_by_rank}, and they were {steps}"
-        for end in ends
-        if end.steps_by_rank != steps
-    ]
-    for end in ends:
-        if not end.largest_error <= end.allowed_error:
-            problems.append(
-                f"values are off by up to {end.largest_error:g}, which no rounding explains: "
-                f"{end.allowed_error:g}"
-            )
-        problems += [
-            f"the gossip thread of worker {end.rank} did not look up for {turn_ms:.0f} ms ({phase})"
-            for phase, turn_ms in end.longest_ms.items()
-            if turn_ms >= longest_ms
-        ]
-    return problems
-
-
-def table_of(ends: list[End]) -> Table:
-    """Return what each worker told, a row each."""
-    table = Table(title="longest turn of each gossip thread, ms (with the wait for a core)")
-    for name in ("worker", *PHASES, "end took", "exchanges", "failed", "steps", "most memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for end in ends:
-        turns = [f"{end.longest_ms[each]:.0f} ({end.wall_ms[each]:.0f})" for each in PHASES]
-        counts = [str(each) for each in (end.exchanges, end.exchanges_failed, end.steps)]
-        memory = f"{end.memory_gb:.1f} GB"
-        table.add_row(str(end.rank), *turns, f"{end.end_s:.1f} s", *counts, memory)
-    return table
+    checks = {
+        f'it ended with "{end["num_averaged"]} of 3"': end["num_averaged"] == NUM_WORKERS,
+        "it holds unlike bits": end["digest"] == digest,
+        "it tells other steps than there were": end["steps_are_told"],
+        "no rounding explains how far values are off": end["largest_error"] <= end["allowed_error"],
+    } | {
+        f"its gossip thread did not look up for {turn_ms:.0f} ms ({phase})": turn_ms < longest_ms
+        for phase, turn_ms in end["longest_ms"].items()
+    }
+    return [f"worker {end['rank']}: {what}" for what, is_well in checks.items() if not is_well]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--values", type=int, default=500_000_000, help="of each worker, float32")
     parser.add_argument("--exchanges", type=int, default=4, help="of each worker before the end")
-    parser.add_argument(
-        "--longest-ms", type=float, default=LONGEST_TURN_MS, help="that a turn may take"
-    )
+    parser.add_argument("--longest-ms", type=float, default=50.0, help="that a turn may take")
     parser.add_argument("--results", type=Path, default=Path("runs/large.json"), help="JSON file")
     arguments = parser.parse_args()
     needed = NUM_WORKERS * (BYTES_PER_VALUE * arguments.values + BYTES_BESIDES)
-    available = psutil.virtual_memory().available
-    print(f"needs {needed / 2**30:.1f} GiB of memory; {available / 2**30:.1f} are free", flush=True)
-    if available < needed:
-        print(f"too little memory for {arguments.values:,} values: give fewer --values")
+    if psutil.virtual_memory().available < needed:
+        print(f"needs {needed / 2**30:.1f} GiB of free memory: give fewer --values")
         return 2
-    ends: list[End] = []
-    problems: list[str] = []
-    began_s = time.monotonic()
+    cloudpickle.register_pickle_by_value(waiting)
+    given = arguments.values, arguments.exchanges
+    options = {"max_restarts": 1, "timeout_s": LIMIT_S, "on_failure": end_at_the_second}
     with tempfile.TemporaryDirectory() as directory:
-        try:
-            ends = launch(
-                train,
-                NUM_WORKERS,
-                (Path(directory), arguments.values, arguments.exchanges),
-                max_restarts=1,
-                timeout_s=LIMIT_S,
-                on_failure=end_at_the_second,
-            )
-        except WorkerFailedError as error:
-            problems.append(str(error))
-    if ends:
-        Console(width=140).print(table_of(ends))
-        print(f"values off by {ends[0].largest_error:.2g}, allowed {ends[0].allowed_error:.2g}")
-        longest_ms = max(max(end.longest_ms.values()) for end in ends)
-        print(f"longest turn: {longest_ms:.1f} ms")
-    problems += problems_of(ends, arguments.longest_ms)
-    seconds = time.monotonic() - began_s
-    results: dict[str, Any] = {
-        "command": f"python {SCRIPT} --values {arguments.values} --exchanges {arguments.exchanges}",
-        "version": gossipdp.__version__,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}",
-        "seconds": round(seconds, 1),
-        "timeout_s": TIMEOUT_S,
-        "workers": [asdict(end) for end in ends],
-        "problems": problems,
-    }
+        ends = launch(train, NUM_WORKERS, (Path(directory), *given), **options)
+    problems = [
+        each for end in ends for each in problems_of(end, ends[0]["digest"], arguments.longest_ms)
+    ]
+    results = {"values": arguments.values, "workers": ends, "problems": problems}
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{seconds:.0f} s; {len(problems)} problems; written to {arguments.results}")
-    for problem in problems:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
+    print(arguments.results.read_text())
     return 1 if problems else 0
 
 
