@@ -402,16 +402,6 @@ def channel() -> Iterator[ReportChannel]:
     channel.close()
 
 
-def test_reports_arrive_whole_and_in_order(channel: ReportChannel) -> None:
-    variables = report_variables(channel.sender)
-    addresses = {0: ("127.0.0.1", 4000), 7: ("::1", 4001)}
-    first = Report(addresses=addresses, run_id="r", secret="s")
-    assert send_report(first, variables)
-    assert send_report(Report(begins=True), variables)
-    assert channel.take() == [first, Report(begins=True)]
-    assert channel.take() == []
-
-
 def test_more_addresses_than_are_needed_are_cut(channel: ReportChannel) -> None:
     many = dict.fromkeys(range(5000), ("2001:db8:1111:2222:3333:4444:5555:6666", 65535))
     assert send_report(Report(addresses=many), report_variables(channel.sender))

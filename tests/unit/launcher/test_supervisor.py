@@ -261,19 +261,6 @@ def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make: M
     assert (setting.restarted, setting.missed, setting.failed) == ([], [(0, CRASH.reason)], [])
 
 
-def test_who_was_started_again_and_has_not_begun_is_ended_then(make: Make) -> None:
-    setting = make(begun=True, max_restarts=5)
-    setting.crash(0)
-    assert setting.step(1, 2)
-    assert [rank for rank, _ in setting.restarted] == [0]
-    end_well(setting, 1, 2)
-    assert setting.step(3)
-    assert setting.signalled(signal.SIGTERM) == {0}
-    setting.workers[0].how = KILLED
-    assert not setting.step(4)
-    assert (setting.missed, setting.failed, len(setting.restarted)) == ([(0, "")], [], 1)
-
-
 def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart(
     make: Make,
 ) -> None:
@@ -358,15 +345,6 @@ def test_a_write_without_end_is_not_waited_for(make: Make) -> None:
     setting.workers[0].how = KILLED
     setting.step(SAVING_PATIENCE_S + 2)
     assert 0 not in setting.supervisor.running
-
-
-def test_ending_twice_kills_at_once(make: Make) -> None:
-    setting = make()
-    setting.supervisor.end()
-    assert [worker.signals for worker in setting.made] == [[signal.SIGTERM]] * 3
-    setting.supervisor.end()
-    assert setting.signalled(signal.SIGKILL) == {0, 1, 2}
-    assert all(worker.is_killed for worker in setting.made)
 
 
 def test_a_process_that_cannot_be_killed_is_given_up(make: Make) -> None:
@@ -576,19 +554,6 @@ def test_each_process_of_a_replica_has_its_shard_and_its_replica(replicas: Repli
     for each in environments:
         assert (each.world_size, each.num_shards, each.local_world_size) == (2, 2, 2)
         assert (each.store_host, each.store_port, each.hosts_store) == ("127.0.0.1", 9, False)
-
-
-def test_a_replica_ends_when_all_of_its_processes_have(replicas: Replicas) -> None:
-    replica = replicas.start(0)
-    first, second = replicas.processes.values()
-    second.how = Ending()
-    assert replica.poll() is None
-    assert replica.waits_for() == first.waits_for()
-    replica.send(15)
-    assert (first.signals, second.signals) == ([15], [])
-    first.how = Ending()
-    assert replica.poll() == Ending()
-    assert not any(process.is_killed for process in replicas.processes.values())
 
 
 def test_the_death_of_one_process_ends_the_others(replicas: Replicas) -> None:

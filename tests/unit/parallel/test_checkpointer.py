@@ -41,15 +41,6 @@ def test_one_that_is_due_while_the_last_is_written_is_taken_after_that(
     assert steps_saved(tmp_path) == [6, 2], "at the beginning of the seventh step"
 
 
-def test_the_last_one_due_is_taken_at_the_end(trained, tmp_path):
-    model, optimizer = trained
-    for _ in range(2):
-        step(model, optimizer)
-    assert steps_saved(tmp_path) == []
-    model.consolidate()
-    assert steps_saved(tmp_path) == [2]
-
-
 # A large model, which no line closes. Its checkpoint is written when that is waited for.
 NOT_CLOSED = """
 import sys, threading
@@ -164,8 +155,6 @@ def test_names_are_taken_once_and_a_new_one_starts_afresh(linear, tmp_path, capl
     model, optimizer = linear(tmp_path)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model.also_checkpoint(schedule=schedule)
-    with pytest.raises(ValueError, match="'schedule' is saved with the checkpoints already"):
-        model.also_checkpoint(schedule=schedule)
     model.save_checkpoint()
     model.close()
     model, optimizer = linear(tmp_path, resume="auto")

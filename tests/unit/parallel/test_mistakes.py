@@ -1,7 +1,6 @@
 """Refusals at the call: a ValueError that names the value and what to give instead."""
 
 import contextlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,6 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
     [
         (lambda: wrap(graph="rings"), "do you mean ring"),
         (lambda: wrap(comm_rate=0.0), r"comm_rate is 0\.0; it must be a positive number"),
-        (lambda: wrap(comm_rate=math.nan), "comm_rate is nan; it must be a positive number"),
         (lambda: wrap(comm_rate=True), "comm_rate is True; it must be a positive number"),
         (lambda: wrap(comm_rate="often"), "comm_rate is 'often'; give 'auto', or exchanges per"),
         (
@@ -102,15 +100,7 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
             )
         ),
         (lambda: wrap(budget_samples=True), "budget_samples is True; it must be a whole number"),
-        (
-            lambda: wrap(budget_samples=1234.5),
-            "budget_samples is 1234.5; it must be a whole number",
-        ),
         (lambda: wrap(counting=Counting(samples_per_step=0)), "samples_per_step"),
-        (
-            lambda: wrap(counting=Counting(samples_per_step="8")),
-            "samples_per_step is '8'; it must be a whole number",
-        ),
         (lambda: wrap(seed=1.5), "seed is 1.5; it must be a whole number"),
         (lambda: wrap(network={"port": 4000}), r"give gossipdp\.Network"),
         (lambda: wrap(optimizer="sgd"), r"second argument is a torch\.optim.*a str is none"),
@@ -144,7 +134,6 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
             "every_steps is 0; it must be at least 1",
         ),
         (lambda: Checkpoints(keep=0), "keep is 0; it must be at least 1"),
-        (lambda: Checkpoints(keep=None), "keep is None; it must be a whole number"),
         (lambda: Checkpoints(every_steps=3), "need a directory"),
         (lambda: Checkpoints(resume="auto"), "need a directory"),
         (lambda: Checkpoints(resume=True), "resume is 'auto', a directory or None, not True"),

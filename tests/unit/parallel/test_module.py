@@ -11,8 +11,6 @@ import torch
 from mixed_net import Net
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Checkpoints, Counting, Exchange, ModelChangedError, PoisonedError
 from gossipdp.dynamics.chunks import Chunk
@@ -376,27 +374,6 @@ def test_without_a_budget_progress_is_an_error_that_says_what_to_give(wrap):
     with pytest.raises(RuntimeError, match=r"budget_samples=, or loop over model\.epochs"):
         model.progress()
     assert not model.finished
-
-
-@pytest.mark.parametrize("within", [False, True])
-def test_batches_shuffles_anew_each_epoch(wrap, within):
-    data = TensorDataset(torch.arange(8.0).reshape(8, 1))
-    sampler = DistributedSampler(data, num_replicas=1, rank=0)
-    loader = (
-        DataLoader(data, batch_sampler=BatchSampler(sampler, 8, drop_last=False))
-        if within
-        else DataLoader(data, batch_size=8, sampler=sampler)
-    )
-    net = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    model = wrap(net, optimizer, budget_samples=16)
-    orders = []
-    for (values,) in model.batches(loader):
-        orders.append(values.flatten().tolist())
-        model(values).sum().backward()
-        optimizer.step()
-    assert len(orders) == 2
-    assert orders[0] != orders[1]
 
 
 def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap, tmp_path):

@@ -135,68 +135,6 @@ def test_what_exchanges_bring_is_in_the_next_step_and_its_gradient_counts_whole(
         torch.testing.assert_close(one, other)
 
 
-def test_workers_of_two_ages_go_on_with_steps_of_their_size(wrap: Callable) -> None:
-    """All gradients are 1, so each step of Adam's is as large as the learning rate.
-
-    Averaged as they are, steps would be 0.0034 at the younger and 0.0138 at the older one.
-    """
-    models, optimizers = [], []
-    for age in (20, 400):
-        net = nn.Linear(3, 3)
-        optimizers.append(torch.optim.Adam(net.parameters(), lr=0.01))
-        models.append(wrap(net, optimizers[-1], counting=Counting(samples_per_step=1)))
-        stepped(optimizers[-1], age)
-    chunks = [moments_of(model)[0].chunks[0] for model in models]
-    sent = [torch.empty_like(chunk.x) for chunk in chunks]
-    for chunk, mine in zip(chunks, sent, strict=True):
-        assert chunk.snapshot(0.0, mine)
-    for chunk, mine, theirs in zip(chunks, sent, reversed(sent), strict=True):
-        chunk.exchange(0.0, mine, theirs, 0.5)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for _ in range(3):
-            before = model.module.weight.detach().clone()
-            stepped(optimizer, 1)
-            torch.testing.assert_close(before - model.module.weight, torch.full((3, 3), 0.01))
-
-
-def test_a_second_moment_of_bfloat16_stays_positive_where_gradients_become_rare(
-    wrap: Callable,
-) -> None:
-    """150 steps after an exchange v has shrunk to less than what rounding it left over."""
-    generator = torch.Generator().manual_seed(0)
-    workers = []
-    for _ in range(2):
-        net = nn.Embedding(64, 8).bfloat16()
-        optimizer = ADAMW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-        (segment,) = moments_of(wrap(net, optimizer, counting=Counting(samples_per_step=1)))
-        workers.append((net, optimizer, segment.chunks[0]))
-
-    def train_tokens(num_tokens: int, steps: int) -> None:
-        for _ in range(steps):
-            for net, optimizer, _ in workers:
-                net.weight.grad = torch.zeros_like(net.weight)
-                seen = torch.randn(num_tokens, 8, generator=generator)
-                net.weight.grad[:num_tokens] = seen.bfloat16()
-                optimizer.step()
-
-    def exchange() -> None:
-        sent = [torch.empty_like(chunk.x) for _, _, chunk in workers]
-        for (_, _, chunk), mine in zip(workers, sent, strict=True):
-            assert chunk.snapshot(0.0, mine)
-            assert (mine >= 0.0).all()
-        for (_, _, chunk), mine, theirs in zip(workers, sent, reversed(sent), strict=True):
-            assert chunk.exchange(0.0, mine, theirs, 0.5) == 0.0
-
-    train_tokens(64, steps=30)
-    exchange()
-    train_tokens(32, steps=150)
-    exchange()
-    train_tokens(64, steps=2)
-    for net, optimizer, _ in workers:
-        assert (optimizer.state[net.weight]["exp_avg_sq"] >= 0.0).all()
-        assert net.weight.isfinite().all()
-
-
 def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(
     wrap: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

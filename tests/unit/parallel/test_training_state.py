@@ -287,39 +287,3 @@ def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
         time.sleep(0.001)
     step(weight, optimizer)
     assert offered(between).layout
-
-
-def test_every_chunk_is_of_one_step():
-    """Two threads: what is copied while the other trains is never half of one step."""
-    weight, optimizer = weight_and_adam(50_000)
-    optimizer.param_groups[0]["betas"] = (0.0, 0.0)  # so exp_avg is the last gradient
-    step(weight, optimizer, 1.0)
-    between = watching(optimizer)
-    offer = offered(between)
-    ends = threading.Event()
-
-    def train() -> None:
-        gradient = 0.0
-        while not ends.is_set():
-            gradient += 1.0
-            step(weight, optimizer, gradient)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    room = torch.empty(200_000, dtype=torch.uint8)
-    seen = set()
-    try:
-        while len(seen) < 10:
-            if offer.copy(offer.tensors[0], room):
-                (value,) = room.view(torch.float32).unique().tolist()
-                seen.add(value)
-    finally:
-        ends.set()
-        thread.join()
-
-
-def test_what_an_optimizer_cannot_say_is_an_error_of_one_line():
-    _, optimizer = weight_and_adam()
-    optimizer.param_groups[0]["rule"] = weight_and_adam
-    with pytest.raises(ValueError, match=r"\['rule'\] is a builtins.function"):
-        offered(BetweenSteps([optimizer]))

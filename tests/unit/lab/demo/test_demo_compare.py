@@ -109,14 +109,3 @@ def test_only_kills_that_happened_are_counted() -> None:
     }
     gossip = both(DemoArguments(compare=True))["a2cid2"]
     assert judge(gossip, found) == BETTER
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "allreduce", "faults": "kill 0"}, "there it ends the run; choose a2cid2"),
-    ],
-)
-def test_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(DemoArguments(**options))

@@ -21,7 +21,6 @@ from gossipdp_lab.simulate.scenario import (
     Link,
     LinkModel,
     Scenario,
-    SlowedTime,
 )
 from gossipdp_lab.simulate.study import ROUNDS
 from gossipdp_lab.simulate.trace import Trace
@@ -96,12 +95,3 @@ def test_the_cost_of_an_all_reduce_is_that_of_its_slowest_link(num_workers: int)
     num_edges = {1: 0, 2: 1, 8: 8}[num_workers]
     assert trace.records[-1].exchanges == num_edges * trace.worker_steps[0]
     assert sum(trace.worker_exchanges) == 2 * trace.records[-1].exchanges
-
-
-def test_all_reduce_waits_for_the_slowest() -> None:
-    slowed = SlowedTime(ConstantTime(1.0), {2: 3.0})
-    trace = run(replace(EVEN, compute_time=slowed, num_steps=12, keep_timeline=True), "allreduce")
-    assert trace.worker_steps == [4] * 4
-    assert trace.records[-1].idle_share == pytest.approx(3 * 2 / 12)
-    first = [one[1:] for one in trace.intervals if one.end_s <= 3 and one.rank == 1]
-    assert first == [("computing", 0, 1), ("waiting", 1, 3), ("exchanging", 3, 3)]
