@@ -171,9 +171,9 @@ def test_no_modules_import_each_other_in_a_circle():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (402, 5), "cli": (1228, 6), "dynamics": (2567, 11), "gossip": (2815, 11),
+        ".": (402, 5), "cli": (1228, 6), "dynamics": (2553, 11), "gossip": (2822, 11),
         "graph": (775, 3), "integrations": (603, 5), "launcher": (3508, 13), "links": (3189, 12),
-        "observe": (1693, 8), "parallel": (7542, 24), "protocol": (5325, 18),
+        "observe": (1693, 8), "parallel": (7534, 24), "protocol": (5328, 18),
     },
     "src/gossipdp_lab": {
         ".": (331, 3), "demo": (1334, 7), "report": (1208, 6), "simulate": (3416, 19),

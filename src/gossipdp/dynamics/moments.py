@@ -35,20 +35,6 @@ class Moment:
         """The divisor 1 - beta^t of the optimizer's bias correction; 0 before its first step."""
         return 1.0 - self.decay**self.steps
 
-    def travels_with(self, counter: int) -> bool:
-        """Return True if the exchange of this number carries it; both ends know the number.
-
-        The fractional parts of the golden ratio's multiples are spread evenly from 0 to 1, and so
-        are those of every second or third multiple. So if proposals are refused in a rhythm, and
-        all exchanges have even numbers, one in ``period`` still carries it. The first exchanges do
-        not. A moment of a longer period travels with those of shorter ones.
-
-        Example:
-            >>> [n for n in range(80) if n and Moment("exp_avg_sq", 16).travels_with(n)]
-            [13, 34, 47, 68]
-        """
-        return (counter * 2_654_435_769 & 0xFFFFFFFF) * self.period < 1 << 32
-
 
 class MomentChunk(Chunk):
     r"""A chunk of a moment, in the optimizer's own memory.

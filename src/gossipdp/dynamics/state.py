@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 
@@ -212,12 +212,12 @@ class State:
             lines.append((text, (segment.x.numel(),)))
         return lines
 
-    def carried(self, counter: int) -> Sequence[Chunk]:
-        """Return the chunks that the exchange of this number averages, in order."""
+    def carried(self, periods: Collection[int]) -> Sequence[Chunk]:
+        """Return the chunks that an exchange averages, with the moments of these periods."""
         due = [
             chunk
             for segment in self.moments
-            if segment.moment is not None and segment.moment.travels_with(counter)
+            if segment.moment is not None and segment.moment.period in periods
             for chunk in segment.chunks
         ]
         return self.chunks + due if due else self.chunks

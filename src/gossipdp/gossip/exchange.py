@@ -1,6 +1,6 @@
 """One exchange: chunks out and in, a window at a time, applied as soon as both halves are here.
 
-The exchange's number, which both ends know, says which chunks travel. A chunk is copied to a slot
+PROPOSE says which moments travel beside the parameters. A chunk is copied to a slot
 at the exchange's phase and sent. When the peer's chunk of the same index has arrived whole, the
 difference of the two snapshots is applied. Nothing is applied before the peer's first frame, which
 confirms the exchange at the end that was asked. The extra memory is the window's. The :mod:`codec
@@ -55,7 +55,7 @@ class Exchange:
 
     The exchange before it, with the same ``codec``, has ended. Chunks with another ``id`` are
     dropped. ``alpha_tilde`` is the gain on which both ends agreed; the phase ``theta`` stands still
-    until the exchange has ended.
+    until the exchange has ended. The moments of the periods in ``moments`` travel too.
 
     Attributes:
         num_applied: chunks that were applied so far.
@@ -72,13 +72,14 @@ class Exchange:
         *,
         alpha_tilde: float,
         theta: float,
+        moments: tuple[int, ...] = (),
     ) -> None:
         self.link = link
         self.id = id
         self.squared_distance = 0.0
         self.num_applied = 0
         self.num_repeated = 0
-        self._chunks = state.carried(id.counter)
+        self._chunks = state.carried(moments)
         self._codec = codec
         self._alpha_tilde = alpha_tilde
         self._theta = theta

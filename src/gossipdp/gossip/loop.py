@@ -433,7 +433,13 @@ class GossipLoop(LinkHandler):
         # The first snapshots wait for the end of the turn, so that the answer leaves before them.
         theta = self._phase.start_exchange(now)
         self._exchange = Exchange(
-            self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
+            self._state,
+            self.codec,
+            link,
+            begin.id,
+            alpha_tilde=begin.alpha_tilde,
+            theta=theta,
+            moments=begin.moments,
         )
         self._progress = self._exchange.bytes_moved
         self._held_before_s = self.transport.held_s

@@ -54,8 +54,6 @@ KINDS = (
 and settings, not from an optimizer's state: all workers must decide alike, before any step too.
 """
 
-NUMBERS_PERIOD = 2
-"""By default half of all numbers carry moments, and workers choose their exchanges' numbers."""
 DEFAULT_PERIOD = 4
 """By default one exchange in so many carries moments, or the first one after ``SHARE_OF_MEMORY``.
 
@@ -87,7 +85,7 @@ def _default(optimizer: torch.optim.Optimizer) -> Periods:
     kind = _kind(optimizer)
     # With amsgrad one worker's largest gradient would stay in its peers' maxima for ever.
     has_maximum = any(group.get("amsgrad") for group in optimizer.param_groups)
-    return {} if kind is None or has_maximum else dict.fromkeys(kind.travels, NUMBERS_PERIOD)
+    return {} if kind is None or has_maximum else dict.fromkeys(kind.travels, DEFAULT_PERIOD)
 
 
 def chosen_moments(

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from gossipdp.links.tls import Tls, tls_files
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.moments import DEFAULT_PERIOD, steps_between
+from gossipdp.parallel.moments import steps_between
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
@@ -44,8 +45,8 @@ from gossipdp.protocol.exchange_rate import (
     ExchangeRate,
 )
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
+from gossipdp.protocol.moments_due import MomentsDue
 from gossipdp.protocol.neighbours import Place
-from gossipdp.protocol.numbering import Numbering
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.rules import shown_rate
 
@@ -256,7 +257,7 @@ class Startup:
             work_out=self._work_out,
             status_address=("", 0) if self._page is None else self._page.announced(host),
             exchange_rate=self._exchange_rate(),
-            numbering=self._numbering(),
+            moments_due=self._moments_due(),
             restarts=self.restarts,
         )
         protocol.membership.merge_all(others)
@@ -292,21 +293,14 @@ class Startup:
         is_on_card = self._state.device.is_queued
         return ExchangeRate(TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE)
 
-    def _numbering(self) -> Numbering | None:
-        """Return the choice of the exchanges that carry moments.
-
-        None if none travel, or if the user gave periods: these count exchanges and stay fixed.
-        """
-        state = self._state
-        decays = [each.moment.decay for each in state.moments if each.moment is not None]
-        if self._options.exchange.moments is not True or not decays:
+    def _moments_due(self) -> MomentsDue | None:
+        moments = [each.moment for each in self._state.moments if each.moment is not None]
+        if not moments:
             return None
-        num_chunks = len(state.chunks)
-        return Numbering(
-            lambda number: len(state.carried(number)) > num_chunks,
-            num_exchanges=DEFAULT_PERIOD,
-            num_steps=steps_between(min(decays)),
-        )
+        # Periods that the user gave count exchanges alone.
+        is_default = self._options.exchange.moments is True
+        num_steps = steps_between(min(each.decay for each in moments)) if is_default else math.inf
+        return MomentsDue({each.period for each in moments}, num_steps)
 
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
         settings = self.settings

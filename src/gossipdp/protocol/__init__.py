@@ -6,7 +6,7 @@
     step_clock    when to ask: even ticks in units of the worker's own gradient steps
     neighbours    the graph over the live workers, and the order in which to ask neighbours
     pairing       one exchange at a time: who exchanges with whom, and when
-    numbering     when the optimizer's moments travel along
+    moments_due   when the optimizer's moments travel along
     confirmation  when a chunk that travels in a code may be applied
     link_health   silence, heartbeats, and the news that travels with messages
     liveness      who is dead: silence or a refused dial, and questions to others

@@ -30,6 +30,7 @@ class Send(Generic[Body]):
 class Begin:
     """Start an exchange with ``peer``; end it with ``finished(id)`` or ``failed(id)``.
 
+    ``moments`` are the periods of the optimizer's moments that travel with the parameters.
     Both ends may send chunks at once, but the end that was asked (``initiator`` False) applies
     nothing before the initiator's first chunk has arrived: that chunk confirms the exchange.
     Say ``progressed`` whenever any of its bytes came or left: an exchange without progress ends.
@@ -39,6 +40,7 @@ class Begin:
     id: ExchangeId
     alpha_tilde: float
     initiator: bool
+    moments: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from gossipdp.protocol.members import Incarnation, Member, ProcessId, ProgressEn
 
 MAX_NEWS = 256
 """Records of membership, and as many of progress, in one envelope."""
+MAX_PERIODS = 64
+"""Different periods of an optimizer's moments."""
 MAX_RECORDS = 1024
 """Records of membership, and as many of progress, in the answer to a joiner."""
 
@@ -53,10 +55,14 @@ class ExchangeId(_Value, frozen=True):
 
 
 class Propose(_Message, frozen=True):
-    """Exchange with me? ``alpha_tilde`` is the proposer's."""
+    """Exchange with me? ``alpha_tilde`` is the proposer's.
+
+    ``moments``: the periods of the optimizer's moments that are to travel too.
+    """
 
     id: ExchangeId
     alpha_tilde: Gain
+    moments: Annotated[tuple[Counter, ...], Meta(max_length=MAX_PERIODS)] = ()
 
 
 class Accept(_Message, frozen=True):

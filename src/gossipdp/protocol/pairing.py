@@ -41,8 +41,8 @@ from gossipdp.protocol.messages import (
     Propose,
     ProtocolError,
 )
+from gossipdp.protocol.moments_due import MomentsDue
 from gossipdp.protocol.neighbours import NeighbourPolicy
-from gossipdp.protocol.numbering import Numbering
 
 MAX_BACKLOG = 4
 
@@ -56,13 +56,17 @@ class Idle:
 
 @dataclass(frozen=True)
 class Proposing:
-    """Waiting for ``peer`` to answer the proposal ``id``; ``untried`` are next, in order."""
+    """Waiting for ``peer`` to answer ``proposal``; ``untried`` are next, in order."""
 
     peer: int
-    id: ExchangeId
-    alpha_tilde: float
-    """The gain proposed: the peer may accept with a smaller one, never with a larger."""
+    proposal: Propose
+    """The peer may accept with a smaller gain than the proposed one, never with a larger."""
     untried: tuple[int, ...]
+
+    @property
+    def id(self) -> ExchangeId:
+        """Return the name of the exchange that is proposed."""
+        return self.proposal.id
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,7 @@ class Pairing:
         incarnation: this worker's life, part of every exchange id.
         policy: the order in which neighbours are asked.
         alpha_tilde: this worker's gain; settable. Both ends use the smaller of their two.
-        numbering: chooses the numbers of this worker's exchanges, by which both ends know what
-            travels.
+        moments_due: says which moments the exchange that is proposed next carries.
 
     Every input returns the actions to perform, in order. Links are FIFO while they last; the
     driver reports a lost link with :meth:`lost`, and nothing from that link afterwards.
@@ -114,7 +117,7 @@ class Pairing:
         incarnation: int,
         policy: NeighbourPolicy,
         alpha_tilde: float,
-        numbering: Numbering | None = None,
+        moments_due: MomentsDue | None = None,
     ) -> None:
         self.rank = rank
         self.incarnation = incarnation
@@ -127,7 +130,7 @@ class Pairing:
         self.backlog = 0
         """Demands not served yet, at most :data:`MAX_BACKLOG`."""
         self._counter = 0
-        self._numbering = numbering
+        self._moments_due = moments_due
         self._vain_ticks = 0  # since the last exchange
         self._asks = True
         self.answers = True
@@ -328,16 +331,16 @@ class Pairing:
         state = self.state
         if not (isinstance(state, Proposing) and state.peer == peer and state.id == accept.id):
             return [Send(peer, Cancel(accept.id))]
-        if accept.alpha_tilde > state.alpha_tilde:
+        proposed = state.proposal.alpha_tilde
+        if accept.alpha_tilde > proposed:
             raise ProtocolError(
-                f"it accepts with a gain of {accept.alpha_tilde:g}, where {state.alpha_tilde:g} "
-                "was proposed"
+                f"it accepts with a gain of {accept.alpha_tilde:g}, where {proposed:g} was proposed"
             )
         self.state = Exchanging(peer, state.id, initiator=True)
         return [
             # Take the gain of ACCEPT, with which the peer has begun: this worker's own may have
             # changed with a new graph since it proposed.
-            Begin(peer, state.id, accept.alpha_tilde, initiator=True),
+            Begin(peer, state.id, accept.alpha_tilde, True, state.proposal.moments),
             *self._refuse_parked(),
         ]
 
@@ -393,11 +396,11 @@ class Pairing:
             return []
         peer, *rest = untried
         self._counter += 1
-        if self._numbering is not None:
-            self._counter = self._numbering.from_(self._counter)
         id = ExchangeId(self.rank, self.incarnation, self._counter)
-        self.state = Proposing(peer, id, self.alpha_tilde, tuple(rest))
-        return [Send(peer, Propose(id, self.alpha_tilde))]
+        moments = () if self._moments_due is None else self._moments_due.now()
+        proposal = Propose(id, self.alpha_tilde, moments)
+        self.state = Proposing(peer, proposal, tuple(rest))
+        return [Send(peer, proposal)]
 
     def _withdrawn(self, state: Proposing) -> list[PairingAction]:
         """Ask others, as after BUSY; with one less available, the policy may name further ones."""
@@ -437,7 +440,7 @@ class Pairing:
         self.state = Exchanging(peer, proposal.id, initiator=False)
         return [
             Send(peer, Accept(proposal.id, alpha_tilde)),
-            Begin(peer, proposal.id, alpha_tilde, initiator=False),
+            Begin(peer, proposal.id, alpha_tilde, False, proposal.moments),
             *self._refuse_parked(),
         ]
 

@@ -57,6 +57,7 @@ from gossipdp.protocol.messages import (
     ProtocolError,
     ReductionMessage,
 )
+from gossipdp.protocol.moments_due import MomentsDue
 from gossipdp.protocol.neighbours import (
     Fresh,
     Neighbourhood,
@@ -64,7 +65,6 @@ from gossipdp.protocol.neighbours import (
     WorkOut,
     at_once,
 )
-from gossipdp.protocol.numbering import Numbering
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
 from gossipdp.protocol.presence import CloseIfSilent, Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
@@ -107,7 +107,7 @@ class WorkerProtocol:
         rank, incarnation, process_id, host, port, status_address, restarts: this worker, as others
             will know it: see :class:`~gossipdp.protocol.members.Member`.
         constants: the graph with its rates, at the wanted comm rate; at 1 with ``exchange_rate``.
-        exchange_rate, numbering: what the worker can afford, if the comm rate sets itself, and
+        exchange_rate, moments_due: what the worker can afford, if the comm rate sets itself, and
             when the optimizer's moments travel.
         method: "a2cid2", "gossip", or "none": no ticks, and BUSY to every proposal.
         policy_type: the order in which neighbours are asked.
@@ -145,12 +145,12 @@ class WorkerProtocol:
         work_out: WorkOut = at_once,
         status_address: tuple[str, int] = ("", 0),
         exchange_rate: ExchangeRate | None = None,
-        numbering: Numbering | None = None,
+        moments_due: MomentsDue | None = None,
         restarts: int = 0,
     ) -> None:
         self.rank = rank
         self.timeout_s = positive_number("timeout_s", timeout_s)
-        self.exchange_rate, self._numbering = exchange_rate, numbering
+        self.exchange_rate, self._moments_due = exchange_rate, moments_due
         status = Status.JOINING if is_joining else Status.ALIVE
         self.membership = Membership(
             Member(rank, incarnation, process_id, status, host, port, *status_address, restarts),
@@ -168,7 +168,7 @@ class WorkerProtocol:
             incarnation=incarnation,
             policy=policy_type(Random(random.getrandbits(64))),
             alpha_tilde=self.alpha_tilde,
-            numbering=numbering,
+            moments_due=moments_due,
         )
         self.consolidation = Consolidation(
             rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
@@ -238,8 +238,8 @@ class WorkerProtocol:
         self.progress.add(samples, now=now)
         self.clock.step(now)
         rate = self.exchange_rate
-        if self._numbering is not None:
-            self._numbering.step()
+        if self._moments_due is not None:
+            self._moments_due.step()
         if rate is not None and rate.stepped(self.clock.step_seconds):
             self._set_clock_rate()
         return self._ticks(now)
@@ -648,7 +648,7 @@ class WorkerProtocol:
         for action in [*settled, *self._consolidate(now)]:
             match action:
                 case Begin():
-                    self._begin(action.id, now)
+                    self._begin(action, now)
                     outward.append(action)
                 case Send():
                     if isinstance(action.message, Propose):
@@ -692,12 +692,12 @@ class WorkerProtocol:
         rate = self.neighbourhood.worker_rate / 2 if self._has_method else 0.0
         self.clock.set_rate(rate if self.exchange_rate is None else rate * self.exchange_rate.rate)
 
-    def _begin(self, id: ExchangeId, now: float) -> None:
+    def _begin(self, begin: Begin, now: float) -> None:
         """Note that an exchange begins; if it was the last affordable one, close after it."""
         self.progressed(now)
         self._began_at = now
-        if self._numbering is not None:
-            self._numbering.began(id.counter)
+        if self._moments_due is not None:
+            self._moments_due.began(begin.moments)
         if self.exchange_rate is None:
             return
         self.exchange_rate.began(now)

@@ -288,14 +288,6 @@ def test_what_a_peer_sends_that_is_not_finite_is_not_taken():
     assert torch.equal(one.x, torch.ones(3))
 
 
-@pytest.mark.parametrize("period", [1, 2, 3, 4, 16, 100])
-def test_whatever_the_rhythm_of_its_numbers_one_exchange_in_a_period_carries_a_moment(period):
-    kept = Moment("exp_avg_sq", period)
-    for stride in range(1, 25):
-        carried = sum(kept.travels_with(1 + stride * place) for place in range(100 * period))
-        assert 90 <= carried <= 110, stride
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("make", [buffers, lambda values: moment(values, steps=5000)])
 def test_a_variance_of_low_precision_that_shrinks_after_a_boundary_stays_positive(make, dtype):

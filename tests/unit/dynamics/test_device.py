@@ -123,7 +123,7 @@ def random_values(random: Random, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
     """Run at random; return the host's view of it."""
     random, seen = Random(seed), []
-    chunks = world.state.carried(1)
+    chunks = world.state.carried([1])
     outs = [
         torch.empty(chunk.num_elements, dtype=wire if chunk.role is Role.TRAINED else chunk.x.dtype)
         for chunk in chunks
@@ -217,7 +217,7 @@ def exchange_beside_steps(device: ClockedDevice) -> None:
     device.on_finish = step
     for _ in range(3):
         theta = world.phase.start_exchange(world.now_s)
-        for chunk in world.state.carried(1):
+        for chunk in world.state.carried([1]):
             out, peers = torch.zeros(2, chunk.num_elements)
             with world.gossip():
                 chunk.snapshot(theta, out)

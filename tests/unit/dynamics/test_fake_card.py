@@ -39,7 +39,7 @@ def test_events_of_chunks(dtype, has_momenta):
     assert isinstance(state.device, AcceleratorDevice)
     state.compile()
     assert state.kernels == "torch on the device"
-    for number, chunk in enumerate(state.carried(1)):
+    for number, chunk in enumerate(state.carried([1])):
         wide = chunk.pending.dtype  # of a coded chunk
         for wire in {dtype, torch.bfloat16, wide}:
             theta = 0.1 * number
@@ -77,7 +77,7 @@ def test_each_form_in_which_chunks_travel(dtype, wire_format):
     codec = make_codec(wire_format, state)
     decoded = []
     for _ in range(2):  # the first shows a code the distance
-        chunks = state.carried(1)
+        chunks = state.carried([1])
         if (preface := codec.start(chunks)) is not None:
             codec.agree(memoryview(bytearray(preface)))
         for chunk in chunks:
@@ -105,7 +105,7 @@ def test_the_host_reads_few_numbers(card: FakeCard, dtype):
         use(*args)
         return len(card.reads) - before
 
-    for chunk in state.carried(1):
+    for chunk in state.carried([1]):
         is_moment, is_trained = chunk.role is Role.MOMENT, chunk.role is Role.TRAINED
         mine, peers = torch.zeros(2, chunk.num_elements, dtype=dtype)
         # A trained chunk's check for NaN arrives with the snapshot.

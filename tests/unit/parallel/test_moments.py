@@ -16,7 +16,7 @@ from gossipdp import Counting, Exchange, GossipDataParallel
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.moments import MOST_REPLACED, chosen_moments
+from gossipdp.parallel.moments import DEFAULT_PERIOD, MOST_REPLACED, chosen_moments
 
 ADAMW = torch.optim.AdamW
 
@@ -259,11 +259,11 @@ def test_what_travels_by_default() -> None:
     net = make_net()
     first, second = [net[0].weight], [net[2].weight]
     sgd = torch.optim.SGD(first, 0.1)
-    assert names(ADAMW(first)) == [("exp_avg_sq", 2, 0)]  # half of all numbers
+    assert names(ADAMW(first)) == [("exp_avg_sq", 4, 0)]
     assert names(ADAMW(first), choice=False) == []
     assert names(sgd) == []
     assert names(torch.optim.RMSprop(first)) == []
-    assert names(sgd, ADAMW(second)) == [("exp_avg_sq", 2, 1)]
+    assert names(sgd, ADAMW(second)) == [("exp_avg_sq", 4, 1)]
     # One worker's largest gradient would stay in the maxima of its peers.
     amsgrad = ADAMW(first, amsgrad=True)
     assert names(amsgrad) == []
@@ -349,22 +349,27 @@ def test_by_default_one_exchange_in_four_carries_moments_or_one_in_a_quarter_of_
 ) -> None:
     net = make_net()
     model = wrap(net, ADAMW(net.parameters(), betas=(0.9, beta_2)), comm_rate=comm_rate)
-    state, numbering = model._engine._state, model._engine._protocol.pairing._numbering
-    assert numbering is not None
-    number, with_moments = 0, []
-    for count in range(1, 13):  # an exchange a step
-        numbering.step()
-        number = numbering.from_(number + 1)
-        numbering.began(number)
-        if len(state.carried(number)) > len(state.chunks):
+    assert carrying(model, 12) == expected
+
+
+def carrying(model: GossipDataParallel, num_exchanges: int) -> list[int]:
+    """Return those of the next exchanges, one a step, that carry moments."""
+    state, due = model._engine._state, model._engine._protocol.pairing._moments_due
+    assert due is not None
+    with_moments = []
+    for count in range(1, num_exchanges + 1):
+        due.step()
+        if len(state.carried(due.now())) > len(state.chunks):
             with_moments.append(count)
-    assert with_moments == expected
+        due.began(due.now())
+    return with_moments
 
 
 def test_periods_that_are_named_count_exchanges(wrap: Callable) -> None:
     net = make_net()
-    model = wrap(net, ADAMW(net.parameters()), exchange=Exchange(moments={"exp_avg_sq": 4}))
-    assert model._engine._protocol.pairing._numbering is None
+    optimizer = ADAMW(net.parameters(), betas=(0.9, 0.9))
+    model = wrap(net, optimizer, exchange=Exchange(moments={"exp_avg_sq": 5}))
+    assert carrying(model, 12) == [5, 10]
 
 
 # What cannot.
@@ -497,14 +502,14 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(
     optimizer.step()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     state = model._engine._state
-    for counter in (13, 34):
-        for chunk in state.carried(counter):
+    for _ in range(2):
+        for chunk in state.carried([DEFAULT_PERIOD]):
             out = torch.empty_like(chunk.x)
             peers = torch.zeros_like(out)
             assert math.isfinite(chunk.snapshot_and_exchange(0.0, out, peers, 0.5))
             assert out.isfinite().all()
         stepped(optimizer, 1)
-    assert len(state.carried(13)) > len(state.chunks)
+    assert len(state.carried([DEFAULT_PERIOD])) > len(state.chunks)
     for parameter, old in zip(net.parameters(), before, strict=True):
         torch.testing.assert_close(parameter, old / 4, rtol=0, atol=0.01)
     assert all(value.isinf().all() for value in kept(optimizer))

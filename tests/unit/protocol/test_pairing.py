@@ -67,7 +67,7 @@ def answered(pairing: Pairing, peer: int, counter: int = 1) -> ExchangeId:
 def test_tick_proposes_to_the_first_of_the_policy():
     pairing = make_pairing()
     assert pairing.tick() == [Send(2, Propose(own(1), 0.9))]
-    assert pairing.state == Proposing(2, own(1), 0.9, (8,))
+    assert pairing.state == Proposing(2, Propose(own(1), 0.9), (8,))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_unexpected_accept_is_cancelled():
     assert pairing.receive(2, Accept(own(7), 0.9)) == [Send(2, Cancel(own(7)))]
     pairing.tick()
     assert pairing.receive(8, Accept(own(1), 0.9)) == [Send(8, Cancel(own(1)))]
-    assert pairing.state == Proposing(2, own(1), 0.9, (8,))
+    assert pairing.state == Proposing(2, Propose(own(1), 0.9), (8,))
 
 
 def test_cancel_stops_the_answered_exchange_only():
@@ -277,7 +277,7 @@ def test_foreign_ids_are_dropped():
     assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
     assert pairing.finished(own(1)) == []
     assert pairing.failed(own(1)) == []
-    assert pairing.state == Proposing(2, own(1), 0.9, (8,))
+    assert pairing.state == Proposing(2, Propose(own(1), 0.9), (8,))
 
 
 def test_whom_it_put_off_is_told_before_it_is_forgotten():
@@ -334,4 +334,4 @@ def test_an_accept_with_more_than_was_proposed_is_refused():
     with pytest.raises(ProtocolError, match=r"gain of 0\.91"):
         pairing.receive(2, Accept(own(1), 0.91))
     pairing.lost(2)
-    assert pairing.state == Proposing(8, own(2), 0.9, ())
+    assert pairing.state == Proposing(8, Propose(own(2), 0.9), ())
