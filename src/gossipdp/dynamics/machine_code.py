@@ -71,14 +71,14 @@ class Loop:
     def _given(self, arguments: tuple[Tensor | float, ...]) -> Iterator[float]:
         """Yield the size and the addresses: another type or length would spoil other memory."""
         first = arguments[0]
-        assert isinstance(first, Tensor)
-        size = first.numel()
+        size = first.numel() if isinstance(first, Tensor) else -1
         yield size
         for dtype, each in zip(self._dtypes, arguments, strict=True):
             if isinstance(each, Tensor):
-                assert each.dtype is dtype
-                assert each.numel() == size
-                assert each.is_contiguous()
+                if each.dtype is not dtype or each.numel() != size or not each.is_contiguous():
+                    raise TypeError(
+                        f"a loop over {size} {dtype} was given {each.shape} {each.dtype}"
+                    )
                 yield each.data_ptr()
             else:
                 yield each

@@ -96,6 +96,8 @@ class Phase:
             self._counted_periods = periods
 
     def _count_gap(self, gap_s: float) -> None:
+        if gap_s <= 0.0:  # a mean of 0 would stay
+            return
         self._num_gaps += 1
         if self._num_gaps == 1:
             self._mean_gap_s = gap_s

@@ -2,8 +2,9 @@
 
 PROPOSE says which moments travel beside the parameters. A chunk is copied to a slot
 at the exchange's phase and sent. When the peer's chunk of the same index has arrived whole, the
-difference of the two snapshots is applied. Nothing is applied before the peer's first frame, which
-confirms the exchange at the end that was asked. The extra memory is the window's. The :mod:`codec
+difference of the two snapshots is applied. The end that was asked sends and applies nothing before
+the initiator's first frame, which confirms the exchange: until then the initiator may withdraw. The
+extra memory is the window's. The :mod:`codec
 <gossipdp.gossip.codec>` turns chunks into bytes.
 
 Frames: ``EXCHANGE_STEPS`` (only if the codec has something to say first), then for each chunk
@@ -86,6 +87,7 @@ class Exchange:
         self._confirmation = Confirmation(
             [codec.is_certain(chunk) for chunk in self._chunks], codec.window
         )
+        self._is_confirmed = id.initiator != link.peer
         self._num_encoded = 0
         # The number of slot frames handed to the link, and that number at each slot's last frame.
         self._num_handed = 0
@@ -117,6 +119,8 @@ class Exchange:
         Raises:
             PoisonFound: a snapshot holds NaN or infinity; it was not sent.
         """
+        if not self._is_confirmed:
+            return
         if self._preface is not None:
             self._hand(FrameType.EXCHANGE_STEPS, 0, self._preface)
             self._preface = None
@@ -178,6 +182,7 @@ class Exchange:
         """
         if not self.expects(frame_type, key):
             return None
+        self._is_confirmed = True
         if frame_type is FrameType.EXCHANGE_STEPS:
             return self._codec.preface_landing
         is_repeat = frame_type is FrameType.EXCHANGE_REPEAT
@@ -194,6 +199,7 @@ class Exchange:
             PoisonFound: the difference is not finite; nothing was applied.
         """
         index, codec = key.index, self._codec
+        self._is_confirmed = True
         match frame_type:
             case FrameType.EXCHANGE_STEPS:
                 codec.agree(payload)

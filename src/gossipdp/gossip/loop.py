@@ -27,7 +27,16 @@ from gossipdp.links.frames import STATE_TYPES, SUM_TYPES, ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
 from gossipdp.logs import OnceLog, printable
-from gossipdp.protocol.actions import Begin, Reach, Rebuilt, Send, Stop, Superseded, Unlink
+from gossipdp.protocol.actions import (
+    Begin,
+    Reach,
+    Rebuilt,
+    Send,
+    Stop,
+    Superseded,
+    Unlink,
+    Withdrawn,
+)
 from gossipdp.protocol.messages import (
     DIALLED_MESSAGES,
     Envelope,
@@ -269,6 +278,8 @@ class GossipLoop(LinkHandler):
                 self._begin(action)
             case Stop(peer=peer, reason=reason):
                 self._stop(peer, reason)
+            case Withdrawn():
+                self._stop_exchange()
             case Unlink(peer=peer, reason=reason):
                 self._unlink(peer, reason)
             case Reach(peer=peer, host=host, port=port):

@@ -1,12 +1,16 @@
 """The processor time that training leaves idle, for ``comm_rate="auto"``."""
 
+import math
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, final
 
 LOOK_EVERY_S = 1.0
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class Idle(NamedTuple):
@@ -21,6 +25,69 @@ class _Seen(NamedTuple):
     thread_busy_s: float
     idle_ticks: int
     all_ticks: int
+    quota_used_s: float
+
+
+@final
+class Quota:
+    """The cores that the control groups of this process let it use, as a container's limit does.
+
+    Attributes:
+        cores: those of the tightest group, of whose processes all count; inf without a limit.
+    """
+
+    def __init__(self) -> None:
+        self.cores = math.inf
+        self._usage: tuple[Path, float] | None = None
+        for cores, usage in _limits():
+            if cores < self.cores:
+                self.cores, self._usage = cores, usage
+
+    def used_s(self) -> float:
+        """Return the processor time used so far; of this process alone if the group's is hidden.
+
+        Without a limit it does not matter: 0.
+        """
+        if self.cores == math.inf:
+            return 0.0
+        if self._usage is None:
+            return time.process_time()
+        path, unit_s = self._usage
+        fields = path.read_text("ascii").split()  # a number, or names and numbers
+        return int(fields[fields.index("usage_usec") + 1 if len(fields) > 1 else 0]) * unit_s
+
+
+def _limits() -> Iterator[tuple[float, tuple[Path, float] | None]]:
+    """Yield the limit of each group above this process, and where its usage is told."""
+    try:
+        lines = OWN_GROUPS.read_text("ascii").splitlines()
+    except (OSError, ValueError):
+        return
+    paths = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines)}
+    for kinds, path in paths.items():
+        is_first_version = "cpu" in kinds.split(",")
+        if kinds and not is_first_version:
+            continue
+        top = GROUPS / kinds
+        group = top / path.lstrip("/")
+        for each in (group, *group.parents):
+            try:
+                if not is_first_version:
+                    quota, period = (each / "cpu.max").read_text("ascii").split()
+                    usage = each / "cpu.stat", 1e-6
+                else:
+                    quota = (each / "cpu.cfs_quota_us").read_text("ascii")
+                    period = (each / "cpu.cfs_period_us").read_text("ascii")
+                    usage = each / "cpuacct.usage", 1e-9
+                yield _positive(quota) / int(period), usage if usage[0].exists() else None
+            except (OSError, ValueError):
+                pass
+            if each == top:
+                break
+
+
+def _positive(quota: str) -> float:
+    return math.inf if quota.strip() in ("max", "-1") else int(quota)
 
 
 @final
@@ -28,7 +95,7 @@ class IdleWatch:
     """A watch on the idle time of the machine and of the training thread, which makes this object.
 
     A thread that waits for a core counts as busy: it has none to give away. Only the cores that
-    this process may use count.
+    this process may use count, and of those no more than its control groups allow.
 
     Args:
         has_helpers: True if other threads do the training thread's work while it waits, as the one
@@ -42,6 +109,7 @@ class IdleWatch:
         self._of_machine = Path("/proc/stat")
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        self._quota = Quota()
         self._seen: _Seen | None = None
 
     def look(self, now_s: float) -> Idle | None:
@@ -53,7 +121,7 @@ class IdleWatch:
         if before is not None and now_s < before.at_s + LOOK_EVERY_S:
             return None
         try:
-            self._seen = seen = _Seen(now_s, self._busy_s(), *self._ticks())
+            self._seen = seen = _Seen(now_s, self._busy_s(), *self._ticks(), self._quota.used_s())
         except OSError:  # the thread has ended
             return None
         if before is None:
@@ -61,9 +129,9 @@ class IdleWatch:
         thread = 1 - (seen.thread_busy_s - before.thread_busy_s) / (now_s - before.at_s)
         ticks = seen.all_ticks - before.all_ticks
         idle_ticks = seen.idle_ticks - before.idle_ticks
-        return Idle(
-            min(1.0, len(self._cores) * idle_ticks / ticks) if ticks > 0 else thread, thread
-        )
+        cores = len(self._cores) * idle_ticks / ticks if ticks > 0 else thread
+        used = (seen.quota_used_s - before.quota_used_s) / (now_s - before.at_s)
+        return Idle(min(1.0, cores, max(0.0, self._quota.cores - used)), thread)
 
     def _busy_s(self) -> float:
         if self._has_helpers:

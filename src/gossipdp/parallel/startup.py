@@ -239,7 +239,8 @@ class Startup:
         """Build this worker's protocol and loop, and start its thread; ``run``: id and secret."""
         options, network, (run_id, secret) = self._options, self._network, run
         self.run_id = run_id
-        process_id = secrets.randbits(62)
+        # Of two processes of a rank the later life has the higher id: that one stays.
+        process_id = self.incarnation << 32 | secrets.randbits(32)
         self._work_out = Background[Place]()
         self.protocol = protocol = WorkerProtocol(
             rank=self.rank,

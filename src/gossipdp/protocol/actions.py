@@ -31,8 +31,8 @@ class Begin:
     """Start an exchange with ``peer``; end it with ``finished(id)`` or ``failed(id)``.
 
     ``moments`` are the periods of the optimizer's moments that travel with the parameters.
-    Both ends may send chunks at once, but the end that was asked (``initiator`` False) applies
-    nothing before the initiator's first chunk has arrived: that chunk confirms the exchange.
+    The end that was asked (``initiator`` False) sends and applies nothing before the initiator's
+    first chunk begins to arrive: that chunk confirms the exchange.
     Say ``progressed`` whenever any of its bytes came or left: an exchange without progress ends.
     """
 
@@ -54,6 +54,18 @@ class Stop:
     peer: int
     id: ExchangeId
     reason: str
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """Forget the exchange ``id`` with ``peer``, which this worker was to answer.
+
+    The peer had withdrawn its proposal before ACCEPT reached it, so neither end has sent a chunk,
+    and the link stays. As after ``Stop``, neither ``finished`` nor ``failed`` is expected.
+    """
+
+    peer: int
+    id: ExchangeId
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,13 @@ class Accept(_Message, frozen=True):
 
 
 class Busy(_Message, frozen=True):
-    """Not now; I may send FREE later."""
+    """Not now; I may send FREE later.
+
+    ``is_closed``: I accept nobody's proposal; do not ask again before you hear otherwise from me.
+    """
 
     id: ExchangeId
+    is_closed: bool = False
 
 
 class Free(_Message, frozen=True):

@@ -13,10 +13,12 @@ cannot be served at once wait in a backlog.
 - Becoming idle: the backlog is served first. With nothing to propose, FREE goes to the peer that
   has waited longest since its BUSY, and to the next only after PASS: FREE to all would start a
   stampede.
-- A worker does not wait for a peer that has been silent for half the time-out (*overdue*): it
-  withdraws its proposal and asks the others. Otherwise one stopped worker would halt its
-  neighbours, and those that wait for them, until the time-out. If the overdue peer waits for this
-  worker, it gets its answer at once.
+- A proposal, or FREE, that is not answered in time (:mod:`~gossipdp.protocol.peers`) is
+  withdrawn, and the others are asked. Otherwise one stopped worker would halt its neighbours, and
+  those that wait for them. That costs nothing: the worker that accepts too late gets CANCEL, and
+  has sent no chunk yet.
+- A demand that all have refused goes to recent partners too from the next tick on. At once would
+  lock in: see :mod:`~gossipdp.protocol.neighbours`.
 
 Exchange ids name every proposal. An ACCEPT that answers no proposal held now gets CANCEL, and any
 other message with a foreign id is dropped.
@@ -24,11 +26,11 @@ other message with a foreign id is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.protocol.actions import Begin, Send, Stop, Withdrawn
 from gossipdp.protocol.messages import (
     Abort,
     Accept,
@@ -46,7 +48,7 @@ from gossipdp.protocol.neighbours import NeighbourPolicy
 
 MAX_BACKLOG = 4
 
-PairingAction: TypeAlias = Send[ExchangeMessage] | Begin | Stop
+PairingAction: TypeAlias = Send[ExchangeMessage] | Begin | Stop | Withdrawn
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,11 @@ class Pairing:
         state = self.state
         return isinstance(state, Proposing) or (isinstance(state, Exchanging) and state.initiator)
 
+    @property
+    def freed(self) -> int | None:
+        """Return the peer that has a FREE to answer."""
+        return self._waiting.sent_free
+
     # --- demands and their end -------------------------------------------------------------
 
     def tick(self) -> list[PairingAction]:
@@ -232,32 +239,15 @@ class Pairing:
         had_free = self._waiting.sent_free == peer
         self._unlink(peer)
         stopped = self._stop_exchange(peer, "the link was lost")
-        return stopped or self._without_answers({peer}, had_free)
+        return stopped or self._without_answer(peer, had_free)
 
-    def overdue(self, peers: Collection[int]) -> list[PairingAction]:
-        """Wait no longer for answers of ``peers``, whose heartbeats are late.
-
-        The call names all that are late by now: otherwise one wait could follow another. A running
-        exchange goes on: it ends only once its peer is silent. Peers that this worker has put off
-        get the FREE for which they wait, so that they ask again if they hear it. Nothing else tells
-        them that they are forgotten, since their link is not lost.
-        """
-        waiting = self._waiting
-        told: list[PairingAction] = []
-        for peer in peers:
-            parked = waiting.parked.get(peer)
-            if parked is not None:
-                told.append(Send(peer, Busy(parked.id)))
-            if parked is not None or peer in waiting.refused:
-                told.append(Send(peer, Free()))
-        had_free = waiting.sent_free in peers
-        for peer in peers:
-            self._unlink(peer)
-        return told + self._without_answers(peers, had_free)
-
-    def silent(self, peer: int) -> list[PairingAction]:
-        """Stop the exchange with ``peer``, overdue before and silent now; its link may recover."""
-        return self._stop_exchange(peer, "the peer fell silent")
+    def unanswered(self, peer: int) -> list[PairingAction]:
+        """Go on without the answer of ``peer`` to a proposal or FREE."""
+        had_free = self._waiting.sent_free == peer
+        if had_free:
+            self._waiting.sent_free = None
+        self.available.pop(peer, None)
+        return self._without_answer(peer, had_free)
 
     def _stop_exchange(self, peer: int, reason: str) -> list[PairingAction]:
         state = self.state
@@ -265,10 +255,9 @@ class Pairing:
             return []
         return [Stop(peer, state.id, reason), *self._become_idle()]
 
-    def _without_answers(self, peers: Collection[int], had_free: bool) -> list[PairingAction]:
-        """Go on without the answers of ``peers`` to a proposal or FREE, and without their FREEs."""
+    def _without_answer(self, peer: int, had_free: bool) -> list[PairingAction]:
         state = self.state
-        if isinstance(state, Proposing) and state.peer in peers:
+        if isinstance(state, Proposing) and state.peer == peer:
             return self._withdrawn(state)
         if isinstance(state, Idle):
             return self._propose_next(self._draw()) or (self._free_oldest() if had_free else [])
@@ -298,11 +287,9 @@ class Pairing:
             case Pass():
                 return self._on_pass(peer)
             case Cancel(id=id):
-                return self._on_stop(
-                    peer, id, "the peer had withdrawn its proposal", only_if_asked=True
-                )
+                return self._on_cancel(peer, id)
             case Abort(id=id, reason=reason):
-                return self._on_stop(peer, id, f"the peer aborted: {reason}", only_if_asked=False)
+                return self._on_abort(peer, id, reason)
 
     def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
         """Accept, refuse or park the proposal of ``peer``."""
@@ -336,6 +323,7 @@ class Pairing:
             raise ProtocolError(
                 f"it accepts with a gain of {accept.alpha_tilde:g}, where {proposed:g} was proposed"
             )
+        self._waiting.refused.pop(peer, None)  # it is served: others have waited longer
         self.state = Exchanging(peer, state.id, initiator=True)
         return [
             # Take the gain of ACCEPT, with which the peer has begun: this worker's own may have
@@ -351,7 +339,10 @@ class Pairing:
         return []
 
     def _on_free(self, peer: int) -> list[PairingAction]:
-        if isinstance(self.state, Idle) and peer in self._draw():
+        state = self.state
+        if isinstance(state, Proposing) and state.peer == peer:
+            return []  # it answers FREE already
+        if isinstance(state, Idle) and peer in self._draw():
             return self._propose_next([peer])
         return [Send(peer, Pass())]
 
@@ -361,32 +352,36 @@ class Pairing:
         self._waiting.sent_free = None
         return self._free_oldest() if isinstance(self.state, Idle) else []
 
-    def _on_stop(
-        self, peer: int, id: ExchangeId, reason: str, *, only_if_asked: bool
-    ) -> list[PairingAction]:
-        state = self.state
-        if not (isinstance(state, Exchanging) and state.peer == peer and state.id == id):
+    def _on_cancel(self, peer: int, id: ExchangeId) -> list[PairingAction]:
+        if not self._is_in(peer, id) or id.initiator == self.rank:
             return []
-        if only_if_asked and state.initiator:
+        return [Withdrawn(peer, id), *self._become_idle()]
+
+    def _on_abort(self, peer: int, id: ExchangeId, reason: str) -> list[PairingAction]:
+        if not self._is_in(peer, id):
             return []
         self._unlink(peer)
-        return [Stop(peer, id, reason), *self._become_idle()]
+        return [Stop(peer, id, f"the peer aborted: {reason}"), *self._become_idle()]
+
+    def _is_in(self, peer: int, id: ExchangeId) -> bool:
+        state = self.state
+        return isinstance(state, Exchanging) and state.peer == peer and state.id == id
 
     # --- transitions -----------------------------------------------------------------------
 
     def _draw(self) -> list[int]:
         if not (self._asks and self.answers and self.backlog and self.available):
             return []
-        return self._policy.draw(self.available)
+        return self._policy.draw(self.available, is_in_vain=self._vain_ticks > 0)
 
     def _asks_again(self) -> bool:
         """Return whether an idle worker, refused by all, is to ask all once more.
 
-        FREE follows every BUSY, so asking again is only a safeguard. It comes at the 2nd, 4th, 8th
-        ... tick, or saturated links would drown in proposals.
+        It does at the 1st, 2nd, 4th, 8th ... tick, or saturated links would drown in proposals:
+        FREE follows every BUSY anyway.
         """
         self._vain_ticks += 1
-        return self._vain_ticks > 1 and self._vain_ticks & (self._vain_ticks - 1) == 0
+        return self._vain_ticks & (self._vain_ticks - 1) == 0
 
     def _propose_next(self, order: Iterable[int]) -> list[PairingAction]:
         """Ask the first of ``order`` that can exchange; be idle if there is none."""
@@ -447,7 +442,7 @@ class Pairing:
     def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
         """Say BUSY, and FREE later, when it is the turn of ``peer``."""
         self._waiting.refused.setdefault(peer)
-        return [Send(peer, Busy(proposal.id))]
+        return [Send(peer, Busy(proposal.id, is_closed=not self.answers))]
 
     def _refuse_parked(self) -> list[PairingAction]:
         refused = list(self._waiting.parked.items())

@@ -2,17 +2,13 @@
 
 The membership view says who lives, the failure detector finds out who does not, and the
 neighbourhood follows both. :class:`Presence` keeps the three in line. It decides which peers are
-watched, which can be exchanged with, and whether this worker itself may go on.
+watched, and whether this worker itself may go on.
 
 *Two processes of one rank.* Both were started without knowing of each other, or one was believed
 dead, replaced, and is awake again. They outbid each other's record and dial each other. The one
-with the lower process id ends once the other has answered at its own address: so the record of a
-process that has died, or never lived, ends no worker. A process also ends if peers that are linked
-to a later process of its rank turn it away for a time-out.
-
-*Shunned peers.* A peer may agree to exchange and then send only heartbeats. Without a penalty it
-could ask again at once, and hold this worker all of its time. So it is shunned, twice as long each
-time, until an exchange succeeds.
+with the lower process id, which is that of the earlier life, ends once the other has answered at
+its own address: so the record of a process that has died, or never lived, ends no worker. A process
+also ends if peers that are linked to a later process of its rank turn it away for a time-out.
 """
 
 from __future__ import annotations
@@ -23,15 +19,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gossipdp.protocol.actions import Reach, Rebuilt, Superseded
-from gossipdp.protocol.link_health import LinkHealth
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Verdict
 from gossipdp.protocol.members import Member, Membership, Status
 from gossipdp.protocol.neighbours import Neighbourhood
+from gossipdp.protocol.peers import Peers
 
 FORGET_AFTER = 24.0
 """In time-outs: joiners whose life has been over for this long are forgotten, and not dialled."""
-LONGEST_SHUNNED = 16.0
-"""In time-outs: a peer whose exchanges stand still is shunned for this long at most."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Presence:
 
     Args:
         membership: the view, to which other parts add.
-        links: the peers that are linked or silent; only read here.
+        peers: those that are linked or silent; only read here.
         neighbourhood: rebuilt here, when others come or go.
         detector: gets from here the peers to watch, and those that are gone.
         timeout_s: a peer silent for this long is suspect.
@@ -59,14 +53,14 @@ class Presence:
     def __init__(
         self,
         membership: Membership,
-        links: LinkHealth,
+        peers: Peers,
         neighbourhood: Neighbourhood,
         detector: FailureDetector,
         timeout_s: float,
     ) -> None:
         self.rank = membership.own.rank
         self._membership = membership
-        self._links = links
+        self._peers = peers
         self._neighbourhood = neighbourhood
         self._detector = detector
         self._timeout_s = timeout_s
@@ -76,17 +70,7 @@ class Presence:
         self._has_given_way = False
         self._unreachable: set[int] = set()
         self._forget_at = -math.inf
-        # When a peer's time of being shunned ends, and how long it is.
-        self._shunned: dict[int, tuple[float, float]] = {}
-        self._welcome_at = math.inf
-        # The version of membership that was reviewed, and the one for which the peers to watch and
-        # to exchange with were worked out; -1: work them out again.
-        self._reviewed_version = -1
-        self._available_version = -1
-
-    def recheck(self) -> None:
-        """Note that a link came, went, fell overdue or was heard again."""
-        self._available_version = -1
+        self._reviewed_version = -1  # of membership
 
     # --- observations ----------------------------------------------------------------------
 
@@ -127,7 +111,7 @@ class Presence:
 
     def witnesses(self, suspect: int) -> tuple[list[int], list[int]]:
         """Return possible witnesses of a suspect: live workers that are linked, and the others."""
-        linked, silent = self._links.live, self._links.silent
+        linked, silent = self._peers.live, self._peers.silent
         others = [rank for rank in self._membership.live() if rank not in (self.rank, suspect)]
         return (
             [rank for rank in others if rank in linked],
@@ -151,7 +135,6 @@ class Presence:
         actions: list[PresenceAction] = []
         if self._reviewed_version != members.version:
             self._reviewed_version = members.version
-            self.recheck()
             self._neighbourhood.review(members.members())
             for member in members.members():
                 if member.is_over and member.rank != self.rank:
@@ -163,17 +146,14 @@ class Presence:
             has_ended = "consolidation" in closed_for
             rebuilt = self._neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
             if rebuilt is not None:
-                self.recheck()
                 actions.append(rebuilt)
-        if self._available_version != members.version:
-            self._detector.watch(self._watched(is_held="hold" in closed_for), now)
         return actions
 
-    def _watched(self, *, is_held: bool) -> set[int]:
+    def watched(self, *, is_held: bool) -> set[int]:
         """Return the peers whose silence matters: neighbours, linked, or dialled in vain."""
         if self._membership.own.status is Status.LEFT:
             return set()
-        candidates = self._links.peers | self._unreachable
+        candidates = {*self._peers, *self._unreachable}
         if not is_held:  # else no neighbour may have been dialled yet
             candidates |= self._neighbourhood.rates.keys()
         return {peer for peer in candidates if peer != self.rank and self._membership.is_live(peer)}
@@ -204,43 +184,3 @@ class Presence:
                 "start one process a rank"
             )
         ]
-
-    # --- peers that can exchange -----------------------------------------------------------
-
-    def available(self, now: float) -> dict[int, float] | None:
-        """Return the neighbours that can exchange now, with their rates; None: no change."""
-        if self._available_version == self._membership.version:
-            return None
-        self._available_version = self._membership.version
-        rates = self._neighbourhood.rates
-        return {peer: rate for peer, rate in rates.items() if self._can_exchange(peer, now)}
-
-    def _can_exchange(self, peer: int, now: float) -> bool:
-        member = self._membership.get(peer)
-        is_there = self._links.is_prompt(peer) and (member is None or member.is_live)
-        return is_there and not self.is_shunned(peer, now)
-
-    def shun(self, peer: int, now: float) -> None:
-        """Have no exchange with ``peer`` for a while, since one stood still."""
-        _, last_s = self._shunned.get(peer, (0.0, 0.0))
-        shunned_s = min(max(2 * last_s, self._timeout_s), LONGEST_SHUNNED * self._timeout_s)
-        self._shunned[peer] = now + shunned_s, shunned_s
-        self._welcome_at = min(now + shunned_s, self._welcome_at)
-
-    def is_shunned(self, peer: int, now: float) -> bool:
-        """Return whether there is to be no exchange with ``peer`` yet."""
-        until, _ = self._shunned.get(peer, (-math.inf, 0.0))
-        if now < until:
-            self._welcome_at = min(until, self._welcome_at)
-        return now < until
-
-    def pardon(self, peer: int) -> None:
-        """Forget that ``peer`` was shunned: an exchange with it succeeded."""
-        self._shunned.pop(peer, None)
-
-    def welcomes_back(self, now: float) -> bool:
-        """Return whether a shunned peer's time may be over, so that a new look is due."""
-        is_over = now >= self._welcome_at
-        if is_over:
-            self._welcome_at = math.inf
-        return is_over

@@ -1,9 +1,9 @@
 """One worker's whole protocol, which the runtime and the simulator drive.
 
-:class:`WorkerProtocol` composes links, membership, progress, the step clock, the failure detector,
-presence, pairing and sums. An input reports something that happened to the worker, and returns the
-actions to perform. The class itself knows only why this worker does not exchange now, its own
-silence, and the deadline of an exchange.
+:class:`WorkerProtocol` composes the peers, membership, progress, the step clock, the failure
+detector, presence, pairing and sums. An input reports something that happened to the worker, and
+returns the actions to perform. The class itself knows only why this worker does not exchange now,
+its own silence, and when its waits end.
 
 *The worker's own silence.* Every input is also a look at the clock: :meth:`next_deadline` is never
 further ahead than a quarter of the time-out, so a longer gap between two inputs means that the
@@ -33,15 +33,16 @@ from gossipdp.protocol.actions import (
     Send,
     Stop,
     Unlink,
+    Withdrawn,
 )
 from gossipdp.protocol.averages import FIRST_NUMBER, LiveAverages
 from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.exchange_rate import ExchangeRate
-from gossipdp.protocol.link_health import LinkHealth
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
 from gossipdp.protocol.messages import (
     MAX_RECORDS,
+    Accept,
     AskMembers,
     AverageMessage,
     Busy,
@@ -50,6 +51,7 @@ from gossipdp.protocol.messages import (
     Epoch,
     ExchangeId,
     ExchangeMessage,
+    Free,
     LifeMessage,
     Members,
     Message,
@@ -65,19 +67,22 @@ from gossipdp.protocol.neighbours import (
     WorkOut,
     at_once,
 )
-from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
+from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Pairing, PairingAction, Proposing
+from gossipdp.protocol.peers import Peers
 from gossipdp.protocol.presence import CloseIfSilent, Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
 from gossipdp.protocol.step_clock import StepClock
 from gossipdp.rules import positive_number
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
-Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
+Action: TypeAlias = Send[Envelope] | Begin | Stop | Withdrawn | LifeAction | DataAction
 _Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | LifeAction | Send[Members]
 """The parts' actions, before messages are wrapped and verdicts carried out."""
 _Given = ParamSpec("_Given")
 
 LOOKS_PER_TIMEOUT = 4
+OWED, MOST_OWED, MOST_AHEAD = 3.0, 4.0, 12.0
+"""A worker asks once more at a step if it has had so many exchanges less than are due."""
 MAX_DEFERRED = 256
 """Consolidation messages that wait for the end of an exchange; dropped ones are repeated."""
 
@@ -112,7 +117,7 @@ class WorkerProtocol:
         method: "a2cid2", "gossip", or "none": no ticks, and BUSY to every proposal.
         policy_type: the order in which neighbours are asked.
         timeout_s: a peer that is silent for this long is suspect: this worker waits for nothing
-            from it. After half of it a peer is overdue: not chosen, and no proposal waits for it.
+            from it. How long an exchange waits for a peer: see :mod:`~gossipdp.protocol.peers`.
         random: seeds the clock and the policy.
         num_chunks, num_copied_chunks: chunks that consolidation averages, and that it copies.
         is_joining: start without parameters; see :meth:`joined`.
@@ -121,8 +126,8 @@ class WorkerProtocol:
 
     If the driver performs every action in order, keeps links FIFO, and reports nothing from a link
     after its :meth:`link_down`, this is guaranteed: there is at most one exchange at a time; each
-    ``Begin`` ends in exactly one of :meth:`finished`, :meth:`failed` or an action ``Stop``. On
-    ``Stop`` and after :meth:`failed` the driver closes the link to that peer.
+    ``Begin`` ends in exactly one of :meth:`finished`, :meth:`failed` or an action ``Stop`` or
+    ``Withdrawn``. On ``Stop`` and after :meth:`failed` the driver closes the link to that peer.
     """
 
     def __init__(
@@ -158,7 +163,7 @@ class WorkerProtocol:
         )
         self.progress = Progress(rank, process_id)
         graph = live_graph or LiveGraph(constants)
-        self._links = LinkHealth(self.membership, self.progress, timeout_s)
+        self.peers = Peers(self.membership, self.progress, timeout_s)
         self.neighbourhood = Neighbourhood(
             rank, graph, has_momentum=method == "a2cid2", work_out=work_out
         )
@@ -171,14 +176,14 @@ class WorkerProtocol:
             moments_due=moments_due,
         )
         self.consolidation = Consolidation(
-            rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
+            rank, process_id, num_chunks, num_copied_chunks, self.peers.__contains__
         )
         # Two lives of a rank use different numbers for requests, which no consolidation uses.
         number = FIRST_NUMBER + random.getrandbits(60)
         self.averages = LiveAverages(rank, process_id, number, num_chunks, lambda: self.can_donate)
         self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
         self._presence = Presence(
-            self.membership, self._links, self.neighbourhood, self.detector, timeout_s
+            self.membership, self.peers, self.neighbourhood, self.detector, timeout_s
         )
         self._reviewed: int | None = None
         self._looked_for_deaths: int | None = None
@@ -188,9 +193,14 @@ class WorkerProtocol:
         self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
             maxlen=MAX_DEFERRED
         )
-        # When the last byte of the running exchange came or left.
+        # When the last byte of the running exchange came or left, and the longest gap so far.
         self._progressed_at = -math.inf
+        self._longest_gap_s = 0.0
         self._began_at = -math.inf
+        # When the wait for an answer to the open proposal, and to FREE, ends.
+        self._proposal_due = self._free_due = math.inf
+        # Exchanges that are due by its own steps, less those that it has had.
+        self._owed = 0.0
         self._is_spent = False  # it has exchanged as much as it can afford for now
         self.exchanges_initiated = 0
         self.exchanges_answered = 0
@@ -201,9 +211,8 @@ class WorkerProtocol:
         """The length of this worker's last standstill, which took the time-out or longer."""
         self.is_done = False
         self._has_method = method != "none"
-        # Worked out for this version of membership; -1: work it out again.
-        self._quiet_version = -1
-        self._quiet_until = math.inf
+        self._settled_version = -1  # of membership
+        self._quiet_until = -math.inf
         self._last_input = -math.inf
         # The reasons why this worker neither asks nor accepts; empty: it does.
         self._closed_for: set[str] = set()
@@ -242,7 +251,9 @@ class WorkerProtocol:
             self._moments_due.step()
         if rate is not None and rate.stepped(self.clock.step_seconds):
             self._set_clock_rate()
-        return self._ticks(now)
+        if self.clock.step_seconds is not None and not self.clock.is_paused:
+            self._owed = min(MOST_OWED, self._owed + self._wanted_rate)
+        return [*self._ticks(now), *self._demand_what_is_owed()]
 
     @_input
     def done(self, now: float, wait_s: float = math.inf) -> Sequence[_Inner]:
@@ -294,7 +305,7 @@ class WorkerProtocol:
         they might have ended the run by themselves.
         """
         self.membership.set_status(Status.ALIVE)
-        self._links.say_all_at_once()
+        self.peers.say_all_at_once()
         return self._open("joining", now)
 
     @property
@@ -319,21 +330,32 @@ class WorkerProtocol:
     @_input
     def receive(self, peer: int, envelope: Envelope, now: float) -> Sequence[_Inner]:
         """Take in ``envelope`` of ``peer``; drop it if its link already counts as closed."""
-        if peer not in self._links:
+        if peer not in self.peers:
             return []
         actions: list[_Inner] = [*self._note_life(peer, now)]
         self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
+        message = envelope.message
+        if isinstance(message, Propose | Free):
+            self.peers.says(peer, is_closed=False)
+        elif isinstance(message, Accept | Busy):
+            state = self.pairing.state
+            in_time = isinstance(state, Proposing) and state.id == message.id
+            self.peers.answered(peer, message.id, now, in_time=in_time)
         actions += [*self._review_members(now), *self._set_available(now)]
         try:
-            return [*actions, *self._take(peer, envelope.message, now)]
+            actions += self._take(peer, message, now)
         except ProtocolError as error:
             return [*actions, *self._break(peer, str(error))]
+        if isinstance(message, Accept | Busy):  # not before: CANCEL goes before a new proposal
+            self.peers.says(peer, is_closed=isinstance(message, Busy) and message.is_closed)
+        return actions
 
     def _take(self, peer: int, message: Message, now: float) -> Sequence[_Inner]:
         """Pass a message to the part of this worker that it is for."""
-        if isinstance(message, Propose) and self._presence.is_shunned(peer, now):
-            return [Send[ExchangeMessage](peer, Busy(message.id))]
+        rests = self.peers.rests(peer, now) and peer not in self.pairing.available
+        if isinstance(message, Propose) and rests:
+            return [Send[ExchangeMessage](peer, Busy(message.id, is_closed=True))]
         if isinstance(message, ExchangeMessage):
             return self.pairing.receive(peer, message)
         if isinstance(message, AverageMessage) or (
@@ -343,9 +365,8 @@ class WorkerProtocol:
         if isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
         elif isinstance(message, LifeMessage):
-            self._recheck()
             suspect = message.suspect
-            is_linked, is_live = suspect in self._links, self.membership.is_live(suspect)
+            is_linked, is_live = suspect in self.peers, self.membership.is_live(suspect)
             return self.detector.receive(peer, message, now, is_linked=is_linked, is_live=is_live)
         elif isinstance(message, AskMembers):
             return [Send(peer, self.answer_joiner(message.counter))]
@@ -353,6 +374,7 @@ class WorkerProtocol:
 
     def progressed(self, now: float) -> None:
         """Restart the deadline of the running exchange: a byte of it came or left."""
+        self._longest_gap_s = max(self._longest_gap_s, now - self._progressed_at)
         self._progressed_at = max(now, self._progressed_at)
 
     @_input
@@ -365,10 +387,20 @@ class WorkerProtocol:
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_initiated += state.initiator
             self.exchanges_answered += not state.initiator
-            self._presence.pardon(state.peer)
+            self.progressed(now)
+            self._owed = max(-MOST_AHEAD, self._owed - 1.0)
+            step_s, duration_s = self.clock.step_seconds, now - self._began_at
+            self.peers.exchanged(
+                state.peer,
+                now,
+                duration_s=duration_s - self._longest_gap_s,
+                gap_s=self._longest_gap_s,
+                demands_per_s=0.0 if step_s is None else self._wanted_rate / step_s,
+                kept=MAX_BACKLOG,
+            )
             if self.exchange_rate is not None:
-                self.exchange_rate.exchanged(now - self._began_at, held_s)
-        return self.pairing.finished(id)
+                self.exchange_rate.exchanged(duration_s, held_s)
+        return [*self.pairing.finished(id), *self._demand_what_is_owed()]
 
     @_input
     def failed(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
@@ -377,7 +409,7 @@ class WorkerProtocol:
         actions: list[_Inner] = []
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_failed += 1
-            self._forget_link(state.peer)
+            self.peers.drop(state.peer)
             actions += self.pairing.failed(id)
         return actions
 
@@ -389,7 +421,7 @@ class WorkerProtocol:
 
         Workers that are silent now are left out.
         """
-        return self.averages.ask(self.membership.live(), self._links.silent)
+        return self.averages.ask(self.membership.live(), self.peers.silent)
 
     def sum_of(self, epoch: Epoch) -> Reduction | None:
         """Return the sum of this name, if this worker takes part in it."""
@@ -437,11 +469,10 @@ class WorkerProtocol:
     def link_up(self, peer: int, now: float) -> Sequence[_Inner]:
         """Add a link to ``peer``, which is ready and replaces an older one."""
         actions: list[_Inner] = []
-        if peer in self._links:
+        if peer in self.peers:
             actions += self._drop_link(peer)
-        self._links.up(peer, now)
+        self.peers.up(peer, now)
         self._presence.linked(peer)
-        self._recheck()
         actions += self.detector.heard(peer, now)
         return [*actions, *self.detector.link_up(peer)]
 
@@ -484,28 +515,19 @@ class WorkerProtocol:
         return self._dialled_in_vain(peer, now, is_refused=False)
 
     def _dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> Sequence[_Inner]:
-        if peer in self._links or peer == self.rank:
+        if peer in self.peers or peer == self.rank:
             return []
-        actions: list[_Inner] = []
         if self._presence.dialled_in_vain(peer):
-            self._recheck()
-            actions += self._review_members(now)
+            self._watch(now)
         found = self.detector.refused if is_refused else self.detector.unreachable
-        actions += found(peer, now)
-        self._recheck()
-        return actions
+        return found(peer, now)
 
     @_input
     def poll(self, now: float) -> Sequence[_Inner]:
         """Do what is due; call it at :meth:`next_deadline`, and at any other time as you like."""
-        actions = self._notice_silence(now)
-        if self._patience_ends_at() <= now:
-            actions += self._end_standstill(now)
-        if self._presence.welcomes_back(now):
-            self._recheck()
+        actions = [*self._notice_silence(now), *self._end_waits(now)]
         if self._is_spent and self._affords_another_at(now) <= now:
             self._is_spent = False
-            self._recheck()
             actions += [] if self._closed_for else self.pairing.open()
         actions += [*self._ticks(now), *self.detector.poll(now, self._presence.witnesses)]
         if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
@@ -522,77 +544,81 @@ class WorkerProtocol:
 
     def next_deadline(self, now: float) -> float:
         """Return when :meth:`poll` must be called if nothing else happens before."""
-        if self._quiet_version != self.membership.version:
-            self._find_quiet_time()
         tick = self.clock.next_tick_at(now)
-        return self._quiet_until if tick is None else min(tick, self._quiet_until)
+        return min(
+            self._quiet_until,
+            self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
+            self.detector.next_deadline(),
+            self.neighbourhood.next_deadline(),
+            self._waits_end_at(),
+            self._waits_until if self.consolidation.waits_for_all else math.inf,
+            self._affords_another_at(self._last_input) if self._is_spent else math.inf,
+            math.inf if tick is None else tick,
+        )
 
     def last_heard(self, peer: int) -> float:
         """Return when ``peer`` was last known to live; infinity without a link to it."""
-        return self._links.last_heard(peer)
+        return self.peers.last_heard(peer)
 
     def suspects(self) -> frozenset[int]:
         """Return the linked peers that have been silent beyond the time-out."""
-        return self._links.silent
+        return self.peers.silent
 
     @property
     def live_links(self) -> frozenset[int]:
         """Return the peers with a link that is up and not silent."""
-        return self._links.live
+        return self.peers.live
 
     def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
         """Return the message with the news that the link to ``peer`` has not carried yet."""
-        return self._links.wrap(peer, message, now)
+        return self.peers.wrap(peer, message, now)
 
     def _note_life(self, peer: int, now: float) -> list[DetectorAction]:
-        if self._links.heard(peer, now):
-            self._recheck()
+        self.peers.heard(peer, now)
         return self.detector.heard(peer, now)
 
     def _drop_link(self, peer: int) -> list[PairingAction | ReductionAction]:
-        self._forget_link(peer)
+        self.peers.drop(peer)
         return [
             *self.pairing.lost(peer),
             *self.consolidation.link_lost(peer),
             *self.averages.link_lost(peer),
         ]
 
-    def _forget_link(self, peer: int) -> None:
-        self._links.drop(peer)
-        self._recheck()
-
     def _close_if_silent(self, link: CloseIfSilent) -> list[_Inner]:
-        return self._break(link.peer, link.reason) if self._links.is_silent(link.peer) else []
+        return self._break(link.peer, link.reason) if self.peers.is_silent(link.peer) else []
 
     def _break(self, peer: int, reason: str) -> list[_Inner]:
         """Close the link to ``peer``, which is silent or broke the rules."""
         return [*self._drop_link(peer), Unlink(peer, reason)]
 
-    def _patience_ends_at(self) -> float:
-        """Return when the exchange that runs or is proposed ends if it makes no progress."""
-        is_idle = isinstance(self.pairing.state, Idle)
-        return math.inf if is_idle else self._progressed_at + self.timeout_s
+    def _waits_end_at(self) -> float:
+        """Return when the next wait for an answer, or for a byte of the exchange, ends."""
+        match self.pairing.state:
+            case Proposing():
+                due = self._proposal_due
+            case Exchanging(peer=peer):
+                due = self._progressed_at + self.peers.patience_s(peer)
+            case _:
+                due = math.inf
+        return due if self.pairing.freed is None else min(due, self._free_due)
 
-    def _end_standstill(self, now: float) -> list[PairingAction]:
-        """Stop an exchange that makes no progress, though its link lives, and shun its peer.
-
-        If a proposal waits for its answer instead, give it up.
-        """
-        state = self.pairing.state
-        if isinstance(state, Proposing):
-            # A live worker answers at once, or waits for one that does: never this long. It is not
-            # known here whether the peer is to blame, or another one for which it waits.
+    def _end_waits(self, now: float) -> list[PairingAction]:
+        """Go on without peers that do not answer, and end an exchange that stands still."""
+        actions: list[PairingAction] = []
+        freed, state = self.pairing.freed, self.pairing.state
+        if freed is not None and now >= self._free_due:
+            self.peers.unanswered(freed, now)
+            actions += self.pairing.unanswered(freed)
+        if isinstance(state, Proposing) and now >= self._proposal_due:
             self.proposals_unanswered += 1
-            self._recheck()
-            return self.pairing.overdue([state.peer])
-        assert isinstance(state, Exchanging)
-        self._presence.shun(state.peer, now)
-        return self.pairing.abort(f"nothing of it came or left for {self.timeout_s:g} s")
-
-    def _recheck(self) -> None:
-        """Note that a link came, went, fell overdue or was heard, or that a deadline changed."""
-        self._presence.recheck()
-        self._quiet_version = -1
+            self.peers.unanswered(state.peer, now)
+            actions += self.pairing.unanswered(state.peer)
+        if isinstance(state, Exchanging) and now >= self._waits_end_at():
+            waited_s = self.peers.patience_s(state.peer)
+            self.peers.stood_still(state.peer, now)
+            actions += self.pairing.abort(f"nothing of it came or left for {waited_s:.3g} s")
+        return actions
 
     def _look_at_clock(self, now: float) -> None:
         """Restart all waits for others if this worker itself was silent until now."""
@@ -602,19 +628,15 @@ class WorkerProtocol:
         if slept_s >= self.timeout_s:
             self.num_standstills += 1
             self.stood_still_s = slept_s
-        self.progressed(now)
-        self._links.slept(now)
+        self._progressed_at = now
+        self._began_at += slept_s
+        self._proposal_due = self._free_due = now + self.timeout_s
+        self.peers.slept(now)
         self.detector.slept(now)
-        self._recheck()
 
     def _notice_silence(self, now: float) -> list[_Inner]:
         actions: list[_Inner] = []
-        if overdue := self._links.fall_overdue(now):
-            self._recheck()
-            actions += self.pairing.overdue(overdue)
-        for peer in self._links.fall_silent(now):
-            self._recheck()
-            actions += self.pairing.silent(peer)
+        for peer in self.peers.fall_silent(now):
             member = self.membership.get(peer)
             if member is not None and member.is_over:
                 actions += self._close_if_silent(CloseIfSilent(peer, "it is dead"))
@@ -634,7 +656,7 @@ class WorkerProtocol:
             match action:
                 case Stop():  # its link is closed, so do not choose it again now
                     self.exchanges_failed += 1
-                    self._forget_link(action.peer)
+                    self.peers.drop(action.peer)
                     settled.append(action)
                 case Verdict():
                     for link in self._presence.judge(action):
@@ -651,9 +673,8 @@ class WorkerProtocol:
                     self._begin(action, now)
                     outward.append(action)
                 case Send():
-                    if isinstance(action.message, Propose):
-                        self._progressed_at = now
-                    outward.append(self._links.wrap(action.peer, action.message, now))
+                    self._note_question(action.peer, action.message, now)
+                    outward.append(self.peers.wrap(action.peer, action.message, now))
                 case Seek(peer=peer) if (member := self.membership.get(peer)) is not None:
                     outward.append(Reach(peer, member.host, member.port))
                 case Seek():
@@ -662,14 +683,24 @@ class WorkerProtocol:
                     raise AssertionError("verdicts are carried out above")
                 case Finished():
                     self.membership.set_status(Status.LEFT)
-                    self._links.say_all_at_once()
+                    self.peers.say_all_at_once()
                     outward.append(action)
                 case _:
                     outward.append(action)
-        if now >= self._quiet_until or self._quiet_version != self.membership.version:
-            outward += self._links.heartbeats(now)
-            self._find_quiet_time()
+        if now >= self._quiet_until or self._settled_version != self.membership.version:
+            outward += self.peers.heartbeats(now)
+            # Traffic only defers this time: one look at all links serves for many inputs.
+            self._quiet_until = self.peers.quiet_until(now)
+            self._settled_version = self.membership.version
         return outward
+
+    def _note_question(self, peer: int, message: Message, now: float) -> None:
+        """Note when the wait for the answer to a proposal, or to FREE, ends."""
+        if isinstance(message, Propose):
+            self.peers.proposed(peer, message.id, now)
+            self._proposal_due = now + self.peers.wait_s(peer)
+        elif isinstance(message, Free):
+            self._free_due = now + self.peers.wait_s(peer)
 
     def _review_members(self, now: float) -> list[_Inner]:
         """Follow the membership view: deaths, neighbours, this worker's own life."""
@@ -681,7 +712,7 @@ class WorkerProtocol:
                 case Rebuilt():
                     self.pairing.alpha_tilde = self.alpha_tilde
                     self._set_clock_rate()
-                    self._recheck()
+                    self.peers.has_changed = True
                     actions.append(found)
                 case _:
                     actions.append(found)
@@ -689,13 +720,28 @@ class WorkerProtocol:
         return actions
 
     def _set_clock_rate(self) -> None:
-        rate = self.neighbourhood.worker_rate / 2 if self._has_method else 0.0
-        self.clock.set_rate(rate if self.exchange_rate is None else rate * self.exchange_rate.rate)
+        self.clock.set_rate(self._wanted_rate / 2)
+
+    @property
+    def _wanted_rate(self) -> float:
+        """The exchanges a gradient step, asked for and answered, that this worker aims at."""
+        rate = self.neighbourhood.worker_rate if self._has_method else 0.0
+        return rate if self.exchange_rate is None else rate * self.exchange_rate.rate
+
+    def _demand_what_is_owed(self) -> list[PairingAction]:
+        """Ask once more where others have asked less than their half, as slow ones do.
+
+        A worker asks for half of its exchanges, and answers the other half. If a neighbour steps
+        slowly, or does not step at all, it does not ask, and this worker would exchange less.
+        """
+        is_training = self.clock.step_seconds is not None and not self.clock.is_paused
+        is_owed = is_training and self._owed > OWED and not self.pairing.backlog
+        return self.pairing.tick() if is_owed else []
 
     def _begin(self, begin: Begin, now: float) -> None:
         """Note that an exchange begins; if it was the last affordable one, close after it."""
-        self.progressed(now)
-        self._began_at = now
+        self._progressed_at = self._began_at = now
+        self._longest_gap_s = 0.0
         if self._moments_due is not None:
             self._moments_due.began(begin.moments)
         if self.exchange_rate is None:
@@ -704,7 +750,6 @@ class WorkerProtocol:
         is_exchanging = isinstance(self.pairing.state, Exchanging)  # else it was stopped at once
         if self._affords_another_at(now) > now and not self._is_spent and is_exchanging:
             self._is_spent = True
-            self._recheck()
             self.pairing.close()  # without a word: it is exchanging, and answers BUSY anyway
 
     def _affords_another_at(self, now: float) -> float:
@@ -718,7 +763,7 @@ class WorkerProtocol:
         if reason in self._closed_for:
             return []
         self._closed_for.add(reason)
-        self._recheck()
+        self.peers.has_changed = True
         self.clock.pause(now)
         return self.pairing.close()
 
@@ -726,29 +771,12 @@ class WorkerProtocol:
         if reason not in self._closed_for:
             return []
         self._closed_for.discard(reason)
-        self._recheck()
+        self.peers.has_changed = True
         if self._closed_for:
             return []
         if not self.is_done:
             self.clock.resume(now)
         return [] if self._is_spent else self.pairing.open()
-
-    def _find_quiet_time(self) -> None:
-        """Find the time until which no heartbeat is due and no link is late, unless there is news.
-
-        Traffic only defers that time. So one look at all links serves for many inputs; at worst it
-        asks for a poll at which nothing is due.
-        """
-        self._quiet_until = min(
-            self._links.quiet_until(),
-            self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
-            self.detector.next_deadline(),
-            self.neighbourhood.next_deadline(),
-            self._patience_ends_at(),
-            self._waits_until if self.consolidation.waits_for_all else math.inf,
-            self._affords_another_at(self._last_input) if self._is_spent else math.inf,
-        )
-        self._quiet_version = self.membership.version
 
     def _consolidate(self, now: float) -> list[_Inner]:
         """Pass new membership to the sums, and to consolidation also its deferred messages.
@@ -778,10 +806,25 @@ class WorkerProtocol:
 
     def _set_available(self, now: float) -> list[PairingAction]:
         """Tell the pairing which peers can exchange now, by links, membership and graph."""
-        weights = self._presence.available(now)
-        if weights is None or weights == self.pairing.available:
+        version = self.membership.version
+        is_settled = not self.peers.has_changed and version == self._settled_version
+        if is_settled and now < self._quiet_until:
             return []
-        return self.pairing.set_available(weights)
+        self.peers.has_changed = False
+        self._settled_version, self._quiet_until = version, -math.inf
+        self._watch(now)
+        rates = self.neighbourhood.rates
+        live = filter(self._is_live, rates)
+        weights = {peer: rates[peer] for peer in self.peers.can_exchange(live, now)}
+        return [] if weights == self.pairing.available else self.pairing.set_available(weights)
+
+    def _is_live(self, peer: int) -> bool:
+        member = self.membership.get(peer)
+        return member is None or member.is_live
+
+    def _watch(self, now: float) -> None:
+        """Have the failure detector watch those whose silence matters."""
+        self.detector.watch(self._presence.watched(is_held="hold" in self._closed_for), now)
 
     def _announce_done(self) -> None:
         # Wait while its own proposal or exchange is open: once all are done, no exchange can begin.

@@ -2,7 +2,8 @@
 
 Each worker is a real :class:`~gossipdp.protocol.worker.WorkerProtocol`. Messages take a latency.
 They arrive in order within a link, and in any order between links. An exchange is one transfer
-each way. An end has finished when its own data have left and the other's have arrived.
+each way; the end that was asked sends nothing before the initiator's first byte arrives. An end has
+finished when its own data have left and the other's have arrived.
 
 This network has no faults. Tests of faults extend its methods: each callback of an event is a
 method, so that a subclass can hold it up.
@@ -10,6 +11,7 @@ method, so that a subclass can hold it up.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from random import Random
 from typing import Literal, TypeAlias
 
 from gossipdp.graph.constants import Constants, LiveGraph
-from gossipdp.protocol.actions import Begin, Send
+from gossipdp.protocol.actions import Begin, Send, Withdrawn
 from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.messages import Envelope, ExchangeId
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
@@ -119,8 +121,8 @@ class End:
 
     began: float
     alpha_tilde: float
-    own_leave: float
-    """The time at which its own data have left."""
+    own_leave: float = -math.inf
+    """The time at which its own data have left, once they are on their way."""
     ended: float | None = None
     outcome: Outcome = "running"
 
@@ -210,6 +212,8 @@ class VirtualNetwork:
         self._keeps_exchanges = keeps_exchanges
         self._wires: dict[tuple[int, int], Wire] = {}
         self._running: dict[int, Exchange] = {}
+        self._held: dict[int, tuple[Begin, object]] = {}
+        """What the ends that were asked send once their exchange is confirmed."""
         self._alarms: dict[int, Event] = {}
         for rank in sorted(workers):
             self._start_step(rank)
@@ -242,6 +246,8 @@ class VirtualNetwork:
             self.send(rank, action.peer, action.message)
         elif isinstance(action, Begin):
             self._begin(rank, action)
+        elif isinstance(action, Withdrawn):
+            self._end(rank, "stopped")
         else:
             raise RuntimeError(f"rank {rank} asks for {action}, though nothing went wrong")
 
@@ -310,12 +316,24 @@ class VirtualNetwork:
             transfer_s = self.conditions.transfer_s(rank, peer) * self._payload.models(begin.id)
             exchange = Exchange(begin.id, transfer_s)
             self.exchanges[begin.id] = exchange
-        exchange.ends[rank] = End(now, begin.alpha_tilde, own_leave=now)
+        exchange.ends[rank] = End(now, begin.alpha_tilde)
         self._running[rank] = exchange
         data = self._payload.exchange_began(rank, begin, now)
         wire = self.wire(rank, peer)
-        if wire is not None:  # else the end will learn that it was cut
-            self.send_data(wire, rank, begin, data)
+        if wire is None:
+            return  # the end will learn that it was cut
+        if not begin.initiator:
+            self._held[rank] = begin, data
+            return
+        self.send_data(wire, rank, begin, data)
+        confirmed = now + self.conditions.latency_s(rank, peer)
+        self.engine.at(confirmed, partial(self.confirm, wire, rank, peer, exchange))
+
+    def confirm(self, wire: Wire, rank: int, peer: int, exchange: Exchange) -> None:
+        """Let the first byte of ``rank`` arrive at ``peer``, which now sends its own data."""
+        if wire.is_up and self._running.get(peer) is exchange and peer in self._held:
+            self.workers[peer].progressed(self.engine.now)
+            self.send_data(wire, peer, *self._held.pop(peer))
 
     def send_data(self, wire: Wire, rank: int, begin: Begin, data: object) -> None:
         """Put the data of one end of an exchange on its link."""
@@ -333,6 +351,7 @@ class VirtualNetwork:
         At the end that was asked these are the initiator's data, which confirm its ACCEPT.
         """
         now = self.engine.now
+        self.confirm(wire, rank, peer, exchange)
         if not wire.is_up or self._running.get(peer) is not exchange:
             return
         self._payload.data_arrived(peer, exchange.id, data, now)
@@ -353,6 +372,7 @@ class VirtualNetwork:
 
     def _end(self, rank: int, outcome: Outcome) -> None:
         exchange = self._running.pop(rank)
+        self._held.pop(rank, None)
         self._payload.exchange_ended(rank, exchange.id, self.engine.now)
         end = exchange.ends[rank]
         end.ended, end.outcome = self.engine.now, outcome

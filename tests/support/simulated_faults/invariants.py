@@ -16,7 +16,7 @@ import torch
 
 from gossipdp.gossip.sums import Outcome
 from gossipdp.graph.constants import LiveGraph
-from gossipdp.protocol.actions import Begin, Stop
+from gossipdp.protocol.actions import Begin, Stop, Withdrawn
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.pairing import Exchanging
 from gossipdp.protocol.worker import Action, WorkerProtocol
@@ -94,7 +94,7 @@ class Invariants:
         running = network.running(rank)
         for action in actions:
             match action:
-                case Stop(id=id):
+                case Stop(id=id) | Withdrawn(id=id):
                     if running != id:
                         raise self._broken(ONE_AT_A_TIME, rank, f"stops {id} in {running}")
                     running = None

@@ -17,6 +17,7 @@ from gossipdp.protocol.actions import (
     Stop,
     Superseded,
     Unlink,
+    Withdrawn,
 )
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
@@ -365,6 +366,10 @@ class FaultyNetwork(VirtualNetwork):
         if not self.holds_up(rank, peer, again):
             super().deliver_data(wire, rank, peer, exchange, data)
 
+    def confirm(self, wire: Wire, rank: int, peer: int, exchange: Exchange) -> None:
+        if not self.holds_up(rank, peer, partial(self.confirm, wire, rank, peer, exchange)):
+            super().confirm(wire, rank, peer, exchange)
+
     def finish(self, wire: Wire, rank: int, peer: int, exchange: Exchange) -> None:
         if not self.stands_still(rank, partial(self.finish, wire, rank, peer, exchange)):
             super().finish(wire, rank, peer, exchange)
@@ -466,7 +471,7 @@ class FaultyNetwork(VirtualNetwork):
     def act(self, rank: int, action: Action) -> None:
         now = self.engine.now
         match action:
-            case Send() | Begin():
+            case Send() | Begin() | Withdrawn():
                 super().act(rank, action)
             case Stop():
                 self._end(rank, "stopped")

@@ -54,6 +54,15 @@ def test_the_mean_gap_is_taken_after_the_flow_and_follows_a_change_of_pace():
     assert phase._mean_gap_s == pytest.approx(5.0, rel=0.02)
 
 
+def test_two_exchanges_at_one_moment_do_not_stop_the_phase():
+    phase = Phase(1.0, 1.0)
+    for now in (1.0, 1.0, 2.0, 3.0):
+        phase.start_exchange(now)
+        phase.end_exchange(now)
+    before = phase.at(3.0)
+    assert phase.at(3.5) > before
+
+
 def test_a_pause_of_any_length_moves_the_mean_gap_by_a_bounded_factor():
     phase = Phase(eta=1.0, worker_rate=1.0)
     exchange_at(phase, *map(float, range(30)))

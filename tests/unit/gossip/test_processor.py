@@ -62,3 +62,56 @@ def test_threads_that_help_the_training_thread_count_as_it(monkeypatch):
     found = made.look(1.0)
     assert found is not None
     assert found.thread == pytest.approx(0.25)
+
+
+LIMITS = {
+    # Files below the mount, /proc/self/cgroup, and the idle share if 0.2 s of a second were used.
+    "none": ({}, "0::/\n", 1.0),
+    "one group": ({"pod/cpu.max": "50000 100000\n"}, "0::/pod\n", 0.3),
+    "the tightest of several": (
+        {"pod/cpu.max": "50000 100000\n", "pod/box/cpu.max": "max 100000\n"},
+        "1:name=systemd:/\n0::/pod/box\n",
+        0.3,
+    ),
+    "the first version": (
+        {
+            "cpu,cpuacct/pod/cpu.cfs_quota_us": "50000",
+            "cpu,cpuacct/pod/cpu.cfs_period_us": "100000",
+        },
+        "3:cpu,cpuacct:/pod\n0::/\n",
+        0.3,
+    ),
+    "no limit in the first version": (
+        {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+        "3:cpu:/\n",
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_a_container_may_not_use_is_not_idle(name, tmp_path, monkeypatch):
+    files, own, idle = LIMITS[name]
+    for path, text in files.items():
+        file = tmp_path / "groups" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        if path.endswith("cpu.max"):
+            file.with_name("cpu.stat").write_text("nr_periods 1\nusage_usec 7000000\n")
+        else:
+            file.with_name("cpuacct.usage").write_text("7000000000\n")
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(processor, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(processor, "OWN_GROUPS", tmp_path / "own")
+    made = watch(tmp_path, monkeypatch)
+    write(tmp_path, ran_s=1.0, waited_s=0.0, idle={0: 0, 2: 0}, ticks=0)
+    made.look(0.0)
+    write(tmp_path, ran_s=1.0, waited_s=0.0, idle={0: 100, 2: 100}, ticks=100)
+    for file in (tmp_path / "groups").rglob("*"):
+        if file.name == "cpu.stat":
+            file.write_text("nr_periods 2\nusage_usec 7200000\n")
+        elif file.name == "cpuacct.usage":
+            file.write_text("7200000000\n")
+    found = made.look(1.0)
+    assert found is not None
+    assert found.core == pytest.approx(idle)

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.protocol.actions import Begin, Send, Stop, Withdrawn
 from gossipdp.protocol.messages import (
     Abort,
     Accept,
@@ -27,7 +27,7 @@ class InRankOrder(NeighbourPolicy):
     def __init__(self) -> None:
         super().__init__(Random(0))
 
-    def draw(self, available: Mapping[int, float]) -> list[int]:
+    def draw(self, available: Mapping[int, float], *, is_in_vain: bool = False) -> list[int]:
         return sorted(available)
 
     def exchanged(self, peer: int, *, initiated: bool) -> None: ...
@@ -74,10 +74,10 @@ def test_tick_proposes_to_the_first_of_the_policy():
     "event",
     [
         lambda pairing: pairing.lost(2),
-        lambda pairing: pairing.overdue([2]),
+        lambda pairing: pairing.unanswered(2),
         lambda pairing: pairing.set_available({8: 0.5}),
     ],
-    ids=["lost", "overdue", "unavailable"],
+    ids=["lost", "unanswered", "unavailable"],
 )
 def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event):
     pairing = proposing()
@@ -145,7 +145,7 @@ def test_loss_of_the_freed_waiter_frees_the_next():
         pairing.receive(8, ask(8))
         pairing.receive(1, ask(1))
         pairing.finished(id)
-        assert (pairing.lost(8) if is_lost else pairing.overdue([8])) == [Send(1, Free())]
+        assert (pairing.lost(8) if is_lost else pairing.unanswered(8)) == [Send(1, Free())]
 
 
 def test_while_one_free_is_unanswered_nobody_else_is_freed():
@@ -239,6 +239,33 @@ def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed():
     assert pairing.receive(2, Free()) == [Send(2, Propose(own(2), 0.9))]
 
 
+def test_a_demand_that_is_refused_twice_goes_to_recent_partners_too():
+    fresh = Fresh(Random(0))
+    pairing = Pairing(rank=5, incarnation=3, policy=fresh, alpha_tilde=0.9)
+    pairing.set_available({2: 0.5, 8: 0.5})
+    pairing.finished(answered(pairing, 8))
+    pairing.tick()
+    assert pairing.receive(2, Busy(own(1))) == []
+    assert pairing.tick() == [Send(2, Propose(own(2), 0.9))]
+    assert pairing.receive(2, Busy(own(2))) == [Send(8, Propose(own(3), 0.9))]
+    pairing.receive(8, Accept(own(3), 0.9))
+    assert pairing.finished(own(3)) == [Send(2, Propose(own(4), 0.9))]
+    assert pairing.receive(2, Busy(own(4))) == [], "the next demand begins with fresh ones"
+
+
+def test_a_waiter_that_was_served_waits_behind_the_others():
+    pairing = make_pairing()
+    id = answered(pairing, 2)
+    for peer in (8, 1):
+        pairing.receive(peer, ask(peer))
+    pairing.set_available({8: 0.5})
+    pairing.tick()
+    assert pairing.finished(id) == [Send(8, Propose(own(1), 0.9))]
+    pairing.receive(8, Accept(own(1), 0.9))
+    pairing.receive(8, ask(8, 2))
+    assert pairing.finished(own(1)) == [Send(1, Free())]
+
+
 def test_unexpected_accept_is_cancelled():
     pairing = make_pairing()
     assert pairing.receive(2, Accept(own(7), 0.9)) == [Send(2, Cancel(own(7)))]
@@ -247,13 +274,14 @@ def test_unexpected_accept_is_cancelled():
     assert pairing.state == Proposing(2, Propose(own(1), 0.9), (8,))
 
 
-def test_cancel_stops_the_answered_exchange_only():
+def test_cancel_withdraws_the_answered_exchange_only():
     pairing = make_pairing()
     id = answered(pairing, 2)
     assert pairing.receive(2, Cancel(ExchangeId(2, 0, 9))) == []
     assert pairing.receive(8, Cancel(id)) == []
-    assert isinstance(pairing.receive(2, Cancel(id))[0], Stop)
+    assert pairing.receive(2, Cancel(id)) == [Withdrawn(2, id)]
     assert pairing.state == Idle()
+    assert 2 in pairing.available, "its link stays"
 
     pairing = proposing()
     pairing.receive(2, Accept(own(1), 0.9))
@@ -280,32 +308,12 @@ def test_foreign_ids_are_dropped():
     assert pairing.state == Proposing(2, Propose(own(1), 0.9), (8,))
 
 
-def test_whom_it_put_off_is_told_before_it_is_forgotten():
-    pairing = proposing()
-    pairing.receive(4, ask(4))
-    assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
-    assert pairing.overdue([4, 8]) == [Send(4, Busy(ask(4).id)), Send(4, Free()), Send(8, Free())]
-    assert pairing.receive(4, Pass()) == []
-    assert pairing.receive(2, Busy(own(1))) == []
-    assert pairing.state == Idle()
-
-
-def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked():
-    pairing = proposing()
-    pairing.receive(4, ask(4))
-    told = [Send(4, Busy(ask(4).id)), Send(4, Free())]
-    assert pairing.overdue([2, 4, 8]) == told
-    assert pairing.state == Idle()
-    assert pairing.backlog == 1
-    assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(2), 0.9))]
-
-
 def test_closed_answers_busy_withdraws_and_opens_again():
     pairing = proposing()
     pairing.receive(4, ask(4))
-    assert pairing.close() == [Send(4, Busy(ask(4).id))]
+    assert pairing.close() == [Send(4, Busy(ask(4).id, is_closed=True))]
     assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
-    assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
+    assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id, is_closed=True))]
     assert pairing.receive(8, Free()) == [Send(8, Pass())]
     assert pairing.tick() == []
     assert pairing.open() == [Send(2, Propose(own(2), 0.9))]

@@ -58,26 +58,6 @@ def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer() -> None:
     assert held_s < 0.1 * now
 
 
-def test_who_was_shunned_is_welcome_again_once_an_exchange_ends_well() -> None:
-    worker = make_worker(0, 2)
-    worker.receive(0, ask(0), 1.0)
-    run(worker, 1.0, 1.2 + TIMEOUT_S, [0, 2])
-    worker.link_up(0, 7.0)
-    assert worker.pairing.available.keys() == {2}
-    run(worker, 7.0, 1.5 + 2 * TIMEOUT_S, [0, 2])
-    assert worker.pairing.available.keys() == {0, 2}
-    worker.receive(0, ask(0, 2), 12.0)
-    worker.finished(ExchangeId(0, 0, 2), 12.1)
-    assert worker.exchanges_answered == 1
-    # It is forgiven: the next time it is shunned for as long as the first time.
-    worker.receive(0, ask(0, 3), 12.2)
-    run(worker, 12.2, 12.4 + TIMEOUT_S, [0, 2])
-    worker.link_up(0, 18.0)
-    assert worker.pairing.available.keys() == {2}
-    run(worker, 18.0, 12.6 + 2 * TIMEOUT_S, [0, 2])
-    assert worker.pairing.available.keys() == {0, 2}
-
-
 def test_an_epoch_out_of_all_order_closes_the_link() -> None:
     worker = make_worker(0, 2)
     epoch = Epoch(2**40, 0, 7)

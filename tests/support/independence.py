@@ -1,0 +1,160 @@
+"""The exchanges of the others while one worker misbehaves, on the simulated network.
+
+:func:`watch` runs the real protocol over one event twice: with the worker to which it happens, and
+with the others alone, on the graph over them (``removed``). It counts the exchanges of each of the
+others in every window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Literal, TypeAlias, get_args
+
+from simulated_faults.network import FaultyNetwork
+
+from gossipdp.graph.constants import Constants, LiveGraph
+from gossipdp.graph.topology import build_graph
+from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp_lab.simulate.network import Conditions, make_workers
+
+What: TypeAlias = Literal[
+    "stop", "slow 4", "slow 16", "held", "poisoned", "bad link", "first step", "kill"
+]
+WHATS: tuple[What, ...] = get_args(What)
+
+STEP_S = 0.05
+TRANSFER_S = 0.003
+LATENCY_S = 0.0005
+WINDOW_S = 0.5
+TIMEOUT_S = 5.0
+BAD_TRANSFER_S = 1.0
+"""An exchange over a bad link takes this long."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to the worker ``rank``, the last one of a graph.
+
+    Attributes:
+        what: ``stop``: its process stands still; ``slow 4``: its steps take 4 times as long, from
+            the beginning; ``held``: it answers BUSY and asks nobody; ``bad link``: an exchange with
+            it takes a second; ``first step``: it makes no step, but answers; ``kill``: it dies.
+        begins_s, lasts_s: when it happens, and when it is over; a killed worker does not come back.
+    """
+
+    what: What
+    rank: int
+    begins_s: float = 6.0
+    lasts_s: float = 8.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """The exchanges of each of the others, by window.
+
+    Attributes:
+        others: their ranks.
+        seen, removed: for each of them, how many exchanges it completed in each window; with the
+            worker, and without it.
+    """
+
+    event: Event
+    others: list[int]
+    seen: dict[int, list[int]]
+    removed: dict[int, list[int]]
+
+    def share(self, begins_s: float, ends_s: float) -> float:
+        """Return how much of what they make without the worker all the others make."""
+        windows = slice(round(begins_s / WINDOW_S), round(ends_s / WINDOW_S))
+        seen = sum(sum(self.seen[rank][windows]) for rank in self.others)
+        return seen / max(1, sum(sum(self.removed[rank][windows]) for rank in self.others))
+
+    def least_share(self, begins_s: float, ends_s: float) -> float:
+        """Return the share of the one that fares worst."""
+        windows = slice(round(begins_s / WINDOW_S), round(ends_s / WINDOW_S))
+        return min(
+            sum(self.seen[rank][windows]) / max(1, sum(self.removed[rank][windows]))
+            for rank in self.others
+        )
+
+
+def watch(
+    graph: str,
+    num_workers: int,
+    event: Event,
+    *,
+    comm_rate: float | None = 1.0,
+    seed: int = 0,
+    after_s: float = 4.0,
+) -> Course:
+    """Run an event; ``comm_rate`` None: the workers choose it."""
+    live_graph = LiveGraph(Constants.of(build_graph(graph, num_workers), comm_rate or 1.0))
+    others = list(range(num_workers - 1))
+    until_s = event.begins_s + event.lasts_s + after_s
+
+    def run(*, is_removed: bool) -> dict[int, list[int]]:
+        constants = live_graph.constants(others) if is_removed else live_graph.original
+        workers = make_workers(
+            constants, seed=seed, timeout_s=TIMEOUT_S, sets_own_rate=comm_rate is None
+        )
+        return _counts(workers, constants, event, until_s, seed=seed)
+
+    return Course(event, others, run(is_removed=False), run(is_removed=True))
+
+
+def _counts(
+    workers: dict[int, WorkerProtocol],
+    constants: Constants,
+    event: Event,
+    until_s: float,
+    *,
+    seed: int,
+) -> dict[int, list[int]]:
+    bad = event.rank
+    is_there = bad in workers
+    random = Random(f"{seed} steps")
+    begins_s, ends_s = event.begins_s, event.begins_s + event.lasts_s
+    network: FaultyNetwork
+
+    def is_on() -> bool:
+        return begins_s <= network.engine.now < ends_s
+
+    def step_s(rank: int) -> float:
+        times = random.uniform(0.9, 1.1)
+        if rank == bad and event.what.startswith("slow"):
+            times *= float(event.what.split()[1])
+        if rank == bad and event.what == "first step":
+            return ends_s if network is None or network.engine.now == 0.0 else times * STEP_S
+        return times * STEP_S
+
+    def transfer_s(first: int, second: int) -> float:
+        is_bad = bad in (first, second) and event.what == "bad link" and is_on()
+        return BAD_TRANSFER_S if is_bad else TRANSFER_S
+
+    network = None  # type: ignore[assignment]
+    network = FaultyNetwork(
+        workers, constants.edges, Conditions(lambda *_: LATENCY_S, transfer_s, step_s)
+    )
+    happens: dict[str, Callable[[], None]] = {
+        "stop": lambda: network.stall(bad, event.lasts_s),
+        "kill": lambda: network.crash(bad),
+        "held": lambda: network.perform(bad, workers[bad].hold(network.engine.now)),
+        "poisoned": lambda: network.perform(bad, workers[bad].poisoned(network.engine.now)),
+    }
+    if is_there and event.what in happens:
+        network.engine.at(begins_s, happens[event.what])
+    if is_there and event.what == "held":
+        release = lambda: network.perform(bad, workers[bad].release(network.engine.now))  # noqa: E731
+        network.engine.at(ends_s, release)
+    counts: dict[int, list[int]] = {rank: [] for rank in workers if rank != bad}
+    before = dict.fromkeys(counts, 0)
+    for window in range(1, round(until_s / WINDOW_S) + 1):
+        network.engine.run(until=window * WINDOW_S)
+        for rank, windows in counts.items():
+            worker = network.workers[rank]
+            now = worker.exchanges_initiated + worker.exchanges_answered
+            windows.append(now - before[rank])
+            before[rank] = now
+    return counts
