@@ -55,13 +55,6 @@ class Spread:
         return f"{self.median:{form}} ({self.least:{form}} to {self.greatest:{form}})"
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least this share does not exceed; NaN of none."""
-    if not values:
-        return math.nan
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def interleaved(
     cases: Sequence[Case], num_rounds: int, measure: Callable[[Case], Measured]
 ) -> dict[Case, list[Measured]]:
