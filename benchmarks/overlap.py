@@ -59,17 +59,13 @@ class Setting:
     turn_s: float
 
 
+TINY = "Tiny operations, a core of its own, the other core free"
 SETTINGS = {
     "resnet18": Setting(
         "ResNet-18, a core of its own, the other core free", "resnet18", False, 32, 8.0
     ),
-    **{
-        f"launch-bound{suffix}": Setting(
-            f"Tiny operations, {size} parameters, a core of its own, the other core free",
-            f"launch-bound{suffix}", False, 4, 1.5,
-        )
-        for suffix, size in (("", "1M"), ("-large", "11.2M"))
-    },  # fmt: skip
+    "launch-bound": Setting(f"{TINY}, 1M parameters", "launch-bound", False, 4, 1.5),
+    "launch-bound-large": Setting(f"{TINY}, 11.2M parameters", "launch-bound-large", False, 4, 1.5),
     "resnet18-shared-core": Setting(
         "ResNet-18 on both workers, each on one core with its gossip thread",
         "resnet18",
