@@ -78,7 +78,7 @@ _SUMMARY = table(
 
 ON_IMAGES = (
     "## On real images",
-    "`python benchmarks/paper_images.py --at-the-rule` repeats the paper's experiment on "
+    "`python benchmarks/paper_images.py` repeats the paper's experiment on "
     "Fashion-MNIST (`apt-get install dataset-fashion-mnist`): a ResNet-8, and the paper's settings "
     "but for batches of 32, not 128, and 4 epochs, not 300. 16 workers are simulated, with three "
     "seeds.",

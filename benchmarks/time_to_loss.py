@@ -33,8 +33,7 @@ import tyro
 from quality import SIZES
 from quality_report import settings_facts
 from support.conditions import CONDITIONS
-from support.hosts import Hosts, missing
-from support.network_probe import measure
+from support.hosts import Hosts, missing, probe
 from support.quality_rows import RowName
 from support.quality_runs import Runs
 from support.quality_worker import RunResult, RunSettings, num_parameters, run
@@ -282,7 +281,7 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         links = "one machine, all through sockets"
         if hosts is not None:
             stack.enter_context(hosts)
-            seen = measure(hosts)
+            seen = probe(hosts)
             links = (
                 f"as for a model of a million parameters: {hosts.mbits_per_s:.3g} Mbit/s; measured "
                 f"by one TCP connection {seen.mbits_per_s:.3g} Mbit/s, round trip "
