@@ -58,14 +58,7 @@ from support.report import Missing, Report, Table, results_folder, run_script
 from time_to_loss import given_rates
 
 from gossipdp import WorkerFailedError
-from gossipdp.rules import (
-    at_least_1,
-    check_flags,
-    option,
-    output_file,
-    positive_number,
-    whole_number,
-)
+from gossipdp.rules import at_least_1, check_flags, option, positive_number, whole_number
 
 ROWS = (
     "gossipdp,ddp,ddp_torchft,local_sgd@16,diloco@16,local_sgd_torchft@16,diloco_torchft@16,"
@@ -149,9 +142,6 @@ class Race:
 
     minutes: float | None = None
     """Begin no run after so long; what is finished is shown."""
-
-    json: Path | None = option(None, output_file)
-    """Write the figures to this file, and the picture beside it."""
 
     quick: bool = False
     """Short runs, to see that all works: every row in the calm and under kills, else gossipdp."""
@@ -409,9 +399,9 @@ def write(
         report.tables.append(table(title, found[name], calm))
     if shown:
         report.tables.append(settings_table(benchmark, program, campaign, unequal(found)))
-        path = benchmark.json or results_folder(benchmark.quick) / report.name
-        draw(path.with_suffix(".png"), found, program.conditions)
-    report.write(as_json(found), benchmark.json)
+        path = results_folder(benchmark.quick) / f"{report.name}.png"
+        draw(path, found, program.conditions)
+    report.write(as_json(found))
 
 
 def settings_table(benchmark: Race, program: Program, campaign: Campaign, text: str) -> Table:

@@ -30,12 +30,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from quality import SIZES
-from quality_report import settings_facts
+from quality import SIZES, Runs, settings_facts
 from support.conditions import CONDITIONS
 from support.hosts import Hosts, missing, probe
 from support.quality_rows import RowName
-from support.quality_runs import Runs
 from support.quality_worker import RunResult, RunSettings, num_parameters, run
 from support.report import Missing, Report, Spread, Table, run_script
 

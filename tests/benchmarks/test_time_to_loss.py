@@ -9,10 +9,10 @@ import time_to_loss
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quality import Runs
 from support.conditions import Condition
 from support.hosts import missing
 from support.quality_rows import RowName, make_optimizer
-from support.quality_runs import Runs
 from support.quality_worker import (
     RunResult,
     RunSettings,
