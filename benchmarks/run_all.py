@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.report import Table, print_table, results_folder
+from support.report import Table, results_folder
 
 FOLDER = Path(__file__).parent
 PATIENCE_S = 20.0
@@ -138,14 +138,13 @@ def main() -> None:
             outcomes.append(Outcome(benchmark.name, 0.0, "not run", [why]))
         else:
             outcomes.append(run(benchmark, options.quick))
-    print_table(
-        Table(
-            f"All benchmarks, {(time.monotonic() - started_s) / 60:.1f} minutes",
-            ("benchmark", "", "seconds"),
-            [(each.name, each.status, f"{each.seconds:.0f}") for each in outcomes],
-            f"Results are in {os.path.relpath(results_folder(options.quick))}.",
-        )
+    table = Table(
+        f"All benchmarks, {(time.monotonic() - started_s) / 60:.1f} minutes",
+        ("benchmark", "", "seconds"),
+        [(each.name, each.status, f"{each.seconds:.0f}") for each in outcomes],
+        f"Results are in {os.path.relpath(results_folder(options.quick))}.",
     )
+    print(table.markdown(), end="\n\n")
     print("Rows that are missing:")
     for line in [line for each in outcomes for line in each.missing] or ["none"]:
         print(f"  {line}")
