@@ -284,11 +284,10 @@ def row_of(name: str, num_values: int, *ends: list[tuple[float, float]]) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--megabytes", type=float, default=45.0, help="each way in a round")
     parser.add_argument("--rounds", type=int, default=5, help="one more warms up")
     parser.add_argument("--quick", action="store_true", help="little data, to see that it works")
     options = parser.parse_args()
-    megabytes = 2.0 if options.quick else options.megabytes
+    megabytes = 2.0 if options.quick else 45.0
     report = Report("exchange", "Exchange between two processes", quick=options.quick)
     found = measure(megabytes, options.rounds)
     rows = [

@@ -29,8 +29,7 @@ import msgspec
 import torch
 import tyro
 from support.conditions import CONDITIONS
-from support.finished_runs import FinishedRuns
-from support.learning_rates import NoBestRateError, best_rate, next_rate
+from support.finished_runs import FinishedRuns, NoBestRateError, best_rate, next_rate
 from support.provenance import Provenance
 from support.quality_rows import (
     BETAS,

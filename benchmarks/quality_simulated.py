@@ -25,8 +25,14 @@ from typing import Any, ClassVar
 
 import torch
 from support.byte_model import ByteModel
-from support.finished_runs import Simulations, finite, loss_of
-from support.learning_rates import NoBestRateError, best_rate, next_rate
+from support.finished_runs import (
+    NoBestRateError,
+    Simulations,
+    best_rate,
+    finite,
+    loss_of,
+    next_rate,
+)
 from support.report import Report, Table, results_folder
 from torch import Tensor
 

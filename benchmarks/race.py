@@ -47,9 +47,8 @@ import msgspec
 import tyro
 from race_report import NOTE, Run, as_json, draw, table, unequal
 from race_run import RaceResult, race
-from support.finished_runs import FinishedRuns
+from support.finished_runs import FinishedRuns, NoBestRateError, best_rate, next_rate
 from support.hosts import Hosts, ShapedHosts, missing
-from support.learning_rates import NoBestRateError, best_rate, next_rate
 from support.provenance import Provenance
 from support.quality_rows import KINDS, TORCHFT, RowName
 from support.race_conditions import CONDITIONS, RaceCondition

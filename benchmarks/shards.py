@@ -50,7 +50,6 @@ class Task:
     num_steps: int = 15
     wait_s: float = 0.4
     width: int = 64
-    num_layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -65,23 +64,17 @@ class Measured:
 
 
 class Gpt(nn.Module):
-    """Transformer layers over bytes."""
+    """A transformer layer over bytes."""
 
-    def __init__(self, width: int, num_layers: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
-            for _ in range(num_layers)
-        )
+        self.layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Map (batch, length) to logits of shape (batch * length, 256)."""
-        x = self.embed(text)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.flatten(0, 1))
+        return self.head(self.layer(self.embed(text)).flatten(0, 1))
 
 
 def peak_mb() -> float:
@@ -102,11 +95,10 @@ def train(case: Case, task: Task) -> Measured:
     is_slow = case.is_one_slow and mesh.get_local_rank("replicate") == 1
     wait_s = task.wait_s * (SLOW_FACTOR if is_slow else 1.0)
     torch.manual_seed(0)
-    net = Gpt(task.width, task.num_layers)
+    net = Gpt(task.width)
     texts = [torch.randint(256, (BATCH, LENGTH + 1)) for _ in range(16)]
     of: DeviceMesh = mesh if case.method == "HSDP" else mesh["shard"]
-    for layer in net.layers:
-        fully_shard(layer, mesh=of)
+    fully_shard(net.layer, mesh=of)
     fully_shard(net, mesh=of)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     samples = 0
@@ -183,10 +175,10 @@ def main() -> None:
         for case in cases
     ]
     head = ("method and replicas", "samples/s", "MB a process", "exchanges a process")
-    size = sum(each.numel() for each in Gpt(task.width, task.num_layers).parameters())
+    size = sum(each.numel() for each in Gpt(task.width).parameters())
     note = (
         f"Rounds: {num_rounds}. Each process under HSDP: {task.num_steps} steps of "
-        f"{task.wait_s:g} s, batch {BATCH}. Width {task.width}, layers {task.num_layers}: "
+        f"{task.wait_s:g} s, batch {BATCH}. Width {task.width}: "
         f"{size:,} parameters."
     )
     report.tables.append(Table("Two replicas of two processes", head, rows, note))

@@ -97,17 +97,11 @@ class Round:
         """At equal time."""
         return _or_inf(self.time.loss)
 
-    @property
-    def waiting(self) -> float:
-        """Share of the training time that is not compute: others, and everything else."""
-        return math.nan if self.tokens.computing is None else 1 - self.tokens.computing
-
     def line(self) -> str:
         """For progress."""
         return (
             f"{self.tokens.samples_per_s:.0f} samples/s, {self.loss:.3f} bits a byte after "
-            f"{self.tokens.ended_s:.1f} s, {self.loss_in_time:.3f} at equal time, "
-            f"{100 * self.waiting:.0f}% not computing"
+            f"{self.tokens.ended_s:.1f} s, {self.loss_in_time:.3f} at equal time"
         )
 
 
@@ -124,7 +118,6 @@ FIGURES: dict[str, tuple[str, str, Callable[[Round], float]]] = {
         lambda one: one.tokens.bytes_per_parameter_step,
     ),
     "comm_rate": ("comm rate", ".3g", lambda one: one.tokens.comm_rate),
-    "not_computing": ("not computing", ".1%", lambda one: one.waiting),
 }
 """By the name in JSON: the column's head and format, and the figure of a round."""
 
@@ -149,7 +142,7 @@ def measured_table(results: Results, rates: Mapping[str, float], ideal_s: float)
         "longer trains once more, on fewer tokens, so that it ends then. samples/s: the sum of the "
         "workers' own speeds. Bytes: sent by a worker's sockets, or, where it has a network, by "
         "its interface, with headers; a step is a full batch. Comm rate: exchanges, all-reduces or "
-        "averages per worker and step of its own. Not computing: the rest of the training time.",
+        "averages per worker and step of its own.",
     )
 
 

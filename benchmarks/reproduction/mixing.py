@@ -100,7 +100,7 @@ def measure(effort: parts.Effort) -> Result:
         {"graph": graph, "method": method, "num_workers": n, "num_seeds": num_seeds(method, n)}
         for n, graph, method in product(reversed(sizes), GRAPHS, METHOD_NAMES)
     ]
-    points = parts.run_jobs(measure_point, jobs, effort)
+    points = parts.run_jobs(measure_point, jobs)
     return Result(points=points, dimension=DIMENSION, tail=TAIL)
 
 
@@ -211,10 +211,6 @@ class Mixing:
     def __init__(self, matrix: FloatArray, gamma: float = 0.0) -> None:
         self._matrix = quick_to_multiply(matrix)
         self._gamma = gamma
-        self.restart()
-
-    def restart(self) -> None:
-        """Restart the recursion: the next multiplication is by W."""
         self._omega = 0.0
         self._before = np.zeros(0)
 
@@ -236,7 +232,6 @@ def consensus_rounds(
     *,
     chebyshev: bool = False,
     until: float = 1e-12,
-    max_rounds: int = 10_000_000,
 ) -> FloatArray:
     """Multiply rows of shape (n, d) by W until they agree; the consensus distance after each round.
 
@@ -246,7 +241,7 @@ def consensus_rounds(
     rows = start - start.mean(axis=0)  # rounds keep the mean
     distances = [float(np.vdot(rows, rows)) / len(rows)]
     lowest = until * distances[0]
-    while distances[-1] >= lowest and distances[-1] > 0 and len(distances) <= max_rounds:
+    while distances[-1] >= lowest and distances[-1] > 0:
         rows = mixing.multiply(rows)
         distances.append(float(np.vdot(rows, rows)) / len(rows))
     return np.array(distances)

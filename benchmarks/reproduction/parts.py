@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,24 +40,14 @@ class Effort:
     """The extent of the measurements.
 
     quick: tiny settings, to see that everything works; the page says so.
-    num_processes: how many processes measure side by side; 1: none beside this one.
     """
 
     quick: bool = False
-    num_processes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.num_processes < 1:
-            raise ValueError(
-                f"the number of processes is {self.num_processes}; it must be 1 or more"
-            )
 
 
-def run_jobs(
-    function: Callable[..., Answer], jobs: Sequence[dict[str, Any]], effort: Effort
-) -> list[Answer]:
-    """``[function(**job) for job in jobs]``, over the processes of ``effort``, saying how far."""
-    pool = Parallel(n_jobs=effort.num_processes, verbose=1)
+def run_jobs(function: Callable[..., Answer], jobs: Sequence[dict[str, Any]]) -> list[Answer]:
+    """``[function(**job) for job in jobs]``, a process a core, saying how far."""
+    pool = Parallel(n_jobs=len(os.sched_getaffinity(0)), verbose=1)
     answers: list[Answer] = pool(delayed(function)(**job) for job in jobs)
     return answers
 

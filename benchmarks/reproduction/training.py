@@ -135,7 +135,7 @@ def measure(effort: parts.Effort) -> Result:
         for data, network, kind, seed in cells
     ]
     measure_one = partial(measure_run, settings)
-    runs = parts.run_jobs(measure_one, jobs, effort)
+    runs = parts.run_jobs(measure_one, jobs)
     return Result(runs=runs, settings=settings, seeds=list(seeds))
 
 

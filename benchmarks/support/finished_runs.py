@@ -1,11 +1,11 @@
-"""A file of finished runs: a second call goes on where the first was stopped."""
+"""A file of finished runs, so that a second call goes on, and the search for learning rates."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +16,7 @@ from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.simulate import Scenario, Trace, simulate
 
 Finished = TypeVar("Finished")
+RATE_STEP, MOST_WIDENINGS = 2.0, 7
 
 
 class FinishedRuns(Generic[Finished]):
@@ -102,3 +103,40 @@ def finite(series: Sequence[float]) -> list[float | None]:
 def loss_of(run: dict[str, Any]) -> float:
     """Return the final loss; infinite where the run diverged."""
     return math.inf if run["loss"] is None else float(run["loss"])
+
+
+class NoBestRateError(RuntimeError):
+    """The grid of learning rates was widened as far as it may be, and the best is still at its end.
+
+    A row that diverges at every rate ends so too.
+    """
+
+
+def next_rate(tried: Mapping[float, float], start: Sequence[float]) -> float | None:
+    """Return the learning rate to try next; None when the best one has a neighbour on both sides.
+
+    tried: rate → loss, infinity where it diverged. start: the written grid, of factors of two.
+
+    Raises:
+        NoBestRateError: no end was found after :data:`MOST_WIDENINGS` rates beyond the grid.
+
+    >>> next_rate({0.002: 3.1, 0.004: 3.0}, [0.002, 0.004])
+    0.008
+    >>> next_rate({0.002: 3.1, 0.004: 3.0, 0.008: 3.2}, [0.002, 0.004])
+    """
+    for rate in start:
+        if rate not in tried:
+            return rate
+    best, rates = best_rate(tried), sorted(tried)
+    if best not in (rates[0], rates[-1]):
+        return None
+    if len(tried) >= len(start) + MOST_WIDENINGS:
+        raise NoBestRateError(
+            f"the best of the learning rates {rates} is still at the end of them: start elsewhere"
+        )
+    return best * RATE_STEP if best == rates[-1] else best / RATE_STEP
+
+
+def best_rate(tried: Mapping[float, float]) -> float:
+    """Return the rate of the least loss; the smaller of two equal ones."""
+    return min(sorted(tried), key=lambda rate: tried[rate])

@@ -19,7 +19,7 @@ from quality import (
     measure_all,
 )
 from support.conditions import CONDITIONS
-from support.learning_rates import next_rate
+from support.finished_runs import next_rate
 from support.quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
 from support.quality_worker import (
     Processor,

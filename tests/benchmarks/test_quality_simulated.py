@@ -8,7 +8,7 @@ import pytest
 import torch
 from quality_simulated import Runs, Setting, as_row, result_of, tables, tune
 from support.byte_model import ByteModel
-from support.learning_rates import MOST_WIDENINGS
+from support.finished_runs import MOST_WIDENINGS
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[2]
