@@ -12,17 +12,7 @@ library's own fault injector: the same plan and seed for every row, done from ou
 id.
 
 Each row trains for the same wall time, the start of its processes included, with the whole schedule
-of its learning rate, which was tuned in the calm. Rows:
-
-gossipdp            the library by its defaults, with its own supervisor
-ddp                 DistributedDataParallel over gloo; a death ends the job, which starts again from
-                    its last checkpoint (support/race_job.py: torchrun's own restart hung in
-                    gloo's connect)
-local_sgd@16, diloco@16     the same job; averages every 16 steps
-ddp_torchft, local_sgd_torchft@16, diloco_torchft@16    replicas of PyPI's torchft, each started
-                    again by itself, from the newest checkpoint; others that are ahead heal it. The
-                    lighthouse is in this process
-decent_dp           where nobody dies: it has no answer to that
+of its learning rate, which was tuned in the calm. README.md says what the rows are.
 
 The report says what is not equal, and how long a process needs to start: scale the kill period by
 that. Rows take turns, in an order that rotates from round to round; a round's seed is that of all
