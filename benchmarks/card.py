@@ -367,42 +367,6 @@ def show_training(found: Result) -> Table:
     return Table("bfloat16 autocast, AdamW, one batch again and again", head, rows)
 
 
-def learn(settings: Settings, device: str) -> float:
-    """Fit a fixed teacher in one worker; return the loss of the average of all."""
-    rank = int(os.environ["RANK"])
-    torch.manual_seed(0)
-    teacher, net = (
-        nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8)).to(device) for _ in "ab"
-    )
-    held_out = torch.randn(1024, 64).to(device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    model = GossipDataParallel(net, optimizer, counting=Counting(samples_per_step=64))
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(20 if settings.quick else 2000):
-        inputs = torch.randn(64, 64, generator=generator).to(device)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), teacher(inputs).detach()).backward()
-        optimizer.step()
-    model.consolidate()
-    with torch.no_grad():
-        return float(nn.functional.mse_loss(net(held_out), teacher(held_out)))
-
-
-def measure_loss(settings: Settings) -> Result:
-    """Train two workers to the end, on the device and on the CPU, three times each in turns."""
-    devices = list(dict.fromkeys((settings.device, "cpu")))
-    num_rounds = 1 if settings.quick else 3
-    return interleaved(devices, num_rounds, lambda device: launch(learn, 2, (settings, device))[0])
-
-
-def show_loss(found: Result) -> Table:
-    rows = [
-        (device, ", ".join(f"{loss:.5f}" for loss in losses)) for device, losses in found.items()
-    ]
-    note = "Seeds are the same; the times of exchanges differ from run to run."
-    return Table("Loss of the average of two workers", ("", "held-out loss"), rows, note)
-
-
 def survive(settings: Settings, killed: Path) -> Result | None:
     """Train in one worker; worker 1 kills itself once, comes back, and ends the run."""
     net = nn.Linear(512, 512).to(settings.device)
@@ -460,7 +424,6 @@ PARTS = (
     Part("speed", 60.0, measure_speed, show_speed),
     Part("training", 330.0, measure_training, show_training),
     Part("rejoin", 100.0, measure_rejoin, show_rejoin),
-    Part("loss", 100.0, measure_loss, show_loss),
 )
 
 

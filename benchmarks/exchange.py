@@ -1,173 +1,309 @@
 """The speed of exchanges on one machine, side by side with gloo.
 
     python benchmarks/exchange.py                  writes benchmarks/results/exchange.{json,md}
-    python benchmarks/exchange.py --json PATH      writes the figures to PATH alone
 
-Two processes, each pinned to a core of its own: wants two quiet cores.
+Two processes, each pinned to a core of its own, give each other as many megabytes at once: wants
+two quiet cores. Every way is a :class:`Transfer`, which gets everything ready once, and then, when
+its turn comes in every round, prepares, runs (which alone is timed) and verifies what this very run
+has brought. GB/s is per direction, over the wall time of the slower process.
 """
 
 from __future__ import annotations
 
+import abc
+import argparse
+import functools
 import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import tyro
-from support.exchange_worker import NUM_ADDRESSES, work
-from support.provenance import Provenance
+import torch
+import torch.distributed as dist
+from support.meeting import Meeting
 from support.report import Report, Spread, Table, run_script
+from torch import Tensor
 
-from gossipdp.links.tls import make_tls_files
-from gossipdp.rules import at_least_1, check_flags, number, option, output_file
+from gossipdp import launch
+from gossipdp.gossip.codec import tensor_bytes
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.handshake import Identity, Refusal
+from gossipdp.links.link import Link, LinkHandler
+from gossipdp.links.sockets import listen
+from gossipdp.links.tcp import SharedMemory, TcpTransport
+from gossipdp.links.tls import Tls, TlsFiles, make_tls_files
 
 # The order of the table, and what each is.
 CONTENDERS = {
     "shared_memory": "shared memory, writing the values there included",
     "tcp": "a TCP link",
     "tls": "a TCP link through TLS",
-    "gloo": "gloo, send then receive",
     "gloo_at_once": "gloo, isend and irecv",
 }
-QUICK_MEGABYTES = 2.0
+TIMEOUT_S = 60.0
+CHUNK_BYTES = 1 << 20
+WINDOW = 4
+"""Chunks that are queued at once, as in an exchange."""
 
 
-@dataclass(frozen=True)
-class ExchangeBenchmark:
-    """Measure how fast two processes exchange parameters, beside gloo.
+def values(rank: int, round_number: int, num_values: int) -> Tensor:
+    """Return the values of a worker in a round: no two are alike, and both ends know both."""
+    return _base(rank, num_values) + round_number
 
-    Two processes, each pinned to a core, give each other as many megabytes at once. Every way
-    takes its turn in every round, and what each round has brought is verified. GB/s is per
-    direction, over the wall time of the slower process.
+
+@functools.cache
+def _base(rank: int, num_values: int) -> Tensor:
+    return torch.randn(num_values, generator=torch.Generator().manual_seed(rank))
+
+
+class Transfer(abc.ABC):
+    """One way of exchanging ``num_values`` float32 each way, from memory to memory."""
+
+    def __init__(self, rank: int, num_values: int) -> None:
+        self.rank = rank
+        self.num_values = num_values
+        self.outgoing = torch.zeros(num_values)
+        self.incoming = torch.ones(num_values)
+
+    def prepare(self, round_number: int) -> None:
+        """Get this round's values ready, as they are before an exchange."""
+        self.outgoing.copy_(values(self.rank, round_number, self.num_values))
+
+    @abc.abstractmethod
+    def run(self) -> None:
+        """Exchange."""
+
+    def verify(self, round_number: int) -> None:
+        """Raise AssertionError unless this round's values have come."""
+        expected = values(1 - self.rank, round_number, self.num_values)
+        assert torch.equal(self.incoming, expected), "what arrived is not what was sent"
+
+
+class Gloo(Transfer):
+    """torch.distributed's isend and irecv."""
+
+    def run(self) -> None:
+        peer = 1 - self.rank
+        for work in (dist.isend(self.outgoing, peer), dist.irecv(self.incoming, peer)):
+            assert work is not None
+            work.wait()
+
+
+class ChunkStream(LinkHandler):
+    """Sends ``outgoing`` in chunks over its one link and takes in as many, round by round.
+
+    With ``slots``, memory that is shared, chunks are written there and read in place; there is room
+    for all, so that what the peer can read after a round is what the round has brought.
     """
 
-    megabytes: float = option(45.0, partial(number, least=1.0))
-    """Megabytes that each process gives the other in a round."""
+    def __init__(self, outgoing: memoryview, incoming: memoryview, chunk_bytes: int) -> None:
+        self.outgoing = outgoing
+        self.incoming = incoming
+        self.slots: memoryview | None = None
+        self._chunk_bytes = chunk_bytes
+        self._num_chunks = -(-len(outgoing) // chunk_bytes)
+        self._num_queued = self._num_landed = self._num_chunks
+        self._views: list[tuple[int, memoryview]] = []
+        self.link: Link | None = None
 
-    rounds: int = option(5, at_least_1)
-    """Timed rounds; one more before them warms up."""
+    def link_up(self, link: Link) -> None:
+        self.link = link
 
-    json: Path | None = option(None, output_file)
-    """Write the results to this file instead of benchmarks/results."""
+    def link_down(self, link: Link, reason: str) -> None:
+        raise RuntimeError(f"link down: {reason}")
 
-    quick: bool = False
-    """Little data, to see that it works; results go to runs/benchmarks."""
+    def control(self, link: Link, data: bytes) -> None:
+        raise RuntimeError("a control message came, but nobody sends any")
+
+    def refused(self, peer: int | None, refusal: Refusal) -> None:
+        raise RuntimeError(str(refusal))
+
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
+        raise RuntimeError("the dial failed")
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether all chunks of this round have come and gone."""
+        assert self.link is not None
+        return self._num_landed == self._num_chunks and self.link.queued_chunks == 0
+
+    def start(self) -> None:
+        """Begin a round."""
+        self._num_queued = self._num_landed = 0
+        self._views.clear()
+        assert self.link is not None
+        self.writable(self.link)
+
+    def copy_shared(self) -> None:
+        """Copy to ``incoming`` what the peer has written to shared memory."""
+        for start, view in self._views:
+            self.incoming[start : start + len(view)] = view
+
+    def writable(self, link: Link) -> None:
+        while self._num_queued < self._num_chunks and link.queued_chunks < WINDOW:
+            start = self._num_queued * self._chunk_bytes
+            payload = self.outgoing[start : start + self._chunk_bytes]
+            if self.slots is not None:
+                slot = self.slots[start : start + len(payload)]
+                slot[:] = payload
+                payload = slot
+            key = ChunkKey(0, 0, 0, self._num_queued)
+            self._num_queued += 1
+            link.send_chunk(FrameType.EXCHANGE_CHUNK, key, payload)
+
+    def chunk_buffer(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
+    ) -> memoryview:
+        start = key.index * self._chunk_bytes
+        return self.incoming[start : start + length]
+
+    def chunk(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
+    ) -> None:
+        assert payload is not None
+        self._num_landed += 1
+        if self.slots is not None:
+            self._views.append((key.index * self._chunk_bytes, payload))
+
+
+class LinkTransfer(Transfer):
+    """A link of ours. With shared memory the time includes writing the values there.
+
+    The others begin with values that are ready to be sent; there is room for all chunks, so that
+    what the peer can read after the run is what the run has brought.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_values: int,
+        meeting: Meeting,
+        shared_memory: SharedMemory,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        super().__init__(rank, num_values)
+        self._stream = ChunkStream(
+            tensor_bytes(self.outgoing), tensor_bytes(self.incoming), CHUNK_BYTES
+        )
+        listener = listen("127.0.0.1", 0)
+        self._transport = TcpTransport(
+            self._stream,
+            Identity(rank, 0, os.getpid(), "bench", "", "", "", "", ""),
+            b"a secret of the benchmark",
+            listener,
+            tls=None if tls is None else Tls(tls),
+            shared_memory=shared_memory,
+        )
+        if shared_memory == "auto":
+            self._stream.slots = self._transport.allocate(4 * num_values)
+        meeting.say(listener.getsockname()[1])
+        meeting.meet()
+        if rank == 0:
+            self._transport.dial(1, "127.0.0.1", int(meeting.heard(1)))
+        deadline_s = time.monotonic() + TIMEOUT_S
+        wants_memory = self._transport.memory.segment is not None
+        stream = self._stream
+        while stream.link is None or (wants_memory and not stream.link.is_shared):
+            self._transport.poll(0.01)
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("no link, or no memory shared over it")
+
+    def run(self) -> None:
+        self._stream.start()
+        while not self._stream.is_finished:
+            self._transport.poll(1.0)
+        self._transport.poll(0.0)  # the peer waits for word of its last chunk
+
+    def verify(self, round_number: int) -> None:
+        self._stream.copy_shared()
+        super().verify(round_number)
+
+
+def contend(num_values: int, num_rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Take part, as one of two processes; return (wall s, CPU s) per contender and round.
+
+    ``folder`` holds the meeting, and a certificate and its key.
+    """
+    rank = int(os.environ["RANK"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    meeting = Meeting(folder / "meeting", rank, poll_s=0.0)  # both begin to run at once
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    tls = TlsFiles(certificate, key, certificate)
+    made: dict[str, Transfer] = {
+        "shared_memory": LinkTransfer(rank, num_values, meeting, "auto"),
+        "tcp": LinkTransfer(rank, num_values, meeting, "off"),
+        "tls": LinkTransfer(rank, num_values, meeting, "off", tls),
+        "gloo_at_once": Gloo(rank, num_values),
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
+    for round_number in range(num_rounds + 1):
+        for name, times in found.items():
+            contender = made[name]
+            contender.prepare(round_number)
+            meeting.meet()
+            cpu_s, started_s = time.process_time(), time.perf_counter()
+            contender.run()
+            times.append((time.perf_counter() - started_s, time.process_time() - cpu_s))
+            contender.verify(round_number)
+    meeting.meet()  # neither leaves before the other has verified
+    dist.destroy_process_group()
+    return {name: times[1:] for name, times in found.items()}
+
+
+def measure(megabytes: float, num_rounds: int) -> list[dict[str, Any]]:
+    """Return the figures of each contender."""
+    num_values = int(megabytes * 1e6) // 4
+    with tempfile.TemporaryDirectory() as folder:
+        make_tls_files(folder)
+        Meeting.create(Path(folder) / "meeting", 2)
+        environment = {"GLOO_SOCKET_IFNAME": "lo"}
+        task = (num_values, num_rounds, Path(folder))
+        ends = launch(contend, world_size=2, args=task, environment=environment, timeout_s=600.0)
+    return [row_of(name, num_values, *(end[name] for end in ends)) for name in CONTENDERS]
+
+
+def row_of(name: str, num_values: int, *ends: list[tuple[float, float]]) -> dict[str, Any]:
+    """Return a contender's figures: in each round those of the slower end."""
+    slower = [max(both) for both in zip(*ends, strict=True)]
+    speeds = [4e-9 * num_values / wall_s for wall_s, _ in slower]
+    return {
+        "name": name,
+        "text": CONTENDERS[name],
+        "gbps": speeds,
+        "median_gbps": statistics.median(speeds),
+        "median_cpu_ms": statistics.median(1e3 * cpu_s for _, cpu_s in slower),
+    }
 
 
 def main() -> None:
-    benchmark = tyro.cli(ExchangeBenchmark, config=(tyro.conf.FlagCreatePairsOff,))
-    report = Report("exchange", "Exchange between two processes", quick=benchmark.quick)
-    result = measure(benchmark)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=5, help="one more warms up")
+    parser.add_argument("--quick", action="store_true", help="little data, to see that it works")
+    options = parser.parse_args()
+    megabytes = 2.0 if options.quick else 45.0
+    report = Report("exchange", "Exchange between two processes", quick=options.quick)
+    found = measure(megabytes, options.rounds)
     rows = [
-        (row["text"], Spread.of(row["gbps"]).text(), f"{row['median_cpu_ms']:.0f}")
-        for row in result["rows"]
+        (row["text"], Spread.of(row["gbps"]).text(), f"{row['median_cpu_ms']:.0f}") for row in found
     ]
     report.tables.append(
         Table(
-            f"{result['configuration']['megabytes']:g} MB of float32 each way",
+            f"{megabytes:g} MB of float32 each way",
             ("", "GB/s each way", "CPU ms"),
             rows,
-            f"Medians of {benchmark.rounds} interleaved rounds (least to greatest), one more "
+            f"Medians of {options.rounds} interleaved rounds (least to greatest), one more "
             "uncounted; GB/s over the wall time of the slower process, CPU time of that process. "
             "What every round brought was verified.",
         )
     )
-    report.write(result, benchmark.json)
-
-
-def measure(benchmark: ExchangeBenchmark) -> dict[str, Any]:
-    """Return the content of ``--json``.
-
-    Raises:
-        ValueError: Bad input, before any process starts.
-        RuntimeError: A process failed; it has said why.
-    """
-    check_flags(benchmark)
-    started_s, load = time.monotonic(), os.getloadavg()[0]
-    megabytes = QUICK_MEGABYTES if benchmark.quick else benchmark.megabytes
-    num_values = int(megabytes * 1e6) // 4
-    rows = []
-    for name, found in timings(num_values, benchmark.rounds).items():
-        speeds = [4e-9 * num_values / wall_s for wall_s, _ in found]
-        cpu_ms = [1e3 * cpu_s for _, cpu_s in found]
-        rows.append(
-            {
-                "name": name,
-                "text": CONTENDERS[name],
-                "gbps": speeds,
-                "median_gbps": statistics.median(speeds),
-                "median_cpu_ms": statistics.median(cpu_ms),
-            }
-        )
-    return {
-        **{f"{row['name']}_gbps": row["median_gbps"] for row in rows},
-        "rows": rows,
-        "load": load,
-        "configuration": {"megabytes": megabytes, "rounds": benchmark.rounds},
-        "provenance": msgspec.structs.asdict(Provenance.here(time.monotonic() - started_s)),
-    }
-
-
-def timings(num_values: int, num_rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(wall s, CPU s) of the slower process, per contender and round."""
-    context = get_context("spawn")
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
-    pipes: list[Connection] = []
-    processes = []
-    with tempfile.TemporaryDirectory() as directory:
-        make_tls_files(directory)
-        try:
-            for rank in range(2):
-                ours, theirs = context.Pipe()
-                task = (rank, theirs, num_values, Path(directory))
-                process = context.Process(target=work, args=task, daemon=True)
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            for _ in range(NUM_ADDRESSES):
-                _tell(pipes, *reversed(_hear(pipes)))
-            _hear(pipes)
-            for round_number in range(num_rounds + 1):
-                for name, times in found.items():
-                    _tell(pipes, *[(name, round_number)] * 2)
-                    _hear(pipes)
-                    _tell(pipes, "go", "go")
-                    slower = max(_hear(pipes))
-                    if round_number:
-                        times.append(slower)
-            _tell(pipes, "stop", "stop")
-            for process in processes:
-                process.join()
-                # The last round, too, is verified before a process ends.
-                if process.exitcode != 0:
-                    raise RuntimeError("a process of the benchmark failed; see above")
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-            for pipe in pipes:
-                pipe.close()
-    return found
-
-
-def _tell(pipes: list[Connection], *messages: object) -> None:
-    for pipe, message in zip(pipes, messages, strict=True):
-        pipe.send(message)
-
-
-def _hear(pipes: list[Connection]) -> list[Any]:
-    try:
-        return [pipe.recv() for pipe in pipes]
-    except EOFError:
-        raise RuntimeError("a process of the benchmark failed; see above") from None
+    report.write({"rows": found, "megabytes": megabytes})
 
 
 if __name__ == "__main__":

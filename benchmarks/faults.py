@@ -24,17 +24,17 @@ NUM_WORKERS = 4
 KILLED_AT_S = 4.0
 
 
-def demo(arguments: list[str]) -> dict[str, Any]:
-    """Run the demo once and return its JSON; a run that fails ends the benchmark with its error."""
+def kill(rank: int, seed: int) -> dict[str, Any]:
+    """Run the demo once and return the fault; a run that fails ends the benchmark."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "demo.json"
-        command = [sys.executable, "-m", "gossipdp.cli.main", "demo", *arguments]
-        command += ["--json", str(path), "--output", folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"gossipdp demo {' '.join(arguments)} failed:\n{done.stderr}")
-        result: dict[str, Any] = json.loads(path.read_text())
-        return result
+        command = [sys.executable, "-m", "gossipdp.cli.main", "demo", "--restart"]
+        command += ["--workers", str(NUM_WORKERS), "--seed", str(seed)]
+        command += ["--faults", f"kill {rank} at {KILLED_AT_S:g}s"]
+        subprocess.run([*command, "--json", str(path), "--output", folder], check=True)
+        fault: dict[str, Any]
+        (fault,) = json.loads(path.read_text())["faults"]
+        return fault
 
 
 def main() -> None:
@@ -44,15 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
     report = Report("faults", "A worker is killed", quick=options.quick)
-    kills = []
-    for number in range(rounds):
-        rank = number % NUM_WORKERS
-        print(f"round {number + 1} of {rounds}: kill worker {rank}", flush=True)
-        arguments = ["--workers", str(NUM_WORKERS), "--seed", str(number)]
-        plan = f"kill {rank} at {KILLED_AT_S:g}s"
-        result = demo([*arguments, "--faults", plan, "--restart"])
-        (fault,) = result["faults"]
-        kills.append(fault)
+    kills = [kill(number % NUM_WORKERS, seed=number) for number in range(rounds)]
     # Who noticed nothing counts as never.
     noticed = Spread.of(
         float("inf") if seconds is None else seconds

@@ -16,23 +16,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.byte_model import ByteModel
-from support.finished_runs import FinishedRuns
+from support.finished_runs import Simulations, loss_of
 from support.report import Report, Table, run_script
 
-from gossipdp_lab.simulate import (
-    Link,
-    LinkModel,
-    Scenario,
-    simulate,
-)
+from gossipdp_lab.simulate import Link, LinkModel, Scenario, Trace
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
 LEARNING_RATE = 0.064
@@ -47,133 +41,102 @@ CASES = (
 )
 """On a complete graph A2CiD2 is plain gossip. A torus of 4 is the ring; that of 8 is left out."""
 
-
 CONDITIONS = ("disjoint data", "common data")
+SETTING = ("workers", "condition", "steps", "learning_rate")
+Run = dict[str, Any]
+"""A run's fields: those of SETTING, graph, method, seed, and what was found."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One simulated run."""
-
-    condition: str
-    graph: str
-    method: str
-    workers: int
-    steps: int
-    learning_rate: float
-    seed: int
-
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> Run:
-        """Return the run that found this."""
-        return cls(**{name: found[name] for name in cls.__annotations__})
-
-    def scenario(self) -> Scenario:
-        """Return what the simulator runs."""
-        return Scenario(
-            graph=self.graph,
-            num_workers=self.workers,
-            objective=ByteModel(
-                self.condition == "disjoint data", batch_size=16, predicted=4, width=8, hidden=32
-            ),
-            optimizer=partial(torch.optim.AdamW, lr=self.learning_rate),
-            num_steps=self.steps,
-            seed=self.seed,
-            num_records=10,
-            exchange_moments={"exp_avg_sq": 16},
-            schedule=learning_rate_factor,
-            fidelity="links",
-            links=LinkModel(Link(latency_s=0.0)),
-        )
-
-    def make(self) -> dict[str, Any]:
-        """Simulate it."""
-        trace = simulate(self.scenario(), self.method)
-        last = trace.records[-1]
-        # The first record is before the first step.
-        distances = [record.consensus_distance for record in trace.records[1:]]
-        return asdict(self) | {
-            "loss": last.loss,
-            "consensus_distance": statistics.fmean(distances),
-            "comm_rate": trace.achieved_comm_rate,
-            "messages_per_exchange": sum(trace.num_messages.values()) / max(1, last.exchanges),
-            "gradient_steps": last.gradient_steps,
-            "wall_s": trace.wall_s,
-        }
+def scenario(run: Run) -> Scenario:
+    """Return what the simulator runs."""
+    return Scenario(
+        graph=run["graph"],
+        num_workers=run["workers"],
+        objective=ByteModel(
+            run["condition"] == "disjoint data", batch_size=16, predicted=4, width=8, hidden=32
+        ),
+        optimizer=partial(torch.optim.AdamW, lr=run["learning_rate"]),
+        num_steps=run["steps"],
+        seed=run["seed"],
+        num_records=10,
+        exchange_moments={"exp_avg_sq": 16},
+        schedule=learning_rate_factor,
+        fidelity="links",
+        links=LinkModel(Link(latency_s=0.0)),
+    )
 
 
-class Runs(FinishedRuns[dict[str, Any]]):
+def outcome(trace: Trace) -> dict[str, Any]:
+    """Return what is kept of a run."""
+    last = trace.records[-1]
+    # The first record is before the first step.
+    distances = [record.consensus_distance for record in trace.records[1:]]
+    return {
+        "consensus_distance": statistics.fmean(distances),
+        "comm_rate": trace.achieved_comm_rate,
+        "messages_per_exchange": sum(trace.num_messages.values()) / max(1, last.exchanges),
+        "gradient_steps": last.gradient_steps,
+    }
+
+
+class Runs(Simulations):
     """The runs that have ended."""
 
-    def __init__(self, path: Path, make: Callable[[Run], dict[str, Any]] = Run.make) -> None:
-        super().__init__(path, dict[str, Any], Run.of)
-        self._make = make
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, (*SETTING, "graph", "method", "seed"))
 
-    def find(self, run: Run) -> dict[str, Any]:
+    def find_row(
+        self, condition: str, workers: int, steps: int, case: tuple[str, str], seed: int
+    ) -> Run:
         """Return a run, from the file or made now."""
-        if run not in self.known:
-            found = self._make(run)
-            self.keep(found)
-            print(f"{run}: {found['loss']:.4f}, {found['wall_s']:.0f} s", flush=True)
-        return self.known[run]
+        graph, method = case
+        setting = dict(zip(SETTING, (workers, condition, steps, LEARNING_RATE), strict=True))
+        run = setting | {"graph": graph, "method": method, "seed": seed}
+        return self.find(run, method, lambda: scenario(run), outcome)
 
 
-def tables(runs: list[dict[str, Any]]) -> list[Table]:
+def tables(runs: Simulations) -> list[Table]:
     """Return one table for each number of workers, condition, length and learning rate."""
-    names = ("workers", "condition", "steps", "learning_rate")
-    settings = {tuple(run[name] for name in names) for run in runs}
-    made = []
-    for values in sorted(settings, key=str):
-        setting = dict(zip(names, values, strict=True))
-        reference = _cell(runs, setting, *CASES[-1])
-        rows = []
-        for graph, method in CASES:
-            found = _cell(runs, setting, graph, method)
-            if not found:
-                continue
-            both = sorted(found.keys() & reference.keys())
-            above = [100 * (found[seed]["loss"] / reference[seed]["loss"] - 1) for seed in both]
-            rows.append(
-                (
-                    f"{graph}, {method}",
-                    f"{_mean(found, 'loss'):.3f}",
-                    f"{statistics.fmean(above):+.2f}%" if above else "",
-                    f"{min(above):+.2f} to {max(above):+.2f}" if above else "",
-                    f"{len(found)}",
-                    f"{_mean(found, 'consensus_distance'):.3g}",
-                    f"{_mean(found, 'comm_rate'):.2f}",
-                    f"{_mean(found, 'messages_per_exchange'):.1f}",
-                )
-            )
-        made.append(
-            Table(
-                "{} workers, {}, {} steps, learning rate {:g}".format(*values),
-                (
-                    "",
-                    "bits a byte",
-                    "above complete",
-                    "of each seed",
-                    "seeds",
-                    "consensus distance",
-                    "exchanges a step",
-                    "messages each",
-                ),
-                rows,
+    settings = {tuple(run[name] for name in SETTING) for run in runs.known.values()}
+    return [_table(runs, dict(zip(SETTING, each, strict=True))) for each in sorted(settings)]
+
+
+def _table(runs: Simulations, setting: dict[str, Any]) -> Table:
+    cells = {
+        (graph, method): runs.of(graph=graph, method=method, **setting) for graph, method in CASES
+    }
+    reference = {run["seed"]: loss_of(run) for run in cells[CASES[-1]]}
+    rows = []
+    for (graph, method), found in cells.items():
+        if not found:
+            continue
+        above = [
+            100 * (loss_of(run) / reference[run["seed"]] - 1)
+            for run in found
+            if run["seed"] in reference
+        ]
+        rows.append(
+            (
+                f"{graph}, {method}",
+                f"{statistics.fmean(map(loss_of, found)):.3f}",
+                f"{statistics.fmean(above):+.2f}%" if above else "",
+                f"{min(above):+.2f} to {max(above):+.2f}" if above else "",
+                f"{len(found)}",
+                f"{_mean(found, 'consensus_distance'):.3g}",
+                f"{_mean(found, 'comm_rate'):.2f}",
+                f"{_mean(found, 'messages_per_exchange'):.1f}",
             )
         )
-    return made
+    head = (
+        "", "bits a byte", "above complete", "of each seed", "seeds", "consensus distance",
+        "exchanges a step", "messages each",
+    )  # fmt: skip
+    title = "{workers} workers, {condition}, {steps} steps, learning rate {learning_rate:g}"
+    return Table(title.format(**setting), head, rows)
 
 
-def _cell(
-    runs: list[dict[str, Any]], setting: dict[str, Any], graph: str, method: str
-) -> dict[int, dict[str, Any]]:
-    """Return the runs of a row, by seed."""
-    wanted = setting | {"graph": graph, "method": method}
-    return {run["seed"]: run for run in runs if wanted.items() <= run.items()}
-
-
-def _mean(found: dict[int, dict[str, Any]], name: str) -> float:
-    return statistics.fmean(float(run[name]) for run in found.values())
+def _mean(found: list[Run], name: str) -> float:
+    return statistics.fmean(float(run[name]) for run in found)
 
 
 def cases(workers: int, only: str | None) -> list[tuple[str, str]]:
@@ -205,24 +168,12 @@ def main() -> None:
         options.runs = Path("runs/graphs_quick.jsonl")
     report = Report("graphs", __doc__.split("\n", 1)[0], quick=options.quick)
     runs = Runs(options.runs)
-    for seed in range(0 if options.no_runs else options.seeds):
-        for condition in options.data:
-            for workers in map(int, options.workers.split(",")):
-                for graph, method in cases(workers, options.rows):
-                    runs.find(
-                        Run(
-                            condition,
-                            graph,
-                            method,
-                            workers,
-                            options.steps,
-                            LEARNING_RATE,
-                            seed,
-                        )
-                    )
-    found = list(runs.known.values())
-    report.tables += tables(found)
-    report.write({"runs": found})
+    seeds, sizes = range(0 if options.no_runs else options.seeds), options.workers.split(",")
+    for seed, condition, workers in product(seeds, options.data, map(int, sizes)):
+        for case in cases(workers, options.rows):
+            runs.find_row(condition, workers, options.steps, case, seed)
+    report.tables += tables(runs)
+    report.write({"runs": list(runs.known.values())})
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import argparse
 import ctypes
 import gc
 import importlib.util
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,56 +50,24 @@ WANTED_BYTES = {"a2cid2": 8.0, "gossip": 4.0, "a2cid2-numba": 8.0}
 """A parameter: c and pending, 4 bytes each; plain averaging has no c."""
 
 
-@dataclass(frozen=True)
-class MemoryTask:
-    """arm: ``plain``, ``a2cid2``, ``gossip``, ``ddp`` or ``ddp-bucket-view``."""
-
-    arm: str
-    meeting: Path
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one process. tensors: of all storages that Python can reach."""
-
-    pss: int
-    tensors: int
-
-    def since(self, before: Memory) -> Memory:
-        """Return the memory that was added."""
-        return Memory(self.pss - before.pss, self.tensors - before.tensors)
-
-
-@dataclass(frozen=True)
-class Added:
-    """The measurements of one worker.
-
-    bucket_bytes: of DDP's buckets, which Python cannot reach unless gradients are views of them.
-    """
-
-    memory: Memory
-    bucket_bytes: int
-    num_parameters: int
-
-
-def run_worker(task: MemoryTask) -> Added:
-    """Return what wrapping and exchanging added to this process."""
+def run_worker(arm: str, meeting_path: Path) -> tuple[int, int]:
+    """Return the bytes that wrapping and exchanging added to this process, and the parameters."""
     # Whatever is freed goes back to the kernel at once, so that a difference is what is held.
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 64 << 10)
     libc.mallopt(M_TRIM_THRESHOLD, 0)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    meeting = Meeting(task.meeting, int(os.environ["RANK"]))
+    meeting = Meeting(meeting_path, int(os.environ["RANK"]))
     net = cifar_resnet18()
     optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9)
     batch = torch.randn(BATCH_SIZE, 3, 32, 32), torch.randint(10, (BATCH_SIZE,))
     for _ in range(NUM_STEPS_BEFORE):
         _step(net, net, optimizer, batch)
-    if task.arm.startswith("ddp"):
+    if arm.startswith("ddp"):
         dist.init_process_group("gloo")  # gloo's own memory is not DDP's
-    before = look(libc, net)
-    model, num_exchanges = _wrap(task.arm, net, optimizer)
+    before = pss(libc)
+    model, num_exchanges = _wrap(arm, net, optimizer)
     for step in range(MOST_STEPS):
         _step(model, net, optimizer, batch)
         meeting.say(num_exchanges())
@@ -107,14 +75,13 @@ def run_worker(task: MemoryTask) -> Added:
         if step >= NUM_STEPS_BEFORE and meeting.heard(0) >= NUM_EXCHANGES:
             break
         meeting.meet()  # nobody may say more before both have heard
-    added = look(libc, net).since(before)
-    bucket_bytes = _bucket_bytes(model)
+    added = pss(libc) - before
     meeting.meet()
     if isinstance(model, GossipDataParallel):
         model.close()
     elif isinstance(model, nn.parallel.DistributedDataParallel):
         leave()
-    return Added(added, bucket_bytes, sum(each.numel() for each in net.parameters()))
+    return added, sum(each.numel() for each in net.parameters())
 
 
 def _wrap(
@@ -142,29 +109,13 @@ def _step(
     optimizer.step()
 
 
-def look(libc: Any, net: nn.Module) -> Memory:
+def pss(libc: Any) -> int:
     """Return the memory of this process now, after everything unused was given back."""
     gc.collect()
     libc.malloc_trim(0)
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     (kilobytes,) = (int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return Memory(kilobytes << 10, _tensor_bytes(net))
-
-
-def _tensor_bytes(net: nn.Module) -> int:
-    tensors: Iterable[Any] = (each for each in gc.get_objects() if _is_tensor(each))
-    gradients = (p.grad for p in net.parameters() if p.grad is not None)
-    storages = {}
-    for tensor in (*tensors, *gradients):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr():
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _is_tensor(thing: object) -> bool:
-    # type(), as isinstance() would call into proxies of all kinds.
-    return issubclass(type(thing), Tensor) and thing.device.type == "cpu"  # type: ignore[attr-defined]
+    return kilobytes << 10
 
 
 def load_kernels() -> None:
@@ -174,82 +125,51 @@ def load_kernels() -> None:
     compile_loops(torch.float32, torch.float32)
 
 
-def _bucket_bytes(model: nn.Module) -> int:
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
-        return 0
-    data = model._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    return sum(int(size) for size in str(sizes).split(",") if size.strip())
-
-
-def measure(key: str) -> list[Added]:
+def measure(key: str) -> list[tuple[int, int]]:
     """One run of two workers."""
     _, arm, variables = ARMS[key]
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder) / "meeting"
         Meeting.create(meeting, 2)
         return launch(
-            run_worker,
-            world_size=2,
-            args=(MemoryTask(arm, meeting),),
-            environment=variables,
-            timeout_s=300.0,
+            run_worker, world_size=2, args=(arm, meeting), environment=variables, timeout_s=300.0
         )
 
 
-def summary(key: str, runs: list[list[Added]], drift: float) -> dict[str, Any]:
+def summary(key: str, runs: list[list[tuple[int, int]]], drift: float) -> dict[str, Any]:
     """Return the figures of the table; drift: bytes that a process gains without a wrapper."""
-    workers = [worker for run in runs for worker in run]
-    parameters = workers[0].num_parameters
-    counted = workers[0].memory.tensors
-    if key == "ddp":
-        counted += workers[0].bucket_bytes  # which no Python object holds
-    own = [each.memory.pss - drift for each in workers]
-    wanted = WANTED_BYTES.get(key)
-    pss = Spread.of(value / 1e6 for value in own)
+    own = [added - drift for run in runs for added, _ in run]
+    parameters = runs[0][0][1]
+    extra_mb = Spread.of(value / 1e6 for value in own)
+    wanted_mb = WANTED_BYTES.get(key, math.nan) * parameters / 1e6
     return {
-        "pss_mb": pss,
+        "pss_mb": extra_mb,
         "bytes_per_parameter": Spread.of(value / parameters for value in own),
-        "tensors_mb": counted / 1e6,
-        "tensor_bytes_per_parameter": counted / parameters,
-        "wanted_mb": None if wanted is None else wanted * parameters / 1e6,
-        "constant_mb": None if wanted is None else pss.median - wanted * parameters / 1e6,
+        "wanted_mb": wanted_mb,
+        "constant_mb": extra_mb.median - wanted_mb,
         "num_parameters": parameters,
     }
 
 
 def table(found: dict[str, dict[str, Any]]) -> Table:
     """One row a way to train."""
-    rows = []
-    for key, each in found.items():
-        rows.append(
-            (
-                ARMS[key][0],
-                each["pss_mb"].text(".1f"),
-                each["bytes_per_parameter"].text(".2f"),
-                f"{each['tensors_mb']:.1f}",
-                f"{each['tensor_bytes_per_parameter']:.2f}",
-                "" if each["wanted_mb"] is None else f"{each['wanted_mb']:.1f}",
-                "" if each["constant_mb"] is None else f"{each['constant_mb']:.1f}",
-            )
+    rows = [
+        (
+            ARMS[key][0],
+            each["pss_mb"].text(".1f"),
+            each["bytes_per_parameter"].text(".2f"),
+            f"{each['wanted_mb']:.1f}" if key in WANTED_BYTES else "",
+            f"{each['constant_mb']:.1f}" if key in WANTED_BYTES else "",
         )
-    head = (
-        "",
-        "extra MB",
-        "bytes a parameter",
-        "tensors, MB",
-        "bytes a parameter",
-        "c + pending, MB",
-        "the rest, MB",
-    )
+        for key, each in found.items()
+    ]
     return Table(
         "Extra memory of a process, ResNet-18 of 11.2M parameters, float32",
-        head,
+        ("", "extra MB", "bytes a parameter", "c + pending, MB", "the rest, MB"),
         rows,
         "Extra MB: PSS after wrapping and exchanging, less PSS before, less what the first row "
-        "gained without a wrapper; medians over runs and workers, least and greatest. Tensors: "
-        "storages that Python can reach, and DDP's buckets. Compiled kernels: LLVM, "
-        "which loads them, is in the rest.",
+        "gained without a wrapper; medians over runs and workers, least and greatest. Compiled "
+        "kernels: LLVM, which loads them, is in the rest.",
     )
 
 
@@ -266,7 +186,7 @@ def main() -> None:
     else:
         launch(load_kernels, world_size=1)
     runs = interleaved(keys, 1 if options.quick else options.rounds, measure)
-    drift = Spread.of(float(worker.memory.pss) for run in runs["plain"] for worker in run).median
+    drift = Spread.of(float(added) for run in runs["plain"] for added, _ in run).median
     found = {key: summary(key, runs[key], 0.0 if key == "plain" else drift) for key in keys}
     report.tables.append(table(found))
     report.write({"rows": found, "runs": runs})

@@ -7,29 +7,50 @@ once a step, or at a rate that sets itself; its gossip thread may use the other 
 neighbour's compute is a timed wait. Then loops that launch thousands of tiny operations a step, so
 that the interpreter is always wanted. Then two workers that compute, each on the one core that it
 shares with its gossip thread: ResNet-18, and 117 million parameters at a batch of 8 (needs 14 GB).
-Turns with a wrapper that never exchanges, and with exchanges, alternate in the same processes.
+
+Turns with a wrapper that never exchanges, and with exchanges (the *arms*), alternate in the same
+processes, each with a model of its own. So they meet the same core, the same memory and the same
+neighbours on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import tempfile
-from dataclasses import dataclass, replace
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from support.meeting import Meeting
-from support.overlap_worker import ARMS, ArmTimes, OverlapTask, run_worker
-from support.report import Report, Spread, Table, quantile
+from support.report import Report, Spread, Table
+from torch import Tensor, nn
 
-from gossipdp import launch
+from gossipdp import Counting, GossipDataParallel, launch
+from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
-NAMES = {"none": "method none", "a2cid2": "a2cid2"}
+ARMS = ("none", "a2cid2")
+"""The wrapper without exchanges, and with them."""
+WARM_UP_TURNS, LEAST_WARM_UP_S = 0.4, 2.0
+SETTLE_S = 0.25  # for what an arm's exchanges still have to do when its turn is over
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One of the questions; turn_s: of one arm in one round."""
+    """One of the questions.
+
+    workload: ``resnet18``, ``launch-bound``, ``launch-bound-large`` or ``gpt``.
+    shares_cores: both workers compute, each on a core that its gossip thread shares. Otherwise
+        worker 0 computes on a core of its own, and worker 1's compute is a timed wait: the other
+        core is there for both gossip threads.
+    turn_s: of one arm in one round.
+    """
 
     title: str
     workload: str
@@ -38,24 +59,13 @@ class Setting:
     turn_s: float
 
 
+TINY = "Tiny operations, a core of its own, the other core free"
 SETTINGS = {
     "resnet18": Setting(
         "ResNet-18, a core of its own, the other core free", "resnet18", False, 32, 8.0
     ),
-    "launch-bound": Setting(
-        "Tiny operations, 1M parameters, a core of its own, the other core free",
-        "launch-bound",
-        False,
-        4,
-        1.5,
-    ),
-    "launch-bound-large": Setting(
-        "Tiny operations, 11.2M parameters, a core of its own, the other core free",
-        "launch-bound-large",
-        False,
-        4,
-        1.5,
-    ),
+    "launch-bound": Setting(f"{TINY}, 1M parameters", "launch-bound", False, 4, 1.5),
+    "launch-bound-large": Setting(f"{TINY}, 11.2M parameters", "launch-bound-large", False, 4, 1.5),
     "resnet18-shared-core": Setting(
         "ResNet-18 on both workers, each on one core with its gossip thread",
         "resnet18",
@@ -73,6 +83,213 @@ SETTINGS = {
 }
 
 
+class LaunchBound(nn.Module):
+    """Thousands of operations on a few values each: Python is busy all the time.
+
+    ``ballast`` gets no gradient, so that no step computes with it, but the optimizer holds it: an
+    exchange may carry as much as one of ResNet-18. (batch, 16) to (batch, 16).
+    """
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(16) for _ in range(200))
+        self.shifts = nn.ParameterList(torch.zeros(16) for _ in range(200))
+        self.ballast = nn.Parameter(torch.zeros(num_parameters - 2 * 16 * 200))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the values after 1,200 scalings and shifts."""
+        for _ in range(6):
+            for scale, shift in zip(self.scales, self.shifts, strict=True):
+                values = torch.tanh(values * scale + shift)
+        return values
+
+
+class GptShaped(nn.Module):
+    """GPT-2's matrices without its attention: 117 million parameters.
+
+    Each token is a sample of its own, so a small batch makes a step that is mostly the optimizer's,
+    where an exchange costs most. Tokens (batch,) to logits (batch, 50257).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50_257, 768)  # which the output shares
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.layers = nn.Sequential(*(_Layer(768) for _ in range(11)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each token."""
+        return nn.functional.linear(self.layers(self.embedding(tokens)), self.embedding.weight)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, values: Tensor) -> Tensor:
+        gate, scale, value = self.mixed(self.norm(values)).chunk(3, dim=-1)
+        values = values + self.out(torch.sigmoid(gate) * torch.tanh(scale) * value)
+        return values + self.narrow(nn.functional.gelu(self.wide(values)))
+
+
+@dataclass
+class ArmTimes:
+    """The measurements of one worker in one arm.
+
+    step_s: seconds of each step, by round; the first of a turn is left out.
+    num_steps: of the wrapper, those left out included; so are the exchanges.
+    gossip_cpu_s: CPU time of the gossip thread.
+    """
+
+    step_s: list[list[float]] = field(default_factory=list)
+    num_steps: int = 0
+    exchanges: int = 0
+    gossip_cpu_s: float = 0.0
+
+
+def run_worker(
+    setting: Setting, num_rounds: int, comm_rate: float | Literal["auto"], meeting_path: Path
+) -> dict[str, ArmTimes]:
+    """Take turns with the other worker; return this one's times by arm."""
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    meeting = Meeting(meeting_path, rank)
+    cores = sorted(os.sched_getaffinity(0))
+    own_core = cores[rank % len(cores)]
+    waits = rank == 1 and not setting.shares_cores
+    if waits or setting.shares_cores:
+        os.sched_setaffinity(0, {own_core})  # the gossip thread, started below, has the same
+    arms = {name: _Arm(name, setting, comm_rate, rank) for name in ARMS}
+    # Of the calling thread alone: the gossip thread, which runs already, keeps all cores.
+    os.sched_setaffinity(0, {own_core})
+    if not waits:
+        meeting.say(min(arm.step() for arm in arms.values() for _ in range(2)))
+    meeting.meet()
+    wait_s = meeting.heard(0) if waits else None
+    for round_number in range(-1, num_rounds):
+        for name in ARMS if round_number % 2 else reversed(ARMS):
+            meeting.meet()
+            time.sleep(SETTLE_S)
+            meeting.meet()
+            turn_s = setting.turn_s
+            if round_number < 0:
+                turn_s = max(LEAST_WARM_UP_S, WARM_UP_TURNS * turn_s)
+            durations_s = arms[name].take_turn(turn_s, wait_s)
+            if round_number >= 0:
+                arms[name].times.step_s.append(durations_s)
+            else:
+                arms[name].start_over()
+    meeting.meet()
+    for arm in arms.values():
+        arm.close()
+    return {name: arm.times for name, arm in arms.items()}
+
+
+class _Arm:
+    """One way to train, with its own model and optimizer."""
+
+    def __init__(
+        self, name: str, setting: Setting, comm_rate: float | Literal["auto"], rank: int
+    ) -> None:
+        torch.manual_seed(rank)
+        self.times = ArmTimes()
+        self._inputs: Tensor
+        self._labels: Tensor | None = None
+        if setting.workload == "resnet18":
+            net: nn.Module = cifar_resnet18()
+            self._inputs = torch.randn(setting.batch_size, 3, 32, 32)
+            self._labels = torch.randint(10, (setting.batch_size,))
+        elif setting.workload == "gpt":
+            net = GptShaped()
+            self._inputs = torch.randint(50_257, (setting.batch_size,))
+            self._labels = torch.randint(50_257, (setting.batch_size,))
+        else:
+            large = setting.workload == "launch-bound-large"
+            net = LaunchBound(num_parameters=CIFAR_RESNET18_PARAMETERS if large else 1_000_000)
+            self._inputs = torch.randn(setting.batch_size, 16)
+        self._optimizer: torch.optim.Optimizer
+        if setting.workload == "gpt":
+            self._optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
+        else:
+            foreach = setting.workload == "resnet18"
+            self._optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, foreach=foreach)
+        before = threading.enumerate()
+        with _alone() if name == "none" else nullcontext():
+            self._wrapped = GossipDataParallel(
+                net,
+                self._optimizer,
+                method=name,
+                comm_rate=comm_rate,
+                counting=Counting(samples_per_step=setting.batch_size),
+            )
+        (thread,) = (
+            each
+            for each in threading.enumerate()
+            if each.name.startswith("gossipdp-") and each not in before
+        )
+        self._gossip_clock = time.pthread_getcpuclockid(thread.ident or 0)
+
+    def step(self, wait_s: float | None = None) -> float:
+        """One gradient step, or a timed wait and the optimizer's step; its duration in seconds."""
+        began_s = time.perf_counter()
+        if wait_s is not None:
+            time.sleep(wait_s)
+            self._optimizer.step()  # no gradient: nothing but the boundary
+            return time.perf_counter() - began_s
+        self._optimizer.zero_grad()
+        outputs = self._wrapped(self._inputs)
+        if self._labels is not None:
+            loss = nn.functional.cross_entropy(outputs, self._labels)
+        else:
+            loss = outputs.square().mean()
+        loss.backward()
+        self._optimizer.step()
+        return time.perf_counter() - began_s
+
+    def take_turn(self, turn_s: float, wait_s: float | None) -> list[float]:
+        """Step for so long, at least twice; return the durations without the first."""
+        began_s = time.perf_counter()
+        durations_s = []
+        while len(durations_s) < 2 or time.perf_counter() < began_s + turn_s:
+            durations_s.append(self.step(wait_s))
+        return durations_s[1:]
+
+    def start_over(self) -> None:
+        """Forget what was measured so far: the warm-up."""
+        self.times = ArmTimes()
+        self._count(-1)
+
+    def close(self) -> None:
+        """Take note of the exchanges, and end them."""
+        self._count(1)
+        self._wrapped.close()
+
+    def _count(self, sign: int) -> None:
+        stats, times = self._wrapped.stats(), self.times
+        times.num_steps += sign * stats.gradient_steps
+        times.exchanges += sign * stats.exchanges
+        times.gossip_cpu_s += sign * time.clock_gettime(self._gossip_clock)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without a launcher's variables, so that what is wrapped meanwhile is a run of its own."""
+    kept = dict(os.environ)
+    for name in kept:
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR") or (
+            name.startswith(("MASTER_PORT", "GOSSIPDP_", "TORCHELASTIC_"))
+            and name != "GOSSIPDP_KERNELS"
+        ):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
 def measure(
     setting: Setting, num_rounds: int, comm_rate: float | Literal["auto"]
 ) -> list[dict[str, ArmTimes]]:
@@ -80,16 +297,8 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder) / "meeting"
         Meeting.create(meeting, 2)
-        task = OverlapTask(
-            setting.workload,
-            setting.shares_cores,
-            setting.batch_size,
-            setting.turn_s,
-            num_rounds,
-            meeting,
-            comm_rate,
-        )
-        return launch(run_worker, world_size=2, args=(task,), timeout_s=900.0)
+        task = (setting, num_rounds, comm_rate, meeting)
+        return launch(run_worker, world_size=2, args=task, timeout_s=900.0)
 
 
 def computing(setting: Setting, workers: list[dict[str, ArmTimes]], arm: str) -> list[ArmTimes]:
@@ -103,7 +312,7 @@ def steps_per_s(setting: Setting, workers: list[dict[str, ArmTimes]], arm: str) 
         [len(steps) / sum(steps) for steps in times.step_s]
         for times in computing(setting, workers, arm)
     ]
-    return [sum(of_round) / len(of_round) for of_round in zip(*rates, strict=True)]
+    return [statistics.fmean(of_round) for of_round in zip(*rates, strict=True)]
 
 
 def summary(setting: Setting, workers: list[dict[str, ArmTimes]]) -> dict[str, Any]:
@@ -111,23 +320,16 @@ def summary(setting: Setting, workers: list[dict[str, ArmTimes]]) -> dict[str, A
     rates = {arm: steps_per_s(setting, workers, arm) for arm in ARMS}
     arms = {}
     for arm in ARMS:
-        step_ms = [
-            1e3 * step
-            for times in computing(setting, workers, arm)
-            for steps in times.step_s
-            for step in steps
-        ]
+        timed = [times.step_s for times in computing(setting, workers, arm)]
+        step_ms = [1e3 * step for rounds in timed for steps in rounds for step in steps]
         num_steps = sum(worker[arm].num_steps for worker in workers)
         exchanges = sum(worker[arm].exchanges for worker in workers)
-        exchange_s = sum(worker[arm].exchange_s for worker in workers)
         gossip_cpu_s = sum(worker[arm].gossip_cpu_s for worker in workers)
         arms[arm] = {
             "steps_per_s": Spread.of(rates[arm]),
             "num_steps": len(step_ms),
-            "step_ms_median": quantile(step_ms, 0.5),
-            "step_ms_p99": quantile(step_ms, 0.99),
+            "step_ms_median": statistics.median(step_ms),
             "achieved_comm_rate": exchanges / num_steps if num_steps else 0.0,
-            "exchange_ms": 1e3 * exchange_s / exchanges if exchanges else None,
             "gossip_cpu_ms": 1e3 * gossip_cpu_s / exchanges if exchanges else None,
         }
     over = (w / v for w, v in zip(rates["a2cid2"], rates["none"], strict=True))
@@ -138,23 +340,18 @@ def table(setting: Setting, found: dict[str, Any]) -> Table:
     """Return the table of steps."""
     rows = []
     for arm, each in found["arms"].items():
-        has = arm == "a2cid2" and each["exchange_ms"] is not None
+        has = arm == "a2cid2" and each["gossip_cpu_ms"] is not None
         rows.append(
             (
-                NAMES[arm],
+                "method none" if arm == "none" else arm,
                 each["steps_per_s"].text(),
                 f"{each['step_ms_median']:.1f}",
-                f"{each['step_ms_p99']:.1f}",
                 f"{each['num_steps']}",
                 f"{each['achieved_comm_rate']:.2f}" if has else "",
-                f"{each['exchange_ms']:.1f}" if has else "",
                 f"{each['gossip_cpu_ms']:.1f}" if has else "",
             )
         )
-    head = (
-        "", "steps/s", "step, median ms", "p99 ms", "steps", "comm rate", "exchange, ms",
-        "its CPU, ms",
-    )  # fmt: skip
+    head = ("", "steps/s", "step, median ms", "steps", "comm rate", "CPU of an exchange, ms")
     note = (
         f"With exchanges over method none: steps/s {found['rate_over'].text('.3f')}. Medians over "
         "the rounds, least and greatest."

@@ -15,23 +15,42 @@ there. The table goes to benchmarks/results once all is measured.
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 import torch
 import tyro
-from quality_report import rows_as_json, tables
 from support.conditions import CONDITIONS
-from support.learning_rates import NoBestRateError
-from support.quality_rows import DEFAULT_ROWS, RowName
-from support.quality_runs import Measured, Runs, measure
-from support.quality_worker import DataName, Processor, RunResult, RunSettings, Size, run
-from support.report import Missing, Report, results_folder, run_script
+from support.finished_runs import FinishedRuns, NoBestRateError, best_rate, next_rate
+from support.provenance import Provenance
+from support.quality_rows import (
+    BETAS,
+    DEFAULT_ROWS,
+    OUTER_MOMENTUM,
+    OUTER_RATE,
+    POWER_SGD_AFTER,
+    WEIGHT_DECAY,
+    RowName,
+)
+from support.quality_worker import (
+    ONE_THREAD,
+    DataName,
+    Processor,
+    RunResult,
+    RunSettings,
+    Size,
+    num_parameters,
+    run,
+)
+from support.report import Missing, Report, Table, results_folder, run_script
 
 from gossipdp import WorkerFailedError
 from gossipdp.rules import (
@@ -74,9 +93,6 @@ class QualityBenchmark:
 
     seeds: int = option(3, at_least_1)
     """Runs at the best rate; the seed of the tuning is none of them."""
-
-    workers: int = option(4, partial(whole_number, least=2))
-    """Worker processes."""
 
     graph: str = "ring"
     """The graph of gossipdp's rows."""
@@ -150,7 +166,6 @@ def measure_all(benchmark: QualityBenchmark) -> None:
             learning_rate=rates[0],
             seed=0,
             size=size,
-            workers=benchmark.workers,
             graph=benchmark.graph,
             condition=condition,
             processor=Processor(benchmark.device, benchmark.threads),
@@ -165,7 +180,8 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     left = unfinished(results, benchmark.seeds)
     report.missing += left
     tuning = benchmark.tuning(bases[0])
-    report.tables += tables(results, bases[0], tuning, campaign.runs.commits())
+    report.tables.append(outcome(results, benchmark.data))
+    report.tables.append(settings_table(bases[0], tuning, campaign.runs.commits()))
     data = rows_as_json(results, bases[0])
     path = benchmark.json
     if path is None and (campaign.failures or left) and not benchmark.quick:
@@ -186,6 +202,90 @@ def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[float]]:
         raise ValueError(f"--rates is {benchmark.rates!r}; each is twice the one before")
     check_flags(benchmark)
     return names, rates
+
+
+TUNING_SEED = 0
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A finished run as it is stored; found again by its settings."""
+
+    key: str
+    result: RunResult
+    provenance: Provenance
+
+
+class Runs(FinishedRuns[Line]):
+    """Runs that are finished, by their settings; notes the commits of those that are asked for."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__(path, Line, key=lambda line: line.key)
+        self._commits: set[str] = set()
+
+    def find(self, settings: RunSettings) -> RunResult | None:
+        """Return the result of a run of these settings; None if none is finished."""
+        line = self.known.get(settings.key)
+        if line is None:
+            return None
+        self._commits.add(line.provenance.commit)
+        return line.result
+
+    def add(self, settings: RunSettings, result: RunResult) -> None:
+        """Keep a run that has just finished."""
+        line = Line(settings.key, result, Provenance.here(result.seconds))
+        self._commits.add(line.provenance.commit)
+        self.keep(line)
+
+    def commits(self) -> str:
+        """Return the commits by which the runs that were found or added were made."""
+        return ", ".join(sorted(self._commits))
+
+
+@dataclass
+class Measured:
+    """One row on one kind of data. tried: rate → loss of the tuning seed. results: by seed."""
+
+    tried: dict[float, float] = field(default_factory=dict)
+    is_tuned: bool = False
+    results: dict[int, RunResult] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """The best learning rate."""
+        return best_rate(self.tried)
+
+
+def measure(
+    base: RunSettings,
+    tuning: RunSettings,
+    rates: Sequence[float],
+    num_seeds: int,
+    run: Callable[[RunSettings], RunResult | None],
+) -> Measured:
+    """Tune the row of ``base``, then run seeds 1 to ``num_seeds`` at the rate that was best.
+
+    The tuning seed is none of those: a rate that was best by chance gains nothing by it.
+
+    Args:
+        base: what is measured, but for rate and seed.
+        tuning: what its rate is tuned by: the same, or something that takes less time.
+        rates: the grid to begin with.
+        num_seeds: how many; with 0 the row is only tuned.
+        run: gives a run's result, or None where it is not to be had now.
+    """
+    found = Measured()
+    while (rate := next_rate(found.tried, rates)) is not None:
+        result = run(replace(tuning, learning_rate=rate, seed=TUNING_SEED))
+        if result is None:
+            return found
+        found.tried[rate] = math.inf if result.loss is None else result.loss
+    found.is_tuned = True
+    for seed in range(1, num_seeds + 1):
+        result = run(replace(base, learning_rate=found.rate, seed=seed))
+        if result is None:
+            return found
+        found.results[seed] = result
+    return found
 
 
 class Campaign:
@@ -245,6 +345,141 @@ def unfinished(results: Mapping[str, Measured], num_seeds: int) -> list[Missing]
             why = f"{len(measured.results)} of {num_seeds} seeds are measured: call again"
             found.append(Missing(label, why))
     return found
+
+
+BASELINE = "ddp"
+
+
+def mean_loss(measured: Measured) -> float:
+    """Over the seeds; infinity where one diverged, NaN without any."""
+    losses = [math.inf if one.loss is None else one.loss for one in measured.results.values()]
+    return statistics.fmean(losses) if losses else math.nan
+
+
+def loss_std(measured: Measured) -> float | None:
+    """Return the sample standard deviation over the seeds; None of fewer than two."""
+    losses = [one.loss for one in measured.results.values() if one.loss is not None]
+    return statistics.stdev(losses) if len(losses) > 1 else None
+
+
+def row_as_json(measured: Measured) -> dict[str, Any]:
+    """One row's figures; a loss of a seed that diverged is null."""
+    results = list(measured.results.values())
+    loss = mean_loss(measured)
+    return {
+        "loss": loss if math.isfinite(loss) else None,
+        "loss_std": loss_std(measured),
+        "learning_rate": measured.rate,
+        "bytes_per_parameter_step": statistics.fmean(x.bytes_per_parameter_step for x in results),
+        "samples_per_s": statistics.fmean(x.samples_per_s for x in results),
+        "comm_rate": statistics.fmean(x.comm_rate for x in results),
+        "samples": statistics.fmean(x.samples for x in results),
+        "seeds": {seed: x.loss for seed, x in measured.results.items()},
+        "tried": {f"{rate:g}": measured.tried[rate] for rate in sorted(measured.tried)},
+    }
+
+
+def rows_as_json(results: Mapping[str, Measured], base: RunSettings) -> dict[str, Any]:
+    """Return the content of ``--json``; base: one of the runs."""
+    size = base.size
+    return {
+        "data": base.data,
+        "rows": {name: row_as_json(row) for name, row in results.items() if row.results},
+        "parameters": num_parameters(size),
+        "steps": size.steps,
+        "samples_per_step": size.batch_size,
+        "context": size.context,
+    }
+
+
+def outcome(rows: Mapping[str, Measured], kind: str) -> Table:
+    base = mean_loss(rows[BASELINE]) if BASELINE in rows else math.nan
+    lines = []
+    for name, measured in rows.items():
+        if not measured.results:
+            continue
+        loss, std = mean_loss(measured), loss_std(measured)
+        one = row_as_json(measured)
+        lines.append(
+            (
+                RowName.parse(name).label,
+                f"{loss:.3f}" + ("" if std is None else f" ± {std:.3f}"),
+                f"{100 * (loss / base - 1):+.1f}%" if math.isfinite(loss / base) else "-",
+                f"{len(measured.results)}",
+                f"{measured.rate:g}",
+                f"{one['bytes_per_parameter_step']:.3g}",
+                f"{one['comm_rate']:.3g}",
+                f"{one['samples_per_s']:.0f}",
+            )
+        )
+    return Table(
+        f"Final loss, {kind} data",
+        (
+            "row",
+            "bits a byte",
+            "over DDP",
+            "seeds",
+            "learning rate",
+            "bytes/(parameter, step)",
+            "comm rate",
+            "samples/s",
+        ),
+        lines,
+        "Validation loss of the workers' average at the end, mean ± standard deviation over the "
+        "seeds. Bytes: payload that a worker's TCP sockets sent, by the kernel's count. Comm rate: "
+        "exchanges, all-reduces or averages per worker and step.",
+    )
+
+
+def settings_facts(base: RunSettings) -> dict[str, str]:
+    """Say in words what is the same in all runs like this one, and what cannot be."""
+    size = base.size
+    batch = f"{size.batch_size} windows of {size.context} bytes a worker"
+    return {
+        "model": f"a byte-level transformer of {num_parameters(size):,} parameters",
+        "text": "the source of Python's standard library, a twentieth held out in ten pieces",
+        "a run": f"{base.workers} workers, {size.steps:,} steps of each, {batch}",
+        "equal in all rows": (
+            "tokens, batch, initial parameters, AdamW with betas "
+            f"{BETAS[0]} and {BETAS[1]}, weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then "
+            "half a cosine to 1% by the share of the run"
+        ),
+        "not equal": (
+            f"PowerSGD sends plain gradients for the first {POWER_SGD_AFTER} steps. DDP refuses "
+            "torch's bf16 hook under gloo by its name, so it is wrapped. Decent-DP has one "
+            "optimizer a bucket."
+        ),
+        "outer steps": (
+            f"Nesterov, momentum {OUTER_MOMENTUM:g} but where a row says so, rate {OUTER_RATE:g}"
+        ),
+        "each worker's processor": f"{base.processor.device}, {base.processor.threads} threads",
+        "gossipdp": (
+            f"graph {base.graph}, but for rows of its defaults; no shared memory: all goes "
+            "through sockets"
+        ),
+    }
+
+
+def settings_table(base: RunSettings, tuning: RunSettings, commits: str) -> Table:
+    steps = (
+        "of each worker equally many. gossipdp's rows wait at most two exchanges for a neighbour "
+        "(pace strict), so that a busy machine does not change the comm rate"
+    )
+    if base.processor != ONE_THREAD:
+        steps = "that take what they take. gossipdp's rows wait for nobody (pace free)"
+    if base.condition is not None:
+        steps = (
+            f"of {1000 * base.condition.step_s:.0f} ms, as on a processor of each worker's own. "
+            "gossipdp's rows wait for nobody (pace free). In the runs that tuned learning rates "
+            "they took what they took"
+        )
+    tuned = f"tuned by {tuning.size.steps:,} steps on {tuning.processor.device}"
+    facts = settings_facts(base) | {
+        "steps": steps,
+        "learning rates": tuned,
+        "source of the runs": commits,
+    }
+    return Table("Settings", ("", ""), list(facts.items()))
 
 
 if __name__ == "__main__":

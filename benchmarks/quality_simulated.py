@@ -14,10 +14,9 @@ benchmarks/results/quality_simulated.{jsonl,json,md}.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -25,22 +24,25 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rich.console import Console
 from support.byte_model import ByteModel
-from support.finished_runs import FinishedRuns
-from support.learning_rates import NoBestRateError, best_rate, next_rate
-from support.report import QUICK_RESULTS, RESULTS, Report, Table
-from support.torch_rows import of_shapes
+from support.finished_runs import (
+    NoBestRateError,
+    Simulations,
+    best_rate,
+    finite,
+    loss_of,
+    next_rate,
+)
+from support.report import Report, Table, results_folder
 from torch import Tensor
 
-from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.simulate import (
     ConstantTime,
     Link,
     LinkModel,
     Scenario,
     SlowedTime,
-    simulate,
+    Trace,
 )
 from gossipdp_lab.simulate.optimizers import MakeOptimizer
 from gossipdp_lab.simulate.study import ROUNDS
@@ -177,6 +179,21 @@ def _muon(rate: float, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
     return [muon, torch.optim.AdamW(others, lr=rate)]
 
 
+def of_shapes(
+    make: Callable[[list[Tensor]], list[torch.optim.Optimizer]], shapes: Sequence[torch.Size]
+) -> MakeOptimizer:
+    """Return a function of a worker's row that calls ``make`` with views of these shapes.
+
+    For torch's optimizers whose steps depend on the shapes of parameters.
+    """
+
+    def of_row(rows: list[Tensor]) -> list[torch.optim.Optimizer]:
+        pieces = rows[0].split([shape.numel() for shape in shapes])
+        return make([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+
+    return of_row
+
+
 def _of_model(make: Callable[[list[Tensor]], list[torch.optim.Optimizer]]) -> MakeOptimizer:
     return of_shapes(make, [each.shape for each in ByteModel().make_model().parameters()])
 
@@ -254,22 +271,12 @@ REFERENCES = {
 """The row that each optimizer's rows are compared with."""
 
 
-class Runs(FinishedRuns[dict[str, Any]]):
+class Runs(Simulations):
     """The runs that have ended."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, dict[str, Any], self.key)
-
-    @staticmethod
-    def key(run: dict[str, Any]) -> str:
-        """Return the key that tells a run from others."""
         names = ("row", "data", "workers", "steps", "learning_rate", "seed")
-        return json.dumps([run[name] for name in names])
-
-    def of(self, name: str, setting: Setting) -> list[dict[str, Any]]:
-        """All runs of a row."""
-        wanted = asdict(setting) | {"row": name}
-        return [run for run in self.known.values() if wanted.items() <= run.items()]
+        super().__init__(path, names)
 
     def settings(self) -> list[Setting]:
         """All for which there are runs."""
@@ -277,28 +284,21 @@ class Runs(FinishedRuns[dict[str, Any]]):
         found = {tuple(run[name] for name in names) for run in self.known.values()}
         return [Setting(*each) for each in sorted(found)]
 
-    def find(self, name: str, row: Row, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
+    def find_row(self, name: str, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
         """Return the run, from the file or made now."""
+        row = ROWS[name]
+
+        def outcome(trace: Trace) -> dict[str, Any]:
+            last = trace.records[-1]
+            return {
+                "losses": finite([each.loss for each in trace.records]),
+                "gradient_steps": last.gradient_steps,
+                "consensus_distance": last.consensus_distance,
+                "models_per_step": trace.models_per_step,
+            }
+
         run = {"row": name, **asdict(setting), "learning_rate": rate, "seed": seed}
-        known = self.known.get(self.key(run))
-        if known is not None:
-            return known
-        label = f"{name}, {setting}, rate {rate:g}, seed {seed}"
-        console = Console()
-        with ProgressView(label, console=console, line_every_s=60.0) as view:
-            trace = simulate(row.scenario(rate, seed, setting), row.method, view.advance)
-        last = trace.records[-1]
-        run |= {
-            "loss": last.loss if math.isfinite(last.loss) else None,
-            "losses": [each.loss if math.isfinite(each.loss) else None for each in trace.records],
-            "gradient_steps": last.gradient_steps,
-            "consensus_distance": last.consensus_distance,
-            "models_per_step": trace.models_per_step,
-            "wall_s": trace.wall_s,
-        }
-        console.print(f"{label}: {last.loss:.4f}", highlight=False)
-        self.keep(run)
-        return run
+        return self.find(run, row.method, lambda: row.scenario(rate, seed, setting), outcome)
 
 
 def tune(loss_at: Callable[[float], float], first: float) -> float:
@@ -310,16 +310,15 @@ def tune(loss_at: Callable[[float], float], first: float) -> float:
     return best_rate(losses)
 
 
-def loss_of(run: dict[str, Any]) -> float:
-    """Its final loss; infinite where it diverged."""
-    return math.inf if run["loss"] is None else float(run["loss"])
-
-
-def measure(runs: Runs, name: str, setting: Setting, seeds: int) -> list[dict[str, Any]]:
+def measure(runs: Runs, name: str, setting: Setting, seeds: int) -> None:
     """Tune a row and run its seeds at the best rate."""
-    row = ROWS[name]
-    best = tune(lambda rate: loss_of(runs.find(name, row, setting, rate, seed=0)), row.first_rate)
-    return [runs.find(name, row, setting, best, seed) for seed in range(seeds)]
+
+    def loss_at(rate: float) -> float:
+        return loss_of(runs.find_row(name, setting, rate, seed=0))
+
+    best = tune(loss_at, ROWS[name].first_rate)
+    for seed in range(seeds):
+        runs.find_row(name, setting, best, seed)
 
 
 def as_row(name: str, found: list[dict[str, Any]], above: float) -> list[str]:
@@ -343,26 +342,16 @@ def models_a_step(run: dict[str, Any]) -> float:
     return float(run["models_per_step"]) * int(run["gradient_steps"]) / steps_of_the_fastest
 
 
-def tried(runs: Runs, name: str, setting: Setting) -> dict[float, float]:
-    """Return the losses of the first seed at all rates that were tried, by rate."""
-    found = {
-        run["learning_rate"]: loss_of(run) for run in runs.of(name, setting) if run["seed"] == 0
-    }
-    return dict(sorted(found.items()))
-
-
 def result_of(runs: Runs, name: str, setting: Setting) -> list[dict[str, Any]]:
     """Return the runs of a row at its best rate, by seed; none if it was not tuned."""
-    rates = tried(runs, name, setting)
-    if not rates:
-        return []
-    best = min(rates, key=lambda rate: rates[rate])
-    found = [run for run in runs.of(name, setting) if run["learning_rate"] == best]
-    return sorted(found, key=lambda run: int(run["seed"]))
+    every = runs.of(row=name, **asdict(setting))
+    tried = {run["learning_rate"]: loss_of(run) for run in every if run["seed"] == 0}
+    best = min(sorted(tried), key=lambda rate: tried[rate], default=None)
+    return [run for run in every if run["learning_rate"] == best]
 
 
 def tables(runs: Runs, setting: Setting) -> list[Table]:
-    """Return the results of a setting, and the rates that were tried."""
+    """Return the results of a setting, if there are any."""
     results = {name: found for name in ROWS if (found := result_of(runs, name, setting))}
     if not results:
         return []
@@ -374,16 +363,6 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
         ours = [loss_of(run) for run in found[: len(theirs)]]
         above = statistics.mean(ours) / statistics.mean(theirs) - 1 if theirs else math.nan
         rows.append(as_row(name, found, above))
-    grid = [
-        [
-            name,
-            "; ".join(
-                f"{rate:g}: {f'{loss:.3f}' if math.isfinite(loss) else 'diverged'}"
-                for rate, loss in tried(runs, name, setting).items()
-            ),
-        ]
-        for name in results
-    ]
     return [
         Table(
             f"Final loss: {setting}",
@@ -401,7 +380,6 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
             "best learning rate; spread: standard deviation over seeds; models a step: what a "
             "worker sends in the time of one gradient step of the fastest, moments included.",
         ),
-        Table(f"Learning rates tried, first seed: {setting}", ("", "rate: loss"), grid),
     ]
 
 
@@ -428,7 +406,7 @@ def main() -> None:
     steps = 20 if options.quick else options.steps
     workers = 4 if options.quick else options.workers
     report = Report(NAME, "Final loss at equal tokens, simulated", quick=options.quick)
-    runs = Runs((QUICK_RESULTS if options.quick else RESULTS) / f"{NAME}.jsonl")
+    runs = Runs(results_folder(options.quick) / f"{NAME}.jsonl")
     settings = [Setting(data, workers, steps) for data in options.data.split(",")]
     for setting in settings if not options.no_runs else ():
         for name in names:

@@ -12,17 +12,7 @@ library's own fault injector: the same plan and seed for every row, done from ou
 id.
 
 Each row trains for the same wall time, the start of its processes included, with the whole schedule
-of its learning rate, which was tuned in the calm. Rows:
-
-gossipdp            the library by its defaults, with its own supervisor
-ddp                 DistributedDataParallel over gloo; a death ends the job, which starts again from
-                    its last checkpoint (support/race_job.py: torchrun's own restart hung in
-                    gloo's connect)
-local_sgd@16, diloco@16     the same job; averages every 16 steps
-ddp_torchft, local_sgd_torchft@16, diloco_torchft@16    replicas of PyPI's torchft, each started
-                    again by itself, from the newest checkpoint; others that are ahead heal it. The
-                    lighthouse is in this process
-decent_dp           where nobody dies: it has no answer to that
+of its learning rate, which was tuned in the calm. README.md says what the rows are.
 
 The report says what is not equal, and how long a process needs to start: scale the kill period by
 that. Rows take turns, in an order that rotates from round to round; a round's seed is that of all
@@ -47,9 +37,8 @@ import msgspec
 import tyro
 from race_report import NOTE, Run, as_json, draw, table, unequal
 from race_run import RaceResult, race
-from support.finished_runs import FinishedRuns
+from support.finished_runs import FinishedRuns, NoBestRateError, best_rate, next_rate
 from support.hosts import Hosts, ShapedHosts, missing
-from support.learning_rates import NoBestRateError, best_rate, next_rate
 from support.provenance import Provenance
 from support.quality_rows import KINDS, TORCHFT, RowName
 from support.race_conditions import CONDITIONS, RaceCondition
@@ -58,14 +47,7 @@ from support.report import Missing, Report, Table, results_folder, run_script
 from time_to_loss import given_rates
 
 from gossipdp import WorkerFailedError
-from gossipdp.rules import (
-    at_least_1,
-    check_flags,
-    option,
-    output_file,
-    positive_number,
-    whole_number,
-)
+from gossipdp.rules import at_least_1, check_flags, option, positive_number, whole_number
 
 ROWS = (
     "gossipdp,ddp,ddp_torchft,local_sgd@16,diloco@16,local_sgd_torchft@16,diloco_torchft@16,"
@@ -149,9 +131,6 @@ class Race:
 
     minutes: float | None = None
     """Begin no run after so long; what is finished is shown."""
-
-    json: Path | None = option(None, output_file)
-    """Write the figures to this file, and the picture beside it."""
 
     quick: bool = False
     """Short runs, to see that all works: every row in the calm and under kills, else gossipdp."""
@@ -409,9 +388,9 @@ def write(
         report.tables.append(table(title, found[name], calm))
     if shown:
         report.tables.append(settings_table(benchmark, program, campaign, unequal(found)))
-        path = benchmark.json or results_folder(benchmark.quick) / report.name
-        draw(path.with_suffix(".png"), found, program.conditions)
-    report.write(as_json(found), benchmark.json)
+        path = results_folder(benchmark.quick) / f"{report.name}.png"
+        draw(path, found, program.conditions)
+    report.write(as_json(found))
 
 
 def settings_table(benchmark: Race, program: Program, campaign: Campaign, text: str) -> Table:

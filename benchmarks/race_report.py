@@ -168,7 +168,7 @@ def unequal(found: Mapping[str, Runs]) -> str:
         "finds nobody in training is missed, so a job that is starting again is spared. The "
         "supervisor notices a death at once, as no cluster does: DDP's other workers would wait "
         "for it. A vanished host's worker starts on another host after 0.1 s. torchft's lighthouse "
-        "never dies, and its DDP hook is repaired (benchmarks/support/torchft_rows.py). "
+        "never dies, and its DDP hook is repaired (benchmarks/support/quality_rows.py). "
         f"{_spares(every)}"
         "Checkpoints are on a local disk. gossipdp exchanges through sockets, not shared memory. "
         "All workers share this machine's cores: if they are few, imports after a death take time "

@@ -13,7 +13,6 @@ the figure, ``draw`` and ``write`` make figure and text from that structure alon
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -78,7 +77,7 @@ _SUMMARY = table(
 
 ON_IMAGES = (
     "## On real images",
-    "`python benchmarks/paper_images.py --at-the-rule` repeats the paper's experiment on "
+    "`python benchmarks/paper_images.py` repeats the paper's experiment on "
     "Fashion-MNIST (`apt-get install dataset-fashion-mnist`): a ResNet-8, and the paper's settings "
     "but for batches of 32, not 128, and 4 epochs, not 300. 16 workers are simulated, with three "
     "seeds.",
@@ -117,14 +116,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
     parser.add_argument("--rewrite", action="store_true", help="measure nothing")
     parser.add_argument("--quick", action="store_true", help="tiny settings, about a minute")
-    parser.add_argument("--output", type=Path, help="directory of the page; figures go to figures/")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args(words)
-    output = options.output or (QUICK_OUTPUT if options.quick else DOCS)
+    output = QUICK_OUTPUT if options.quick else DOCS
     names = [name.strip() for name in options.only.split(",") if name.strip()]
     try:
-        effort = Effort(options.quick, options.processes)
-        page = reproduce([] if options.rewrite else names, output, effort)
+        page = reproduce([] if options.rewrite else names, output, Effort(options.quick))
     except (ValueError, OSError) as error:
         sys.stderr.write(f"reproduce: {error}\n")
         return 2
@@ -150,7 +146,7 @@ def reproduce(names: Sequence[str], directory: Path, effort: Effort) -> Path:
     if names and directory == DOCS and commit_here().endswith("+"):
         raise ValueError(
             "src or benchmarks have changes that are not committed, so that no commit has the code "
-            "of these figures: commit them first, or measure into another directory with --output"
+            "of these figures: commit them first"
         )
     (directory / "figures").mkdir(parents=True, exist_ok=True)
     for name in names:

@@ -19,10 +19,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.report import Missing, Table, print_table, results_folder
+from support.report import Table, results_folder
 
 FOLDER = Path(__file__).parent
-BUSY_LOAD_PER_CORE = 0.3
 PATIENCE_S = 20.0
 
 
@@ -46,7 +45,6 @@ OVERLAPS = ("resnet18", "launch-bound", "resnet18-shared-core")
 FEW_ROWS = "ddp_bf16,local_sgd@16,diloco@64,a2cid2_lattice8@4"
 BENCHMARKS = (
     Benchmark("update", (), 20),
-    Benchmark("boundary", ("--rounds", "5"), 30),
     Benchmark("exchange", (), 25),
     Benchmark("overlap", ("--rounds", "2", *(f"--only={name}" for name in OVERLAPS)), 140),
     Benchmark("memory", ("--rounds", "1"), 35),
@@ -75,22 +73,21 @@ BENCHMARKS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one benchmark."""
+    """The end of one benchmark, and the rows that are missing, a line each."""
 
     name: str
     seconds: float
     status: str
-    missing: tuple[Missing, ...]
+    missing: list[str]
 
 
 def run(benchmark: Benchmark, quick: bool) -> Outcome:
     """Run one, its output to ours; then read what it wrote."""
-    extra = ("--quick",) if quick else ()
-    script = FOLDER / f"{benchmark.script}.py"
+    command = [sys.executable, str(FOLDER / f"{benchmark.script}.py"), *benchmark.arguments]
     print(f"\n=== {benchmark.name}", flush=True)
     started_s, started_ns = time.monotonic(), time.time_ns()
     limit_s = 120 + 3 * benchmark.seconds
-    with subprocess.Popen([sys.executable, str(script), *benchmark.arguments, *extra]) as process:
+    with subprocess.Popen([*command, *(["--quick"] if quick else [])]) as process:
         try:
             code = process.wait(limit_s)
             status = "done" if code == 0 else f"failed, exit status {code}"
@@ -100,19 +97,16 @@ def run(benchmark: Benchmark, quick: bool) -> Outcome:
         except BaseException:
             stop(process)  # the signal may have come to this process alone
             raise
-    written = [
-        json.loads(path.read_text("utf-8"))
+    missing = [
+        f"{result['benchmark']}: {row['row']}: {row['why']}"
         for path in results_folder(quick).glob("*.json")
         if path.stat().st_mtime_ns >= started_ns
-    ]
-    missing = [
-        Missing(f"{result['benchmark']}: {row['row']}", row["why"])
-        for result in written
+        for result in [json.loads(path.read_text("utf-8"))]
         for row in result["missing"]
     ]
     if status != "done":
-        missing.append(Missing(benchmark.name, status))
-    return Outcome(benchmark.name, time.monotonic() - started_s, status, tuple(missing))
+        missing.append(f"{benchmark.name}: {status}")
+    return Outcome(benchmark.name, time.monotonic() - started_s, status, missing)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -124,11 +118,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def left_out(benchmark: Benchmark, why: str) -> Outcome:
-    """One that did not run."""
-    return Outcome(benchmark.name, 0.0, "not run", (Missing(benchmark.name, why),))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     scripts = sorted({benchmark.script for benchmark in BENCHMARKS})
@@ -136,12 +125,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="for all together")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that all works")
     options = parser.parse_args()
-    for name in options.names:
-        if name not in scripts:
-            parser.error(f"there is no benchmark {name!r}; choose from {', '.join(scripts)}")
-    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > BUSY_LOAD_PER_CORE * num_cores:
-        print(f"This machine is busy (load average {load:.1f}): the figures will show it.")
+    if unknown := set(options.names).difference(scripts):
+        parser.error(f"there is no benchmark {unknown.pop()!r}; choose from {', '.join(scripts)}")
     started_s = time.monotonic()
     outcomes = []
     for benchmark in BENCHMARKS:
@@ -149,26 +134,20 @@ def main() -> None:
             continue
         left_s = 60 * options.minutes - (time.monotonic() - started_s)
         if left_s < benchmark.seconds and not options.quick:
-            why = f"no time was left of {options.minutes:g} minutes"
-            outcomes.append(left_out(benchmark, why))
+            why = f"{benchmark.name}: no time was left of {options.minutes:g} minutes"
+            outcomes.append(Outcome(benchmark.name, 0.0, "not run", [why]))
         else:
             outcomes.append(run(benchmark, options.quick))
-    rows = [(each.name, each.status, f"{each.seconds:.0f}") for each in outcomes]
-    minutes = (time.monotonic() - started_s) / 60
-    print_table(
-        Table(
-            f"All benchmarks, {minutes:.1f} minutes",
-            ("benchmark", "", "seconds"),
-            rows,
-            f"Results are in {os.path.relpath(results_folder(options.quick))}.",
-        )
+    table = Table(
+        f"All benchmarks, {(time.monotonic() - started_s) / 60:.1f} minutes",
+        ("benchmark", "", "seconds"),
+        [(each.name, each.status, f"{each.seconds:.0f}") for each in outcomes],
+        f"Results are in {os.path.relpath(results_folder(options.quick))}.",
     )
-    missing = [row for each in outcomes for row in each.missing]
+    print(table.markdown(), end="\n\n")
     print("Rows that are missing:")
-    for row in missing:
-        print(f"  {row.row}: {row.why}")
-    if not missing:
-        print("  none")
+    for line in [line for each in outcomes for line in each.missing] or ["none"]:
+        print(f"  {line}")
     if any(each.status not in ("done", "not run") for each in outcomes):
         sys.exit(1)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,13 +45,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """Train in every process."""
+    """Train in every process: so many steps under HSDP, of so many seconds, of such a model."""
 
-    case: Case
-    wait_s: float
-    num_steps: int
-    width: int
-    num_layers: int
+    num_steps: int = 15
+    wait_s: float = 0.4
+    width: int = 64
 
 
 @dataclass(frozen=True)
@@ -67,23 +64,17 @@ class Measured:
 
 
 class Gpt(nn.Module):
-    """Transformer layers over bytes."""
+    """A transformer layer over bytes."""
 
-    def __init__(self, width: int, num_layers: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
-            for _ in range(num_layers)
-        )
+        self.layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Map (batch, length) to logits of shape (batch * length, 256)."""
-        x = self.embed(text)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.flatten(0, 1))
+        return self.head(self.layer(self.embed(text)).flatten(0, 1))
 
 
 def peak_mb() -> float:
@@ -93,11 +84,10 @@ def peak_mb() -> float:
     return int(lines["VmHWM"].split()[0]) / 1024
 
 
-def train(task: Task) -> Measured:
+def train(case: Case, task: Task) -> Measured:
     """One process of one row."""
     torch.set_num_threads(1)
     before_mb = peak_mb()
-    case = task.case
     dist.init_process_group("gloo")
     mesh = init_device_mesh(
         "cpu", (NUM_REPLICAS, NUM_SHARDS), mesh_dim_names=("replicate", "shard")
@@ -105,11 +95,10 @@ def train(task: Task) -> Measured:
     is_slow = case.is_one_slow and mesh.get_local_rank("replicate") == 1
     wait_s = task.wait_s * (SLOW_FACTOR if is_slow else 1.0)
     torch.manual_seed(0)
-    net = Gpt(task.width, task.num_layers)
+    net = Gpt(task.width)
     texts = [torch.randint(256, (BATCH, LENGTH + 1)) for _ in range(16)]
     of: DeviceMesh = mesh if case.method == "HSDP" else mesh["shard"]
-    for layer in net.layers:
-        fully_shard(layer, mesh=of)
+    fully_shard(net.layer, mesh=of)
     fully_shard(net, mesh=of)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     samples = 0
@@ -152,54 +141,47 @@ def train(task: Task) -> Measured:
     return Measured(samples, began_s, ended_s, memory_mb, exchanges)
 
 
-def measure(case: Case, task: dict[str, Any]) -> dict[str, Any]:
+def measure(case: Case, task: Task) -> dict[str, Any]:
     """Run one row; samples/s over all processes, from the first's first step to the last's end."""
-    processes = launch(train, NUM_REPLICAS * NUM_SHARDS, (Task(case, **task),), timeout_s=600)
+    processes = launch(train, NUM_REPLICAS * NUM_SHARDS, (case, task), timeout_s=600)
     seconds = max(one.ended_s for one in processes) - min(one.began_s for one in processes)
     return {
-        "samples_per_s": sum(one.samples for one in processes) / seconds,
+        "samples_per_s": [sum(one.samples for one in processes) / seconds],
         "memory_mb": [one.memory_mb for one in processes],
         "exchanges": [one.exchanges for one in processes],
         "processes": [asdict(one) for one in processes],
     }
 
 
-def spread(found: Sequence[dict[str, Any]], name: str, form: str) -> str:
-    """Return the spread over all rounds, and all processes or replicas."""
-    values = [each[name] for each in found]
-    flat = [v for each in values for v in (each if isinstance(each, list) else [each])]
-    return Spread.of(flat).text(form)
-
-
-def note(num_rounds: int, task: dict[str, Any]) -> str:
-    """Return the conditions that a table was measured with."""
-    size = sum(each.numel() for each in Gpt(task["width"], task["num_layers"]).parameters())
-    return (
-        f"Rounds: {num_rounds}. Each process under HSDP: {task['num_steps']} steps of "
-        f"{task['wait_s']:g} s, batch {BATCH}. Width {task['width']}, layers "
-        f"{task['num_layers']}: {size:,} parameters."
-    )
-
-
 def main() -> None:
     """Run all rows of a table in turn and write it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=15, help="of each process, under HSDP")
-    parser.add_argument("--wait", type=float, default=0.4, help="seconds a step computes")
     parser.add_argument("--quick", action="store_true", help="to see that it works")
     options = parser.parse_args()
     report = Report("shards", __doc__.split("\n", 1)[0], options.quick)
-    task = {"wait_s": options.wait, "num_steps": options.steps, "width": 64, "num_layers": 1}
-    num_rounds = options.rounds
-    if options.quick:
-        task, num_rounds = task | {"num_steps": 5, "width": 32, "wait_s": 0.01}, 1
+    task = Task(num_steps=5, width=32, wait_s=0.01) if options.quick else Task()
     cases = [Case(method, is_slow) for is_slow in (True, False) for method in METHODS]
+    num_rounds = 1 if options.quick else options.rounds
     found = interleaved(cases, num_rounds, lambda case: measure(case, task))
-    columns = (("samples_per_s", ".0f"), ("memory_mb", ".0f"), ("exchanges", ".0f"))
-    rows = [(str(case), *(spread(found[case], *column) for column in columns)) for case in cases]
+    rows = [
+        (
+            str(case),
+            *(
+                Spread.of(value for each in found[case] for value in each[name]).text(".0f")
+                for name in ("samples_per_s", "memory_mb", "exchanges")
+            ),
+        )
+        for case in cases
+    ]
     head = ("method and replicas", "samples/s", "MB a process", "exchanges a process")
-    report.tables.append(Table("Two replicas of two processes", head, rows, note(num_rounds, task)))
+    size = sum(each.numel() for each in Gpt(task.width).parameters())
+    note = (
+        f"Rounds: {num_rounds}. Each process under HSDP: {task.num_steps} steps of "
+        f"{task.wait_s:g} s, batch {BATCH}. Width {task.width}: "
+        f"{size:,} parameters."
+    )
+    report.tables.append(Table("Two replicas of two processes", head, rows, note))
     report.write({str(case): found[case] for case in cases} | {"task": task})
 
 

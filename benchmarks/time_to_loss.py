@@ -30,13 +30,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from quality import SIZES
-from quality_report import settings_facts
+from quality import SIZES, Runs, settings_facts
 from support.conditions import CONDITIONS
-from support.hosts import Hosts, missing
-from support.network_probe import measure
+from support.hosts import Hosts, missing, probe
 from support.quality_rows import RowName
-from support.quality_runs import Runs
 from support.quality_worker import RunResult, RunSettings, num_parameters, run
 from support.report import Missing, Report, Spread, Table, run_script
 
@@ -100,17 +97,11 @@ class Round:
         """At equal time."""
         return _or_inf(self.time.loss)
 
-    @property
-    def waiting(self) -> float:
-        """Share of the training time that is not compute: others, and everything else."""
-        return math.nan if self.tokens.computing is None else 1 - self.tokens.computing
-
     def line(self) -> str:
         """For progress."""
         return (
             f"{self.tokens.samples_per_s:.0f} samples/s, {self.loss:.3f} bits a byte after "
-            f"{self.tokens.ended_s:.1f} s, {self.loss_in_time:.3f} at equal time, "
-            f"{100 * self.waiting:.0f}% not computing"
+            f"{self.tokens.ended_s:.1f} s, {self.loss_in_time:.3f} at equal time"
         )
 
 
@@ -127,7 +118,6 @@ FIGURES: dict[str, tuple[str, str, Callable[[Round], float]]] = {
         lambda one: one.tokens.bytes_per_parameter_step,
     ),
     "comm_rate": ("comm rate", ".3g", lambda one: one.tokens.comm_rate),
-    "not_computing": ("not computing", ".1%", lambda one: one.waiting),
 }
 """By the name in JSON: the column's head and format, and the figure of a round."""
 
@@ -152,7 +142,7 @@ def measured_table(results: Results, rates: Mapping[str, float], ideal_s: float)
         "longer trains once more, on fewer tokens, so that it ends then. samples/s: the sum of the "
         "workers' own speeds. Bytes: sent by a worker's sockets, or, where it has a network, by "
         "its interface, with headers; a step is a full batch. Comm rate: exchanges, all-reduces or "
-        "averages per worker and step of its own. Not computing: the rest of the training time.",
+        "averages per worker and step of its own.",
     )
 
 
@@ -282,7 +272,7 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         links = "one machine, all through sockets"
         if hosts is not None:
             stack.enter_context(hosts)
-            seen = measure(hosts)
+            seen = probe(hosts)
             links = (
                 f"as for a model of a million parameters: {hosts.mbits_per_s:.3g} Mbit/s; measured "
                 f"by one TCP connection {seen.mbits_per_s:.3g} Mbit/s, round trip "

@@ -1,194 +1,99 @@
 """The arithmetic of an exchange beside the speed of memory, in one process on one core.
 
     python benchmarks/update.py                    writes benchmarks/results/update.{json,md}
-    python benchmarks/update.py --json PATH        writes the figures to PATH alone
 
+Flow, snapshot, difference and averaging of a whole model, in the library's chunks, with each
+arithmetic there is; beside a plain copy, and beside the operations of the paper's released code.
 Wants a quiet machine: all is measured on one core, but memory is shared by all of them.
+
+Every run passes over the whole state, several times the size of the caches, so each begins with the
+data in memory. Snapshots go to a place of their own for every chunk, not to the few slots that an
+exchange uses over and over: that is what the copy bound counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
-import tyro
-from support.provenance import Provenance
-from support.report import Report, Spread, Table, run_script
+from support.report import Report, Spread, Table, interleaved, run_script
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.dynamics.update import KERNELS, choose_kernels
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
-from gossipdp.rules import at_least_1, check_flags, option, output_file
 
-QUICK_PARAMETERS = 300_000
+COPY_BYTES, BOUND_BYTES = 2 * 4, 7 * 4
+"""A parameter: read and written by a copy; and x, c, pending and the peer's snapshot read once, c,
+pending and the snapshot written once."""
 ETA, ALPHA_TILDE = 0.3, 1.3
 """Those of a ring of about ten; their values do not change how long it takes."""
 
 
-@dataclass(frozen=True)
-class UpdateBenchmark:
-    """Measure the arithmetic of an exchange, in one process on one core.
-
-    Flow, snapshot, difference and averaging of a whole model, in the library's chunks, with each
-    arithmetic there is; beside a plain copy, and beside the operations of the paper's released
-    code. The runs are interleaved.
-    """
-
-    parameters: int = option(11_250_000, at_least_1)
-    """Number of parameters."""
-
-    runs: int = option(5, at_least_1)
-    """Measurements of each; the figures are medians."""
-
-    json: Path | None = option(None, output_file)
-    """Write the results to this file instead of benchmarks/results."""
-
-    quick: bool = False
-    """A small model, to see that it works; results go to runs/benchmarks."""
-
-
-def main() -> None:
-    benchmark = tyro.cli(UpdateBenchmark, config=(tyro.conf.FlagCreatePairsOff,))
-    report = Report("update", "The arithmetic of an exchange", quick=benchmark.quick)
-    result = measure(benchmark)
-    rows = [
-        (row["name"], Spread.of(row["runs_ms"]).text(), f"{row['over_copy_bound']:.2f}")
-        for row in result["rows"]
-    ]
-    rows.append(("copy bound", f"{result['copy_bound_ms']:.2f}", "1.00"))
-    report.tables.append(
-        Table(
-            f"{result['configuration']['parameters']:,} parameters, one core, one thread",
-            ("", "ms", "over the copy bound"),
-            rows,
-            f"Medians of {benchmark.runs} interleaved runs (least to greatest), one more "
-            f"uncounted. The copy moves {result['copy_gb_per_s']:.1f} GB/s, read and written. The "
-            f"copy bound is the time of that copy for the bytes of one update. The library "
-            f"computes with {result['kernels']}.",
-        )
-    )
-    report.write(result, benchmark.json)
-
-
-def measure(benchmark: UpdateBenchmark) -> dict[str, Any]:
-    """All figures, as ``--json`` writes them.
-
-    Raises:
-        ValueError: There is nothing to measure.
-    """
-    check_flags(benchmark)
-    started_s = time.monotonic()
-    num_parameters = QUICK_PARAMETERS if benchmark.quick else benchmark.parameters
-    runs = UpdateRuns(num_parameters)
-    rows = runs.measure(benchmark.runs)
-    name = runs.kernels
-    medians = {row.name: row.median_ms for row in rows}
-    update_ms = medians[f"{name}: one pass"]
-    copy_ms = min(row.median_ms for row in rows if row.name.startswith("copy"))
-    copy_bound_ms = copy_ms * runs.bound_bytes / runs.copied_bytes
+def measure(num_parameters: int, num_runs: int) -> dict[str, Any]:
+    """Measure everything in turn on one core, after one round that is not counted."""
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {max(cores)})
+    torch.set_num_threads(1)
+    try:
+        works = cases(num_parameters)
+        found = interleaved(list(works), num_runs + 1, lambda name: timed_ms(works[name]))
+    finally:
+        torch.set_num_threads(num_threads)
+        os.sched_setaffinity(0, cores)
+    times = {name: Spread.of(runs[1:]) for name, runs in found.items()}
+    copy_ms = min(spread.median for name, spread in times.items() if name.startswith("copy"))
+    bound_ms = copy_ms * BOUND_BYTES / COPY_BYTES
+    kernels = choose_kernels(num_parameters)
     return {
-        "update_ms": update_ms,
-        "copy_bound_ms": copy_bound_ms,
-        "released_sequence_ms": medians["released code's sequence"],
-        "update_over_copy_bound": update_ms / copy_bound_ms,
-        "released_over_update": medians["released code's sequence"] / update_ms,
-        "copy_gb_per_s": runs.copied_bytes / copy_ms / 1e6,
-        "kernels": name,
-        "core": runs.core,
-        "rows": [
-            {
-                **asdict(row),
-                "median_ms": row.median_ms,
-                "over_copy_bound": row.median_ms / copy_bound_ms,
-            }
-            for row in rows
-        ],
-        "configuration": {
-            "parameters": num_parameters,
-            "runs": benchmark.runs,
-        },
-        "provenance": msgspec.structs.asdict(Provenance.here(time.monotonic() - started_s)),
+        "parameters": num_parameters,
+        "copy_bound_ms": bound_ms,
+        "copy_gb_per_s": COPY_BYTES * num_parameters / copy_ms / 1e6,
+        "kernels": kernels,
+        "released_over_update": times[RELEASED].median / times[f"{kernels}: one pass"].median,
+        "ms": times,
+        "over_copy_bound": {name: spread.median / bound_ms for name, spread in times.items()},
     }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One thing that was measured: the milliseconds of each run, in the order of the runs."""
-
-    name: str
-    runs_ms: tuple[float, ...]
-
-    @property
-    def median_ms(self) -> float:
-        """The median of the runs."""
-        return statistics.median(self.runs_ms)
+def timed_ms(work: Callable[[], object]) -> float:
+    """Return how long it takes, once."""
+    started_s = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - started_s)
 
 
-class UpdateRuns:
-    """The state of a worker for each arithmetic, a peer's snapshots, and what is done with them.
-
-    Every run passes over the whole state, several times the size of the caches, so each begins
-    with the data in memory. Snapshots go to a place of their own for every chunk, not to the few
-    slots that an exchange uses over and over: that is what the copy bound counts.
-
-    Attributes:
-        kernels: what the library chooses here.
-        core: the one that all is measured on.
-        copied_bytes: read and written by the copy of one model.
-        bound_bytes: x, c, pending and the peer's snapshot read once; c, pending and the snapshot
-            written once.
-    """
-
-    def __init__(self, num_parameters: int) -> None:
-        self.kernels = choose_kernels(num_parameters)
-        self.core = max(os.sched_getaffinity(0))
-        self.copied_bytes, self.bound_bytes = 2 * 4 * num_parameters, 7 * 4 * num_parameters
-        generator = torch.Generator().manual_seed(0)
-
-        def random() -> Tensor:
-            return torch.randn(num_parameters, generator=generator)
-
-        self._random = random
-        self._peers, self._snapshots = random(), random()
-
-    def measure(self, num_runs: int) -> list[Row]:
-        """Measure everything ``num_runs`` times in turn, after one round that is not counted."""
-        with _one_core(self.core):
-            cases = dict(self._cases())
-            times_ms: dict[str, list[float]] = {name: [] for name in cases}
-            for _ in range(num_runs + 1):
-                for name, work in cases.items():
-                    started_s = time.perf_counter()
-                    work()
-                    times_ms[name].append(1e3 * (time.perf_counter() - started_s))
-        return [Row(name, tuple(times[1:])) for name, times in times_ms.items()]
-
-    def _cases(self) -> Iterator[tuple[str, Callable[[], object]]]:
-        source, target = self._peers, self._random()
-        yield "copy, torch", lambda: target.copy_(source)
-        from_bytes, to_bytes = (t.view(torch.uint8).numpy().data for t in (source, target))
-
-        def copy_bytes() -> None:
-            to_bytes[:] = from_bytes
-
-        yield "copy, C library", copy_bytes
-        for name in KERNELS:
-            worker = _Worker(self._random(), name, self._snapshots, self._peers)
-            yield f"{name}: one pass", worker.one_pass
-        yield "released code's sequence", Released(self._random(), self._peers).exchange
+RELEASED = "released code's sequence"
 
 
-class _Worker:
+def cases(num_parameters: int) -> dict[str, Callable[[], object]]:
+    """Return what is measured: a worker's state for each arithmetic, and a peer's snapshots."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random() -> Tensor:
+        return torch.randn(num_parameters, generator=generator)
+
+    peers, snapshots, target = random(), random(), random()
+    from_bytes, to_bytes = (t.view(torch.uint8).numpy().data for t in (peers, target))
+
+    def copy_bytes() -> None:
+        to_bytes[:] = from_bytes
+
+    passes = {f"{name}: one pass": Worker(random(), name, snapshots, peers) for name in KERNELS}
+    return {
+        "copy, torch": lambda: target.copy_(peers),
+        "copy, C library": copy_bytes,
+        **{name: worker.one_pass for name, worker in passes.items()},
+        RELEASED: Released(random(), peers).exchange,
+    }
+
+
+class Worker:
     """One worker's state, as the library drives it; its phase moves on before each run."""
 
     def __init__(self, x: Tensor, kernels: str, snapshots: Tensor, peers: Tensor) -> None:
@@ -233,17 +138,30 @@ class Released:
         self.x.lerp_(self._peers, 0.5)
 
 
-@contextmanager
-def _one_core(core: int) -> Iterator[None]:
-    """Run on one core and with one thread; afterwards as before."""
-    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-        os.sched_setaffinity(0, cores)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--runs", type=int, default=5, help="of each; the figures are medians")
+    parser.add_argument("--quick", action="store_true", help="a small model")
+    options = parser.parse_args()
+    report = Report("update", "The arithmetic of an exchange", quick=options.quick)
+    found = measure(300_000 if options.quick else 11_250_000, options.runs)
+    rows = [
+        (name, spread.text(), f"{found['over_copy_bound'][name]:.2f}")
+        for name, spread in found["ms"].items()
+    ]
+    rows.append(("copy bound", f"{found['copy_bound_ms']:.2f}", "1.00"))
+    report.tables.append(
+        Table(
+            f"{found['parameters']:,} parameters, one core, one thread",
+            ("", "ms", "over the copy bound"),
+            rows,
+            f"Medians of {options.runs} interleaved runs (least to greatest), one more "
+            f"uncounted. The copy moves {found['copy_gb_per_s']:.1f} GB/s, read and written. The "
+            "copy bound is the time of that copy for the bytes of one update. The library "
+            f"computes with {found['kernels']}.",
+        )
+    )
+    report.write(found)
 
 
 if __name__ == "__main__":

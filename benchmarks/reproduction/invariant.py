@@ -71,7 +71,7 @@ def measure(effort: parts.Effort) -> Result:
         for method in NAMES
         for seed in seeds
     ]
-    runs = parts.run_jobs(measure_run, jobs, effort)
+    runs = parts.run_jobs(measure_run, jobs)
     return Result(runs, num_workers, num_steps, list(seeds), DIMENSION)
 
 

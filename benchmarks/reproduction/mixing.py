@@ -95,15 +95,12 @@ def measure(effort: parts.Effort) -> Result:
             return 2
         return min(64, max(6, 1024 // num_workers)) if method in ASYNCHRONOUS else 3
 
+    # The longest first: large ones.
     jobs = [
         {"graph": graph, "method": method, "num_workers": n, "num_seeds": num_seeds(method, n)}
-        for graph, method, n in product(GRAPHS, METHOD_NAMES, sizes)
+        for n, graph, method in product(reversed(sizes), GRAPHS, METHOD_NAMES)
     ]
-
-    def cost(job: dict[str, Any]) -> float:
-        return 1e4 + _predict(job["graph"], job["method"], job["num_workers"]) * job["num_seeds"]
-
-    points = parts.run_jobs(measure_point, jobs, effort, cost=cost)
+    points = parts.run_jobs(measure_point, jobs)
     return Result(points=points, dimension=DIMENSION, tail=TAIL)
 
 
@@ -214,10 +211,6 @@ class Mixing:
     def __init__(self, matrix: FloatArray, gamma: float = 0.0) -> None:
         self._matrix = quick_to_multiply(matrix)
         self._gamma = gamma
-        self.restart()
-
-    def restart(self) -> None:
-        """Restart the recursion: the next multiplication is by W."""
         self._omega = 0.0
         self._before = np.zeros(0)
 
@@ -239,7 +232,6 @@ def consensus_rounds(
     *,
     chebyshev: bool = False,
     until: float = 1e-12,
-    max_rounds: int = 10_000_000,
 ) -> FloatArray:
     """Multiply rows of shape (n, d) by W until they agree; the consensus distance after each round.
 
@@ -249,7 +241,7 @@ def consensus_rounds(
     rows = start - start.mean(axis=0)  # rounds keep the mean
     distances = [float(np.vdot(rows, rows)) / len(rows)]
     lowest = until * distances[0]
-    while distances[-1] >= lowest and distances[-1] > 0 and len(distances) <= max_rounds:
+    while distances[-1] >= lowest and distances[-1] > 0:
         rows = mixing.multiply(rows)
         distances.append(float(np.vdot(rows, rows)) / len(rows))
     return np.array(distances)

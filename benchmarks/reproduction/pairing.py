@@ -134,7 +134,7 @@ def measure(effort: parts.Effort) -> Result:
         cells += product(large, ("fresh", "available"), (SATURATED,), (False, True), seeds)
     jobs = [dict(zip(CELL, (*network, *rest), strict=True)) for network, *rest in cells]
     measure_one = partial(measure_run, num_steps)
-    runs = parts.run_jobs(measure_one, jobs, effort, cost=lambda job: job["num_workers"])
+    runs = parts.run_jobs(measure_one, jobs)
     return Result(runs=runs, num_steps=num_steps, dimension=DIMENSION)
 
 

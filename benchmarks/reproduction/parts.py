@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from joblib import Parallel, delayed
-from rich.console import Console
-from rich.progress import track
 from support.report import markdown_table as table
 
 from gossipdp_lab.simulate.figures import OKABE_ITO as COLOURS
@@ -42,43 +40,16 @@ class Effort:
     """The extent of the measurements.
 
     quick: tiny settings, to see that everything works; the page says so.
-    num_processes: how many processes measure side by side; 1: none beside this one.
     """
 
     quick: bool = False
-    num_processes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.num_processes < 1:
-            raise ValueError(
-                f"the number of processes is {self.num_processes}; it must be 1 or more"
-            )
 
 
-def run_jobs(
-    function: Callable[..., Answer],
-    jobs: Sequence[dict[str, Any]],
-    effort: Effort,
-    *,
-    cost: Callable[[dict[str, Any]], float] = lambda job: 1.0,
-) -> list[Answer]:
-    """``[function(**job) for job in jobs]``, over the processes of ``effort``, with a progress bar.
-
-    cost: how long a job takes, in any unit: the longest are started first.
-    """
-    order = sorted(range(len(jobs)), key=lambda place: -cost(jobs[place]))
-    pool = Parallel(n_jobs=effort.num_processes, return_as="generator")
-    answers = pool(delayed(function)(**jobs[place]) for place in order)
-    shown = track(
-        answers,
-        "measuring",
-        total=len(jobs),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    found = dict(zip(order, shown, strict=True))
-    return [found[place] for place in range(len(jobs))]
+def run_jobs(function: Callable[..., Answer], jobs: Sequence[dict[str, Any]]) -> list[Answer]:
+    """``[function(**job) for job in jobs]``, a process a core, saying how far."""
+    pool = Parallel(n_jobs=len(os.sched_getaffinity(0)), verbose=1)
+    answers: list[Answer] = pool(delayed(function)(**job) for job in jobs)
+    return answers
 
 
 class PowerLaw(NamedTuple):

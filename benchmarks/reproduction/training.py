@@ -134,9 +134,8 @@ def measure(effort: parts.Effort) -> Result:
         dict(zip(CELL, (data, *network, *kind, seed), strict=True))
         for data, network, kind, seed in cells
     ]
-    # Noise takes several times as many steps, each of them cheaper.
     measure_one = partial(measure_run, settings)
-    runs = parts.run_jobs(measure_one, jobs, effort, cost=lambda job: job["data"] == "noise")
+    runs = parts.run_jobs(measure_one, jobs)
     return Result(runs=runs, settings=settings, seeds=list(seeds))
 
 

@@ -1,16 +1,22 @@
-"""A file of finished runs: a second call goes on where the first was stopped."""
+"""A file of finished runs, so that a second call goes on, and the search for learning rates."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from rich.console import Console
+
+from gossipdp_lab.progress_bar import ProgressView
+from gossipdp_lab.simulate import Scenario, Trace, simulate
 
 Finished = TypeVar("Finished")
+RATE_STEP, MOST_WIDENINGS = 2.0, 7
 
 
 class FinishedRuns(Generic[Finished]):
@@ -50,3 +56,87 @@ class FinishedRuns(Generic[Finished]):
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+class Simulations(FinishedRuns[dict[str, Any]]):
+    """Simulated runs. names: the fields that tell a run from others."""
+
+    def __init__(self, path: Path | None, names: Sequence[str]) -> None:
+        self._names = names
+        super().__init__(path, dict[str, Any], self.key)
+
+    def key(self, run: dict[str, Any]) -> str:
+        """Return the key that tells a run from others."""
+        return json.dumps([run[name] for name in self._names])
+
+    def of(self, **wanted: object) -> list[dict[str, Any]]:
+        """Return the runs whose fields are as wanted, by seed."""
+        found = [run for run in self.known.values() if wanted.items() <= run.items()]
+        return sorted(found, key=lambda run: int(run["seed"]))
+
+    def find(
+        self,
+        run: dict[str, Any],
+        method: str,
+        scenario: Callable[[], Scenario],
+        outcome: Callable[[Trace], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Return the run of these fields, from the file or made now, with its outcome."""
+        known = self.known.get(self.key(run))
+        if known is not None:
+            return known
+        label, console = ", ".join(f"{key} {run[key]}" for key in self._names), Console()
+        with ProgressView(label, console=console, line_every_s=60.0) as view:
+            trace = simulate(scenario(), method, view.advance)
+        last = trace.records[-1]
+        found = run | outcome(trace) | {"loss": finite([last.loss])[0], "wall_s": trace.wall_s}
+        console.print(f"{label}: {last.loss:.4f}, {trace.wall_s:.0f} s", highlight=False)
+        self.keep(found)
+        return found
+
+
+def finite(series: Sequence[float]) -> list[float | None]:
+    """Return what can be written as JSON: None for what is no number."""
+    return [float(value) if math.isfinite(value) else None for value in series]
+
+
+def loss_of(run: dict[str, Any]) -> float:
+    """Return the final loss; infinite where the run diverged."""
+    return math.inf if run["loss"] is None else float(run["loss"])
+
+
+class NoBestRateError(RuntimeError):
+    """The grid of learning rates was widened as far as it may be, and the best is still at its end.
+
+    A row that diverges at every rate ends so too.
+    """
+
+
+def next_rate(tried: Mapping[float, float], start: Sequence[float]) -> float | None:
+    """Return the learning rate to try next; None when the best one has a neighbour on both sides.
+
+    tried: rate → loss, infinity where it diverged. start: the written grid, of factors of two.
+
+    Raises:
+        NoBestRateError: no end was found after :data:`MOST_WIDENINGS` rates beyond the grid.
+
+    >>> next_rate({0.002: 3.1, 0.004: 3.0}, [0.002, 0.004])
+    0.008
+    >>> next_rate({0.002: 3.1, 0.004: 3.0, 0.008: 3.2}, [0.002, 0.004])
+    """
+    for rate in start:
+        if rate not in tried:
+            return rate
+    best, rates = best_rate(tried), sorted(tried)
+    if best not in (rates[0], rates[-1]):
+        return None
+    if len(tried) >= len(start) + MOST_WIDENINGS:
+        raise NoBestRateError(
+            f"the best of the learning rates {rates} is still at the end of them: start elsewhere"
+        )
+    return best * RATE_STEP if best == rates[-1] else best / RATE_STEP
+
+
+def best_rate(tried: Mapping[float, float]) -> float:
+    """Return the rate of the least loss; the smaller of two equal ones."""
+    return min(sorted(tried), key=lambda rate: tried[rate])

@@ -7,8 +7,10 @@ A row of gossip may end in ``@1/K``: K exchanges a step.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,7 +27,6 @@ from support.rows import (
     average_parameters,
     missing_package,
 )
-from support.torchft_rows import TorchftDDP, TorchftLocalSgd, TorchftRow
 from torch import Tensor, nn
 
 BETAS, WEIGHT_DECAY = (0.9, 0.999), 0.1
@@ -34,6 +35,8 @@ OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
 GENTLE_MOMENTUM = 0.5
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 10
 """Its rank; steps of plain all-reduce before it: torch's own 1,000 are more than most runs take."""
+
+TORCHFT_PATIENCE_S = 120.0
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -197,6 +200,110 @@ class GentleDiLoCo(DiLoCo):
     """DiLoCo with less outer momentum, which did better in the simulation."""
 
     outer_momentum = GENTLE_MOMENTUM
+
+
+class TorchftRow(OneOptimizer):
+    """A worker with torchft's manager.
+
+    TORCHFT_LIGHTHOUSE names the lighthouse; replicas may come and go. What the manager says over
+    HTTP is counted with the rest. Time-outs are torchft's own variables, TORCHFT_TIMEOUT_SEC and
+    TORCHFT_QUORUM_TIMEOUT_SEC.
+    """
+
+    asks_ahead: ClassVar[bool] = False
+    """True if the manager may look for the others while the forward pass goes on."""
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        from torchft import Manager, ProcessGroupGloo
+
+        patience = timedelta(seconds=TORCHFT_PATIENCE_S)
+        self._store = dist.TCPStore(plan.host, 0, is_master=True, wait_for_workers=False)
+        self.manager = Manager(
+            pg=ProcessGroupGloo(
+                timeout=timedelta(seconds=float(os.environ["TORCHFT_TIMEOUT_SEC"]))
+            ),
+            min_replica_size=1,
+            use_async_quorum=self.asks_ahead,
+            load_state_dict=self.load,
+            state_dict=self.state,
+            replica_id=f"worker{plan.rank}",
+            store_addr=plan.host,
+            store_port=self._store.port,
+            rank=0,
+            world_size=1,
+            lighthouse_addr=os.environ["TORCHFT_LIGHTHOUSE"],
+            hostname=plan.host,
+            timeout=patience,
+            quorum_timeout=patience,
+            init_sync=False,  # all begin with the same parameters
+        )
+
+    def account(self) -> dict[str, float]:
+        return {"exchanges": self.manager.current_step()}
+
+    def num_batches(self) -> int:
+        return int(self.manager.batches_committed()) * self.plan.period
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"manager": self.manager.state_dict()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        self.manager.load_state_dict(state["manager"])
+
+    def finish(self) -> None:
+        raise AssertionError("the race ends by the clock")
+
+
+class TorchftLocalSgd(TorchftRow):
+    """LocalSGD of torchft."""
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        from torchft.local_sgd import LocalSGD
+
+        self._averages = LocalSGD(self.manager, net, self.optimizer, sync_every=plan.period)
+        self._averages.__enter__()
+
+
+class TorchftDDP(TorchftRow):
+    """DistributedDataParallel of torchft, with its wrapper of the optimizer, and its hook repaired.
+
+    As released (0.2.0), the hook asserts what does not hold if a peer's death breaks an all-reduce
+    of gloo: all survivors die of it. The manager has noted the error by then, and skips the step.
+    """
+
+    asks_ahead = True
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        from torchft import DistributedDataParallel, Optimizer
+
+        def hook(manager: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            manager.allreduce(bucket.buffer()).wait()
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        # DDP reads the annotations of a hook.
+        hook.__annotations__ |= {
+            "bucket": dist.GradBucket,
+            "return": torch.futures.Future[Tensor],
+        }
+
+        class Repaired(DistributedDataParallel):  # type: ignore[misc]  # of an untyped package
+            _comm_hook = staticmethod(hook)
+
+        self.model = Repaired(self.manager, net)
+        self._commits = Optimizer(self.manager, self.optimizer)
+        self._commits.zero_grad()
+
+    def step(self, loss: Tensor) -> None:
+        loss.backward()
+        self._commits.step()
+        self.steps += 1
+        self._commits.zero_grad()  # the next quorum, ahead of the next forward pass
 
 
 class TorchftDiLoCo(TorchftRow):

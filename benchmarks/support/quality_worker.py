@@ -112,7 +112,6 @@ class RunResult(msgspec.Struct, frozen=True):
         with headers, by its interface where it has one of its own.
     samples_per_s: the sum of the workers' own speeds.
     comm_rate: exchanges, all-reduces or averages per worker and gradient step.
-    computing: share of the training time that is a timed step's; None where steps are not timed.
     """
 
     loss: float | None
@@ -122,7 +121,6 @@ class RunResult(msgspec.Struct, frozen=True):
     samples: int
     comm_rate: float
     seconds: float
-    computing: float | None = None
 
 
 class Text(Gpt):
@@ -222,7 +220,6 @@ class Trained:
     steps: int
     batch_size: int
     trained_s: float
-    computed_s: float | None
     ended_s: float
     sent_bytes: int
     exchanges: float
@@ -282,7 +279,6 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
         steps=row.steps,
         batch_size=plan.batch_size,
         trained_s=trained_s,
-        computed_s=None if compute is None else compute.computed_s,
         ended_s=ended_s,
         sent_bytes=sent,
         exchanges=exchanges,
@@ -316,7 +312,6 @@ def score(
     samples = sum(worker.steps * worker.batch_size for worker in workers)
     full_steps = samples / settings.size.batch_size
     sent_bytes = sum(worker.sent_bytes for worker in workers)
-    computed_s = [worker.computed_s for worker in workers if worker.computed_s is not None]
     return RunResult(
         loss=loss if math.isfinite(loss) else None,
         ended_s=max(worker.ended_s for worker in workers),
@@ -325,5 +320,4 @@ def score(
         samples=samples,
         comm_rate=sum(worker.exchanges for worker in workers) / steps,
         seconds=seconds,
-        computing=sum(computed_s) / sum(one.trained_s for one in workers) if computed_s else None,
     )

@@ -10,9 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from support.byte_task import ByteTask
-from support.quality_rows import KINDS, RowName
+from support.quality_rows import KINDS, RowName, TorchftRow
 from support.rows import Gossip, OneOptimizer
-from support.torchft_rows import TorchftRow
 
 TASK = ByteTask()
 STEP_S = 0.040

@@ -20,12 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from rich import box
-from rich.console import Console
-from rich.table import Table as RichTable
 from support.provenance import Provenance
 
-WIDTH = 160
 RESULTS = Path(__file__).parents[1] / "results"
 QUICK_RESULTS = Path("runs/benchmarks")
 
@@ -55,13 +51,6 @@ class Spread:
         return f"{self.median:{form}} ({self.least:{form}} to {self.greatest:{form}})"
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least this share does not exceed; NaN of none."""
-    if not values:
-        return math.nan
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def interleaved(
     cases: Sequence[Case], num_rounds: int, measure: Callable[[Case], Measured]
 ) -> dict[Case, list[Measured]]:
@@ -88,16 +77,6 @@ class Table:
         """As it stands in the result's Markdown file."""
         blocks = [f"### {self.title}", markdown_table(self.head, self.rows)]
         return "\n\n".join([*blocks, self.note] if self.note else blocks)
-
-    def rich(self) -> RichTable:
-        """As the terminal shows it."""
-        shown = RichTable(title=self.title, box=box.SIMPLE_HEAD)
-        shown.title_justify = "left"
-        for index, name in enumerate(self.head):
-            shown.add_column(name, justify="right" if index else "left")
-        for row in self.rows:
-            shown.add_row(*row)
-        return shown
 
 
 @dataclass(frozen=True)
@@ -141,15 +120,15 @@ class Report:
             f"{processor()}; load average {self._load:.1f} when it began, "
             f"{busy:.2f} cores busy while it ran"
         )
-        for table in self.tables:
-            print_table(table)
         lines = [
             f"# {self.title}",
             f"`{by.command}`, {by.code}, {by.hardware}; {machine}; {seconds:.0f} s.",
         ]
         if self.quick:
             lines.append("**Quick run: these figures show nothing.**")
-        lines += [table.markdown() for table in self.tables]
+        for table in self.tables:
+            lines.append(table.markdown())
+            print(lines[-1], end="\n\n")
         for row in self.missing:
             lines.append(f"Missing: {row.row}: {row.why}.")
             print(lines[-1])
@@ -194,15 +173,6 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_le
     """Return a Markdown table; the first ``num_left`` columns are aligned to the left."""
     marks = ["---" if column < num_left else "---:" for column in range(len(head))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, marks, *rows])
-
-
-def print_table(table: Table) -> None:
-    """Show it on the terminal, its note below."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDTH
-    console.print(table.rich())
-    console.print(table.note, "", markup=False, highlight=False)
 
 
 def processor() -> str:

@@ -33,7 +33,6 @@ class TimedCompute:
         draw_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.computed_s = 0.0
         self._draw_s, self._clock = draw_s, clock
         self._began_s = self._duration_s = 0.0
         for number, stage in enumerate(stages):
@@ -55,7 +54,6 @@ class TimedCompute:
     def begin(self) -> None:
         """Note that a step begins now."""
         self._began_s, self._duration_s = self._clock(), self._draw_s()
-        self.computed_s += self._duration_s
 
     def wait(self, share: float) -> None:
         """Wait until this share of the step is over; return at once where it is already."""

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.emulator import QUEUE_S, Line, Switch
-from support.hosts import EmulatedHosts, missing
-from support.network_probe import measure
+from support.hosts import EmulatedHosts, missing, probe
 
 RATE, DELAY_S = 1_000_000.0, 0.020
 ADDRESSES = [bytes([10, 0, 0, number]) for number in range(3)]
@@ -79,7 +78,7 @@ def test_an_emulated_network_is_slower_than_the_machine_s_own() -> None:
     if (reason := missing("tc")) is not None:
         pytest.skip(reason)
     with EmulatedHosts(2, 40, 10) as hosts:
-        measured = measure(hosts, warm_up_s=0.2, measured_s=0.4)
+        measured = probe(hosts, warm_up_s=0.2, measured_s=0.4)
     # Without the emulator it is many times as fast; a starved measurer sees bursts, and pauses.
     assert 0.0 < measured.mbits_per_s < 2.0 * 40.0
     assert measured.round_trip_ms >= 20.0

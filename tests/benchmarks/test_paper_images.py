@@ -1,6 +1,5 @@
 """The paper's experiment on images, on a few made up here: its optimizer, its rows, its tables."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,12 +30,12 @@ def task(tmp_path: Path) -> Task:
 def test_a_step_of_a_row_is_that_of_the_recipe_s_optimizer(task: Task) -> None:
     source = task.objective().begin(4, seed=3)
     x = source.start[:, : source.num_trained]
-    rows = RowOptimizers(task.optimizer(2.0), x)
+    rows = RowOptimizers(task.optimizer(), x)
     model = task.recipe.make_model()
     nn.utils.vector_to_parameters(x[1].clone(), model.parameters())
     optimizer = task.recipe.make_optimizer(model)
     for group in optimizer.param_groups:
-        group["lr"] *= 2.0 * 4 / 128 * 0.5  # twice the rule for batches of 4, at half the schedule
+        group["lr"] *= 4 / 128 * 0.5  # the rule for batches of 4, at half the schedule
     after = x.clone()
     for _ in range(2):
         gradients = torch.randn(1, source.num_trained)
@@ -60,13 +59,12 @@ def test_a_judged_model_has_the_statistics_of_its_own_activations(task: Task) ->
         task.judge(model)
     torch.testing.assert_close(norm.running_mean, 3.0 * mean)
     assert (momentum, norm.momentum, model.training) == (0.1, 0.1, False)
-    assert len(task.as_averaged) == 2
 
 
 def test_all_rows_train_on_equally_many_samples(task: Task) -> None:
     steps = {}
     for name, row in ROWS.items():
-        scenario = task.scenario(row, 1.0, 0)
+        scenario = task.scenario(row, 0)
         trace = simulate(scenario, row.method)
         steps[name] = trace.records[-1].gradient_steps
         assert all(record.drift < 1e-4 for record in trace.records)
@@ -78,7 +76,7 @@ def test_all_rows_train_on_equally_many_samples(task: Task) -> None:
 
 def test_on_a_complete_graph_a2cid2_is_gossip(task: Task) -> None:
     traces = [
-        simulate(task.scenario(Row(method, "complete"), 1.0, 0), method)
+        simulate(task.scenario(Row(method, "complete"), 0), method)
         for method in ("a2cid2", "gossip")
     ]
     losses = [trace.column("batch_loss").tolist() for trace in traces]
@@ -98,25 +96,18 @@ def test_the_benchmark_goes_on_where_it_was(
     path = tmp_path / "results" / "paper_images.jsonl"
     runs = Runs(path)
     setting = Task(tmp_path, workers=4, epochs=1, batch_size=4).setting
-    best, tried = runs.best(ACCELERATED, setting), runs.tried(ACCELERATED, setting)
-    assert len(tried) >= 3
-    assert tried[best]["loss"] == min(run["loss"] or math.inf for run in tried.values())
-    for times in (1.0, best):
-        found = runs.of("simulated", ACCELERATED, setting, times)
-        assert [run["seed"] for run in found] == [0, 1]
-    assert path.with_suffix(".png").stat().st_size > 10_000
+    found = runs.of_row("simulated", ACCELERATED, setting)
+    assert [run["seed"] for run in found] == [0, 1]
     before = path.read_bytes()
     monkeypatch.setattr(Task, "scenario", None)  # no run is made again
     main()
     assert path.read_bytes() == before
     page = path.with_suffix(".md").read_text()
-    headings = (
-        "At the paper's learning rate",
-        "At each row's own best rate",
-        "Rates tried",
-        "Time",
-    )
-    assert [heading for heading in headings if f"### {heading}" in page] == list(headings)
+    headings = [line for line in page.splitlines() if line.startswith("### ")]
+    assert [heading.partition(":")[0] for heading in headings] == [
+        "### At the paper's learning rate",
+        "### Time",
+    ]
 
 
 def test_time_by_the_simulators_clock() -> None:

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import quality
 import torch
-from quality import QualityBenchmark, check, measure_all
-from quality_report import (
-    loss_std,
-    mean_loss,
-)
-from support.conditions import CONDITIONS
-from support.learning_rates import next_rate
-from support.quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
-from support.quality_runs import (
+from quality import (
     TUNING_SEED,
     Measured,
+    QualityBenchmark,
+    check,
+    loss_std,
+    mean_loss,
     measure,
+    measure_all,
 )
+from support.conditions import CONDITIONS
+from support.finished_runs import next_rate
+from support.quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
 from support.quality_worker import (
     Processor,
     RunResult,

@@ -5,11 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import quality_simulated
 import torch
-from quality_simulated import Runs, Setting, as_row, result_of, tables, tried, tune
+from quality_simulated import Runs, Setting, as_row, result_of, tables, tune
 from support.byte_model import ByteModel
-from support.learning_rates import MOST_WIDENINGS
+from support.finished_runs import MOST_WIDENINGS
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[2]
@@ -70,12 +69,11 @@ def run_of(
 def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     setting = Setting("common", 2, 10)
-    row = quality_simulated.ROWS["gossip, H = 8"]
-    first = Runs(path).find("gossip, H = 8", row, setting, 0.01, 0)
+    first = Runs(path).find_row("gossip, H = 8", setting, 0.01, 0)
     # A worker of an asynchronous row is caught in the middle of its first step.
     assert first["gradient_steps"] == pytest.approx(2 * 10, abs=2)
     again = Runs(path)
-    assert again.find("gossip, H = 8", row, setting, 0.01, 0) == first
+    assert again.find_row("gossip, H = 8", setting, 0.01, 0) == first
     assert len(path.read_text().splitlines()) == 1
 
     runs = Runs(tmp_path / "others.jsonl")
@@ -86,13 +84,11 @@ def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path:
         run_of(0.1, 1, 4.0),
         run_of(0.3, 0, 1.6, "all-reduce"),
     ):
-        runs.known[Runs.key(run)] = run
-    assert tried(runs, "gossip, H = 8", setting) == {0.05: 2.5, 0.1: 2.0, 0.2: math.inf}
+        runs.known[runs.key(run)] = run
     assert [run["seed"] for run in result_of(runs, "gossip, H = 8", setting)] == [0, 1]
-    table, grid = tables(runs, setting)
+    (table,) = tables(runs, setting)
     # The one seed that both have: 2.0 against 1.6.
     assert list(table.rows[1][:5]) == ["gossip, H = 8", "3.000", "+25.0%", "1.414", "2"]
-    assert grid.rows[1][1] == "0.05: 2.500; 0.1: 2.000; 0.2: diverged"
     assert runs.settings() == [setting]
     assert as_row("x", [run_of(0.1, 0, 2.0)], math.nan)[2] == ""
     # Of two workers and ten steps of the fastest one took five: 15 models in the time of 20 steps.

@@ -26,13 +26,21 @@ from race_report import (
     table,
     unequal,
 )
-from race_run import Fault, Point, RaceResult, final_model, present_model
+from race_run import (
+    MAX_EARLY_DEATHS,
+    RESTART_DELAY_S,
+    Fault,
+    Job,
+    Point,
+    RaceResult,
+    final_model,
+    present_model,
+)
 from race_worker import Bytes, Life, make_save
 from support.finished_runs import FinishedRuns
 from support.provenance import Provenance
 from support.quality_rows import OuterNesterov
 from support.race_conditions import CONDITIONS
-from support.race_job import MAX_EARLY_DEATHS, RESTART_DELAY_S, Job
 from support.race_settings import HEADER, TASK, CheckpointFiles, RaceSettings, Shelf
 from support.rows import OneOptimizer, RowPlan
 from support.timed_compute import LONGEST_GAP_S, TICK_S, RunningClock

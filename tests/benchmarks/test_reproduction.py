@@ -68,15 +68,12 @@ def test_the_verdict_counts_the_paper_s_exponents_and_ours_apart(error, expected
 
 def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
     gamma, value = 0.97, 0.4
-    rounds = mixing.Mixing(np.array([[value]]), gamma)
-    for _ in range(2):  # also after it began anew
-        now = np.ones((1, 1))
-        for degree in range(1, 12):
-            now = rounds.multiply(now)
-            chebyshev = np.polynomial.chebyshev.Chebyshev([0.0] * degree + [1.0])
-            expected = chebyshev(value / gamma) / chebyshev(1 / gamma)
-            assert now[0, 0] == pytest.approx(expected, abs=1e-12)
-        rounds.restart()
+    rounds, now = mixing.Mixing(np.array([[value]]), gamma), np.ones((1, 1))
+    for degree in range(1, 12):
+        now = rounds.multiply(now)
+        chebyshev = np.polynomial.chebyshev.Chebyshev([0.0] * degree + [1.0])
+        expected = chebyshev(value / gamma) / chebyshev(1 / gamma)
+        assert now[0, 0] == pytest.approx(expected, abs=1e-12)
     plain = mixing.Mixing(np.array([[value]]))
     assert plain.multiply(plain.multiply(np.ones((1, 1))))[0, 0] == pytest.approx(value**2)
 
