@@ -17,11 +17,6 @@ from gossipdp.links.frames import (
 TAG = run_tag("a run")
 
 
-def test_sequence_wraps() -> None:
-    data = pack_header(TAG, FrameType.CONTROL, 2**32 + 1, 1)
-    assert parse_header(data, TAG, 2**32 + 1) == parse_header(data, TAG, 1)
-
-
 @pytest.mark.parametrize(
     ("offset", "replacement", "message"),
     [

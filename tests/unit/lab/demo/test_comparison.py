@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from msgspec.structs import replace
 
 from gossipdp.observe.log import BeganRecord, CountsRecord, StartRecord
 from gossipdp_lab.demo import comparison
 from gossipdp_lab.demo.comparison import (
     Compared,
-    draw_comparison,
     loss_curve,
     present,
     waiting_shares,
 )
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
-from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, new_figure
 
 
 def worker(rank: int, waits: float, until_s: float = 4.0) -> WorkerLog:
@@ -92,53 +87,3 @@ def test_a_killed_worker_is_away_until_it_trains_again() -> None:
         True, True, False, False, True, False, True, True,
     ]  # fmt: skip
     assert present(worker(0, 0.0), edges).all()
-
-
-def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-
-    def remember(*size: float) -> Figure:
-        drawn.append(new_figure(*size))
-        return drawn[-1]
-
-    monkeypatch.setattr(comparison, "new_figure", remember)
-    faults = (
-        {"kind": "kill", "rank": 1, "at_s": 2.5},
-        {"kind": "slow", "rank": 0, "at_s": 1.0, "missed": "it was not there"},
-    )
-    going_on = run(0.0)
-    going_on.workers[0] = dataclasses.replace(
-        going_on.workers[0], lives=(BeganRecord(1, 100.25, 0.25),)
-    )
-    trainings = [
-        Compared("waiting", run(0.5, 8.0), 1.5),
-        Compared("going on", going_on, 1.25, faults),
-    ]
-    path = tmp_path / "comparison.png"
-    draw_comparison(trainings, path, title="a title", loss_label="loss", loss_unit=2.0)
-    (figure,) = drawn
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert figure.get_suptitle() == "a title"
-    above, below, losses = figure.axes
-    assert above.get_title(loc="left") == "waiting: workers waited 25% of the time"
-    assert below.get_title(loc="left") == "going on: workers waited 0% of the time"
-    grey = to_rgb(ACTIVITY_COLOURS["waiting"])
-    for axes, waits, until_s in ((above, 0.5, 8.0), (below, 0.0, 4.0)):
-        rows = dict.fromkeys((0, 1), 0.0)
-        for bar in axes.patches:
-            assert bar.get_x() + bar.get_width() <= until_s + 1e-9
-            if bar.get_facecolor()[:3] == grey:
-                rows[round(bar.get_y())] += bar.get_width() * bar.get_height() / 0.8
-        assert rows == pytest.approx({0: waits * until_s, 1: 0.0})
-    (mark,) = below.get_lines()
-    assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (2.75, 1)
-    assert [text.get_text() for text in above.get_legend().get_texts()] == [
-        "computing",
-        "waiting",
-        "becomes slow",
-        "killed",
-    ]
-    lines = {str(line.get_label()): line for line in losses.get_lines()}
-    (time_s,), (loss,) = lines["averaged model,\nheld-out text: 1.250"].get_data()
-    assert (time_s, loss) == (4.0, 1.25)
-    assert min(lines["waiting"].get_ydata()) == pytest.approx(0.5)  # 8 / 8 in units of 2

@@ -55,25 +55,6 @@ def test_consensus(figures: list[Figure], tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_gradients(figures: list[Figure], tmp_path: Path) -> None:
-    quadratic = {"objective": Quadratic(dimension=4)}
-    several = [
-        result("gossip", 0, **quadratic),
-        result("gossip", 1, graph="star", **quadratic),
-        result("allreduce", 0, **quadratic),
-    ]
-    draw_simulation(several, tmp_path / "figure.png", title="a title")
-    (figure,) = figures
-    assert len(figure.axes) == 6
-    assert figure.axes[5].get_xlabel() == "gradient steps per worker"
-    first, second, _ = lines(figure, 2).values()
-    assert list(first.get_ydata()) == pytest.approx(several[0].trace.column("loss"))
-    assert first.get_color() == second.get_color()
-    assert first.get_linestyle() != second.get_linestyle()
-    # All-reduce leaves nothing to show but rounding, which does not set the scale.
-    assert figure.axes[3].get_ylim()[0] > 1e-8
-
-
 def test_a_diverging_run_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
     runaway = result("gossip", objective=Quadratic(dimension=4, smoothness=1e30, mu=1e30))
     draw_simulation([runaway], tmp_path / "figure.png", title="a title")

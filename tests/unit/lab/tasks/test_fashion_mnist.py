@@ -77,15 +77,11 @@ def test_lengths_are_four_bytes_the_most_significant_first(tmp_path: Path) -> No
     assert read_idx(path, num_dimensions=1).tolist() == [*range(256), 7, 7]
 
 
-def test_the_recipe_has_the_settings_of_cifar10(tmp_path: Path) -> None:
+def test_its_statistics_and_its_warm_up(tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path)
     recipe = recipe_of(tmp_path, batch_size=4)
     # 5% of warm-up, as 5 epochs of 100.
-    factors = [recipe.rate_factor(at, 8) for at in (0, 0.025, 0.05, 0.499, 0.5, 0.749, 0.75)]
-    assert factors == pytest.approx([1, 4.5, 8, 8, 0.8, 0.8, 0.08])
-    decayed, others = recipe.make_optimizer(recipe.make_model()).param_groups
-    assert (decayed["lr"], decayed["momentum"]) == (0.1, 0.9)
-    assert (decayed["weight_decay"], others["weight_decay"]) == (5e-4, 0.0)
+    assert [recipe.rate_factor(at, 8) for at in (0.025, 0.05)] == pytest.approx([4.5, 8])
     images = recipe.train[0].float() / 255
     expected = (images - 0.2860) / 0.3530
     torch.testing.assert_close(recipe.normalize(recipe.train[0]), expected)

@@ -12,33 +12,7 @@ from rich.console import Console
 
 from gossipdp_lab.tasks.options import BytesGptOptions
 from gossipdp_lab.tasks.text import Gpt
-from gossipdp_lab.tasks.training import MODEL_FILE, TrainingView, outcome_table, train
-
-OUTCOME = {
-    "method": "a2cid2",
-    "graph": "ring",
-    "num_workers": 16,
-    "metric_name": "test_accuracy",
-    "metric": 0.9434,
-    "minutes": 20.94,
-    "slowest_steps": 2391,
-    "fastest_steps": 2512,
-}
-
-
-def shown(what: object) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(what)
-    return console.file.getvalue()
-
-
-def test_the_row_of_the_papers_tables():
-    text = shown(outcome_table(OUTCOME))
-    for heading in ("method", "graph", "workers", "test accuracy", "minutes", "steps, slowest"):
-        assert heading in text
-    row = next(line for line in text.splitlines() if "a2cid2" in line)
-    cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["a2cid2", "ring", "16", "0.9434", "20.94", "2,391", "2,512"]
+from gossipdp_lab.tasks.training import MODEL_FILE, TrainingView, train
 
 
 class Model:
