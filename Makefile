@@ -51,12 +51,12 @@ fuzz: $(VENV)/fuzz.installed
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
 # The tests of tests/long.txt, then faults: fresh examples of the properties, 1,000 schedules of the
-# simulated network, two hosts that lose each other (root only), and joins by gossipdp run.
+# simulated network (tests/simulation/test_faults.py), two hosts that lose each other (root only),
+# and joins by gossipdp run.
 chaos: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests --ignore tests/property \
 	  --ignore tests/simulation
-	GOSSIPDP_EXPLORE=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/property tests/simulation
-	$(BIN)/python tests/chaos/simulated.py
+	GOSSIPDP_EXPLORE=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/property tests/simulation
 	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py rejoining.py shards.py shards_join.py)
 
 # Half an hour of everything at once: is all flat, and is the end right; ARGS="--minutes 60".
