@@ -1,4 +1,4 @@
-"""The verdicts of ``soak.py`` and ``many.py`` pass what is right; the soak's cuts are cuts."""
+"""The verdicts of ``soak.py`` pass what is right; the soak's cuts are cuts."""
 
 import os
 import re
