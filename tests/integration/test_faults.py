@@ -160,7 +160,7 @@ DEATHS = {0: 0.5, 2: 0.7}
 def die_one_by_one(directory: Path) -> None:
     """Let two of a ring of four die: the others, opposite each other, exchange from then on.
 
-    The processes of the first one's loader outlive it, and hold no connection of its.
+    The processes of the first one's loader outlive it, and must hold no connection of its.
     """
     worker = Worker(directory, graph="ring", network=PATIENT)
     if worker.model.rank == 0:
@@ -177,8 +177,10 @@ def die_one_by_one(directory: Path) -> None:
             worker.step(inputs)
             if time.monotonic() > worker.began_s + DEATHS[0]:
                 break
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        assert len(children) >= 2
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        (directory / "children").write_text(children)
+        for child in children.split():
+            os.kill(int(child), signal.SIGSTOP)  # else they end when they miss their parent
     if worker.model.rank in DEATHS:
         worker.train(DEATHS[worker.model.rank])
         worker.die()
@@ -190,8 +192,14 @@ def die_one_by_one(directory: Path) -> None:
 
 
 def test_the_dead_are_noticed_and_the_others_train_on(workers: Callable, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailedError, match="SIGKILL"):
-        workers(die_one_by_one, 4, (tmp_path,))
+    try:
+        with pytest.raises(WorkerFailedError, match="SIGKILL"):
+            workers(die_one_by_one, 4, (tmp_path,))
+    finally:
+        children = (tmp_path / "children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+    assert len(children) >= 2
     ends = diaries(tmp_path)
     assert [(end["rank"], end["num_workers"]) for end in ends] == [(1, 2), (3, 2)]
     brought = [torch.load(path) for path in tmp_path.glob("brought-*.pt")]
