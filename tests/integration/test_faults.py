@@ -164,6 +164,8 @@ def die_one_by_one(directory: Path) -> None:
     """
     worker = Worker(directory, graph="ring", network=PATIENT)
     if worker.model.rank == 0:
+        # Linked to both neighbours: what is there at a fork is what a child could hold.
+        worker.train_until(lambda: len(worker.model.stats().exchanges_by_neighbour) == 2)
         loader = torch.utils.data.DataLoader(
             torch.utils.data.TensorDataset(worker.inputs.repeat(40, 1)),
             batch_size=32,
