@@ -51,13 +51,13 @@ fuzz: $(VENV)/fuzz.installed
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
 # The tests of tests/long.txt, then faults: fresh examples of the properties, 1,000 schedules of the
-# simulated network, two hosts that lose each other (root only), and joins by gossipdp run.
+# simulated network (tests/simulation/test_faults.py), two hosts that lose each other (root only),
+# and joins by gossipdp run.
 chaos: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests --ignore tests/property \
 	  --ignore tests/simulation
-	GOSSIPDP_EXPLORE=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/property tests/simulation
-	$(BIN)/python tests/chaos/simulated.py
-	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py rejoining.py shards.py shards_join.py)
+	GOSSIPDP_EXPLORE=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/property tests/simulation
+	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py rejoining.py shards.py)
 
 # Half an hour of everything at once: is all flat, and is the end right; ARGS="--minutes 60".
 soak: $(VENV)/dev.installed
@@ -69,7 +69,8 @@ many: $(VENV)/dev.installed
 
 # Three workers of 500 million values: 20 GB of memory; ARGS="--values 50000000" for 4.
 large: $(VENV)/dev.installed
-	$(BIN)/python tests/chaos/large.py $(ARGS)
+	$(BIN)/python tests/chaos/many.py --workers 3 --values 500000000 --method gossip --exchanges 4 \
+	  --timeout-s 2 --results runs/large.json $(ARGS)
 
 # The examples of docs/clusters.md on a Ray of this machine, and, as root where Debian's slurm-wlm
 # and munge are installed, on a Slurm of one node.

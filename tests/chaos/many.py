@@ -1,195 +1,335 @@
-"""``make many``: 64 real processes on whatever cores there are, once, whole, and what that takes.
+"""``make many``, ``make large``: 64 workers, or three of 500 million values; is the end right?
 
-    .venv/bin/python tests/chaos/many.py                     64 workers
-    .venv/bin/python tests/chaos/many.py --workers 16
+    .venv/bin/python tests/chaos/many.py                     64 workers, a small model each
+    .venv/bin/python tests/chaos/many.py --workers 3 --values 500000000 --method gossip \
+        --exchanges 4 --timeout-s 2                          20 GB of memory; 50 million take 4
 
-They start, train until each has exchanged, stand still, and consolidate. The average is the float64
-mean of what they held. Workers are forked from a server that has imported torch once.
+One worker dies once all have met, and comes back. All train until each has exchanged, and
+consolidate. Start values and gradients follow from seeds and lie in one piece of ten million values
+at a time. So the average is known: the start, and the mean of what all workers added.
+
+Printed is the longest turn of a gossip thread: from one wait for events to the next. In it a worker
+hears and answers nobody. The time for which the thread waited for a core is left out.
+
+benchmarks/results/many.json and large.json are of version 0.2.0.dev0, which had a script for each.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-
-import cloudpickle
-import known_average
 import psutil
 import torch
-import waiting
-from known_average import consolidate_what_is_kept, inputs_in, wrong_end, wrong_steps
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 import gossipdp
-from gossipdp import Consolidated, GossipDataParallel, Network, WorkerFailedError, launch
+from gossipdp import Counting, GossipDataParallel, Network, WorkerFailedError, launch
+from gossipdp.gossip.thread import GossipThread
+from gossipdp.launcher.supervisor import Failure, describe
+from gossipdp.links.tcp import TcpTransport
 
-SCRIPT = "tests/chaos/many.py"
-NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
-BATCH = 8
-# Each worker's own memory, with a wide margin.
-BYTES_PER_WORKER = 200 << 20
+LONGEST_TURN_MS = 50.0
+PIECE = 10_000_000
+# Parameters, what exchanges bring, the sums at the end; and the interpreter, torch, and pieces.
+BYTES_PER_VALUE, BYTES_BESIDES = 12, 200 << 20
+PIECES_BESIDES = 12
+LIMIT_S = 1800.0
+ROUNDING = 2.0**-24
+# The start, in which all meet; another's coming, to whom a worker gives its state; training with
+# exchanges; and the end.
+PHASES = ("start", "join", "exchange", "end")
+
+
+class Values(nn.Module):
+    """Parameters that nothing has been written to yet, so that they take no memory."""
+
+    def __init__(self, num_values: int) -> None:
+        super().__init__()
+        for index, begin in enumerate(range(0, num_values, PIECE)):
+            piece = torch.zeros(min(PIECE, num_values - begin))
+            self.register_parameter(f"piece{index}", nn.Parameter(piece))
+
+
+def drawn(out: Tensor, *seeds: int) -> Tensor:
+    """Fill ``out`` with what follows from the seeds: values between -1 and 1."""
+    seed = hash(seeds) % 2**63  # of whole numbers it is the same in each process
+    return out.uniform_(-1.0, 1.0, generator=torch.Generator().manual_seed(seed))
+
+
+class Turns:
+    """The longest turns of this process's gossip thread, by phase, in milliseconds.
+
+    They leave out the time in which the thread was ready to run and no core was free.
+    """
+
+    def __init__(self) -> None:
+        self.phase = PHASES[0]
+        self.longest_ms = dict.fromkeys(PHASES, 0.0)
+
+    def watch(self) -> None:
+        """Watch the transport's one wait from outside; what is between two of them is a turn."""
+        wait, run = TcpTransport._collect_events, GossipThread._run
+        schedule = -1
+        left_s = waited_s = 0.0
+
+        def times() -> tuple[float, float]:
+            """Return the time, and for how long this thread has waited for a core, in seconds."""
+            return time.monotonic(), int(os.pread(schedule, 64, 0).split()[1]) / 1e9
+
+        def watched_run(thread: GossipThread) -> None:
+            nonlocal schedule, left_s, waited_s
+            schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            left_s, waited_s = times()
+            run(thread)
+
+        def watched_wait(transport: TcpTransport, timeout_s: float) -> None:
+            nonlocal left_s, waited_s
+            if schedule < 0:  # one who joins asks about in its main thread first
+                wait(transport, timeout_s)
+                return
+            now_s, now_waited_s = times()
+            own_ms = 1e3 * (now_s - left_s - (now_waited_s - waited_s))
+            self.longest_ms[self.phase] = max(self.longest_ms[self.phase], own_ms)
+            wait(transport, timeout_s)
+            left_s, waited_s = times()
+
+        GossipThread._run = watched_run  # type: ignore[method-assign]
+        TcpTransport._collect_events = watched_wait  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
 class End:
-    """One worker's report; times are in seconds, by the one clock of the machine."""
+    """One worker's report; ``came_s`` says after how long it came to each phase, and to the end."""
 
     rank: int
-    joined_s: float
-    exchanged_s: float
-    all_exchanged_s: float
-    stood_s: float
-    ended_s: float
+    num_averaged: int
     steps: int
+    steps_by_rank: dict[int, int]
     exchanges: int
+    exchanges_failed: int
+    digest: str
+    largest_error: float
+    allowed_error: float
+    longest_ms: dict[str, float]
+    came_s: list[float]
     memory_mb: float
     descriptors: int
-    consolidated: Consolidated
 
 
-def train(directory: Path, num_workers: int, timeout_s: float) -> End:
-    """Train until all have exchanged, stand still, consolidate."""
+def train(directory: Path, arguments: argparse.Namespace, began_s: float) -> End:
+    """Start, see another die and come again, exchange, consolidate, and look at the values."""
     torch.set_num_threads(1)
-    net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    turns, num_workers = Turns(), arguments.workers
+    turns.watch()
+    rank, life = int(os.environ["RANK"]), int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
+    net = Values(arguments.values)
+    pieces = list(net.parameters())
+    if rank == 0:
+        with torch.no_grad():
+            for index, piece in enumerate(pieces):
+                drawn(piece, index)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     model = GossipDataParallel(
         net,
         optimizer,
         graph="exponential",
-        network=Network(timeout_s=timeout_s, start_timeout_s=600),
+        method=arguments.method,
+        counting=Counting(samples_per_step=1),
+        network=Network(timeout_s=arguments.timeout_s, start_timeout_s=LIMIT_S),
     )
-    joined_s = time.monotonic()
-    exchanged_s = 0.0
+    came_s = []
+
+    def begin(phase: str) -> None:
+        turns.phase = phase
+        came_s.append(time.monotonic() - began_s)
+
+    def together(name: str, told: str = "") -> list[str]:
+        """Go on once all have come this far, and return what they tell; of each its last life."""
+        path = directory / f"{name}-{rank}"
+        path.with_suffix(".new").write_text(told)
+        path.with_suffix(".new").rename(path)
+        paths = [directory / f"{name}-{each}" for each in range(num_workers)]
+        wait_until(lambda: all(each.exists() for each in paths))
+        return [each.read_text() for each in paths]
+
+    if life == 0:
+        together("started")
+        if rank == num_workers - 1:
+            # All hold the start values yet, so its death takes nothing with it.
+            os.kill(os.getpid(), signal.SIGKILL)
+    begin("join")
+    together("joined")
+    begin("exchange")
     steps = 0
-    generator = torch.Generator().manual_seed(model.rank)
     while len(list(directory.glob("exchanged-*"))) < num_workers:
-        inputs = torch.randn(BATCH, 64, generator=generator)
-        loss = nn.functional.cross_entropy(model(inputs), inputs[:, :10].argmax(dim=1))
-        optimizer.zero_grad()
-        loss.backward()
+        piece = pieces[steps % len(pieces)]
+        piece.grad = drawn(torch.empty_like(piece), rank, steps, 1)
         optimizer.step()
+        piece.grad = None
         steps += 1
-        if not exchanged_s and model.stats().exchanges:
-            exchanged_s = time.monotonic()
-            (directory / f"exchanged-{model.rank}").touch()
-        time.sleep(0.05)
-    all_exchanged_s = time.monotonic()
-    own = psutil.Process()
-    memory_mb = own.memory_full_info().pss / 2**20
-    descriptors = own.num_fds()
-    result = consolidate_what_is_kept(model, directory, num_workers)
-    stood_s = max(path.stat().st_mtime for path in directory.glob("input-*.pt"))
-    ended_s = time.monotonic()
-    torch.save(model.state_dict(), directory / f"result-{model.rank}.pt")
+        if model.stats().exchanges >= arguments.exchanges:
+            (directory / f"exchanged-{rank}").touch()
+        time.sleep(0.05)  # leaves the cores to the others
+    begin("end")
+    result = model.consolidate()
+    came_s.append(time.monotonic() - began_s)
+    own, stats = psutil.Process(), model.stats()
+    told = [line.split() for line in together("steps", f"{steps} {stats.exchanges}")]
+    counts = [int(steps) for steps, _ in told]
+    digest = hashlib.blake2b()
+    for piece in pieces:
+        digest.update(memoryview(piece.detach().numpy()).cast("B"))
+    # One looks, since all hold the same bits or not.
+    error, largest = largest_error(pieces, counts) if rank == 0 else (0.0, 0.0)
+    # Each step, and an exchange's delta, share and sum, round once; so does each of the last sums.
+    most_exchanges = max(int(exchanges) for _, exchanges in told)
+    roundings = max(counts) / len(pieces) + 3 * most_exchanges + num_workers
     return End(
-        rank=model.rank,
-        joined_s=joined_s,
-        exchanged_s=exchanged_s,
-        all_exchanged_s=all_exchanged_s,
-        stood_s=stood_s - time.time() + time.monotonic(),
-        ended_s=ended_s,
+        rank=rank,
+        num_averaged=result.world_size,
         steps=steps,
-        exchanges=model.stats().exchanges,
-        memory_mb=memory_mb,
-        descriptors=descriptors,
-        consolidated=result,
+        steps_by_rank=result.gradient_steps_by_rank,
+        exchanges=stats.exchanges,
+        exchanges_failed=stats.exchanges_failed,
+        digest=digest.hexdigest()[:16],
+        largest_error=error,
+        allowed_error=roundings * ROUNDING * largest,
+        longest_ms=turns.longest_ms,
+        came_s=came_s,
+        memory_mb=own.memory_full_info().pss / 2**20,
+        descriptors=own.num_fds(),
     )
 
 
-def problems_of(ends: list[End], directory: Path) -> list[str]:
-    """Return what is wrong with the run's end."""
-    results = {
-        end.rank: torch.load(directory / f"result-{end.rank}.pt", weights_only=True) for end in ends
-    }
-    consolidated = {end.rank: end.consolidated for end in ends}
-    problems = wrong_end(inputs_in(directory), results, consolidated, NAMES)
-    diaries = {end.rank: [(end.steps, end.steps)] for end in ends}
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the others did not come as far in {LIMIT_S:g} s")
+        time.sleep(0.05)
+
+
+@torch.no_grad()
+def largest_error(pieces: list[nn.Parameter], counts: list[int]) -> tuple[float, float]:
+    """Return how far the values are from the mean in float64, at most, and the largest value."""
+    error = largest = 0.0
+    for index, piece in enumerate(pieces):
+        drawing = torch.empty_like(piece)
+        expected = drawn(drawing, index).double()
+        for rank, steps in enumerate(counts):
+            for step in range(index, steps, len(pieces)):
+                expected.sub_(drawn(drawing, rank, step, 1), alpha=1.0 / len(counts))
+        largest = max(largest, float(expected.abs().max()))
+        error = max(error, float(expected.sub_(piece).abs_().max()))
+    return error, largest
+
+
+def end_at_the_second(failure: Failure) -> None:
+    """End the run at a failure after which nobody is started again: the others would wait."""
+    if failure.restart_in_s is None:
+        raise WorkerFailedError(describe([failure]))
+
+
+def problems_of(ends: list[End], longest_ms: float) -> list[str]:
+    """Return what is not as it should be."""
+    problems = ["workers hold unlike bits"] if len({end.digest for end in ends}) > 1 else []
+    steps = {end.rank: end.steps for end in ends}
     for end in ends:
-        told = end.consolidated.gradient_steps_by_rank
-        problems += [f"worker {end.rank} tells {line}" for line in wrong_steps(told, diaries)]
-        if end.consolidated.samples != BATCH * sum(each.steps for each in ends):
-            problems.append(f"worker {end.rank} tells {end.consolidated.samples} samples")
+        if end.num_averaged != len(ends):
+            problems.append(f'worker {end.rank} ended with "{end.num_averaged} of {len(ends)}"')
+        if end.steps_by_rank != steps:
+            problems.append(f"worker {end.rank} tells steps {end.steps_by_rank}, not {steps}")
+        if not end.largest_error <= end.allowed_error:
+            problems.append(
+                f"values are off by up to {end.largest_error:g}, which no rounding explains: "
+                f"{end.allowed_error:g}"
+            )
+        problems += [
+            f"the gossip thread of worker {end.rank} did not look up for {turn_ms:.0f} ms ({phase})"
+            for phase, turn_ms in end.longest_ms.items()
+            if turn_ms >= longest_ms
+        ]
     return problems
 
 
-def figures_of(ends: list[End], began_s: float, closed_s: float) -> dict[str, float]:
+def figures_of(ends: list[End]) -> dict[str, float]:
     """Return what it took; of times that of the last worker."""
-    start_s = max(end.joined_s for end in ends)
-    exchanged_s = max(end.all_exchanged_s for end in ends)
-    stood_s = max(end.stood_s for end in ends)
-    memory = [end.memory_mb for end in ends]
     return {
-        "start, s": start_s - began_s,
-        "until each has exchanged, s": exchanged_s - start_s,
-        "until all stand still, s": stood_s - exchanged_s,
-        "consolidate(), s": max(end.ended_s for end in ends) - stood_s,
-        "from there to the last process's end, s": closed_s - max(end.ended_s for end in ends),
+        **{
+            f"until all are at {phase!r}, s": max(end.came_s[place] for end in ends)
+            for place, phase in enumerate((*PHASES[1:], "consolidated"))
+        },
+        "longest turn, ms": max(max(end.longest_ms.values()) for end in ends),
+        "largest error": ends[0].largest_error,
+        "allowed error": ends[0].allowed_error,
         "exchanges of a worker, mean": sum(end.exchanges for end in ends) / len(ends),
         "steps of a worker, mean": sum(end.steps for end in ends) / len(ends),
-        "memory of a worker, mean, MB (PSS)": sum(memory) / len(ends),
-        "memory of all, GB (PSS)": sum(memory) / 1024,
-        "descriptors of a worker, most": float(max(end.descriptors for end in ends)),
+        "memory of all at the end, MB (PSS)": sum(end.memory_mb for end in ends),
+        "descriptors of a worker, most": max(end.descriptors for end in ends),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=64, help="how many")
+    parser.add_argument("--values", type=int, default=38_000, help="of each worker, float32")
+    parser.add_argument("--method", default="a2cid2", help="gossip holds 4 bytes a value less")
+    parser.add_argument("--exchanges", type=int, default=1, help="of each worker before the end")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="of silence, as of Network")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="for all of it")
+    parser.add_argument(
+        "--longest-ms", type=float, default=LONGEST_TURN_MS, help="that a turn may take"
+    )
     parser.add_argument("--results", type=Path, default=Path("runs/many.json"), help="JSON file")
     arguments = parser.parse_args()
-    available, needed = psutil.virtual_memory().available, arguments.workers * BYTES_PER_WORKER
+    beside = BYTES_BESIDES + PIECES_BESIDES * 4 * min(PIECE, arguments.values)
+    needed = arguments.workers * (BYTES_PER_VALUE * arguments.values + beside)
+    available = psutil.virtual_memory().available
+    print(f"needs {needed / 2**30:.1f} GiB of memory; {available / 2**30:.1f} are free", flush=True)
     if available < needed:
-        print(
-            f"{arguments.workers} workers take up to {needed >> 20} MB; {available >> 20} are free"
-        )
         return 2
-    for module in (known_average, waiting):  # they are on no worker's import path
-        cloudpickle.register_pickle_by_value(module)
     os.environ["OMP_NUM_THREADS"] = "1"
+    ends: list[End] = []
     problems: list[str] = []
-    figures: dict[str, float] = {}
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        words = directory, arguments.workers, arguments.timeout_s
+    with tempfile.TemporaryDirectory() as directory:
         try:
-            ends = launch(train, arguments.workers, words, timeout_s=arguments.limit_s)
+            ends = launch(
+                train,
+                arguments.workers,
+                (Path(directory), arguments, began_s),
+                max_restarts=1,
+                timeout_s=LIMIT_S,
+                on_failure=end_at_the_second,
+            )
         except WorkerFailedError as error:
             problems.append(str(error))
-        else:
-            figures = figures_of(ends, began_s, time.monotonic())
-            problems += problems_of(ends, directory)
-    table = Table("what it took", title=f"{arguments.workers} workers, {os.cpu_count()} cores")
-    table.add_column("", justify="right")
-    for label, value in figures.items():
-        table.add_row(label, f"{value:.1f}")
-    Console().print(table)
+    problems += problems_of(ends, arguments.longest_ms)
     results: dict[str, Any] = {
-        "command": f"python {SCRIPT} --workers {arguments.workers}",
+        "command": f"python tests/chaos/many.py {' '.join(sys.argv[1:])}".strip(),
         "version": gossipdp.__version__,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
         f"{platform.python_version()}, torch {torch.__version__}",
         "load_average": os.getloadavg()[0],
-        "timeout_s": arguments.timeout_s,
-        "figures": figures,
-        "workers": [asdict(end) for end in ends] if figures else [],
+        "seconds": round(time.monotonic() - began_s, 1),
+        "figures": figures_of(ends) if ends else {},
+        "workers": [asdict(end) for end in ends],
         "problems": problems,
     }
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{len(problems)} problems; written to {arguments.results}")
+    for name, value in results["figures"].items():
+        print(f"{name}: {value:.3g}")
+    print(f"{results['seconds']} s; {len(problems)} problems; written to {arguments.results}")
     for problem in problems:
         print(f"PROBLEM: {problem}", file=sys.stderr)
     return 1 if problems else 0

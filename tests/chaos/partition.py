@@ -151,7 +151,7 @@ def test_both_halves_go_on_and_merge_when_the_partition_heals(hosts, runs, tmp_p
     wait_for_first_steps(directory, runs)
     time.sleep(CUT_AT_S)
     hosts.cut()
-    cut_s, cut_at_s = time.time(), since_boot_s()
+    cut_s = time.time()
     time.sleep(CUT_FOR_S)
     healed_s, healed_at_s = time.time(), since_boot_s()
     hosts.heal()
@@ -175,22 +175,10 @@ def test_both_halves_go_on_and_merge_when_the_partition_heals(hosts, runs, tmp_p
         assert not [notice for notice in notices if notice.what == "answered"]
         back = {notice.rank for notice in log.notices if notice.what == "answered"}
         assert back >= others, log.notices
-        died_s = [notice.at_s for notice in notices if notice.what == "lost"]
-        back_s = [
-            notice.at_s
-            for notice in log.notices
-            if notice.what == "answered" and notice.rank in others
-        ]
-        print(
-            f"worker {rank}: the other half lost {max(died_s) - cut_at_s:.1f} s "
-            f"after the cut, back {min(back_s) - healed_at_s:.1f} s after it healed"
-        )
         # Once the others are known to be away, and until they are back.
         apart = (cut_s + TIMEOUT_S + 1, healed_s)
         assert exchanges(log, own, *apart) > 0
         assert exchanges(log, others, *apart) == 0
-    distances = {end.consensus_distance for end in ends if end}
-    print(f"consensus distance at the end: {distances}")
     across = sum(
         exchanges(log, HALVES[rank in HALVES[0]], healed_s, float("inf"))
         for rank, log in workers.items()

@@ -37,7 +37,6 @@ import torch
 from broken_links import cut, drawn_link
 from known_average import errors_in, inputs_in, wrong_end, wrong_steps
 from rich.console import Console
-from rich.table import Table
 from run_processes import VARIABLES, RunCommand, runs
 from trends import Trend, averaged_over, trend
 
@@ -433,20 +432,6 @@ class Soak:
                 self.problems.append(f"{path.name}: {len(bad)} errors, the first: {bad[0]}")
 
 
-def lives_table(soak: Soak) -> Table:
-    """Return the lives that were long enough to judge, a row each."""
-    table = Table(title="slope per minute ± its standard error, and the last value")
-    table.add_column("life", no_wrap=True)
-    for name in ("minutes", *(f"{each.name} {each.unit}".rstrip() for each in MEASURES)):
-        table.add_column(name, justify="right", no_wrap=True)
-    for life in (soak.supervisor, *soak.lives.values()):
-        lines = life.trends().values()
-        cells = [f"{line.slope:+.2f} ± {line.error:.2f}  {line.last:.0f}" for line in lines]
-        if cells:
-            table.add_row(life.name, f"{life.samples[-1][0]:.1f}", *cells)
-    return table
-
-
 def results_of(soak: Soak, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Return what is written as JSON."""
     lives = []
@@ -531,7 +516,6 @@ def main() -> int:
     finally:
         soak.stop()
     soak.judge(ends)
-    Console(width=100).print(lives_table(soak))
     results = results_of(soak, arguments, time.monotonic() - began_s)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(json.dumps(results, indent=1) + "\n")

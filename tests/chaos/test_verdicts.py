@@ -1,4 +1,4 @@
-"""The verdicts of ``soak.py`` and ``many.py`` pass what is right; the soak's cuts are cuts."""
+"""The verdicts of ``soak.py`` pass what is right; the soak's cuts are cuts."""
 
 import os
 import re
@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from broken_links import cut, drawn_link
@@ -24,23 +23,6 @@ from trends import averaged_over, trend
 from gossipdp import Consolidated
 
 
-def test_a_line_and_the_error_of_its_slope():
-    random = np.random.default_rng(0)
-    times = np.linspace(3.0, 9.0, 200)
-    found = []
-    for _ in range(400):
-        line = trend(list(times), list(5.0 + 0.7 * times + random.normal(0.0, 2.0, 200)))
-        found.append((line.slope, line.error))
-    slopes, errors = np.array(found).T
-    assert slopes.mean() == pytest.approx(0.7, abs=0.02)
-    # The error that is told is how much slopes of equal series differ.
-    assert errors.mean() == pytest.approx(slopes.std(), rel=0.1)
-    fitted, covariance = np.polyfit(times, times**2, 1, cov=True)
-    line = trend(list(times), list(times**2))
-    assert (line.slope, line.error) == pytest.approx((fitted[0], covariance[0, 0] ** 0.5))
-    assert (line.first, line.last, line.largest) == (9.0, 81.0, 81.0)
-
-
 def test_what_is_flat():
     times = [float(time) for time in range(30)]
     noise = [(-1.0) ** time for time in range(30)]
@@ -51,13 +33,6 @@ def test_what_is_flat():
     assert not leak.is_flat(0.5)
     assert leak.is_flat(0.6)
     assert not replace(leak, slope=float("nan")).is_flat(1e9)
-
-
-def test_a_trend_takes_points_of_several_times():
-    with pytest.raises(ValueError, match="4 points; a trend takes at least 5"):
-        trend([0.0, 1.0, 2.0, 3.0], [1.0] * 4)
-    with pytest.raises(ValueError, match="all 6 points are of the time 2"):
-        trend([2.0] * 6, [1.0] * 6)
 
 
 def test_stretches_are_averaged():

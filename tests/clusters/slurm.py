@@ -11,12 +11,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from run_processes import VARIABLES
+from waiting import wait_until
 
 from gossipdp.links.tls import make_tls_files
 
@@ -120,13 +120,6 @@ class Slurm:
         return next(word.partition("=")[2] for word in words if word.startswith("JobState="))
 
 
-def wait_for(condition: Callable[[], bool], what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.1)
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
@@ -169,8 +162,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
                     subprocess.Popen(command, env=made.variables, stdout=output, stderr=output)
                 )
             if command[0] == "munged":
-                wait_for((directory / "munge.socket").exists, daemons[0].poll)
-        wait_for(lambda: "idle" in made.call("sinfo", "-h", "-o", "%t"), lambda: log(directory))
+                wait_until((directory / "munge.socket").exists, "munged listens")
+        wait_until(lambda: "idle" in made.call("sinfo", "-h", "-o", "%t"), lambda: log(directory))
         yield made
     finally:
         for daemon in reversed(daemons):
@@ -196,14 +189,14 @@ def test_ranks_restart_and_requeue(slurm: Slurm, tmp_path: Path) -> None:
 
     job = slurm.submit(output, str(script), str(tmp_path))
     # The death of worker 1 is no other's, and it is back.
-    wait_for(lambda: are_there("0.0.0", "0.1.1", "0.2.0"), lambda: log(slurm.directory))
+    wait_until(lambda: are_there("0.0.0", "0.1.1", "0.2.0"), lambda: log(slurm.directory))
     first = [f"begins {rank} 0 0 afresh" for rank in range(3)]
     assert lines() == sorted([*first, "begins 1 0 1 resumed"])
     # As at the end of the job's time.
     slurm.call("scancel", "--signal=TERM", job)
-    wait_for(lambda: are_there("1.0.0", "1.1.0", "1.2.0"), output.read_text)
+    wait_until(lambda: are_there("1.0.0", "1.1.0", "1.2.0"), output.read_text)
     (tmp_path / "end").touch()
-    wait_for(lambda: slurm.state(job) == "COMPLETED", output.read_text)
+    wait_until(lambda: slurm.state(job) == "COMPLETED", output.read_text)
     second = [f"begins {rank} 1 0 resumed" for rank in range(3)]
     done = [f"done {rank} 1 3" for rank in range(3)]
     assert lines() == sorted([*first, "begins 1 0 1 resumed", *second, *done])
@@ -213,12 +206,12 @@ def test_a_job_that_was_cancelled_is_not_requeued(slurm: Slurm, tmp_path: Path) 
     script, output = tmp_path / "train.py", tmp_path / "output"
     script.write_text(SCRIPT)
     job = slurm.submit(output, str(script), str(tmp_path))
-    wait_for(
+    wait_until(
         lambda: output.exists() and "begins" in output.read_text(), lambda: log(slurm.directory)
     )
     slurm.call("scancel", job)
-    wait_for(lambda: slurm.state(job) == "CANCELLED", output.read_text)
-    wait_for(lambda: "idle" in slurm.call("sinfo", "-h", "-o", "%t"), output.read_text)
+    wait_until(lambda: slurm.state(job) == "CANCELLED", output.read_text)
+    wait_until(lambda: "idle" in slurm.call("sinfo", "-h", "-o", "%t"), output.read_text)
     assert slurm.state(job) == "CANCELLED"
 
 
@@ -240,7 +233,7 @@ def test_replicas_of_two_processes(slurm: Slurm, tmp_path: Path) -> None:
     job.write_text(f"#!/bin/bash\n{command}\n")
     output = tmp_path / "output"
     number = slurm.call("sbatch", "--nodes=1", f"--output={output}", "--parsable", str(job))
-    wait_for(lambda: slurm.state(number.strip()) not in ("PENDING", "RUNNING"), output.read_text)
+    wait_until(lambda: slurm.state(number.strip()) not in ("PENDING", "RUNNING"), output.read_text)
     said = output.read_text()
     assert slurm.state(number.strip()) == "COMPLETED", said
     assert said.count("average of 2 replicas") == 2, said

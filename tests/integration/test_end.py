@@ -141,33 +141,6 @@ def test_a_resumed_run_says_where_it_goes_on_and_that_nothing_is_left(
     assert said.count("batches() of 64 samples yields nothing: the workers have") == 1
 
 
-def lead(directory: Path) -> None:
-    """Worker 0 leads and is killed; worker 1 sees that it leads, and 2 that it does not."""
-    model, step = wrap(directory, counting=Counting(samples_per_step=8))
-    if model.rank == 0:
-        while not model.stats().exchanges:
-            step()
-            assert model.is_lead
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def look() -> None:
-        step()
-        if model.is_lead:
-            assert model.rank == 1
-            (directory / "moved").touch()
-
-    wait_until((directory / "moved").exists, "another worker leads", look)
-    model.consolidate()
-    (directory / f"worker {model.rank}: {model.is_lead}").touch()
-
-
-def test_the_lead_moves_when_it_dies(workers: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
-        workers(lead, 3, (tmp_path,))
-    ends = sorted(path.name for path in tmp_path.glob("worker *"))
-    assert ends == ["worker 1: True", "worker 2: False"]
-
-
 HEAD = """
 import os, signal, sys, time
 from pathlib import Path

@@ -84,27 +84,20 @@ def running(directory: Path, ending: str, *options: str) -> Iterator[Run]:
         run.close()
 
 
-RESTART = ("--max-restarts", "1")
-
-
-@pytest.mark.parametrize(("ending", "options"), [("end", RESTART), ("SIGTERM", ())])
-def test_nothing_is_left(tmp_path: Path, ending: str, options: tuple[str, ...]) -> None:
-    with running(tmp_path, "signal" if ending.startswith("SIG") else ending, *options) as run:
-        if ending.startswith("SIG"):
-            run.process.send_signal(signal.Signals[ending])
-        else:
-            run.go()
+def test_nothing_is_left_at_the_end(tmp_path: Path) -> None:
+    with running(tmp_path, "end", "--max-restarts", "1") as run:
+        run.go()
         run.assert_nothing_is_left()
-        code = run.process.wait()
-    assert code == {"end": 0, "SIGTERM": 143}[ending]
+        assert run.process.wait() == 0
 
 
-def test_not_even_workers_that_heed_no_signal(tmp_path: Path) -> None:
+def test_nothing_is_left_after_sigterm_not_even_workers_that_heed_no_signal(tmp_path: Path) -> None:
     """One ignores them, and one is stopped."""
     with running(tmp_path, "stubborn") as run:
         run.workers()[1].suspend()
         run.process.send_signal(signal.SIGTERM)
         run.assert_nothing_is_left()
+        assert run.process.wait() == 128 + signal.SIGTERM
 
 
 def test_the_workers_of_a_supervisor_that_is_killed_end(tmp_path: Path) -> None:

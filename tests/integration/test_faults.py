@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from known_average import assert_is_mean, quietly, x_of, z_of
@@ -22,8 +21,6 @@ from waiting import LONGEST_S, wait_until
 from gossipdp import Exchange, GossipDataParallel, Network
 from gossipdp.errors import PoisonedError, WorkerFailedError
 from gossipdp.gossip.transfer import Transfers
-from gossipdp.links.frames import FrameType
-from gossipdp.protocol.messages import PullPartials
 
 pytestmark = pytest.mark.processes
 
@@ -59,10 +56,6 @@ class Worker:
     @property
     def transfers(self) -> Any:
         return self.model._engine._loop.transfers
-
-    @property
-    def averages(self) -> Any:
-        return self.model._engine._loop.protocol.averages
 
     def step(self, inputs: Any = None, pause_s: float = 0.005) -> None:
         self.optimizer.zero_grad()
@@ -165,8 +158,31 @@ DEATHS = {0: 0.5, 2: 0.7}
 
 
 def die_one_by_one(directory: Path) -> None:
-    """Let two of a ring of four die: the others, opposite each other, exchange from then on."""
+    """Let two of a ring of four die: the others, opposite each other, exchange from then on.
+
+    The processes of the first one's loader outlive it, and must hold no connection of its.
+    """
     worker = Worker(directory, graph="ring", network=PATIENT)
+    if worker.model.rank == 0:
+        # Linked to both neighbours: what is there at a fork is what a child could hold.
+        worker.train_until(lambda: len(worker.model.stats().exchanges_by_neighbour) == 2)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(worker.inputs.repeat(40, 1)),
+            batch_size=32,
+            num_workers=2,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+            # A group of their own, or the launcher would end them with their parent.
+            worker_init_fn=lambda _: os.setpgid(0, 0),
+        )
+        for (inputs,) in itertools.chain.from_iterable(itertools.repeat(loader)):
+            worker.step(inputs)
+            if time.monotonic() > worker.began_s + DEATHS[0]:
+                break
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        (directory / "children").write_text(children)
+        for child in children.split():
+            os.kill(int(child), signal.SIGSTOP)  # else they end when they miss their parent
     if worker.model.rank in DEATHS:
         worker.train(DEATHS[worker.model.rank])
         worker.die()
@@ -178,8 +194,14 @@ def die_one_by_one(directory: Path) -> None:
 
 
 def test_the_dead_are_noticed_and_the_others_train_on(workers: Callable, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailedError, match="SIGKILL"):
-        workers(die_one_by_one, 4, (tmp_path,))
+    try:
+        with pytest.raises(WorkerFailedError, match="SIGKILL"):
+            workers(die_one_by_one, 4, (tmp_path,))
+    finally:
+        children = (tmp_path / "children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+    assert len(children) >= 2
     ends = diaries(tmp_path)
     assert [(end["rank"], end["num_workers"]) for end in ends] == [(1, 2), (3, 2)]
     brought = [torch.load(path) for path in tmp_path.glob("brought-*.pt")]
@@ -187,43 +209,6 @@ def test_the_dead_are_noticed_and_the_others_train_on(workers: Callable, tmp_pat
         assert_is_mean(torch.load(tmp_path / f"average-{end['rank']}.pt"), brought)
         for rank in DEATHS:
             assert end["seen"][f"{rank} DEAD"] > death_of(tmp_path, rank)
-
-
-def die_beside_loaders(directory: Path) -> None:
-    worker = Worker(directory, network=PATIENT)
-    data = torch.utils.data.TensorDataset(worker.inputs.repeat(40, 1))
-    loader = torch.utils.data.DataLoader(
-        data,
-        batch_size=32,
-        num_workers=2,
-        persistent_workers=True,
-        multiprocessing_context="fork",
-        # A group of their own, or the launcher would end them with their parent.
-        worker_init_fn=lambda _: os.setpgid(0, 0),
-    )
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    while "1 DEAD" not in worker.seen:
-        worker.step(next(batches)[0])
-        if worker.model.rank == 1 and time.monotonic() > worker.began_s + 0.5:
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-            (directory / "children").write_text(" ".join(children))
-            worker.die()
-    worker.finish(
-        children={
-            child: Path(f"/proc/{child}/stat").exists()
-            for child in (directory / "children").read_text().split()
-        }
-    )
-
-
-def test_a_worker_whose_loader_processes_live_on_is_noticed_as_soon(
-    workers: Callable, tmp_path: Path
-) -> None:
-    with pytest.raises(WorkerFailedError, match="SIGKILL"):
-        workers(die_beside_loaders, 3, (tmp_path,))
-    for end in diaries(tmp_path):
-        assert len(end["children"]) >= 2
-        assert end["seen"]["1 DEAD"] > death_of(tmp_path, 1)
 
 
 def stop_for_a_while(directory: Path) -> None:
@@ -343,52 +328,46 @@ def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(
     assert sum(end["states_donated"] for end in ends) >= 1
 
 
-def stop_while_giving(directory: Path) -> None:
-    """Rank 2 dies and comes back; its first donor, 1, stops when asked for its optimizer."""
+def fail_while_a_state_is_taken(directory: Path) -> None:
+    """Rank 2 dies, and in its next life dies again as it has taken another's state.
+
+    In its third life its first donor, rank 1, stops when it is asked for its optimizer.
+    """
+    life = int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
+    if life == 1:
+        Transfers.landed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     worker = Worker(directory)
     if worker.model.rank == 2:
         worker.train_until_exchanged()
-        if worker.life == 0:
+        if life == 0:
             worker.die()
         worker.finish()
         return
     if worker.model.rank == 1:
         (directory / "pid-1").write_text(str(os.getpid()))
-        worker.transfers.offer = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        offer, askers = worker.transfers.offer, set[int]()
+
+        def stop_for_the_second(key: Any) -> Any:
+            askers.add(worker.protocol.membership.members()[2].process_id)
+            if len(askers) == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return offer(key)
+
+        worker.transfers.offer = stop_for_the_second
     worker.train_until(lambda: worker.noticed("restarted", 2))
     worker.finish()
     if worker.model.rank == 0:
         os.kill(int((directory / "pid-1").read_text()), signal.SIGKILL)
 
 
-def test_where_the_donor_fails_another_is_asked(workers: Callable, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailedError, match=r"worker 1 died of .*SIGKILL"):
-        workers(stop_while_giving, 3, (tmp_path,), max_restarts=1)
-    ends = diaries(tmp_path)
-    assert [(end["rank"], end["life"]) for end in ends] == [(0, 0), (2, 1)]
-    assert {end["num_workers"] for end in ends} == {2}
-
-
-def die_while_taking(directory: Path) -> None:
-    if os.environ.get("GOSSIPDP_RESTARTS") == "1":
-        Transfers.landed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    worker = Worker(directory)
-    if worker.model.rank == 2:
-        worker.train_until_exchanged()
-        if worker.life == 0:
-            worker.die()
-    else:
-        worker.train_until(lambda: worker.noticed("restarted", 2))
-    worker.finish(life=worker.life)
-
-
-def test_one_that_dies_while_joining_is_not_waited_for_and_may_come_again(
+def test_where_the_joiner_dies_it_may_come_again_and_where_the_donor_fails_another_is_asked(
     workers: Callable, tmp_path: Path
 ) -> None:
-    workers(die_while_taking, 3, (tmp_path,), max_restarts=2)
+    with pytest.raises(WorkerFailedError, match=r"worker 1 died of .*SIGKILL"):
+        workers(fail_while_a_state_is_taken, 3, (tmp_path,), max_restarts=2)
     ends = diaries(tmp_path)
-    assert [(end["rank"], end["life"]) for end in ends] == [(0, 0), (1, 0), (2, 2)]
-    assert {end["num_workers"] for end in ends} == {3}
+    assert [(end["rank"], end["life"]) for end in ends] == [(0, 0), (2, 2)]
+    assert {end["num_workers"] for end in ends} == {2}
 
 
 def join_beyond_the_first(directory: Path, num_first: int) -> Worker:
@@ -445,62 +424,8 @@ def test_two_that_join_at_once_get_a_rank_each(workers: Callable, tmp_path: Path
     assert "worker 0: the average is over 3 of 4 workers" in said[0]
 
 
-def average_without(directory: Path) -> None:
-    """Rank 0 averages, and rank 2 stops after one chunk; nobody trains."""
-    worker = Worker(directory, method="none")
-    rank, averages = worker.model.rank, worker.averages
-    values = [*worker.net.parameters(), worker.net[1].running_mean]  # of two chunks
-    for value in values:
-        value.data.fill_((1.0, 2.0, 4.0)[rank])
-    (directory / f"ready-{rank}").touch()
-    wait_for(*(directory / f"ready-{other}" for other in range(3)))
-    if rank == 2:
-        (directory / "pid-2").write_text(str(os.getpid()))
-        sums = worker.model._engine._loop.sums
-        pump = sums.pump
-
-        def send_and_stop() -> bool:
-            link = worker.model._engine._loop.transport.links.get(0)
-            kind = FrameType.PARTIAL_CHUNK
-            if link is not None and link.chunk_bytes_sent[kind] and not link.queued_of(kind):
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return pump()
-
-        receive = averages.receive
-
-        def receive_first(link: Any, message: Any) -> Any:
-            if isinstance(message, PullPartials):
-                message = msgspec.structs.replace(message, stop=1)
-            return receive(link, message)
-
-        averages.receive, sums.pump = receive_first, send_and_stop
-    (directory / f"set-{rank}").touch()
-    if rank:
-        wait_for(directory / "averaged")
-        worker.finish()
-        return
-    wait_for(directory / "set-2")
-    own = [value.detach().clone() for value in values]
-    with worker.model.averaged():
-        found = [value.detach().unique().tolist() for value in values]
-    assert all(map(torch.equal, own, values))
-    (directory / "averaged").touch()
-    worker.finish(found=found)
-    os.kill(int((directory / "pid-2").read_text()), signal.SIGKILL)
-
-
 def wait_for(*paths: Path) -> None:
     wait_until(lambda: all(path.exists() for path in paths), f"these are there: {paths}")
-
-
-def test_averaged_goes_on_without_a_worker_that_stops_meanwhile(
-    workers: Callable, tmp_path: Path
-) -> None:
-    with pytest.raises(WorkerFailedError, match=r"worker 2 died of .*SIGKILL"):
-        workers(average_without, 3, (tmp_path,))
-    ends = diaries(tmp_path)
-    assert [end["rank"] for end in ends] == [0, 1]
-    assert ends[0]["found"] == [[1.5]] * 7  # what it had sent does not count
 
 
 def hang(directory: Path) -> None:
@@ -531,11 +456,13 @@ def test_consolidate_goes_on_without_a_training_loop_that_hangs(
     assert one[1] >= 1.0
 
 
-def turn_to_nan(directory: Path, on_nonfinite: str) -> None:
-    """Rank 1 does."""
-    worker = Worker(directory, exchange=Exchange(on_nonfinite=on_nonfinite))
+def turn_to_nan(directory: Path) -> None:
+    """Ranks 1 and 2 do; the one is to stop, and the other to exit."""
+    on_nonfinite = {1: "stop", 2: "exit"}.get(int(os.environ["RANK"]), "stop")
+    worker = Worker(directory, graph="complete", exchange=Exchange(on_nonfinite=on_nonfinite))
+    rank = worker.model.rank
     worker.train_until_exchanged()
-    if worker.model.rank == 1:
+    if rank in (1, 2):
         for parameter in worker.net.parameters():
             parameter.grad.fill_(math.nan)
 
@@ -545,11 +472,12 @@ def turn_to_nan(directory: Path, on_nonfinite: str) -> None:
                 worker.model.consolidate()  # finds it at last
             worker.train(LONGEST_S)
 
-        with pytest.raises(PoisonedError, match="of worker 1 hold NaN"):
+        with pytest.raises(PoisonedError, match=f"of worker {rank} hold NaN"):
             go_on()
         worker.model.close()
         return
-    worker.train_until(lambda: not worker.protocol.membership.members()[1].is_live)
+    members = worker.protocol.membership.members
+    worker.train_until(lambda: not any(members()[other].is_live for other in (1, 2)))
     worker.finish(
         optimizer_is_finite=all(
             bool(value.isfinite().all())
@@ -559,10 +487,9 @@ def turn_to_nan(directory: Path, on_nonfinite: str) -> None:
     )
 
 
-@pytest.mark.parametrize("on_nonfinite", ["stop", "exit"])
-def test_poison_is_not_averaged(workers: Callable, tmp_path: Path, on_nonfinite: str) -> None:
-    workers(turn_to_nan, 3, (tmp_path, on_nonfinite))
+def test_poison_is_not_averaged(workers: Callable, tmp_path: Path) -> None:
+    workers(turn_to_nan, 4, (tmp_path,))
     ends = diaries(tmp_path)
-    assert [end["rank"] for end in ends] == [0, 2]
+    assert [end["rank"] for end in ends] == [0, 3]
     assert {end["num_workers"] for end in ends} == {2}
     assert all(end["optimizer_is_finite"] for end in ends)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from said import said_by_gossipdp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import pause, wait_until
@@ -37,9 +35,7 @@ def loss_of(forward: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
     return nn.functional.cross_entropy(forward(inputs), labels)
 
 
-def wrap(
-    net: nn.Module, optimizer: torch.optim.Optimizer, method: str, times: int = 1
-) -> GossipDataParallel:
+def wrap(net: nn.Module, optimizer: torch.optim.Optimizer, method: str) -> GossipDataParallel:
     """Exchanges at a rate of 4, waited for: the cores are few and the steps short."""
     return GossipDataParallel(
         net,
@@ -47,7 +43,7 @@ def wrap(
         method=method,
         comm_rate=4.0,
         exchange=Exchange(pace="strict"),
-        budget_samples=times * STEPS * BATCH * int(os.environ["WORLD_SIZE"]),
+        budget_samples=STEPS * BATCH * int(os.environ["WORLD_SIZE"]),
     )
 
 
@@ -178,48 +174,10 @@ def run_loop(name: str, method: str) -> tuple[Tensor, Any, Any, float]:
     return values, stats, end, float(torch.stack(losses).mean().detach())
 
 
-def stop_early(method: str) -> tuple[int, bool, int]:
-    """Worker 1 ends a run after ten of its steps; returns steps, whether it has ended, samples."""
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = wrap(net, optimizer, method, times=50)
-    for number, batch in enumerate(batches(model)):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        if (model.rank, number) == (1, 9):
-            model.stop()
-    ended = model.stats().gradient_steps, model.finished
-    return *ended, model.consolidate().samples
-
-
-def remembering(method: str) -> list[str]:
-    """Let L-BFGS keep its memory over two steps; returns the warnings that name it."""
-    parameter = nn.Parameter(torch.tensor([3.0, -2.0]))
-    optimizer = torch.optim.LBFGS([parameter], lr=0.1, max_iter=1)
-    model = wrap(nn.ParameterList([parameter]), optimizer, method)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = parameter.square().sum()
-        loss.backward()
-        return loss
-
-    with said_by_gossipdp(logging.WARNING) as warnings:
-        for _ in range(2):
-            optimizer.step(closure)
-        model.consolidate()
-    return [each for each in warnings if "LBFGS" in each]
-
-
 def run_loops() -> dict[tuple[str, str], Any]:
     """Run every loop with and without exchanges, one after the other: one start serves all."""
     torch.set_num_threads(1)
-    seen: dict[tuple[str, str], Any] = {
-        (name, way): run_loop(name, way) for name in LOOPS for way in ("gossip", "none")
-    }
-    others = {"stop": stop_early, "remembering": remembering}
-    return seen | {(name, way): others[name](way) for name in others for way in ("gossip", "none")}
+    return {(name, way): run_loop(name, way) for name in LOOPS for way in ("gossip", "none")}
 
 
 @pytest.fixture(scope="module")
@@ -243,24 +201,6 @@ def test_a_loop_mixes_and_its_workers_end_equal(of_workers: list[dict], name: st
     assert sum(each.exchanges_initiated for each in stats) > STEPS, stats
     apart = of_workers[0][name, "none"][2]
     assert ends[0].consensus_distance < apart.consensus_distance / 3
-
-
-@pytest.mark.parametrize("method", ["gossip", "none"])
-def test_a_stop_ends_the_run_on_all_workers(of_workers: list[dict], method: str) -> None:
-    first, second = (each["stop", method] for each in of_workers)
-    assert (first[1], second[1]) == (True, True)
-    assert first[2] == second[2] == BATCH * (first[0] + second[0])
-    # Alone it would take worker 0 eight seconds; the news takes half a second at most.
-    assert (second[0], first[0] < 50 * STEPS) == (10, True)
-
-
-def test_an_optimizer_that_remembers_is_warned_of_where_exchanges_move(
-    of_workers: list[dict[tuple[str, str], Any]],
-) -> None:
-    said = {
-        way: [len(each["remembering", way]) for each in of_workers] for way in ("gossip", "none")
-    }
-    assert said == {"gossip": [1, 0], "none": [0, 0]}  # one worker speaks for the run
 
 
 def at_own_speed(steps: Path) -> list[tuple[float, float, float]]:

@@ -115,35 +115,46 @@ def prepared(directory: Path, text: str) -> tuple[Path, Path]:
     return script, files
 
 
-def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
+def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others_are(
     tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
     script, files = prepared(tmp_path, TRAINING)
-    words = ["-n", "3", "--max-restarts", "3", str(script), str(files)]
+    words = ["-n", "3", "--max-restarts", "4", str(script), str(files)]
     run = RunCommand(tmp_path / "output", words, environment=without_torch)
+    supervisor = psutil.Process(run.process.pid)
 
-    def live(rank: int) -> list[int]:
-        lives = [int(path.name.split("-")[2]) for path in files.glob(f"life-{rank}-*")]
-        return [pid for pid in lives if runs(pid)]
+    def live() -> dict[int, int]:
+        """Return the processes of the workers that have begun, by rank."""
+        lives = [tuple(map(int, path.name.split("-")[1:])) for path in files.glob("life-*")]
+        return {rank: pid for rank, pid in lives if runs(pid)}
+
+    def spare() -> int | None:
+        """Return the process that is kept, once all workers train."""
+        others = {each.pid for each in supervisor.children()} - set(live().values())
+        return others.pop() if len(live()) == 3 and len(others) == 1 else None
 
     try:
-        run.wait_for(lambda: all(map(live, range(3))))
         for victim, others in ((2, {0, 1}), (1, {0, 2}), (1, {0, 2})):
-            (dead,) = live(victim)
-            os.kill(dead, signal.SIGKILL)
-            run.wait_for(lambda dead=dead, victim=victim: set(live(victim)) - {dead})
-            (pid,) = live(victim)
-            joins = (files / f"joined-{victim}-{pid}").read_text().split(",")
+            run.wait_for(spare)
+            kept = spare()
+            assert kept is not None
+            os.kill(live()[victim], signal.SIGKILL)
+            run.wait_for((files / f"life-{victim}-{kept}").exists)
+            joins = (files / f"joined-{victim}-{kept}").read_text().split(",")
             assert set(joins) == {f"127.0.0.1:{1000 + other}" for other in others}
-            assert os.getpgid(pid) == pid
-            assert psutil.Process(pid).ppid() == run.process.pid
+            assert os.getpgid(kept) == kept
+            assert psutil.Process(kept).ppid() == run.process.pid
+        run.wait_for(spare)
+        left = spare()
+        assert left is not None
         (files / "end").touch()
         assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
     finally:
         run.stop()
+    assert not runs(left)
     said = run.output.read_text()
     assert "worker 2 died of signal 9 (SIGKILL); it is started again in 0.1 s (" in said
-    assert said.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")
+    assert said.splitlines()[-1].endswith("in 0.2 s (restart 3 of 4)")
 
 
 def test_faults_are_done_to_a_script_which_ends_well(
@@ -179,40 +190,6 @@ def test_faults_are_done_to_a_script_which_ends_well(
     for line in ("worker 1 killed", "worker 0 stopped for 0.5 s", "worker 2 2 times slower"):
         assert line in shown
     assert "faults: 3 done, 1 missed" in shown
-
-
-def test_a_worker_that_is_started_again_is_the_spare_interpreter(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
-    script, files = prepared(tmp_path, TRAINING)
-    words = ["-n", "2", "--max-restarts", "3", str(script), str(files)]
-    run = RunCommand(tmp_path / "output", words, environment=without_torch)
-    supervisor = psutil.Process(run.process.pid)
-
-    def workers() -> dict[int, int]:
-        """Return the processes of the workers that have begun, by rank."""
-        lives = [tuple(map(int, path.name.split("-")[1:])) for path in files.glob("life-*")]
-        return {rank: pid for rank, pid in lives if runs(pid)}
-
-    def spare() -> int | None:
-        """Return the process that is kept, once all workers train."""
-        others = {each.pid for each in supervisor.children()} - set(workers().values())
-        return others.pop() if len(workers()) == 2 and len(others) == 1 else None
-
-    try:
-        for _ in range(2):
-            run.wait_for(spare)
-            kept = spare()
-            os.kill(workers()[1], signal.SIGKILL)
-            run.wait_for((files / f"life-1-{kept}").exists)
-        run.wait_for(spare)
-        left = spare()
-        (files / "end").touch()
-        assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
-    finally:
-        run.stop()
-    assert len(list(files.glob("life-1-*"))) == 3
-    assert not runs(left)
 
 
 # Both train until SIGTERM comes, and have a long time for what they do then.

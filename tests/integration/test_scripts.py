@@ -50,18 +50,6 @@ def test_the_first_script_of_a_page_runs_without_a_warning(
     assert all(f"worker {rank}: " in done.stdout for rank in range(2))
 
 
-def test_the_complete_example_under_our_launcher(tmp_path):
-    """test_your_script.py resumes it; here it has processes of its own, and loaders' processes."""
-    options = ["--epochs", "3", "--output", str(tmp_path)]
-    done = run([*RUN, str(EXAMPLES / "complete.py"), *options])
-    assert done.returncode == 0, done.stdout + done.stderr
-    ends = re.findall(r"^worker (\d): (\d+ samples, accuracy [\d.]+)$", done.stdout, re.M)
-    assert sorted(rank for rank, _ in ends) == ["0", "1"], done.stdout
-    assert len({end for _, end in ends}) == 1, ends
-    assert (tmp_path / "best.pt").exists()
-    assert all((tmp_path / f"worker-{rank}.jsonl").stat().st_size for rank in range(2))
-
-
 BESIDE = """
 import runpy, sys
 import torch.distributed as dist

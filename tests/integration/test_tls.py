@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from said import said_by_gossipdp
 from waiting import pause, wait_until
 
 from gossipdp import GossipDataParallel, Network
@@ -22,12 +21,11 @@ from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
 def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]]:
     """Return which links are secured, the deaths, workers averaged and new keys, and the end."""
     tls.MAX_RECORDS = 300
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gossipdp").addHandler(handler)
     logging.getLogger("gossipdp").setLevel("INFO")
-    with said_by_gossipdp(logging.INFO) as said:
-        return _train_and_listen(said)
-
-
-def _train_and_listen(said: list[str]) -> tuple[list[bool], int, int, int, list[Any]]:
     net = torch.nn.Linear(50, 20)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     network = Network(start_timeout_s=60, shared_memory="off")  # TLS is given by the environment

@@ -18,7 +18,6 @@ from torch import nn
 from waiting import wait_until
 
 from gossipdp import Counting, Exchange, GossipDataParallel, Network
-from gossipdp.errors import WorkerFailedError
 from gossipdp.links.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
@@ -330,19 +329,6 @@ def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers
     assert first[0].startswith("worker 0 ended after 40 steps of its own, and then the others made")
     assert second == []
     assert one[1][1] == two[1][1] == []
-
-
-def differ() -> None:
-    """Make a model of another shape on worker 1."""
-    net = nn.Linear(8, 3 if os.environ["RANK"] == "1" else 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    GossipDataParallel(net, optimizer, network=Network(start_timeout_s=60.0)).consolidate()
-
-
-def test_workers_that_do_not_fit_are_one_clear_error(workers):
-    message = r"models differ.*weight.*\(3, 8\) here and.*\(2, 8\) on worker 0"
-    with pytest.raises(WorkerFailedError, match=message):
-        workers(differ, 3)
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,8 @@ def die_in_an_evaluation(script: str, directory: Path) -> None:
 
     names = {"__name__": "__main__", "begin": begin, "judge": judge}
     exec(compile(script, "Keep the best model", "exec"), names)
+    model: Any = names["model"]  # is consolidated
+    Path(f"worker {model.rank} leads: {model.is_lead}").touch()
 
 
 def test_an_evaluation_that_dies_with_the_lead_is_the_only_one_that_is_lost(
@@ -280,6 +282,8 @@ def test_an_evaluation_that_dies_with_the_lead_is_the_only_one_that_is_lost(
         "epoch 2 evaluated by worker 1",
         "epoch 3 evaluated by worker 1",
     ]
+    leads = sorted(path.name for path in tmp_path.glob("* leads: *"))
+    assert leads == ["worker 1 leads: True", "worker 2 leads: False"]
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["0.9000.pt"]
     saved = sorted(tmp_path.glob("epoch-*.pt"))
     assert [path.name for path in saved] == [f"epoch-{epoch}.pt" for epoch in range(4)]

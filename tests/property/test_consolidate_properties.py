@@ -44,7 +44,6 @@ class Ending(FaultyNetwork):
         mishaps: how many of each kind may happen: crash, cut, restart, false death.
         likelihood: of a mishap at one input that has to do with consolidation.
         at_inputs: what happens at such an input of that number, besides.
-        machine_type: the consolidation of every worker, such as one that is broken on purpose.
 
     Attributes:
         inputs: the float numbers that each process brings.
@@ -60,7 +59,6 @@ class Ending(FaultyNetwork):
         mishaps: dict[str, int] | None = None,
         likelihood: float = 0.05,
         at_inputs: dict[int, Callable[[Ending], None]] | None = None,
-        machine_type: type[Consolidation] = Consolidation,
     ) -> None:
         self.random = Random(seed)
         self.num_chunks = num_chunks
@@ -68,7 +66,6 @@ class Ending(FaultyNetwork):
         self.likelihood = likelihood
         self.at_inputs = at_inputs or {}
         self.num_inputs = 0
-        self.machine_type = machine_type
         self.mean_latency_s: dict[tuple[int, int], float] = {}
         self.inputs: dict[Process, list[float]] = {}
         self.begun: dict[Epoch, BeginEpoch] = {}
@@ -103,7 +100,7 @@ class Ending(FaultyNetwork):
 
     def give_machine(self, worker: WorkerProtocol) -> None:
         own, is_linked = worker.membership.own, worker._links.__contains__
-        worker.consolidation = self.machine_type(
+        worker.consolidation = Consolidation(
             own.rank, own.process_id, self.num_chunks, 1, is_linked
         )
 
@@ -347,25 +344,3 @@ def test_false_deaths_split_only_groups_without_a_common_member(num_workers, see
     network = Ending(num_workers, mishaps=mishaps, likelihood=likelihood, seed=seed).run()
     network.check_results()
     network.check_claim()
-
-
-class Forgetful(Consolidation):
-    """Joins epochs that replace a result which it holds."""
-
-    def refuses(self, begin: BeginEpoch) -> bool:
-        return False
-
-
-def test_a_protocol_that_forgets_accepted_results_is_caught():
-    def run(seed: int) -> None:
-        network = Ending(
-            4,
-            seed=seed,
-            mishaps={"false death": 6, "cut": 3},
-            likelihood=0.1,
-            machine_type=Forgetful,
-        )
-        network.run().check_claim()
-
-    with pytest.raises(AssertionError, match="computed Epoch"):
-        any(run(seed) for seed in range(60))

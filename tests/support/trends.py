@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_POINTS = 5
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,6 @@ def averaged_over(
 
 
 def trend(times: Sequence[float], values: Sequence[float]) -> Trend:
-    """Fit a line; raises ValueError for fewer points than ``LEAST_POINTS``, or all at one time."""
-    n = len(times)
-    if n < LEAST_POINTS:
-        raise ValueError(f"{n} points; a trend takes at least {LEAST_POINTS}")
-    mean_time, mean = sum(times) / n, sum(values) / n
-    spread = sum((time - mean_time) ** 2 for time in times)
-    if not spread:
-        raise ValueError(f"all {n} points are of the time {times[0]}; a trend takes several")
-    pairs = list(zip(times, values, strict=True))
-    slope = sum((time - mean_time) * (value - mean) for time, value in pairs) / spread
-    rests = (value - mean - slope * (time - mean_time) for time, value in pairs)
-    error = math.sqrt(sum(rest**2 for rest in rests) / (n - 2) / spread)
-    return Trend(slope, error, values[0], values[-1], max(values))
+    """Fit a line through four points or more."""
+    (slope, _), covariance = np.polyfit(times, values, 1, cov=True)
+    return Trend(float(slope), math.sqrt(covariance[0, 0]), values[0], values[-1], max(values))

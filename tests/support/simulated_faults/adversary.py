@@ -7,8 +7,8 @@ consolidation. What does not decode ends its link, as in the runtime.
 """
 
 import random as random_module
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
@@ -86,25 +86,6 @@ def draw_adversary(seed: int) -> Adversary:
         share=random.choice([0.05, 0.3, 1.0]),
         is_ever_done=random.random() < 0.5,
     )
-
-
-@dataclass
-class Cost:
-    """The price that the honest workers paid.
-
-    Attributes:
-        pause_s: the longest that one of them exchanged with no other honest one.
-        end_s: how long after the last one was done all had left.
-        num_items: the most that the tables of one of them held.
-        messages_per_s: the most that one of them sent.
-        broken: what was out of bounds, in words.
-    """
-
-    pause_s: float = 0.0
-    end_s: float = 0.0
-    num_items: int = 0
-    messages_per_s: float = 0.0
-    broken: list[str] = field(default_factory=list)
 
 
 class _Network(FaultyNetwork):
@@ -233,8 +214,8 @@ class _Network(FaultyNetwork):
         )
 
 
-def run_adversary(adversary: Adversary, log: Callable[[str], None] | None = None) -> Cost:
-    """Run a schedule: training, then consolidation; return what it cost."""
+def run_adversary(adversary: Adversary) -> list[str]:
+    """Run a schedule: training, then consolidation; return what was out of bounds, in words."""
     random = Random(f"{adversary.seed} run")
     constants = Constants.of(build_graph(adversary.graph, NUM_WORKERS, seed=adversary.seed))
     workers = make_workers(constants, seed=adversary.seed, timeout_s=TIMEOUT_S, num_chunks=3)
@@ -249,19 +230,16 @@ def run_adversary(adversary: Adversary, log: Callable[[str], None] | None = None
         ),
     )
     honest = [rank for rank in range(NUM_WORKERS) if rank != adversary.rank]
-    engine, cost = network.engine, Cost()
+    engine, pause_s, most_items = network.engine, 0.0, 0
 
     def look() -> None:
+        nonlocal most_items
         engine.run(until=engine.now + 0.5)
-        cost.num_items = max(cost.num_items, *(num_items(network.workers[r]) for r in honest))
-        if log is not None:
-            views = [len(network.workers[rank].membership.live()) for rank in honest]
-            log(f"{engine.now:6.2f} live {views} last exchange {network.exchanged_s}")
+        most_items = max(most_items, *(num_items(network.workers[rank]) for rank in honest))
 
     while engine.now < TRAINING_S:
         look()
-        pauses_s = [engine.now - network.exchanged_s[rank] for rank in honest]
-        cost.pause_s = max(cost.pause_s, *pauses_s)
+        pause_s = max(pause_s, *(engine.now - network.exchanged_s[rank] for rank in honest))
     for rank in honest:
         engine.at(engine.now + random.random(), partial(network.done, rank, WAIT_S))
     if adversary.is_ever_done:
@@ -272,26 +250,23 @@ def run_adversary(adversary: Adversary, log: Callable[[str], None] | None = None
     )
     while not set(honest) <= set(network.left) and engine.now < begin_s + 2 * longest_end_s:
         look()
-    cost.end_s = engine.now - begin_s
-    cost.messages_per_s = max(network.num_sent[rank] for rank in honest) / engine.now
-    _judge(cost, longest_end_s)
+    messages_per_s = max(network.num_sent[rank] for rank in honest) / engine.now
+    broken = [
+        f"{what}: {found:.6g}, at most {most:g} is allowed"
+        for what, found, most in (
+            ("seconds without an exchange with another honest one", pause_s, LONGEST_PAUSE_S),
+            ("seconds until all had left", engine.now - begin_s, longest_end_s),
+            ("items in the tables of one", most_items, MOST_ITEMS),
+            ("messages a second of one", messages_per_s, MOST_MESSAGES_PER_S),
+        )
+        if found > most
+    ]
     missing = [rank for rank in honest if rank not in network.left]
     if missing:
-        cost.broken.append(f"ranks {missing} never left")
-    if network.superseded and set(network.superseded) & set(honest):
-        cost.broken.append(f"ranks {network.superseded} gave way to somebody who is not there")
-    return cost
-
-
-def _judge(cost: Cost, longest_end_s: float) -> None:
-    for name, most in (
-        ("pause_s", LONGEST_PAUSE_S),
-        ("end_s", longest_end_s),
-        ("num_items", MOST_ITEMS),
-        ("messages_per_s", MOST_MESSAGES_PER_S),
-    ):
-        if getattr(cost, name) > most:
-            cost.broken.append(f"{name} is {getattr(cost, name):.6g}, at most {most:g} is allowed")
+        broken.append(f"ranks {missing} never left")
+    if set(network.superseded) & set(honest):
+        broken.append(f"ranks {network.superseded} gave way to somebody who is not there")
+    return broken
 
 
 def num_items(root: object) -> int:
