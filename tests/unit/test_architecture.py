@@ -183,10 +183,6 @@ BUDGET: dict[str, dict[str, tuple[int, int]]] = {
         ".": (231, 1), "benchmarks": (2178, 15), "browser": (95, 1), "chaos": (1994, 10),
         "clusters": (383, 2), "fuzz": (687, 3), "integration": (4734, 27), "mutants": (300, 2),
         "property": (1330, 7), "simulation": (1078, 6), "support": (4941, 34), "unit": (26208, 130),
-||||||| a67130be
-        ".": (231, 1), "benchmarks": (2282, 16), "browser": (95, 1), "chaos": (1994, 10),
-        "clusters": (383, 2), "fuzz": (687, 3), "integration": (4734, 27), "mutants": (300, 2),
-        "property": (1330, 7), "simulation": (1078, 6), "support": (4941, 34), "unit": (26317, 130),
     },
     "benchmarks": {
         ".": (5589, 19), "reproduction": (1191, 5), "support": (2918, 18),

@@ -247,6 +247,8 @@ class Peers:
         gaps_s = partner.gaps_s or self._gaps_s
         # The second longest: one that stood still says nothing of the others.
         usual_s = sorted(gaps_s)[-2:][0] if gaps_s else math.inf
+        if partner.answers_s:  # the first byte of the asked end comes no sooner
+            usual_s = max(usual_s, median(partner.answers_s))
         return min(self._timeout_s, max(SHORTEST_GAP_S, USUAL_GAPS * usual_s, partner.rest_s))
 
     def exchanged(

@@ -59,7 +59,6 @@ class Invariants:
         live_graph: the graph over any set of live workers.
         step_s: mean duration of a gradient step.
         longest_hunger_s: how long a demand may go unserved while somebody could serve it.
-        all_answer: whether every proposal must be answered, since nobody stands still or is parted.
 
     Attributes:
         num_inputs: looked at so far.
@@ -74,13 +73,11 @@ class Invariants:
         *,
         step_s: float,
         longest_hunger_s: float,
-        all_answer: bool,
     ) -> None:
         self.num_inputs = 0
         self.hungriest_s = 0.0
         self._step_s = step_s
         self._longest_hunger_s = longest_hunger_s
-        self._all_answer = all_answer
         self._network = network
         self._ledger = ledger
         self._live_graph = live_graph
@@ -127,9 +124,6 @@ class Invariants:
                 taken = f"{total_steps} steps are known, {self._ledger.total_steps} were taken"
                 raise self._broken("progress never exceeds the truth", rank, taken)
             seen.total_steps = total_steps
-        if self._all_answer and worker.proposals_unanswered:
-            waited = "a proposal was not answered within the time-out"
-            raise self._broken(NO_DEADLOCK, rank, waited)
         self._check_hunger(rank, worker, seen)
         state, running = worker.pairing.state, network.running(rank)
         id = state.id if isinstance(state, Exchanging) else None

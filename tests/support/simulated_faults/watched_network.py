@@ -16,7 +16,7 @@ from simulated_faults.averaged_rows import AveragedRows, Frame
 from simulated_faults.invariants import Invariants
 from simulated_faults.ledger import Ledger
 from simulated_faults.network import FaultyNetwork
-from simulated_faults.schedule import FaultSchedule, Partition, Stall
+from simulated_faults.schedule import FaultSchedule
 
 LEAVES_AFTER_S = 0.25
 """A worker that has left ends its process once what it said has arrived."""
@@ -53,7 +53,6 @@ class WatchedNetwork(FaultyNetwork):
             live_graph,
             step_s=schedule.step_s,
             longest_hunger_s=_longest_hunger_s(schedule),
-            all_answer=not any(isinstance(fault, Stall | Partition) for fault in schedule.faults),
         )
         self._digest = hashlib.blake2b(digest_size=8)
         self._log = log
