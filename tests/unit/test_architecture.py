@@ -171,21 +171,22 @@ def test_no_modules_import_each_other_in_a_circle():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (402, 5), "cli": (1228, 6), "dynamics": (2553, 11), "gossip": (2822, 11),
+        ".": (402, 5), "cli": (1228, 6), "dynamics": (2555, 11), "gossip": (2907, 11),
         "graph": (775, 3), "integrations": (603, 5), "launcher": (3508, 13), "links": (3189, 12),
-        "observe": (1693, 8), "parallel": (7534, 24), "protocol": (5328, 18),
+        "observe": (1693, 8), "parallel": (7535, 24), "protocol": (5497, 18),
     },
     "src/gossipdp_lab": {
-        ".": (331, 3), "demo": (1334, 7), "report": (1208, 6), "simulate": (3416, 19),
+        ".": (331, 3), "demo": (1334, 7), "report": (1208, 6), "simulate": (3436, 19),
         "tasks": (1664, 9),
     },
     "tests": {
-        ".": (231, 1), "benchmarks": (2178, 15), "browser": (95, 1), "chaos": (1994, 10),
-        "clusters": (383, 2), "fuzz": (687, 3), "integration": (4734, 27), "mutants": (300, 2),
-        "property": (1330, 7), "simulation": (1078, 6), "support": (4941, 34), "unit": (26208, 130),
+        ".": (231, 1), "benchmarks": (2178, 15), "browser": (95, 1), "chaos": (1561, 7),
+        "clusters": (376, 2), "fuzz": (687, 3), "integration": (4488, 27), "mutants": (300, 2),
+        "property": (1313, 7), "simulation": (1050, 6), "support": (5042, 34),
+        "unit": (26439, 131),
     },
     "benchmarks": {
-        ".": (5589, 19), "reproduction": (1191, 5), "support": (2918, 18),
+        ".": (5906, 20), "reproduction": (1191, 5), "support": (2918, 18),
     },
 }  # fmt: skip
 
