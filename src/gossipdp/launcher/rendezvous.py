@@ -187,16 +187,15 @@ class Rendezvous:
         Raises:
             RendezvousError: the store did not answer within ``timeout_s``.
         """
-        number = next(_numbers)
-        joins = environment.is_joining and number == 0
-        if environment.needs_rank and not joins:
+        part = cls(environment, None, timeout_s=timeout_s, number=next(_numbers))
+        if environment.needs_rank and not part.joins:
             raise RendezvousError(
                 "a worker that was given its rank by a run joins that run's first model, and can "
                 "meet the others for no second one"
             )
-        needed = (environment.world_size > 1 or environment.agent_store) and not joins
-        store = connect(environment, timeout_s) if needed else None
-        return cls(environment, store, timeout_s=timeout_s, number=number)
+        if (environment.world_size > 1 or environment.agent_store) and not part.joins:
+            part._store = connect(environment, timeout_s)
+        return part
 
     @property
     def joins(self) -> bool:
