@@ -17,7 +17,7 @@ from gossipdp.links.link import Link, LinkHandler, Transport
 from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import listen
 from gossipdp.links.tcp import TcpTransport
-from gossipdp.links.tcp_link import TcpLink
+from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls, TlsFiles
 from gossipdp.logs import OnceLog
 
@@ -265,7 +265,7 @@ class NoNetwork(Transport):
         return memoryview(bytearray(num_bytes))
 
 
-class LoneOwner:
+class LoneOwner(LinkOwner):
     """A transport of one link, whose other end the test plays; ``ended`` is why it went down."""
 
     def __init__(self, handler: LinkHandler, *, may_share: bool = False) -> None:

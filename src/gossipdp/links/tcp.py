@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import msgspec
 
@@ -37,7 +37,7 @@ from gossipdp.links.opening import Opening
 from gossipdp.links.send_limit import SendLimit
 from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import Listener
-from gossipdp.links.tcp_link import TcpLink
+from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls
 from gossipdp.logs import OnceLog
 
@@ -56,7 +56,7 @@ _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
 @final
-class TcpTransport(Transport, sockets.DescriptorOwner):
+class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     """A transport that listens, dials, and moves frames between links and one handler.
 
     Args:
@@ -102,7 +102,7 @@ class TcpTransport(Transport, sockets.DescriptorOwner):
         self.handler = handler
         self.tag = run_tag(identity.run_id)
         self.clock = clock
-        self.scratch = memoryview(bytearray(SCRATCH_BYTES))  # for payloads that are dropped
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._secret = secret if tls is None else None
         self._tls = tls
         self._max_unauthenticated = max_unauthenticated
@@ -114,8 +114,7 @@ class TcpTransport(Transport, sockets.DescriptorOwner):
         self._openings: dict[Opening, None] = {}  # the oldest first
         self._by_descriptor: dict[int, TcpLink | Opening] = {}
         self._notices: deque[Callable[[], None]] = deque()
-        # Whose ``read_some`` (of an opening ``advance``) or ``write_some`` is due before sleeping.
-        self.to_read: dict[TcpLink | Opening, None] = {}
+        self.to_read: dict[Any, None] = {}  # links and openings
         self.to_write: dict[TcpLink, None] = {}
         self._accept_due = False
         self._listener_rests_until_s = -math.inf
@@ -230,10 +229,6 @@ class TcpTransport(Transport, sockets.DescriptorOwner):
     # Links.
 
     def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None:
-        """Close the link's socket and tell the handler from ``poll()``.
-
-        ``broken``: the peer, though authenticated, sent bytes that no worker sends.
-        """
         if self._closed:
             return
         if broken:

@@ -12,9 +12,11 @@ does. Chunks leave in order: one that was sent as bytes has left only when all b
 sender knows from the number of queued chunks which of its slots are free.
 """
 
+import abc
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import Any, final
 
 from gossipdp.links.frames import (
     BARE_TYPES,
@@ -32,12 +34,10 @@ from gossipdp.links.frames import (
     parse_header,
 )
 from gossipdp.links.handshake import Identity
-from gossipdp.links.link import Link
-from gossipdp.links.shared_memory import PeerMemory
+from gossipdp.links.link import Link, LinkHandler
+from gossipdp.links.send_limit import SendLimit
+from gossipdp.links.shared_memory import PeerMemory, SlotMemory
 from gossipdp.links.sockets import Stream
-
-if TYPE_CHECKING:
-    from gossipdp.links.tcp import TcpTransport
 
 # One turn of the loop moves at most this much per link and direction, so that no link starves
 # the others; a chunk fits.
@@ -69,6 +69,28 @@ class _Queued:
     is_done: bool = False  # handed over, or read in place: it leaves once all before it have
 
 
+class LinkOwner(abc.ABC):
+    """The part of a transport that its links use."""
+
+    handler: LinkHandler
+    tag: bytes
+    clock: Callable[[], float]
+    scratch: memoryview  # for payloads that are dropped
+    memory: SlotMemory  # ours, which peers may read
+    # Links whose ``read_some`` or ``write_some`` is to be called before sleeping.
+    to_read: dict[Any, None]
+    to_write: dict["TcpLink", None]
+    limit: SendLimit | None  # of all links together
+    held: dict["TcpLink", None]  # links whose chunk waits for it
+
+    @abc.abstractmethod
+    def link_ended(self, link: "TcpLink", reason: str, *, broken: bool) -> None:
+        """Close the link's socket and tell the handler from ``poll()``.
+
+        ``broken``: the peer, though authenticated, sent bytes that no worker sends.
+        """
+
+
 @final
 class TcpLink(Link):
     """A link over one connection.
@@ -80,7 +102,7 @@ class TcpLink(Link):
     """
 
     def __init__(
-        self, owner: "TcpTransport", stream: Stream, peer_identity: Identity, dialler: int
+        self, owner: LinkOwner, stream: Stream, peer_identity: Identity, dialler: int
     ) -> None:
         super().__init__()
         self.peer_identity = peer_identity
