@@ -25,7 +25,7 @@ from gossipdp.links.frames import (
     KEYLESS_TYPES,
     MAX_CHUNK_BYTES,
     MAX_CONTROL_BYTES,
-    MEMORY_SOCKET_BYTES,
+    SEGMENT_OFFER_BYTES,
     ChunkKey,
     FrameError,
     FrameType,
@@ -87,12 +87,12 @@ def frame_header_seeds() -> list[bytes]:
     return [
         pack_header(TAG, FrameType.SEGMENT_READY, 0, 0, segment=3),
         pack_header(TAG, FrameType.ACKNOWLEDGEMENT, 0, 0, num_read=7),
-        pack_header(TAG, FrameType.MEMORY_SOCKET, 0, MEMORY_SOCKET_BYTES),
+        pack_header(TAG, FrameType.SEGMENT_OFFER, 0, SEGMENT_OFFER_BYTES),
         pack_header(TAG, FrameType.EXCHANGE_CHUNK, 0, 1000, key, segment=3, offset=1024),
         *(
             pack_header(TAG, kind, 0, 1000, None if kind in KEYLESS_TYPES else key)
             for kind in FrameType
-            if kind not in (*BARE_TYPES, FrameType.MEMORY_SOCKET)
+            if kind not in (*BARE_TYPES, FrameType.SEGMENT_OFFER)
         ),
     ]
 
@@ -396,7 +396,6 @@ def link_stream(data: bytes) -> None:
         link.read_some()
     assert len(owner.ended) == 1
     assert link.bytes_received <= len(data)
-    assert len(link.peer_memory.socket or bytes(MEMORY_SOCKET_BYTES)) == MEMORY_SOCKET_BYTES
 
 
 def link_stream_seeds() -> list[bytes]:
@@ -413,7 +412,7 @@ def link_stream_seeds() -> list[bytes]:
     frames += [
         pack_header(TAG, FrameType.EXCHANGE_CHUNK, 10, 900, key, segment=1, offset=64),
         pack_header(TAG, FrameType.ACKNOWLEDGEMENT, 11, 0),
-        pack_header(TAG, FrameType.MEMORY_SOCKET, 12, MEMORY_SOCKET_BYTES) + bytes(32),
+        pack_header(TAG, FrameType.SEGMENT_OFFER, 12, SEGMENT_OFFER_BYTES) + bytes(32),
         pack_header(TAG, FrameType.EXCHANGE_CHUNK, 13, 901, key, segment=1, offset=4032),
     ]
     return [b"".join(frames[:count]) for count in range(1, len(frames) + 1)]

@@ -6,7 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from waiting import wait_until
@@ -273,8 +273,7 @@ class LoneOwner(LinkOwner):
         self.tag = run_tag("run")
         self.clock = lambda: 0.0
         self.scratch = memoryview(bytearray(4096))
-        log, epoll = OnceLog(logging.getLogger()), cast(Any, None)
-        self.memory = SlotMemory(log, epoll, may_share=may_share, pin=handler.pin)
+        self.memory = SlotMemory(OnceLog(logging.getLogger()), may_share=may_share, pin=handler.pin)
         self.to_read: dict[Any, None] = {}
         self.to_write: dict[TcpLink, None] = {}
         self.limit, self.held = None, dict[TcpLink, None]()

@@ -290,19 +290,11 @@ def attach(graph: Graph, joiners: Iterable[int]) -> Graph:
         graph: A connected graph or an empty one; it is not changed.
         joiners: Ranks that are not in it.
 
-    Raises:
-        ValueError: A joiner is in the graph already.
-
     Example:
         >>> attach(build_graph("ring", 4), [4]).edges
         [(0, 1), (0, 3), (0, 4), (1, 2), (1, 4), (2, 3)]
     """
     added = sorted(set(joiners))
-    known = [rank for rank in added if rank in graph]
-    if known:
-        raise ValueError(
-            f"graph {graph.name!r} has a worker {known[0]} already: pass ranks not in it"
-        )
     joined = _copy(graph)
     joined.update((rank, set()) for rank in added)
     ranks = sorted(joined)
@@ -312,8 +304,6 @@ def attach(graph: Graph, joiners: Iterable[int]) -> Graph:
             following = ranks[(position + step) % len(ranks)]
             if following != rank:
                 joined.join(rank, following)
-    if added:
-        joined.name = f"{graph.name} and {', '.join(map(str, added))}"
     return joined
 
 

@@ -203,7 +203,7 @@ class Environment:
     @property
     def key_prefix(self) -> str:
         """Return the prefix of all our keys, so that others may share the store."""
-        return key_prefix(self.run_id, self.restart_count)
+        return f"gossipdp/{self.run_id}/{self.restart_count}/"
 
     def choose_host(self) -> str:
         """Return the numeric address on which this worker listens.
@@ -272,11 +272,6 @@ def _look_up(name: str, host: str, *, route: bool = False) -> str:
         raise RendezvousError(
             f"cannot reach {name} {host!r} ({error}); check the name and the network"
         ) from error
-
-
-def key_prefix(run_id: str | None, restart_count: int) -> str:
-    """Return the prefix of all our keys, so that others may share the store."""
-    return f"gossipdp/{run_id or 'default'}/{restart_count}/"
 
 
 def shard_run_id(run_id: str, shard: int, num_shards: int) -> str:

@@ -17,7 +17,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -260,16 +260,7 @@ class FaultInjector:
             return
         target = self._targets[chosen]
         assert target.process is not None
-        record = FaultRecord(
-            event.at_s,
-            round(since_s, 3),
-            target.rank,
-            clause.kind,
-            for_s=clause.for_s,
-            factor=self._factor(event),
-            clock_s=round(now, 3),
-        )
-        self._say(str(record))
+        record = self._say_record(event, chosen, round(since_s, 3), clock_s=round(now, 3))
         for_s = math.inf if clause.for_s is None else clause.for_s
         if clause.kind == "kill":
             target.process.send(signal.SIGKILL)
@@ -319,23 +310,16 @@ class FaultInjector:
 
     def _miss(self, event: Event, reason: str) -> None:
         """Record an event that did not happen, unless its worker is another supervisor's."""
-        clause = self._plan.clauses[event.clause]
         for place in self._places(event)[:1]:
-            record = FaultRecord(
-                event.at_s,
-                None,
-                self._targets[place].rank,
-                clause.kind,
-                for_s=clause.for_s,
-                factor=self._factor(event),
-                missed=reason,
-            )
-            self._say(str(record))
-            self._write(record)
+            self._write(self._say_record(event, place, None, missed=reason))
 
-    def _factor(self, event: Event) -> float | None:
-        clause = self._plan.clauses[event.clause]
-        return clause.factor if clause.kind == "slow" else None
+    def _say_record(self, event: Event, place: int, at_s: float | None, **more: Any) -> FaultRecord:
+        """Return the record of an event on the worker at that place, and show it."""
+        clause, rank = self._plan.clauses[event.clause], self._targets[place].rank
+        factor = clause.factor if clause.kind == "slow" else None
+        record = FaultRecord(event.at_s, at_s, rank, clause.kind, clause.for_s, factor, **more)
+        self._say(str(record))
+        return record
 
     def _tell(self, now: float, text: str) -> None:
         assert self.first_step_s is not None

@@ -18,7 +18,6 @@ from gossipdp.launcher.environment import (
     UNKNOWN_RANK,
     Environment,
     identity_variables,
-    key_prefix,
     show_address,
 )
 from gossipdp.launcher.reports import Report
@@ -186,10 +185,8 @@ class LaunchPlan:
 
     @property
     def key_prefix(self) -> str:
-        """Return the prefix of our keys in the store."""
-        given = self.launcher_variables
-        count = int(given.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        return key_prefix(self.run_id or given.get("TORCHELASTIC_RUN_ID"), count)
+        """Return the prefix of our keys in the store, which is that of the workers."""
+        return Environment.read(self.worker_variables(0)).key_prefix
 
     def worker_variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables of a worker, as :meth:`Environment.read` reads them."""

@@ -82,15 +82,9 @@ class Settings(msgspec.Struct, frozen=True):
         names, shapes = [name for name, _ in self.tensors], [shape for _, shape in self.tensors]
         return f"tensors={len(names)} names_and_types={_digest(names)} shapes={_digest(shapes)}"
 
-    def difference(self, reference: "Settings") -> str | None:
-        """Return the difference between this worker and worker 0 in words; None if they agree."""
-        for name in ("start", "method", "graph", "comm_rate", "wire_format"):
-            here, there = getattr(self, name), getattr(reference, name)
-            if here != there:
-                if name == "start":
-                    return f"this worker starts {here}, and worker 0 starts {there}"
-                return f"{name} is {here!r} here and {there!r} on worker 0"
-        pairs = itertools.zip_longest(self.tensors, reference.tensors)
+    def difference_of_models(self, reference: Tensors) -> str | None:
+        """Return the first tensor that differs from worker 0's in words; None if all agree."""
+        pairs = itertools.zip_longest(self.tensors, reference)
         for index, (one, other) in enumerate(pairs):
             if one != other:
                 shown = [
@@ -110,15 +104,13 @@ def _digest(values: list[str] | list[tuple[int, ...]]) -> str:
 class _Reference(msgspec.Struct, frozen=True):
     """The value that worker 0 publishes; the tensors of its settings have a key of their own.
 
-    ``terms`` are compared one by one. If worker 0 was given a secret, ``proof`` shows that it knows
+    ``facts`` are compared one by one. If worker 0 was given a secret, ``proof`` shows that it knows
     it. If it was given none, ``secret`` was made for this run; with TLS it is None, as none is
     needed.
     """
 
     run_id: str
-    terms: dict[str, str]
-    model: str
-    settings: Settings
+    facts: dict[str, str]
     secret: str | None
     proof: str | None
 
@@ -195,16 +187,15 @@ class Rendezvous:
         Raises:
             RendezvousError: the store did not answer within ``timeout_s``.
         """
-        number = next(_numbers)
-        joins = environment.is_joining and number == 0
-        if environment.needs_rank and not joins:
+        part = cls(environment, None, timeout_s=timeout_s, number=next(_numbers))
+        if environment.needs_rank and not part.joins:
             raise RendezvousError(
                 "a worker that was given its rank by a run joins that run's first model, and can "
                 "meet the others for no second one"
             )
-        needed = (environment.world_size > 1 or environment.agent_store) and not joins
-        store = connect(environment, timeout_s) if needed else None
-        return cls(environment, store, timeout_s=timeout_s, number=number)
+        if (environment.world_size > 1 or environment.agent_store) and not part.joins:
+            part._store = connect(environment, timeout_s)
+        return part
 
     @property
     def joins(self) -> bool:
@@ -355,9 +346,7 @@ class Rendezvous:
                 )
         return _Reference(
             run_id=run_id,
-            terms=self._terms(secret),
-            model=settings.model,
-            settings=msgspec.structs.replace(settings, tensors=()),
+            facts=self._facts(settings, secret),
             secret=made,
             proof=None if secret is None else proof_of(secret, run_id),
         )
@@ -370,28 +359,34 @@ class Rendezvous:
         key = f"{environment.key_prefix}{self._number}/token"
         return printable(self._store.compare_set(key, "", token).decode(errors="replace"), 8)
 
-    def _terms(self, secret: bytes | None) -> dict[str, str]:
+    def _facts(self, settings: Settings, secret: bytes | None) -> dict[str, str]:
+        named = ("method", "graph", "comm_rate", "wire_format")
         return {
             "WORLD_SIZE": str(self._environment.world_size),
             "TLS": "not used" if self._environment.tls is None else "used",
             "GOSSIPDP_SECRET": "not set" if secret is None else "set",
+            "start": settings.start,
+            **{name: repr(getattr(settings, name)) for name in named},
+            "model": settings.model,
         }
 
     def _difference(
         self, store: "Store", settings: Settings, secret: bytes | None, reference: _Reference
     ) -> str | None:
-        for name, here in self._terms(secret).items():
-            there = reference.terms.get(name)
+        for name, here in self._facts(settings, secret).items():
+            there = reference.facts.get(name)
+            if here != there and name == "start":
+                return f"this worker starts {here}, and worker 0 starts {there}"
+            if here != there and name == "model":
+                tensors = self._take(store, "tensors", Tensors, MAX_TENSORS_BYTES)
+                return settings.difference_of_models(tensors)
             if here != there:
                 return f"{name} is {here} here and {there} on worker 0"
         if secret is not None and not hmac.compare_digest(
             proof_of(secret, reference.run_id).encode(), (reference.proof or "").encode()
         ):
             return "the secret differs from worker 0's"
-        tensors = settings.tensors
-        if settings.model != reference.model:
-            tensors = self._take(store, "tensors", Tensors, MAX_TENSORS_BYTES)
-        return settings.difference(msgspec.structs.replace(reference.settings, tensors=tensors))
+        return None
 
     def _gather(self, store: "Store", arrival: _Arrival) -> dict[int, _Arrival]:
         self._publish(store, f"worker/{self._environment.rank}", arrival)

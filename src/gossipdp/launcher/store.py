@@ -5,7 +5,6 @@ from it are bounded and cleaned, and a store that other machines reach is closed
 workers have begun. ``torch`` is imported only when a store is opened.
 """
 
-import errno
 import ipaddress
 import logging
 import os
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import Environment
+from gossipdp.links.sockets import listen
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -36,6 +36,8 @@ CLIENT_S = 30.0
 # The end of a run does not wait longer for a thread that may be importing torch.
 LEAVE_S = 0.2
 MAX_RUN_ID = 200
+# All workers of a host may wait until the store answers.
+MAX_WAITING = 1024
 
 
 def ready_key(prefix: str, rank: int) -> str:
@@ -63,19 +65,8 @@ class HostedStore:
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            self._listener: socket.socket | None = socket.create_server(
-                address[:2], family=family, backlog=1024
-            )
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise RendezvousError(
-                    f"port {port} on {host} is in use; choose another, or 0 for any free one"
-                ) from error
-            raise RendezvousError(f"cannot listen on {host} port {port}: {error}") from error
+        self._listener: socket.socket | None = listen(host, port)
+        self._listener.listen(MAX_WAITING)
         self.host, self.port = self._listener.getsockname()[:2]
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()

@@ -312,7 +312,6 @@ class Supervisor:
         running: the workers that run, by local rank.
         workers: the last life of each.
         failures: of the workers that were not started again.
-        begun: whether all workers here train, as last seen.
         is_complete: whether a worker holds the average at the end of the run.
         saved: (step, directory) of the last checkpoints, by rank, of workers that were ended.
     """
@@ -339,7 +338,7 @@ class Supervisor:
         self.failures: list[Failure] = []
         self._injected: list[Failure] = []
         self._some_ended_well = False
-        self.begun = self.is_complete = False
+        self.is_complete = False
         self.saved: dict[int, tuple[int, str]] = {}
         self._join_info = plan.join_infos[0]  # for single processes, or each replica's first one
         first = plan.first_rank
@@ -355,6 +354,11 @@ class Supervisor:
     def ending(self) -> bool:
         """Return whether the workers are being ended."""
         return self._kill_at is not None
+
+    @property
+    def begun(self) -> bool:
+        """Return whether all workers here have begun to train, as last seen."""
+        return all(lives.has_begun for lives in self._lives)
 
     @property
     def may_restart(self) -> bool:
@@ -507,11 +511,6 @@ class Supervisor:
                     self._on_sentence(report.says)
                 self._join_info.take(report)
 
-    def _have_all_begun(self) -> bool:
-        self._take_reports()
-        self.begun = self.begun or all(lives.has_begun for lives in self._lives)
-        return self.begun
-
     def _ended(self, local_rank: int, ending: Ending, now: float) -> None:
         worker = self.running.pop(local_rank)
         is_injected = self._faults is not None and self._faults.ended(local_rank, ending.reason)
@@ -531,8 +530,9 @@ class Supervisor:
         is_injected: bool = False,
     ) -> None:
         """Handle the failure of a life of this worker, or of its start."""
+        self._take_reports()
         lives = self._lives[local_rank]
-        may_restart = self._have_all_begun() and self._num_restarts_left > 0
+        may_restart = self.begun and self._num_restarts_left > 0
         if lives.missed_end:
             return
         if self.is_complete and not lives.consolidated and may_restart:

@@ -8,6 +8,6 @@ opening        a connection that is no link yet
 tcp_link       one link: frames in and out of a stream
 sockets, tls   the stream beneath: in the clear, or through TLS with the run's key; no forked child
                keeps a descriptor of ours
-shared_memory  memory that a peer on the same host reads in place, and the way it is passed
+shared_memory  memory that a peer on the same host reads in place, and the way it is found
 clock          seconds since boot
 """

@@ -13,7 +13,7 @@ If ``segment`` is not 0, no payload follows: the ``length`` bytes lie at ``offse
 of the sender's memory (:mod:`.shared_memory`), to be read in place. ``read`` says, in every frame,
 how many such chunks of the other direction have been read on this link, modulo 2**32; an
 ACKNOWLEDGEMENT says nothing else. SEGMENT_READY says that the receiver's ``segment`` is mapped.
-MEMORY_SOCKET names the socket where its sender takes segments, with a token.
+SEGMENT_OFFER says where its sender's segment is.
 
 :func:`parse_header` checks all of it, with the bound on ``length``, before the caller allocates
 or reads anything else.
@@ -33,9 +33,7 @@ MAX_CONTROL_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 64 << 20
 SEQUENCE_MODULUS = 1 << 32
 MAX_SEGMENT = (1 << 16) - 1
-# Sizes of a socket's name, and of the token with it.
-NAME_BYTES = TOKEN_BYTES = 16
-MEMORY_SOCKET_BYTES = NAME_BYTES + TOKEN_BYTES
+SEGMENT_OFFER_BYTES = 32
 # A chunk begins at a multiple of this in its segment, so that it can be read as any numbers.
 SEGMENT_ALIGNMENT_BYTES = 64
 
@@ -62,7 +60,7 @@ class FrameType(enum.IntEnum):
     EXCHANGE_REPEAT = 9
     SEGMENT_READY = 64
     ACKNOWLEDGEMENT = 65
-    MEMORY_SOCKET = 66
+    SEGMENT_OFFER = 66
 
 
 # The part of a worker that each chunk belongs to: exchanges, sums over all workers, and the state
@@ -80,7 +78,7 @@ SHARED_TYPES = (FrameType.EXCHANGE_CHUNK, FrameType.EXCHANGE_REPEAT)
 # Frames that are a header and nothing else.
 BARE_TYPES = (FrameType.SEGMENT_READY, FrameType.ACKNOWLEDGEMENT)
 # Frames that are no chunks.
-KEYLESS_TYPES = (FrameType.CONTROL, FrameType.MEMORY_SOCKET, *BARE_TYPES)
+KEYLESS_TYPES = (FrameType.CONTROL, FrameType.SEGMENT_OFFER, *BARE_TYPES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ _TYPES = {int(frame_type): frame_type for frame_type in FrameType}
 _NO_KEY = bytes(_KEY.size)
 _LENGTHS = {
     FrameType.CONTROL: (1, MAX_CONTROL_BYTES),
-    FrameType.MEMORY_SOCKET: (MEMORY_SOCKET_BYTES, MEMORY_SOCKET_BYTES),
+    FrameType.SEGMENT_OFFER: (SEGMENT_OFFER_BYTES, SEGMENT_OFFER_BYTES),
     **dict.fromkeys(BARE_TYPES, (0, 0)),
 }
 

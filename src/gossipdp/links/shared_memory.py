@@ -4,12 +4,10 @@ A :class:`SharedSegment` is a worker's own memfd, in which it writes its chunks.
 last process that has it mapped or open, so ``kill -9`` leaves nothing. It is sealed against a
 change of its size, so that a peer's read cannot run into a hole, and against others' writing.
 
-Every worker that has a segment listens on an abstract Unix socket of a random name, its
-:class:`MemorySocket`. It sends a peer the name and a random token of their link over that link
-itself. To offer its segment, a worker connects to the peer's socket, sends one packet, the
-segment's descriptor with it, and closes. The answer comes over the link. A refused connection shows
-that the peer is not in the same network namespace, so "the same host" is proved and never guessed
-from names.
+To offer its segment, a worker tells the peer over their link where the kernel shows it: the number
+of its process and of the descriptor, and a random name that the memory has. The peer opens
+``/proc/PID/fd/N`` if that name is there. So "the same host" is proved and never guessed from names:
+on another host, or in a container with other process numbers, the name is not there.
 
 Guarantees:
 
@@ -18,9 +16,9 @@ Guarantees:
 - A forked child has neither the mapping (``MADV_DONTFORK``) nor, once :mod:`.sockets` has closed
   it, the descriptor. So the child must not look at its copies of these objects; collecting them
   there does no harm.
-- Each end looks at the other's user id, for which the kernel vouches: a process of another user
-  gets nothing and is not read. One of the same user could read a worker's memory anyway.
-- Nothing here waits: a peer whose queue is full is offered nothing, and its link stays as it is.
+- The kernel lets only processes of the same user open a segment, and one of another user is not
+  read. One of the same user could read a worker's memory anyway.
+- Nothing here waits.
 """
 
 from __future__ import annotations
@@ -31,18 +29,15 @@ import fcntl
 import mmap
 import os
 import secrets
-import select
-import socket
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol, final
 
 from gossipdp.links import sockets
 from gossipdp.links.frames import (
     MAX_SEGMENT,
-    NAME_BYTES,
     SEGMENT_ALIGNMENT_BYTES,
-    TOKEN_BYTES,
+    SEGMENT_OFFER_BYTES,
     FrameError,
     FrameType,
     Header,
@@ -53,15 +48,11 @@ from gossipdp.logs import OnceLog
 MAX_SEGMENT_BYTES = 1 << 30
 # A peer passes another segment only when one that had mapped the last is gone.
 MAX_SEGMENTS = 2
-# All workers of a host may offer at once.
-BACKLOG = 1024
-# Connections of this user's processes that have not said anything yet; the oldest goes first.
-MAX_STRANGERS = 64
 
-_EVENTS = select.EPOLLIN | select.EPOLLET
-_OFFER = struct.Struct(f"<8s{TOKEN_BYTES}sIQ")
-_MAGIC = b"GDPMEM2\0"
-_CREDENTIALS = struct.Struct("3i")
+# An offer: process, descriptor, size and number of a segment, and the random part of its name.
+_TOKEN_BYTES = 18
+_OFFER = struct.Struct(f"<IIIH{_TOKEN_BYTES}s")
+assert _OFFER.size == SEGMENT_OFFER_BYTES
 # <linux/fcntl.h>; Python names it only since 3.13. Linux 5.1.
 _F_SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
@@ -123,8 +114,8 @@ class _Mapping:
 class SharedSegment(sockets.DescriptorOwner):
     """A worker's own ``memory``, page-aligned, which it writes and its peers read.
 
-    ``number``, 1 to 65535, names it among the segments of this worker. Raises OSError if the system
-    has no memfd that can be sealed so, or not that much memory.
+    ``number``, 1 to 65535, names it among the segments of this worker; ``offer`` tells peers where
+    it is. Raises OSError if the system has no memfd that can be sealed so, or not that much memory.
     """
 
     def __init__(self, num_bytes: int, number: int) -> None:
@@ -134,9 +125,13 @@ class SharedSegment(sockets.DescriptorOwner):
             raise OSError(errno.ENOMEM, f"a segment of {num_bytes} bytes")
         if not 0 < number <= MAX_SEGMENT:
             raise OSError(errno.EMFILE, f"there have been {number - 1} segments")
+        token = secrets.token_bytes(_TOKEN_BYTES)
         with sockets.descriptors_guard:
-            self.descriptor = os.memfd_create("gossipdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.descriptor = os.memfd_create(
+                f"gossipdp-{token.hex()}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            )
             sockets.register(self)
+        self.offer = _OFFER.pack(os.getpid(), self.descriptor, num_bytes, number, token)
         # Allocate at once, so that a lack of memory is an error here and not a signal later.
         os.posix_fallocate(self.descriptor, 0, num_bytes)
         self.memory = _Mapping(self.descriptor, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
@@ -165,23 +160,35 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def map_peers_segment(descriptor: int, num_bytes: int) -> memoryview:
-    """Map a peer's segment for reading; the descriptor may be closed afterwards.
+def map_offered(offer: bytes) -> tuple[int, memoryview] | None:
+    """Return number and memory of a peer's segment, mapped for reading; None: of another host.
 
     The view calls itself writable, since neither torch nor numba likes one that is not; the system
     ends a process that writes there all the same. Raises ValueError for memory that no worker
-    passes: of another size, or not sealed.
+    offers: of another user or size, or not sealed.
     """
+    process_id, number_of_file, num_bytes, number, token = _OFFER.unpack(offer)
+    place = f"/proc/{process_id}/fd/{number_of_file}"
     try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0
-    if not seals & fcntl.F_SEAL_SHRINK:
-        raise ValueError("the memory passed is not sealed against shrinking")
-    size = os.fstat(descriptor).st_size
-    if not 0 < num_bytes == size <= MAX_SEGMENT_BYTES:
-        raise ValueError(f"the memory passed has {size} bytes and not {num_bytes}")
-    return _Mapping(descriptor, num_bytes, mmap.PROT_READ).view()
+        if os.readlink(place) != f"/memfd:gossipdp-{token.hex()} (deleted)":
+            return None
+    except OSError:  # no such process or file, or another user's
+        return None
+    with sockets.descriptors_guard:
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if found.st_uid != os.geteuid():  # root may open any
+                raise ValueError("the memory offered is another user's")
+            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("the memory offered is not sealed against shrinking")
+            if not 0 < num_bytes == found.st_size <= MAX_SEGMENT_BYTES:
+                raise ValueError(
+                    f"the memory offered has {found.st_size} bytes and not {num_bytes}"
+                )
+            return number, _Mapping(descriptor, num_bytes, mmap.PROT_READ).view()
+        finally:
+            os.close(descriptor)
 
 
 @final
@@ -194,9 +201,6 @@ class PeerMemory:
         pin: as :meth:`.LinkHandler.pin`; called when a segment is read first.
 
     Attributes:
-        token: the peer shows it with a segment for this link.
-        socket: name and token of the socket where the peer takes segments; None until it has told
-            us, empty once it was found to be on another host.
         offered, ready: numbers of the last segments of ours that the peer was offered, and that it
             has mapped; 0: none.
     """
@@ -204,16 +208,15 @@ class PeerMemory:
     def __init__(self, peer: int, send: Callable[[FrameType, bytes, int], None], pin: Pin) -> None:
         self.peer = peer
         self._pin = pin
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.socket: bytes | None = None
         self.offered = self.ready = 0
         self._send = send
         self._segments: dict[int, memoryview] = {}
         self._pins: dict[int, object] = {}
 
-    def invite(self, name: bytes) -> None:
-        """Tell the peer, once, that it may pass segments to the Unix socket ``name``."""
-        self._send(FrameType.MEMORY_SOCKET, name + self.token, 0)
+    def offer(self, segment: SharedSegment) -> None:
+        """Tell the peer where our segment is."""
+        self.offered = segment.number
+        self._send(FrameType.SEGMENT_OFFER, segment.offer, 0)
 
     def map(self, number: int, memory: memoryview) -> None:
         """Take the peer's segment ``number``, unless it is an older one, and confirm it."""
@@ -256,125 +259,12 @@ class PeerMemory:
         del self._segments[oldest]
 
 
-def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
-    """Offer ``segment`` to the peer with this ``memory_socket``; return False if on another host.
-
-    Raises OSError if its socket did not take it, or belongs to another user.
-    """
-    name, token = memory_socket[:NAME_BYTES], memory_socket[NAME_BYTES:]
-    packet = _OFFER.pack(_MAGIC, token, segment.number, len(segment.memory))
-    with sockets.descriptors_guard, _socket() as connection:
-        try:
-            connection.connect(_address(name))
-        except OSError as error:
-            # No such socket, or a system without any.
-            if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
-                return False
-            raise
-        if _user_of(connection) != os.geteuid():
-            raise PermissionError(errno.EPERM, "it runs as another user")
-        socket.send_fds(connection, [packet], [segment.descriptor])
-    return True
-
-
-@final
-class MemorySocket:
-    """The socket by which one worker takes its peers' segments; its owner sees to forks.
-
-    ``epoll`` watches every socket for :meth:`take`, edge-triggered. ``sockets`` are all that are
-    open: the listening one, then those of strangers, the oldest first.
-    """
-
-    def __init__(self, log: OnceLog, epoll: select.epoll) -> None:
-        self.name = secrets.token_bytes(NAME_BYTES)
-        self._log = log
-        self._epoll = epoll
-        with sockets.descriptors_guard:
-            listener = _socket()
-            try:
-                listener.bind(_address(self.name))
-                listener.listen(BACKLOG)
-                epoll.register(listener, _EVENTS)
-            except OSError:
-                listener.close()
-                raise
-            self.sockets = [listener]
-
-    def take(self, tokens: Collection[bytes]) -> Iterator[tuple[bytes, int, memoryview]]:
-        """Yield token, number and memory of each segment that came for links with these tokens."""
-        for connection in self._connections():
-            try:
-                offered = self._receive(connection, tokens)
-            except BlockingIOError:
-                if len(self.sockets) > 1 + MAX_STRANGERS:
-                    self._drop(self.sockets[1])
-                continue
-            except (OSError, ValueError) as error:
-                self._warn("dropped a connection to the memory socket", error)
-                offered = None
-            self._drop(connection)
-            if offered is not None:
-                yield offered
-
-    def _connections(self) -> Iterator[socket.socket]:
-        """Yield those that have said nothing yet, then those that wait to be accepted."""
-        yield from self.sockets[1:]
-        for _ in range(BACKLOG):
-            with sockets.descriptors_guard:
-                try:
-                    connection = self.sockets[0].accept()[0]
-                except BlockingIOError:
-                    return
-                except ConnectionError:
-                    continue
-                except OSError as error:  # no descriptor left: look again at the next event
-                    self._warn("cannot take offered memory", error)
-                    return
-                if _user_of(connection) != os.geteuid():
-                    connection.close()
-                    continue
-                connection.setblocking(False)
-                self.sockets.append(connection)
-                self._epoll.register(connection, _EVENTS)
-            yield connection
-
-    def _drop(self, connection: socket.socket) -> None:
-        with sockets.descriptors_guard:
-            self.sockets.remove(connection)
-            self._epoll.unregister(connection)
-            connection.close()
-
-    def _receive(
-        self, connection: socket.socket, tokens: Collection[bytes]
-    ) -> tuple[bytes, int, memoryview] | None:
-        """Return the offer, None if its link has ended; raise ValueError if it is no offer."""
-        with sockets.descriptors_guard:
-            packet, descriptors, flags, _ = socket.recv_fds(
-                connection, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC
-            )
-            try:
-                if len(packet) != _OFFER.size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                    raise ValueError(f"a packet of {len(packet)} bytes is no offer")
-                magic, token, number, num_bytes = _OFFER.unpack(packet)
-                if magic != _MAGIC or len(descriptors) != 1 or not 0 < number <= MAX_SEGMENT:
-                    raise ValueError("a packet that is no offer")
-                if token not in tokens:
-                    return None
-                return token, number, map_peers_segment(descriptors[0], num_bytes)
-            finally:
-                for descriptor in descriptors:
-                    sockets.close_descriptor(descriptor)
-
-    def _warn(self, what: str, why: object) -> None:
-        self._log.warn_once("memory", f"{what}: {why}", "%s: %s", what, why)
-
-
 @final
 class SlotMemory:
     """The memory of this worker's exchange slots, and the peers of this host that may read it.
 
     Args:
-        log, epoll: as of :class:`MemorySocket`.
+        log: for what does not work.
         may_share: True if peers may read it in place, if the system has sealed memory.
         pin: as :meth:`.LinkHandler.pin`.
 
@@ -382,43 +272,31 @@ class SlotMemory:
         segment: the memory that peers may read; None: they may not, or there is none yet.
     """
 
-    def __init__(
-        self,
-        log: OnceLog,
-        epoll: select.epoll,
-        *,
-        may_share: bool,
-        pin: Pin,
-    ) -> None:
+    def __init__(self, log: OnceLog, *, may_share: bool, pin: Pin) -> None:
         self._pin = pin
         self._pinned: object = None
         self.segment: SharedSegment | None = None
         self._memory: memoryview | None = None
         self._num_segments = 0
-        self._peers: dict[bytes, PeerMemory] = {}  # of links that are up, by token
+        self._peers: dict[PeerMemory, None] = {}  # of links that are up
         self._log = log
-        self._epoll = epoll
         self._may_share = may_share
-        self._socket: MemorySocket | None = None
-
-    @property
-    def sockets(self) -> list[socket.socket]:
-        """All that are open."""
-        return self._socket.sockets if self._socket is not None else []
 
     def allocate(self, num_bytes: int) -> memoryview:
         """Return memory for the slots of one exchange; see :meth:`.Transport.allocate`."""
         if self._memory is not None and len(self._memory) == num_bytes:
             return self._memory
-        self.segment = self._make_segment(num_bytes) if self._may_share else None
-        if self.segment is not None:
-            self._memory = self.segment.memory
-            for peer in self._peers.values():
-                self.offer_to(peer)
+        self.segment = segment = self._make_segment(num_bytes) if self._may_share else None
+        if segment is not None:
+            memory = segment.memory
         else:
-            self._memory = _Mapping(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
-        self._pinned = self._pin(self._memory, is_peers=False)
-        return self._memory
+            memory = _Mapping(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
+        self._memory, self._pinned = memory, self._pin(memory, is_peers=False)
+        # A link whose peer reads nothing may end here, and the memory be abandoned at once.
+        if segment is not None:
+            for peer in list(self._peers):
+                peer.offer(segment)
+        return memory
 
     def abandon(self) -> None:
         """Stop writing to the segment: the next exchange gets another one.
@@ -430,44 +308,32 @@ class SlotMemory:
 
     def add(self, peer: PeerMemory) -> None:
         """Share with the peer of a new link, if it is on this host."""
-        self._peers[peer.token] = peer
-        if self._socket is not None:
-            peer.invite(self._socket.name)
+        self._peers[peer] = None
+        if self.segment is not None:
+            peer.offer(self.segment)
 
     def remove(self, peer: PeerMemory, *, is_reading: bool) -> None:
         """Forget the peer of a link that ended; if it still ``is_reading``, abandon our segment."""
-        self._peers.pop(peer.token, None)
+        self._peers.pop(peer, None)
         peer.close()
         if is_reading:
             self.abandon()
 
-    def offer_to(self, peer: PeerMemory) -> None:
-        """Offer our segment to a peer that said where it takes them, once."""
-        segment = self.segment
-        if segment is None or not peer.socket or peer.offered == segment.number:
+    def take(self, peer: PeerMemory, offer: bytes) -> None:
+        """Map what a peer offers, if this worker shares memory too."""
+        if not self._may_share:
             return
         try:
-            if offer(segment, peer.socket):
-                peer.offered = segment.number
-            else:
-                peer.socket = b""  # on another host
-        except OSError as error:
+            offered = map_offered(offer)
+        except (OSError, ValueError) as error:
             text = "cannot share memory with rank %s: %s"
             self._log.warn_once("memory", f"{peer.peer}: {error}", text, peer.peer, error)
-
-    def take_offers(self) -> None:
-        """Map what peers have offered."""
-        if self._socket is not None:
-            for token, number, memory in self._socket.take(self._peers):
-                self._peers[token].map(number, memory)
+        else:
+            if offered is not None:
+                peer.map(*offered)
 
     def _make_segment(self, num_bytes: int) -> SharedSegment | None:
         try:
-            if self._socket is None:
-                with sockets.descriptors_guard:  # no fork before it is listed here
-                    self._socket = MemorySocket(self._log, self._epoll)
-                for peer in list(self._peers.values()):
-                    peer.invite(self._socket.name)
             segment = SharedSegment(num_bytes, self._num_segments + 1)
         except OSError as error:
             self._may_share = False
@@ -476,18 +342,3 @@ class SlotMemory:
             return None
         self._num_segments += 1
         return segment
-
-
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-
-
-def _address(name: bytes) -> bytes:
-    return b"\0gossipdp-" + name.hex().encode()
-
-
-def _user_of(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end, as the kernel saw it connect."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user_id: int = _CREDENTIALS.unpack(data)[1]
-    return user_id

@@ -116,7 +116,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self._notices: deque[Callable[[], None]] = deque()
         self.to_read: dict[Any, None] = {}  # links and openings
         self.to_write: dict[TcpLink, None] = {}
-        self._accept_due = self._segments_due = False
+        self._accept_due = False
         self._listener_rests_until_s = -math.inf
         self._log = OnceLog(logging.getLogger("gossipdp"))
         # Race: between wake()'s test and its write another thread's close() could close the
@@ -127,7 +127,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         may_share = shared_memory == "auto" and max_bytes_per_s is None
         with sockets.descriptors_guard:
             self._epoll = select.epoll()
-            self.memory = SlotMemory(self._log, self._epoll, may_share=may_share, pin=handler.pin)
+            self.memory = SlotMemory(self._log, may_share=may_share, pin=handler.pin)
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             sockets.register(self)
             self._closed = False
@@ -147,9 +147,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 self._collect_events(timeout_s)
                 if self._accept_due and self.clock() >= self._listener_rests_until_s:
                     self._accept()
-                if self._segments_due:
-                    self._segments_due = False
-                    self.memory.take_offers()
                 # If the other end was quick, the link and its first frame may be here already.
                 self._tell()
             if self._is_open():
@@ -223,7 +220,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         """Return all sockets but the listener, which sees to itself in a child."""
         links = (link.connection for link in self.links.values())
         openings = (opening.connection for opening in self._openings)
-        return [*links, *openings, *self.memory.sockets]
+        return [*links, *openings]
 
     def allocate(self, num_bytes: int) -> memoryview:
         assert not self._closed
@@ -491,7 +488,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             due_s.append(self.limit.opens_at(self.clock()))
         if due_s:
             timeout_s = min(timeout_s, min(due_s) - self.clock())
-        if self.to_read or self.to_write or self._segments_due:
+        if self.to_read or self.to_write:
             timeout_s = 0.0
         for descriptor, mask in self._epoll.poll(max(0.0, timeout_s)):
             source = self._by_descriptor.get(descriptor)
@@ -509,8 +506,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 self.to_read[source] = None
             elif descriptor == self._listener.fileno():
                 self._accept_due = True
-            elif descriptor != self._wake_descriptor:
-                self._segments_due = True
 
     def _read(self) -> None:
         for source in list(self.to_read):

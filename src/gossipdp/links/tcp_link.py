@@ -312,8 +312,6 @@ class TcpLink(Link):
         self._confirm(frame.num_read)
         if frame.frame_type is FrameType.SEGMENT_READY:
             self.peer_memory.confirmed(frame.segment)
-        if frame.frame_type is FrameType.MEMORY_SOCKET and self.peer_memory.socket is not None:
-            raise FrameError("a second memory socket")
         self._next_received += 1
         if frame.frame_type in BARE_TYPES:
             return
@@ -352,8 +350,7 @@ class TcpLink(Link):
         if frame.frame_type is FrameType.CONTROL:
             self._owner.handler.control(self, bytes(landing))
         else:
-            self.peer_memory.socket = bytes(landing)
-            self._owner.memory.offer_to(self.peer_memory)
+            self._owner.memory.take(self.peer_memory, bytes(landing))
 
     def _confirm(self, num_read: int) -> None:
         """Take note of the number of chunks that the peer has read in place, modulo 2**32."""

@@ -65,7 +65,7 @@ MISTAKES = [
     ("run -n 2", "no script to run; write it after the options"),
     ("run -n 2 nothing.py", "no such script: nothing.py"),
     ("run -n 2 --max-restarts -1 train.py", "--max-restarts is -1; it must be at least 0"),
-    ("run -n 2 --host 203.0.113.1 train.py", "cannot listen on 203.0.113.1 port 0"),
+    ("run -n 2 --host 203.0.113.1 train.py", "cannot listen on 203.0.113.1:0"),
     ("run -n 3 --nproc-per-replica 2 train.py", "-n is 3; it counts processes"),
     ("run -n 2 --nproc-per-replica 0 train.py", "--nproc-per-replica is 0"),
     ("run --nproc-per-replica 2 train.py", "--nproc-per-replica needs -n"),

@@ -8,7 +8,7 @@ import pytest
 
 from gossipdp.graph import Constants
 from gossipdp.graph.constants import LiveGraph
-from gossipdp.graph.topology import Graph, attach, build_graph, read_edge_list, without
+from gossipdp.graph.topology import Graph, build_graph, read_edge_list, without
 
 RING = build_graph("ring", 3)
 LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
@@ -35,7 +35,6 @@ LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
         (lambda: build_graph(nx.path_graph(5), 4), "5 nodes, but there are 4 workers"),
         (lambda: without(RING, range(3)), r"ring \(3 workers\)' without all of its workers"),
         (lambda: without(RING, [7]), "has no worker 7"),
-        (lambda: attach(RING, [2]), "has a worker 2 already"),
         (lambda: LiveGraph(Constants.of(RING)).constants(()), "no live workers"),
         (lambda: Constants.of(RING).neighbours(3), "worker 3 is not in the graph"),
         (lambda: Constants.of(RING, 0.0), r"comm rate 0\.0 is not a positive number"),

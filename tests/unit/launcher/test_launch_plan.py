@@ -69,7 +69,6 @@ def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
     for worker in workers:
         assert (worker.world_size, worker.local_world_size) == (3, 3)
         assert (worker.run_id, worker.secret) == (plan.run_id, str(plan.secret).encode())
-        assert worker.key_prefix == plan.key_prefix
     assert not plan.others_elsewhere
     assert str(plan.secret) not in repr(plan)
 
@@ -94,7 +93,6 @@ def test_the_worker_of_another_launcher_keeps_its_place() -> None:
     worker = Environment.read(plan.worker_variables(0))
     assert plan.first_rank == 1
     assert worker == dataclasses.replace(Environment.read(TORCHRUN), secret=SECRET.encode())
-    assert worker.key_prefix == plan.key_prefix
     step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     plan = LaunchPlan.launched(step, None)
     assert Environment.read(plan.worker_variables(0)) == Environment.read(step)

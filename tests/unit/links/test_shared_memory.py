@@ -5,24 +5,22 @@ import fcntl
 import gc
 import mmap
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from links import Recorder, has_ended, in_child
+from links import Recorder, in_child
 
-from gossipdp.links import shared_memory, sockets, tcp_link
-from gossipdp.links.frames import MAX_SEGMENT, ChunkKey, FrameType, pack_header, run_tag
-from gossipdp.links.shared_memory import MAX_SEGMENT_BYTES, SharedSegment, map_peers_segment
+from gossipdp.links import shared_memory, tcp_link
+from gossipdp.links.frames import MAX_SEGMENT, ChunkKey, FrameType
+from gossipdp.links.shared_memory import MAX_SEGMENT_BYTES, PeerMemory, SharedSegment, map_offered
 
+OFFER = shared_memory._OFFER
 EXCHANGE = FrameType.EXCHANGE_CHUNK
 PAGE = mmap.PAGESIZE
 
@@ -36,9 +34,21 @@ def num_mapped() -> int:
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
     assert "/dev/shm/gossipdp" not in maps
-    num_nameless = maps.count("/memfd:gossipdp (deleted)")
-    assert num_nameless == maps.count("/memfd:gossipdp")
-    return num_nameless
+    return maps.count("/memfd:gossipdp")
+
+
+def mapped(offer: bytes) -> memoryview:
+    """Return a peer's memory, which is on this host."""
+    found = map_offered(offer)
+    assert found is not None
+    return found[1]
+
+
+def changed(offer: bytes, **changes: Any) -> bytes:
+    """Return an offer that says something else."""
+    names = ("process_id", "descriptor", "num_bytes", "number", "token")
+    said = dict(zip(names, OFFER.unpack(offer), strict=True)) | changes
+    return OFFER.pack(*said.values())
 
 
 # The memory itself.
@@ -46,7 +56,7 @@ def num_mapped() -> int:
 
 def test_only_the_owner_can_write_it_and_its_size_is_fixed():
     segment = SharedSegment(3 * PAGE, 1)
-    peers = map_peers_segment(segment.descriptor, 3 * PAGE)
+    peers = mapped(segment.offer)
     segment.memory[PAGE : PAGE + 5] = b"hello"
     assert peers[PAGE : PAGE + 5] == b"hello"
     assert segment.offset_of(segment.memory[PAGE:][64:]) == PAGE + 64
@@ -71,7 +81,7 @@ def test_a_mapping_lives_as_long_as_a_tensor_looks_at_it(recwarn):
     before = num_mapped()
     segment = SharedSegment(PAGE, 1)
     segment.memory[64:68] = b"\x00\x00\x80\x3f"
-    peers = map_peers_segment(segment.descriptor, PAGE)
+    peers = mapped(segment.offer)
     assert num_mapped() == before + 2
     tensor = torch.frombuffer(peers[64:72], dtype=torch.float32)[:1]
     del segment, peers
@@ -82,57 +92,24 @@ def test_a_mapping_lives_as_long_as_a_tensor_looks_at_it(recwarn):
     assert not recwarn.list
 
 
-def test_memory_that_its_owner_could_take_away_is_not_mapped():
-    descriptor = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, PAGE)
-    with pytest.raises(ValueError, match="not sealed"):
-        map_peers_segment(descriptor, PAGE)
-    os.close(descriptor)
-    segment = SharedSegment(PAGE, 1)
-    with pytest.raises(ValueError, match=f"{PAGE} bytes and not {2 * PAGE}"):
-        map_peers_segment(segment.descriptor, 2 * PAGE)
-
-
-def socket_files() -> set[str]:
-    """Return the memory sockets of all workers of this machine, as a process's files name them."""
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    return {f"socket:[{line.split()[6]}]" for line in lines if "@gossipdp-" in line}
-
-
 def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world):
-    def look() -> tuple[int, int, int]:
+    def look() -> tuple[int, int]:
         files = []
         for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # the one that lists them
                 files.append(os.readlink(f"/proc/self/fd/{number}"))
-        num_memories = sum("memfd:gossipdp" in file for file in files)
-        return num_mapped(), num_memories, len(socket_files() & set(files))
+        return num_mapped(), sum("memfd:gossipdp" in file for file in files)
 
     # Another test's failure or thread may still hold some.
     of_others = look()
-    first, *_ = world.pair(world.shared)
-
-    with contextlib.closing(stranger(first)):
-        first.transport.poll(0.0)
-        before = look()
-        assert before[:2] == (of_others[0] + 4, of_others[1] + 2)
-        # Two that listen, and at least the stranger's end in ours.
-        assert before[2] >= of_others[2] + 3
-        assert in_child(look) == "(0, 0, 0)"
-        assert look() == before
+    world.pair(world.shared)
+    before = look()
+    assert before == (of_others[0] + 4, of_others[1] + 2)
+    assert in_child(look) == "(0, 0)"
+    assert look() == before
 
 
-# How it is passed.
-
-
-def name_of(node: Any) -> bytes:
-    return shared_memory._address(node.transport.memory._socket.name)
-
-
-def stranger(node: Any) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(name_of(node))
-    return connection
+# How it is shared.
 
 
 def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world):
@@ -253,7 +230,8 @@ def test_who_has_memory_later_shares_it_later(world):
     world.settle()
     second.memory = second.transport.allocate(PAGE)
     world.settle()
-    assert not back.is_shared
+    assert back.is_shared
+    assert not there.is_shared
     first.memory = first.transport.allocate(PAGE)
     world.until(lambda: there.is_shared and back.is_shared)
 
@@ -285,152 +263,61 @@ def test_a_system_without_sealed_memory_sends_bytes_and_says_so(world, monkeypat
     ]
 
 
-def test_no_fork_comes_between_the_opening_of_the_socket_and_its_listing(world, monkeypatch):
-    made_by, may_fork = shared_memory.MemorySocket, []
-
-    def make(*arguments: Any) -> shared_memory.MemorySocket:
-        made = made_by(*arguments)
-        with ThreadPoolExecutor(1) as other:
-            may_fork.append(other.submit(guard_is_free).result())
-        return made
-
-    def guard_is_free() -> bool:
-        is_free = sockets.descriptors_guard.acquire(blocking=False)
-        if is_free:
-            sockets.descriptors_guard.release()
-        return is_free
-
-    monkeypatch.setattr(shared_memory, "MemorySocket", make)
-    world.shared(0)
-    assert may_fork == [False]
+# Offers of memory that is not to be read.
 
 
-def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world):
-    first, second, third = (world.shared(rank) for rank in range(3))
-    assert name_of(first) != name_of(second)
-    links = [world.join(first, other)[0] for other in (second, third)]
-    assert len({link.peer_memory.token for link in links}) == 2
-    assert {link.peer_memory.socket[:16] for link in links} == {
-        node.transport.memory._socket.name for node in (second, third)
-    }
+def test_memory_that_its_owner_could_take_away_is_not_mapped():
+    segment = SharedSegment(PAGE, 1)
+    *_, token = OFFER.unpack(segment.offer)
+    loose = os.memfd_create(f"gossipdp-{token.hex()}", os.MFD_ALLOW_SEALING)
+    os.ftruncate(loose, PAGE)
+    with pytest.raises(ValueError, match="not sealed"):
+        map_offered(changed(segment.offer, descriptor=loose))
+    os.close(loose)
+    with pytest.raises(ValueError, match=f"{PAGE} bytes and not {2 * PAGE}"):
+        map_offered(changed(segment.offer, num_bytes=2 * PAGE))
 
 
-def test_a_peer_of_another_host_is_offered_memory_once(world, monkeypatch):
-    """No process here listens at the name that it gave."""
-    first, second = world.tcp(0), world.tcp(1)
-    for node in (first, second):
-        node.memory = node.transport.allocate(PAGE)
-    asked: list[bytes] = []
-    monkeypatch.setattr(shared_memory, "_address", lambda name: asked.append(name) or b"\0no-such")
-    first.dial(second)
-    world.until(lambda: len(asked) == 2)
-    world.settle()
-    first.transport.memory._memory = None  # and the next segment is not offered to it
-    first.transport.allocate(2 * PAGE)
-    world.settle()
-    assert len(asked) == 2
-    assert not first.link(second).is_shared
-
-
-# Strangers.
-
-
-@pytest.fixture
-def guests() -> Iterator[list[socket.socket]]:
-    guests: list[socket.socket] = []
-    yield guests
-    for guest in guests:
-        guest.close()
-
-
-def test_packets_that_are_no_memory_socket(world, guests):
-    first, second, there, _ = world.pair(world.shared)
-    segment = SharedSegment(PAGE, 7)
-    size = shared_memory._OFFER.size
-    token = first.transport.links[1].peer_memory.token
-    good = shared_memory._OFFER.pack(shared_memory._MAGIC, token, 7, PAGE)
-    guessed = shared_memory._OFFER.pack(shared_memory._MAGIC, bytes(16), 7, PAGE)
-    unnamed = shared_memory._OFFER.pack(shared_memory._MAGIC, token, MAX_SEGMENT + 1, PAGE)
+def test_what_has_another_name_is_of_another_host(tmp_path):
+    """Process and file may have the same numbers there as others here."""
+    segment, other = SharedSegment(PAGE, 1), SharedSegment(PAGE, 1)
     before = num_mapped(), len(os.listdir("/proc/self/fd"))
-    for packet, descriptors in [
-        (b"", [segment.descriptor]),
-        (b"x", []),
-        (b"x" * size, [segment.descriptor]),
-        (b"x" * 4000, [segment.descriptor] * 5),
-        (guessed, [segment.descriptor]),
-        (unnamed, [segment.descriptor]),
-        (good, []),
-        (b"x" + good[1:], [segment.descriptor]),
-        (good[:-1] + b"x", [segment.descriptor]),
-    ]:
-        guest = stranger(first)
-        guests.append(guest)
-        if packet or descriptors:
-            socket.send_fds(guest, [packet], descriptors)
-        else:
-            guest.shutdown(socket.SHUT_WR)
-        world.until(lambda guest=guest: has_ended(guest), first)
-        guest.close()
-    assert (num_mapped(), len(os.listdir("/proc/self/fd"))) == before
-    assert there.is_shared
-    there.send_chunk(EXCHANGE, key(), first.payload(b"undisturbed"))
-    world.until(lambda: second.handler.of("chunk"))
-
-
-def test_an_offer_for_a_link_that_is_no_more_is_dropped(world, caplog):
-    first, second, *_ = world.pair(world.shared)
-    memory_socket = second.transport.links[0].peer_memory.socket
-    segment = SharedSegment(PAGE, 9)
-    before = num_mapped()
-    assert shared_memory.offer(segment, memory_socket[:16] + bytes(16))
-    world.settle()
-    assert num_mapped() == before
-    assert not caplog.records  # it happens in a healthy run
-    assert shared_memory.offer(segment, memory_socket)
-    world.until(lambda: num_mapped() == before + 1, first)
-
-
-def test_silent_strangers_are_bounded(world, guests, monkeypatch):
-    """They run as the same user, so they could read this worker's memory anyway."""
-    monkeypatch.setattr(shared_memory, "MAX_STRANGERS", 4)
-    first = world.shared(0)
-    for _ in range(7):
-        guests.append(stranger(first))
-        world.settle(first, turns=2)
-    assert [has_ended(guest) for guest in guests] == [True] * 3 + [False] * 4
+    with open(tmp_path / "a file", "wb") as file:
+        for change in (
+            {"descriptor": other.descriptor},
+            {"descriptor": file.fileno()},
+            {"descriptor": 2**31},
+            {"process_id": 2**31},
+            {"token": b""},
+        ):
+            assert map_offered(changed(segment.offer, **change)) is None
+        assert (num_mapped(), len(os.listdir("/proc/self/fd")) - 1) == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
-def test_another_user_is_not_heard(world):
+def test_memory_of_another_user_is_not_mapped(world, caplog):
+    """Root may open all files, so the kernel does not forbid it."""
     first = world.shared(0)
     code = """
-        import os, socket, sys
+        import os, sys
+        from gossipdp.links.shared_memory import SharedSegment
         os.setuid(65534)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(bytes.fromhex(sys.argv[1]))
-        print("connected", flush=True)
-        sys.exit(0 if connection.recv(10) == b"" else 1)
+        segment = SharedSegment(4096, 1)
+        print(segment.offer.hex(), flush=True)
+        sys.stdin.read()
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), name_of(first).hex()], stdout=subprocess.PIPE
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    try:
+    with process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"connected\n"
-        world.until(lambda: process.poll() is not None, first)
-        assert process.returncode == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-# A peer that breaks the rules, with the secret and all.
-
-
-def test_a_second_memory_socket_ends_the_link(world):
-    first, second, *_ = world.pair(world.shared)
-    header = pack_header(run_tag("run"), FrameType.MEMORY_SOCKET, 2, 32)
-    first.transport.links[1].stream.send([header + bytes(32)])
-    world.until(lambda: second.handler.of("link_down"))
-    assert "a second memory socket" in second.handler.of("link_down")[0][1]
+        offer = bytes.fromhex(process.stdout.readline())
+        with pytest.raises(ValueError, match="another user"):
+            map_offered(offer)
+        peer = PeerMemory(1, lambda *_: None, Recorder().pin)
+        first.transport.memory.take(peer, offer)
+    text = "cannot share memory with rank 1: the memory offered is another user's"
+    assert [record.message for record in caplog.records] == [text]
