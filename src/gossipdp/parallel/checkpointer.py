@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import msgspec
 import torch
 
-import gossipdp
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Facts, Resumption, encode, file_path, saved_by
+from gossipdp.parallel.checkpoint import Resumption, encode, file_path, saved_by
 from gossipdp.parallel.checkpoint_files import (
     GivenUpError,
     IsGivenUp,
@@ -115,8 +114,6 @@ class Checkpointer:
         self._saving = saving = options.checkpoints
         self._directory = None if saving.directory is None else Path(saving.directory)
         self._is_sharded = is_sharded
-        self._num_means = 0 if resumption is None else resumption.num_means
-        self._ended = () if resumption is None else resumption.ended
         self.is_due = self._has_looked = False
         self._num_saved = self._num_failed = self._num_generators = 0
         self._drafted_step = 0 if resumption is None else resumption.counts.step
@@ -294,37 +291,25 @@ class Checkpointer:
         """Copy the content of a checkpoint; return the function that writes it."""
         assert self._directory is not None
         started_s = time.perf_counter()
-        engine, captured = self._engine, self._engine.capture()
-        counts = engine.counts()
-        self._drafted_step = counts.step
-        facts = Facts(
-            rank=engine.rank,
-            world_size=engine.world_size,
-            **counts._asdict(),
-            progress=captured.progress,
-            gossipdp=gossipdp.__version__,
-            run_id=engine.run_id,
-            incarnation=captured.incarnation,
-            ended=(*self._ended, *captured.ended),
-            num_means=self._num_means,
-        )
+        captured, facts = self._engine.capture()
+        self._drafted_step = facts.step
         state = {
             **training_state.capture(self._optimizers),
             "position": self._position.capture(),
             "random": states or random_states(),
             "others": {name: each.state_dict() for name, each in self._others.items()},
         }
-        tensors, metadata = encode(captured.tensors, facts, state)
+        tensors, metadata = encode(captured, facts, state)
         pause_s = time.perf_counter() - started_s
         self._pause_s += pause_s
         logger.info(
             "worker %d: checkpoint at step %d; training paused for %.0f ms",
-            engine.rank,
-            counts.step,
+            facts.rank,
+            facts.step,
             1e3 * pause_s,
         )
         directory, keep = self._directory, self._saving.keep
-        path = file_path(directory, engine.rank, counts.step)
+        path = file_path(directory, facts.rank, facts.step)
 
         def write(is_given_up: IsGivenUp) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)

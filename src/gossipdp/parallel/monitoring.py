@@ -7,7 +7,6 @@ write, and build pages. An error there costs lines, never training.
 """
 
 import contextlib
-import ipaddress
 import logging
 import math
 import os
@@ -25,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import gossipdp
-from gossipdp.errors import RendezvousError
 from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.graph.topology import build_graph
-from gossipdp.launcher.environment import Environment, show_address
+from gossipdp.launcher.environment import Environment
 from gossipdp.links.clock import boot_id, since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
 from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
@@ -44,7 +42,7 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
 
 if TYPE_CHECKING:
-    from gossipdp.observe.server import Page, StatusServer
+    from gossipdp.observe.server import StatusPort
 
 logger = logging.getLogger("gossipdp")
 
@@ -70,12 +68,17 @@ class Monitoring:
         self._is_shown = is_shown
         self._options = options
         self._unread: deque[Tensor] = deque(maxlen=MAX_LOSSES)
+        self._losses: deque[float] = deque(maxlen=MEAN_OF_LOSSES)
+        self._values: dict[str, float] = {}
+        self._stepped_s: float | None = None
         self._log: RunLogging | None = None
-        self.page: StatusPage | None = None
+        self.page: StatusPort | None = None
         port = environment.status_port if wanted.status_port is None else wanted.status_port
         if port is not None and is_shown:
+            from gossipdp.observe import server  # and http.server, for few runs
+
             host = wanted.status_host or environment.status_host or "127.0.0.1"
-            self.page = StatusPage(host, port)
+            self.page = server.StatusPort(host, port)
 
     def begin(
         self,
@@ -98,7 +101,17 @@ class Monitoring:
             resumes: its log goes on, whatever its run.
         """
         if self.page is not None:
-            self.page.show(engine, stats, budget, self._options)
+            from gossipdp.observe.server import Page
+
+            def status() -> WorkerStatus:
+                return self._status(engine, stats(), budget())
+
+            self.page.show(
+                {
+                    STATUS_PATH: Page("application/json", lambda: encode_status(status())),
+                    METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
+                }
+            )
         asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
         directory = self._options.monitor.log_dir or asked
         if directory is None or not self._is_shown:
@@ -119,8 +132,7 @@ class Monitoring:
         self._read_losses()
         if self._log is not None:
             self._log.stepped(samples)
-        if self.page is not None:
-            self.page.stepped_s = since_boot_s()
+        self._stepped_s = since_boot_s()
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, object]) -> None:
         """Log and show a loss and values; see ``GossipDataParallel.log``."""
@@ -136,8 +148,12 @@ class Monitoring:
     def _keep(self, loss: float | None, values: Mapping[str, Value]) -> None:
         if self._log is not None:
             self._log.log(loss, values)
-        if self.page is not None:
-            self.page.log(loss, values)
+        if loss is not None:
+            self._losses.append(loss)
+        for name, value in values.items():
+            is_new = name not in self._values
+            if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):
+                self._values[name] = float(value)
 
     def _read_losses(self) -> None:
         while self._unread:
@@ -167,6 +183,39 @@ class Monitoring:
             self._log.close()
         if self.page is not None:
             self.page.close()
+
+    # By the status server's threads.
+
+    def _status(self, engine: GossipEngine, stats: Stats, budget: int | None) -> WorkerStatus:
+        now_s, stepped_s = since_boot_s(), self._stepped_s
+        members, neighbours = engine.view()
+        # Copied in one step, whatever the training loop does.
+        losses, logged = list(self._losses.copy()), self._values.copy()
+        own = [each for each in members if each.rank == engine.rank]
+        return WorkerStatus(
+            rank=stats.rank,
+            incarnation=max((each.incarnation for each in own), default=engine.incarnation),
+            restarts=max((each.restarts for each in own), default=0),
+            num_workers=stats.world_size,
+            run_id=engine.run_id,
+            method=self._options.method,
+            graph=engine.graph,
+            comm_rate=self._options.asked_comm_rate,
+            host=socket.gethostname(),
+            process_id=os.getpid(),
+            state="averaging" if engine.is_consolidating else "training",
+            run_samples=engine.total_samples(),
+            budget_samples=budget,
+            since_step_s=math.nan if stepped_s is None else now_s - stepped_s,
+            logged={**logged, "loss": _mean_loss(losses)} if losses else {**logged},
+            members=members,
+            neighbours=neighbours,
+            notices=tuple(
+                NoticeStatus(each.rank, each.kind, max(0.0, now_s - each.at_s), each.silent_s)
+                for each in stats.noticed[-MAX_NOTICES:]
+            ),
+            **{name: getattr(stats, name) for name in metrics_of(Counters)},
+        )
 
 
 class RunLogging:
@@ -314,123 +363,6 @@ class RunLogging:
             latest |= self._values.popleft()
         if latest:
             self.writer.values(latest)
-
-
-class StatusPage:
-    """One worker's status port: ``first_port`` + the worker's rank, or with 0 any free port."""
-
-    def __init__(self, host: str, first_port: int) -> None:
-        self.stepped_s: float | None = None
-        self._host = host
-        self._first_port = first_port
-        self._server: StatusServer | None = None
-        self._pages: Mapping[str, Page] = {}
-        self._losses: deque[float] = deque(maxlen=MEAN_OF_LOSSES)
-        self._values: dict[str, float] = {}
-
-    def bind(self, rank: int) -> None:
-        """Take the port of that rank; a worker that is given another rank moves.
-
-        If it is in use, training goes on without a status, and a warning says so.
-
-        Raises:
-            ValueError: there is no such port.
-        """
-        port = self._first_port + rank if self._first_port else 0
-        if port > 65535:
-            raise ValueError(
-                f"status_port {self._first_port} is too high: worker {rank} would listen on "
-                f"{port}, and 65535 is the last"
-            )
-        self.close()
-        from gossipdp.observe.server import StatusServer  # and http.server, for few runs
-
-        try:
-            self._server = StatusServer(self._host, port)
-        except RendezvousError as error:
-            self._server = None
-            logger.warning("worker %d shows no status, and training goes on: %s", rank, error)
-        if self._server is not None and self._pages:
-            self._server.serve(self._pages)
-
-    def announced(self, host: str) -> tuple[str, int]:
-        """Return the address for others: ``host`` if it listens on all, ("", 0) without any."""
-        if self._server is None:
-            return "", 0
-        bound, port = self._server.address
-        return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
-
-    def show(
-        self,
-        engine: GossipEngine,
-        stats: Callable[[], Stats],
-        budget: Callable[[], int | None],
-        options: Options,
-    ) -> None:
-        """Answer from now on."""
-        from gossipdp.observe.server import Page
-
-        def status() -> WorkerStatus:
-            return self._status(engine, stats(), budget(), options)
-
-        self._pages = {
-            STATUS_PATH: Page("application/json", lambda: encode_status(status())),
-            METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
-        }
-        if self._server is None:  # its port was in use
-            return
-        self._server.serve(self._pages)
-        where = show_address(*self._server.address)
-        logger.info("worker %d shows its status at http://%s%s", engine.rank, where, STATUS_PATH)
-
-    def close(self) -> None:
-        """Show nothing any more."""
-        if self._server is not None:
-            self._server.close()
-
-    def log(self, loss: float | None, values: Mapping[str, Value]) -> None:
-        """Keep a loss, and those of the values that are numbers."""
-        if loss is not None:
-            self._losses.append(loss)
-        for name, value in values.items():
-            is_new = name not in self._values
-            if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):
-                self._values[name] = float(value)
-
-    # By the server's threads.
-
-    def _status(
-        self, engine: GossipEngine, stats: Stats, budget: int | None, options: Options
-    ) -> WorkerStatus:
-        now_s, stepped_s = since_boot_s(), self.stepped_s
-        members, neighbours = engine.view()
-        # Copied in one step, whatever the training loop does.
-        losses, logged = list(self._losses.copy()), self._values.copy()
-        own = [each for each in members if each.rank == engine.rank]
-        return WorkerStatus(
-            rank=stats.rank,
-            incarnation=max((each.incarnation for each in own), default=engine.incarnation),
-            restarts=max((each.restarts for each in own), default=0),
-            num_workers=stats.world_size,
-            run_id=engine.run_id,
-            method=options.method,
-            graph=engine.graph,
-            comm_rate=options.asked_comm_rate,
-            host=socket.gethostname(),
-            process_id=os.getpid(),
-            state="averaging" if engine.is_consolidating else "training",
-            run_samples=engine.total_samples(),
-            budget_samples=budget,
-            since_step_s=math.nan if stepped_s is None else now_s - stepped_s,
-            logged={**logged, "loss": _mean_loss(losses)} if losses else {**logged},
-            members=members,
-            neighbours=neighbours,
-            notices=tuple(
-                NoticeStatus(each.rank, each.kind, max(0.0, now_s - each.at_s), each.silent_s)
-                for each in stats.noticed[-MAX_NOTICES:]
-            ),
-            **{name: getattr(stats, name) for name in metrics_of(Counters)},
-        )
 
 
 def _one_loss(loss: Tensor | float) -> Tensor | float:

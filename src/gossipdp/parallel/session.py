@@ -93,15 +93,7 @@ class Session:
                 is_sharded=replica.is_sharded,
             )
             opened.callback(self.checkpointer.close)
-            self.batches = CountedBatches(
-                position,
-                self.engine.total_samples,
-                lambda: self.engine.is_stopped,
-                options,
-                draws_alike=lambda: self.engine.draws_alike,
-                between=self.checkpointer.take_due,
-                within=self.checkpointer.of_batches,
-            )
+            self.batches = CountedBatches(position, self.engine, self.checkpointer, options)
             self.monitoring.begin(
                 self.engine,
                 self.checkpointer.stats,
@@ -132,11 +124,9 @@ class Session:
             self._hooks = Hooks(
                 module,
                 optimizers,
-                between=self.engine.between_steps,
-                begins=self.engine.begins,
+                self.engine,
                 stepped=self.stepped,
                 counting_once=self.batches.counting_once,
-                loaded=self.engine.loaded,
             )
             opened.pop_all()
 
