@@ -4,17 +4,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
-import torch
 
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Resumption, encode, file_path, saved_by
+from gossipdp.parallel.checkpoint import encode, file_path, saved_by
 from gossipdp.parallel.checkpoint_files import (
     GivenUpError,
     IsGivenUp,
@@ -23,7 +22,6 @@ from gossipdp.parallel.checkpoint_files import (
 )
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.options import Options
 from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.stats import Stats
 from gossipdp.parallel.termination import TERMINATION
@@ -100,20 +98,11 @@ class Checkpointer:
     make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
     """For tests that order events: makes the writer of a rank."""
 
-    def __init__(
-        self,
-        engine: GossipEngine,
-        optimizers: Sequence[torch.optim.Optimizer],
-        position: DataPosition,
-        options: Options,
-        resumption: Resumption | None = None,
-        *,
-        is_sharded: bool = False,
-    ) -> None:
-        self._engine, self._optimizers, self._position = engine, optimizers, position
-        self._saving = saving = options.checkpoints
+    def __init__(self, engine: GossipEngine, position: DataPosition) -> None:
+        self._engine, self._position = engine, position
+        self._saving = saving = engine.options.checkpoints
         self._directory = None if saving.directory is None else Path(saving.directory)
-        self._is_sharded = is_sharded
+        self._is_sharded, resumption = engine.replica.is_sharded, engine.resumption
         self.is_due = self._has_looked = False
         self._num_saved = self._num_failed = self._num_generators = 0
         self._drafted_step = 0 if resumption is None else resumption.counts.step
@@ -161,7 +150,7 @@ class Checkpointer:
             else:
                 logger.warning("the checkpoint holds nothing of %r: it starts afresh", name)
         if self._resumed is not None:
-            training_state.restore_groups(self._resumed, self._optimizers)
+            training_state.restore_groups(self._resumed, self._engine.optimizers)
 
     def stats(self) -> Stats:
         """Return the engine's counts, and those of checkpoints. Any thread may call it."""
@@ -294,7 +283,7 @@ class Checkpointer:
         captured, facts = self._engine.capture()
         self._drafted_step = facts.step
         state = {
-            **training_state.capture(self._optimizers),
+            **training_state.capture(self._engine.optimizers),
             "position": self._position.capture(),
             "random": states or random_states(),
             "others": {name: each.state_dict() for name, each in self._others.items()},

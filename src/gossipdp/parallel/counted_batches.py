@@ -17,7 +17,6 @@ from gossipdp.logs import OF_RUN
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.options import Options
 
 logger = logging.getLogger("gossipdp")
 
@@ -37,12 +36,9 @@ class CountedBatches:
     """
 
     def __init__(
-        self,
-        position: DataPosition,
-        engine: GossipEngine,
-        checkpointer: Checkpointer,
-        options: Options,
+        self, engine: GossipEngine, position: DataPosition, checkpointer: Checkpointer
     ) -> None:
+        options = engine.options
         self.budget_samples = options.budget_samples
         self._position, self._engine, self._checkpointer = position, engine, checkpointer
         self._samples_per_step = options.counting.samples_per_step

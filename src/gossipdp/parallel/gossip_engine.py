@@ -99,7 +99,7 @@ class GossipEngine(Startup):
             finish=flat.state.device.finish,
         )
         super().__init__(flat, optimizers, options, replica, resumption=resumption, page=page)
-        self._module = module
+        self.module = module
         self.is_consolidating = self._is_closed = False
         self.is_end_asked: Callable[[], bool] = lambda: False
         self._num_means = 0 if resumption is None else resumption.num_means
@@ -204,7 +204,7 @@ class GossipEngine(Startup):
             if not self._is_reported:
                 self._is_reported = send_report(Report(trains=True))
             self._thread.step(samples)
-            if self._options.exchange.pace == "strict":
+            if self.options.exchange.pace == "strict":
                 self._keep_pace()
             elif self._rate_warning_due and self._protocol.exchange_rate is None:
                 self._warn_of_low_rate()
@@ -217,14 +217,14 @@ class GossipEngine(Startup):
         :mod:`gossipdp.parallel.shards`.
         """
         snapshot = self._loop.snapshot
-        self._agreed = self._replica.agree(
+        self._agreed = self.replica.agree(
             Agreed(
                 samples=samples,
                 others_samples=snapshot.others_samples,
                 is_stopped=self._has_stopped or snapshot.is_stopped,
                 is_poisoned=self._loop.poisoned is not None,
                 is_ending=self.is_end_asked(),
-                is_lead=self._replica.is_sharded and self._leads(),
+                is_lead=self.replica.is_sharded and self._leads(),
             )
         )
         return self._agreed.samples
@@ -247,7 +247,7 @@ class GossipEngine(Startup):
         pairing = protocol.pairing
         started_s = time.monotonic()
         if self._first_link_due_s is None:
-            self._first_link_due_s = started_s + self._options.network.timeout_s
+            self._first_link_due_s = started_s + self.options.network.timeout_s
         while pairing.answers and pairing.backlog + thread.steps_behind > MAX_LAG:
             if pairing.available:
                 self._first_link_due_s = -math.inf
@@ -270,7 +270,7 @@ class GossipEngine(Startup):
                 "with exchange=Exchange(pace='strict')",
                 self.rank,
                 100 * served / due,
-                self._options.asked_comm_rate,
+                self.options.asked_comm_rate,
                 extra=OF_RUN,
             )
 
@@ -279,7 +279,7 @@ class GossipEngine(Startup):
         """Return whether this worker's rank is the lowest of those that train, or were averaged."""
         if self._lead is not None:
             return self.rank == self._lead
-        return self._agreed.is_lead if self._replica.is_sharded else self._leads()
+        return self._agreed.is_lead if self.replica.is_sharded else self._leads()
 
     def _leads(self) -> bool:
         return all(
@@ -297,14 +297,14 @@ class GossipEngine(Startup):
         """
         snapshot = self._loop.snapshot
         members = snapshot.members
-        ended_s = since_boot_s() - self._options.network.timeout_s
+        ended_s = since_boot_s() - self.options.network.timeout_s
         ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
         ranks = {member.rank for member in members if member.status is not Status.DEAD}
         return self._gradient_steps > 0 and len(members) > 1 and self.rank == min(ranks | ending)
 
     def total_samples(self) -> int:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
-        if self._replica.is_sharded:
+        if self.replica.is_sharded:
             return self._samples + self._agreed.others_samples
         return self._samples + self._loop.snapshot.others_samples
 
@@ -317,7 +317,7 @@ class GossipEngine(Startup):
     @property
     def is_stopped(self) -> bool:
         """Return whether a worker has ended the run early, as far as this one knows."""
-        if self._replica.is_sharded:
+        if self.replica.is_sharded:
             return self._agreed.is_stopped
         return self._has_stopped or self._loop.snapshot.is_stopped
 
@@ -327,7 +327,7 @@ class GossipEngine(Startup):
 
         All processes of a replica do so at the same step.
         """
-        return self._agreed.is_ending if self._replica.is_sharded else self.is_end_asked()
+        return self._agreed.is_ending if self.replica.is_sharded else self.is_end_asked()
 
     def check(self) -> None:
         """Raise ModelChangedError if parameters were moved or replaced since wrapping.
@@ -366,7 +366,7 @@ class GossipEngine(Startup):
         So all processes raise at the same step, and none waits for another in a collective.
         """
         own = self._loop.poisoned
-        if not self._replica.is_sharded:
+        if not self.replica.is_sharded:
             return own
         return (own or self._mates_poison()) if self._agreed.is_poisoned else None
 
@@ -386,10 +386,10 @@ class GossipEngine(Startup):
             poison = PoisonedError(
                 f"the parameters or buffers of worker {self.rank} hold NaN or infinity: {outcome}"
             )
-        if not self._replica.is_any(poison is not None):
+        if not self.replica.is_any(poison is not None):
             return
         poison = poison or self._mates_poison()
-        if self._options.exchange.on_nonfinite == "exit":
+        if self.options.exchange.on_nonfinite == "exit":
             self._call(lambda: self._loop.poison(poison))
         elif is_end:
             self.close()
@@ -397,7 +397,7 @@ class GossipEngine(Startup):
 
     def _deal_with_poison(self, poison: PoisonedError) -> None:
         """Raise; with ``exit`` leave the run before."""
-        if self._options.exchange.on_nonfinite == "exit":
+        if self.options.exchange.on_nonfinite == "exit":
             self.close()
         raise poison
 
@@ -513,14 +513,14 @@ class GossipEngine(Startup):
         except SupersededError as error:
             self.come_again(error)
             outcome = self._wait_for_average(timeout_s)
-        self._lead = self._replica.first_says(outcome.lead)
+        self._lead = self.replica.first_says(outcome.lead)
         self._rendezvous.mark_consolidated()
         averaged = self._state.averaged_chunks + self._state.copied_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)
         # Each shard was averaged over the replicas in its own network; after a death in the middle
         # of it the networks may differ.
-        distances, counts = self._replica.gather(outcome.consensus_distance, outcome.num_workers)
+        distances, counts = self.replica.gather(outcome.consensus_distance, outcome.num_workers)
         progress, membership = self._protocol.progress, self._protocol.membership
         samples, steps, by_rank, members = self._call(
             lambda: (
@@ -557,7 +557,7 @@ class GossipEngine(Startup):
         self._state.device.finish()
         self._call(lambda: self._loop.consolidate(ended.set_result, timeout_s))
         line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
-        crossing = Crossing(CROSSED_FOR_TIMEOUTS * self._options.network.timeout_s)
+        crossing = Crossing(CROSSED_FOR_TIMEOUTS * self.options.network.timeout_s)
         while True:
             wait([ended], LOOK_AT_THREAD_EVERY_S)
             if math.isinf(timeout_s):  # else the end comes anyhow
@@ -583,7 +583,7 @@ class GossipEngine(Startup):
         if peers:
             raise RuntimeError(
                 f"worker {self.rank} waits in consolidate() of its "
-                f"{type(self._module).__name__} for worker {', '.join(map(str, peers))}, "
+                f"{type(self.module).__name__} for worker {', '.join(map(str, peers))}, "
                 "which waits for this one in consolidate() of another model: neither would ever "
                 "end. Consolidate the models in the same order on all workers"
             )

@@ -48,8 +48,7 @@ class Hooks:
     pre-hook runs before any other of an optimizer, and its post-hook after them.
 
     Args:
-        module, optimizers: of the wrapper.
-        engine: learns when each of the optimizers steps, and what is loaded.
+        engine: learns when each of its optimizers steps, and what is loaded into its module.
         stepped: called with the index of an optimizer that has stepped.
         counting_once: makes the closure that a step gets count its samples once, however often the
             optimizer calls it.
@@ -57,13 +56,12 @@ class Hooks:
 
     def __init__(
         self,
-        module: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
         engine: GossipEngine,
         *,
         stepped: Callable[[int], None],
         counting_once: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
+        module, optimizers = engine.module, engine.optimizers
         self._indices = {optimizer: index for index, optimizer in enumerate(optimizers)}
         self._module = module
         self._engine, self._stepped, self._counting_once = engine, stepped, counting_once

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gossipdp
 from gossipdp.gossip.counters import Counters, metrics_of
@@ -85,20 +85,12 @@ class Monitoring:
         engine: GossipEngine,
         stats: Callable[[], Stats],
         budget: Callable[[], int | None],
-        described: Callable[[], Mapping[str, Any]],
-        *,
-        joins: bool,
-        resumes: bool,
     ) -> None:
         """Show and write from now on; other threads call ``stats``.
 
         Args:
             engine, stats: of the worker.
             budget: returns the samples that all workers are to train on, as far as is known.
-            described: makes the worker's configuration, for the log.
-            joins: the worker came into a run that goes on, perhaps not for the first time: the log
-                of an earlier process of it in the same run goes on.
-            resumes: its log goes on, whatever its run.
         """
         if self.page is not None:
             from gossipdp.observe.server import Page
@@ -123,9 +115,7 @@ class Monitoring:
                 directory,
                 asked,
             )
-        self._log = RunLogging(
-            Path(directory), engine, stats, described(), joins=joins, resumes=resumes
-        )
+        self._log = RunLogging(Path(directory), engine, stats)
 
     def stepped(self, samples: int) -> None:
         """Count a gradient step that has ended, with its boundary."""
@@ -230,12 +220,11 @@ class RunLogging:
         directory: Path,
         engine: GossipEngine,
         stats: Callable[[], Stats],
-        configuration: Mapping[str, Any],
-        *,
-        joins: bool,
-        resumes: bool,
     ) -> None:
         rank, num_workers = engine.rank, engine.world_size
+        # A worker that came into a run that goes on, perhaps not for the first time, goes on with
+        # the log of its earlier process in the same run; one that resumes, whatever its run.
+        joins, resumes = engine.replica.environment.is_joining, engine.resumption is not None
         self.writer = RunLogWriter(
             worker_file(directory, rank),
             boot_id=boot_id(),
@@ -247,7 +236,7 @@ class RunLogging:
             kept = {worker_file(directory, each) for each in range(num_workers)}
             for path in set(directory.glob(FILE_PATTERN)) - kept:
                 path.unlink(missing_ok=True)
-        self.writer.start(rank=rank, num_workers=num_workers, configuration=configuration)
+        self.writer.start(rank=rank, num_workers=num_workers, configuration=describe(engine))
         self._engine, self._stats = engine, stats
         self._gradient_steps = self._samples = 0
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
@@ -407,19 +396,15 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def describe(
-    module: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    options: Options,
-    num_workers: int,
-) -> dict[str, Any]:
+def describe(engine: GossipEngine) -> dict[str, Any]:
     """Return the configuration of one worker for its log, in plain values that JSON can hold."""
-    graph = build_graph(options.graph, num_workers, seed=options.seed)
-    parameters = list(module.parameters())
+    options = engine.options
+    graph = build_graph(options.graph, engine.world_size, seed=options.seed)
+    parameters = list(engine.module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     described: dict[str, Any] = {
         "graph": graph.name,
-        "workers": num_workers,
+        "workers": engine.world_size,
         "budget_samples": options.budget_samples,
         "comm_rate": options.asked_comm_rate,
         **{name: getattr(options, name) for name in OPTIONS},
@@ -429,7 +414,7 @@ def describe(
         "parameters": sum(parameter.numel() for parameter in parameters),
         "precision": ", ".join(sorted(precisions)),
         "device": ", ".join(sorted({parameter.device.type for parameter in parameters})),
-        "optimizer": "; ".join(_optimizer(optimizer) for optimizer in optimizers),
+        "optimizer": "; ".join(_optimizer(optimizer) for optimizer in engine.optimizers),
         "script": Path(sys.argv[0]).name,
         "host": platform.node(),
         "versions": (

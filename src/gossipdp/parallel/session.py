@@ -9,7 +9,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
-from gossipdp.parallel.monitoring import Monitoring, describe
+from gossipdp.parallel.monitoring import Monitoring
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import GOSSIP_METHODS, Options
 from gossipdp.parallel.shards import Replica
@@ -60,9 +59,8 @@ class Session:
             )
             for optimizer in optimizers:
                 self._check_savable(optimizer)
-        joins = environment.is_joining
         # A worker that joins a running job takes a live worker's state, and adds its own files.
-        resumption = None if joins else _resumption(module, options, replica)
+        resumption = None if environment.is_joining else _resumption(module, options, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
         # A replica's log and status are those of its first process.
@@ -84,23 +82,11 @@ class Session:
                 page=self.monitoring.page,
             )
             opened.callback(self.engine.close)
-            self.checkpointer = Checkpointer(
-                self.engine,
-                optimizers,
-                position,
-                options,
-                resumption,
-                is_sharded=replica.is_sharded,
-            )
+            self.checkpointer = Checkpointer(self.engine, position)
             opened.callback(self.checkpointer.close)
-            self.batches = CountedBatches(position, self.engine, self.checkpointer, options)
+            self.batches = CountedBatches(self.engine, position, self.checkpointer)
             self.monitoring.begin(
-                self.engine,
-                self.checkpointer.stats,
-                lambda: self.batches.budget_samples,
-                partial(describe, module, optimizers, options, self.engine.world_size),
-                joins=joins,
-                resumes=resumption is not None,
+                self.engine, self.checkpointer.stats, lambda: self.batches.budget_samples
             )
             # A compiled wrapper breaks its graph here, and so compiles the module's graphs alone.
             disable: Callable[[Any], Any] = torch.compiler.disable
@@ -122,8 +108,6 @@ class Session:
                     extra=OF_RUN,
                 )
             self._hooks = Hooks(
-                module,
-                optimizers,
                 self.engine,
                 stepped=self.stepped,
                 counting_once=self.batches.counting_once,

@@ -72,6 +72,7 @@ class Startup:
         between_steps: gives joiners the optimizers' state; it must know of each step.
         common_random_state: torch's, if all workers began with the same, else empty.
         settings: those that all workers must share.
+        optimizers, options, replica, resumption: as given.
     """
 
     rank: int
@@ -101,13 +102,13 @@ class Startup:
         files = environment.tls if network.tls is None else tls_files(network.tls)
         self._tls = Tls(files) if files is not None else None
         self._environment = replace(environment, tls=files)
-        self._replica = replica
+        self.replica = replica
         self._flat = flat
         self._state = flat.state
-        self._optimizers = optimizers
-        self._options = options
+        self.optimizers = optimizers
+        self.options = options
         self._network = network
-        self._resumption = resumption
+        self.resumption = resumption
         self._page = page
         self.between_steps = BetweenSteps(optimizers)
         self._secret = network.secret.encode() if network.secret else None
@@ -126,18 +127,18 @@ class Startup:
         """Come into the run: with all others at its start, or into one that goes on."""
         environment = self._environment
         if self._rendezvous.joins:
-            if environment.needs_rank and self._replica.is_sharded:
+            if environment.needs_rank and self.replica.is_sharded:
                 self._join_with_one_rank()
             else:
                 self._join()
             # Each shard's network may or may not have heard of the replica's last steps. All its
             # processes count on from one number, so they save at the same steps.
-            self.before = Counts(*(int(max(each)) for each in self._replica.gather(*self.before)))
+            self.before = Counts(*(int(max(each)) for each in self.replica.gather(*self.before)))
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
-            if self._resumption is not None:
-                self._restore(self._resumption.tensors)
-                self._resumption.tensors = {}
+            if self.resumption is not None:
+                self._restore(self.resumption.tensors)
+                self.resumption.tensors = {}
             self._meet()
             self._take_start()
             self._call(self._loop.start_exchanging)
@@ -173,7 +174,7 @@ class Startup:
 
     def _take_place(self, rank: int, num_workers: int, incarnation: int) -> None:
         """Take a rank among the workers that the run began with, or beyond them."""
-        options = self._options
+        options = self.options
         self.rank, self.world_size, self.incarnation = rank, num_workers, incarnation
         if self._page is not None:
             self._page.bind(rank)
@@ -212,12 +213,12 @@ class Startup:
         listener, host = self._listen()
         try:
             address = host, listener.getsockname()[1]
-            state = random_state() if self._resumption is None else ""
+            state = random_state() if self.resumption is None else ""
             meeting = self._rendezvous.meet(address, self.settings, self._secret, state)
         except BaseException:
             listener.close()
             raise
-        if self._environment.shard == 0 and self._options.method != "none":
+        if self._environment.shard == 0 and self.options.method != "none":
             self.common_random_state = meeting.common_random_state
         # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
         others = (
@@ -225,7 +226,7 @@ class Startup:
             for rank, address in meeting.addresses.items()
             if rank != self.rank
         )
-        progress = () if self._resumption is None else self._resumption.progress
+        progress = () if self.resumption is None else self.resumption.progress
         self._start_thread(listener, host, (meeting.run_id, meeting.secret), others, progress)
 
     def _start_thread(
@@ -239,7 +240,7 @@ class Startup:
         is_joining: bool = False,
     ) -> None:
         """Build this worker's protocol and loop, and start its thread; ``run``: id and secret."""
-        options, network, (run_id, secret) = self._options, self._network, run
+        options, network, (run_id, secret) = self.options, self._network, run
         self.run_id = run_id
         process_id = secrets.randbits(62)
         self._work_out = Background[Place]()
@@ -265,7 +266,7 @@ class Startup:
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
         identity = self._identity(host, run_id, self.rank, process_id)
-        num_processes = self._replica.environment.num_shards
+        num_processes = self.replica.environment.num_shards
         self._loop = GossipLoop(
             protocol,
             self._state,
@@ -290,7 +291,7 @@ class Startup:
         self._thread.start()
 
     def _exchange_rate(self) -> ExchangeRate | None:
-        if self._options.fixed_comm_rate is not None:
+        if self.options.fixed_comm_rate is not None:
             return None
         is_on_card = self._state.device.is_queued
         return ExchangeRate(TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE)
@@ -302,7 +303,7 @@ class Startup:
         """
         state = self._state
         decays = [each.moment.decay for each in state.moments if each.moment is not None]
-        if self._options.exchange.moments is not True or not decays:
+        if self.options.exchange.moments is not True or not decays:
             return None
         num_chunks = len(state.chunks)
         return Numbering(
@@ -344,7 +345,7 @@ class Startup:
         if is_first:
             self._join()
             self._await_disputes()
-        rank = self._replica.first_says(self.rank if is_first else 0)
+        rank = self.replica.first_says(self.rank if is_first else 0)
         self._environment = replace(environment, rank=rank)
         if not is_first:
             self._join()
@@ -417,12 +418,12 @@ class Startup:
             is_joining=True,
         )
         training = take_state(self._thread, self._loop, self._state, self._network)
-        training_state.restore(training, self._optimizers)
+        training_state.restore(training, self.optimizers)
         known = self._call(self._protocol.progress.by_rank)
         samples, steps = known.get(rank, (0, 0))
         # In a resumed run an earlier life may have saved files at steps beyond those counted here:
         # the files of this life must be newer.
-        directory = self._options.checkpoints.directory
+        directory = self.options.checkpoints.directory
         saved = [] if directory is None else saved_by(Path(directory), rank)
         self.before = Counts(max([steps, *(each.facts.step for each in saved)]), steps, samples)
         self._call(lambda: self._loop.serve_state((), lambda: None))
@@ -438,7 +439,7 @@ class Startup:
         """
         thread, loop, timeout_s = self._thread, self._loop, self._network.start_timeout_s
         children: set[int] = set()
-        if self._resumption is None:
+        if self.resumption is None:
             if self.rank > 0:
                 fetch_parameters(thread, loop, (self.rank - 1) // 2, Chunk.replace, timeout_s)
             children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.world_size))

@@ -44,7 +44,7 @@ class Paced(GossipEngine):
 
         self._protocol = SimpleNamespace(pairing=self.pairing, neighbours=frozenset({0}))
         self._thread = SimpleNamespace(steps_behind=0, check=lambda: None)
-        self._options = SimpleNamespace(network=SimpleNamespace(timeout_s=5.0))
+        self.options = SimpleNamespace(network=SimpleNamespace(timeout_s=5.0))
         self._state = SimpleNamespace(boundary=boundary)
         self.phase = Phase(0.0, 1.0)
         self._states = SimpleNamespace()
@@ -121,7 +121,7 @@ class Counting(GossipEngine):
     """As much of a worker as counts, in the life that ``arrive`` gives it."""
 
     def __init__(self) -> None:
-        self._replica = SimpleNamespace(is_sharded=False)
+        self.replica = SimpleNamespace(is_sharded=False)
         self._gradient_steps = self._samples = 0
 
     def arrive(self, progress: Progress, rank: int, before: Counts) -> None:
