@@ -61,11 +61,9 @@ HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 class Monitoring:
     """One worker's log and status port, if the options or else the environment ask for them."""
 
-    def __init__(
-        self, options: Options, environment: Environment, *, is_shown: bool = True
-    ) -> None:
+    def __init__(self, options: Options, environment: Environment) -> None:
         wanted = options.monitor
-        self._is_shown = is_shown
+        self._is_shown = environment.shard == 0  # a replica's are those of its first process
         self._options = options
         self._unread: deque[Tensor] = deque(maxlen=MAX_LOSSES)
         self._losses: deque[float] = deque(maxlen=MEAN_OF_LOSSES)
@@ -74,7 +72,7 @@ class Monitoring:
         self._log: RunLogging | None = None
         self.page: StatusPort | None = None
         port = environment.status_port if wanted.status_port is None else wanted.status_port
-        if port is not None and is_shown:
+        if port is not None and self._is_shown:
             from gossipdp.observe import server  # and http.server, for few runs
 
             host = wanted.status_host or environment.status_host or "127.0.0.1"

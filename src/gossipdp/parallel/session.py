@@ -63,8 +63,7 @@ class Session:
         resumption = None if environment.is_joining else _resumption(module, options, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
-        # A replica's log and status are those of its first process.
-        self.monitoring = Monitoring(options, environment, is_shown=environment.shard == 0)
+        self.monitoring = Monitoring(options, environment)
         self._unchecked = set(range(len(optimizers)))
         self._process_id = os.getpid()
         self.num_steps = 0
