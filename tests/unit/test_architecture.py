@@ -171,18 +171,18 @@ def test_no_modules_import_each_other_in_a_circle():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (402, 5), "cli": (1228, 6), "dynamics": (2567, 11), "gossip": (2815, 11),
+        ".": (402, 5), "cli": (1228, 6), "dynamics": (2561, 11), "gossip": (2815, 11),
         "graph": (775, 3), "integrations": (603, 5), "launcher": (3508, 13), "links": (3189, 12),
-        "observe": (1693, 8), "parallel": (7542, 24), "protocol": (5325, 18),
+        "observe": (1748, 8), "parallel": (7340, 24), "protocol": (5325, 18),
     },
     "src/gossipdp_lab": {
-        ".": (331, 3), "demo": (1334, 7), "report": (1208, 6), "simulate": (3416, 19),
+        ".": (320, 3), "demo": (1317, 7), "report": (1208, 6), "simulate": (3390, 19),
         "tasks": (1664, 9),
     },
     "tests": {
         ".": (231, 1), "benchmarks": (2282, 16), "browser": (95, 1), "chaos": (1994, 10),
-        "clusters": (383, 2), "fuzz": (687, 3), "integration": (4734, 27), "mutants": (300, 2),
-        "property": (1330, 7), "simulation": (1078, 6), "support": (4941, 34), "unit": (26317, 130),
+        "clusters": (383, 2), "fuzz": (687, 3), "integration": (4733, 27), "mutants": (300, 2),
+        "property": (1330, 7), "simulation": (1078, 6), "support": (4941, 34), "unit": (26311, 130),
     },
     "benchmarks": {
         ".": (5815, 21), "reproduction": (1229, 5), "support": (3774, 27),
