@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from support.byte_task import NUM_BYTES, ByteTask, windows_at
@@ -33,7 +33,7 @@ class ByteModel(ByteTask, Objective):
     The loss is that of the held-out text, in bits a byte. All workers start alike.
     """
 
-    name: ClassVar[str] = "bytes"
+    name = "bytes"
 
     def begin(self, num_workers: int, seed: int) -> ByteSource:
         return ByteSource(self, num_workers, seed)

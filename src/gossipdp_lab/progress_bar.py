@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -69,12 +68,7 @@ class ProgressView:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     @property
@@ -82,18 +76,13 @@ class ProgressView:
         """Say if :meth:`advance` would show anything now."""
         return self._clock() - self._shown_s >= self._every_s
 
-    def advance(self, share: float, text: str = "", label: str | None = None) -> None:
-        """Show that ``share`` of the work is done, 0 to 1, and ``text`` beside it.
-
-        label: the work from now on.
-        """
+    def advance(self, share: float, text: str = "") -> None:
+        """Show that ``share`` of the work is done, 0 to 1, and ``text`` beside it."""
         if not self.is_due:
             return
-        self._label = self._label if label is None else label
         self._shown_s = now_s = self._clock()
         if self._console.is_terminal:
-            bar, label = self._bar, self._label
-            bar.update(self._task, completed=share, description=text, label=label, refresh=True)
+            self._bar.update(self._task, completed=share, description=text, refresh=True)
         else:
             more = f"  {text}" if text else ""
             line = f"{now_s - self._started_s:4.0f} s  {self._label}: {share:4.0%}{more}"

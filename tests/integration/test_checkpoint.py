@@ -61,8 +61,7 @@ def train(model: GossipDataParallel, optimizer: torch.optim.Optimizer, steps: in
 
 def state_of(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All tensors of a checkpoint, as they are in memory; no exchange runs before the 4th step."""
-    captured = model._engine.capture()
-    tensors = dict(captured.tensors)
+    tensors, _ = model._engine.capture()
     for index, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
             tensors[f"optimizer/{index}/{name}"] = value.clone()
@@ -268,7 +267,7 @@ def test_who_comes_back_saves_what_is_newer_than_the_files_of_its_earlier_life(w
     model.save_checkpoint()
     model.close()
     resumed, fresh = (make_model(str(tmp_path / each))[0] for each in (".", "other"))
-    assert fresh._engine._startup.settings.difference(resumed._engine._startup.settings) == (
+    assert fresh._engine.settings.difference(resumed._engine.settings) == (
         "this worker starts afresh, and worker 0 starts from checkpoints of 1 workers"
     )
     resumed.close()

@@ -13,8 +13,8 @@ from sharded_runs import Seen, loader, make_net, shard, step, values
 
 from gossipdp import GossipDataParallel, Network
 from gossipdp.launcher.launch_plan import ask_join_infos
-from gossipdp.parallel import gossip_engine
-from gossipdp.parallel.startup import Startup
+from gossipdp.parallel import session
+from gossipdp.parallel.gossip_engine import GossipEngine
 
 pytestmark = pytest.mark.processes
 NUM_SHARDS = 2
@@ -39,7 +39,7 @@ def joining_variables(directory: Path) -> dict[str, str]:
     return network.join_variables() | no_rank
 
 
-class Lagging(Startup):
+class Lagging(GossipEngine):
     """Hears of different numbers of steps in different networks."""
 
     def _join(self) -> None:
@@ -57,7 +57,7 @@ def join_at_once(directory: Path) -> Seen:
     os.environ["GOSSIPDP_REPLICAS"] = "1"
     if not is_run:
         os.environ.update(joining_variables(directory))
-        gossip_engine.Startup = Lagging  # type: ignore[misc]
+        session.GossipEngine = Lagging  # type: ignore[misc]
     dist.init_process_group("gloo")
     net = shard(make_net(0 if is_run else 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)

@@ -349,7 +349,7 @@ def test_what_all_workers_must_have_alike_is_told_to_the_others(options, message
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         model = GossipDataParallel(net, optimizer, **options)
         model.close()
-        return model._engine._startup.settings
+        return model._engine.settings
 
     found = settings(**options).difference(settings())
     assert found is not None

@@ -107,7 +107,7 @@ def phase_and_starts(model: GossipDataParallel) -> tuple[float, float, list[floa
     stats = model.stats()
     assert stats.exchanges == len(stats.recent_exchanges)
     starts = [exchange.started_s for exchange in stats.recent_exchanges]
-    return engine._startup.phase.at(now_s), now_s, starts
+    return engine.phase.at(now_s), now_s, starts
 
 
 def phase_by_hand(eta: float, now_s: float, starts: list[float]) -> float:

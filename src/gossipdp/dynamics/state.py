@@ -91,14 +91,13 @@ class Segment:
 
         Ctrl+C leaves each run as it was, for the next boundary, or added.
         """
-        start = 0
-        kinds = itertools.groupby(
-            self.inbox_chunks, lambda chunk: (chunk.is_taken, chunk.taken_number)
+        runs = itertools.groupby(
+            zip(self.inbox_chunks, self._parts, strict=False),  # no inboxes: nothing is taken
+            lambda each: (each[0].is_taken, each[0].taken_number),
         )
-        for (is_taken, number), run in kinds:
-            chunks = list(run)
-            part = slice(start, start + sum(chunk.num_elements for chunk in chunks))
-            start = part.stop
+        for (is_taken, number), run in runs:
+            chunks, parts = zip(*run, strict=True)
+            part = slice(parts[0].start, parts[-1].stop)
             if is_taken:
                 update.at_once(
                     *update.take_operations(self.x[part], self._inboxes[number][part]),
@@ -111,8 +110,7 @@ class Segment:
         So the memory of the module's parameters holds others for a time, as in ``averaged()``. If
         x lies in ``other`` already, nothing changes.
         """
-        for chunk, part in zip(self.chunks, self._parts, strict=True):
-            there = other[part]
+        for chunk, there in self.split(other):
             if chunk.x.data_ptr() != there.data_ptr():
                 with chunk.lock, chunk.order:
                     own = chunk.x.clone()
@@ -135,17 +133,14 @@ class Segment:
         """Copy pending (None: it is zero) and c to host memory; see :class:`.Chunk`."""
         pending = torch.empty_like(self.pending, device="cpu")
         c = None if self.c is None else torch.empty_like(self.c, device="cpu")
-        start = 0
-        for chunk in self.chunks if self.role.is_exchanged else ():
-            part = slice(start, start + chunk.num_elements)
-            chunk.copy_momentum(pending[part], None if c is None else c[part])
-            start = part.stop
+        for chunk, part in zip(self.chunks, self._parts, strict=True):
+            if self.role.is_exchanged:
+                chunk.copy_momentum(pending[part], None if c is None else c[part])
         return pending if pending.any() else None, c
 
     def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
         """Pair each chunk with its part of another tensor of this segment's length."""
-        parts = torch.split(flat, [chunk.num_elements for chunk in self.chunks])
-        return zip(self.chunks, parts, strict=True)
+        return zip(self.chunks, (flat[part] for part in self._parts), strict=True)
 
 
 class State:
@@ -239,7 +234,11 @@ class State:
         num_values = sum(chunk.num_elements for chunk in self.chunks)
         is_compiled = update.choose_kernels(num_values, requested) == "numba"
         for chunk in self.chunks:
-            chunk.is_compiled = is_compiled and update.can_compile(chunk.x)
+            chunk.is_compiled = (
+                is_compiled
+                and chunk.x.device.type == "cpu"
+                and chunk.x.dtype in update.COMPILED_DTYPES
+            )
         self.compile_for(None)
         compiled = sum(chunk.num_elements for chunk in self.chunks if chunk.is_compiled)
         if compiled >= LEAST_HELPED_VALUES:

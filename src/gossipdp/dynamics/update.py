@@ -302,11 +302,6 @@ def choose_kernels(num_values: int, requested: str | None = None) -> str:
     return requested
 
 
-def can_compile(x: Tensor) -> bool:
-    """Return True if compiled loops know parameters like these."""
-    return x.device.type == "cpu" and x.dtype in COMPILED_DTYPES
-
-
 def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
     """Compile the loops for parameters and snapshots of these precisions, or load them from disk.
 

@@ -33,8 +33,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gossipdp.errors import RendezvousError
+from gossipdp.launcher.environment import show_address
 from gossipdp.links import sockets
 from gossipdp.logs import OnceLog
+from gossipdp.observe.status import STATUS_PATH
 
 logger = logging.getLogger("gossipdp.observe")
 
@@ -183,6 +185,59 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             self._once.warn_once("answer", repr(type(error)), "the status port: %r", error)
+
+
+class StatusPort:
+    """One worker's status port: ``first_port`` + the worker's rank, or with 0 any free port."""
+
+    def __init__(self, host: str, first_port: int) -> None:
+        self._host = host
+        self._first_port = first_port
+        self._server: StatusServer | None = None
+        self._pages: Mapping[str, Page] = {}
+
+    def bind(self, rank: int) -> None:
+        """Take the port of that rank; a worker that is given another rank moves.
+
+        If it is in use, training goes on without a status, and a warning says so.
+
+        Raises:
+            ValueError: there is no such port.
+        """
+        port = self._first_port + rank if self._first_port else 0
+        if port > 65535:
+            raise ValueError(
+                f"status_port {self._first_port} is too high: worker {rank} would listen on "
+                f"{port}, and 65535 is the last"
+            )
+        self.close()
+        self._rank = rank
+        try:
+            self._server = StatusServer(self._host, port)
+        except RendezvousError as error:
+            self._server = None
+            logger.warning("worker %d shows no status, and training goes on: %s", rank, error)
+        self.show(self._pages)
+
+    def announced(self, host: str) -> tuple[str, int]:
+        """Return the address for others: ``host`` if it listens on all, ("", 0) without any."""
+        if self._server is None:
+            return "", 0
+        bound, port = self._server.address
+        return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
+
+    def show(self, pages: Mapping[str, Page]) -> None:
+        """Show these pages from now on, also at another rank's port."""
+        self._pages = pages
+        if self._server is not None and pages:
+            self._server.serve(pages)
+            where = show_address(*self._server.address)
+            logger.info("worker %d shows its status at http://%s%s", self._rank, where, STATUS_PATH)
+
+    def close(self) -> None:
+        """Show nothing any more."""
+        if self._server is not None:
+            self._server.close()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

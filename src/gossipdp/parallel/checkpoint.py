@@ -100,15 +100,6 @@ class Counts(NamedTuple):
     samples: int = 0
 
 
-class Captured(NamedTuple):
-    """One worker's part of a checkpoint, copied at one moment; see :class:`Facts`."""
-
-    tensors: dict[str, Tensor]
-    progress: tuple[ProgressEntry, ...]
-    incarnation: int = 0
-    ended: tuple[EndedLife, ...] = ()
-
-
 class Saved(NamedTuple):
     """A file and its facts."""
 

@@ -4,18 +4,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
-import torch
 
-import gossipdp
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Facts, Resumption, encode, file_path, saved_by
+from gossipdp.parallel.checkpoint import encode, file_path, saved_by
 from gossipdp.parallel.checkpoint_files import (
     GivenUpError,
     IsGivenUp,
@@ -24,7 +22,6 @@ from gossipdp.parallel.checkpoint_files import (
 )
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.options import Options
 from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.stats import Stats
 from gossipdp.parallel.termination import TERMINATION
@@ -101,22 +98,11 @@ class Checkpointer:
     make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
     """For tests that order events: makes the writer of a rank."""
 
-    def __init__(
-        self,
-        engine: GossipEngine,
-        optimizers: Sequence[torch.optim.Optimizer],
-        position: DataPosition,
-        options: Options,
-        resumption: Resumption | None = None,
-        *,
-        is_sharded: bool = False,
-    ) -> None:
-        self._engine, self._optimizers, self._position = engine, optimizers, position
-        self._saving = saving = options.checkpoints
+    def __init__(self, engine: GossipEngine, position: DataPosition) -> None:
+        self._engine, self._position = engine, position
+        self._saving = saving = engine.options.checkpoints
         self._directory = None if saving.directory is None else Path(saving.directory)
-        self._is_sharded = is_sharded
-        self._num_means = 0 if resumption is None else resumption.num_means
-        self._ended = () if resumption is None else resumption.ended
+        self._is_sharded, resumption = engine.replica.is_sharded, engine.resumption
         self.is_due = self._has_looked = False
         self._num_saved = self._num_failed = self._num_generators = 0
         self._drafted_step = 0 if resumption is None else resumption.counts.step
@@ -164,7 +150,7 @@ class Checkpointer:
             else:
                 logger.warning("the checkpoint holds nothing of %r: it starts afresh", name)
         if self._resumed is not None:
-            training_state.restore_groups(self._resumed, self._optimizers)
+            training_state.restore_groups(self._resumed, self._engine.optimizers)
 
     def stats(self) -> Stats:
         """Return the engine's counts, and those of checkpoints. Any thread may call it."""
@@ -294,37 +280,25 @@ class Checkpointer:
         """Copy the content of a checkpoint; return the function that writes it."""
         assert self._directory is not None
         started_s = time.perf_counter()
-        engine, captured = self._engine, self._engine.capture()
-        counts = engine.counts()
-        self._drafted_step = counts.step
-        facts = Facts(
-            rank=engine.rank,
-            world_size=engine.world_size,
-            **counts._asdict(),
-            progress=captured.progress,
-            gossipdp=gossipdp.__version__,
-            run_id=engine.run_id,
-            incarnation=captured.incarnation,
-            ended=(*self._ended, *captured.ended),
-            num_means=self._num_means,
-        )
+        captured, facts = self._engine.capture()
+        self._drafted_step = facts.step
         state = {
-            **training_state.capture(self._optimizers),
+            **training_state.capture(self._engine.optimizers),
             "position": self._position.capture(),
             "random": states or random_states(),
             "others": {name: each.state_dict() for name, each in self._others.items()},
         }
-        tensors, metadata = encode(captured.tensors, facts, state)
+        tensors, metadata = encode(captured, facts, state)
         pause_s = time.perf_counter() - started_s
         self._pause_s += pause_s
         logger.info(
             "worker %d: checkpoint at step %d; training paused for %.0f ms",
-            engine.rank,
-            counts.step,
+            facts.rank,
+            facts.step,
             1e3 * pause_s,
         )
         directory, keep = self._directory, self._saving.keep
-        path = file_path(directory, engine.rank, counts.step)
+        path = file_path(directory, facts.rank, facts.step)
 
         def write(is_given_up: IsGivenUp) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,11 @@
 """The batches of ``batches()`` and ``epochs()``, their count, and their end."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +14,9 @@ from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp.logs import OF_RUN
+from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.options import Options
+from gossipdp.parallel.gossip_engine import GossipEngine
 
 logger = logging.getLogger("gossipdp")
 
@@ -33,29 +32,18 @@ IN_AN_OWN_ORDER = (
 class CountedBatches:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
-    It calls ``between()`` between two batches, and yields them within the context ``within()``.
-    ``draws_alike`` says whether all workers draw the same random numbers.
+    Checkpoints that are due are taken between two batches.
     """
 
     def __init__(
-        self,
-        position: DataPosition,
-        total_samples: Callable[[], int],
-        is_stopped: Callable[[], bool],
-        options: Options,
-        *,
-        draws_alike: Callable[[], bool],
-        between: Callable[[], None],
-        within: Callable[[], AbstractContextManager[None]],
+        self, engine: GossipEngine, position: DataPosition, checkpointer: Checkpointer
     ) -> None:
+        options = engine.options
         self.budget_samples = options.budget_samples
-        self._position = position
-        self._total_samples, self._is_stopped = total_samples, is_stopped
-        self._draws_alike = draws_alike
-        self._between, self._within = between, within
+        self._position, self._engine, self._checkpointer = position, engine, checkpointer
         self._samples_per_step = options.counting.samples_per_step
         self._batch_dim = options.counting.batch_dim
-        self._is_yielding = self._is_repeat = self._may_repeat = False
+        self._is_repeat = self._may_repeat = False
         self._is_closed = self._is_sampler_looked_at = False
         self._counted = self._all_counted = 0
         # The first two count the calls of epochs() that are over. The third is of the last call,
@@ -94,7 +82,8 @@ class CountedBatches:
         node = torch._C._current_autograd_node()  # None: no backward pass runs
         if node is not None and node.name() != "CheckpointFunctionBackward":
             return
-        if self._samples_per_step is not None or self._is_yielding or self._is_repeat:
+        is_counted = self._checkpointer.is_within_batches or self._is_repeat
+        if self._samples_per_step is not None or is_counted:
             return
         found = _first_tensor(batch)
         if found is not None:
@@ -168,14 +157,14 @@ class CountedBatches:
         budget = self.budget_samples
         if budget is None or not self._has_ended(budget):
             return
-        if self._is_stopped():
+        if self._engine.is_stopped:
             why = "model.stop() has ended the run"
         else:
-            why = f"the workers have trained on {self._total_samples()} samples already"
+            why = f"the workers have trained on {self._engine.total_samples()} samples already"
         logger.warning("%s yields nothing: %s", loop, why, extra=OF_RUN)
 
     def _all_until(self, samples: int, loader: Iterable[Batch]) -> Iterator[Batch]:
-        with self._yielding():
+        with self._checkpointer.of_batches():
             yield from self._until(samples, self._passes(loader))
 
     def _all_epochs(
@@ -186,26 +175,26 @@ class CountedBatches:
         num_epochs: int,
         size: int,
     ) -> Iterator[tuple[int, Iterator[Batch]]]:
-        with self._yielding():
+        with self._checkpointer.of_batches():
             passes = self._passes(loader)
             epoch = -1
             while not self._has_ended(samples_before + num_epochs * size):
                 self._check_open()
-                epoch = max(epoch + 1, (self._total_samples() - samples_before) // size)
+                epoch = max(epoch + 1, (self._engine.total_samples() - samples_before) // size)
                 if epoch >= num_epochs:  # the loop broke off epochs before their ends
                     return
                 end = samples_before + (epoch + 1) * size
                 yield epochs_before + epoch, self._until(end, passes)
 
     def _has_ended(self, samples: float) -> bool:
-        return self._is_stopped() or self._total_samples() >= samples
+        return self._engine.is_stopped or self._engine.total_samples() >= samples
 
     def _until(self, samples: int, passes: Iterator[Batch]) -> Iterator[Batch]:
         while not self._has_ended(samples):
             self._check_open()
             yield next(passes)
             if not self._is_closed:
-                self._between()
+                self._checkpointer.take_due()
 
     def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, each counted, pass after pass without end."""
@@ -233,7 +222,9 @@ class CountedBatches:
                     "one share of the data alone: that of a slow worker counts less, and that of a "
                     "dead one is lost. In its place write"
                 )
-            elif type(each) is RandomSampler and each.generator is None and self._draws_alike():
+            elif (
+                type(each) is RandomSampler and each.generator is None and self._engine.draws_alike
+            ):
                 problem = (
                     "all workers go through the data in the same order, since torch has the same "
                     "random state on all of them. Unless each has data of its own, write"
@@ -254,15 +245,6 @@ class CountedBatches:
                 "counting=Counting(samples_per_step=...)"
             )
         self._counted += samples
-
-    @contextlib.contextmanager
-    def _yielding(self) -> Iterator[None]:
-        with self._within():
-            self._is_yielding = True
-            try:
-                yield
-            finally:
-                self._is_yielding = False
 
 
 def _batch_size(batch: Any, batch_dim: int) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 logger = logging.getLogger("gossipdp")
@@ -194,15 +195,11 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _with_tensors(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_tensors(held) for key, held in value.items()}
-    return torch.from_numpy(value.copy()) if isinstance(value, numpy.ndarray) else value
+    return tree_map_only(numpy.ndarray, lambda held: torch.from_numpy(held.copy()), value)
 
 
 def _with_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_arrays(held) for key, held in value.items()}
-    return value.numpy() if isinstance(value, torch.Tensor) else value
+    return tree_map_only(torch.Tensor, torch.Tensor.numpy, value)
 
 
 def random_states() -> dict[str, Any]:

@@ -8,12 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+import gossipdp
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
@@ -24,18 +25,20 @@ from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
-from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
+from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.startup import Startup, StatusPort, random_state
+from gossipdp.parallel.startup import Startup, random_state
 from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats, view_of
-from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import MAX_BACKLOG
 from gossipdp.protocol.participants import Crossing
+
+if TYPE_CHECKING:
+    from gossipdp.observe.server import StatusPort
 
 logger = logging.getLogger("gossipdp")
 
@@ -58,7 +61,7 @@ _engines: "weakref.WeakSet[GossipEngine]" = weakref.WeakSet()
 """The engines of this process that are not closed."""
 
 
-class GossipEngine:
+class GossipEngine(Startup):
     """One worker's exchanges with the others, as the main thread drives them.
 
     It owns the flat parameters, the state shared with the gossip thread, and that thread. The main
@@ -66,18 +69,9 @@ class GossipEngine:
     thread writes x. Main thread only; :meth:`stats` and :meth:`view` any thread may call.
 
     Attributes:
-        rank, incarnation: of this worker; the number of its lives before this one.
-        world_size: workers in the run.
-        run_id, graph: of the run; the graph's name.
         is_consolidating: ``consolidate()`` was called.
         is_end_asked: says whether this process was asked to end (SIGTERM).
     """
-
-    rank: int
-    world_size: int
-    run_id: str
-    incarnation = 0
-    graph = ""
 
     def __init__(
         self,
@@ -87,31 +81,31 @@ class GossipEngine:
         replica: Replica,
         *,
         resumption: Resumption | None = None,
-        page: StatusPort | None = None,
+        page: "StatusPort | None" = None,
     ) -> None:
         check_platform()
-        self._module = module
-        self.is_consolidating = self._is_closed = False
-        self.is_end_asked: Callable[[], bool] = lambda: False
-        self._before = Counts()
-        self._gradient_steps = self._samples = 0
-        self._waited_s = 0.0
-        self._options, self._replica = options, replica
         choice = options.exchange.moments if options.method != "none" else False
-        self._flat = FlatParameters(
+        flat = FlatParameters(
             module,
             optimizers,
             momentum=options.method == "a2cid2",
             exchange_frozen=options.exchange.frozen,
             moments=chosen_moments(choice, optimizers),
         )
-        self._state = self._flat.state
         self._moments = Moments(
-            self._flat.moment_places,
+            flat.moment_places,
             optimizers,
             is_default=choice is True,
-            finish=self._state.device.finish,
+            finish=flat.state.device.finish,
         )
+        super().__init__(flat, optimizers, options, replica, resumption=resumption, page=page)
+        self.module = module
+        self.is_consolidating = self._is_closed = False
+        self.is_end_asked: Callable[[], bool] = lambda: False
+        self._num_means = 0 if resumption is None else resumption.num_means
+        self._ended_before = () if resumption is None else resumption.ended
+        self._gradient_steps = self._samples = 0
+        self._waited_s = 0.0
         self._first_link_due_s: float | None = None
         self._is_reported = REPORT_VARIABLE not in os.environ  # to a launcher: that it trains
         self._rate_warning_due = True
@@ -119,13 +113,9 @@ class GossipEngine:
         self._is_averaged = self._has_stopped = False
         self._lead: int | None = None  # after consolidate()
         self._agreed = Agreed()
-        self._startup = Startup(
-            self._flat, optimizers, options, replica, resumption=resumption, page=page
-        )
         try:
             self._state.compile()
-            self._startup.start()
-            self._has_started()
+            self.start()
             reshard(module)
             self._agree(0)
         except BaseException:
@@ -144,44 +134,27 @@ class GossipEngine:
         if line is not None and self.rank == 0:
             logger.info(line)
 
-    def _has_started(self) -> None:
-        """Take over what this worker is in the run, and drives from now on."""
-        startup = self._startup
-        assert startup.thread is not None
-        self.rank, self.world_size = startup.rank, startup.world_size
-        self.incarnation, self.run_id = startup.incarnation, startup.run_id
-        self.graph = startup.settings.graph.rpartition(" ")[0]
-        self._before = startup.before
-        self._protocol, self._loop, self._thread = startup.protocol, startup.loop, startup.thread
-
-    def _come_again(self, superseded: SupersededError) -> None:
-        """Take another rank, or raise ``superseded``; see :meth:`Startup.come_again`."""
-        self._startup.come_again(superseded)
-        # Its work so far counts under its former rank.
-        self._gradient_steps = self._samples = 0
-        self._has_started()
-
-    @property
-    def between_steps(self) -> BetweenSteps:
-        """Return the object that gives joiners the optimizers' state; it must know of each step."""
-        return self._startup.between_steps
+    def come_again(self, superseded: SupersededError) -> None:
+        """Take another rank, or raise ``superseded``; see the base class."""
+        super().come_again(superseded)
+        self._gradient_steps = self._samples = 0  # its work so far counts under its former rank
 
     @property
     def draws_alike(self) -> bool:
         """Return whether torch still has the random state here with which all workers began."""
-        return self.world_size > 1 and self._startup.common_random_state == random_state()
+        return self.world_size > 1 and self.common_random_state == random_state()
 
     @property
     def step_number(self) -> int:
         """Return the number of this worker's last gradient step; goes on where a run resumed."""
-        return self._before.step + self._gradient_steps
+        return self.before.step + self._gradient_steps
 
     def counts(self) -> Counts:
         """Return the counts of this worker, over all of its lives."""
         return Counts(
             self.step_number,
-            self._before.steps + self._gradient_steps,
-            self._before.samples + self._samples,
+            self.before.steps + self._gradient_steps,
+            self.before.samples + self._samples,
         )
 
     # Training.
@@ -213,7 +186,7 @@ class GossipEngine:
         try:
             self._thread.check()
         except SupersededError as error:
-            self._come_again(error)
+            self.come_again(error)
         if (poison := self._agreed_poison()) is not None:
             self._deal_with_poison(poison)
         if self._is_averaged:
@@ -231,7 +204,7 @@ class GossipEngine:
             if not self._is_reported:
                 self._is_reported = send_report(Report(trains=True))
             self._thread.step(samples)
-            if self._options.exchange.pace == "strict":
+            if self.options.exchange.pace == "strict":
                 self._keep_pace()
             elif self._rate_warning_due and self._protocol.exchange_rate is None:
                 self._warn_of_low_rate()
@@ -244,20 +217,20 @@ class GossipEngine:
         :mod:`gossipdp.parallel.shards`.
         """
         snapshot = self._loop.snapshot
-        self._agreed = self._replica.agree(
+        self._agreed = self.replica.agree(
             Agreed(
                 samples=samples,
                 others_samples=snapshot.others_samples,
                 is_stopped=self._has_stopped or snapshot.is_stopped,
                 is_poisoned=self._loop.poisoned is not None,
                 is_ending=self.is_end_asked(),
-                is_lead=self._replica.is_sharded and self._leads(),
+                is_lead=self.replica.is_sharded and self._leads(),
             )
         )
         return self._agreed.samples
 
     def _theta(self) -> float:
-        return self._startup.phase.at(since_boot_s())
+        return self.phase.at(since_boot_s())
 
     def _keep_pace(self) -> None:
         """Wait while more than ``MAX_LAG`` own demands are unserved and someone could serve them.
@@ -274,7 +247,7 @@ class GossipEngine:
         pairing = protocol.pairing
         started_s = time.monotonic()
         if self._first_link_due_s is None:
-            self._first_link_due_s = started_s + self._options.network.timeout_s
+            self._first_link_due_s = started_s + self.options.network.timeout_s
         while pairing.answers and pairing.backlog + thread.steps_behind > MAX_LAG:
             if pairing.available:
                 self._first_link_due_s = -math.inf
@@ -297,7 +270,7 @@ class GossipEngine:
                 "with exchange=Exchange(pace='strict')",
                 self.rank,
                 100 * served / due,
-                self._options.asked_comm_rate,
+                self.options.asked_comm_rate,
                 extra=OF_RUN,
             )
 
@@ -306,7 +279,7 @@ class GossipEngine:
         """Return whether this worker's rank is the lowest of those that train, or were averaged."""
         if self._lead is not None:
             return self.rank == self._lead
-        return self._agreed.is_lead if self._replica.is_sharded else self._leads()
+        return self._agreed.is_lead if self.replica.is_sharded else self._leads()
 
     def _leads(self) -> bool:
         return all(
@@ -324,27 +297,27 @@ class GossipEngine:
         """
         snapshot = self._loop.snapshot
         members = snapshot.members
-        ended_s = since_boot_s() - self._options.network.timeout_s
+        ended_s = since_boot_s() - self.options.network.timeout_s
         ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
         ranks = {member.rank for member in members if member.status is not Status.DEAD}
         return self._gradient_steps > 0 and len(members) > 1 and self.rank == min(ranks | ending)
 
     def total_samples(self) -> int:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
-        if self._replica.is_sharded:
+        if self.replica.is_sharded:
             return self._samples + self._agreed.others_samples
         return self._samples + self._loop.snapshot.others_samples
 
     def stop(self) -> None:
         """End the run for all workers, before its budget is used up; the next messages say so."""
         add = self._protocol.progress.add
-        self._thread.call(lambda: add(0, 0, since_boot_s(), is_stopped=True)).result()
+        self._call(lambda: add(0, 0, since_boot_s(), is_stopped=True))
         self._has_stopped = True
 
     @property
     def is_stopped(self) -> bool:
         """Return whether a worker has ended the run early, as far as this one knows."""
-        if self._replica.is_sharded:
+        if self.replica.is_sharded:
             return self._agreed.is_stopped
         return self._has_stopped or self._loop.snapshot.is_stopped
 
@@ -354,7 +327,7 @@ class GossipEngine:
 
         All processes of a replica do so at the same step.
         """
-        return self._agreed.is_ending if self._replica.is_sharded else self.is_end_asked()
+        return self._agreed.is_ending if self.replica.is_sharded else self.is_end_asked()
 
     def check(self) -> None:
         """Raise ModelChangedError if parameters were moved or replaced since wrapping.
@@ -379,11 +352,11 @@ class GossipEngine:
         if not exchanged:
             return
         try:
-            self._thread.call(self._loop.hold).result()
+            self._call(self._loop.hold)
             self._state.device.finish()
             self._flat.forget(exchanged)
         finally:
-            self._thread.call(self._loop.release).result()
+            self._call(self._loop.release)
 
     # Poison.
 
@@ -393,7 +366,7 @@ class GossipEngine:
         So all processes raise at the same step, and none waits for another in a collective.
         """
         own = self._loop.poisoned
-        if not self._replica.is_sharded:
+        if not self.replica.is_sharded:
             return own
         return (own or self._mates_poison()) if self._agreed.is_poisoned else None
 
@@ -413,18 +386,18 @@ class GossipEngine:
             poison = PoisonedError(
                 f"the parameters or buffers of worker {self.rank} hold NaN or infinity: {outcome}"
             )
-        if not self._replica.is_any(poison is not None):
+        if not self.replica.is_any(poison is not None):
             return
         poison = poison or self._mates_poison()
-        if self._options.exchange.on_nonfinite == "exit":
-            self._thread.call(lambda: self._loop.poison(poison)).result()
+        if self.options.exchange.on_nonfinite == "exit":
+            self._call(lambda: self._loop.poison(poison))
         elif is_end:
             self.close()
         self._deal_with_poison(poison)
 
     def _deal_with_poison(self, poison: PoisonedError) -> None:
         """Raise; with ``exit`` leave the run before."""
-        if self._options.exchange.on_nonfinite == "exit":
+        if self.options.exchange.on_nonfinite == "exit":
             self.close()
         raise poison
 
@@ -434,8 +407,8 @@ class GossipEngine:
 
     # Copies of the state.
 
-    def capture(self) -> Captured:
-        """Copy this worker's state.
+    def capture(self) -> tuple[dict[str, Tensor], Facts]:
+        """Copy this worker's state; return its tensors, and the facts of a checkpoint of it.
 
         x and pending are copied as they are: adding one to the other here could change parameters
         between a forward and a backward pass of the user's. An exchange may run meanwhile: every
@@ -465,20 +438,26 @@ class GossipEngine:
             for kind, copy in zip(kinds, segment.copy_momentum(), strict=True):
                 flats[kind].append(copy)
         protocol = self._protocol
-        (progress, _), members = self._thread.call(
+        (progress, _), members = self._call(
             lambda: (protocol.progress.news(), protocol.membership.members())
-        ).result()
-        snapshot = self._loop.snapshot
-        return Captured(
-            tensors={
-                f"{kind}/{name}": values.contiguous()
-                for kind, copies in flats.items()
-                for name, values in self._flat.named(copies).items()
-            },
-            progress=tuple(msgspec.structs.replace(entry, is_stopped=False) for entry in progress),
-            incarnation=protocol.incarnation,
-            ended=ended_lives(members, snapshot.noticed, self._loop.clock()),
         )
+        ended = ended_lives(members, self._loop.snapshot.noticed, self._loop.clock())
+        facts = Facts(
+            rank=self.rank,
+            world_size=self.world_size,
+            **self.counts()._asdict(),
+            progress=tuple(msgspec.structs.replace(entry, is_stopped=False) for entry in progress),
+            gossipdp=gossipdp.__version__,
+            run_id=self.run_id,
+            incarnation=protocol.incarnation,
+            ended=(*self._ended_before, *ended),
+            num_means=self._num_means,
+        )
+        return {
+            f"{kind}/{name}": values.contiguous()
+            for kind, copies in flats.items()
+            for name, values in self._flat.named(copies).items()
+        }, facts
 
     def export(self, values: dict[str, Any]) -> None:
         """Put x + pending, in new tensors, into a state_dict of the module.
@@ -532,25 +511,25 @@ class GossipEngine:
         try:
             outcome = self._wait_for_average(timeout_s)
         except SupersededError as error:
-            self._come_again(error)
+            self.come_again(error)
             outcome = self._wait_for_average(timeout_s)
-        self._lead = self._replica.first_says(outcome.lead)
-        self._startup.rendezvous.mark_consolidated()
+        self._lead = self.replica.first_says(outcome.lead)
+        self._rendezvous.mark_consolidated()
         averaged = self._state.averaged_chunks + self._state.copied_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)
         # Each shard was averaged over the replicas in its own network; after a death in the middle
         # of it the networks may differ.
-        distances, counts = self._replica.gather(outcome.consensus_distance, outcome.num_workers)
+        distances, counts = self.replica.gather(outcome.consensus_distance, outcome.num_workers)
         progress, membership = self._protocol.progress, self._protocol.membership
-        samples, steps, by_rank, members = self._thread.call(
+        samples, steps, by_rank, members = self._call(
             lambda: (
                 progress.total_samples,
                 progress.total_steps,
                 progress.by_rank(),
                 membership.members(),
             )
-        ).result()
+        )
         # The workers that the run began with, and those that have joined since.
         joined = {member.rank for member in members if member.status is not Status.JOINING}
         known = joined.union(range(self.world_size))
@@ -576,9 +555,9 @@ class GossipEngine:
     def _wait_for_average(self, timeout_s: float) -> Outcome:
         ended: Future[Outcome] = Future()
         self._state.device.finish()
-        self._thread.call(lambda: self._loop.consolidate(ended.set_result, timeout_s)).result()
+        self._call(lambda: self._loop.consolidate(ended.set_result, timeout_s))
         line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
-        crossing = Crossing(CROSSED_FOR_TIMEOUTS * self._options.network.timeout_s)
+        crossing = Crossing(CROSSED_FOR_TIMEOUTS * self.options.network.timeout_s)
         while True:
             wait([ended], LOOK_AT_THREAD_EVERY_S)
             if math.isinf(timeout_s):  # else the end comes anyhow
@@ -604,7 +583,7 @@ class GossipEngine:
         if peers:
             raise RuntimeError(
                 f"worker {self.rank} waits in consolidate() of its "
-                f"{type(self._module).__name__} for worker {', '.join(map(str, peers))}, "
+                f"{type(self.module).__name__} for worker {', '.join(map(str, peers))}, "
                 "which waits for this one in consolidate() of another model: neither would ever "
                 "end. Consolidate the models in the same order on all workers"
             )
@@ -620,8 +599,8 @@ class GossipEngine:
         self._is_closed = True
         _engines.discard(self)
         try:
-            self._startup.close()
-            if self._startup.thread is not None:
+            super().close()
+            if self._has_thread:
                 # What the last exchange brought belongs to the parameters.
                 self._state.boundary(self._theta(), wait=True)
         finally:

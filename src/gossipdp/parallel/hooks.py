@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gossipdp.errors import ModelChangedError
 from gossipdp.logs import OF_RUN
+from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import GROUPS
 from gossipdp.parallel.schedule import FOLLOW_PROGRESS
-from gossipdp.parallel.training_state import BetweenSteps
 
 logger = logging.getLogger("gossipdp")
 
@@ -48,29 +48,23 @@ class Hooks:
     pre-hook runs before any other of an optimizer, and its post-hook after them.
 
     Args:
-        module, optimizers: of the wrapper.
-        between: learns when each of the optimizers steps.
-        begins, stepped: called with the index of an optimizer that is to step, or has stepped.
+        engine: learns when each of its optimizers steps, and what is loaded into its module.
+        stepped: called with the index of an optimizer that has stepped.
         counting_once: makes the closure that a step gets count its samples once, however often the
             optimizer calls it.
-        loaded: called with the parameters and buffers of a part of the module that were loaded.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        engine: GossipEngine,
         *,
-        between: BetweenSteps,
-        begins: Callable[[int], None],
         stepped: Callable[[int], None],
         counting_once: Callable[[Callable[..., Any]], Callable[..., Any]],
-        loaded: Callable[[Iterable[Tensor]], None],
     ) -> None:
+        module, optimizers = engine.module, engine.optimizers
         self._indices = {optimizer: index for index, optimizer in enumerate(optimizers)}
         self._module = module
-        self._between, self._counting_once = between, counting_once
-        self._before_step, self._stepped = begins, stepped
+        self._engine, self._stepped, self._counting_once = engine, stepped, counting_once
         self._parameters = {id(parameter) for parameter in module.parameters()}
         self._num_boundaries = 0
         # The number of boundaries when an optimizer's step began: the optimizer may be a shell
@@ -94,7 +88,7 @@ class Hooks:
         # Every part has a hook: loading a part calls the hooks of that part alone.
         self._handles.extend(
             each.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                _LoadedHook(weakref.ref(each), weakref.ref(module), loaded)
+                _LoadedHook(weakref.ref(each), weakref.ref(module), engine.loaded)
             )
             for each in module.modules()
         )
@@ -115,8 +109,8 @@ class Hooks:
         index = self._indices.get(optimizer)
         if index is None:
             return None
-        self._between.begins(optimizer)
-        self._before_step(index)
+        self._engine.between_steps.begins(optimizer)
+        self._engine.begins(index)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return None
@@ -135,7 +129,7 @@ class Hooks:
             self._refuse_new_parameters()
             self._refuse_unwrapped(optimizer, around)
             return
-        self._between.ended(optimizer)
+        self._engine.between_steps.ended(optimizer)
         self._num_boundaries += 1
         self._refuse_new_parameters()
         # GradScaler calls a fused optimizer's step even if that moves nothing. This waits for the

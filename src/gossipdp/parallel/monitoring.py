@@ -7,7 +7,6 @@ write, and build pages. An error there costs lines, never training.
 """
 
 import contextlib
-import ipaddress
 import logging
 import math
 import os
@@ -22,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gossipdp
-from gossipdp.errors import RendezvousError
 from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.graph.topology import build_graph
-from gossipdp.launcher.environment import Environment, show_address
+from gossipdp.launcher.environment import Environment
 from gossipdp.links.clock import boot_id, since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
 from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
@@ -44,7 +42,7 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
 
 if TYPE_CHECKING:
-    from gossipdp.observe.server import Page, StatusServer
+    from gossipdp.observe.server import StatusPort
 
 logger = logging.getLogger("gossipdp")
 
@@ -63,42 +61,47 @@ HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 class Monitoring:
     """One worker's log and status port, if the options or else the environment ask for them."""
 
-    def __init__(
-        self, options: Options, environment: Environment, *, is_shown: bool = True
-    ) -> None:
+    def __init__(self, options: Options, environment: Environment) -> None:
         wanted = options.monitor
-        self._is_shown = is_shown
+        self._is_shown = environment.shard == 0  # a replica's are those of its first process
         self._options = options
         self._unread: deque[Tensor] = deque(maxlen=MAX_LOSSES)
+        self._losses: deque[float] = deque(maxlen=MEAN_OF_LOSSES)
+        self._values: dict[str, float] = {}
+        self._stepped_s: float | None = None
         self._log: RunLogging | None = None
-        self.page: StatusPage | None = None
+        self.page: StatusPort | None = None
         port = environment.status_port if wanted.status_port is None else wanted.status_port
-        if port is not None and is_shown:
+        if port is not None and self._is_shown:
+            from gossipdp.observe import server  # and http.server, for few runs
+
             host = wanted.status_host or environment.status_host or "127.0.0.1"
-            self.page = StatusPage(host, port)
+            self.page = server.StatusPort(host, port)
 
     def begin(
         self,
         engine: GossipEngine,
         stats: Callable[[], Stats],
         budget: Callable[[], int | None],
-        described: Callable[[], Mapping[str, Any]],
-        *,
-        joins: bool,
-        resumes: bool,
     ) -> None:
         """Show and write from now on; other threads call ``stats``.
 
         Args:
             engine, stats: of the worker.
             budget: returns the samples that all workers are to train on, as far as is known.
-            described: makes the worker's configuration, for the log.
-            joins: the worker came into a run that goes on, perhaps not for the first time: the log
-                of an earlier process of it in the same run goes on.
-            resumes: its log goes on, whatever its run.
         """
         if self.page is not None:
-            self.page.show(engine, stats, budget, self._options)
+            from gossipdp.observe.server import Page
+
+            def status() -> WorkerStatus:
+                return self._status(engine, stats(), budget())
+
+            self.page.show(
+                {
+                    STATUS_PATH: Page("application/json", lambda: encode_status(status())),
+                    METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
+                }
+            )
         asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
         directory = self._options.monitor.log_dir or asked
         if directory is None or not self._is_shown:
@@ -110,17 +113,14 @@ class Monitoring:
                 directory,
                 asked,
             )
-        self._log = RunLogging(
-            Path(directory), engine, stats, described(), joins=joins, resumes=resumes
-        )
+        self._log = RunLogging(Path(directory), engine, stats)
 
     def stepped(self, samples: int) -> None:
         """Count a gradient step that has ended, with its boundary."""
         self._read_losses()
         if self._log is not None:
             self._log.stepped(samples)
-        if self.page is not None:
-            self.page.stepped_s = since_boot_s()
+        self._stepped_s = since_boot_s()
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, object]) -> None:
         """Log and show a loss and values; see ``GossipDataParallel.log``."""
@@ -136,8 +136,12 @@ class Monitoring:
     def _keep(self, loss: float | None, values: Mapping[str, Value]) -> None:
         if self._log is not None:
             self._log.log(loss, values)
-        if self.page is not None:
-            self.page.log(loss, values)
+        if loss is not None:
+            self._losses.append(loss)
+        for name, value in values.items():
+            is_new = name not in self._values
+            if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):
+                self._values[name] = float(value)
 
     def _read_losses(self) -> None:
         while self._unread:
@@ -168,6 +172,39 @@ class Monitoring:
         if self.page is not None:
             self.page.close()
 
+    # By the status server's threads.
+
+    def _status(self, engine: GossipEngine, stats: Stats, budget: int | None) -> WorkerStatus:
+        now_s, stepped_s = since_boot_s(), self._stepped_s
+        members, neighbours = engine.view()
+        # Copied in one step, whatever the training loop does.
+        losses, logged = list(self._losses.copy()), self._values.copy()
+        own = [each for each in members if each.rank == engine.rank]
+        return WorkerStatus(
+            rank=stats.rank,
+            incarnation=max((each.incarnation for each in own), default=engine.incarnation),
+            restarts=max((each.restarts for each in own), default=0),
+            num_workers=stats.world_size,
+            run_id=engine.run_id,
+            method=self._options.method,
+            graph=engine.graph,
+            comm_rate=self._options.asked_comm_rate,
+            host=socket.gethostname(),
+            process_id=os.getpid(),
+            state="averaging" if engine.is_consolidating else "training",
+            run_samples=engine.total_samples(),
+            budget_samples=budget,
+            since_step_s=math.nan if stepped_s is None else now_s - stepped_s,
+            logged={**logged, "loss": _mean_loss(losses)} if losses else {**logged},
+            members=members,
+            neighbours=neighbours,
+            notices=tuple(
+                NoticeStatus(each.rank, each.kind, max(0.0, now_s - each.at_s), each.silent_s)
+                for each in stats.noticed[-MAX_NOTICES:]
+            ),
+            **{name: getattr(stats, name) for name in metrics_of(Counters)},
+        )
+
 
 class RunLogging:
     """The log of one worker, ``worker-RANK.jsonl`` in ``directory``, and the thread that writes it.
@@ -181,12 +218,11 @@ class RunLogging:
         directory: Path,
         engine: GossipEngine,
         stats: Callable[[], Stats],
-        configuration: Mapping[str, Any],
-        *,
-        joins: bool,
-        resumes: bool,
     ) -> None:
         rank, num_workers = engine.rank, engine.world_size
+        # A worker that came into a run that goes on, perhaps not for the first time, goes on with
+        # the log of its earlier process in the same run; one that resumes, whatever its run.
+        joins, resumes = engine.replica.environment.is_joining, engine.resumption is not None
         self.writer = RunLogWriter(
             worker_file(directory, rank),
             boot_id=boot_id(),
@@ -198,7 +234,7 @@ class RunLogging:
             kept = {worker_file(directory, each) for each in range(num_workers)}
             for path in set(directory.glob(FILE_PATTERN)) - kept:
                 path.unlink(missing_ok=True)
-        self.writer.start(rank=rank, num_workers=num_workers, configuration=configuration)
+        self.writer.start(rank=rank, num_workers=num_workers, configuration=describe(engine))
         self._engine, self._stats = engine, stats
         self._gradient_steps = self._samples = 0
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
@@ -316,123 +352,6 @@ class RunLogging:
             self.writer.values(latest)
 
 
-class StatusPage:
-    """One worker's status port: ``first_port`` + the worker's rank, or with 0 any free port."""
-
-    def __init__(self, host: str, first_port: int) -> None:
-        self.stepped_s: float | None = None
-        self._host = host
-        self._first_port = first_port
-        self._server: StatusServer | None = None
-        self._pages: Mapping[str, Page] = {}
-        self._losses: deque[float] = deque(maxlen=MEAN_OF_LOSSES)
-        self._values: dict[str, float] = {}
-
-    def bind(self, rank: int) -> None:
-        """Take the port of that rank; a worker that is given another rank moves.
-
-        If it is in use, training goes on without a status, and a warning says so.
-
-        Raises:
-            ValueError: there is no such port.
-        """
-        port = self._first_port + rank if self._first_port else 0
-        if port > 65535:
-            raise ValueError(
-                f"status_port {self._first_port} is too high: worker {rank} would listen on "
-                f"{port}, and 65535 is the last"
-            )
-        self.close()
-        from gossipdp.observe.server import StatusServer  # and http.server, for few runs
-
-        try:
-            self._server = StatusServer(self._host, port)
-        except RendezvousError as error:
-            self._server = None
-            logger.warning("worker %d shows no status, and training goes on: %s", rank, error)
-        if self._server is not None and self._pages:
-            self._server.serve(self._pages)
-
-    def announced(self, host: str) -> tuple[str, int]:
-        """Return the address for others: ``host`` if it listens on all, ("", 0) without any."""
-        if self._server is None:
-            return "", 0
-        bound, port = self._server.address
-        return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
-
-    def show(
-        self,
-        engine: GossipEngine,
-        stats: Callable[[], Stats],
-        budget: Callable[[], int | None],
-        options: Options,
-    ) -> None:
-        """Answer from now on."""
-        from gossipdp.observe.server import Page
-
-        def status() -> WorkerStatus:
-            return self._status(engine, stats(), budget(), options)
-
-        self._pages = {
-            STATUS_PATH: Page("application/json", lambda: encode_status(status())),
-            METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
-        }
-        if self._server is None:  # its port was in use
-            return
-        self._server.serve(self._pages)
-        where = show_address(*self._server.address)
-        logger.info("worker %d shows its status at http://%s%s", engine.rank, where, STATUS_PATH)
-
-    def close(self) -> None:
-        """Show nothing any more."""
-        if self._server is not None:
-            self._server.close()
-
-    def log(self, loss: float | None, values: Mapping[str, Value]) -> None:
-        """Keep a loss, and those of the values that are numbers."""
-        if loss is not None:
-            self._losses.append(loss)
-        for name, value in values.items():
-            is_new = name not in self._values
-            if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):
-                self._values[name] = float(value)
-
-    # By the server's threads.
-
-    def _status(
-        self, engine: GossipEngine, stats: Stats, budget: int | None, options: Options
-    ) -> WorkerStatus:
-        now_s, stepped_s = since_boot_s(), self.stepped_s
-        members, neighbours = engine.view()
-        # Copied in one step, whatever the training loop does.
-        losses, logged = list(self._losses.copy()), self._values.copy()
-        own = [each for each in members if each.rank == engine.rank]
-        return WorkerStatus(
-            rank=stats.rank,
-            incarnation=max((each.incarnation for each in own), default=engine.incarnation),
-            restarts=max((each.restarts for each in own), default=0),
-            num_workers=stats.world_size,
-            run_id=engine.run_id,
-            method=options.method,
-            graph=engine.graph,
-            comm_rate=options.asked_comm_rate,
-            host=socket.gethostname(),
-            process_id=os.getpid(),
-            state="averaging" if engine.is_consolidating else "training",
-            run_samples=engine.total_samples(),
-            budget_samples=budget,
-            since_step_s=math.nan if stepped_s is None else now_s - stepped_s,
-            logged={**logged, "loss": _mean_loss(losses)} if losses else {**logged},
-            members=members,
-            neighbours=neighbours,
-            notices=tuple(
-                NoticeStatus(each.rank, each.kind, max(0.0, now_s - each.at_s), each.silent_s)
-                for each in stats.noticed[-MAX_NOTICES:]
-            ),
-            **{name: getattr(stats, name) for name in metrics_of(Counters)},
-        )
-
-
 def _one_loss(loss: Tensor | float) -> Tensor | float:
     """Return a loss as a number, or apart from its graph if it is on a device."""
     if not isinstance(loss, Tensor):
@@ -475,19 +394,15 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def describe(
-    module: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    options: Options,
-    num_workers: int,
-) -> dict[str, Any]:
+def describe(engine: GossipEngine) -> dict[str, Any]:
     """Return the configuration of one worker for its log, in plain values that JSON can hold."""
-    graph = build_graph(options.graph, num_workers, seed=options.seed)
-    parameters = list(module.parameters())
+    options = engine.options
+    graph = build_graph(options.graph, engine.world_size, seed=options.seed)
+    parameters = list(engine.module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     described: dict[str, Any] = {
         "graph": graph.name,
-        "workers": num_workers,
+        "workers": engine.world_size,
         "budget_samples": options.budget_samples,
         "comm_rate": options.asked_comm_rate,
         **{name: getattr(options, name) for name in OPTIONS},
@@ -497,7 +412,7 @@ def describe(
         "parameters": sum(parameter.numel() for parameter in parameters),
         "precision": ", ".join(sorted(precisions)),
         "device": ", ".join(sorted({parameter.device.type for parameter in parameters})),
-        "optimizer": "; ".join(_optimizer(optimizer) for optimizer in optimizers),
+        "optimizer": "; ".join(_optimizer(optimizer) for optimizer in engine.optimizers),
         "script": Path(sys.argv[0]).name,
         "host": platform.node(),
         "versions": (

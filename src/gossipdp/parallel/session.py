@@ -9,7 +9,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
-from gossipdp.parallel.monitoring import Monitoring, describe
+from gossipdp.parallel.monitoring import Monitoring
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import GOSSIP_METHODS, Options
 from gossipdp.parallel.shards import Replica
@@ -60,13 +59,11 @@ class Session:
             )
             for optimizer in optimizers:
                 self._check_savable(optimizer)
-        joins = environment.is_joining
         # A worker that joins a running job takes a live worker's state, and adds its own files.
-        resumption = None if joins else _resumption(module, options, replica)
+        resumption = None if environment.is_joining else _resumption(module, options, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
-        # A replica's log and status are those of its first process.
-        self.monitoring = Monitoring(options, environment, is_shown=environment.shard == 0)
+        self.monitoring = Monitoring(options, environment)
         self._unchecked = set(range(len(optimizers)))
         self._process_id = os.getpid()
         self.num_steps = 0
@@ -84,31 +81,11 @@ class Session:
                 page=self.monitoring.page,
             )
             opened.callback(self.engine.close)
-            self.checkpointer = Checkpointer(
-                self.engine,
-                optimizers,
-                position,
-                options,
-                resumption,
-                is_sharded=replica.is_sharded,
-            )
+            self.checkpointer = Checkpointer(self.engine, position)
             opened.callback(self.checkpointer.close)
-            self.batches = CountedBatches(
-                position,
-                self.engine.total_samples,
-                lambda: self.engine.is_stopped,
-                options,
-                draws_alike=lambda: self.engine.draws_alike,
-                between=self.checkpointer.take_due,
-                within=self.checkpointer.of_batches,
-            )
+            self.batches = CountedBatches(self.engine, position, self.checkpointer)
             self.monitoring.begin(
-                self.engine,
-                self.checkpointer.stats,
-                lambda: self.batches.budget_samples,
-                partial(describe, module, optimizers, options, self.engine.world_size),
-                joins=joins,
-                resumes=resumption is not None,
+                self.engine, self.checkpointer.stats, lambda: self.batches.budget_samples
             )
             # A compiled wrapper breaks its graph here, and so compiles the module's graphs alone.
             disable: Callable[[Any], Any] = torch.compiler.disable
@@ -130,13 +107,9 @@ class Session:
                     extra=OF_RUN,
                 )
             self._hooks = Hooks(
-                module,
-                optimizers,
-                between=self.engine.between_steps,
-                begins=self.engine.begins,
+                self.engine,
                 stepped=self.stepped,
                 counting_once=self.batches.counting_once,
-                loaded=self.engine.loaded,
             )
             opened.pop_all()
 

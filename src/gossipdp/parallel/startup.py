@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -50,41 +50,44 @@ from gossipdp.protocol.neighbours import Place
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.rules import shown_rate
 
+if TYPE_CHECKING:
+    from gossipdp.observe.server import StatusPort
+
 logger = logging.getLogger("gossipdp")
+
+Result = TypeVar("Result")
 
 LOOK_AT_PROGRESS_EVERY_S = 1.0
 LOOK_AT_RANK_EVERY_S = 0.05
 
 
-class StatusPort(Protocol):
-    """A port that shows a worker's status, to be taken once the worker's rank is known."""
-
-    def bind(self, rank: int) -> None:
-        """Take the port of that rank; a worker that is given another rank moves."""
-
-    def announced(self, host: str) -> tuple[str, int]:
-        """Return the address for others, on ``host`` if the port has no host of its own."""
-
-
 class Startup:
     """One worker's way into the run, and its place there. Only the main thread uses it.
 
-    ``world_size`` is the number of workers that the run began with; ``before`` holds the worker's
-    counts from before; ``between_steps`` gives the optimizers' state; ``rendezvous`` reports to the
-    launcher; ``common_random_state`` is torch's random state if all workers began with the same,
-    else empty; ``thread`` is None until it has been started.
+    Attributes:
+        rank, incarnation: of this worker; the number of its lives before this one.
+        world_size: workers that the run began with.
+        run_id, graph: of the run; the graph's name.
+        before: the worker's counts from before.
+        phase: of its momentum.
+        between_steps: gives joiners the optimizers' state; it must know of each step.
+        common_random_state: torch's, if all workers began with the same, else empty.
+        settings: those that all workers must share.
+        optimizers, options, replica, resumption: as given.
     """
 
     rank: int
     world_size: int
-    incarnation = 0
-    restarts = 0
-    common_random_state = ""
     run_id: str
+    incarnation = 0
+    graph = ""
     phase: Phase
-    protocol: WorkerProtocol
-    loop: GossipLoop
-    thread: GossipThread | None = None
+    common_random_state = ""
+    _restarts = 0
+    _protocol: WorkerProtocol
+    _loop: GossipLoop
+    _thread: GossipThread
+    _has_thread = False
 
     def __init__(
         self,
@@ -94,19 +97,19 @@ class Startup:
         replica: Replica,
         *,
         resumption: Resumption | None,
-        page: StatusPort | None,
+        page: "StatusPort | None",
     ) -> None:
         network, environment = options.network, replica.environment
         files = environment.tls if network.tls is None else tls_files(network.tls)
         self._tls = Tls(files) if files is not None else None
         self._environment = replace(environment, tls=files)
-        self._replica = replica
+        self.replica = replica
         self._flat = flat
         self._state = flat.state
-        self._optimizers = optimizers
-        self._options = options
+        self.optimizers = optimizers
+        self.options = options
         self._network = network
-        self._resumption = resumption
+        self.resumption = resumption
         self._page = page
         self.between_steps = BetweenSteps(optimizers)
         self._secret = network.secret.encode() if network.secret else None
@@ -119,28 +122,28 @@ class Startup:
             wire_format=options.wire_format,
             start="afresh" if resumption is None else resumption.start,
         )
-        self.rendezvous = Rendezvous.open(self._environment, network.start_timeout_s)
+        self._rendezvous = Rendezvous.open(self._environment, network.start_timeout_s)
 
     def start(self) -> None:
         """Come into the run: with all others at its start, or into one that goes on."""
         environment = self._environment
-        if self.rendezvous.joins:
-            if environment.needs_rank and self._replica.is_sharded:
+        if self._rendezvous.joins:
+            if environment.needs_rank and self.replica.is_sharded:
                 self._join_with_one_rank()
             else:
                 self._join()
             # Each shard's network may or may not have heard of the replica's last steps. All its
             # processes count on from one number, so they save at the same steps.
-            self.before = Counts(*(int(max(each)) for each in self._replica.gather(*self.before)))
+            self.before = Counts(*(int(max(each)) for each in self.replica.gather(*self.before)))
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
-            if self._resumption is not None:
-                self._restore(self._resumption.tensors)
-                self._resumption.tensors = {}
+            if self.resumption is not None:
+                self._restore(self.resumption.tensors)
+                self.resumption.tensors = {}
             self._meet()
             self._take_start()
-            self._call(self.loop.start_exchanging)
-        self.rendezvous.mark_ready(self.rank)
+            self._call(self._loop.start_exchanging)
+        self._rendezvous.mark_ready(self.rank)
 
     def come_again(self, superseded: SupersededError) -> None:
         """Take another rank: two workers that joined at the same time had been given the same one.
@@ -149,10 +152,10 @@ class Startup:
         """
         self._give_up_rank(superseded)
         self._join()
-        self.rendezvous.mark_ready(self.rank)
+        self._rendezvous.mark_ready(self.rank)
 
     def _give_up_rank(self, superseded: SupersededError) -> None:
-        if not (self.rendezvous.joins and self._environment.needs_rank):
+        if not (self._rendezvous.joins and self._environment.needs_rank):
             raise superseded
         logger.warning(
             "worker %d takes another rank: one that joined at the same time has this one",
@@ -166,17 +169,18 @@ class Startup:
         self.between_steps.close()
 
     def _end_thread(self) -> None:
-        if self.thread is not None:
-            self.thread.close()
+        if self._has_thread:
+            self._thread.close()
             self._work_out.close()
 
     def _take_place(self, rank: int, num_workers: int, incarnation: int) -> None:
         """Take a rank among the workers that the run began with, or beyond them."""
-        options = self._options
+        options = self.options
         self.rank, self.world_size, self.incarnation = rank, num_workers, incarnation
         if self._page is not None:
             self._page.bind(rank)
         graph = build_graph(options.graph, num_workers, seed=options.seed)
+        self.graph = graph.name
         # The phase is measured in communication periods, so eta is that of comm rate 1.
         unit = Constants.of(graph)
         fixed = options.fixed_comm_rate
@@ -210,12 +214,12 @@ class Startup:
         listener, host = self._listen()
         try:
             address = host, listener.getsockname()[1]
-            state = random_state() if self._resumption is None else ""
-            meeting = self.rendezvous.meet(address, self.settings, self._secret, state)
+            state = random_state() if self.resumption is None else ""
+            meeting = self._rendezvous.meet(address, self.settings, self._secret, state)
         except BaseException:
             listener.close()
             raise
-        if self._environment.shard == 0 and self._options.method != "none":
+        if self._environment.shard == 0 and self.options.method != "none":
             self.common_random_state = meeting.common_random_state
         # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
         others = (
@@ -223,7 +227,7 @@ class Startup:
             for rank, address in meeting.addresses.items()
             if rank != self.rank
         )
-        progress = () if self._resumption is None else self._resumption.progress
+        progress = () if self.resumption is None else self.resumption.progress
         self._start_thread(listener, host, (meeting.run_id, meeting.secret), others, progress)
 
     def _start_thread(
@@ -237,12 +241,12 @@ class Startup:
         is_joining: bool = False,
     ) -> None:
         """Build this worker's protocol and loop, and start its thread; ``run``: id and secret."""
-        options, network, (run_id, secret) = self._options, self._network, run
+        options, network, (run_id, secret) = self.options, self._network, run
         self.run_id = run_id
         # Of two processes of a rank the later life has the higher id: that one stays.
         process_id = self.incarnation << 32 | secrets.randbits(32)
         self._work_out = Background[Place]()
-        self.protocol = protocol = WorkerProtocol(
+        self._protocol = protocol = WorkerProtocol(
             rank=self.rank,
             incarnation=self.incarnation,
             process_id=process_id,
@@ -259,13 +263,13 @@ class Startup:
             status_address=("", 0) if self._page is None else self._page.announced(host),
             exchange_rate=self._exchange_rate(),
             moments_due=self._moments_due(),
-            restarts=self.restarts,
+            restarts=self._restarts,
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
         identity = self._identity(host, run_id, self.rank, process_id)
-        num_processes = self._replica.environment.num_shards
-        self.loop = GossipLoop(
+        num_processes = self.replica.environment.num_shards
+        self._loop = GossipLoop(
             protocol,
             self._state,
             self.phase,
@@ -282,14 +286,14 @@ class Startup:
             since_boot_s,
             wire_format=options.wire_format,
         )
-        self.thread = GossipThread(self.loop)
-        self.between_steps.attach(self._state.device.mark(), self.loop.transport.wake)
-        self.loop.transfers.offer = self.between_steps.offer
+        self._thread, self._has_thread = GossipThread(self._loop), True
+        self.between_steps.attach(self._state.device.mark(), self._loop.transport.wake)
+        self._loop.transfers.offer = self.between_steps.offer
         self._state.device.finish()
-        self.thread.start()
+        self._thread.start()
 
     def _exchange_rate(self) -> ExchangeRate | None:
-        if self._options.fixed_comm_rate is not None:
+        if self.options.fixed_comm_rate is not None:
             return None
         is_on_card = self._state.device.is_queued
         return ExchangeRate(TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE)
@@ -299,7 +303,7 @@ class Startup:
         if not moments:
             return None
         # Periods that the user gave count exchanges alone.
-        is_default = self._options.exchange.moments is True
+        is_default = self.options.exchange.moments is True
         num_steps = steps_between(min(each.decay for each in moments)) if is_default else math.inf
         return MomentsDue({each.period for each in moments}, num_steps)
 
@@ -336,18 +340,17 @@ class Startup:
         if is_first:
             self._join()
             self._await_disputes()
-        rank = self._replica.first_says(self.rank if is_first else 0)
+        rank = self.replica.first_says(self.rank if is_first else 0)
         self._environment = replace(environment, rank=rank)
         if not is_first:
             self._join()
 
     def _await_disputes(self) -> None:
         """Return once this worker has had its rank, undisputed, for a time-out."""
-        assert self.thread is not None
         since_s = time.monotonic()
         while time.monotonic() < since_s + self._network.timeout_s:
             try:
-                self.thread.check()
+                self._thread.check()
             except SupersededError as error:
                 self._give_up_rank(error)
                 self._join()
@@ -396,7 +399,7 @@ class Startup:
             wanted = None if environment.needs_rank else environment.rank
             rank, incarnation = first_incarnation(answer.members, wanted)
             before = (each.restarts + 1 for each in answer.members if each.rank == rank)
-            self.restarts = next(before, 0)
+            self._restarts = next(before, 0)
             self._take_place(rank, answer.num_workers, incarnation)
         except BaseException:
             listener.close()
@@ -409,19 +412,18 @@ class Startup:
             answer.progress,
             is_joining=True,
         )
-        assert self.thread is not None
-        training = take_state(self.thread, self.loop, self._state, self._network)
-        training_state.restore(training, self._optimizers)
-        known = self.thread.call(self.protocol.progress.by_rank).result()
+        training = take_state(self._thread, self._loop, self._state, self._network)
+        training_state.restore(training, self.optimizers)
+        known = self._call(self._protocol.progress.by_rank)
         samples, steps = known.get(rank, (0, 0))
         # In a resumed run an earlier life may have saved files at steps beyond those counted here:
         # the files of this life must be newer.
-        directory = self._options.checkpoints.directory
+        directory = self.options.checkpoints.directory
         saved = [] if directory is None else saved_by(Path(directory), rank)
         self.before = Counts(max([steps, *(each.facts.step for each in saved)]), steps, samples)
-        self._call(lambda: self.loop.serve_state((), lambda: None))
-        self._call(self.loop.joined)
-        logger.info("worker %d joined the run, in its life %d", rank, 1 + self.restarts)
+        self._call(lambda: self._loop.serve_state((), lambda: None))
+        self._call(self._loop.joined)
+        logger.info("worker %d joined the run, in its life %d", rank, 1 + self._restarts)
 
     def _take_start(self) -> None:
         """Take rank 0's parameters, down a binary tree, and give them on.
@@ -430,10 +432,9 @@ class Startup:
         from the same bits; it does not wait for a dead child. In a resumed run every worker has a
         state of its own to start from.
         """
-        assert self.thread is not None
-        thread, loop, timeout_s = self.thread, self.loop, self._network.start_timeout_s
+        thread, loop, timeout_s = self._thread, self._loop, self._network.start_timeout_s
         children: set[int] = set()
-        if self._resumption is None:
+        if self.resumption is None:
             if self.rank > 0:
                 fetch_parameters(thread, loop, (self.rank - 1) // 2, Chunk.replace, timeout_s)
             children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.world_size))
@@ -471,10 +472,9 @@ class Startup:
         for chunk in self._state.chunks:
             chunk.restored()
 
-    def _call(self, function: Callable[[], object]) -> None:
-        """Run a function in the gossip thread, to its end."""
-        assert self.thread is not None
-        self.thread.call(function).result()
+    def _call(self, function: Callable[[], Result]) -> Result:
+        """Return a function's result, in the gossip thread."""
+        return self._thread.call(function).result()
 
 
 def wait_while_it_advances(

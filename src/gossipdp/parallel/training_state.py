@@ -1,11 +1,12 @@
 """The optimizers' state, which a worker saves, gives to another, and takes over."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_map_only
 
 from gossipdp.dynamics.device import Device, Mark
 from gossipdp.dynamics.update import is_finite
@@ -23,19 +24,17 @@ INLINE_BYTES = 256
 def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the optimizers' states as they are now, not copied; of a DTensor, its own part."""
     states = [optimizer.state_dict() for optimizer in optimizers]
-    return {"optimizers": [each | {"state": _own_parts(each["state"])} for each in states]}
+    return {
+        "optimizers": [
+            each | {"state": tree_map_only(Tensor, _own_part, each["state"])} for each in states
+        ]
+    }
 
 
-def _own_parts(value: Any) -> Any:
-    """Return the value with ``{SHARD: part}`` for each DTensor; :func:`_sharded` undoes it."""
-    if isinstance(value, Tensor):
-        part = local(value)
-        return value if part is value else {SHARD: part}
-    if isinstance(value, dict):
-        return {key: _own_parts(held) for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_own_parts, value))
-    return value
+def _own_part(tensor: Tensor) -> Any:
+    """Return a tensor, or ``{SHARD: part}`` if it is a DTensor; :func:`_sharded` undoes it."""
+    part = local(tensor)
+    return tensor if part is tensor else {SHARD: part}
 
 
 def _sharded(value: Any, parameter: Tensor) -> Any:
@@ -44,16 +43,19 @@ def _sharded(value: Any, parameter: Tensor) -> Any:
     Raises:
         ValueError: a part does not have the shape of the parameter's part.
     """
-    if isinstance(value, dict):
-        if value.keys() == {SHARD}:
-            part, shape = value[SHARD], local(parameter).shape
-            if part.shape != shape:
-                raise ValueError(f"a shard has shape {tuple(part.shape)}, not {tuple(shape)}")
-            return as_sharded(parameter, part)
-        return {key: _sharded(held, parameter) for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_sharded(held, parameter) for held in value)
-    return value
+
+    def is_part(held: Any) -> bool:
+        return isinstance(held, dict) and held.keys() == {SHARD}
+
+    def whole(held: Any) -> Any:
+        if not is_part(held):
+            return held
+        part, shape = held[SHARD], local(parameter).shape
+        if part.shape != shape:
+            raise ValueError(f"a shard has shape {tuple(part.shape)}, not {tuple(shape)}")
+        return as_sharded(parameter, part)
+
+    return tree_map(whole, value, is_leaf=is_part)
 
 
 class BetweenSteps:
@@ -186,23 +188,14 @@ def refuse_poison(state: Any) -> None:
     optimizers = state.get("optimizers") if isinstance(state, dict) else None
     for index, values in enumerate(optimizers if isinstance(optimizers, list) else ()):
         kept = values.get("state") if isinstance(values, dict) else None
-        for place, tensor in _tensors(kept, f"optimizer {index}'s state"):
+        for path, tensor in tree_flatten_with_path(kept)[0]:
+            if not isinstance(tensor, Tensor):
+                continue
             parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             parts = parts.float() if parts.element_size() == 1 else parts
             if parts.is_floating_point() and not is_finite(parts):
+                place = f"optimizer {index}'s state{keystr(path)}"
                 raise ValueError(f"{place} holds NaN or infinity")
-
-
-def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in nested containers, with its place."""
-    if isinstance(value, Tensor):
-        yield place, value
-    elif isinstance(value, dict):
-        for key, held in value.items():
-            yield from _tensors(held, f"{place}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, held in enumerate(value):
-            yield from _tensors(held, f"{place}[{index}]")
 
 
 def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:

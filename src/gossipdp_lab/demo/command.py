@@ -73,10 +73,10 @@ def _table(results: list[WorkerResult], words: str) -> Table:
         metric = result.metric_before_average
         table.add_row(
             str(result.rank),
-            f"{result.gradient_steps:,}",
+            f"{result.counts.gradient_steps:,}",
             f"{result.samples_per_second:,.0f}",
-            f"{result.exchanges:,}",
-            f"{result.waited_seconds:.2f}",
+            f"{result.counts.exchanges:,}",
+            f"{result.counts.waited_seconds:.2f}",
             "killed" if metric is None else f"{metric:.4f}",
         )
     return table

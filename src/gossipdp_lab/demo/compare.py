@@ -11,7 +11,6 @@ import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 from rich.console import Console
@@ -141,6 +140,8 @@ class Verdict:
 
 def compare(arguments: DemoArguments) -> int:
     """Train by both methods, show the difference and draw it; return the exit status."""
+    from gossipdp_lab.demo.comparison import Compared, draw_comparison
+
     console = Console()
 
     def say(text: str) -> None:
@@ -155,7 +156,21 @@ def compare(arguments: DemoArguments) -> int:
     console.print(_table(trainings))
     console.print(str(verdict), style="bold", highlight=False)
     picture = arguments.directory / PICTURE_FILE
-    _draw(verdict, trainings, picture)
+    draw_comparison(
+        [
+            Compared(
+                _name(method),
+                training.run_log,
+                training.summary[training.metric_name],
+                training.summary.get("faults", ()),
+            )
+            for method, training in trainings.items()
+        ],
+        picture,
+        title=textwrap.fill(str(verdict), 80),
+        loss_label="training loss (bits per byte)",
+        loss_unit=math.log(2),
+    )
     say(f"picture: {shown(picture)}")
     for method, own in runs.items():
         write_reports(own, trainings[method].run_log)
@@ -213,23 +228,3 @@ def _table(trainings: Mapping[str, Training]) -> Table:
             f"{summary[training.metric_name]:.3f}",
         )
     return table
-
-
-def _draw(verdict: Verdict, trainings: Mapping[str, Training], path: Path) -> None:
-    from gossipdp_lab.demo.comparison import Compared, draw_comparison
-
-    draw_comparison(
-        [
-            Compared(
-                _name(method),
-                training.run_log,
-                training.summary[training.metric_name],
-                training.summary.get("faults", ()),
-            )
-            for method, training in trainings.items()
-        ],
-        path,
-        title=textwrap.fill(str(verdict), 80),
-        loss_label="training loss (bits per byte)",
-        loss_unit=math.log(2),
-    )

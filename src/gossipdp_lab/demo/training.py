@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gossipdp import logs
+from gossipdp.gossip.counters import Counters
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, worker_file, write_process_end
 from gossipdp.rules import shown_rate
@@ -283,52 +284,37 @@ def own_average_file(directory: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """The measurements of one worker; the last four are None for a killed worker.
+    """The measurements of one worker; the last three are None for a killed worker.
 
-    num_averaged: number of workers in the average.
+    counts: its last record.
     average_digest: digest of the bits of the average.
     """
 
     rank: int
-    gradient_steps: int = 0
-    samples: int = 0
+    counts: Counters
     train_seconds: float = 0.0
-    exchanges_initiated: int = 0
-    exchanges: int = 0
-    waited_seconds: float = 0.0
     metric_before_average: float | None = None
     consensus_distance: float | None = None
-    num_averaged: int | None = None
     average_digest: str | None = None
 
     @property
     def samples_per_second(self) -> float:
         """Return the samples per second over this worker's own training time."""
-        return self.samples / self.train_seconds if self.train_seconds else 0.0
+        return self.counts.samples / self.train_seconds if self.train_seconds else 0.0
 
 
 def read_results(run_log: RunLog) -> list[WorkerResult]:
     """Read the measurements of all workers, by rank, also of killed ones."""
     results = []
     for rank, worker in run_log.workers.items():
-        result = WorkerResult(rank)
-        for last in worker.counts[-1:]:
-            result = WorkerResult(
-                rank,
-                gradient_steps=last.gradient_steps,
-                samples=last.samples,
-                train_seconds=worker.trained_s,
-                exchanges_initiated=last.exchanges_initiated,
-                exchanges=last.exchanges,
-                waited_seconds=last.waited_seconds,
-            )
+        last = worker.counts[-1] if worker.counts else Counters()
+        result = WorkerResult(rank, last, worker.trained_s)
         if worker.end:
             values: dict[str, Any] = dict(worker.last_values())
             result = replace(
                 result,
                 metric_before_average=values.get(METRIC),
                 consensus_distance=worker.end.consensus_distance,
-                num_averaged=worker.end.num_averaged,
                 average_digest=values.get(DIGEST),
             )
         results.append(result)
@@ -356,23 +342,25 @@ def summarize(
 
     achieved_comm_rate is that of the whole network: 2 * exchanges / all gradient steps.
     """
-    exchanges = sum(result.exchanges_initiated for result in results)
-    gradient_steps = sum(result.gradient_steps for result in results)
-    names = (
-        "rank",
-        "metric_before_average",
-        "gradient_steps",
-        "exchanges",
-        "waited_seconds",
-        "samples_per_second",
-    )
+    exchanges = sum(result.counts.exchanges_initiated for result in results)
+    gradient_steps = sum(result.counts.gradient_steps for result in results)
     return {
         **metric,
         "train_seconds": max(result.train_seconds for result in results),
-        "samples": sum(result.samples for result in results),
+        "samples": sum(result.counts.samples for result in results),
         "achieved_comm_rate": 2 * exchanges / gradient_steps,
         "consensus_distance": averaged_together(results)[0].consensus_distance,
-        "workers": [{name: getattr(result, name) for name in names} for result in results],
+        "workers": [
+            {
+                "rank": result.rank,
+                "metric_before_average": result.metric_before_average,
+                "gradient_steps": result.counts.gradient_steps,
+                "exchanges": result.counts.exchanges,
+                "waited_seconds": result.counts.waited_seconds,
+                "samples_per_second": result.samples_per_second,
+            }
+            for result in results
+        ],
         "configuration": configuration,
     }
 

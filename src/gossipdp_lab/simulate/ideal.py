@@ -38,7 +38,7 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     training = Training.of(scenario, momentum=has_momentum)
     population = training.population
     recorder = Recorder(scenario, method, training, on_progress)
-    unit_s, num_workers = scenario.compute_time.nominal_s, scenario.num_workers
+    unit_s, num_workers = scenario.compute_time.step_s, scenario.num_workers
     constants = scenario.make_constants()
     edges = PoissonEdges(
         constants,

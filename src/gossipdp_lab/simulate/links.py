@@ -48,7 +48,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         seed=scenario.seed,
         method=protocol_method.get(method, "a2cid2"),
         policy_type=NEIGHBOUR_POLICIES[scenario.neighbour_policy],
-        timeout_s=TIMEOUT_STEPS * scenario.compute_time.nominal_s + TIMEOUT_LATENCIES * longest_s,
+        timeout_s=TIMEOUT_STEPS * scenario.compute_time.step_s + TIMEOUT_LATENCIES * longest_s,
         sets_own_rate=scenario.comm_rate == "auto",
     )
     training = Training.of(scenario, momentum=has_momentum)

@@ -77,21 +77,12 @@ class ModuleObjective(Objective):
         metric_name: str | None = None,
         max_rows: int = 64,
     ) -> None:
-        self._name = name
-        self._metric_name = metric_name
+        self.name, self.metric_name = name, metric_name
         self.make_model = make_model
         self.loss = loss
         self.batches = batches
         self.judge = evaluate
         self.max_rows = at_least_1("max_rows", max_rows)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def metric_name(self) -> str | None:
-        return self._metric_name
 
     def begin(self, num_workers: int, seed: int) -> GradientSource:
         return _ModuleSource(self, num_workers, seed)

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 import torch
@@ -83,22 +83,17 @@ class GradientSource(ABC):
 
 
 class Objective(ABC):
-    """A task for simulated workers; frozen and picklable."""
+    """A task for simulated workers; frozen and picklable.
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Return its name in tables and figures."""
+    Attributes:
+        name: in tables and figures.
+        has_gradients: whether workers take gradient steps at all.
+        metric_name: of :attr:`Evaluation.metric`; None if there is none.
+    """
 
-    @property
-    def has_gradients(self) -> bool:
-        """Say if workers take gradient steps at all."""
-        return True
-
-    @property
-    def metric_name(self) -> str | None:
-        """Return the name of :attr:`Evaluation.metric`; None if there is none."""
-        return None
+    name: str
+    has_gradients = True
+    metric_name: str | None = None
 
     @abstractmethod
     def begin(self, num_workers: int, seed: int) -> GradientSource:
@@ -112,8 +107,8 @@ class Consensus(Checked, Objective):
 
     dimension: int = option(64, at_least_1)
 
-    name: ClassVar[str] = "consensus"
-    has_gradients: ClassVar[bool] = False
+    name = "consensus"
+    has_gradients = False
 
     def begin(self, num_workers: int, seed: int) -> GradientSource:
         return _NoGradients(self.dimension, num_workers, seed)
@@ -165,7 +160,7 @@ class Quadratic(Checked, Objective):
     noise_variance: float = option(1.0, number)
     heterogeneity: float = option(0.0, number)
 
-    name: ClassVar[str] = "quadratic"
+    name = "quadratic"
 
     def __post_init__(self) -> None:
         super().__post_init__()

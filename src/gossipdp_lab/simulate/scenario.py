@@ -50,7 +50,7 @@ class ComputeTime(ABC):
 
     @property
     @abstractmethod
-    def nominal_s(self) -> float:
+    def step_s(self) -> float:
         """Return the mean duration of an ordinary worker's step: the unit of time of a run."""
 
     @abstractmethod
@@ -64,10 +64,6 @@ class ConstantTime(Checked, ComputeTime):
     """All steps take ``step_s`` seconds."""
 
     step_s: float = option(0.1, positive_number)
-
-    @property
-    def nominal_s(self) -> float:
-        return self.step_s
 
     def begin(self, seed: int) -> StepTimes:
         return lambda rank: self.step_s
@@ -83,10 +79,6 @@ class LognormalTime(Checked, ComputeTime):
 
     step_s: float = option(0.1, positive_number)
     spread: float = option(0.1, partial(number, below=TOO_LARGE_SPREAD))
-
-    @property
-    def nominal_s(self) -> float:
-        return self.step_s
 
     def begin(self, seed: int) -> StepTimes:
         source = _sources(seed)
@@ -107,8 +99,8 @@ class SlowedTime(ComputeTime):
             positive_number(f"the slow factor of rank {rank}", factor)
 
     @property
-    def nominal_s(self) -> float:
-        return self.base.nominal_s
+    def step_s(self) -> float:
+        return self.base.step_s
 
     def begin(self, seed: int) -> StepTimes:
         draw = self.base.begin(seed)
@@ -259,13 +251,9 @@ class Scenario(Checked):
     @property
     def end_s(self) -> float:
         """Return the latest end of the run, in virtual seconds."""
-        return self.num_steps * self.compute_time.nominal_s
-
-    def make_graph(self) -> Graph:
-        """Build and check the graph."""
-        return build_graph(self.graph, self.num_workers)
+        return self.num_steps * self.compute_time.step_s
 
     def make_constants(self) -> Constants:
-        """Return the graph's rates and constants, at :attr:`comm_rate`."""
-        rate = self.comm_rate
-        return Constants.of(self.make_graph(), 1.0 if isinstance(rate, str) else rate)
+        """Build and check the graph; return its rates and constants, at :attr:`comm_rate`."""
+        graph, rate = build_graph(self.graph, self.num_workers), self.comm_rate
+        return Constants.of(graph, 1.0 if isinstance(rate, str) else rate)

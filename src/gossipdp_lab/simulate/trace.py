@@ -181,7 +181,7 @@ class Recorder:
         training: Training,
         on_progress: Callable[[float], None],
     ) -> None:
-        self.trace = Trace(method, scenario.num_workers, scenario.compute_time.nominal_s)
+        self.trace = Trace(method, scenario.num_workers, scenario.compute_time.step_s)
         self._scenario = scenario
         self._training = training
         self._on_progress = on_progress

@@ -122,7 +122,6 @@ def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.Monk
         return times * model._engine.stats().samples
 
     monkeypatch.setattr(model._engine, "total_samples", total)
-    monkeypatch.setattr(model._batches, "_total_samples", total)
 
 
 def test_epochs_are_those_of_the_whole_run(small: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:

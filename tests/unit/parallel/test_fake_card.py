@@ -100,10 +100,10 @@ def test_a_loss_on_a_device_is_read_after_the_next_boundary(card, started, tmp_p
     assert not card.reads
     step(net, optimizer)
     assert [each for each in card.reads if each.startswith("_read_losses")]
-    assert list(model._monitoring.page._losses) == [1.0]
+    assert list(model._monitoring._losses) == [1.0]
     model.log(loss=torch.zeros((), device=CARD))
     model.close()
-    assert list(model._monitoring.page._losses) == [1.0, 1.0]
+    assert list(model._monitoring._losses) == [1.0, 1.0]
 
 
 def test_the_main_thread_finishes_before_the_other_takes_over(card, started):

@@ -17,6 +17,7 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
+from gossipdp.parallel.startup import Startup
 from gossipdp.protocol.members import Progress, ProgressEntry
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import Fresh
@@ -43,9 +44,9 @@ class Paced(GossipEngine):
 
         self._protocol = SimpleNamespace(pairing=self.pairing, neighbours=frozenset({0}))
         self._thread = SimpleNamespace(steps_behind=0, check=lambda: None)
-        self._options = SimpleNamespace(network=SimpleNamespace(timeout_s=5.0))
+        self.options = SimpleNamespace(network=SimpleNamespace(timeout_s=5.0))
         self._state = SimpleNamespace(boundary=boundary)
-        self._startup = SimpleNamespace(phase=Phase(0.0, 1.0))
+        self.phase = Phase(0.0, 1.0)
         self._states = SimpleNamespace()
         self._first_link_due_s = None
         self._waited_s = 0.0
@@ -120,19 +121,13 @@ class Counting(GossipEngine):
     """As much of a worker as counts, in the life that ``arrive`` gives it."""
 
     def __init__(self) -> None:
-        self._replica = SimpleNamespace(is_sharded=False)
-        self._startup = SimpleNamespace(
-            world_size=3, incarnation=0, run_id="", settings=SimpleNamespace(graph="ring 1")
-        )
+        self.replica = SimpleNamespace(is_sharded=False)
         self._gradient_steps = self._samples = 0
 
     def arrive(self, progress: Progress, rank: int, before: Counts) -> None:
         """Join under a rank that had counted so much before."""
-        startup = self._startup
-        startup.rank, startup.before, self._heard = rank, before, progress
-        startup.protocol = SimpleNamespace(progress=progress)
-        startup.loop = SimpleNamespace(snapshot=SimpleNamespace(others_samples=0))
-        startup.thread = SimpleNamespace()
+        self.rank, self.before, self._heard = rank, before, progress
+        self._loop = SimpleNamespace(snapshot=SimpleNamespace(others_samples=0))
 
     def train(self, samples: int) -> None:
         """Count one step, as a boundary and the gossip thread after it do."""
@@ -147,7 +142,6 @@ def test_a_second_life_counts_what_the_first_trained_once() -> None:
     progress.merge_all([ProgressEntry(0, 11, samples=50, steps=5), *OTHERS])
     worker = Counting()
     worker.arrive(progress, 0, Counts(step=7, steps=5, samples=50))
-    worker._has_started()
     for samples in (10, 10, 4):
         worker.train(samples)
     assert worker.total_samples() == 50 + 80 + 7 + 24 == progress.total_samples
@@ -155,21 +149,20 @@ def test_a_second_life_counts_what_the_first_trained_once() -> None:
     assert progress.by_rank() == {0: (74, 8), 1: (80, 8), 2: (7, 1)}
 
 
-def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once() -> None:
+def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monkeypatch) -> None:
     worker, before = Counting(), Progress(3, 11)
     before.merge_all(OTHERS)
     worker.arrive(before, 3, Counts())
-    worker._has_started()
     for samples in (10, 20):
         worker.train(samples)
 
-    def come_again(_: SupersededError) -> None:
+    def come_again(*_: object) -> None:
         after = Progress(4, 12)
         after.merge_all(before.news()[0])
         worker.arrive(after, 4, Counts())
 
-    worker._startup.come_again = come_again
-    worker._come_again(SupersededError("another process has rank 3"))
+    monkeypatch.setattr(Startup, "come_again", come_again)
+    worker.come_again(SupersededError("another process has rank 3"))
     worker.train(5)
     assert worker.rank == 4
     assert worker.total_samples() == 80 + 7 + 30 + 5 == worker._heard.total_samples
@@ -206,7 +199,7 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch: pytest.M
         expected["c"].append(left * c)
         z.append(x + pending + 0.5 * c)
     monkeypatch.setattr(engine, "_theta", lambda: theta)
-    captured = engine.capture().tensors
+    captured, _ = engine.capture()
 
     def flat(kind: str) -> Tensor:
         names = ("weight", "bias")

@@ -254,10 +254,10 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
     monkeypatch.setattr(threading.Thread, "join", tell)
     net = nn.Linear(2, 1)
     model = GossipDataParallel(net, sgd(net))
-    startup = model._engine._startup
-    between = startup.between_steps
-    work_out = startup._work_out if what == "the graph" else between._described
-    assert startup.thread.call(lambda: work_out("a key", awaited.wait)).result() is None
+    engine = model._engine
+    between = engine.between_steps
+    work_out = engine._work_out if what == "the graph" else between._described
+    assert engine._thread.call(lambda: work_out("a key", awaited.wait)).result() is None
     assert "gossipdp background" in threads()
     model.close()
     assert threads() == []
@@ -265,7 +265,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("owner", "what"),
-    [(gossip_engine, "Moments"), (gossip_engine.Startup, "start"), (session, "Hooks")],
+    [(gossip_engine, "Moments"), (gossip_engine.GossipEngine, "start"), (session, "Hooks")],
 )
 def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what: str) -> None:
     """One so large that its boundaries have helpers, wherever the wrapping fails."""

@@ -413,7 +413,7 @@ def test_the_fingerprint_covers_how_optimizers_group_parameters(wrap):
             [p for p, own in zip(parameters, grouping, strict=True) if own == k] for k in (0, 1)
         ]
         optimizers = [torch.optim.SGD(group, 0.1) for group in groups if group]
-        models.add(wrap(net, optimizers)._engine._startup.settings.model)
+        models.add(wrap(net, optimizers)._engine.settings.model)
     assert len(models) == 4
 
 

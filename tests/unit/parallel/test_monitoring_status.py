@@ -17,9 +17,10 @@ from waiting import wait_until
 from gossipdp import Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.launcher.environment import show_address
+from gossipdp.observe.server import StatusPort
 from gossipdp.observe.status import METRICS_PATH, ask
 from gossipdp.parallel.checkpointer import Checkpointer
-from gossipdp.parallel.monitoring import MEAN_OF_LOSSES, StatusPage
+from gossipdp.parallel.monitoring import MEAN_OF_LOSSES
 from gossipdp.parallel.stats import Stats
 from gossipdp_lab.report.run_log import RunLog
 
@@ -172,19 +173,19 @@ def test_the_argument_counts_before_the_variable(
 
 
 def test_each_rank_has_a_port_of_its_own() -> None:
-    page = StatusPage("127.0.0.1", 0)
+    page = StatusPort("127.0.0.1", 0)
     page.bind(0)
     first = page.announced("")[1]
     page._first_port = first - 3
     page.bind(3)
     assert page.announced("10.0.0.1") == ("127.0.0.1", first)
     page.close()
-    page = StatusPage("0.0.0.0", 0)
+    page = StatusPort("0.0.0.0", 0)
     page.bind(0)
     assert page.announced("10.0.0.1") == ("10.0.0.1", page._server.address[1])
     page.close()
     with pytest.raises(ValueError, match="worker 3 would listen on 65537, and 65535 is the last"):
-        StatusPage("127.0.0.1", 65534).bind(3)
+        StatusPort("127.0.0.1", 65534).bind(3)
 
 
 def test_a_port_in_use_is_a_warning_and_a_wrong_one_an_error(

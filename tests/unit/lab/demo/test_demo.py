@@ -6,6 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from gossipdp.gossip.counters import Counters
 from gossipdp.parallel.options import METHODS
 from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import (
@@ -28,7 +29,6 @@ def test_the_names_are_those_of_the_library() -> None:
 AT_THE_END: dict[str, Any] = {
     "metric_before_average": 0.97,
     "consensus_distance": 0.01,
-    "num_averaged": 2,
     "average_digest": "ab",
 }
 
@@ -37,11 +37,13 @@ def make_results(num_workers: int, killed: Collection[int] = ()) -> list[WorkerR
     return [
         WorkerResult(
             rank=rank,
-            gradient_steps=100 + rank,
-            samples=3200 + 32 * rank,
+            counts=Counters(
+                gradient_steps=100 + rank,
+                samples=3200 + 32 * rank,
+                exchanges_initiated=50,
+                exchanges_answered=49,
+            ),
             train_seconds=4.0 + rank,
-            exchanges_initiated=50,
-            exchanges=99,
             **({} if rank in killed else AT_THE_END),
         )
         for rank in range(num_workers)
@@ -112,7 +114,7 @@ def test_a_worker_that_was_killed_has_results_but_no_model() -> None:
 
 def test_one_that_came_too_late_does_not_hold_the_average() -> None:
     results = make_results(3)
-    results[0] = replace(results[0], average_digest="cd", num_averaged=1)
+    results[0] = replace(results[0], average_digest="cd")
     assert [result.rank for result in averaged_together(results)] == [1, 2]
     with pytest.raises(ValueError, match="no worker came to the end"):
         averaged_together(make_results(3, killed=range(3)))

@@ -30,7 +30,7 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
 def test_every_model_has_its_mean_and_draws_by_seed_and_rank(model: ComputeTime) -> None:
     model = pickle.loads(pickle.dumps(model))
-    assert model.nominal_s == pytest.approx(0.2)
+    assert model.step_s == pytest.approx(0.2)
     draw = model.begin(1)
     times_s = [draw(0) for _ in range(10_000)]
     assert fmean(times_s) == pytest.approx(0.2, rel=0.03)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ EVEN = Scenario(num_workers=4, compute_time=ConstantTime(1.0), links=LinkModel(L
 class Pull(Objective):
     """A pull of worker i towards i; one buffer column counts its steps times i."""
 
-    name: ClassVar[str] = "pull"
+    name = "pull"
 
     def begin(self, num_workers: int, seed: int) -> GradientSource:
         return _PullSource(num_workers)
