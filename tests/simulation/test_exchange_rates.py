@@ -60,12 +60,16 @@ def messages_per_exchange(network: VirtualNetwork) -> float:
 def test_achieved_rate_meets_the_nominal(graph_name, num_workers, is_in_phase):
     num_steps = 1600 // num_workers
     network = train(graph_name, num_workers, num_steps=num_steps, is_in_phase=is_in_phase)
-    assert achieved_rate(network) == pytest.approx(1.0, abs=0.02)
+    # In phase some neighbours always find each other busy: who has less than its due asks again.
+    assert 0.98 <= achieved_rate(network) <= (1.08 if is_in_phase else 1.02)
 
 
 def test_achieved_rate_counts_own_steps():
     network = train("ring", 8, num_steps=200, slow_rank=3)
-    assert achieved_rate(network) == pytest.approx(1.0, abs=0.08)
+    assert achieved_rate(network) == pytest.approx(1.1, abs=0.08)
+    for worker in network.workers.values():  # a neighbour that rarely asks costs nobody anything
+        num_exchanges = worker.exchanges_initiated + worker.exchanges_answered
+        assert num_exchanges > 0.94 * (worker.clock.steps - FIRST_STEPS)
     slow, neighbour = network.workers[3], network.workers[4]
     assert slow.exchanges_initiated < 0.5 * neighbour.exchanges_initiated
     assert slow.exchanges_answered > 1.5 * slow.exchanges_initiated
@@ -77,7 +81,7 @@ def test_messages_are_bounded_with_ticks_in_phase():
 
 
 @pytest.mark.parametrize(
-    ("graph_name", "num_workers", "most"), [("ring", 8, 15.0), ("torus", 16, 25.0)]
+    ("graph_name", "num_workers", "most"), [("ring", 8, 20.0), ("torus", 16, 28.0)]
 )
 def test_messages_are_bounded_with_saturated_links(graph_name, num_workers, most):
     network = train(graph_name, num_workers, num_steps=40, comm_rate=100.0, transfer_s=0.5)

@@ -81,7 +81,7 @@ _Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | LifeActio
 _Given = ParamSpec("_Given")
 
 LOOKS_PER_TIMEOUT = 4
-OWED, MOST_OWED, MOST_AHEAD = 3.0, 4.0, 12.0
+OWED, MOST_OWED, MOST_AHEAD = 6.0, 7.0, 12.0
 """A worker asks once more at a step if it has had so many exchanges less than are due."""
 MAX_DEFERRED = 256
 """Consolidation messages that wait for the end of an exchange; dropped ones are repeated."""

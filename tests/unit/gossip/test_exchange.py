@@ -64,7 +64,7 @@ def deliver(link: MemoryLink, to: Exchange) -> None:
 def start(states, alpha_tilde=1.3, codecs=None, id=ID, moments=()):
     """Begin an exchange between two, in their wire formats (by default new full ones)."""
     codecs = codecs or [make_codec("full", state) for state in states]
-    links = [MemoryLink() for _ in states]
+    links = [MemoryLink(peer) for peer, _ in zip((1, 0), states, strict=False)]
     return links, [
         Exchange(state, codec, link, id, alpha_tilde=alpha_tilde, theta=0.0, moments=moments)
         for state, codec, link in zip(states, codecs, links, strict=True)
@@ -397,13 +397,13 @@ def test_a_slot_waits_for_the_repeat_in_it_though_its_chunk_is_closed():
     states, codecs = pair("lattice8", chunk_bytes=512)
     (mine, theirs), (here, there) = start(states, codecs=codecs)
     window = FORMATS["lattice8"].window
-    for each in (here, there):  # the steps: the finest, with which no code can be read
-        each.pump()
+    here.pump()  # the steps: the finest, with which no code can be read
     deliver(mine, there)
+    there.pump()
     deliver(theirs, here)
     here.pump()
     deliver(mine, there)
-    there.pump()  # its verdict on our first code, and one code of its own
+    there.pump()  # its verdict on our first code
     for _ in range(window - 1):
         here.pump()
         deliver(mine, there)

@@ -22,7 +22,7 @@ from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
-from gossipdp.protocol.actions import Begin, Reach, Send
+from gossipdp.protocol.actions import Begin, Reach, Send, Withdrawn
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import (
     Accept,
@@ -154,7 +154,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
 
 def test_a_worker_that_finds_poison_in_itself_exchanges_no_more():
     worker = Worker(x=torch.full((8,), math.nan))
-    worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.6, False)])
+    worker.loop.perform([Begin(1, ExchangeId(0, 0, 1), 0.6, True)])
     worker.loop.writable(worker.links[1])
     assert "worker 0 hold NaN" in str(worker.loop.poisoned)
     assert not worker.links[1].chunks
@@ -292,13 +292,13 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
     worker = Worker(chunk_bytes=4)
     link = worker.links[1]
     link.leaves_at_once = False
-    worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
+    worker.loop.perform([Begin(1, ExchangeId(0, 0, 1), 0.5, True)])
     worker.loop.writable(link)
     slots = link.chunks[:]
     assert len(slots) == FORMATS["full"].window
     for index in range(2):
         # The peer's chunks come while ours stay unread.
-        key = ChunkKey(1, 0, 1, index)
+        key = ChunkKey(0, 0, 1, index)
         room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, 4)
         worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
     unread = [bytes(slot) for slot in slots]
@@ -307,13 +307,19 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
     assert [bytes(slot) for slot in slots] == unread
 
 
-def test_the_answer_to_a_proposal_leaves_before_snapshots_are_taken():
-    """Snapshots take longer than the answer, and the peer does not need them yet."""
+def test_the_end_that_was_asked_sends_nothing_before_the_initiator_s_first_byte():
+    """Else a proposal that was withdrawn would cost the link, with half a chunk on it."""
     worker = Worker()
-    worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
-    assert not worker.links[1].chunks
-    worker.loop.writable(worker.links[1])
-    assert worker.links[1].chunks
+    link, id = worker.links[1], ExchangeId(1, 0, 1)
+    worker.loop.perform([Begin(1, id, 0.5, False)])
+    worker.loop.writable(link)
+    assert not link.chunks
+    worker.loop.perform([Withdrawn(1, id)])
+    assert not link.closed
+    worker.loop.perform([Begin(1, id, 0.5, False)])
+    worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, ChunkKey(1, 0, 1, 0), X.nbytes)
+    worker.loop.writable(link)
+    assert link.chunks
 
 
 def test_a_link_whose_key_is_old_ends_when_its_peer_asks_and_nothing_is_under_way():

@@ -139,6 +139,9 @@ def test_a_peer_whose_exchanges_take_long_rests_so_that_few_demands_are_lost() -
     peers = make_peers(1, 2)
     for _ in range(8):
         exchange(peers, 2)
+    for now in (7.0, 8.0):
+        exchange(peers, 1, now, duration_s=1.0)
+        assert peers.can_exchange([1, 2], now) == [1, 2], "chance makes one long here and there"
     exchange(peers, 1, 10.0, duration_s=1.0)
     # Of 20 demands in that second four are kept; 16 are 3% of those of 26.7 s.
     assert peers.can_exchange([1, 2], 10.0 + 25.6) == [2]
