@@ -42,11 +42,8 @@ class NeighbourPolicy(ABC):
         self._random = random
 
     @abstractmethod
-    def draw(self, available: Mapping[int, float], *, is_in_vain: bool = False) -> list[int]:
-        """Return the neighbours to try, in order, of those ``available``, with their lambda.
-
-        ``is_in_vain``: all to try have refused this demand before.
-        """
+    def draw(self, available: Mapping[int, float]) -> list[int]:
+        """Return the neighbours to try, in order, of those ``available``, with their lambda."""
 
     @abstractmethod
     def exchanged(self, peer: int, *, initiated: bool) -> None:
@@ -58,22 +55,19 @@ class Fresh(NeighbourPolicy):
     """The neighbours without the latest partners.
 
     If ``deg`` neighbours can exchange now, leave out the ``floor(deg / 2)`` most recent partners
-    (at least one if ``deg > 1``), and try the others in an order drawn by lambda. Once these have
-    refused, the recent ones come after them, the most recent last: else one neighbour that is slow,
-    or always in exchanges, would keep this worker from the others.
+    (at least one if ``deg > 1``), and try the others in an order drawn by lambda.
     """
 
     def __init__(self, random: Random) -> None:
         super().__init__(random)
         self._recent: dict[int, None] = {}  # most recent last
 
-    def draw(self, available: Mapping[int, float], *, is_in_vain: bool = False) -> list[int]:
+    def draw(self, available: Mapping[int, float]) -> list[int]:
         num_left_out = len(available) // 2
-        left_out = [peer for peer in self._recent if peer in available][-num_left_out:]
-        left_out = left_out if num_left_out else []
+        recent = [peer for peer in reversed(self._recent) if peer in available]
+        left_out = set(recent[:num_left_out])
         others = {peer: rate for peer, rate in available.items() if peer not in left_out}
-        order = weighted_order(others, self._random)
-        return order + left_out if is_in_vain else order
+        return weighted_order(others, self._random)
 
     def exchanged(self, peer: int, *, initiated: bool) -> None:
         self._recent.pop(peer, None)

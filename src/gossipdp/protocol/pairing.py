@@ -17,8 +17,6 @@ cannot be served at once wait in a backlog.
   withdrawn, and the others are asked. Otherwise one stopped worker would halt its neighbours, and
   those that wait for them. That costs nothing: the worker that accepts too late gets CANCEL, and
   has sent no chunk yet.
-- A demand that all have refused goes to recent partners too from the next tick on. At once would
-  lock in: see :mod:`~gossipdp.protocol.neighbours`.
 
 Exchange ids name every proposal. An ACCEPT that answers no proposal held now gets CANCEL, and any
 other message with a foreign id is dropped.
@@ -372,16 +370,16 @@ class Pairing:
     def _draw(self) -> list[int]:
         if not (self._asks and self.answers and self.backlog and self.available):
             return []
-        return self._policy.draw(self.available, is_in_vain=self._vain_ticks > 0)
+        return self._policy.draw(self.available)
 
     def _asks_again(self) -> bool:
         """Return whether an idle worker, refused by all, is to ask all once more.
 
-        It does at the 1st, 2nd, 4th, 8th ... tick, or saturated links would drown in proposals:
-        FREE follows every BUSY anyway.
+        FREE follows every BUSY, so asking again is only a safeguard. It comes at the 2nd, 4th, 8th
+        ... tick, or saturated links would drown in proposals.
         """
         self._vain_ticks += 1
-        return self._vain_ticks & (self._vain_ticks - 1) == 0
+        return self._vain_ticks > 1 and self._vain_ticks & (self._vain_ticks - 1) == 0
 
     def _propose_next(self, order: Iterable[int]) -> list[PairingAction]:
         """Ask the first of ``order`` that can exchange; be idle if there is none."""

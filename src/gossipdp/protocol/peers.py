@@ -18,8 +18,9 @@ exchange, and then sends only heartbeats, could hold this worker all of its time
 *Exchanges that take long.* One exchange runs at a time. Over a bad link it may last so long that
 the demands which come meanwhile are lost. Once ``IN_A_ROW`` exchanges with a peer have taken far
 longer than others do, it rests after each, so that all its exchanges together cost at most
-``LOST_SHARE`` of the demands, unless there is nobody else. A single long one says nothing: on a
-simulated ring of 16 whose transfers vary by chance, resting after each sixfold the decay's time.
+``LOST_SHARE`` of the demands, unless there is nobody else. A single long one says nothing: where
+the transfers of a simulated ring of 16 vary by chance, resting after each costs three quarters of
+the decay.
 
 *News* travels with every message: the records of membership and progress that this link has not
 carried yet, at most ``MAX_NEWS`` of each at a time. A new link has carried none, so it repeats the
@@ -59,7 +60,7 @@ LONGEST_REST = 16
 LONG_EXCHANGE = 4
 """An exchange takes long if its duration is more than so many times the median of the last ones."""
 IN_A_ROW = 3
-"""So many exchanges with a peer must have taken long: chance alone makes one long here and there."""
+"""So many exchanges with a peer must have taken long: by chance alone one is, now and then."""
 LOST_SHARE = 0.03
 
 

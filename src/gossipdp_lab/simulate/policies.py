@@ -17,7 +17,7 @@ class Poisson(NeighbourPolicy):
         super().__init__(random)
         self._partner: int | None = None
 
-    def draw(self, available: Mapping[int, float], *, is_in_vain: bool = False) -> list[int]:
+    def draw(self, available: Mapping[int, float]) -> list[int]:
         if self._partner not in available:
             self._partner = next(iter(weighted_order(available, self._random)), None)
         return [] if self._partner is None else [self._partner]
@@ -31,7 +31,7 @@ class Poisson(NeighbourPolicy):
 class Available(NeighbourPolicy):
     """The first neighbour that is free, as in the authors' released code. It locks in."""
 
-    def draw(self, available: Mapping[int, float], *, is_in_vain: bool = False) -> list[int]:
+    def draw(self, available: Mapping[int, float]) -> list[int]:
         return weighted_order(available, self._random)
 
     def exchanged(self, peer: int, *, initiated: bool) -> None:
@@ -46,7 +46,7 @@ class Scheduled(NeighbourPolicy):
         super().__init__(random)
         self._last: int | None = None
 
-    def draw(self, available: Mapping[int, float], *, is_in_vain: bool = False) -> list[int]:
+    def draw(self, available: Mapping[int, float]) -> list[int]:
         if not available:
             return []
         if self._last is None:

@@ -27,7 +27,7 @@ class InRankOrder(NeighbourPolicy):
     def __init__(self) -> None:
         super().__init__(Random(0))
 
-    def draw(self, available: Mapping[int, float], *, is_in_vain: bool = False) -> list[int]:
+    def draw(self, available: Mapping[int, float]) -> list[int]:
         return sorted(available)
 
     def exchanged(self, peer: int, *, initiated: bool) -> None: ...
@@ -237,20 +237,6 @@ def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed():
     pairing.receive(2, Busy(own(1)))
     assert pairing.receive(8, Free()) == [Send(8, Pass())]
     assert pairing.receive(2, Free()) == [Send(2, Propose(own(2), 0.9))]
-
-
-def test_a_demand_that_is_refused_twice_goes_to_recent_partners_too():
-    fresh = Fresh(Random(0))
-    pairing = Pairing(rank=5, incarnation=3, policy=fresh, alpha_tilde=0.9)
-    pairing.set_available({2: 0.5, 8: 0.5})
-    pairing.finished(answered(pairing, 8))
-    pairing.tick()
-    assert pairing.receive(2, Busy(own(1))) == []
-    assert pairing.tick() == [Send(2, Propose(own(2), 0.9))]
-    assert pairing.receive(2, Busy(own(2))) == [Send(8, Propose(own(3), 0.9))]
-    pairing.receive(8, Accept(own(3), 0.9))
-    assert pairing.finished(own(3)) == [Send(2, Propose(own(4), 0.9))]
-    assert pairing.receive(2, Busy(own(4))) == [], "the next demand begins with fresh ones"
 
 
 def test_a_waiter_that_was_served_waits_behind_the_others():
