@@ -8,9 +8,9 @@
     pairing       one exchange at a time: who exchanges with whom, and when
     moments_due   when the optimizer's moments travel along
     confirmation  when a chunk that travels in a code may be applied
-    link_health   silence, heartbeats, and the news that travels with messages
+    peers         links, silence, who can exchange now, and the news that travels with messages
     liveness      who is dead: silence or a refused dial, and questions to others
-    presence      who is there, for this worker: it follows members, link_health and liveness
+    presence      who is there, for this worker: it follows members, peers and liveness
     reduction     one sum over a tree, and how its root judges who gives nothing to it
     averages      the average of all live workers while they train on, by such a sum
     consolidate   the end: the exact average, the same bits on every worker, by such a sum
