@@ -10,7 +10,6 @@ bad link, on which an exchange takes a second, from when each neighbour has had 
 one may be chance. Windows of half a second; medians of three seeds.
 
 Real processes step every 50 ms (they sleep; the exchanges are real), all neighbours of one another.
-SIGSTOP stops one for 8 s.
 """
 
 from __future__ import annotations
@@ -186,62 +185,73 @@ WORKER = """
 import json, os, sys, time
 import torch
 from gossipdp import GossipDataParallel
-folder, until_s, comm_rate = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+folder, until_s, comm_rate, event, begins_s, num_workers = sys.argv[1:]
 torch.set_num_threads(1)
 net = torch.nn.Linear(500, 500)
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 rate = comm_rate if comm_rate == "auto" else float(comm_rate)
 model = GossipDataParallel(net, optimizer, graph="complete", comm_rate=rate)
-rank, counts = int(os.environ["RANK"]), []
+rank, counts, step_s = int(os.environ["RANK"]), [], 0.05
+is_bad = rank == 3
 begun = time.monotonic()
 with open(f"{folder}/{rank}.pid", "w") as file:
     file.write(str(os.getpid()))
-while time.monotonic() < begun + until_s:
+while time.monotonic() < begun + float(until_s):
     optimizer.zero_grad()
     net(torch.randn(1, 500)).square().mean().backward()
-    optimizer.step()
+    if is_bad and time.monotonic() > begun + float(begins_s):
+        if event == "kill":
+            os._exit(1)
+        if event == "poison":
+            net.weight.data.fill_(float("nan"))
+        step_s = 0.8 if event == "slow 16" else 0.05
+    try:
+        optimizer.step()
+    except Exception:
+        time.sleep(float(until_s))  # poisoned: it is there, and exchanges no more
     counts.append((time.monotonic(), model.stats().exchanges))
-    time.sleep(0.05)
+    time.sleep(step_s)
 with open(f"{folder}/{rank}.json", "w") as file:
     json.dump(counts, file)
 os._exit(0)
 """
+EVENTS = ("stop", "slow 16", "poison", "kill")
 
 
-def real(num_workers: int, comm_rate: str, stops: bool) -> dict[str, Any]:
-    """Run real workers, the last of which may be stopped; return the others' exchanges by window.
+def real(event: str, comm_rate: str) -> dict[str, Any]:
+    """Run four real workers, or three if ``event`` is ``alone``; count exchanges by window.
 
-    Windows count from the stop, or from the same moment of a run without it.
+    Those of the first three; windows count from the event, or from the same moment without it.
     """
+    num_workers = NUM_WORKERS - (event == "alone")
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "worker.py"
         script.write_text(WORKER)
         until_s = REAL_BEGINS_S + REAL_LASTS_S
         command = [sys.executable, "-m", "gossipdp.cli.main", "run", "-n", str(num_workers)]
-        command += [str(script), folder, str(until_s), comm_rate]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command += [str(script), folder, str(until_s), comm_rate, event, str(REAL_BEGINS_S)]
+        process = subprocess.Popen(
+            [*command, str(num_workers)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         pids = [Path(folder) / f"{rank}.pid" for rank in range(num_workers)]
         _until(lambda: all(pid.exists() and pid.read_text() for pid in pids), 120.0)
         time.sleep(REAL_BEGINS_S)
         began_s = time.monotonic()
-        if stops:
+        if event == "stop":
             pid = int(pids[-1].read_text())
             os.kill(pid, signal.SIGSTOP)
             time.sleep(STOP_S)
             os.kill(pid, signal.SIGCONT)
-        others = range(num_workers - 1) if stops else range(num_workers)
-        files = [Path(folder) / f"{rank}.json" for rank in others]
-        _until(lambda: all(file.exists() for file in files) and process.poll() is not None, 60.0)
+        files = [Path(folder) / f"{rank}.json" for rank in range(NUM_WORKERS - 1)]
+        _until(lambda: all(file.exists() for file in files), 60.0)
         counts = [json.loads(file.read_text()) for file in files]
+        process.terminate()
+        process.wait(60.0)
     windows = range(round(-2.0 / WINDOW_S), round((STOP_S + AFTER_S) / WINDOW_S))
-    return {
-        "workers": num_workers,
-        "comm_rate": comm_rate,
-        "stops": stops,
-        "by_window": [
-            [_between(each, began_s + WINDOW_S * window) for window in windows] for each in counts
-        ],
-    }
+    by_window = [
+        [_between(each, began_s + WINDOW_S * window) for window in windows] for each in counts
+    ]
+    return {"event": event, "comm_rate": comm_rate, "by_window": by_window}
 
 
 def _between(counts: Sequence[tuple[float, int]], begin_s: float) -> int:
@@ -262,46 +272,54 @@ def _until(holds: Callable[[], bool], longest_s: float) -> None:
         time.sleep(0.05)
 
 
-def measure_real(rounds: int, report: Report) -> list[dict[str, Any]]:
-    """Stop one of four, in turn with runs of three; pool the rounds, window by window."""
+def measure_real(rounds: int, events: Sequence[str], report: Report) -> list[dict[str, Any]]:
+    """Let four workers meet each event, in turn with three alone; pool the rounds by window."""
     runs = []
     for number in range(rounds):
         for comm_rate in ("1", "auto"):
-            for num_workers, stops in ((NUM_WORKERS, True), (NUM_WORKERS - 1, False)):
-                print(f"round {number + 1}: {num_workers} workers, {comm_rate}", flush=True)
-                runs.append(real(num_workers, comm_rate, stops))
+            for event in ("alone", *events):
+                print(f"round {number + 1} of {rounds}: {event}, {comm_rate}", flush=True)
+                runs.append(real(event, comm_rate))
+    pooled = {
+        (event, comm_rate): _pooled(runs, event, comm_rate)
+        for event in ("alone", *events)
+        for comm_rate in ("1", "auto")
+    }
+    begin, end = round(2.0 / WINDOW_S), round((2.0 + STOP_S) / WINDOW_S)
     rows = []
-    for comm_rate in ("1", "auto"):
-        own = [run for run in runs if run["comm_rate"] == comm_rate]
-        alone = [sum(map(sum, run["by_window"])) for run in own if not run["stops"]]
-        num_windows = len(own[0]["by_window"][0])
-        usual = sum(alone) / len(alone) / num_windows
-        seen = [
-            sum(worker[window] for run in own if run["stops"] for worker in run["by_window"])
-            / rounds
-            / usual
-            for window in range(num_windows)
-        ]
-        begin = round(2.0 / WINDOW_S)
-        during = seen[begin + 1 : begin + round(STOP_S / WINDOW_S)]
-        after = seen[begin + round((STOP_S + 1.0) / WINDOW_S) :]
-        shares = [sum(seen[:begin]) / begin, sum(during) / len(during), min(during)]
-        shares.append(sum(after) / len(after))
-        rows.append([comm_rate, *(f"{share:.2f}" for share in shares)])
+    for event in events:
+        for comm_rate in ("1", "auto"):
+            alone = pooled["alone", comm_rate]
+            usual = sum(alone) / len(alone)
+            shares = [count / usual for count in pooled[event, comm_rate]]
+            during = shares[begin + 1 : end]
+            cells = [sum(shares[:begin]) / begin, sum(during) / len(during), min(during)]
+            after = shares[end + round(1.0 / WINDOW_S) :]
+            cells.append(sum(after) / len(after))
+            rows.append([event, comm_rate, *(f"{share:.2f}" for share in cells)])
     report.tables.append(
         Table(
-            f"SIGSTOP of one of four for {STOP_S:g} s: the other three, of three alone",
-            ("rate", "before", "while it is stopped", "the worst half second", "1 s after"),
+            f"One of four real processes; stop: SIGSTOP for {STOP_S:g} s",
+            ("event", "rate", "before", f"for {STOP_S:g} s", "the worst half second", "later"),
             rows,
-            f"{rounds} runs pooled.",
+            f"Exchanges of the other three, of those of three alone; {rounds} runs pooled. The "
+            "first half second after the event does not count, nor the second after SIGCONT.",
         )
     )
     return runs
 
 
+def _pooled(runs: Sequence[dict[str, Any]], event: str, comm_rate: str) -> list[int]:
+    """Return the exchanges of the others in each window, over all rounds."""
+    own = [run for run in runs if (run["event"], run["comm_rate"]) == (event, comm_rate)]
+    columns = zip(*(worker for run in own for worker in run["by_window"]), strict=True)
+    return [sum(column) for column in columns]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--real", action="store_true", help="four real processes")
+    parser.add_argument("--events", default=",".join(EVENTS), help="those of real processes")
     parser.add_argument("--rounds", type=int, help="seeds (3), or runs of real processes (5)")
     parser.add_argument("--quick", action="store_true", help="one of them, to see that it works")
     options = parser.parse_args()
@@ -309,7 +327,7 @@ def main() -> None:
     name = "independence_real" if options.real else "independence"
     report = Report(name, "One worker misbehaves: the others' exchanges", quick=options.quick)
     if options.real:
-        report.write({"runs": measure_real(rounds, report)})
+        report.write({"runs": measure_real(rounds, options.events.split(","), report)})
         return
     found = simulate(rounds, report)
     report.write({"rows": found})
