@@ -332,18 +332,15 @@ def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name", "values"),
     [
-        ({"method": "gossip"}, "method is 'gossip' here and 'a2cid2' on"),
-        ({"comm_rate": 2.0}, "comm_rate is '2' here and 'auto' on"),
-        ({"wire_format": "lattice8"}, "wire_format is 'lattice8' here and 'full' on"),
-        (
-            {"exchange": Exchange(moments={"momentum_buffer": 4})},
-            r"the models differ, .*momentum_buffer in one exchange of 4,.* here and none on",
-        ),
+        ({"method": "gossip"}, "method", ("gossip", "a2cid2")),
+        ({"comm_rate": 2.0}, "comm_rate", ("2", "auto")),
+        ({"wire_format": "lattice8"}, "wire_format", ("lattice8", "full")),
+        ({"exchange": Exchange(moments={"momentum_buffer": 4})}, "tensors", None),
     ],
 )
-def test_what_all_workers_must_have_alike_is_told_to_the_others(options, message):
+def test_what_all_workers_must_have_alike_is_told_to_the_others(options, name, values):
     def settings(**options: Any) -> Any:
         net = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -351,6 +348,10 @@ def test_what_all_workers_must_have_alike_is_told_to_the_others(options, message
         model.close()
         return model._engine.settings
 
-    found = settings(**options).difference(settings())
-    assert found is not None
+    here, there = settings(**options), settings()
+    if values is not None:
+        assert (getattr(here, name), getattr(there, name)) == values
+        return
+    message = r"the models differ, .*momentum_buffer in one exchange of 4,.* here and none on"
+    found = here.difference_of_models(there.tensors)
     assert re.match(message, found), found

@@ -99,7 +99,7 @@ class Ending(FaultyNetwork):
         return self.mean_latency_s[sender, receiver] * self.random.uniform(0.5, 1.5)
 
     def give_machine(self, worker: WorkerProtocol) -> None:
-        own, is_linked = worker.membership.own, worker._links.__contains__
+        own, is_linked = worker.membership.own, worker.peers.__contains__
         worker.consolidation = Consolidation(
             own.rank, own.process_id, self.num_chunks, 1, is_linked
         )

@@ -47,7 +47,7 @@ PROGRESS_INTERVAL_S = 0.25
 
 LAST = 9
 """Answers, gaps and durations that count."""
-FIRST_WAIT_S = 0.1
+FIRST_WAIT_S = 0.5
 SHORTEST_WAIT_S = 0.02
 LONGEST_WAIT = 0.5
 """In time-outs."""

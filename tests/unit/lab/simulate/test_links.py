@@ -62,7 +62,7 @@ def test_the_mean_moves_only_by_gradient_steps(
     scenario: Scenario, graph: str, links: LinkModel
 ) -> None:
     trace = run(replace(scenario, graph=graph, links=links))
-    assert trace.records[-1].exchanges > 10
+    assert trace.records[-1].exchanges > 6
     # Records fall into exchanges that one end has applied and the other has not.
     assert trace.column("drift").max() < 1e-12
 
