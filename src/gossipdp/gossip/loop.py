@@ -148,7 +148,7 @@ class GossipLoop(LinkHandler):
         now = self.clock()
         for peer, link in list(self._links.items()):
             # Chunks are signs of life too: a link may be too busy with them for a heartbeat.
-            if link.last_heard_s > self.protocol.last_heard(peer) + self._heard_every_s:
+            if link.last_heard_s > self.protocol.peers.last_heard(peer) + self._heard_every_s:
                 self.perform(self.protocol.heard(peer, link.last_heard_s))
         self._note_progress(now)
         self.perform(self.protocol.poll(now))
@@ -383,7 +383,7 @@ class GossipLoop(LinkHandler):
         link.close(str(error))
 
     def _send(self, peer: int, message: TransferMessage) -> None:
-        envelope = self.protocol.wrap(peer, message, self.clock()).message
+        envelope = self.protocol.peers.wrap(peer, message, self.clock()).message
         self._post(peer, envelope, dial=True)
 
     def _post(self, peer: int, envelope: Envelope, dial: bool = False) -> None:

@@ -125,7 +125,7 @@ class Publisher:
         """Return the state of the run now."""
         protocol, membership = self._protocol, self._protocol.membership
         # A joiner that asks for the members uses a number that is no rank.
-        silent = {peer for peer in protocol.suspects() if peer < FIRST_VISITOR_RANK}
+        silent = {peer for peer in protocol.peers.silent if peer < FIRST_VISITOR_RANK}
         if self._num_standstills != protocol.num_standstills:
             self._num_standstills = protocol.num_standstills
             self._noticed.note(protocol.rank, "stopped", now, protocol.stood_still_s)

@@ -532,9 +532,9 @@ class WorkerProtocol:
         actions += [*self._ticks(now), *self.detector.poll(now, self._presence.witnesses)]
         if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
-            actions += self.averages.tick(self.live_links, self._moving)
+            actions += self.averages.tick(self.peers.live, self._moving)
             if self.is_done:
-                actions += self.consolidation.tick(self.live_links, self._moving)
+                actions += self.consolidation.tick(self.peers.live, self._moving)
             self._moving.clear()
         if now >= self._waits_until and self.consolidation.waits_for_all:
             self.consolidation.waits_for_all = False
@@ -555,23 +555,6 @@ class WorkerProtocol:
             self._affords_another_at(self._last_input) if self._is_spent else math.inf,
             math.inf if tick is None else tick,
         )
-
-    def last_heard(self, peer: int) -> float:
-        """Return when ``peer`` was last known to live; infinity without a link to it."""
-        return self.peers.last_heard(peer)
-
-    def suspects(self) -> frozenset[int]:
-        """Return the linked peers that have been silent beyond the time-out."""
-        return self.peers.silent
-
-    @property
-    def live_links(self) -> frozenset[int]:
-        """Return the peers with a link that is up and not silent."""
-        return self.peers.live
-
-    def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
-        """Return the message with the news that the link to ``peer`` has not carried yet."""
-        return self.peers.wrap(peer, message, now)
 
     def _note_life(self, peer: int, now: float) -> list[DetectorAction]:
         self.peers.heard(peer, now)

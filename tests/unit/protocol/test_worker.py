@@ -48,7 +48,7 @@ def test_only_linked_neighbours_are_available() -> None:
     worker.link_up(0, 0.0)
     worker.link_up(3, 0.0)  # a link, but no neighbour
     assert worker.pairing.available.keys() == {0}
-    assert worker.live_links == {0, 3}
+    assert worker.peers.live == {0, 3}
     worker.link_down(0, 1.0)
     assert worker.pairing.available == {}
 
@@ -103,12 +103,12 @@ def test_a_silent_peer_is_neither_chosen_nor_waited_for() -> None:
     first = ask_others(worker, 0.1)
     other = 2 - first.peer
     actions = run(worker, 0.1, TIMEOUT_S + 0.1, {other})
-    assert worker.suspects() == {first.peer}
-    assert worker.live_links == {other}
+    assert worker.peers.silent == {first.peer}
+    assert worker.peers.live == {other}
     assert isinstance(said(actions, other)[0], Propose)
     late = worker.receive(first.peer, Envelope(Accept(first.id, 0.5)), TIMEOUT_S + 1)
     assert Cancel(first.id) in said(late)
-    assert worker.suspects() == frozenset()
+    assert worker.peers.silent == frozenset()
     assert first.peer in worker.pairing.available
 
 
@@ -119,7 +119,7 @@ def test_who_does_not_answer_is_left_out_until_it_does_and_keeps_its_link() -> N
     assert said(run(worker, 0.1, 0.1 + 0.99 * FIRST_WAIT_S, {other})) == []
     assert isinstance(said(run(worker, 0.1, 0.11 + FIRST_WAIT_S, {other}), other)[0], Propose)
     assert worker.pairing.available.keys() == {other}
-    assert worker.live_links == {0, 2}
+    assert worker.peers.live == {0, 2}
     late = worker.receive(first.peer, Envelope(Accept(first.id, 0.5)), 0.2 + FIRST_WAIT_S)
     assert said(late) == [Cancel(first.id)]
     assert worker.pairing.available.keys() == {0, 2}
@@ -192,7 +192,7 @@ def test_for_whom_there_is_no_link_no_news_is_gathered() -> None:
     """The leader of an average of n says the same to all of them, before it is linked to any."""
     worker = make_worker()
     worker.receive(0, Envelope(Heartbeat(), (member(3),)), 1.0)
-    assert worker.wrap(5, Heartbeat(), 1.0) == Send(5, Envelope(Heartbeat()))
+    assert worker.peers.wrap(5, Heartbeat(), 1.0) == Send(5, Envelope(Heartbeat()))
 
 
 def test_news_does_not_wait_for_the_heartbeat() -> None:

@@ -36,7 +36,7 @@ def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives() -> N
     assert (stop.peer, stop.id) == (0, ExchangeId(0, 0, 1))
     assert "nothing of it" in stop.reason
     assert worker.exchanges_failed == 1
-    assert worker.live_links == {2}, "its link is closed"
+    assert worker.peers.live == {2}, "its link is closed"
 
 
 def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer() -> None:
@@ -109,7 +109,7 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
     actions += run(worker, now, now + 0.4 * TIMEOUT_S, [])
     asked = [each for each in said(actions, 0) if isinstance(each, AskLife)]
     assert [each for each in asked if each.suspect == 2] == []
-    assert worker.suspects() == frozenset()
+    assert worker.peers.silent == frozenset()
     assert worker.membership.live() == tuple(range(6))
     # It knows of its own that it stood still, once.
     is_input = first not in ("next_deadline", "progressed", "wrap")

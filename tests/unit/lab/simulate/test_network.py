@@ -91,7 +91,7 @@ def test_a_transfer_of_many_time_outs_keeps_its_link() -> None:
     suspects: set[frozenset[int]] = set()
     while network.engine.now < 200.0:
         network.engine.run(until=network.engine.now + 0.5)
-        suspects |= {worker.suspects() for worker in network.workers.values()}
+        suspects |= {worker.peers.silent for worker in network.workers.values()}
     assert network.num_exchanges == 4
     assert suspects == {frozenset()}
     assert all(worker.exchanges_failed == 0 for worker in network.workers.values())
