@@ -211,8 +211,9 @@ while time.monotonic() < begun + float(until_s):
         time.sleep(float(until_s))  # poisoned: it is there, and exchanges no more
     counts.append((time.monotonic(), model.stats().exchanges))
     time.sleep(step_s)
-with open(f"{folder}/{rank}.json", "w") as file:
+with open(f"{folder}/{rank}.part", "w") as file:
     json.dump(counts, file)
+os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.json")
 os._exit(0)
 """
 EVENTS = ("stop", "slow 16", "poison", "kill")
