@@ -7,7 +7,7 @@ Each row compares the other workers with the same run in which that worker does 
 the graph over the others. Simulated workers are the real protocol on a virtual clock: steps of 50
 ms, 0.5 ms from worker to worker, 3 ms for a model. Counted from half a second after the event; a
 bad link, on which an exchange takes a second, from when each neighbour has had three: a single long
-one may be chance. Windows of half a second; medians of three seeds.
+one may be chance. Windows of half a second; medians of the seeds.
 
 Real processes step every 50 ms (they sleep; the exchanges are real), all neighbours of one another.
 """
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from misbehaving import BAD_TRANSFER_S, WHATS, WINDOW_S, Course, Event, What, watch
 from support.report import Report, Spread, Table, results_folder
 
+from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 
 GRAPHS = [
@@ -57,7 +58,7 @@ def begins_to_count_s(graph: str, num_workers: int, event: Event) -> float:
     """Return from when on the others are to exchange as if the worker were not there."""
     if event.what != "bad link":
         return event.begins_s + 0.5
-    num_neighbours = build_graph(graph, num_workers).degree[event.rank]
+    num_neighbours = len(Constants.of(build_graph(graph, num_workers)).neighbours(event.rank))
     return event.begins_s + 1.0 + 3 * BAD_TRANSFER_S * num_neighbours
 
 

@@ -51,6 +51,7 @@ BENCHMARKS = (
     Benchmark("shards", ("--rounds", "1"), 90),
     Benchmark("startup", ("--rounds", "2"), 70),
     Benchmark("faults", ("--rounds", "2"), 90),
+    Benchmark("independence", ("--real", "--rounds", "1", "--events", "stop"), 150),
     # The tables in the order in which they matter, should time run out.
     Benchmark("time_to_loss", ("slow_link", "--steps", "128", "--rows", FEW_ROWS), 160),
     Benchmark("time_to_loss", ("slow", "--steps", "128"), 190),
