@@ -81,7 +81,7 @@ def test_messages_are_bounded_with_ticks_in_phase():
 
 
 @pytest.mark.parametrize(
-    ("graph_name", "num_workers", "most"), [("ring", 8, 20.0), ("torus", 16, 28.0)]
+    ("graph_name", "num_workers", "most"), [("ring", 8, 15.0), ("torus", 16, 25.0)]
 )
 def test_messages_are_bounded_with_saturated_links(graph_name, num_workers, most):
     network = train(graph_name, num_workers, num_steps=40, comm_rate=100.0, transfer_s=0.5)

@@ -81,8 +81,8 @@ _Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | LifeActio
 _Given = ParamSpec("_Given")
 
 LOOKS_PER_TIMEOUT = 4
-OWED, MOST_OWED, MOST_AHEAD = 6.0, 7.0, 12.0
-"""A worker asks once more at a step if it has had so many exchanges less than are due."""
+OWED, MOST_OWED, MOST_AHEAD = 6.0, 12.0, 12.0
+"""A tick is two demands if a worker has had so many exchanges less than are due by its steps."""
 MAX_DEFERRED = 256
 """Consolidation messages that wait for the end of an exchange; dropped ones are repeated."""
 
@@ -253,7 +253,7 @@ class WorkerProtocol:
             self._set_clock_rate()
         if self.clock.step_seconds is not None and not self.clock.is_paused:
             self._owed = min(MOST_OWED, self._owed + self._wanted_rate)
-        return [*self._ticks(now), *self._demand_what_is_owed()]
+        return self._ticks(now)
 
     @_input
     def done(self, now: float, wait_s: float = math.inf) -> Sequence[_Inner]:
@@ -400,7 +400,7 @@ class WorkerProtocol:
             )
             if self.exchange_rate is not None:
                 self.exchange_rate.exchanged(duration_s, held_s)
-        return [*self.pairing.finished(id), *self._demand_what_is_owed()]
+        return self.pairing.finished(id)
 
     @_input
     def failed(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
@@ -626,8 +626,14 @@ class WorkerProtocol:
         return actions
 
     def _ticks(self, now: float) -> list[PairingAction]:
-        ticks = self.clock.ticks_due(now)
-        return [action for _ in range(ticks) for action in self.pairing.tick()]
+        """Take the demands that are due: one a tick, or two while others ask less than their half.
+
+        A worker asks for half of its exchanges, and answers the other half. If a neighbour steps
+        slowly, or does not step at all, it does not ask, and this worker would exchange less. Not
+        at a step: workers in step would ask at the same moments, and find each other busy.
+        """
+        demands = self.clock.ticks_due(now) * (2 if self._owed > OWED else 1)
+        return [action for _ in range(demands) for action in self.pairing.tick()]
 
     # --- the end of every input ------------------------------------------------------------
 
@@ -710,16 +716,6 @@ class WorkerProtocol:
         """The exchanges a gradient step, asked for and answered, that this worker aims at."""
         rate = self.neighbourhood.worker_rate if self._has_method else 0.0
         return rate if self.exchange_rate is None else rate * self.exchange_rate.rate
-
-    def _demand_what_is_owed(self) -> list[PairingAction]:
-        """Ask once more where others have asked less than their half, as slow ones do.
-
-        A worker asks for half of its exchanges, and answers the other half. If a neighbour steps
-        slowly, or does not step at all, it does not ask, and this worker would exchange less.
-        """
-        is_training = self.clock.step_seconds is not None and not self.clock.is_paused
-        is_owed = is_training and self._owed > OWED and not self.pairing.backlog
-        return self.pairing.tick() if is_owed else []
 
     def _begin(self, begin: Begin, now: float) -> None:
         """Note that an exchange begins; if it was the last affordable one, close after it."""

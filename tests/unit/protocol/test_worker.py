@@ -160,8 +160,9 @@ def test_who_is_asked_less_than_its_half_asks_more() -> None:
             state = worker.pairing.state
             assert isinstance(state, Proposing)
             worker.receive(state.peer, Envelope(Accept(state.id, 0.5)), now)
-            actions, num_exchanges = worker.finished(state.id, now), num_exchanges + 1
-    assert num_exchanges == pytest.approx(200, abs=12)
+            actions = worker.finished(state.id, now)
+            num_exchanges += step > 40  # it begins with none owed
+    assert num_exchanges == pytest.approx(160, abs=8)
 
 
 def test_the_dead_and_departed_are_not_available_but_the_done_are() -> None:
