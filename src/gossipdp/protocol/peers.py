@@ -120,7 +120,7 @@ class Peers:
         self._links: dict[int, _Link] = {}
         self._partners: dict[int, _Partner] = {}
         self._durations_s = _last()
-        self._gaps_s = _last()
+        self._answers_s, self._gaps_s = _last(), _last()
         self._urgent_version = 0  # of membership: news up to here is sent at once
         self.has_changed = True
 
@@ -207,7 +207,8 @@ class Peers:
     def wait_s(self, peer: int) -> float:
         """Return how long a proposal, or FREE, waits for the answer of ``peer``."""
         partner = self._partner(peer)
-        usual_s = USUAL_ANSWERS * median(partner.answers_s) if partner.answers_s else FIRST_WAIT_S
+        answers_s = partner.answers_s or self._answers_s  # at first as others
+        usual_s = USUAL_ANSWERS * median(answers_s) if answers_s else FIRST_WAIT_S
         wait_s = max(SHORTEST_WAIT_S, usual_s) * 2.0 ** min(partner.num_withdrawn, 10)
         return min(wait_s, LONGEST_WAIT * self._timeout_s)
 
@@ -222,6 +223,7 @@ class Peers:
         if id not in asked:
             return
         partner.answers_s.append(now - asked[id])
+        self._answers_s.append(now - asked[id])
         if in_time:
             partner.num_withdrawn = 0
         # Links are FIFO: an earlier proposal has no answer if it crossed with one of the peer.

@@ -55,7 +55,9 @@ def test_a_wait_is_a_few_times_the_median_answer(answers_s: list[float], wait_s:
     peers = make_peers(1, 2)
     answer(peers, 1, *answers_s)
     assert peers.wait_s(1) == pytest.approx(wait_s)
-    assert peers.wait_s(2) == FIRST_WAIT_S, "the waits of others are their own"
+    assert peers.wait_s(2) == pytest.approx(wait_s), "at first as others"
+    answer(peers, 2, 0.2)
+    assert peers.wait_s(2) == pytest.approx(USUAL_ANSWERS * 0.2)
 
 
 def test_each_withdrawal_doubles_the_wait_until_an_answer_in_time() -> None:
