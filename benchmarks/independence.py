@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +185,7 @@ WORKER = """
 import json, os, sys, time
 import torch
 from gossipdp import GossipDataParallel
-folder, until_s, comm_rate, event, begins_s, num_workers = sys.argv[1:]
+folder, until_s, comm_rate, event, begins_s = sys.argv[1:]
 torch.set_num_threads(1)
 net = torch.nn.Linear(500, 500)
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -232,9 +231,7 @@ def real(event: str, comm_rate: str) -> dict[str, Any]:
         until_s = REAL_BEGINS_S + REAL_LASTS_S
         command = [sys.executable, "-m", "gossipdp.cli.main", "run", "-n", str(num_workers)]
         command += [str(script), folder, str(until_s), comm_rate, event, str(REAL_BEGINS_S)]
-        process = subprocess.Popen(
-            [*command, str(num_workers)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         pids = [Path(folder) / f"{rank}.pid" for rank in range(num_workers)]
         _until(lambda: all(pid.exists() and pid.read_text() for pid in pids), 120.0)
         time.sleep(REAL_BEGINS_S)
@@ -251,15 +248,14 @@ def real(event: str, comm_rate: str) -> dict[str, Any]:
         process.wait(60.0)
     windows = range(round(-2.0 / WINDOW_S), round((STOP_S + AFTER_S) / WINDOW_S))
     by_window = [
-        [_between(each, began_s + WINDOW_S * window) for window in windows] for each in counts
+        [
+            _count_at(each, began_s + WINDOW_S * (window + 1))
+            - _count_at(each, began_s + WINDOW_S * window)
+            for window in windows
+        ]
+        for each in counts
     ]
     return {"event": event, "comm_rate": comm_rate, "by_window": by_window}
-
-
-def _between(counts: Sequence[tuple[float, int]], begin_s: float) -> int:
-    """Return the exchanges of a worker in one window."""
-    at = partial(_count_at, counts)
-    return at(begin_s + WINDOW_S) - at(begin_s)
 
 
 def _count_at(counts: Sequence[tuple[float, int]], time_s: float) -> int:

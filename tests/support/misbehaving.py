@@ -16,13 +16,14 @@ from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, make_workers
 
 What: TypeAlias = Literal[
     "stop", "slow 4", "slow 16", "held", "poisoned", "bad link", "first step", "kill"
 ]
 WHATS: tuple[What, ...] = get_args(What)
+SLOW: tuple[What, ...] = ("slow 4", "slow 16")
 
 STEP_S = 0.05
 TRANSFER_S = 0.003
@@ -112,42 +113,40 @@ def _counts(
     *,
     seed: int,
 ) -> dict[int, list[int]]:
-    bad = event.rank
-    is_there = bad in workers
+    bad, what = event.rank, event.what
     random = Random(f"{seed} steps")
-    begins_s, ends_s = event.begins_s, event.begins_s + event.lasts_s
-    network: FaultyNetwork
-
-    def is_on() -> bool:
-        return begins_s <= network.engine.now < ends_s
+    ends_s = event.begins_s + event.lasts_s
+    has_begun = set[int]()
 
     def step_s(rank: int) -> float:
-        times = random.uniform(0.9, 1.1)
-        if rank == bad and event.what.startswith("slow"):
-            times *= float(event.what.split()[1])
-        if rank == bad and event.what == "first step":
-            return ends_s if network is None or network.engine.now == 0.0 else times * STEP_S
-        return times * STEP_S
+        is_first = rank not in has_begun
+        has_begun.add(rank)
+        factor = float(what.removeprefix("slow ")) if rank == bad and what in SLOW else 1.0
+        seconds = random.uniform(0.9, 1.1) * factor * STEP_S
+        return ends_s if rank == bad and is_first and what == "first step" else seconds
 
     def transfer_s(first: int, second: int) -> float:
-        is_bad = bad in (first, second) and event.what == "bad link" and is_on()
+        is_on = event.begins_s <= network.engine.now < ends_s
+        is_bad = bad in (first, second) and what == "bad link" and is_on
         return BAD_TRANSFER_S if is_bad else TRANSFER_S
 
-    network = None  # type: ignore[assignment]
     network = FaultyNetwork(
         workers, constants.edges, Conditions(lambda *_: LATENCY_S, transfer_s, step_s)
     )
-    happens: dict[str, Callable[[], None]] = {
+
+    def tell(change: Callable[[WorkerProtocol, float], list[Action]]) -> None:
+        network.perform(bad, change(workers[bad], network.engine.now))
+
+    begins: dict[What, Callable[[], None]] = {
         "stop": lambda: network.stall(bad, event.lasts_s),
         "kill": lambda: network.crash(bad),
-        "held": lambda: network.perform(bad, workers[bad].hold(network.engine.now)),
-        "poisoned": lambda: network.perform(bad, workers[bad].poisoned(network.engine.now)),
+        "held": lambda: tell(WorkerProtocol.hold),
+        "poisoned": lambda: tell(WorkerProtocol.poisoned),
     }
-    if is_there and event.what in happens:
-        network.engine.at(begins_s, happens[event.what])
-    if is_there and event.what == "held":
-        release = lambda: network.perform(bad, workers[bad].release(network.engine.now))  # noqa: E731
-        network.engine.at(ends_s, release)
+    if bad in workers and what in begins:
+        network.engine.at(event.begins_s, begins[what])
+    if bad in workers and what == "held":
+        network.engine.at(ends_s, lambda: tell(WorkerProtocol.release))
     counts: dict[int, list[int]] = {rank: [] for rank in workers if rank != bad}
     before = dict.fromkeys(counts, 0)
     for window in range(1, round(until_s / WINDOW_S) + 1):

@@ -1,11 +1,10 @@
 """One exchange: chunks out and in, a window at a time, applied as soon as both halves are here.
 
-PROPOSE says which moments travel beside the parameters. A chunk is copied to a slot
-at the exchange's phase and sent. When the peer's chunk of the same index has arrived whole, the
-difference of the two snapshots is applied. The end that was asked sends and applies nothing before
-the initiator's first frame, which confirms the exchange: until then the initiator may withdraw. The
-extra memory is the window's. The :mod:`codec
-<gossipdp.gossip.codec>` turns chunks into bytes.
+PROPOSE says which moments travel beside the parameters. A chunk is copied to a slot at the
+exchange's phase and sent. When the peer's chunk of the same index has arrived whole, the difference
+of the two snapshots is applied. The end that was asked sends and applies nothing before the
+initiator's first frame, which confirms the exchange: until then the initiator may withdraw. The
+extra memory is the window's. The :mod:`codec <gossipdp.gossip.codec>` turns chunks into bytes.
 
 Frames: ``EXCHANGE_STEPS`` (only if the codec has something to say first), then for each chunk
 ``EXCHANGE_CHUNK``. If the codec cannot be certain that the peer can read it, the peer answers with
@@ -199,7 +198,6 @@ class Exchange:
             PoisonFound: the difference is not finite; nothing was applied.
         """
         index, codec = key.index, self._codec
-        self._is_confirmed = True
         match frame_type:
             case FrameType.EXCHANGE_STEPS:
                 codec.agree(payload)

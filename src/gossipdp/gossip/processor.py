@@ -63,31 +63,34 @@ def _limits() -> Iterator[tuple[float, tuple[Path, float] | None]]:
         lines = OWN_GROUPS.read_text("ascii").splitlines()
     except (OSError, ValueError):
         return
-    paths = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines)}
-    for kinds, path in paths.items():
-        is_first_version = "cpu" in kinds.split(",")
-        if kinds and not is_first_version:
+    for _, kinds, path in (line.split(":", 2) for line in lines):
+        if kinds and "cpu" not in kinds.split(","):
             continue
         top = GROUPS / kinds
         group = top / path.lstrip("/")
         for each in (group, *group.parents):
             try:
-                if not is_first_version:
-                    quota, period = (each / "cpu.max").read_text("ascii").split()
-                    usage = each / "cpu.stat", 1e-6
-                else:
-                    quota = (each / "cpu.cfs_quota_us").read_text("ascii")
-                    period = (each / "cpu.cfs_period_us").read_text("ascii")
-                    usage = each / "cpuacct.usage", 1e-9
-                yield _positive(quota) / int(period), usage if usage[0].exists() else None
-            except (OSError, ValueError):
+                yield _first_version(each) if kinds else _second_version(each)
+            except (OSError, ValueError):  # it sets no limit
                 pass
             if each == top:
                 break
 
 
-def _positive(quota: str) -> float:
-    return math.inf if quota.strip() in ("max", "-1") else int(quota)
+def _first_version(group: Path) -> tuple[float, tuple[Path, float] | None]:
+    quota_us = int((group / "cpu.cfs_quota_us").read_text("ascii"))
+    period_us = int((group / "cpu.cfs_period_us").read_text("ascii"))
+    usage = group / "cpuacct.usage"  # of another group where the two are mounted apart
+    return (
+        quota_us / period_us if quota_us > 0 else math.inf,
+        (usage, 1e-9) if usage.exists() else None,
+    )
+
+
+def _second_version(group: Path) -> tuple[float, tuple[Path, float] | None]:
+    quota_us, period_us = (group / "cpu.max").read_text("ascii").split()
+    cores = math.inf if quota_us == "max" else int(quota_us) / int(period_us)
+    return cores, (group / "cpu.stat", 1e-6)
 
 
 @final

@@ -20,22 +20,24 @@ class MomentsDue:
 
     def __init__(self, periods: Collection[int], num_steps: float) -> None:
         self._num_steps = num_steps
-        # Exchanges and steps since the last exchange that carried the moments of a period.
-        self._since = dict.fromkeys(sorted(set(periods)), (0, 0))
+        self._exchanges = self._steps = 0
+        # The counts of exchanges and steps as moments of each period travelled last.
+        self._last = dict.fromkeys(sorted(set(periods)), (0, 0))
 
     def step(self) -> None:
         """Count a gradient step."""
-        self._since = {each: (n, steps + 1) for each, (n, steps) in self._since.items()}
+        self._steps += 1
 
     def began(self, carried: Collection[int]) -> None:
         """Count an exchange that begins, with the periods of the moments that it carries."""
-        for period, (exchanges, steps) in self._since.items():
-            self._since[period] = (0, 0) if period in carried else (exchanges + 1, steps)
+        self._exchanges += 1
+        for period in self._last.keys() & set(carried):
+            self._last[period] = self._exchanges, self._steps
 
     def now(self) -> tuple[int, ...]:
         """Return the periods that are due with an exchange that is proposed now."""
         return tuple(
             period
-            for period, (exchanges, steps) in self._since.items()
-            if exchanges + 1 >= period or steps >= self._num_steps
+            for period, (exchanges, steps) in self._last.items()
+            if self._exchanges + 1 - exchanges >= period or self._steps - steps >= self._num_steps
         )

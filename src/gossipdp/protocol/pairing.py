@@ -236,8 +236,10 @@ class Pairing:
         """Forget the link to ``peer``, which is gone, and all its messages."""
         had_free = self._waiting.sent_free == peer
         self._unlink(peer)
-        stopped = self._stop_exchange(peer, "the link was lost")
-        return stopped or self._without_answer(peer, had_free)
+        state = self.state
+        if isinstance(state, Exchanging) and state.peer == peer:
+            return [Stop(peer, state.id, "the link was lost"), *self._become_idle()]
+        return self._without_answer(peer, had_free)
 
     def unanswered(self, peer: int) -> list[PairingAction]:
         """Go on without the answer of ``peer`` to a proposal or FREE."""
@@ -246,12 +248,6 @@ class Pairing:
             self._waiting.sent_free = None
         self.available.pop(peer, None)
         return self._without_answer(peer, had_free)
-
-    def _stop_exchange(self, peer: int, reason: str) -> list[PairingAction]:
-        state = self.state
-        if not (isinstance(state, Exchanging) and state.peer == peer):
-            return []
-        return [Stop(peer, state.id, reason), *self._become_idle()]
 
     def _without_answer(self, peer: int, had_free: bool) -> list[PairingAction]:
         state = self.state

@@ -11,9 +11,9 @@ peer 300 ms away among near ones is still reached. A peer that has not answered 
 it is heard again; if it goes on not to answer, it takes at most a fifth of this worker's time.
 
 *Exchanges that stand still.* An exchange ends if none of its bytes moves for several times the
-longest such gap in the last exchanges with that peer, 0.25 s at least. Then the peer rests for as
-long, and twice as long each time, until an exchange with it succeeds: else a peer that agrees to
-exchange, and then sends only heartbeats, could hold this worker all of its time.
+longest such gap but one in the last exchanges with that peer, 0.25 s at least. Then the peer rests
+for as long, and twice as long each time, until an exchange with it succeeds: else a peer that
+agrees to exchange, and then sends only heartbeats, could hold this worker all of its time.
 
 *Exchanges that take long.* One exchange runs at a time. Over a bad link it may last so long that
 the demands which come meanwhile are lost. Once ``IN_A_ROW`` exchanges with a peer have taken far
@@ -40,6 +40,7 @@ from statistics import median
 from gossipdp.protocol.actions import Send
 from gossipdp.protocol.members import Membership, Progress, ProgressEntry
 from gossipdp.protocol.messages import MAX_NEWS, Envelope, ExchangeId, Heartbeat, Message
+from gossipdp.protocol.pairing import MAX_BACKLOG
 
 HEARTBEATS_PER_TIMEOUT = 10
 NEWS_INTERVAL_S = 0.05
@@ -266,7 +267,6 @@ class Peers:
         duration_s: float,
         gap_s: float,
         demands_per_s: float,
-        kept: int,
     ) -> None:
         """Note an exchange with ``peer`` that ended well.
 
@@ -276,7 +276,6 @@ class Peers:
             duration_s: from its begin, without its longest gap.
             gap_s: the longest time in which none of its bytes moved.
             demands_per_s: how often this worker is to exchange.
-            kept: demands that wait for the end of an exchange without being lost.
         """
         self._durations_s.append(duration_s)
         self._gaps_s.append(gap_s)
@@ -285,7 +284,7 @@ class Peers:
         partner.rest_s = 0.0
         partner.durations_s.append(duration_s)
         long_s = min(partner.durations_s)
-        num_lost = long_s * demands_per_s - kept
+        num_lost = long_s * demands_per_s - MAX_BACKLOG
         if long_s > LONG_EXCHANGE * median(self._durations_s) and num_lost > 0.0:
             rest_s = num_lost / (LOST_SHARE * demands_per_s) - long_s
             self._rest(partner, now + min(rest_s, LONGEST_REST * self._timeout_s))

@@ -67,7 +67,7 @@ from gossipdp.protocol.neighbours import (
     WorkOut,
     at_once,
 )
-from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Pairing, PairingAction, Proposing
+from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction, Proposing
 from gossipdp.protocol.peers import Peers
 from gossipdp.protocol.presence import CloseIfSilent, Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
@@ -396,7 +396,6 @@ class WorkerProtocol:
                 duration_s=duration_s - self._longest_gap_s,
                 gap_s=self._longest_gap_s,
                 demands_per_s=0.0 if step_s is None else self._wanted_rate / step_s,
-                kept=MAX_BACKLOG,
             )
             if self.exchange_rate is not None:
                 self.exchange_rate.exchanged(duration_s, held_s)

@@ -38,7 +38,7 @@ def answer(peers: Peers, peer: int, *after_s: float, in_time: bool = True) -> No
 
 def exchange(peers: Peers, peer: int, now: float = 1.0, **measured: float) -> None:
     values = {"duration_s": 0.01, "gap_s": 0.001, "demands_per_s": 20.0} | measured
-    peers.exchanged(peer, now, kept=4, **values)
+    peers.exchanged(peer, now, **values)
 
 
 @pytest.mark.parametrize(
