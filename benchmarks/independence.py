@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from misbehaving import BAD_TRANSFER_S, WHATS, WINDOW_S, Course, Event, What, watch
+from misbehaving import BAD_TRANSFER_S, SLOW, WHATS, WINDOW_S, Course, Event, What, watch
 from support.report import Report, Spread, Table, results_folder
 
 from gossipdp.graph.constants import Constants
@@ -44,6 +44,7 @@ RATES: tuple[float | None, ...] = (1.0, None)
 BEGINS_S, AFTER_S = 4.0, 4.0
 LASTS_S: dict[What, float] = {"stop": 8.0, "bad link": 40.0}
 OTHERS_LAST_S = 4.0
+ENDLESS: tuple[What, ...] = (*SLOW, "poisoned", "kill")
 SHOWN_S = 20.0
 SHARE, LEAST_SHARE = 0.9, 0.8
 SPARE = 1.5
@@ -165,7 +166,9 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
             times_s = [WINDOW_S * (index + 0.5) - 2.0 for index in range(len(row["course"]))]
             style = {"color": f"C{shown.index(graph)}", "linestyle": "-" if rate == "1" else ":"}
             panel.plot(times_s, row["course"], linewidth=1.2, **style)
-        panel.axvspan(0.0, min(LASTS_S.get(what, OTHERS_LAST_S), SHOWN_S), color="0.92", zorder=0)
+        begins_s = -2.0 if what in (*SLOW, "first step") else 0.0  # those begin with the run
+        lasts_s = SHOWN_S if what in ENDLESS else LASTS_S.get(what, OTHERS_LAST_S)
+        panel.axvspan(begins_s, min(lasts_s, SHOWN_S), color="0.92", zorder=0)
         panel.axhline(SHARE, color="0.6", linewidth=0.8, linestyle="--")
         panel.set_title(what, fontsize=10)
         panel.set_ylim(0.0, 1.8)
@@ -173,7 +176,7 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
         panels.flat[0].plot([], [], color=f"C{shown.index(graph)}", label=graph)
     panels.flat[0].plot([], [], color="0.3", label="one a step")
     panels.flat[0].plot([], [], color="0.3", linestyle=":", label="auto")
-    figure.legend(loc="outside lower center", ncols=7, fontsize=9, frameon=False)
+    figure.legend(loc="outside upper center", ncols=7, fontsize=9, frameon=False)
     figure.supxlabel("seconds since the event (grey: while it lasts)", fontsize=10)
     figure.supylabel("exchanges of the others, of those without that worker", fontsize=10)
     figure.savefig(path, dpi=110)
