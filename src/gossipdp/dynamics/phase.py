@@ -46,7 +46,7 @@ class Phase:
         self._num_gaps = 0
         self._last_start_s: float | None = None
         self._counted_periods = 0.0
-        self._is_exchanging = False
+        self._start_s: float | None = None  # of the exchange under way
         self._lock = threading.Lock()  # guards all of the above
 
     @staticmethod
@@ -57,27 +57,32 @@ class Phase:
     def at(self, now_s: float) -> float:
         """Return theta at ``now_s``. It stands still while an exchange is under way."""
         with self._lock:
-            if not self._is_exchanging:
+            if self._start_s is None:
                 self._advance(now_s)
             return self._theta
 
     def start_exchange(self, now_s: float) -> float:
-        """Freeze and return theta; the gap since the last start enters the mean afterwards."""
+        """Freeze and return theta."""
         with self._lock:
-            assert not self._is_exchanging, "one exchange at a time per worker"
+            assert self._start_s is None, "one exchange at a time per worker"
             self._advance(now_s)
-            if self._last_start_s is not None:
-                self._count_gap(now_s - self._last_start_s)
-            self._last_start_s = now_s
-            self._counted_periods = 0.0
-            self._is_exchanging = True
+            self._start_s = now_s
             return self._theta
 
-    def end_exchange(self, now_s: float) -> None:
-        """Let theta go on, after an exchange that finished or was stopped."""
+    def end_exchange(self, now_s: float, *, is_withdrawn: bool = False) -> None:
+        """Let theta go on, after an exchange that finished, was stopped or was withdrawn.
+
+        The gap between its start and the one before enters the mean. A withdrawn exchange moved
+        nothing: theta goes on as if it had never begun.
+        """
         with self._lock:
-            assert self._is_exchanging, "no exchange to end"
-            self._is_exchanging = False
+            assert self._start_s is not None, "no exchange to end"
+            if not is_withdrawn:
+                if self._last_start_s is not None:
+                    self._count_gap(self._start_s - self._last_start_s)
+                self._last_start_s = self._start_s
+                self._counted_periods = 0.0
+            self._start_s = None
             self._advance(now_s)
 
     def set_speed(self, eta: float, worker_rate: float, now_s: float) -> None:

@@ -279,7 +279,7 @@ class GossipLoop(LinkHandler):
             case Stop(peer=peer, reason=reason):
                 self._stop(peer, reason)
             case Withdrawn():
-                self._stop_exchange()
+                self._stop_exchange(is_withdrawn=True)
             case Unlink(peer=peer, reason=reason):
                 self._unlink(peer, reason)
             case Reach(peer=peer, host=host, port=port):
@@ -524,10 +524,10 @@ class GossipLoop(LinkHandler):
         if link is not None:
             link.close(reason)
 
-    def _stop_exchange(self) -> None:
+    def _stop_exchange(self, *, is_withdrawn: bool = False) -> None:
         if self._exchange is not None:
             self._exchange = None
-            self._phase.end_exchange(self.clock())
+            self._phase.end_exchange(self.clock(), is_withdrawn=is_withdrawn)
 
     # States.
 

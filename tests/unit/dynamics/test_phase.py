@@ -36,6 +36,16 @@ def test_the_phase_stands_still_during_an_exchange_and_catches_up_after_it():
     assert phase.at(3.0) == pytest.approx(frozen + 1.0)
 
 
+def test_a_withdrawn_exchange_leaves_the_phase_as_if_it_had_never_begun():
+    phase, without = Phase(eta=1.0, worker_rate=1.0), Phase(eta=1.0, worker_rate=1.0)
+    for one in (phase, without):
+        exchange_at(one, 0.0, 1.0)
+    phase.start_exchange(1.1)
+    phase.end_exchange(1.3, is_withdrawn=True)
+    assert phase.at(1.6) == pytest.approx(0.6)
+    assert exchange_at(phase, 3.0, 4.5) == pytest.approx(exchange_at(without, 3.0, 4.5))
+
+
 def test_a_stall_flows_at_most_the_cap_and_boundary_flows_count_towards_it():
     phase = Phase(eta=1.0, worker_rate=1.0)
     exchange_at(phase, 0.0, 1.0)

@@ -311,11 +311,16 @@ def test_the_end_that_was_asked_sends_nothing_before_the_initiator_s_first_byte(
     """Else a proposal that was withdrawn would cost the link, with half a chunk on it."""
     worker = Worker()
     link, id = worker.links[1], ExchangeId(1, 0, 1)
+    for worker.now in (0.0, 10.0):
+        worker.phase.start_exchange(worker.now)
+        worker.phase.end_exchange(worker.now)
+    worker.now = 11.0
     worker.loop.perform([Begin(1, id, 0.5, False)])
     worker.loop.writable(link)
     assert not link.chunks
     worker.loop.perform([Withdrawn(1, id)])
     assert not link.closed
+    assert worker.phase.at(20.0) == pytest.approx(0.4), "the clock of the phase has counted it"
     worker.loop.perform([Begin(1, id, 0.5, False)])
     worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, ChunkKey(1, 0, 1, 0), X.nbytes)
     worker.loop.writable(link)
