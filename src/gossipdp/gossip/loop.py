@@ -29,6 +29,7 @@ from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
 from gossipdp.logs import OnceLog, printable
 from gossipdp.protocol.actions import (
     Begin,
+    Notice,
     Reach,
     Rebuilt,
     Send,
@@ -284,6 +285,8 @@ class GossipLoop(LinkHandler):
                 self._unlink(peer, reason)
             case Reach(peer=peer, host=host, port=port):
                 self.transport.dial(peer, host, port)
+            case Notice():
+                self._publisher.noticed(action)
             case Rebuilt():
                 self._phase.set_speed(action.eta, action.worker_rate, self.clock())
                 self._dialer.want(action.neighbours | action.dead, self.clock())

@@ -19,7 +19,7 @@ class Event:
 
     Attributes:
         time_s, last_noticed_s: when the first and the last of them noticed it.
-        what: the kind of a :class:`~gossipdp.gossip.snapshot.Notice`.
+        what: the kind of a :class:`~gossipdp.protocol.actions.Notice`.
         since_s: the earliest time, known to any of them, at which the worker was heard last.
     """
 

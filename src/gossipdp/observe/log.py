@@ -124,7 +124,7 @@ class BeganRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="began"):
 
 
 class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
-    """A notice about worker ``rank``; see :class:`gossipdp.gossip.snapshot.Notice`."""
+    """A notice about worker ``rank``; see :class:`gossipdp.protocol.actions.Notice`."""
 
     rank: Rank
     what: str

@@ -76,7 +76,7 @@ class NeighbourStatus(msgspec.Struct, frozen=True):
 
 
 class NoticeStatus(msgspec.Struct, frozen=True):
-    """A notice of this worker about ``rank``: see :class:`gossipdp.gossip.snapshot.Notice`."""
+    """A notice of this worker about ``rank``: see :class:`gossipdp.protocol.actions.Notice`."""
 
     rank: int
     kind: str

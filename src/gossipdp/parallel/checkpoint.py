@@ -44,10 +44,10 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.gossip.snapshot import Notice
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import state_layout
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
+from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 
 logger = logging.getLogger("gossipdp")

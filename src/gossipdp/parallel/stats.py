@@ -7,9 +7,10 @@ from statistics import fmean
 
 from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
-from gossipdp.gossip.snapshot import LoopSnapshot, Notice
+from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.launcher.environment import show_address
 from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
+from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Status
 
 logger = logging.getLogger("gossipdp")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from gossipdp.protocol.messages import Epoch, ExchangeId
 
 Body = TypeVar("Body")
+NoticeKind: TypeAlias = Literal["joined", "silent", "lost", "answered", "restarted", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,31 @@ class Unlink:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """A change in a worker's life, as this worker noticed it.
+
+    Attributes:
+        rank: of the worker concerned.
+        kind: ``joined``: it takes part, and was not one of the run's first workers; ``silent``: its
+            link has been silent for the time-out, though it is open; ``lost``: no worker, here or
+            elsewhere, hears it any more, and the others go on without it; ``answered``: the same
+            process answers again after it was silent or lost; ``restarted``: a new process takes
+            part under its rank; ``stopped``: this worker itself did not run for the time-out.
+        at_s: by this worker's clock, of which a machine has one
+            (:func:`~gossipdp.links.clock.since_boot_s`).
+        number: of this worker's notices so far, this one included.
+        silent_s: how long nothing had been heard of the worker, or of its former process; if
+            ``stopped``, how long this worker did not run. None if it is not known.
+    """
+
+    rank: int
+    kind: NoticeKind
+    at_s: float
+    number: int = 0
+    silent_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Reach:
     """Dial ``peer`` at ``host:port`` at once, neighbour or not.
 
@@ -123,7 +149,7 @@ class Superseded:
     reason: str
 
 
-LifeAction: TypeAlias = Unlink | Reach | Rebuilt | Superseded
+LifeAction: TypeAlias = Notice | Unlink | Reach | Rebuilt | Superseded
 """The actions that keep a run alive through failures."""
 
 # --- sums over a tree: actions on the parameters ----------------------------------------------

@@ -94,6 +94,8 @@ class _Inquiry:
 class _Watch:
     """The state of one watched peer."""
 
+    since: float
+    """Its silence counts from then on at the earliest."""
     inquire_at: float = math.inf
     """Latest time of the next inquiry, whatever the silence; inf: the silence decides."""
     not_before: float = -math.inf
@@ -123,13 +125,17 @@ class FailureDetector:
         rank: this worker.
         timeout_s: silence of this length makes a peer suspect.
         random: draws the witnesses.
+        waits_since: since when this worker waits for a sign of life of a peer; see
+            :meth:`~gossipdp.protocol.peers.Peers.waits_since`.
     """
 
-    def __init__(self, rank: int, timeout_s: float, random: Random) -> None:
+    def __init__(
+        self, rank: int, timeout_s: float, random: Random, waits_since: Callable[[int], float]
+    ) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
         self._random = random
-        self._heard_at: dict[int, float] = {}
+        self._waits_since = waits_since
         self._watches: dict[int, _Watch] = {}
         self._questions: dict[int, _Question] = {}
         self._counter = 0
@@ -151,16 +157,13 @@ class FailureDetector:
         for peer in self._watches.keys() - set(peers):
             del self._watches[peer]
         for peer in sorted(set(peers) - self._watches.keys()):
-            self._watches[peer] = self._fresh_watch()
-            self._heard_at[peer] = max(now, self._heard_at.get(peer, now))
+            self._watches[peer] = self._fresh_watch(now)
 
     def heard(self, peer: int, now: float) -> list[DetectorAction]:
-        """Take a sign of life from ``peer``."""
-        if now > self._heard_at.get(peer, -math.inf):
-            self._heard_at[peer] = now
+        """Take a sign of life from ``peer``, of which ``waits_since`` knows already."""
         watch = self._watches.get(peer)
         if watch is not None and watch.is_busy:
-            self._watches[peer] = self._fresh_watch()
+            self._watches[peer] = self._fresh_watch(now)
             self._quiet_until = None
         return self._answer(peer, is_heard=True) if self._questions else []
 
@@ -197,7 +200,6 @@ class FailureDetector:
         """End all that concerns ``peer``, which is known to be dead or gone."""
         self._quiet_until = None
         self._watches.pop(peer, None)
-        self._heard_at.pop(peer, None)
         self._expect_no_answer(peer)
         return self._answer(peer, is_heard=False)
 
@@ -212,10 +214,8 @@ class FailureDetector:
     def slept(self, now: float) -> None:
         """Restart all waits: the worker itself did not run, so it could hear no peer."""
         self._quiet_until = None
-        for peer in self._heard_at:
-            self._heard_at[peer] = max(now, self._heard_at[peer])
         for peer in self._watches:
-            self._watches[peer] = self._fresh_watch()
+            self._watches[peer] = self._fresh_watch(now)
         self._questions.clear()
 
     def receive(
@@ -291,11 +291,11 @@ class FailureDetector:
             if watch.inquiry is not None:
                 watch.inquiry.unanswered.discard(peer)
 
-    def _fresh_watch(self) -> _Watch:
-        return _Watch(retry_s=FIRST_RETRY * self.timeout_s)
+    def _fresh_watch(self, now: float) -> _Watch:
+        return _Watch(since=now, retry_s=FIRST_RETRY * self.timeout_s)
 
     def _due_at(self, peer: int, watch: _Watch) -> float:
-        heard_at, inquiry = self._heard_at[peer], watch.inquiry
+        heard_at, inquiry = max(watch.since, self._waits_since(peer)), watch.inquiry
         if inquiry is None:
             due_at = min(watch.inquire_at, heard_at + ASK_AFTER * self.timeout_s)
             return max(due_at, watch.not_before)
@@ -324,7 +324,7 @@ class FailureDetector:
         if suspect == self.rank:
             return [Send(asker, TellLife(suspect, counter, is_heard=True))]
         if is_linked:
-            deadline = self._heard_at.get(suspect, now) + self.timeout_s
+            deadline = self._waits_since(suspect) + self.timeout_s
             if now >= deadline:
                 return [Send(asker, TellLife(suspect, counter, is_heard=False))]
         else:

@@ -71,9 +71,8 @@ def _last() -> deque[float]:
 
 @dataclass
 class _Link:
-    """One link: when the peer was heard, the questions on it, the news that it has carried."""
+    """One link: whether the peer is heard and answers, and the news that it has carried."""
 
-    last_heard: float
     last_sent: float = -math.inf
     is_silent: bool = False
     is_answering: bool = True
@@ -91,8 +90,9 @@ class _Link:
 
 @dataclass
 class _Partner:
-    """A peer as a partner in exchanges, whichever link there is to it."""
+    """One process of a peer, whichever link there is to it: when it was heard, how it exchanges."""
 
+    last_heard: float = -math.inf
     answers_s: deque[float] = field(default_factory=_last)
     num_withdrawn: int = 0
     gaps_s: deque[float] = field(default_factory=_last)
@@ -122,6 +122,7 @@ class Peers:
         self._partners: dict[int, _Partner] = {}
         self._durations_s = _last()
         self._answers_s, self._gaps_s = _last(), _last()
+        self._awake_since = -math.inf
         self._urgent_version = 0  # of membership: news up to here is sent at once
         self.has_changed = True
 
@@ -147,9 +148,13 @@ class Peers:
         return link is not None and link.is_silent
 
     def last_heard(self, peer: int) -> float:
-        """Return when ``peer`` was heard last; infinity without a link to it."""
-        link = self._links.get(peer)
-        return math.inf if link is None else link.last_heard
+        """Return when this process of ``peer`` was heard last; minus infinity if never."""
+        partner = self._partners.get(peer)
+        return -math.inf if partner is None else partner.last_heard
+
+    def waits_since(self, peer: int) -> float:
+        """Return when a wait for a sign of life of ``peer`` began: not while this worker slept."""
+        return max(self.last_heard(peer), self._awake_since)
 
     def can_exchange(self, among: Iterable[int], now: float) -> list[int]:
         """Return the peers ``among`` these, which live, that can exchange now."""
@@ -164,7 +169,8 @@ class Peers:
 
     def up(self, peer: int, now: float) -> None:
         """Add a link, which replaces an older one."""
-        self._links[peer] = _Link(last_heard=now)
+        self._links[peer] = _Link()
+        self._partner(peer).last_heard = now
         self.has_changed = True
 
     def drop(self, peer: int) -> None:
@@ -177,18 +183,26 @@ class Peers:
     def heard(self, peer: int, now: float) -> None:
         """Note a sign of life from ``peer``."""
         link = self._links.get(peer)
+        if link is not None or self._membership.get(peer) is not None:
+            partner = self._partner(peer)
+            partner.last_heard = max(now, partner.last_heard)
         if link is None:
             return
-        link.last_heard = max(now, link.last_heard)
         if link.is_silent or (not link.is_answering and now >= link.left_out_until):
             link.is_silent, link.is_answering = False, True
             self.has_changed = True
 
     def slept(self, now: float) -> None:
         """Restart all waits: the worker itself did not run."""
+        self._awake_since = now
         for link in self._links.values():
-            link.last_heard = max(now, link.last_heard)
             link.proposed.clear()
+        self.has_changed = True
+
+    def restarted(self, peer: int) -> None:
+        """Forget how the former process of ``peer`` was heard and exchanged."""
+        heard = self.last_heard(peer) if peer in self._links else -math.inf
+        self._partners[peer] = _Partner(last_heard=heard)
         self.has_changed = True
 
     def fall_silent(self, now: float) -> list[int]:
@@ -196,7 +210,7 @@ class Peers:
         fallen = [
             peer
             for peer, link in self._links.items()
-            if not link.is_silent and now >= link.last_heard + self._timeout_s
+            if not link.is_silent and now >= self.waits_since(peer) + self._timeout_s
         ]
         for peer in fallen:
             self._links[peer].is_silent = True
@@ -321,10 +335,10 @@ class Peers:
     def quiet_until(self, now: float) -> float:
         """Return when a heartbeat is due, a link falls silent, or a rest ends; news is on top."""
         until = math.inf
-        for link in self._links.values():
+        for peer, link in self._links.items():
             until = min(until, self._heartbeat_at(link))
             if not link.is_silent:
-                until = min(until, link.last_heard + self._timeout_s)
+                until = min(until, self.waits_since(peer) + self._timeout_s)
         for partner in self._partners.values():
             if partner.rests_until > now:
                 until = min(until, partner.rests_until)

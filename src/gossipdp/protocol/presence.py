@@ -2,7 +2,7 @@
 
 The membership view says who lives, the failure detector finds out who does not, and the
 neighbourhood follows both. :class:`Presence` keeps the three in line. It decides which peers are
-watched, and whether this worker itself may go on.
+watched, notices what happens to them, and decides whether this worker itself may go on.
 
 *Two processes of one rank.* Both were started without knowing of each other, or one was believed
 dead, replaced, and is awake again. They outbid each other's record and dial each other. The one
@@ -18,7 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gossipdp.protocol.actions import Reach, Rebuilt, Superseded
+from gossipdp.protocol.actions import Notice, NoticeKind, Reach, Rebuilt, Superseded
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Verdict
 from gossipdp.protocol.members import Member, Membership, Status
 from gossipdp.protocol.neighbours import Neighbourhood
@@ -26,6 +26,9 @@ from gossipdp.protocol.peers import Peers
 
 FORGET_AFTER = 24.0
 """In time-outs: joiners whose life has been over for this long are forgotten, and not dialled."""
+FOUND_DEAD_WITHIN = 3.0
+"""In time-outs: a dead worker is found dead so soon after its last word. If this worker heard it
+longer ago, others heard it since, and the moment of its last word is not known here."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,21 @@ class CloseIfSilent:
     reason: str
 
 
-PresenceAction: TypeAlias = DetectorAction | CloseIfSilent | Reach | Rebuilt | Superseded
+PresenceAction: TypeAlias = DetectorAction | CloseIfSilent | Notice | Reach | Rebuilt | Superseded
+
+
+@dataclass
+class _Life:
+    """What has been noticed of another worker."""
+
+    member: Member | None = None
+    """Its record at the last review."""
+    process_id: int = 0
+    """Of its last process that took part; 0 if only its address is known."""
+    is_silent: bool = False
+    is_lost: bool = False
+    since: float | None = None
+    """When it was heard last before it fell silent or was lost; None if that is not known."""
 
 
 class Presence:
@@ -44,7 +61,7 @@ class Presence:
 
     Args:
         membership: the view, to which other parts add.
-        peers: those that are linked or silent; only read here.
+        peers: when each was heard; a new process of a rank is a new peer.
         neighbourhood: rebuilt here, when others come or go.
         detector: gets from here the peers to watch, and those that are gone.
         timeout_s: a peer silent for this long is suspect.
@@ -69,15 +86,36 @@ class Presence:
         self._outdated_since = math.inf
         self._has_given_way = False
         self._unreachable: set[int] = set()
+        self._lives: dict[int, _Life] = {}
+        self._notices: list[Notice] = []  # since the last review
+        self._num_notices = 0
         self._forget_at = -math.inf
         self._reviewed_version = -1  # of membership
 
     # --- observations ----------------------------------------------------------------------
 
-    def linked(self, peer: int) -> None:
+    def linked(self, peer: int, now: float) -> None:
         """Note that a link to ``peer`` is up."""
         self._outdated_since = math.inf
         self._unreachable.discard(peer)
+        self.heard(peer, now)
+
+    def heard(self, peer: int, now: float) -> None:
+        """Note a sign of life from ``peer``; without a link, it is no answer yet."""
+        life = self._lives.get(peer)
+        if life is not None and life.is_silent and not life.is_lost and peer in self._peers:
+            self._end_silence(peer, life, "answered", now)
+
+    def fell_silent(self, peer: int, now: float) -> None:
+        """Note that nothing has come for the time-out on the link to ``peer``."""
+        life = self._lives.setdefault(peer, _Life())
+        if not life.is_silent and not life.is_lost:
+            life.is_silent, life.since = True, self._peers.last_heard(peer)
+            self._note(peer, "silent", now, life.since)
+
+    def stood_still(self, since: float, now: float) -> None:
+        """Note that this worker itself did not run."""
+        self._note(self.rank, "stopped", now, since)
 
     def dialled_in_vain(self, peer: int) -> bool:
         """Note that a dial to ``peer``, which is not linked, failed; return whether to watch it.
@@ -137,11 +175,19 @@ class Presence:
             self._reviewed_version = members.version
             self._neighbourhood.review(members.members())
             for member in members.members():
-                if member.is_over and member.rank != self.rank:
+                if member.rank == self.rank:
+                    continue
+                life = self._lives.setdefault(member.rank, _Life())
+                if member is not life.member:
+                    self._compare(life, member, now)
+                    life.member = member
+                if member.is_over:
                     self._unreachable.discard(member.rank)
                     actions += self._detector.gone(member.rank)
                     actions.append(CloseIfSilent(member.rank, "it is dead"))
             actions += self._meet_rival()
+        actions += self._notices
+        self._notices.clear()
         if now >= self._neighbourhood.next_deadline():
             has_ended = "consolidation" in closed_for
             rebuilt = self._neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
@@ -157,6 +203,56 @@ class Presence:
         if not is_held:  # else no neighbour may have been dialled yet
             candidates |= self._neighbourhood.rates.keys()
         return {peer for peer in candidates if peer != self.rank and self._membership.is_live(peer)}
+
+    # --- notices ---------------------------------------------------------------------------
+
+    def _compare(self, life: _Life, member: Member, now: float) -> None:
+        """Notice what the new record ``member`` says that the last one did not."""
+        before, rank = life.member, member.rank
+        if member.status is Status.DEAD:
+            if before is None or before.status is not Status.DEAD:
+                self._lose(life, member, now)
+            return
+        is_another = member.process_id != life.process_id
+        if life.process_id == 0:
+            is_another = life.is_lost and member.restarts > 0
+        if is_another:
+            if before is not None and before.is_live:
+                # It was started again so soon that its new life is heard of before the loss.
+                self._lose(life, before, now)
+            self._peers.restarted(rank)
+        if member.status is Status.LEFT:
+            life.is_silent, life.since = False, None
+        if not member.is_live:
+            return
+        is_first, life.process_id = life.process_id == 0, member.process_id
+        if is_another or life.is_lost:
+            self._end_silence(rank, life, "restarted" if is_another else "answered", now)
+        elif is_first and (before is None or before.status is Status.JOINING):
+            if rank >= self._neighbourhood.num_originals and member.restarts == 0:
+                self._note(rank, "joined", now, None)
+            elif before is not None:
+                self._note(rank, "restarted", now, None)
+
+    def _lose(self, life: _Life, member: Member, now: float) -> None:
+        life.process_id = life.process_id or member.process_id
+        if not (life.is_silent or life.is_lost):
+            life.since = self._peers.last_heard(member.rank)
+        if life.since is not None and now - life.since > FOUND_DEAD_WITHIN * self._timeout_s:
+            life.since = None
+        life.is_lost = True
+        self._note(member.rank, "lost", now, life.since)
+
+    def _end_silence(self, rank: int, life: _Life, kind: NoticeKind, now: float) -> None:
+        self._note(rank, kind, now, life.since if life.is_silent or life.is_lost else None)
+        life.is_silent = life.is_lost = False
+
+    def _note(self, rank: int, kind: NoticeKind, now: float, since: float | None) -> None:
+        self._num_notices += 1
+        silent_s = None if since is None else now - since
+        self._notices.append(Notice(rank, kind, now, self._num_notices, silent_s))
+
+    # --- this worker's own life ------------------------------------------------------------
 
     def _meet_rival(self) -> list[Reach] | list[Superseded]:
         """Dial another process of this rank, which was outbid: it may live, or have died."""

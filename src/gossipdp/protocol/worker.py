@@ -181,7 +181,9 @@ class WorkerProtocol:
         # Two lives of a rank use different numbers for requests, which no consolidation uses.
         number = FIRST_NUMBER + random.getrandbits(60)
         self.averages = LiveAverages(rank, process_id, number, num_chunks, lambda: self.can_donate)
-        self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
+        self.detector = FailureDetector(
+            rank, timeout_s, Random(random.getrandbits(64)), self.peers.waits_since
+        )
         self._presence = Presence(
             self.membership, self.peers, self.neighbourhood, self.detector, timeout_s
         )
@@ -206,9 +208,6 @@ class WorkerProtocol:
         self.exchanges_answered = 0
         self.exchanges_failed = 0
         self.proposals_unanswered = 0
-        self.num_standstills = 0
-        self.stood_still_s = 0.0
-        """The length of this worker's last standstill, which took the time-out or longer."""
         self.is_done = False
         self._has_method = method != "none"
         self._settled_version = -1  # of membership
@@ -471,7 +470,7 @@ class WorkerProtocol:
         if peer in self.peers:
             actions += self._drop_link(peer)
         self.peers.up(peer, now)
-        self._presence.linked(peer)
+        self._presence.linked(peer, now)
         actions += self.detector.heard(peer, now)
         return [*actions, *self.detector.link_up(peer)]
 
@@ -557,6 +556,7 @@ class WorkerProtocol:
 
     def _note_life(self, peer: int, now: float) -> list[DetectorAction]:
         self.peers.heard(peer, now)
+        self._presence.heard(peer, now)
         return self.detector.heard(peer, now)
 
     def _drop_link(self, peer: int) -> list[PairingAction | ReductionAction]:
@@ -608,8 +608,7 @@ class WorkerProtocol:
         if not self.timeout_s / 2 < slept_s < math.inf:
             return
         if slept_s >= self.timeout_s:
-            self.num_standstills += 1
-            self.stood_still_s = slept_s
+            self._presence.stood_still(self._last_input, now)
         self._progressed_at = now
         self._began_at += slept_s
         self._proposal_due = self._free_due = now + self.timeout_s
@@ -620,7 +619,10 @@ class WorkerProtocol:
         actions: list[_Inner] = []
         for peer in self.peers.fall_silent(now):
             member = self.membership.get(peer)
-            if member is not None and member.is_over:
+            if member is None:  # a visitor
+                continue
+            self._presence.fell_silent(peer, now)
+            if member.is_over:
                 actions += self._close_if_silent(CloseIfSilent(peer, "it is dead"))
         return actions
 

@@ -17,12 +17,12 @@ from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.codec import FORMATS
 from gossipdp.gossip.loop import MAX_WAITING, GossipLoop
-from gossipdp.gossip.snapshot import MAX_NOTICES, Noticed
+from gossipdp.gossip.snapshot import MAX_NOTICES
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
-from gossipdp.protocol.actions import Begin, Reach, Send, Withdrawn
+from gossipdp.protocol.actions import Begin, Notice, Reach, Send, Withdrawn
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import (
     Accept,
@@ -350,138 +350,13 @@ def test_a_link_whose_key_is_old_ends_when_its_peer_asks_and_nothing_is_under_wa
 # Notices of the others' lives.
 
 
-def member(rank, incarnation=0, process_id=None, status=Status.ALIVE, restarts=0):
-    process_id = 100 + rank if process_id is None else process_id
-    return Member(rank, incarnation, process_id, status, restarts=restarts)
-
-
-def kinds(*views):
-    """Return rank 0's notices of rank 1, of three, as its view goes from one record to the next."""
-    noticed = Noticed(0, 3, timeout_s=5.0)
-    for version, view in enumerate(views):
-        noticed.look(version, lambda view=view: [member(0), view], (), {}, float(version))
-    return [(notice.kind, notice.at_s) for notice in noticed.notices if notice.rank == 1]
-
-
-def test_nothing_is_noticed_of_a_run_that_begins():
-    # Process id 0 stands for one that is known by its address alone.
-    assert kinds(member(1, process_id=0), member(1), member(1, status=Status.DONE)) == []
-    assert kinds(member(1), member(1, status=Status.LEFT)) == []
-    # This worker has just joined; whatever happened before, it did not see.
-    assert kinds(member(1, 2, 7, restarts=1)) == []
-
-
-def test_a_loss_and_what_may_follow_it():
-    alive, dead = member(1), member(1, status=Status.DEAD)
-    joining = member(1, 1, 7, Status.JOINING, restarts=1)
-    again = member(1, 1, 7, restarts=1)
-    assert kinds(alive, dead, joining, again) == [("lost", 1.0), ("restarted", 3.0)]
-    # The same process, which was not dead.
-    assert kinds(alive, dead, member(1, 1)) == [("lost", 1.0), ("answered", 2.0)]
-    # Back before anybody missed it.
-    assert kinds(alive, joining, again) == [("lost", 1.0), ("restarted", 2.0)]
-    assert kinds(alive, again) == [("lost", 1.0), ("restarted", 1.0)]
-    # It died as one that was joining.
-    assert kinds(alive, dead, joining, member(1, 1, 7, Status.DEAD, restarts=1)) == [
-        ("lost", 1.0),
-        ("lost", 3.0),
-    ]
-    # Lost before this worker came, or before it said a word.
-    assert kinds(dead, joining, again) == [("lost", 0.0), ("restarted", 2.0)]
-    assert kinds(dead, member(1, 1)) == [("lost", 0.0), ("answered", 1.0)]
-    unheard = member(1, process_id=0)
-    assert kinds(unheard, member(1, process_id=0, status=Status.DEAD), again) == [
-        ("lost", 1.0),
-        ("restarted", 2.0),
-    ]
-
-
-def test_one_beyond_the_first_workers_joins_and_is_restarted():
-    noticed = Noticed(0, 3, timeout_s=5.0)
-    joining, joined = member(3, status=Status.JOINING), member(3)
-    for version, view in enumerate([joining, joined, member(3, 1, 7, restarts=1), member(4)]):
-        noticed.look(version, lambda view=view: [view], (), {}, float(version))
-    assert [(notice.rank, notice.kind) for notice in noticed.notices] == [
-        (3, "joined"),
-        (3, "lost"),
-        (3, "restarted"),
-        (4, "joined"),
-    ]
-
-
-def seen(*looks):
-    """Return rank 0's notices of rank 1, from (record, is silent, heard at, now) of each look.
-
-    Without a link it is not heard.
-    """
-    noticed = Noticed(0, 3, timeout_s=5.0)
-    for version, (view, is_silent, heard_s, now) in enumerate(looks):
-        heard = {} if heard_s is None else {1: heard_s}
-        noticed.look(version, lambda view=view: [view], {1} if is_silent else (), heard, now)
-    return [(each.kind, each.at_s, each.silent_s) for each in noticed.notices]
-
-
-def test_one_that_was_silent_and_not_missed_answers_again():
-    alive = member(1)
-    assert seen(
-        (alive, False, 1.0, 1.0),
-        (alive, True, 1.0, 6.0),
-        (alive, True, 1.0, 6.5),
-        (alive, False, 9.0, 9.0),
-        (alive, False, 10.0, 10.0),
-        (alive, True, 10.0, 15.0),
-    ) == [("silent", 6.0, 5.0), ("answered", 9.0, 8.0), ("silent", 15.0, 5.0)]
-
-
-def test_a_link_that_is_closed_is_no_answer():
-    alive = member(1)
-    looks = [(alive, False, 1.0, 1.0), (alive, True, 1.0, 6.0), (alive, False, None, 7.0)]
-    assert seen(*looks) == [("silent", 6.0, 5.0)]
-    assert seen(*looks, (alive, False, 9.0, 9.0))[1:] == [("answered", 9.0, 8.0)]
-    assert seen(*looks, (member(1, status=Status.LEFT), False, 9.0, 9.0))[1:] == []
-
-
-def test_one_that_was_lost_answers_again_after_the_whole_silence():
-    alive, dead = member(1), member(1, status=Status.DEAD)
-    lost = [(alive, False, 1.0, 1.0), (alive, True, 1.0, 6.0), (dead, False, None, 6.5)]
-    expected = [("silent", 6.0, 5.0), ("lost", 6.5, 5.5)]
-    # A link to it may be up before the news that it goes on.
-    linked = [*lost, (dead, False, 9.0, 9.0)]
-    assert seen(*linked) == expected
-    assert seen(*linked, (member(1, 1), False, 9.2, 9.2)) == [*expected, ("answered", 9.2, 8.2)]
-    again = member(1, 1, 7, restarts=1)
-    assert seen(*lost, (again, False, 9.0, 9.0)) == [*expected, ("restarted", 9.0, 8.0)]
-    # Found silent and lost in one turn.
-    at_once = seen(lost[0], (dead, False, None, 6.5), (member(1, 1), False, None, 9.0))
-    assert at_once == [("lost", 6.5, 5.5), ("answered", 9.0, 8.0)]
-
-
-def test_one_that_lived_on_without_a_link_has_an_unknown_silence():
-    alive, dead = member(1), member(1, status=Status.DEAD)
-    unlinked = [(alive, False, 1.0, 1.0), (alive, False, None, 2.0)]
-    assert seen(*unlinked, (dead, False, None, 2.5)) == [("lost", 2.5, 1.5)]
-    lost = [*unlinked, (dead, False, None, 900.0)]
-    assert seen(*lost) == [("lost", 900.0, None)]
-    assert seen(*lost, (member(1, 1), False, None, 901.0))[1:] == [("answered", 901.0, None)]
-    # The same if its link was silent before it closed.
-    silent = [unlinked[0], (alive, True, 1.0, 6.0), (alive, False, None, 7.0)]
-    assert seen(*silent, (dead, False, None, 7.5))[1:] == [("lost", 7.5, 6.5)]
-    assert seen(*silent, (dead, False, None, 900.0))[1:] == [("lost", 900.0, None)]
-
-
-def test_the_silence_of_a_process_does_not_begin_with_its_predecessor_s():
-    again, dead = member(1, 1, 7, restarts=1), member(1, 1, 7, Status.DEAD, restarts=1)
-    heard = [(member(1), False, 1.0, 1.0), (again, False, None, 2.0)]
-    expected = [("lost", 2.0, 1.0), ("restarted", 2.0, 1.0)]
-    assert seen(*heard, (dead, False, None, 3.0)) == [*expected, ("lost", 3.0, None)]
-
-
 def test_a_loss_is_not_forgotten_whatever_happens_to_others():
-    noticed = Noticed(2, 3, timeout_s=5.0)
-    noticed.note(0, "lost", 1.0)
+    publisher = Worker().loop._publisher
+    publisher.noticed(Notice(0, "lost", 1.0, 1))
     for number in range(2 * MAX_NOTICES):
-        noticed.note(1, ("lost", "answered")[number % 2], float(number))
-    assert len(noticed.notices) == MAX_NOTICES
-    assert (noticed.notices[0].rank, noticed.notices[0].kind) == (0, "lost")
-    numbers = [notice.number for notice in noticed.notices[1:]]
+        publisher.noticed(Notice(1, ("lost", "answered")[number % 2], 2.0, 2 + number))
+    notices = publisher.snapshot(3.0).noticed
+    assert len(notices) == MAX_NOTICES
+    assert (notices[0].rank, notices[0].kind) == (0, "lost")
+    numbers = [notice.number for notice in notices[1:]]
     assert numbers == list(range(MAX_NOTICES + 3, 2 * MAX_NOTICES + 2))

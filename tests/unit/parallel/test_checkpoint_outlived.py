@@ -7,7 +7,6 @@ import msgspec
 import pytest
 import torch
 
-from gossipdp.gossip.snapshot import Notice
 from gossipdp.parallel.checkpoint import (
     BEFORE_THIS_RUN,
     GRACE_S,
@@ -22,6 +21,7 @@ from gossipdp.parallel.checkpoint import (
     saved_in,
 )
 from gossipdp.parallel.checkpoint_files import write_tensors
+from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
 
 

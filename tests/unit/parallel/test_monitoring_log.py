@@ -13,8 +13,8 @@ from waiting import LONGEST_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.exchange import CompletedExchange
-from gossipdp.gossip.snapshot import Notice
 from gossipdp.observe.log import RecentExchange, RunLogWriter, worker_file
+from gossipdp.protocol.actions import Notice
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 

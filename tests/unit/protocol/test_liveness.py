@@ -31,8 +31,8 @@ def say_no(made: FailureDetector, peer: int, question: AskLife, now: float) -> N
     assert made.receive(peer, no, now, is_linked=True, is_live=True) == []
 
 
-def detector(*watched: int) -> FailureDetector:
-    made = FailureDetector(0, TIMEOUT_S, Random(0))
+def detector(*watched: int, heard_at: float = 0.0) -> FailureDetector:
+    made = FailureDetector(0, TIMEOUT_S, Random(0), lambda peer: heard_at)
     made.watch(watched, 0.0)
     return made
 
@@ -108,8 +108,7 @@ def test_the_asked_says_yes_only_to_what_it_hears_anew() -> None:
 
 
 def test_the_asked_says_no_after_its_own_time_out() -> None:
-    made = detector()
-    made.heard(1, 4.0)
+    made = detector(heard_at=4.0)
     made.receive(7, AskLife(1, 5), 9.0, is_linked=True, is_live=True)
     assert made.next_deadline() == 4.0 + TIMEOUT_S
     assert answered(made.poll(4.0 + TIMEOUT_S, nobody)) == {7: False}

@@ -1,18 +1,22 @@
 """One worker's view of the others: deaths, firewalls, rivals of its rank, joiners."""
 
+from random import Random
+
 import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 
-from gossipdp.graph.constants import Constants
+from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import (
+    Notice,
     Reach,
     Rebuilt,
     Send,
     Superseded,
     Unlink,
 )
-from gossipdp.protocol.members import MAX_INCARNATION, Member, Status
+from gossipdp.protocol.liveness import FailureDetector
+from gossipdp.protocol.members import MAX_INCARNATION, Member, Membership, Progress, Status
 from gossipdp.protocol.messages import (
     AskLife,
     AskMembers,
@@ -20,7 +24,10 @@ from gossipdp.protocol.messages import (
     Members,
     TellLife,
 )
+from gossipdp.protocol.neighbours import Neighbourhood, at_once
 from gossipdp.protocol.pairing import Idle
+from gossipdp.protocol.peers import Peers
+from gossipdp.protocol.presence import Presence
 
 # --- deaths --------------------------------------------------------------------------------
 
@@ -100,6 +107,182 @@ def test_while_held_at_the_start_nobody_is_missed_but_the_linked() -> None:
     worker.release(20.0)
     run(worker, 20.0, 20.0 + 1.15 * TIMEOUT_S, [0])
     assert worker.membership.get(2) == member(2, Status.DEAD)
+
+
+# --- notices -------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Rank 0 of three workers, and what it notices."""
+
+    def __init__(self) -> None:
+        self.membership = Membership(Member(0, 0, 100), 3)
+        self.peers = Peers(self.membership, Progress(0, 100), TIMEOUT_S)
+        graph = LiveGraph(Constants.of(build_graph("ring", 3)))
+        self.presence = Presence(
+            self.membership,
+            self.peers,
+            Neighbourhood(0, graph, has_momentum=False, work_out=at_once),
+            FailureDetector(0, TIMEOUT_S, Random(0), self.peers.waits_since),
+            TIMEOUT_S,
+        )
+
+    def look(self, record: Member, heard_s: float | None, now: float) -> list[Notice]:
+        """Hear of a record, and the peer itself at ``heard_s``; None: there is no link to it."""
+        peer = record.rank
+        if heard_s is None:
+            self.peers.drop(peer)
+        elif peer not in self.peers:
+            self.peers.up(peer, heard_s)
+            self.presence.linked(peer, now)
+        elif heard_s > self.peers.last_heard(peer):
+            self.peers.heard(peer, heard_s)
+            self.presence.heard(peer, now)
+        for silent in self.peers.fall_silent(now):
+            self.presence.fell_silent(silent, now)
+        self.membership.merge(record)
+        return [each for each in self.presence.review(now, ()) if isinstance(each, Notice)]
+
+
+def one(
+    incarnation: int = 0, process_id: int = 101, status: Status = Status.ALIVE, restarts: int = 0
+) -> Member:
+    return Member(1, incarnation, process_id, status, restarts=restarts)
+
+
+def kinds(*records: Member) -> list[tuple[int, str, float]]:
+    """Return what is noticed as a view goes from one record to the next, one a second."""
+    watcher = Watcher()
+    notices = [each for at, record in enumerate(records) for each in watcher.look(record, None, at)]
+    return [(notice.rank, notice.kind, notice.at_s) for notice in notices]
+
+
+def seen(*looks: tuple[Member, float | None, float]) -> list[tuple[str, float, float | None]]:
+    """Return what is noticed of rank 1, from (record, heard at, now) of each look."""
+    watcher = Watcher()
+    notices = [notice for look in looks for notice in watcher.look(*look)]
+    assert [notice.number for notice in notices] == list(range(1, len(notices) + 1))
+    return [(each.kind, each.at_s, each.silent_s) for each in notices]
+
+
+def test_nothing_is_noticed_of_a_run_that_begins() -> None:
+    # Process id 0 stands for one that is known by its address alone.
+    assert kinds(one(process_id=0), one(), one(status=Status.DONE)) == []
+    assert kinds(one(), one(status=Status.LEFT)) == []
+    # This worker has just joined; whatever happened before, it did not see.
+    assert kinds(one(2, 7, restarts=1)) == []
+
+
+def test_a_loss_and_what_may_follow_it() -> None:
+    alive, dead = one(), one(status=Status.DEAD)
+    joining = one(1, 7, Status.JOINING, restarts=1)
+    again = one(1, 7, restarts=1)
+    assert kinds(alive, dead, joining, again) == [(1, "lost", 1), (1, "restarted", 3)]
+    # The same process, which was not dead.
+    assert kinds(alive, dead, one(1)) == [(1, "lost", 1), (1, "answered", 2)]
+    # Back before anybody missed it.
+    assert kinds(alive, joining, again) == [(1, "lost", 1), (1, "restarted", 2)]
+    assert kinds(alive, again) == [(1, "lost", 1), (1, "restarted", 1)]
+    # It died as one that was joining.
+    assert kinds(alive, dead, joining, one(1, 7, Status.DEAD, restarts=1)) == [
+        (1, "lost", 1),
+        (1, "lost", 3),
+    ]
+    # Lost before this worker came, or before it said a word.
+    assert kinds(dead, joining, again) == [(1, "lost", 0), (1, "restarted", 2)]
+    assert kinds(dead, one(1)) == [(1, "lost", 0), (1, "answered", 1)]
+    unheard = one(process_id=0)
+    assert kinds(unheard, one(process_id=0, status=Status.DEAD), again) == [
+        (1, "lost", 1),
+        (1, "restarted", 2),
+    ]
+
+
+def test_one_beyond_the_first_workers_joins_and_is_restarted() -> None:
+    joining, joined = Member(3, 0, 103, Status.JOINING), Member(3, 0, 103)
+    again = Member(3, 1, 7, restarts=1)
+    assert kinds(joining, joined, again, Member(4, 0, 104)) == [
+        (3, "joined", 1),
+        (3, "lost", 2),
+        (3, "restarted", 2),
+        (4, "joined", 3),
+    ]
+
+
+def test_one_that_was_silent_and_not_missed_answers_again() -> None:
+    alive = one()
+    assert seen(
+        (alive, 1.0, 1.0),
+        (alive, 1.0, 6.0),
+        (alive, 1.0, 6.5),
+        (alive, 9.0, 9.0),
+        (alive, 10.0, 10.0),
+        (alive, 10.0, 15.0),
+    ) == [("silent", 6.0, 5.0), ("answered", 9.0, 8.0), ("silent", 15.0, 5.0)]
+
+
+def test_a_link_that_is_closed_is_no_answer() -> None:
+    alive = one()
+    looks = [(alive, 1.0, 1.0), (alive, 1.0, 6.0), (alive, None, 7.0)]
+    assert seen(*looks) == [("silent", 6.0, 5.0)]
+    assert seen(*looks, (alive, 9.0, 9.0))[1:] == [("answered", 9.0, 8.0)]
+    left = one(status=Status.LEFT)
+    assert seen(*looks, (left, None, 8.0), (left, 9.0, 9.0))[1:] == []
+
+
+def test_an_address_that_answers_is_no_answer_of_a_silent_worker() -> None:
+    """It turned this worker away: whether it exchanges shows once there is a link."""
+    watcher = Watcher()
+    watcher.look(one(), 1.0, 1.0)
+    watcher.look(one(), 1.0, 6.0)
+    watcher.look(one(), None, 7.0)
+    watcher.peers.heard(1, 8.0)
+    watcher.presence.heard(1, 8.0)
+    assert watcher.look(one(), None, 8.0) == []
+
+
+def test_one_that_was_lost_answers_again_after_the_whole_silence() -> None:
+    alive, dead = one(), one(status=Status.DEAD)
+    lost = [(alive, 1.0, 1.0), (alive, 1.0, 6.0), (dead, None, 6.5)]
+    expected = [("silent", 6.0, 5.0), ("lost", 6.5, 5.5)]
+    # A link to it may be up before the news that it goes on.
+    linked = [*lost, (dead, 9.0, 9.0)]
+    assert seen(*linked) == expected
+    assert seen(*linked, (one(1), 9.2, 9.2)) == [*expected, ("answered", 9.2, 8.2)]
+    again = one(1, 7, restarts=1)
+    assert seen(*lost, (again, 9.0, 9.0)) == [*expected, ("restarted", 9.0, 8.0)]
+    # Found silent and lost in one turn.
+    together = seen(lost[0], (dead, None, 6.5), (one(1), None, 9.0))
+    assert together == [("lost", 6.5, 5.5), ("answered", 9.0, 8.0)]
+
+
+def test_one_that_lived_on_without_a_link_has_an_unknown_silence() -> None:
+    alive, dead = one(), one(status=Status.DEAD)
+    unlinked = [(alive, 1.0, 1.0), (alive, None, 2.0)]
+    assert seen(*unlinked, (dead, None, 2.5)) == [("lost", 2.5, 1.5)]
+    lost = [*unlinked, (dead, None, 900.0)]
+    assert seen(*lost) == [("lost", 900.0, None)]
+    assert seen(*lost, (one(1), None, 901.0))[1:] == [("answered", 901.0, None)]
+    # The same if its link was silent before it closed.
+    silent = [unlinked[0], (alive, 1.0, 6.0), (alive, None, 7.0)]
+    assert seen(*silent, (dead, None, 7.5))[1:] == [("lost", 7.5, 6.5)]
+    assert seen(*silent, (dead, None, 900.0))[1:] == [("lost", 900.0, None)]
+
+
+def test_the_silence_of_a_process_does_not_begin_with_its_predecessor_s() -> None:
+    again, dead = one(1, 7, restarts=1), one(1, 7, Status.DEAD, restarts=1)
+    heard = [(one(), 1.0, 1.0), (again, None, 2.0)]
+    expected = [("lost", 2.0, 1.0), ("restarted", 2.0, 1.0)]
+    assert seen(*heard, (dead, None, 3.0)) == [*expected, ("lost", 3.0, None)]
+
+
+def test_a_new_process_does_not_inherit_the_rest_of_the_former_one() -> None:
+    watcher = Watcher()
+    watcher.look(one(), 1.0, 1.0)
+    watcher.peers.stood_still(1, 1.0)
+    assert watcher.peers.rests(1, 1.0)
+    watcher.look(one(1, 7, restarts=1), 1.1, 1.1)
+    assert not watcher.peers.rests(1, 1.1)
 
 
 # --- rivals and joiners --------------------------------------------------------------------
