@@ -10,27 +10,30 @@ bad link, on which an exchange takes a second, from when each neighbour has had 
 one may be chance. Windows of half a second; medians of the seeds.
 
 Real processes step every 50 ms (they sleep; the exchanges are real), all neighbours of one another.
+The one that is killed is started again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
+import psutil
 from misbehaving import BAD_TRANSFER_S, SLOW, WHATS, WINDOW_S, Course, Event, What, watch
-from support.report import Report, Spread, Table, results_folder
+from run_processes import RunCommand
+from support.report import Report, Spread, Table, interleaved, results_folder
+from waiting import wait_until
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
@@ -44,14 +47,15 @@ RATES: tuple[float | None, ...] = (1.0, None)
 BEGINS_S, AFTER_S = 4.0, 4.0
 LASTS_S: dict[What, float] = {"stop": 8.0, "bad link": 40.0}
 OTHERS_LAST_S = 4.0
-ENDLESS: tuple[What, ...] = (*SLOW, "poisoned", "kill")
+ENDLESS: tuple[What, ...] = (*SLOW, "poisoned")
 SHOWN_S = 20.0
 SHARE, LEAST_SHARE = 0.9, 0.8
 SPARE = 1.5
 """A worker that chooses its rate exchanges at most so many times that rate in all."""
 
-STOP_S, STEP_S, NUM_WORKERS = 8.0, 0.05, 4
-REAL_BEGINS_S, REAL_LASTS_S = 4.0, 16.0
+NUM_WORKERS, REAL_BEGINS_S, EVENT_S, FIRST_STEP_S = 4, 4.0, 8.0, 30.0
+BEFORE_S = 2.0
+RESTARTS = ("--max-restarts", "1", "--spares", "1")
 
 
 def begins_to_count_s(graph: str, num_workers: int, event: Event) -> float:
@@ -65,11 +69,14 @@ def begins_to_count_s(graph: str, num_workers: int, event: Event) -> float:
 def bound(graph: str, num_workers: int, event: Event, comm_rate: float | None) -> float:
     """Return the share of the worst one that the graph allows.
 
-    On a ring of four the two neighbours of a worker that cannot exchange have one neighbour left,
-    and the same one. If it chooses its rate, it makes no more than ``SPARE`` times as many.
+    On a ring of four the two neighbours of the bad worker have one other neighbour, and the same
+    one. If workers choose their rate, each makes no more than ``SPARE`` times as many exchanges a
+    step; a worker that cannot exchange makes none, and a slow one as many less as it is slower.
     """
-    still = event.what in ("stop", "held", "poisoned", "bad link")
-    return SPARE / 2 if still and (graph, num_workers, comm_rate) == ("ring", 4, None) else 1.0
+    if (graph, num_workers, comm_rate) != ("ring", 4, None) or event.what in ("first step", "kill"):
+        return 1.0
+    own = 1.0 / float(event.what.removeprefix("slow ")) if event.what in SLOW else 0.0
+    return min(1.0, SPARE * (1.0 + own) / 2)
 
 
 def simulated(row: tuple[What, str, int, float | None, int]) -> Course:
@@ -110,7 +117,7 @@ def simulate(num_seeds: int, report: Report) -> list[dict[str, Any]]:
             "course": _over_time(each),
         }
         is_met = row["all"].median >= SHARE and row["least"].median >= LEAST_SHARE * least
-        found.append({**row, "is_met": is_met and (what == "kill" or row["after"].median >= SHARE)})
+        found.append({**row, "is_met": is_met and row["after"].median >= SHARE})
     report.tables.append(
         Table(
             "Exchanges of the others, of what they make without that worker",
@@ -128,8 +135,9 @@ def simulate(num_seeds: int, report: Report) -> list[dict[str, Any]]:
                 for row in found
             ],
             "Medians of the seeds (least to greatest). `below`: all under 0.9, or the worst one "
-            "under 0.8 (of 0.75 on the ring of four that chooses its rate, where two workers have "
-            "one neighbour left, which makes at most 1.5 times its rate).",
+            "under 0.8. On the ring of four that chooses its rate, 0.8 of a bound: the neighbours "
+            "of the bad one share the fourth, which makes at most 1.5 times its rate: 0.75 without "
+            "the bad one, 0.80 and 0.94 where it is 16 and 4 times slower.",
         )
     )
     return found
@@ -185,142 +193,147 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
 # --- real processes ------------------------------------------------------------------------
 
 WORKER = """
-import json, os, sys, time
+import os, sys, time
 import torch
 from gossipdp import GossipDataParallel
-folder, until_s, comm_rate, event, begins_s = sys.argv[1:]
+folder, begins_s, lasts_s, comm_rate, event = sys.argv[1:]
 torch.set_num_threads(1)
 net = torch.nn.Linear(500, 500)
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 rate = comm_rate if comm_rate == "auto" else float(comm_rate)
 model = GossipDataParallel(net, optimizer, graph="complete", comm_rate=rate)
-rank, counts, step_s = int(os.environ["RANK"]), [], 0.05
-is_bad = rank == 3
-begun = time.monotonic()
-with open(f"{folder}/{rank}.pid", "w") as file:
-    file.write(str(os.getpid()))
-while time.monotonic() < begun + float(until_s):
+rank, begun = model.rank, time.monotonic()
+counts = open(f"{folder}/{rank}", "a", buffering=1)
+is_bad, step_s = rank == 3 and counts.tell() == 0, 0.05
+print(begun, 0, os.getpid(), file=counts)
+if is_bad and event == "first step":
+    time.sleep(float(lasts_s))
+asked_s = 0.0
+while True:
+    now = time.monotonic()
     optimizer.zero_grad()
     net(torch.randn(1, 500)).square().mean().backward()
-    if is_bad and time.monotonic() > begun + float(begins_s):
+    if is_bad and now > begun + float(begins_s):
         if event == "kill":
             os._exit(1)
         if event == "poison":
             net.weight.data.fill_(float("nan"))
         step_s = 0.8 if event == "slow 16" else 0.05
+    if event == "averaged" and rank == 0 and now > max(asked_s, begun + float(begins_s)):
+        model.averaged()
+        asked_s = now + 1.0
     try:
         optimizer.step()
     except Exception:
-        time.sleep(float(until_s))  # poisoned: it is there, and exchanges no more
-    counts.append((time.monotonic(), model.stats().exchanges))
+        time.sleep(1000.0)  # poisoned: it is there, and exchanges no more
+    print(time.monotonic(), model.stats().exchanges, file=counts)
     time.sleep(step_s)
-with open(f"{folder}/{rank}.part", "w") as file:
-    json.dump(counts, file)
-os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.json")
-os._exit(0)
 """
-EVENTS = ("stop", "slow 16", "poison", "kill")
+REAL_EVENTS = ("stop", "slow 16", "poison", "kill", "first step", "join", "averaged")
 
 
 def real(event: str, comm_rate: str) -> dict[str, Any]:
-    """Run four real workers, or three if ``event`` is ``alone``; count exchanges by window.
+    """Run three real workers beside one that meets ``event``; count exchanges by window.
 
-    Those of the first three; windows count from the event, or from the same moment without it.
+    Without a fourth one if ``event`` is ``alone``. Times count from the event; a first step is one
+    from the beginning on, and a worker that joins does so at the event.
     """
-    num_workers = NUM_WORKERS - (event == "alone")
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "worker.py"
-        script.write_text(WORKER)
-        until_s = REAL_BEGINS_S + REAL_LASTS_S
-        command = [sys.executable, "-m", "gossipdp.cli.main", "run", "-n", str(num_workers)]
-        command += [str(script), folder, str(until_s), comm_rate, event, str(REAL_BEGINS_S)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        pids = [Path(folder) / f"{rank}.pid" for rank in range(num_workers)]
-        _until(lambda: all(pid.exists() and pid.read_text() for pid in pids), 120.0)
-        time.sleep(REAL_BEGINS_S)
+    begins_s = 0.0 if event == "first step" else REAL_BEGINS_S
+    lasts_s = FIRST_STEP_S if event == "first step" else EVENT_S
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "worker.py").write_text(WORKER)
+        (folder / "secret").write_text("a secret of this benchmark")
+        (folder / "secret").chmod(0o600)
+        words = ["--secret-file", f"{folder}/secret", f"{folder}/worker.py"]
+        words += [str(folder), str(begins_s), str(lasts_s), comm_rate, event]
+        at_first = range(NUM_WORKERS - (event in ("alone", "join")))
+        started = [RunCommand(folder / "run", ["-n", f"{len(at_first)}", *RESTARTS, *words])]
+        wait_until(lambda: all((folder / f"{rank}").exists() for rank in at_first), "all workers")
+        time.sleep(begins_s)
         began_s = time.monotonic()
-        if event == "stop":
-            pid = int(pids[-1].read_text())
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(STOP_S)
-            os.kill(pid, signal.SIGCONT)
-        files = [Path(folder) / f"{rank}.json" for rank in range(NUM_WORKERS - 1)]
-        _until(lambda: all(file.exists() for file in files), 60.0)
-        counts = [json.loads(file.read_text()) for file in files]
-        process.terminate()
-        process.wait(60.0)
-    windows = range(round(-2.0 / WINDOW_S), round((STOP_S + AFTER_S) / WINDOW_S))
-    by_window = [
-        [
-            _count_at(each, began_s + WINDOW_S * (window + 1))
-            - _count_at(each, began_s + WINDOW_S * window)
-            for window in windows
-        ]
-        for each in counts
-    ]
-    return {"event": event, "comm_rate": comm_rate, "by_window": by_window}
+        lives = [int((folder / f"{rank}").read_text().split()[2]) for rank in at_first]
+        if event in ("stop", "averaged"):
+            os.kill(lives[-1], signal.SIGSTOP)
+        if event == "join":
+            of_first = psutil.Process(lives[0]).net_connections(kind="tcp")
+            (port,) = {each.laddr.port for each in of_first if each.status == psutil.CONN_LISTEN}
+            started.append(RunCommand(folder / "join", ["--join", f"127.0.0.1:{port}", *words]))
+        time.sleep(lasts_s)
+        if event in ("stop", "averaged"):
+            os.kill(lives[-1], signal.SIGCONT)
+        time.sleep(AFTER_S)
+        for each in started:
+            each.stop()
+        lines = {path.name: path.read_text().splitlines() for path in folder.glob("[0-9]")}
+    windows = range(round(-BEFORE_S / WINDOW_S), round((lasts_s + AFTER_S) / WINDOW_S))
+    made = {
+        rank: [_made(lines.get(f"{rank}", []), began_s + WINDOW_S * each) for each in windows]
+        for rank in range(NUM_WORKERS)
+    }
+    return {"event": event, "comm_rate": comm_rate, "lasts_s": lasts_s, "by_window": made}
 
 
-def _count_at(counts: Sequence[tuple[float, int]], time_s: float) -> int:
-    return max((count for at_s, count in counts if at_s <= time_s), default=0)
+def _made(lines: Sequence[str], begin_s: float) -> int:
+    """Return the exchanges that a worker, in whichever life, completed in one window."""
+    within, before = 0, 0
+    for line in lines:
+        at_s, count = line.split()[:2]
+        if begin_s < float(at_s) <= begin_s + WINDOW_S:
+            within += max(0, int(count) - before)
+        before = int(count)
+    return within
 
 
-def _until(holds: Callable[[], bool], longest_s: float) -> None:
-    ends_s = time.monotonic() + longest_s
-    while not holds():
-        if time.monotonic() > ends_s:
-            raise TimeoutError(f"the workers were not ready within {longest_s:g} s")
-        time.sleep(0.05)
+def rate_of(
+    runs: Sequence[dict[str, Any]], ranks: Sequence[int], begin_s: float, end_s: float
+) -> float:
+    """Return the exchanges of a worker in a second, between two times since the event."""
+    first, last = (round((at_s + BEFORE_S) / WINDOW_S) for at_s in (begin_s, end_s))
+    made = sum(sum(run["by_window"][rank][first:last]) for run in runs for rank in ranks)
+    return made / (len(runs) * len(ranks) * (end_s - begin_s))
 
 
 def measure_real(rounds: int, events: Sequence[str], report: Report) -> list[dict[str, Any]]:
     """Let four workers meet each event, in turn with three alone; pool the rounds by window."""
-    runs = []
-    for number in range(rounds):
-        for comm_rate in ("1", "auto"):
-            for event in ("alone", *events):
-                print(f"round {number + 1} of {rounds}: {event}, {comm_rate}", flush=True)
-                runs.append(real(event, comm_rate))
-    pooled = {
-        (event, comm_rate): _pooled(runs, event, comm_rate)
-        for event in ("alone", *events)
-        for comm_rate in ("1", "auto")
-    }
-    begin, end = round(2.0 / WINDOW_S), round((2.0 + STOP_S) / WINDOW_S)
+    cases = [(event, rate) for rate in ("1", "auto") for event in ("alone", *events)]
+    found = interleaved(cases, rounds, lambda case: real(*case))
+    others = range(NUM_WORKERS - 1)
     rows = []
-    for event in events:
-        for comm_rate in ("1", "auto"):
-            alone = pooled["alone", comm_rate]
-            usual = sum(alone) / len(alone)
-            shares = [count / usual for count in pooled[event, comm_rate]]
-            during = shares[begin + 1 : end]
-            cells = [sum(shares[:begin]) / begin, sum(during) / len(during), min(during)]
-            after = shares[end + round(1.0 / WINDOW_S) :]
-            cells.append(sum(after) / len(after))
-            rows.append([event, comm_rate, *(f"{share:.2f}" for share in cells)])
+    for event, rate in cases:
+        runs, lasts_s = found[event, rate], found[event, rate][0]["lasts_s"]
+        if event == "alone":
+            usual = rate_of(runs, others, -BEFORE_S, EVENT_S)
+            continue
+        begins_s = [WINDOW_S * number for number in range(1, round(lasts_s / WINDOW_S))]
+        rates = [
+            math.nan if event == "first step" else rate_of(runs, others, -BEFORE_S, 0.0),
+            rate_of(runs, others, WINDOW_S, lasts_s),
+            min(rate_of(runs, others, each, each + WINDOW_S) for each in begins_s),
+            rate_of(runs, others, lasts_s + 1.0, lasts_s + AFTER_S),
+            rate_of(runs, [NUM_WORKERS - 1], lasts_s + 2.0, lasts_s + AFTER_S),
+        ]
+        cells = ["" if math.isnan(each) else f"{each / usual:.2f}" for each in rates]
+        rows.append([event, rate, *cells])
     report.tables.append(
         Table(
-            f"One of four real processes; stop: SIGSTOP for {STOP_S:g} s",
-            ("event", "rate", "before", f"for {STOP_S:g} s", "the worst half second", "later"),
+            "One of four real processes misbehaves",
+            ("event", "rate", "before", "during", "the worst half second", "later", "its own"),
             rows,
-            f"Exchanges of the other three, of those of three alone; {rounds} runs pooled. The "
-            "first half second after the event does not count, nor the second after SIGCONT.",
+            f"Exchanges of the other three, of those of three alone; {rounds} runs pooled. An "
+            f"event lasts {EVENT_S:g} s, a first step {FIRST_STEP_S:g}; the killed one is started "
+            "again. Its first half second does not count, nor the second after it (for the "
+            "worker's own exchanges, two). `averaged`: another calls `averaged()` once a second "
+            "while one is stopped.",
         )
     )
-    return runs
-
-
-def _pooled(runs: Sequence[dict[str, Any]], event: str, comm_rate: str) -> list[int]:
-    """Return the exchanges of the others in each window, over all rounds."""
-    own = [run for run in runs if (run["event"], run["comm_rate"]) == (event, comm_rate)]
-    columns = zip(*(worker for run in own for worker in run["by_window"]), strict=True)
-    return [sum(column) for column in columns]
+    return [run for case in cases for run in found[case]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--real", action="store_true", help="four real processes")
-    parser.add_argument("--events", default=",".join(EVENTS), help="those of real processes")
+    parser.add_argument("--events", default=",".join(REAL_EVENTS), help="those of real processes")
     parser.add_argument("--rounds", type=int, help="seeds (3), or runs of real processes (5)")
     parser.add_argument("--quick", action="store_true", help="one of them, to see that it works")
     options = parser.parse_args()

@@ -39,7 +39,7 @@ def test_the_others_exchange_as_if_it_were_not_there(
     assert course.share(begins_s + WINDOW_S, ends_s) > 0.88 - few, course_of(course)
     least = LEAST.get(graph, 0.8)
     assert course.least_share(begins_s + WINDOW_S, ends_s) > least - few, course_of(course)
-    if what not in ("kill", "poisoned"):
+    if what != "poisoned":
         assert course.share(ends_s + 1.0, ends_s + 3.0) > 0.88 - few, course_of(course)
 
 

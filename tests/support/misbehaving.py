@@ -41,8 +41,9 @@ class Event:
     Attributes:
         what: ``stop``: its process stands still; ``slow 4``: its steps take 4 times as long, from
             the beginning; ``held``: it answers BUSY and asks nobody; ``bad link``: an exchange with
-            it takes a second; ``first step``: it makes no step, but answers; ``kill``: it dies.
-        begins_s, lasts_s: when it happens, and when it is over; a killed worker does not come back.
+            it takes a second; ``first step``: it makes no step, but answers; ``kill``: it dies,
+            and comes back as another process.
+        begins_s, lasts_s: when it happens, and when it is over; poison stays.
     """
 
     what: What
@@ -114,6 +115,7 @@ def _counts(
     seed: int,
 ) -> dict[int, list[int]]:
     bad, what = event.rank, event.what
+    others = [rank for rank in workers if rank != bad]
     random = Random(f"{seed} steps")
     ends_s = event.begins_s + event.lasts_s
     has_begun = set[int]()
@@ -145,9 +147,13 @@ def _counts(
     }
     if bad in workers and what in begins:
         network.engine.at(event.begins_s, begins[what])
-    if bad in workers and what == "held":
-        network.engine.at(ends_s, lambda: tell(WorkerProtocol.release))
-    counts: dict[int, list[int]] = {rank: [] for rank in workers if rank != bad}
+    ends: dict[What, Callable[[], None]] = {
+        "held": lambda: tell(WorkerProtocol.release),
+        "kill": lambda: network.join(network.new_process(bad, 1000 + seed, others[0])),
+    }
+    if bad in workers and what in ends:
+        network.engine.at(ends_s, ends[what])
+    counts: dict[int, list[int]] = {rank: [] for rank in others}
     before = dict.fromkeys(counts, 0)
     for window in range(1, round(until_s / WINDOW_S) + 1):
         network.engine.run(until=window * WINDOW_S)

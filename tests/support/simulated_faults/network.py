@@ -19,6 +19,7 @@ from gossipdp.protocol.actions import (
     Unlink,
     Withdrawn,
 )
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
 from gossipdp.protocol.worker import Action, WorkerProtocol
@@ -165,6 +166,7 @@ class FaultyNetwork(VirtualNetwork):
             random=Random(process_id),
             num_chunks=chunks,
             is_joining=is_joining,
+            exchange_rate=None if informant.exchange_rate is None else ExchangeRate(),
         )
         worker.membership.merge_all(answer.members)
         worker.progress.merge_all(answer.progress)
