@@ -14,7 +14,6 @@ also ends if peers that are linked to a later process of its rank turn it away f
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -90,7 +89,6 @@ class Presence:
         self._notices: list[Notice] = []  # since the last review
         self._num_notices = 0
         self._forget_at = -math.inf
-        self._reviewed_version = -1  # of membership
 
     # --- observations ----------------------------------------------------------------------
 
@@ -164,15 +162,17 @@ class Presence:
 
     # --- consequences ----------------------------------------------------------------------
 
-    def review(self, now: float, closed_for: Collection[str]) -> list[PresenceAction]:
+    def review(self, now: float, *, has_changed: bool, has_ended: bool) -> list[PresenceAction]:
         """Follow the membership view: deaths, neighbours, this worker's own life.
 
-        ``closed_for``: why this worker neither asks nor accepts.
+        Args:
+            now: the time.
+            has_changed: whether the view has, since the last review.
+            has_ended: whether there are no more exchanges.
         """
         members = self._membership
         actions: list[PresenceAction] = []
-        if self._reviewed_version != members.version:
-            self._reviewed_version = members.version
+        if has_changed:
             self._neighbourhood.review(members.members())
             for member in members.members():
                 if member.rank == self.rank:
@@ -189,7 +189,6 @@ class Presence:
         actions += self._notices
         self._notices.clear()
         if now >= self._neighbourhood.next_deadline():
-            has_ended = "consolidation" in closed_for
             rebuilt = self._neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
             if rebuilt is not None:
                 actions.append(rebuilt)

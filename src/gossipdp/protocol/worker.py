@@ -188,7 +188,6 @@ class WorkerProtocol:
             self.membership, self.peers, self.neighbourhood, self.detector, timeout_s
         )
         self._reviewed: int | None = None
-        self._looked_for_deaths: int | None = None
         self._tick_at = -math.inf  # of sums
         self._waits_until = math.inf
         self._moving: dict[Epoch, set[int]] = {}
@@ -210,7 +209,7 @@ class WorkerProtocol:
         self.proposals_unanswered = 0
         self.is_done = False
         self._has_method = method != "none"
-        self._settled_version = -1  # of membership
+        self._seen_version = -1  # of membership
         self._quiet_until = -math.inf
         self._last_input = -math.inf
         # The reasons why this worker neither asks nor accepts; empty: it does.
@@ -677,11 +676,10 @@ class WorkerProtocol:
                     outward.append(action)
                 case _:
                     outward.append(action)
-        if now >= self._quiet_until or self._settled_version != self.membership.version:
+        if now >= self._quiet_until or self._seen_version != self.membership.version:
             outward += self.peers.heartbeats(now)
             # Traffic only defers this time: one look at all links serves for many inputs.
             self._quiet_until = self.peers.quiet_until(now)
-            self._settled_version = self.membership.version
         return outward
 
     def _note_question(self, peer: int, message: Message, now: float) -> None:
@@ -695,7 +693,9 @@ class WorkerProtocol:
     def _review_members(self, now: float) -> list[_Inner]:
         """Follow the membership view: deaths, neighbours, this worker's own life."""
         actions: list[_Inner] = []
-        for found in self._presence.review(now, self._closed_for):
+        has_changed = self._seen_version != self.membership.version
+        has_ended = "consolidation" in self._closed_for
+        for found in self._presence.review(now, has_changed=has_changed, has_ended=has_ended):
             match found:
                 case CloseIfSilent():
                     actions += self._close_if_silent(found)
@@ -706,7 +706,11 @@ class WorkerProtocol:
                     actions.append(found)
                 case _:
                     actions.append(found)
-        self.pairing.incarnation = self.membership.own.incarnation  # higher, where it was outbid
+        if has_changed:
+            self._seen_version = self.membership.version
+            self.peers.has_changed = True
+            self.pairing.incarnation = self.incarnation  # higher, where it was outbid
+            actions += self.averages.review(self.membership.live())
         return actions
 
     def _set_clock_rate(self) -> None:
@@ -759,16 +763,13 @@ class WorkerProtocol:
         return [] if self._is_spent else self.pairing.open()
 
     def _consolidate(self, now: float) -> list[_Inner]:
-        """Pass new membership to the sums, and to consolidation also its deferred messages.
+        """Pass new membership and deferred messages to consolidation.
 
         Consolidation gets nothing while an exchange runs. All workers are done before consolidation
         begins, so no new exchange can begin then. But the worker that answers the last exchange may
         get BEGIN before the last chunks.
         """
         actions: list[_Inner] = []
-        if self._looked_for_deaths != self.membership.version:
-            self._looked_for_deaths = self.membership.version
-            actions += self.averages.review(self.membership.live())
         if isinstance(self.pairing.state, Exchanging):
             return actions
         if self._reviewed != self.membership.version:
@@ -786,12 +787,9 @@ class WorkerProtocol:
 
     def _set_available(self, now: float) -> list[PairingAction]:
         """Tell the pairing which peers can exchange now, by links, membership and graph."""
-        version = self.membership.version
-        is_settled = not self.peers.has_changed and version == self._settled_version
-        if is_settled and now < self._quiet_until:
+        if not self.peers.has_changed and now < self._quiet_until:
             return []
-        self.peers.has_changed = False
-        self._settled_version, self._quiet_until = version, -math.inf
+        self.peers.has_changed, self._quiet_until = False, -math.inf
         self._watch(now)
         rates = self.neighbourhood.rates
         live = filter(self._is_live, rates)

@@ -141,7 +141,11 @@ class Watcher:
         for silent in self.peers.fall_silent(now):
             self.presence.fell_silent(silent, now)
         self.membership.merge(record)
-        return [each for each in self.presence.review(now, ()) if isinstance(each, Notice)]
+        return [
+            each
+            for each in self.presence.review(now, has_changed=True, has_ended=False)
+            if isinstance(each, Notice)
+        ]
 
 
 def one(
