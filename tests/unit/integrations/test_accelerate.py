@@ -1,21 +1,30 @@
-"""Under Accelerate, on one worker."""
+"""Under Accelerate, on one worker.
+
+Accelerate takes seconds to import, so none of it is imported where tests are merely collected.
+"""
 
 import threading
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
-from gossipdp.integrations.accelerate import gossip_data_parallel, torch_optimizer
 
 
-def accelerator_of(**arguments: Any) -> accelerate.Accelerator:
+def gossip_data_parallel(*arguments: Any, **options: Any) -> GossipDataParallel:
+    from gossipdp.integrations.accelerate import gossip_data_parallel
+
+    return gossip_data_parallel(*arguments, **options)
+
+
+def accelerator_of(**arguments: Any) -> Any:
     """Make an accelerator as the first of its process."""
+    import accelerate
+
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     return accelerate.Accelerator(cpu=True, **arguments)
 
@@ -58,6 +67,10 @@ def test_one_worker_is_the_loop_alone(arguments: dict[str, Any], steps: int) -> 
 
 
 def test_several_optimizers_step_their_own_parameters() -> None:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    from gossipdp.integrations.accelerate import torch_optimizer
+
     accelerator = accelerator_of()
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     inner = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net]
@@ -68,8 +81,8 @@ def test_several_optimizers_step_their_own_parameters() -> None:
         optimizer.step()
     assert model.consolidate().samples == 8
     # Within all shells is the one that steps.
-    shell = accelerate.optimizer.AcceleratedOptimizer
-    assert torch_optimizer(inner[0]) is torch_optimizer(shell(optimizers[0])) is inner[0]
+    shell = AcceleratedOptimizer(optimizers[0])
+    assert torch_optimizer(inner[0]) is torch_optimizer(shell) is inner[0]
 
 
 @pytest.mark.parametrize("are_several", [False, True])
@@ -85,9 +98,11 @@ def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several: bool)
 
 
 def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) -> None:
+    from accelerate import DataLoaderConfiguration
+
     def train(stop_after: int, **options: Any) -> list[list[float]]:
         accelerator = accelerator_of(
-            dataloader_config=accelerate.DataLoaderConfiguration(use_seedable_sampler=True),
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         )
         torch.manual_seed(3)
         net = nn.Linear(1, 1)

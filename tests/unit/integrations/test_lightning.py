@@ -1,37 +1,56 @@
-"""The strategy on one worker: Lightning's own training, bit for bit; and whose rank it has."""
+"""The strategy on one worker: Lightning's own training, bit for bit; and whose rank it has.
 
+Lightning takes seconds to import, so none of it is imported where tests are merely collected.
+"""
+
+import functools
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from gossipdp import Checkpoints, Monitor
-from gossipdp.integrations.lightning import GossipStrategy
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.termination import Termination
 
 
-class Module(lightning.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+def gossip_strategy(**options: Any) -> Any:
+    from gossipdp.integrations.lightning import GossipStrategy
 
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        return self.layers(batch).square().mean()
+    return GossipStrategy(**options)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+@functools.cache
+def module_class() -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        """Calls ``before_step(index)`` before each step."""
+
+        def __init__(self, before_step: Callable[[int], object] = lambda index: None) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+            self.before_step = before_step
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            self.before_step(index)
+            return self.layers(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return Module
 
 
 def fit(folder: Path, strategy: Any, module: nn.Module | None = None, **arguments: Any) -> Any:
+    import lightning
+
     trainer = lightning.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -44,7 +63,7 @@ def fit(folder: Path, strategy: Any, module: nn.Module | None = None, **argument
         **{"max_epochs": -1, **arguments},
     )
     inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
-    module = module or Module()
+    module = module or module_class()()
     trainer.fit(module, torch.utils.data.DataLoader(inputs, batch_size=8))
     return module
 
@@ -59,64 +78,59 @@ def fit(folder: Path, strategy: Any, module: nn.Module | None = None, **argument
 )
 def test_one_worker_is_lightning_alone(tmp_path: Path, arguments: dict[str, Any]) -> None:
     alone = fit(tmp_path, "auto", max_steps=7, **arguments).state_dict()
-    strategy = GossipStrategy()
+    strategy = gossip_strategy()
     with_us = fit(tmp_path, strategy, max_steps=7, **arguments).state_dict()
     assert all(torch.equal(alone[name], with_us[name]) for name in alone)
-    assert not torch.equal(alone["layers.0.weight"], Module().layers[0].weight)
+    assert not torch.equal(alone["layers.0.weight"], module_class()().layers[0].weight)
     assert strategy.consolidated is not None
     assert strategy.consolidated.gradient_steps == 7
 
 
 def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
-    strategy = GossipStrategy(budget_samples=100)
+    strategy = gossip_strategy(budget_samples=100)
     assert strategy.progress() == 0.0
     fit(tmp_path, strategy)
     assert strategy.gossip.stats().samples == 104
     assert strategy.progress() == 1.0
 
 
-class Manual(Module):
-    """Steps the optimizer itself, below Lightning, and returns what is no loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        outputs = self.layers(batch)
-        self.manual_backward(outputs.square().mean())
-        optimizer.step()
-        return outputs
-
-
 def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path: Path) -> None:
-    strategy = GossipStrategy(budget_samples=20, monitor=Monitor(log_dir=tmp_path / "log"))
+    class Manual(module_class()):
+        """Steps the optimizer itself, below Lightning, and returns what is no loss."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            outputs = self.layers(batch)
+            self.manual_backward(outputs.square().mean())
+            optimizer.step()
+            return outputs
+
+    strategy = gossip_strategy(budget_samples=20, monitor=Monitor(log_dir=tmp_path / "log"))
     fit(tmp_path, strategy, Manual(), max_epochs=2)
     assert strategy.gossip.stats().samples == 24
     assert strategy.consolidated is not None  # a step's result that is no loss is not logged
 
 
 def test_an_error_in_training_ends_the_part_in_the_run(tmp_path: Path) -> None:
-    class Failing(Module):
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            if index == 3:
-                raise KeyError("the user's")
-            return super().training_step(batch, index)
+    def fail(index: int) -> None:
+        if index == 3:
+            raise KeyError("the user's")
 
-    strategy = GossipStrategy()
+    strategy = gossip_strategy()
     with pytest.raises(KeyError, match="the user's"):
-        fit(tmp_path, strategy, Failing())
+        fit(tmp_path, strategy, module_class()(fail))
     with pytest.raises(RuntimeError, match="closed"):
         strategy.gossip.consolidate()
 
 
-class Terminated(Module):
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        if index == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return super().training_step(batch, index)
+def terminate(index: int) -> None:
+    if index == 2:
+        signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -130,9 +144,9 @@ def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("sigterm")
 def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path: Path) -> None:
-    strategy = GossipStrategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
     with pytest.raises(SystemExit) as ended:
-        fit(tmp_path, strategy, Terminated())
+        fit(tmp_path, strategy, module_class()(terminate))
     assert ended.value.code == 128 + signal.SIGTERM
     assert [saved.facts.step for saved in saved_by(tmp_path / "checkpoints", 0)] == [3]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -145,30 +159,28 @@ def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
 
     heard: list[int] = []
     signal.signal(signal.SIGTERM, handle)
-    strategy = GossipStrategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
     with pytest.raises(SystemExit):
-        fit(tmp_path, strategy, Terminated())
+        fit(tmp_path, strategy, module_class()(terminate))
     assert heard == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) == handle
 
 
 @pytest.mark.usefixtures("sigterm")
 def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path: Path) -> None:
-    class Looking(Module):
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            handlers.append(signal.getsignal(signal.SIGTERM))
-            return super().training_step(batch, index)
-
     handlers: list[Any] = []
-    fit(tmp_path, GossipStrategy(), Looking(), max_steps=2)
+    module = module_class()(lambda index: handlers.append(signal.getsignal(signal.SIGTERM)))
+    fit(tmp_path, gossip_strategy(), module, max_steps=2)
     assert handlers == [signal.SIG_DFL] * 2
 
 
 def test_the_rank_is_the_worker_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.utilities import rank_zero_only
+
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     own = Environment(3, 4, 1, store_host="127.0.0.1", store_port=29500)
     monkeypatch.setattr(Environment, "read", lambda: own)
-    strategy = GossipStrategy()
+    strategy = gossip_strategy()
     assert (strategy.global_rank, strategy.local_rank) == (3, 1)
     assert not strategy.is_global_zero
     assert rank_zero_only.rank == 3
@@ -176,4 +188,4 @@ def test_the_rank_is_the_worker_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_there_is_no_model_before_training() -> None:
     with pytest.raises(RuntimeError, match=r"Trainer.fit\(\) makes it"):
-        _ = GossipStrategy().gossip
+        _ = gossip_strategy().gossip

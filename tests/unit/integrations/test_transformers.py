@@ -1,4 +1,7 @@
-"""The callback on one worker: the Trainer's own training, bit for bit."""
+"""The callback on one worker: the Trainer's own training, bit for bit.
+
+Transformers takes seconds to import, so none of it is imported where tests are merely collected.
+"""
 
 import copy
 from collections.abc import Callable
@@ -7,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from gossipdp import ProgressLR
-from gossipdp.integrations.transformers import GossipCallback
+
+
+def gossip_callback(**options: Any) -> Any:
+    from gossipdp.integrations.transformers import GossipCallback
+
+    return GossipCallback(**options)
 
 
 class Model(nn.Module):
@@ -24,9 +31,9 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.layers(inputs), labels)}
 
 
-def trainer(
-    folder: Path, *callbacks: Any, model: nn.Module | None = None, **options: Any
-) -> transformers.Trainer:
+def trainer(folder: Path, *callbacks: Any, model: nn.Module | None = None, **options: Any) -> Any:
+    import transformers
+
     generator = torch.Generator().manual_seed(1)
     data = [
         {"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(n % 2)}
@@ -49,20 +56,21 @@ def train(folder: Path, *callbacks: Any, **options: Any) -> nn.Module:
     return model
 
 
-class Stepping(transformers.TrainerCallback):
-    """Calls ``step(**others)`` at the end of each step."""
+def stepping(step: Callable[..., object]) -> Any:
+    """Return a callback that calls ``step(**others)`` at the end of each step."""
+    import transformers
 
-    def __init__(self, step: Callable[..., object]) -> None:
-        self.step = step
+    class Stepping(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            step(**others)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.step(**others)
+    return Stepping()
 
 
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}])
 def test_one_worker_is_the_trainer_alone(tmp_path: Path, arguments: dict[str, Any]) -> None:
     alone = train(tmp_path, **arguments).state_dict()
-    gossip = GossipCallback()
+    gossip = gossip_callback()
     with_us = train(tmp_path, gossip, **arguments).state_dict()
     assert all(torch.equal(alone[name], with_us[name]) for name in alone)
     assert not torch.equal(alone["layers.0.weight"], Model().layers[0].weight)
@@ -71,7 +79,7 @@ def test_one_worker_is_the_trainer_alone(tmp_path: Path, arguments: dict[str, An
 
 
 def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
-    gossip = GossipCallback(budget_samples=96)
+    gossip = gossip_callback(budget_samples=96)
     assert gossip.progress() == 0.0
     train(tmp_path, gossip, max_steps=1000, gradient_accumulation_steps=2)
     # Batches of 8, an epoch of 5: steps of 16, 16 and 8 samples.
@@ -85,8 +93,8 @@ def test_copies_of_the_model_and_evaluations_are_not_counted(tmp_path: Path) -> 
         teacher = copy.deepcopy(model)
         teacher(inputs=torch.ones(5, 4), labels=torch.zeros(5, dtype=torch.long))
 
-    gossip = GossipCallback()
-    train(tmp_path, gossip, Stepping(distil), max_steps=2, eval_strategy="steps", eval_steps=1)
+    gossip = gossip_callback()
+    train(tmp_path, gossip, stepping(distil), max_steps=2, eval_strategy="steps", eval_steps=1)
     assert gossip.model.stats().samples == 16
 
 
@@ -97,8 +105,8 @@ def test_training_again_after_an_exception_ends_the_part_before(tmp_path: Path) 
             raise KeyError("the user's")
 
     wrappers: list[Any] = []
-    gossip = GossipCallback()
-    trained = trainer(tmp_path, gossip, Stepping(fail_once), max_steps=2)
+    gossip = gossip_callback()
+    trained = trainer(tmp_path, gossip, stepping(fail_once), max_steps=2)
     with pytest.raises(KeyError, match="the user's"):
         trained.train()
     trained.train()
@@ -113,8 +121,8 @@ def test_a_schedule_follows_the_whole_run(tmp_path: Path) -> None:
     # The Trainer steps the optimizer that it is given, over a model of its own here.
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gossip = GossipCallback(budget_samples=64)
-    note = Stepping(lambda optimizer, **others: rates.append(optimizer.param_groups[0]["lr"]))
+    gossip = gossip_callback(budget_samples=64)
+    note = stepping(lambda optimizer, **others: rates.append(optimizer.param_groups[0]["lr"]))
     optimizers = optimizer, ProgressLR(optimizer, gossip, {0.5: 0.1})
     trainer(tmp_path, gossip, note, model=model, optimizers=optimizers, max_steps=100).train()
     assert rates == pytest.approx([0.1] * 3 + [0.01] * 5)
@@ -122,6 +130,8 @@ def test_a_schedule_follows_the_whole_run(tmp_path: Path) -> None:
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"Trainer.train\(\) makes it"):
-        _ = GossipCallback().model
+        _ = gossip_callback().model
     with pytest.raises(ValueError, match="load_best_model_at_end"):
-        train(tmp_path, GossipCallback(), load_best_model_at_end=True, metric_for_best_model="loss")
+        train(
+            tmp_path, gossip_callback(), load_best_model_at_end=True, metric_for_best_model="loss"
+        )
