@@ -1,13 +1,14 @@
 """The cost of a start, by the modules that it imports: times vary by machine."""
 
 import json
-import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from run_processes import VARIABLES
 
 from gossipdp.dynamics.update import compile_loops
 
@@ -18,26 +19,38 @@ HEAVY = {
 }
 """Each takes a start longer than most of gossipdp's own modules together; used here and there."""
 
-# Its step may need no exchange, so it goes on until there was one; the end is everyone's.
-WORKER = """
-import json, sys
+# Its step may need no exchange, so it goes on until there was one; the end is everyone's. The
+# workers are forked where torch is imported once for all.
+WORKERS = """
+import json, os, sys
 import torch
 before = set(sys.modules)
 import gossipdp
 from gossipdp import GossipDataParallel
-imported = set(sys.modules) - before
-net = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-model = GossipDataParallel(net, optimizer)
-while True:
-    model(torch.zeros(1, 2)).sum().backward()
-    optimizer.step()
-    if model.world_size == 1 or model.stats().exchanges:
-        break
-model.consolidate()
-if model.rank == 0:
-    open(sys.argv[1], "w").write(json.dumps([sorted(imported), sorted(sys.modules)]))
-model.close()
+imported = sorted(set(sys.modules) - before)
+
+def train(variables):
+    os.environ.update(variables)
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer)
+    while True:
+        model(torch.zeros(1, 2)).sum().backward()
+        optimizer.step()
+        if model.world_size == 1 or model.stats().exchanges:
+            break
+    model.consolidate()
+    with open(variables["FOUND"], "w") as file:
+        json.dump([imported, sorted(sys.modules)], file)
+    model.close()
+
+workers = []
+for variables in json.loads(sys.argv[1]):
+    workers.append(os.fork())
+    if not workers[-1]:
+        train(variables)
+        sys.exit()
+assert not any(os.waitpid(worker, 0)[1] for worker in workers)
 """
 
 
@@ -56,34 +69,30 @@ def imported_by(words: list[str]) -> set[str]:
     return set(done.stderr.split())
 
 
-@pytest.mark.parametrize(
-    ("launcher", "kernels"),
-    [
-        ((), "numba"),
-        pytest.param(("-m", "gossipdp", "run", "-n2"), "auto", marks=pytest.mark.processes),
-    ],
-)
-def test_importing_wrapping_and_training_import_little(
-    launcher: tuple[str, ...], kernels: str, tmp_path: Path
-) -> None:
+@pytest.mark.processes
+def test_importing_wrapping_and_training_import_little(tmp_path: Path) -> None:
     compile_loops(torch.float32, torch.float32)  # kept from now on, if they were not
     compile_loops(torch.float32, torch.bfloat16)
-    script, found = tmp_path / "script.py", tmp_path / "modules.json"
-    script.write_text(WORKER)
-    command = [sys.executable, *launcher, script, found]
-    environment = {**os.environ, "GOSSIPDP_KERNELS": kernels}
-    subprocess.run(command, env=environment, check=True, timeout=200)
-    imported, trained = map(set, json.loads(found.read_text()))
-    assert "gossipdp.parallel.module" in imported
-    libraries = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
-    assert libraries <= {"gossipdp", "msgspec", "numpy", "safetensors"}
-    # Parts of torch that `import torch` leaves out are left out for their time.
-    assert not [name for name in imported if name.startswith("torch.")]
-    layers = {name.split(".")[1] for name in imported if name.startswith("gossipdp.")}
-    assert not layers & {"cli", "integrations"}
-    assert "gossipdp.gossip.thread" in trained
-    loads = {"llvmlite"} if kernels == "numba" else set()  # which is quick, unlike numba
-    assert trained & HEAVY <= {"numpy", "torch"} | loads
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    workers = {"alone": {"GOSSIPDP_KERNELS": "numba"}} | {
+        rank: {**store, "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank} for rank in "01"
+    }
+    given = [{**each, "FOUND": str(tmp_path / name)} for name, each in workers.items()]
+    command = [sys.executable, "-c", WORKERS, json.dumps(given)]
+    subprocess.run(command, env=VARIABLES, check=True, timeout=200)
+    for name in workers:
+        imported, trained = map(set, json.loads((tmp_path / name).read_text()))
+        assert "gossipdp.parallel.module" in imported
+        libraries = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+        assert libraries <= {"gossipdp", "msgspec", "numpy", "safetensors"}
+        # Parts of torch that `import torch` leaves out are left out for their time.
+        assert not [name for name in imported if name.startswith("torch.")]
+        layers = {name.split(".")[1] for name in imported if name.startswith("gossipdp.")}
+        assert not layers & {"cli", "integrations"}
+        assert "gossipdp.gossip.thread" in trained
+        loads = {"llvmlite"} if name == "alone" else set()  # which is quick, unlike numba
+        assert trained & HEAVY <= {"numpy", "torch"} | loads
 
 
 def test_help_imports_little() -> None:

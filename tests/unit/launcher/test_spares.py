@@ -51,6 +51,17 @@ os.rename(file + "-new", file)
 sys.exit(7)
 """
 
+# With an empty torch the library itself cannot be imported.
+AHEAD = """
+from gossipdp.launcher import spare_interpreter
+
+def import_ahead():
+    import torch
+    return True
+
+spare_interpreter.import_ahead = import_ahead
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -62,15 +73,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., ScriptWorker]]:
-    """Start a worker of these words in ``scripts``; from a spare if ``number`` is 1."""
+def start(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[..., ScriptWorker]]:
+    """Start a worker of these words in ``scripts``; from a spare if ``number`` is 1.
+
+    The spare imports an empty torch, in no time, unless ``torch`` is true.
+    """
     before, started = Path.cwd(), []
     os.chdir(folder / "scripts")
-    given = VARIABLES | {"ONE": "same", "TWO": "changes", "THREE": "goes"}
-    del given["PYTHONWARNINGS"]  # torch warns on import
+    (folder / "sitecustomize.py").write_text(AHEAD)
 
-    def start(words: list[str], number: int, *, safe: bool = False, **changes: str) -> ScriptWorker:
-        common = given | ({"PYTHONSAFEPATH": "1"} if safe else {})
+    def start(
+        words: list[str], number: int, *, torch: bool = False, safe: bool = False, **changes: str
+    ) -> ScriptWorker:
+        common = VARIABLES if torch else without_torch
+        common = common | {"ONE": "same", "TWO": "changes", "THREE": "goes"}
+        del common["PYTHONWARNINGS"]  # torch warns on import
+        common |= {"PYTHONSAFEPATH": "1"} if safe else {}
         spares = Spares(words, common, number)
         with closing(spares):
             spares.prepare()
@@ -95,15 +113,20 @@ def seen_by(worker: ScriptWorker, file: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "words", [["train.py", "--lr", "0.1", "-m"], ["-m", "package.train", "a b"], ["./train.py"]]
+    ("words", "torch"),
+    [
+        (["train.py", "--lr", "0.1", "-m"], True),
+        (["-m", "package.train", "a b"], False),
+        (["./train.py"], False),
+    ],
 )
 def test_a_script_sees_what_it_would_in_a_new_interpreter(
-    start: Callable[..., ScriptWorker], folder: Path, words: list[str]
+    start: Callable[..., ScriptWorker], folder: Path, words: list[str], torch: bool
 ) -> None:
     both = []
     for number in (0, 1):
         file = folder / f"seen-{number}"
-        worker = start(words, number, RANK="3", TWO="\udc80 ö", FILE=str(file))
+        worker = start(words, number, torch=torch, RANK="3", TWO="\udc80 ö", FILE=str(file))
         both.append(seen_by(worker, file))
         variables = both[-1].pop("variables")
         assert isinstance(variables, dict)
