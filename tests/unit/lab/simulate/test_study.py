@@ -1,13 +1,18 @@
 """Many runs over processes."""
 
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gossipdp_lab.simulate.study import run_all, simulate_all
 
+PAGE = (Path(__file__).parents[4] / "docs" / "simulator.md").read_text()
 Progress = Callable[[float], None]
 
 
@@ -32,7 +37,22 @@ def test_tasks_in_this_process() -> None:
         run_all(task, names, processes=0)
 
 
+def test_the_scenario_of_the_docs_trains_alike_in_other_processes() -> None:
+    section = PAGE.split("## From Python")[1]
+    program = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)[0]
+    names: dict[str, Any] = {}
+    exec(program.partition("trace = ")[0], names)
+    job = names["Job"](replace(names["scenario"], num_steps=10), "gossip")
+    jobs = [job, job._replace(scenario=replace(job.scenario, seed=1))]
+    (trace,) = simulate_all([job])
+    assert trace.records[-1].loss < trace.records[0].loss
+    # The functions are those of no module, which other processes could not import.
+    again, other = simulate_all(jobs, processes=2)
+    assert again.digest() == trace.digest() != other.digest()
+
+
 def test_tasks_in_other_processes() -> None:
+    """Those of the test above, which are kept until one has an error."""
     def task(number: int, progress: Progress) -> tuple[int, int, int]:
         progress(0.5)
         if number < 0:
