@@ -14,7 +14,7 @@ TORCH := $(if $(TORCH_INDEX),$(BIN)/python -m pip show --quiet torch 2>/dev/null
   --quiet --no-deps --timeout 15 --retries 1 --index-url $(TORCH_INDEX) torch || \
   echo "no torch from $(TORCH_INDEX): taking the build that PyPI has",true)
 
-# Without it each interpreter that tests start compiles the library, and each of pytest's four
+# Without it each interpreter that tests start compiles the library, and each of pytest's
 # processes rewrites the assertions of all tests: the latter alone takes 30 seconds of one core.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -26,11 +26,11 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/lab.installed
 	$(BIN)/gossipdp demo $(or $(ARGS),--compare)
 
-# In four processes, as many tests mostly wait for workers, a file whole in one of them, in the
+# In three processes, as many tests mostly wait for workers, a file whole in one of them, in the
 # order of tests/conftest.py, without those of tests/long.txt; ARGS="-k pairing" for some tests,
 # ARGS="-n 0" for one process. The slowest tests are named at the end.
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15 -m "not long" \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15 -m "not long" \
 	  $(ARGS)
 
 lint: $(VENV)/dev.installed

@@ -5,7 +5,6 @@ import functools
 import gc
 import itertools
 import logging
-import os
 import signal
 import sys
 import warnings
@@ -21,7 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from listed_skips import ListedSkips, names_of, read_list
-from run_processes import VARIABLES
+from run_processes import path_before
 
 from gossipdp import logs
 from gossipdp.launcher.local import launch, start_fork_server
@@ -60,8 +59,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files that start processes evenly over the first four fifths of the others.
 
-    The two processes of ``make test`` take one file after the other. So while one of them mostly
-    waits for workers, the other mostly computes, and at the end, where one would wait for the
+    The processes of ``make test`` take one file after the other. So while one of them mostly
+    waits for workers, another mostly computes, and at the end, where one would wait for the
     other, there are the short files of single units.
     """
     starts = {item.path for item in items if item.get_closest_marker("processes")}
@@ -227,5 +226,4 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "distributed.py").write_text(NO_TORCH)
-    path = os.pathsep.join(filter(None, (str(tmp_path), VARIABLES.get("PYTHONPATH"))))
-    return VARIABLES | {"PYTHONPATH": path}
+    return path_before(tmp_path)

@@ -68,7 +68,7 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
         def step(self, targets: Sequence[Target]) -> None:
             assert time.monotonic() < deadline_s, self.records
             if self.first_step_s is not None and (
-                witnesses(0, "lost") >= {1, 2, 3} and witnesses(0, "restarted")
+                witnesses(0, "lost") >= {1, 2} and witnesses(0, "restarted")
             ):
                 (tmp_path / "run" / "all-back").touch()
             super().step(targets)
@@ -77,22 +77,22 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(demo_training, "train_worker", train_until_all_are_back)
     # Samples enough for the accuracy below, however slow the machine is.
-    options = {"workers": 4, "faults": "kill 0 at 1s", "samples": 12_800, "restart": True}
+    options = {"workers": 3, "faults": "kill 0 at 1s", "samples": 12_800, "restart": True}
     code, results = demo(tmp_path, **options)
     assert code == 0
     (kill,) = results["faults"]
     assert (kill["rank"], kill["kind"]) == (0, "kill")
     assert kill["at_s"] >= 1.0
-    assert kill["detected_s"].keys() >= {"1", "2", "3"}
+    assert kill["detected_s"].keys() >= {"1", "2"}
     assert kill["rejoined_s"] > min(kill["detected_s"].values()) > 0
     assert results["test_accuracy"] >= 0.95
     run_log = RunLog.read(tmp_path / "run")
-    assert [len(worker.lives) for worker in run_log.workers.values()] == [2, 1, 1, 1]
+    assert [len(worker.lives) for worker in run_log.workers.values()] == [2, 1, 1]
     (process_end,) = run_log.workers[0].process_ends
     assert process_end.reason == "died of signal 9 (SIGKILL)"
     ends = [worker.end for worker in run_log.workers.values()]
     assert len({worker.last_values()[DIGEST] for worker in run_log.workers.values()}) == 1
-    assert {end.num_averaged for end in ends if end} == {4}
+    assert {end.num_averaged for end in ends if end} == {3}
 
 
 def test_both_train_as_long_and_the_sentence_is_that_of_their_figures(tmp_path, capsys):

@@ -31,7 +31,7 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.messages import Accept, Busy, Envelope
 from gossipdp_lab.simulate.network import Conditions, make_workers
 
-NUM_SCHEDULES, LARGEST, FRAMES = (12, 10, range(60, 61)) if SEED is None else (1000, 64, range(120))
+NUM_SCHEDULES, LARGEST, FRAMES = (8, 10, range(60, 61)) if SEED is None else (1000, 64, range(120))
 
 
 def expect_whole(schedule: FaultSchedule) -> Outcome:

@@ -21,6 +21,12 @@ VARIABLES = {
 } | {"PYTHONWARNINGS": "error"}
 
 
+def path_before(folder: Path) -> dict[str, str]:
+    """Return the variables of processes that look for modules in this folder first."""
+    path = os.pathsep.join(filter(None, (str(folder), VARIABLES.get("PYTHONPATH"))))
+    return VARIABLES | {"PYTHONPATH": path}
+
+
 def load_script(path: Path) -> ModuleType:
     """Import a script that is on no import path."""
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)

@@ -53,6 +53,7 @@ def test_the_scenario_of_the_docs_trains_alike_in_other_processes() -> None:
 
 def test_tasks_in_other_processes() -> None:
     """Those of the test above, which are kept until one has an error."""
+
     def task(number: int, progress: Progress) -> tuple[int, int, int]:
         progress(0.5)
         if number < 0:
