@@ -11,11 +11,15 @@ shares with its gossip thread: ResNet-18, and 117 million parameters at a batch 
 Turns with a wrapper that never exchanges, and with exchanges (the *arms*), alternate in the same
 processes, each with a model of its own. So they meet the same core, the same memory and the same
 neighbours on the machine.
+
+In a control group with a processor limit, as a container has, both workers share what it allows:
+results/overlap_auto_limited.md is of half a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
@@ -33,6 +37,7 @@ from support.report import Report, Spread, Table
 from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
+from gossipdp.gossip.processor import Quota
 from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("none", "a2cid2")
@@ -371,6 +376,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="to see that it works")
     options = parser.parse_args()
     name = "overlap_auto" if options.comm_rate == "auto" else "overlap"
+    name += "_limited" if Quota().cores < math.inf else ""
     report = Report(name, "Does gossip in the background slow training down?", options.quick)
     results: dict[str, Any] = {}
     for name in options.only or SETTINGS:
