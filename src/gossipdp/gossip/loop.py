@@ -164,7 +164,7 @@ class GossipLoop(LinkHandler):
     def _look_at_processor(self, now: float) -> None:
         rate, watch = self.protocol.exchange_rate, self._idle_watch
         if rate is not None and watch is not None and (idle := watch.look(now)) is not None:
-            rate.saw_idle(idle.core, idle.thread)
+            rate.saw_idle(*idle)
 
     def _report_addresses(self, now: float) -> None:
         """Report the live workers' addresses to the supervisor, if they have changed."""

@@ -14,18 +14,34 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class Idle(NamedTuple):
-    """The idle cores of this machine, at most one, and the idle share of the thread's time."""
+    """What was idle for about a second.
+
+    Attributes:
+        core: the idle cores of this machine, at most one.
+        thread: the idle share of the training thread's time.
+        ran: the share of the time it wanted for which the limit of its container let it run.
+    """
 
     core: float
     thread: float
+    ran: float = 1.0
+
+
+class _Used(NamedTuple):
+    """The processor time that a group has used, and the periods in which it wanted and had it."""
+
+    seconds: float = 0.0
+    periods: int = 0
+    throttled: int = 0
 
 
 class _Seen(NamedTuple):
     at_s: float
+    thread_ran_s: float
     thread_busy_s: float
     idle_ticks: int
     all_ticks: int
-    quota_used_s: float
+    used: _Used
 
 
 @final
@@ -38,27 +54,32 @@ class Quota:
 
     def __init__(self) -> None:
         self.cores = math.inf
-        self._usage: tuple[Path, float] | None = None
-        for cores, usage in _limits():
+        self._group = Path()
+        for cores, group in _limits():
             if cores < self.cores:
-                self.cores, self._usage = cores, usage
+                self.cores, self._group = cores, group
 
-    def used_s(self) -> float:
-        """Return the processor time used so far; of this process alone if the group's is hidden.
+    def used(self) -> _Used:
+        """Return what was used so far; of this process alone if the group's time is hidden.
 
-        Without a limit it does not matter: 0.
+        Without a limit it does not matter.
         """
         if self.cores == math.inf:
-            return 0.0
-        if self._usage is None:
-            return time.process_time()
-        path, unit_s = self._usage
-        fields = path.read_text("ascii").split()  # a number, or names and numbers
-        return int(fields[fields.index("usage_usec") + 1 if len(fields) > 1 else 0]) * unit_s
+            return _Used()
+        lines = (self._group / "cpu.stat").read_text("ascii").splitlines()
+        stat = {name: int(number) for name, number in map(str.split, lines)}
+        of_group = self._group / "cpuacct.usage"  # of the first version, if it is mounted there
+        if "usage_usec" in stat:
+            used_s = stat["usage_usec"] / 1e6
+        elif of_group.exists():
+            used_s = int(of_group.read_text("ascii")) / 1e9
+        else:
+            used_s = time.process_time()
+        return _Used(used_s, stat.get("nr_periods", 0), stat.get("nr_throttled", 0))
 
 
-def _limits() -> Iterator[tuple[float, tuple[Path, float] | None]]:
-    """Yield the limit of each group above this process, and where its usage is told."""
+def _limits() -> Iterator[tuple[float, Path]]:
+    """Yield the limit of each group above this process, and its folder."""
     try:
         lines = OWN_GROUPS.read_text("ascii").splitlines()
     except (OSError, ValueError):
@@ -70,27 +91,22 @@ def _limits() -> Iterator[tuple[float, tuple[Path, float] | None]]:
         group = top / path.lstrip("/")
         for each in (group, *group.parents):
             try:
-                yield _first_version(each) if kinds else _second_version(each)
+                yield _first_version(each) if kinds else _second_version(each), each
             except (OSError, ValueError):  # it sets no limit
                 pass
             if each == top:
                 break
 
 
-def _first_version(group: Path) -> tuple[float, tuple[Path, float] | None]:
+def _first_version(group: Path) -> float:
     quota_us = int((group / "cpu.cfs_quota_us").read_text("ascii"))
     period_us = int((group / "cpu.cfs_period_us").read_text("ascii"))
-    usage = group / "cpuacct.usage"  # of another group where the two are mounted apart
-    return (
-        quota_us / period_us if quota_us > 0 else math.inf,
-        (usage, 1e-9) if usage.exists() else None,
-    )
+    return quota_us / period_us if quota_us > 0 else math.inf
 
 
-def _second_version(group: Path) -> tuple[float, tuple[Path, float] | None]:
+def _second_version(group: Path) -> float:
     quota_us, period_us = (group / "cpu.max").read_text("ascii").split()
-    cores = math.inf if quota_us == "max" else int(quota_us) / int(period_us)
-    return cores, (group / "cpu.stat", 1e-6)
+    return math.inf if quota_us == "max" else int(quota_us) / int(period_us)
 
 
 @final
@@ -98,7 +114,8 @@ class IdleWatch:
     """A watch on the idle time of the machine and of the training thread, which makes this object.
 
     A thread that waits for a core counts as busy: it has none to give away. Only the cores that
-    this process may use count, and of those no more than its control groups allow.
+    this process may use count, and of those no more than its control groups allow. Nothing is idle
+    in a period in which they made it wait.
 
     Args:
         has_helpers: True if other threads do the training thread's work while it waits, as the one
@@ -124,27 +141,38 @@ class IdleWatch:
         if before is not None and now_s < before.at_s + LOOK_EVERY_S:
             return None
         try:
-            self._seen = seen = _Seen(now_s, self._busy_s(), *self._ticks(), self._quota.used_s())
+            self._seen = seen = _Seen(now_s, *self._times_s(), *self._ticks(), self._quota.used())
         except OSError:  # the thread has ended
             return None
         if before is None:
             return None
-        thread = 1 - (seen.thread_busy_s - before.thread_busy_s) / (now_s - before.at_s)
+        lasted_s = now_s - before.at_s
+        ran_s = seen.thread_ran_s - before.thread_ran_s
+        busy_s = seen.thread_busy_s - before.thread_busy_s
+        thread = 1 - busy_s / lasted_s
         ticks = seen.all_ticks - before.all_ticks
         idle_ticks = seen.idle_ticks - before.idle_ticks
         cores = len(self._cores) * idle_ticks / ticks if ticks > 0 else thread
-        used = (seen.quota_used_s - before.quota_used_s) / (now_s - before.at_s)
-        return Idle(min(1.0, cores, max(0.0, self._quota.cores - used)), thread)
+        used_s = seen.used.seconds - before.used.seconds
+        cores = min(1.0, cores, max(0.0, self._quota.cores - used_s / lasted_s))
+        periods = seen.used.periods - before.used.periods
+        throttled = (seen.used.throttled - before.used.throttled) / max(1, periods)
+        ran = ran_s / busy_s if busy_s > 0 else 1.0
+        return Idle((1 - throttled) * cores, thread, 1 - throttled * (1 - ran))
 
-    def _busy_s(self) -> float:
+    def _times_s(self) -> tuple[float, float]:
+        """Return for how long the training thread has run, and has run or waited for a core."""
         if self._has_helpers:
-            return time.process_time() - time.thread_time()
+            ran_s = time.process_time() - time.thread_time()
+            return ran_s, ran_s
         try:
             ran_ns, waited_ns, _ = map(int, self._of_thread.read_text("ascii").split())
         except (FileNotFoundError, ValueError):
             ran_ns = waited_ns = 0
-        # A kernel without these statistics reports zeros.
-        return (ran_ns + waited_ns) / 1e9 if ran_ns else time.clock_gettime(self._clock)
+        if ran_ns:
+            return ran_ns / 1e9, (ran_ns + waited_ns) / 1e9
+        ran_s = time.clock_gettime(self._clock)  # a kernel without these statistics reports zeros
+        return ran_s, ran_s
 
     def _ticks(self) -> tuple[int, int]:
         """Return the idle ticks of our cores so far, and all ticks; zeros if they are not known."""

@@ -11,8 +11,10 @@ gossip takes the processor time p, of which it spends q in Python. c is the shar
 the machine leaves idle, and i the share of time for which the training thread is idle. i matters
 because only one thread runs Python at a time: gossip's Python stops a training thread that runs
 Python, however many cores there are. Exchanges come at any time, so the share 1 - c, or 1 - i, of
-what they take is taken from training. On a GPU q is all of p, because Python launches its work, and
-a training thread that waits for the one that launches its backward pass is not idle.
+what they take is taken from training. Where the limit of a container lets a thread run only for a
+share l of the time that it wants, a step has only l t of the processor: p / l and q / l count. On a
+GPU q is all of p, because Python launches its work, and a training thread that waits for the one
+that launches its backward pass is not idle.
 
 At this rate exchanges fill at most half of a worker's time. They take 2% of it from training, or up
 to m where that buys no more than one exchange a step: below one, an exchange lowers the loss by
@@ -27,7 +29,7 @@ of its time and its processor. Above that it is closed until it can afford anoth
 If the worker's own limit on sent bytes is what makes d long, the bound is that limit, not the
 link: without it the rate would be more than a quarter higher.
 
-All five are running medians: one exchange that stood still for seconds says nothing of the others.
+All are running medians: one exchange that stood still for seconds says nothing of the others.
 The rate in force changes only if the rate that they allow differs from it by more than a quarter,
 or reaches 4 a step: a rate that trembles would change the gaps between exchanges for nothing.
 """
@@ -71,7 +73,7 @@ def affordable_rate(
     Args:
         step_s, exchange_s: t and d.
         held_s: the part of d for which the worker's own limit held its bytes back.
-        processor: (seconds of an exchange, idle share) pairs: p with c, q with i.
+        processor: (seconds of an exchange, idle share) pairs: p / l with c, q / l with i.
         most_taken: m.
 
     Example:
@@ -107,7 +109,7 @@ class ExchangeRate:
         self.bound: Bound = "start"
         self._duration_s, self._held_s = _last(), _last()
         self._processor_s, self._python_s = _last(), _last()
-        self._idle_core, self._idle_thread = _last(), _last()
+        self._idle_core, self._idle_thread, self._ran = _last(), _last(), _last()
         self._tokens, self._tokens_at = BURST, -math.inf
         self._step_s: float | None = None
 
@@ -131,10 +133,11 @@ class ExchangeRate:
         self._processor_s.append(processor_s)
         self._python_s.append(max(0.0, processor_s - arrays_s))
 
-    def saw_idle(self, core: float, thread: float) -> None:
-        """Note the idle shares of about the last second: c and i of the module's text."""
+    def saw_idle(self, core: float, thread: float, ran: float = 1.0) -> None:
+        """Note the shares of about the last second: c, i and l of the module's text."""
         self._idle_core.append(min(1.0, max(0.0, core)))
         self._idle_thread.append(min(1.0, max(0.0, thread)))
+        self._ran.append(min(1.0, max(0.0, ran)))
 
     def stepped(self, step_s: float | None) -> bool:
         """Look at the duration of a gradient step; return whether another rate is in force now."""
@@ -143,9 +146,10 @@ class ExchangeRate:
             return False
         processor: list[tuple[float, float]] = []
         if self._processor_s and self._idle_core:
+            ran = max(1e-3, median(self._ran))
             processor = [
-                (median(self._processor_s), median(self._idle_core)),
-                (median(self._python_s), median(self._idle_thread)),
+                (median(self._processor_s) / ran, median(self._idle_core)),
+                (median(self._python_s) / ran, median(self._idle_thread)),
             ]
         allowed, bound = affordable_rate(
             step_s, median(self._duration_s), median(self._held_s), processor, self._most_taken

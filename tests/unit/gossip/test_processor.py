@@ -65,7 +65,8 @@ def test_threads_that_help_the_training_thread_count_as_it(monkeypatch):
 
 
 LIMITS = {
-    # Files below the mount, /proc/self/cgroup, and the idle share if 0.2 s of a second were used.
+    # Files below the mount, /proc/self/cgroup, and the idle share if 0.2 s of a second were used,
+    # of which this process had 0.1.
     "none": ({}, "0::/\n", 1.0),
     "one group": ({"pod/cpu.max": "50000 100000\n"}, "0::/pod\n", 0.3),
     "the tightest of several": (
@@ -81,6 +82,11 @@ LIMITS = {
         "3:cpu,cpuacct:/pod\n0::/\n",
         0.3,
     ),
+    "the first version, its time mounted elsewhere": (
+        {"cpu/pod/cpu.cfs_quota_us": "50000", "cpu/pod/cpu.cfs_period_us": "100000"},
+        "3:cpu:/pod\n0::/\n",
+        0.4,
+    ),
     "no limit in the first version": (
         {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
         "3:cpu:/\n",
@@ -89,29 +95,38 @@ LIMITS = {
 }
 
 
+@pytest.mark.parametrize("throttled", [0, 1, 4])
 @pytest.mark.parametrize("name", LIMITS)
-def test_what_a_container_may_not_use_is_not_idle(name, tmp_path, monkeypatch):
+def test_what_a_container_may_not_use_is_not_idle(name, throttled, tmp_path, monkeypatch):
     files, own, idle = LIMITS[name]
     for path, text in files.items():
         file = tmp_path / "groups" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-        if path.endswith("cpu.max"):
-            file.with_name("cpu.stat").write_text("nr_periods 1\nusage_usec 7000000\n")
-        else:
-            file.with_name("cpuacct.usage").write_text("7000000000\n")
     (tmp_path / "own").write_text(own)
+
+    def tell(used_ms: int, periods: int, throttled: int) -> None:
+        for folder in {tmp_path / "groups" / path for path in files}:
+            usage = "" if "cpu.cfs" in folder.name else f"usage_usec {used_ms}000\n"
+            stat = f"nr_periods {periods}\nnr_throttled {throttled}\n{usage}"
+            folder.with_name("cpu.stat").write_text(stat)
+            if "cpuacct" in folder.parts[-3]:
+                folder.with_name("cpuacct.usage").write_text(f"{used_ms}000000\n")
+
+    tell(7000, 100, 30)
+    times_s = iter([1.0, 1.1])
+    monkeypatch.setattr(processor.time, "process_time", lambda: next(times_s))
     monkeypatch.setattr(processor, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(processor, "OWN_GROUPS", tmp_path / "own")
     made = watch(tmp_path, monkeypatch)
     write(tmp_path, ran_s=1.0, waited_s=0.0, idle={0: 0, 2: 0}, ticks=0)
     made.look(0.0)
-    write(tmp_path, ran_s=1.0, waited_s=0.0, idle={0: 100, 2: 100}, ticks=100)
-    for file in (tmp_path / "groups").rglob("*"):
-        if file.name == "cpu.stat":
-            file.write_text("nr_periods 2\nusage_usec 7200000\n")
-        elif file.name == "cpuacct.usage":
-            file.write_text("7200000000\n")
+    write(tmp_path, ran_s=1.2, waited_s=0.6, idle={0: 100, 2: 100}, ticks=100)
+    tell(7200, 110, 30 + throttled)
     found = made.look(1.0)
     assert found is not None
-    assert found.core == pytest.approx(idle)
+    share = 0.0 if idle == 1.0 else throttled / 10  # without a limit nothing is throttled
+    assert found.core == pytest.approx((1 - share) * idle)
+    assert found.thread == pytest.approx(0.2)
+    # In the periods in which it was throttled it had 0.2 s of the 0.8 s that it wanted.
+    assert found.ran == pytest.approx(1 - share * 0.75)

@@ -28,10 +28,10 @@ def rate_after(
     held_s: float = 0.0,
     processor_s: float = 0.0,
     arrays_s: float = 0.0,
-    idle: tuple[float, float] | None = None,
+    idle: tuple[float, ...] | None = None,
     step_s: float | None = STEP_S,
 ) -> ExchangeRate:
-    """Return a rate that has seen some equal exchanges; ``idle``: a core, the training thread."""
+    """Return a rate that has seen some equal exchanges; ``idle``: a core, the thread, l."""
     rate = ExchangeRate()
     for _ in range(NUM_TO_KNOW):
         rate.exchanged(duration_s, held_s)
@@ -71,6 +71,12 @@ def test_before_it_knows_an_exchange_it_starts_at_one_a_step() -> None:
         # Training pays more for the first exchange a step than for others.
         ({"duration_s": 0.001, "processor_s": 0.004, "idle": (0.0, 1.0)}, 1.0, "processor"),
         ({"duration_s": 0.001, "processor_s": 0.001, "idle": (0.0, 1.0)}, 2.0, "processor"),
+        # A step whose container lets it run for two fifths of the time is so much shorter.
+        (
+            {"duration_s": 0.001, "processor_s": 0.004, "idle": (0.0, 1.0, 0.4)},
+            0.5,
+            "processor",
+        ),
         # While training runs Python, the Python of gossip stops it, and arrays do not.
         (
             {"duration_s": 0.001, "processor_s": 0.02, "arrays_s": 0.01, "idle": (1.0, 0.0)},
