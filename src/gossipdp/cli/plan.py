@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from gossipdp.protocol.exchange_rate import Bound, affordable_rate
 from gossipdp.rules import (
@@ -43,16 +42,13 @@ class PlanArguments:
     """Print a graph's constants and whether A2CiD2 helps on it."""
 
     workers: int | None = option(None, at_least_1)
-    """Workers; not needed with --edge-list."""
+    """Workers."""
 
     graph: str = DEFAULT_GRAPH
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
     comm_rate: float | Literal["auto"] = 1.0
     """Exchanges per worker per gradient step; auto: as many as the links allow."""
-
-    edge_list: Path | None = None
-    """File of the graph: an edge 'i j' a line, ranks from 0, '#' comments."""
 
     seed: int = 0
     """Seed of the random graphs."""
@@ -158,31 +154,15 @@ def _own_rate(arguments: PlanArguments) -> OwnRate | None:
 
 
 def _graph(arguments: PlanArguments) -> Graph:
-    from gossipdp.graph import build_graph, read_edge_list
+    from gossipdp.graph import build_graph
 
-    if arguments.edge_list is not None:
-        if arguments.graph != DEFAULT_GRAPH:
-            raise ValueError(
-                f"both --graph {arguments.graph} and --edge-list {arguments.edge_list} are given: "
-                "pass one of them"
-            )
-        try:
-            read = read_edge_list(arguments.edge_list)
-        except OSError as error:
-            raise ValueError(
-                f"--edge-list {arguments.edge_list} cannot be read: {error.strerror}; name a file "
-                "with one edge 'i j' a line"
-            ) from None
-        num_workers = len(read) if arguments.workers is None else arguments.workers
-        return build_graph(read, num_workers)
     if arguments.workers is None:
         raise ValueError("the number of workers is missing: pass --workers, such as --workers 64")
     return build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
 
 
 def _table(name: str, comm_rate: float, constants: Constants) -> Table:
-    # A Text, since the name of a file may look like markup.
-    table = Table(title=Text(name), title_justify="left")
+    table = Table(title=name, title_justify="left")
     table.add_column("quantity", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("meaning")

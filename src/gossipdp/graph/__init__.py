@@ -1,6 +1,6 @@
 """The graph of workers: who may exchange with whom, how often, and how fast that mixes.
 
-    topology   named graphs, edge lists, checks, the graph after deaths
+    topology   named graphs, checks, the graph after deaths
     constants  a graph with its rates: chi1, chi2, eta, alpha_tilde and the speed of agreement, by
                the spectrum of its Laplacian; the graph over the live workers
 
@@ -9,13 +9,12 @@ one; it imports numpy, and, where a graph needs it, networkx.
 """
 
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import GRAPH_NAMES, Graph, build_graph, read_edge_list, without
+from gossipdp.graph.topology import GRAPH_NAMES, Graph, build_graph, without
 
 __all__ = [
     "GRAPH_NAMES",
     "Constants",
     "Graph",
     "build_graph",
-    "read_edge_list",
     "without",
 ]

@@ -1,4 +1,4 @@
-"""Graphs of workers: the named topologies, edge-list files, and the graph after deaths.
+"""Graphs of workers: the named topologies, and the graph after deaths.
 
 A graph is undirected, connected and simple; its nodes are ranks and its edges are the pairs of
 workers that may exchange. The same name, number of workers and seed give the same graph in
@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterable
 from itertools import combinations, pairwise
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -196,48 +195,6 @@ def torus_shape(num_workers: int) -> tuple[int, int]:
     while num_workers % rows:
         rows -= 1
     return rows, num_workers // rows
-
-
-def read_edge_list(path: str | Path) -> Graph:
-    """Read a graph from a text file of one edge a line: two ranks, ``#`` starts a comment.
-
-    Blanks or a comma separate ranks. Each edge is there once, in either direction. `build_graph`,
-    which takes the result, checks whether the whole is a valid graph.
-
-    Raises:
-        ValueError: A line that is not two different ranks, a repeated edge, or no edge at all; the
-            message names file and line.
-        OSError: The file cannot be read.
-    """
-    first_line: dict[tuple[int, int], int] = {}
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"edge list {path} is not UTF-8 text: write one 'i j' a line") from None
-    for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].replace(",", " ").split()
-        if not words:
-            continue
-        if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
-            raise ValueError(
-                f"edge list {path}, line {number}: {line.strip()!r} is not an edge: "
-                "write two ranks, such as '0 1'"
-            )
-        left, right = sorted(map(int, words))
-        if left == right:
-            raise ValueError(
-                f"edge list {path}, line {number}: {line.strip()!r} joins worker {left} with "
-                "itself: leave this line out"
-            )
-        if (left, right) in first_line:
-            raise ValueError(
-                f"edge list {path}, line {number}: edge {left} {right} stands on line "
-                f"{first_line[left, right]} already: list each edge once"
-            )
-        first_line[left, right] = number
-    if not first_line:
-        raise ValueError(f"edge list {path} holds no edges: write one 'i j' a line")
-    return Graph(edges=first_line, name=str(path))
 
 
 def without(graph: Graph, dead: Iterable[int]) -> Graph:

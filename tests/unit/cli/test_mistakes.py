@@ -98,9 +98,6 @@ MISTAKES = [
     ("plan --workers 6 --graph hypercube", "power of two"),
     ("plan --workers 4 --comm-rate 0", "comm rate 0.0 is not"),
     ("plan --graph ring --workers 4 --comm-rate 1e300", "is 5e+299, but must be positive, from"),
-    ("plan --edge-list nowhere", "--edge-list nowhere cannot be read: No such file"),
-    ("plan --edge-list edges --graph torus", "pass one of them"),
-    ("plan --edge-list edges --workers 4", "3 nodes, but there are 4 workers"),
     # demo
     ("demo --graph circle", "circle"),
     ("demo --graph hypercube --workers 6", "hypercube"),

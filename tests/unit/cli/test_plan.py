@@ -1,7 +1,6 @@
 """``gossipdp plan``, and ``gossipdp tls-init``."""
 
 import json
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -41,13 +40,6 @@ def test_json(tmp_path):
     assert written.keys() == {*WRITTEN, "edges"}
     assert (written["exchanges_per_unit_time"], written["edges"]) == (pytest.approx(16.0), 16)
     assert written["chi2"] == pytest.approx(15 / 32)
-
-
-def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("[red].edges").write_text("0 1\n1 2\n")
-    assert plan("--edge-list [red].edges") == 0
-    assert "[red].edges" in capsys.readouterr().out
 
 
 def test_where_writing_fails_the_figures_are_shown(capsys):

@@ -1,14 +1,13 @@
 """Refusals: a ValueError that names the graph, the value and the way out."""
 
 import math
-from pathlib import Path
 
 import networkx as nx
 import pytest
 
 from gossipdp.graph import Constants
 from gossipdp.graph.constants import LiveGraph
-from gossipdp.graph.topology import Graph, build_graph, read_edge_list, without
+from gossipdp.graph.topology import Graph, build_graph, without
 
 RING = build_graph("ring", 3)
 LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
@@ -57,23 +56,3 @@ LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
 def test_what_cannot_be_meant_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"0 1\n0\n", "line 2: '0' is not an edge"),
-        (b"0 1\n0 x\n", "line 2: .* is not an edge"),
-        ("0 1\n0 ²\n".encode(), "line 2: .* is not an edge"),
-        (b"0 1\n1 2\n1 0\n", "line 3: edge 0 1 stands on line 1 already"),
-        (b"0 1\n1 1\n", "line 2: '1 1' joins worker 1 with itself: leave"),
-        (b"# nothing\n", "holds no edges"),
-        (b"\xff\xfe\x00", "not UTF-8"),
-        (b"0 1\n2 3\n", "is disconnected"),
-    ],
-)
-def test_an_edge_list_that_is_refused_is_named(tmp_path: Path, content: bytes, message: str):
-    path = tmp_path / "graph.txt"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"graph\.txt.*{message}"):
-        build_graph(read_edge_list(path), 4)

@@ -9,7 +9,6 @@ from gossipdp.graph.topology import (
     GRAPH_NAMES,
     attach,
     build_graph,
-    read_edge_list,
     torus_shape,
     without,
 )
@@ -113,22 +112,6 @@ def test_a_disconnected_random_graph_is_drawn_again():
 def test_draws_are_bounded():
     with pytest.raises(ValueError, match=r"'test': none of 100 draws .* another seed"):
         topology._until_connected("test", lambda: nx.empty_graph(3))
-
-
-class TestEdgeList:
-    def read(self, tmp_path, text):
-        path = tmp_path / "edges.txt"
-        path.write_text(text)
-        return read_edge_list(path)
-
-    def test_blanks_commas_and_comments(self, tmp_path):
-        graph = self.read(tmp_path, "# a path\n0 1\n\n2, 1  # end\n")
-        assert edges(graph) == [(0, 1), (1, 2)]
-        assert graph.name.endswith("edges.txt")
-        assert edges(build_graph(graph, 3)) == [(0, 1), (1, 2)]
-
-    def test_a_byte_order_mark_is_no_rank(self, tmp_path):
-        assert sorted(self.read(tmp_path, "\ufeff0 1\r\n1 2\r\n").edges) == [(0, 1), (1, 2)]
 
 
 class TestWithout:
