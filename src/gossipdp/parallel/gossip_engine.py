@@ -27,7 +27,7 @@ from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.moments import Moments, chosen_moments, cost
+from gossipdp.parallel.moments import Moments, chosen_moments
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
 from gossipdp.parallel.startup import Startup, random_state
@@ -124,15 +124,6 @@ class GossipEngine(Startup):
         _engines.add(self)
         own = weakref.ref(self)
         speak_for_run(lambda: (engine := own()) is None or engine.is_lead)
-        line = cost(
-            self._state,
-            self._loop.codec,
-            optimizers,
-            is_default=choice is True,
-            comm_rate=options.fixed_comm_rate,
-        )
-        if line is not None and self.rank == 0:
-            logger.info(line)
 
     def come_again(self, superseded: SupersededError) -> None:
         """Take another rank, or raise ``superseded``; see the base class."""

@@ -11,7 +11,6 @@ chunks (:class:`~gossipdp.dynamics.moments.MomentChunk`).
 """
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics.moments import Moment
-from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.codec import Codec
+from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.shards import as_sharded, local
 
 logger = logging.getLogger("gossipdp")
@@ -379,33 +377,3 @@ class _Kept:
     @property
     def _who(self) -> str:
         return type(self._optimizer).__name__
-
-
-def cost(
-    state: State,
-    codec: Codec,
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    is_default: bool,
-    comm_rate: float | None,
-) -> str | None:
-    """Describe the moments that travel and their cost in a line; None if none do.
-
-    ``comm_rate``: None if it sets itself.
-    """
-    moments = [each.moment for each in state.moments if each.moment is not None]
-    if not moments:
-        return None
-    # All travel together by default.
-    num_exchanges = steps_between(min(each.decay for each in moments)) * (comm_rate or 1.0)
-    default = max(1, min(DEFAULT_PERIOD, math.ceil(num_exchanges)))
-    what: dict[str, None] = {}
-    num_bytes = 0.0
-    for segment, moment in zip(state.moments, moments, strict=True):
-        period = default if is_default else moment.period
-        every = "each exchange" if period == 1 else f"one exchange in {period}"
-        kind = type(optimizers[segment.optimizer_index]).__name__
-        what[f"{kind}'s {moment.name} travels with {every}"] = None
-        num_bytes += sum(map(codec.num_bytes, segment.chunks)) / period
-    share = num_bytes / sum(map(codec.num_bytes, state.chunks))
-    return f"{'; '.join(what)}: {share:.0%} more bytes"

@@ -320,28 +320,6 @@ def test_workers_with_other_moments_or_periods_are_refused() -> None:
     assert description(both) == description(dict(reversed(both.items())))
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({}, "one exchange in 4: 25% more bytes"),
-        ({"wire_format": "lattice8"}, "one exchange in 4: 50% more bytes"),
-        ({"comm_rate": "auto"}, "one exchange in 4: 25% more bytes"),
-        ({"comm_rate": 1 / 100}, "one exchange in 3: 33% more bytes"),
-        ({"comm_rate": 1 / 300}, "each exchange: 100% more bytes"),
-        ({"exchange": Exchange(moments={"exp_avg_sq": 16})}, "one exchange in 16: 6% more bytes"),
-        ({"exchange": Exchange(moments={"exp_avg_sq": 1})}, "each exchange: 100% more bytes"),
-    ],
-)
-def test_a_line_says_what_travels_and_what_it_costs(
-    wrap: Callable, caplog: pytest.LogCaptureFixture, options: dict[str, Any], line: str
-) -> None:
-    net = nn.Linear(300, 300, bias=False)
-    with caplog.at_level(logging.INFO, "gossipdp"):
-        wrap(net, ADAMW(net.parameters()), **options)
-    lines = [each.getMessage() for each in caplog.records]
-    assert f"AdamW's exp_avg_sq travels with {line}" in lines
-
-
 @pytest.mark.parametrize(("beta_2", "expected"), [(0.99, [4, 8, 12]), (0.9, [3, 6, 9, 12])])
 @pytest.mark.parametrize("comm_rate", [1.0, "auto"])
 def test_by_default_one_exchange_in_four_carries_moments_or_one_in_a_quarter_of_their_memory(
