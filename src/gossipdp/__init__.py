@@ -53,27 +53,15 @@ if TYPE_CHECKING:
 __version__ = "0.3.0.dev0"
 
 # Imported on first use: `gossipdp plan` needs no torch, and `import gossipdp` nothing at all.
+_OPTIONS = ("Exchange", "Counting", "Network", "Checkpoints", "Monitor")
 _HOMES = {
-    "GossipDataParallel": "gossipdp.parallel.module",
-    "Exchange": "gossipdp.parallel.options",
-    "Counting": "gossipdp.parallel.options",
-    "Network": "gossipdp.parallel.options",
-    "Checkpoints": "gossipdp.parallel.options",
-    "Monitor": "gossipdp.parallel.options",
-    "Stats": "gossipdp.parallel.stats",
-    "Consolidated": "gossipdp.parallel.stats",
-    "ProgressLR": "gossipdp.parallel.schedule",
-    "parameter_groups": "gossipdp.parallel.schedule",
-    "launch": "gossipdp.launcher.local",
-    "GossipError": "gossipdp.errors",
-    "RendezvousError": "gossipdp.errors",
-    "RefusedError": "gossipdp.errors",
-    "SupersededError": "gossipdp.errors",
-    "PeerLostError": "gossipdp.errors",
-    "ModelChangedError": "gossipdp.errors",
-    "PoisonedError": "gossipdp.errors",
-    "WorkerFailedError": "gossipdp.errors",
+    "GossipDataParallel": "parallel.module",
+    **dict.fromkeys(_OPTIONS, "parallel.options"),
+    **dict.fromkeys(("Stats", "Consolidated"), "parallel.stats"),
+    **dict.fromkeys(("ProgressLR", "parameter_groups"), "parallel.schedule"),
+    "launch": "launcher.local",
 }
+"""The modules of the public names; the others are errors."""
 
 __all__ = [
     "Checkpoints",
@@ -101,9 +89,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its home on first use (PEP 562)."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'gossipdp' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(f"gossipdp.{_HOMES.get(name, 'errors')}"), name)
     globals()[name] = value
     return value
 

@@ -170,9 +170,7 @@ class Termination:
         self._models.clear()
         self._again = None  # its thread is the parent's
         self._reset()
-        for number, default in DEFAULTS.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, default)
+        self._restore_defaults()
 
 
 def _is_interactive() -> bool:
