@@ -22,6 +22,16 @@ __all__ = ["Worker", "single_process"]
 NUM_SEEDS = 2**32
 
 
+@contextmanager
+def needed_from(extra: str) -> Iterator[None]:
+    """Name the extra that brings a framework if it is not there to be imported."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        problem = f"this integration needs {error.name}: pip install 'gossipdp[{extra}]'"
+        raise ModuleNotFoundError(problem, name=error.name) from error
+
+
 @dataclass(frozen=True)
 class Worker:
     """The place of this process in its run, before there is a model to ask.

@@ -6,17 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from gossipdp.integrations import needed_from
 from gossipdp.parallel.module import GossipDataParallel
 
-try:
+with needed_from("transformers"):
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "gossipdp.integrations.accelerate needs accelerate: pip install 'gossipdp[transformers]'",
-        name=error.name,
-    ) from error
 
 
 def gossip_data_parallel(

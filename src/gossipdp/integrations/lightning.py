@@ -8,18 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from gossipdp.integrations import needed_from
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
 
-try:
+with needed_from("lightning"):
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.utilities import rank_zero_only
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "gossipdp.integrations.lightning needs lightning: pip install 'gossipdp[lightning]'",
-        name=error.name,
-    ) from error
 
 
 class GossipStrategy(SingleDeviceStrategy):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gossipdp.errors import RendezvousError, WorkerFailedError
+from gossipdp.integrations import needed_from
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.reports import ReportChannel, report_variables
 from gossipdp.rules import at_least_0, at_least_1
@@ -81,13 +82,9 @@ def launch(
 
 def _import_ray() -> Any:
     # Imported when it is used, since the meeting itself works without Ray.
-    try:
+    with needed_from("ray"):
         import ray
         import ray.util
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "gossipdp.integrations.ray needs Ray: pip install 'gossipdp[ray]'", name=error.name
-        ) from error
     return ray
 
 
@@ -145,10 +142,6 @@ class Meeting:
     def note_addresses(self, addresses: Mapping[int, tuple[str, int]]) -> None:
         """Note the addresses of the live workers, as one of them reports."""
         self._plan.join_infos[0].addresses = dict(addresses)
-
-    def close(self) -> None:
-        """End the store."""
-        self._plan.close()
 
 
 class _Worker:

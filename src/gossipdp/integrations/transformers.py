@@ -5,25 +5,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from gossipdp.integrations import needed_from
 from gossipdp.integrations.accelerate import torch_optimizer
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
 
-try:
-    from transformers import (
-        TrainerCallback,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
+with needed_from("transformers"):
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import SaveStrategy
     from transformers.training_args import ParallelMode
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "gossipdp.integrations.transformers needs transformers: "
-        "pip install 'gossipdp[transformers]'",
-        name=error.name,
-    ) from error
 
 
 class GossipCallback(TrainerCallback):

@@ -81,7 +81,7 @@ def test_those_that_join_have_seeds_of_their_own() -> None:
 def meeting() -> Iterator[Meeting]:
     made = Meeting(3, "127.0.0.1")
     yield made
-    made.close()
+    made._plan.close()
 
 
 def all_begin(first: Environment) -> None:
