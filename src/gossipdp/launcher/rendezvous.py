@@ -131,7 +131,6 @@ class _Arrival(msgspec.Struct, frozen=True):
     random_state: str = ""
 
     def __post_init__(self) -> None:
-        """Check the address; msgspec turns the ValueError into its ValidationError."""
         ipaddress.ip_address(self.host)
         port_number("port", self.port)
 
@@ -177,8 +176,6 @@ class Rendezvous:
         if environment.num_shards > 1:  # the processes of each shard meet apart
             self._prefix += f"shard-{environment.shard}/"
         self._clock, self._sleep = clock, sleep
-        self._closing = threading.Event()
-        self._closer: threading.Thread | None = None
 
     @classmethod
     def open(cls, environment: Environment, timeout_s: float) -> "Rendezvous":
@@ -272,32 +269,23 @@ class Rendezvous:
             self._store.set(ready_key(environment.key_prefix, environment.rank), "1")
         except RuntimeError:
             logger.warning("the store went away before this worker began; training goes on")
-        if environment.hosts_store and self._closer is None:
-            self._closer = threading.Thread(
-                target=self._close_store_soon, name="gossipdp store", daemon=True
-            )
-            self._closer.start()
+        if environment.hosts_store:
+            end = self._end_store_soon
+            threading.Thread(target=end, name="gossipdp store", daemon=True).start()
 
     def mark_consolidated(self) -> None:
         """Report to the launcher that the run is complete, and needs no other worker any more."""
         if self._number == 0:  # the one model that a restarted worker joins
             send_report(Report(consolidated=True))
 
-    def close(self) -> None:
-        """Drop the store; if rank 0 hosts it, end it."""
-        self._closing.set()
-        if self._closer is not None:
-            self._closer.join(1.0)
-        self._store = None
-
-    def _close_store_soon(self) -> None:
+    def _end_store_soon(self) -> None:
         """End the store that this worker hosts, once all train: then it is not needed."""
-        store, environment = self._store, self._environment
+        environment = self._environment
+        assert self._store is not None
         with suppress(RuntimeError):  # it is gone already
-            while store is not None and not self._closing.wait(CHECK_EVERY_S):
-                if have_begun(store, environment.key_prefix, environment.world_size):
-                    break
-        self._closing.wait(CLOSE_AFTER_S)
+            while not have_begun(self._store, environment.key_prefix, environment.world_size):
+                time.sleep(CHECK_EVERY_S)
+        time.sleep(CLOSE_AFTER_S)
         self._store = None
 
     def _agree(self, store: "Store", settings: Settings, secret: bytes | None) -> _Reference:
