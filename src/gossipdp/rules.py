@@ -125,5 +125,4 @@ class Checked:
     """Options that follow the rules of their fields from their construction on."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for the first value that is invalid."""
         check(self)

@@ -301,19 +301,16 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
     num_local = num_workers
     if arguments.workers is None and arguments.join is None:  # the launcher has others here
         num_local = Environment.read().local_world_size or 1
-    variables = {"OMP_NUM_THREADS": str(num_threads(num_local))}
     is_on_several = arguments.workers is None or arguments.rendezvous or arguments.join
-    if arguments.host is not None and is_on_several:
-        variables["GOSSIPDP_HOST"] = arguments.host
-    if arguments.tls is not None:
-        variables["GOSSIPDP_TLS"] = str(arguments.tls.absolute())
-    if arguments.log_dir is not None:
-        variables["GOSSIPDP_LOG_DIR"] = str(arguments.log_dir.absolute())
-    if arguments.status_port is not None:
-        variables["GOSSIPDP_STATUS_PORT"] = str(arguments.status_port)
-    if arguments.status_host is not None:
-        variables["GOSSIPDP_STATUS_HOST"] = arguments.status_host
-    return variables
+    given = {
+        "OMP_NUM_THREADS": num_threads(num_local),
+        "GOSSIPDP_HOST": arguments.host if is_on_several else None,
+        "GOSSIPDP_TLS": arguments.tls and arguments.tls.absolute(),
+        "GOSSIPDP_LOG_DIR": arguments.log_dir and arguments.log_dir.absolute(),
+        "GOSSIPDP_STATUS_PORT": arguments.status_port,
+        "GOSSIPDP_STATUS_HOST": arguments.status_host,
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _plan(

@@ -11,10 +11,4 @@ one; it imports numpy, and, where a graph needs it, networkx.
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import GRAPH_NAMES, Graph, build_graph, without
 
-__all__ = [
-    "GRAPH_NAMES",
-    "Constants",
-    "Graph",
-    "build_graph",
-    "without",
-]
+__all__ = ["GRAPH_NAMES", "Constants", "Graph", "build_graph", "without"]

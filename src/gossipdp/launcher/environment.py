@@ -96,7 +96,6 @@ class Environment:
     num_restarts: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values against one another."""
         for name, port in (
             ("MASTER_PORT", self.store_port),
             ("GOSSIPDP_PORT", self.port),

@@ -11,8 +11,7 @@ workers of a run do. So each process reports the addresses of its own shard's ne
 that is started again joins one network for each of its processes.
 
 A new replica that joins a run (``gossipdp run --join``) does the same; its user gives an address in
-each network. Its rank must be the same in all networks. So its first process asks for one in its
-own network, as any joining worker does, and passes it to the others.
+each network.
 """
 
 import abc
@@ -28,10 +27,7 @@ from typing import final
 
 import msgspec
 
-from gossipdp.launcher.environment import (
-    UNKNOWN_RANK,
-    replica_variables,
-)
+from gossipdp.launcher.environment import UNKNOWN_RANK, replica_variables
 from gossipdp.launcher.faults import FaultInjector, Target
 from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
 from gossipdp.launcher.reports import Report, ReportChannel

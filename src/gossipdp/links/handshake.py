@@ -125,7 +125,6 @@ class Refusal:
     theirs: str = ""
 
     def __str__(self) -> str:
-        """Say it in a sentence, for the user of the refused worker."""
         label, ours, theirs = self.field.replace("_", " "), self.ours, self.theirs
         if self.field in _SENTENCES:
             return _SENTENCES[self.field].format(ours=ours, theirs=theirs)

@@ -154,11 +154,7 @@ encode_status = msgspec.json.Encoder().encode
 
 
 def decode_status(data: bytes) -> WorkerStatus:
-    """Return the status in ``data``.
-
-    Raises:
-        ValueError: the data is no status.
-    """
+    """Return the status in ``data``; raise ValueError if there is none."""
     try:
         return decode(data, WorkerStatus)
     except ValueError as error:

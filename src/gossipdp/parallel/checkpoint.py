@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from gossipdp.dynamics import update
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import state_layout
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
+from gossipdp.parallel.options import PathLike
 from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 
@@ -62,7 +62,6 @@ step, a save and a time-out."""
 BEFORE_THIS_RUN = -1
 """In place of an incarnation: the lives that a rank had before its run was last resumed."""
 
-PathLike: TypeAlias = str | os.PathLike[str]
 EndedLife: TypeAlias = tuple[int, int]
 """A rank, and the highest of its incarnations that have ended."""
 Layout: TypeAlias = dict[str, str]

@@ -121,11 +121,7 @@ class CountedBatches:
     def epochs(
         self, loader: Iterable[Batch], num_epochs: int, size: int
     ) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """Yield epochs of ``size`` samples of all workers, each as its number and its batches.
-
-        A second call lengthens the run by its epochs. If the loop over the first was broken off,
-        the second goes on there, and replaces its number of epochs.
-        """
+        """Yield epochs of ``size`` samples; see ``GossipDataParallel.epochs``."""
         self._check_open()
         if self.budget_samples is not None and self._has_ended(self.budget_samples):
             self._samples_before = self.budget_samples

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,9 @@ ALIGNMENT_BYTES = 64
 CHUNK_VARIABLE = "GOSSIPDP_CHUNK_MIB"
 
 
-class Cut(NamedTuple):
-    """A model is cut into at least so many chunks, of at most so many bytes."""
-
-    least_chunks: int
-    most_bytes: int
-
-
-CUTS = {False: Cut(256, 1 << 22), True: Cut(4, 1 << 25)}
-"""In host memory, and on an accelerator.
+CUTS = {False: (256, 1 << 22), True: (4, 1 << 25)}
+"""A model is cut into at least so many chunks, of at most so many bytes: in host memory, and on an
+accelerator.
 
 One pass over a chunk is a part of a turn of the gossip thread, which must stay short. On an
 accelerator a pass takes microseconds, but each is a launch, and launches are Python that training

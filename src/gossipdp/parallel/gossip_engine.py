@@ -126,8 +126,13 @@ class GossipEngine(Startup):
         speak_for_run(lambda: (engine := own()) is None or engine.is_lead)
 
     def come_again(self, superseded: SupersededError) -> None:
-        """Take another rank, or raise ``superseded``; see the base class."""
-        super().come_again(superseded)
+        """Take another rank: two workers that joined at the same time had been given the same one.
+
+        If this worker came with a rank of its own, raise ``superseded``: the run has its worker.
+        """
+        self._give_up_rank(superseded)
+        self._join()
+        self._rendezvous.mark_ready(self.rank)
         self._gradient_steps = self._samples = 0  # its work so far counts under its former rank
 
     @property

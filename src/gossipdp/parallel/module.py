@@ -21,14 +21,7 @@ from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_s
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.counted_batches import dataset_size
 from gossipdp.parallel.hooks import check_arguments, check_unwrapped, checked_optimizers
-from gossipdp.parallel.options import (
-    Checkpoints,
-    Counting,
-    Exchange,
-    Monitor,
-    Network,
-    Options,
-)
+from gossipdp.parallel.options import Checkpoints, Counting, Exchange, Monitor, Network, Options
 from gossipdp.parallel.session import Session, close_at_exit
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
 from gossipdp.rules import WireFormatName

@@ -84,11 +84,9 @@ class Monitoring:
         stats: Callable[[], Stats],
         budget: Callable[[], int | None],
     ) -> None:
-        """Show and write from now on; other threads call ``stats``.
+        """Show and write from now on. Other threads call ``stats`` and ``budget``.
 
-        Args:
-            engine, stats: of the worker.
-            budget: returns the samples that all workers are to train on, as far as is known.
+        ``budget`` returns the samples that all workers are to train on, as far as is known.
         """
         if self.page is not None:
             from gossipdp.observe.server import Page
@@ -213,12 +211,7 @@ class RunLogging:
     caller, and never in a gradient step.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        engine: GossipEngine,
-        stats: Callable[[], Stats],
-    ) -> None:
+    def __init__(self, directory: Path, engine: GossipEngine, stats: Callable[[], Stats]) -> None:
         rank, num_workers = engine.rank, engine.world_size
         # A worker that came into a run that goes on, perhaps not for the first time, goes on with
         # the log of its earlier process in the same run; one that resumes, whatever its run.

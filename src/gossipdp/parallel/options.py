@@ -171,7 +171,6 @@ class Checkpoints(Checked):
     resume: PathLike | None = option(None, _resume)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for the first value that is invalid."""
         super().__post_init__()
         if self.directory is None and (self.every_steps or self.resume == "auto"):
             raise ValueError(
@@ -218,7 +217,6 @@ class Options(Checked):
     monitor: Monitor = option(Monitor(), partial(_instance_of, Monitor))
 
     def __post_init__(self) -> None:
-        """Raise ValueError for the first value that is invalid, or has no effect."""
         super().__post_init__()
         if self.fixed_comm_rate is not None and self.fixed_comm_rate > USUAL_COMM_RATE:
             logger.warning(

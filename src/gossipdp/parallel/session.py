@@ -106,11 +106,8 @@ class Session:
                     saving.directory if saving.resume == "auto" else saving.resume,
                     extra=OF_RUN,
                 )
-            self._hooks = Hooks(
-                self.engine,
-                stepped=self.stepped,
-                counting_once=self.batches.counting_once,
-            )
+            counting_once = self.batches.counting_once
+            self._hooks = Hooks(self.engine, stepped=self.stepped, counting_once=counting_once)
             opened.pop_all()
 
     def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:

@@ -145,15 +145,6 @@ class Startup:
             self._call(self._loop.start_exchanging)
         self._rendezvous.mark_ready(self.rank)
 
-    def come_again(self, superseded: SupersededError) -> None:
-        """Take another rank: two workers that joined at the same time had been given the same one.
-
-        If this worker came with a rank of its own, raise ``superseded``: the run has its worker.
-        """
-        self._give_up_rank(superseded)
-        self._join()
-        self._rendezvous.mark_ready(self.rank)
-
     def _give_up_rank(self, superseded: SupersededError) -> None:
         if not (self._rendezvous.joins and self._environment.needs_rank):
             raise superseded

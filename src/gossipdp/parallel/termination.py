@@ -23,22 +23,15 @@ DEFAULTS: dict[int, Any] = {
 
 
 class Saved(Protocol):
-    """A wrapped model that saves one more checkpoint before the process ends."""
+    """A wrapped model's :class:`~.checkpointer.Checkpointer`, which explains these."""
 
     @property
-    def rank(self) -> int:
-        """Return the worker's rank."""
-
+    def rank(self) -> int: ...
     @property
-    def place(self) -> tuple[int, str]:
-        """Return the worker's step, and the directory in which its script saves."""
-
+    def place(self) -> tuple[int, str]: ...
     @property
-    def is_within_batches(self) -> bool:
-        """Return whether a loop over the model's batches runs."""
-
-    def begin_save(self) -> "Future[Path]":
-        """Take a checkpoint now; the future gets its path, or the error."""
+    def is_within_batches(self) -> bool: ...
+    def begin_save(self) -> "Future[Path]": ...
 
 
 class Termination:

@@ -77,7 +77,9 @@ def views_of(
     """
     optimizer_of = _optimizer_of(module, optimizers, exchange_frozen)
     views = list(_views(module, optimizer_of, exchange_frozen))
-    _check_device(views)
+    for view in views:
+        if (reason := refusal(device := view.tensor.device)) is not None:
+            raise ValueError(f"{view.name!r} is on {device}. {reason}")
     _check_memory(module)
     return views
 
@@ -170,13 +172,6 @@ def _set_following(views: Sequence[View]) -> None:
     if sum(view.tensor.nbytes for view in others) <= MOST_UNOPTIMIZED * trained:
         for view in others:
             view.role = Role.UNOPTIMIZED
-
-
-def _check_device(views: Sequence[View]) -> None:
-    for view in views:
-        device = view.tensor.device
-        if (reason := refusal(device)) is not None:
-            raise ValueError(f"{view.name!r} is on {device}. {reason}")
 
 
 def _check_memory(module: nn.Module) -> None:

@@ -17,7 +17,6 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
-from gossipdp.parallel.startup import Startup
 from gossipdp.protocol.members import Progress, ProgressEntry
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import Fresh
@@ -156,12 +155,14 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
     for samples in (10, 20):
         worker.train(samples)
 
-    def come_again(*_: object) -> None:
+    def join() -> None:
         after = Progress(4, 12)
         after.merge_all(before.news()[0])
         worker.arrive(after, 4, Counts())
 
-    monkeypatch.setattr(Startup, "come_again", come_again)
+    monkeypatch.setattr(worker, "_give_up_rank", lambda superseded: None)
+    monkeypatch.setattr(worker, "_join", join)
+    worker._rendezvous = SimpleNamespace(mark_ready=lambda rank: None)
     worker.come_again(SupersededError("another process has rank 3"))
     worker.train(5)
     assert worker.rank == 4
