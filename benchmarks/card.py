@@ -1,6 +1,6 @@
 """All that a card can settle, in at most ten minutes: is gossipdp right there, and how fast.
 
-    python benchmarks/card.py [--only bits speed]    writes benchmarks/results/card.{json,md}
+    python benchmarks/card.py [--only tests speed]   writes benchmarks/results/card.{json,md}
 
 Each part is a process of its own and has a deadline: if it fails, the others go on, and the result
 says why it is missing. Without a card this says so and ends with status 2. `--device cpu --quick`
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from gossipdp import Counting, GossipDataParallel, launch
 from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role
-from gossipdp.dynamics.device import Device, Mark, QueuedDevice
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import tensor_bytes
 from gossipdp_lab.tasks.images import cifar_resnet18
@@ -82,78 +81,6 @@ def measure_tests(settings: Settings) -> Result:
 
 def show_tests(found: Result) -> Table:
     return Table("Tests on the card", ("",), [(found["summary"],)])
-
-
-class HostAsCard(QueuedDevice):
-    """Host memory that is treated as a card: the same operations in the same order."""
-
-    def mark(self) -> Mark:
-        return Device().mark()
-
-    def follow_gossip(self) -> None: ...
-
-    def finish_all(self) -> None: ...
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    room = pinned
-
-    def is_pinned(self, values: Tensor) -> bool:
-        return False
-
-    def holds(self, values: Tensor) -> bool:
-        return True
-
-
-def measure_bits(settings: Settings) -> Result:
-    """Do the same exchanges and boundaries here and on the CPU, and compare all bits."""
-    rows = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        here, cpu = (_exchanged(device, dtype) for device in (settings.device, "cpu"))
-        errors = {
-            name: float((here[name].double() - value.double()).abs().max() / value.abs().max())
-            for name, value in cpu.items()
-        }
-        rows[str(dtype)] = {
-            name: (torch.equal(here[name], cpu[name]), errors[name]) for name in cpu
-        }
-    return {"rows": rows}
-
-
-def _exchanged(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(100_000, generator=generator).to(dtype)
-    segment = Segment(x.to(device, copy=True), Role.TRAINED, chunk_bytes=1 << 17)
-    state = State([segment], HostAsCard() if device == "cpu" else None)
-    out = torch.empty_like(x)
-    with state.device.gossip_thread():
-        for number in range(3):
-            peers = torch.randn(100_000, generator=generator).to(dtype)
-            for (chunk, mine), (_, theirs) in zip(
-                segment.split(out), segment.split(peers), strict=True
-            ):
-                chunk.snapshot(0.1 * number, mine)
-                chunk.exchange(0.1 * number, mine, theirs, ALPHA_TILDE)
-            state.boundary(0.1 * number + 0.05)
-        ends = torch.empty(2, *x.shape, device=device)
-        for end, (one, other) in zip(ends, ((out, peers), (peers, out)), strict=True):
-            update.difference(end, one.to(device), other.to(device))
-        assert segment.c is not None
-        held = {"x": segment.x, "c": segment.c}
-        if dtype is torch.bfloat16:
-            held["what x could not hold"] = segment.copy_momentum()[0]
-        held["difference at both ends"] = ends[0] + ends[1] + 1.0
-        return {"snapshot": out} | {key: each.to("cpu", copy=True) for key, each in held.items()}
-
-
-def show_bits(found: Result) -> Table:
-    rows = [
-        (f"{name}, {dtype}", "same bits" if same else f"differs by {error:.1e} of the largest")
-        for dtype, each in found["rows"].items()
-        for name, (same, error) in each.items()
-    ]
-    return Table("Three exchanges and boundaries, beside the CPU's", ("", ""), rows)
 
 
 def measure_speed(settings: Settings) -> Result:
@@ -419,7 +346,6 @@ class Part:
 
 # What matters most comes first, should the time run out.
 PARTS = (
-    Part("bits", 60.0, measure_bits, show_bits),
     Part("tests", 120.0, measure_tests, show_tests),
     Part("speed", 60.0, measure_speed, show_speed),
     Part("training", 330.0, measure_training, show_training),

@@ -19,6 +19,8 @@ from gossipdp.dynamics.device import (
     HUGE_PAGE_BYTES,
     LEAST_HUGE_BYTES,
     Device,
+    Mark,
+    QueuedDevice,
     Slot,
     _Pinned,
     device_of,
@@ -300,6 +302,55 @@ def test_two_threads_lose_nothing(place):
     gradients = num_steps * (torch.arange(5000.0) % 7)
     assert torch.equal(x, -gradients - 0.5 * differences)
     assert torch.equal(c, -differences)
+
+
+class HostAsCard(QueuedDevice):
+    """Host memory that is treated as a card: the same operations in the same order."""
+
+    def mark(self) -> Mark:
+        return Device().mark()
+
+    def follow_gossip(self) -> None: ...
+
+    def finish_all(self) -> None: ...
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    room = pinned
+
+    def is_pinned(self, values: Tensor) -> bool:
+        return False
+
+    def holds(self, values: Tensor) -> bool:
+        return True
+
+
+def exchanged(x: Tensor, device: Device | None) -> list[Tensor]:
+    """Return the last snapshot, x, c and what x could not hold, after exchanges and boundaries."""
+    segment = Segment(x, Role.TRAINED, chunk_bytes=1 << 14)
+    state, out = State([segment], device), torch.empty(x.shape, dtype=x.dtype)
+    generator = torch.Generator().manual_seed(0)
+    with state.device.gossip_thread():
+        for number in range(3):
+            peers = torch.randn(x.shape, generator=generator).to(x.dtype)
+            pairs = zip(segment.split(out), segment.split(peers), strict=True)
+            for (chunk, mine), (_, theirs) in pairs:
+                chunk.snapshot(0.1 * number, mine)
+                chunk.exchange(0.1 * number, mine, theirs, ALPHA_TILDE)
+            state.boundary(0.1 * number + 0.05)
+        held = [segment.x, segment.c]
+        if x.dtype is torch.bfloat16:
+            held.append(segment.copy_momentum()[0])
+        return [out, *(each.to("cpu", copy=True) for each in held)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", [CUDA])
+def test_a_card_does_the_same_operations_with_the_same_bits(place, dtype):
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    here, host = exchanged(x.to(place), None), exchanged(x, HostAsCard())
+    assert all(torch.equal(one, other) for one, other in zip(here, host, strict=True))
 
 
 def test_a_boundary_leaves_out_a_chunk_that_is_in_use():
