@@ -5,11 +5,9 @@
     python benchmarks/quality.py                    a million parameters, days
     python benchmarks/quality.py --rows ddp,gossip --data disjoint
 
-Worker processes train a byte-level transformer on the source of Python's standard library over the
-loopback interface: every row on the same number of tokens, with its own learning rate, tuned on a
-grid of factors of two that is widened where the best lies at its end, and then with seeds that took
-no part in the tuning. Finished runs are kept in --runs, so a call that was stopped goes on from
-there. The table goes to benchmarks/results once all is measured.
+README.md says what is trained, and how. Finished runs are kept in --runs, so a call that was
+stopped goes on from there. The table goes to benchmarks/results once all is measured, and until
+then to unfinished.md there.
 """
 
 from __future__ import annotations
@@ -32,16 +30,10 @@ from support.conditions import CONDITIONS
 from support.finished_runs import FinishedRuns, NoBestRateError, best_rate, next_rate
 from support.provenance import Provenance
 from support.quality_rows import (
-    BETAS,
     DEFAULT_ROWS,
-    OUTER_MOMENTUM,
-    OUTER_RATE,
-    POWER_SGD_AFTER,
-    WEIGHT_DECAY,
     RowName,
 )
 from support.quality_worker import (
-    ONE_THREAD,
     DataName,
     Processor,
     RunResult,
@@ -57,7 +49,6 @@ from gossipdp.rules import (
     at_least_1,
     check_flags,
     option,
-    output_file,
     positive_number,
     whole_number,
 )
@@ -119,9 +110,6 @@ class QualityBenchmark:
     minutes: float | None = None
     """Begin no run after so long; what is finished is shown."""
 
-    json: Path | None = option(None, output_file)
-    """Write the figures to this file alone."""
-
     quick: bool = False
     """A few steps of one seed, to see that all works."""
 
@@ -179,14 +167,11 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     ]
     left = unfinished(results, benchmark.seeds)
     report.missing += left
-    tuning = benchmark.tuning(bases[0])
     report.tables.append(outcome(results, benchmark.data))
-    report.tables.append(settings_table(bases[0], tuning, campaign.runs.commits()))
-    data = rows_as_json(results, bases[0])
-    path = benchmark.json
-    if path is None and (campaign.failures or left) and not benchmark.quick:
-        path = benchmark.runs.with_name("unfinished.json")  # never over committed results
-    report.write(data, path)
+    report.notes.append(settings_note(bases[0], campaign.runs.commits()))
+    if campaign.failures or left:
+        report.name = "unfinished"  # never over committed results
+    report.write(rows_as_json(results, bases[0]))
     if campaign.failures:
         sys.exit(f"quality: failed: {', '.join(campaign.failures)}; see above")
 
@@ -380,7 +365,7 @@ def row_as_json(measured: Measured) -> dict[str, Any]:
 
 
 def rows_as_json(results: Mapping[str, Measured], base: RunSettings) -> dict[str, Any]:
-    """Return the content of ``--json``; base: one of the runs."""
+    """Return what is stored of the rows; base: one of the runs."""
     size = base.size
     return {
         "data": base.data,
@@ -431,55 +416,16 @@ def outcome(rows: Mapping[str, Measured], kind: str) -> Table:
     )
 
 
-def settings_facts(base: RunSettings) -> dict[str, str]:
-    """Say in words what is the same in all runs like this one, and what cannot be."""
-    size = base.size
-    batch = f"{size.batch_size} windows of {size.context} bytes a worker"
-    return {
-        "model": f"a byte-level transformer of {num_parameters(size):,} parameters",
-        "text": "the source of Python's standard library, a twentieth held out in ten pieces",
-        "a run": f"{base.workers} workers, {size.steps:,} steps of each, {batch}",
-        "equal in all rows": (
-            "tokens, batch, initial parameters, AdamW with betas "
-            f"{BETAS[0]} and {BETAS[1]}, weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then "
-            "half a cosine to 1% by the share of the run"
-        ),
-        "not equal": (
-            f"PowerSGD sends plain gradients for the first {POWER_SGD_AFTER} steps. DDP refuses "
-            "torch's bf16 hook under gloo by its name, so it is wrapped. Decent-DP has one "
-            "optimizer a bucket."
-        ),
-        "outer steps": (
-            f"Nesterov, momentum {OUTER_MOMENTUM:g} but where a row says so, rate {OUTER_RATE:g}"
-        ),
-        "each worker's processor": f"{base.processor.device}, {base.processor.threads} threads",
-        "gossipdp": (
-            f"graph {base.graph}, but for rows of its defaults; no shared memory: all goes "
-            "through sockets"
-        ),
-    }
-
-
-def settings_table(base: RunSettings, tuning: RunSettings, commits: str) -> Table:
-    steps = (
-        "of each worker equally many. gossipdp's rows wait at most two exchanges for a neighbour "
-        "(pace strict), so that a busy machine does not change the comm rate"
+def settings_note(base: RunSettings, commits: str) -> str:
+    """Say what all runs like this one share. commits: of the source of the runs."""
+    size, processor = base.size, base.processor
+    return (
+        f"{num_parameters(size):,} parameters; {base.workers} workers, {size.steps:,} steps of "
+        f"each, {size.batch_size} windows of {size.context} bytes a step; a worker's processor: "
+        f"{processor.device}, {processor.threads} threads. gossipdp: graph {base.graph}, but for "
+        f"rows of its defaults. Source of the runs: {commits}. What is equal in all rows, and what "
+        "is not: benchmarks/README.md."
     )
-    if base.processor != ONE_THREAD:
-        steps = "that take what they take. gossipdp's rows wait for nobody (pace free)"
-    if base.condition is not None:
-        steps = (
-            f"of {1000 * base.condition.step_s:.0f} ms, as on a processor of each worker's own. "
-            "gossipdp's rows wait for nobody (pace free). In the runs that tuned learning rates "
-            "they took what they took"
-        )
-    tuned = f"tuned by {tuning.size.steps:,} steps on {tuning.processor.device}"
-    facts = settings_facts(base) | {
-        "steps": steps,
-        "learning rates": tuned,
-        "source of the runs": commits,
-    }
-    return Table("Settings", ("", ""), list(facts.items()))
 
 
 if __name__ == "__main__":

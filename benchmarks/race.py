@@ -5,19 +5,10 @@
     python benchmarks/race.py --tune --rows ddp --runs runs/race_tuning.jsonl
     python benchmarks/race.py --quick                                all of it, tiny: 5 minutes
 
-Worker processes train a byte model on the source of Python's standard library. The compute of a
-step is a timed wait in which this machine's cores compute real gradients; while a worker is
-stopped, its wait stands still too. Conditions (support/race_conditions.py) are plans of the
-library's own fault injector: the same plan and seed for every row, done from outside, by process
-id.
-
-Each row trains for the same wall time, the start of its processes included, with the whole schedule
-of its learning rate, which was tuned in the calm. README.md says what the rows are.
-
-The report says what is not equal, and how long a process needs to start: scale the kill period by
-that. Rows take turns, in an order that rotates from round to round; a round's seed is that of all
-its rows. With --runs finished runs are kept, and the report is written each time from what is
-there: benchmarks/results/race.{json,md,png}.
+README.md says what is trained, and what the rows and conditions are. Rows take turns, in an order
+that rotates from round to round; a round's seed is that of all its rows. With --runs finished runs
+are kept, and the report is written each time from what is there:
+benchmarks/results/race.{json,md,png}.
 """
 
 from __future__ import annotations
@@ -27,7 +18,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +34,7 @@ from support.provenance import Provenance
 from support.quality_rows import KINDS, TORCHFT, RowName
 from support.race_conditions import CONDITIONS, RaceCondition
 from support.race_settings import STEP_S, RaceSettings, num_parameters, saves
-from support.report import Missing, Report, Table, results_folder, run_script
+from support.report import Missing, Report, results_folder, run_script
 from time_to_loss import given_rates
 
 from gossipdp import WorkerFailedError
@@ -82,14 +73,6 @@ own: 60 s); the time-out of collectives and quorums (its own: 60)."""
 HEARTBEAT_MS, SILENT_HEARTBEAT_MS = 5_000, 1_000
 """torchft: a replica counts as dead after this time without a heartbeat: its own, and where workers
 are killed or stand still. Tuned there on its DDP."""
-
-
-class Line(msgspec.Struct, frozen=True):
-    """A finished run as it is stored."""
-
-    settings: RaceSettings
-    result: RaceResult
-    provenance: Provenance
 
 
 @dataclass(frozen=True)
@@ -245,7 +228,7 @@ class Campaign:
 
     def __init__(
         self,
-        runs: FinishedRuns[Line],
+        runs: FinishedRuns[Run],
         minutes: float | None,
         race: Callable[[RaceSettings, Hosts | None], RaceResult] = race,
         clock: Callable[[], float] = time.monotonic,
@@ -257,8 +240,8 @@ class Campaign:
 
     def run(self, settings: RaceSettings, condition: RaceCondition) -> Run | None:
         """Return a run, of this call or an earlier one; None if it failed or no time is left."""
-        line = self._runs.known.get(settings.key)
-        if line is None:
+        run = self._runs.known.get(settings.key)
+        if run is None:
             place = settings.condition, settings.row
             if place in self.failures or self._clock() >= self._until_s:
                 return None
@@ -273,21 +256,16 @@ class Campaign:
                 self.failures[place] = str(error).strip().splitlines()[-1]
                 print(f"{settings.condition}, {settings.row}: failed\n{error}", file=sys.stderr)
                 return None
-            line = Line(settings, result, Provenance.here(self._clock() - started_s))
-            self._runs.keep(line)
-            print(progress(line), flush=True)
-        self.commits.add(line.provenance.commit)
-        return Run(line.settings, line.result)
-
-
-def progress(line: Line) -> str:
-    """Return a line for a run that has just finished."""
-    run = Run(line.settings, line.result)
-    return (
-        f"{run.settings.condition}, seed {run.settings.seed}, {run.settings.row}: "
-        f"{run.result.samples:,} samples, loss {run.loss:.3f}, {run.num_done} faults, "
-        f"{run.result.num_lives} processes, {line.provenance.seconds:.0f} s"
-    )
+            run = Run(settings, result, Provenance.here(self._clock() - started_s))
+            self._runs.keep(run)
+            print(
+                f"{settings.condition}, seed {settings.seed}, {settings.row}: "
+                f"{result.samples:,} samples, loss {run.loss:.3f}, {run.num_done} faults, "
+                f"{result.num_lives} processes, {run.provenance.seconds:.0f} s",
+                flush=True,
+            )
+        self.commits.add(run.provenance.commit)
+        return run
 
 
 def measure_all(benchmark: Race) -> None:
@@ -301,7 +279,7 @@ def measure_all(benchmark: Race) -> None:
         is_default = benchmark.seconds == Race.seconds
         seconds = QUICK_SECONDS if is_default else benchmark.seconds
         benchmark = replace(benchmark, seconds=seconds, rounds=1)
-    runs = FinishedRuns(benchmark.runs, Line, key=lambda line: line.settings.key)
+    runs = FinishedRuns(benchmark.runs, Run, key=lambda run: run.settings.key)
     campaign = Campaign(runs, benchmark.minutes)
     if benchmark.tune:
         print(tune(benchmark, program, campaign))
@@ -387,34 +365,15 @@ def write(
         title = f"{name}: {program.conditions[name].text}"
         report.tables.append(table(title, found[name], calm))
     if shown:
-        report.tables.append(settings_table(benchmark, program, campaign, unequal(found)))
+        settings = (
+            f"{benchmark.workers} workers, steps of {benchmark.step_ms:g} ms, "
+            f"{benchmark.seconds:g} s (kills120: at least 300), {benchmark.rounds} rounds. "
+            f"Source of the runs: {', '.join(sorted(campaign.commits))}."
+        )
+        report.notes += [NOTE, f"Not equal: {unequal(found)}", settings]
         path = results_folder(benchmark.quick) / f"{report.name}.png"
         draw(path, found, program.conditions)
     report.write(as_json(found))
-
-
-def settings_table(benchmark: Race, program: Program, campaign: Campaign, text: str) -> Table:
-    """Return the conditions of the measurement, and below them how to read all tables."""
-    facts: Sequence[tuple[str, str]] = [
-        ("workers", f"{benchmark.workers}, one torch thread each, all through sockets"),
-        ("a step", f"{benchmark.step_ms:g} ms, a timed wait with real gradients within"),
-        ("model", f"byte model of {num_parameters():,} parameters; AdamW"),
-        ("wall time", f"{benchmark.seconds:g} s, the start included; kills120: at least 300 s"),
-        ("checkpoints", f"of the rows that take them: every {CHECKPOINT_STEPS} steps"),
-        (
-            "torchft",
-            f"join time-out {JOIN_MS} ms and the time between two averages, time-outs {TIMEOUT_S} "
-            f"s, heartbeat time-out {SILENT_HEARTBEAT_MS} ms where workers are killed or stand "
-            f"still, else {HEARTBEAT_MS}",
-        ),
-        (
-            "faults",
-            "; ".join(f"{n}: {c.faults}" for n, c in program.conditions.items() if c.faults),
-        ),
-        ("rounds", f"{benchmark.rounds}, rows in turn, one seed a round"),
-        ("source of the runs", ", ".join(sorted(campaign.commits))),
-    ]
-    return Table("Settings", ("", ""), facts, f"{NOTE}\n\nNot equal: {text}")
 
 
 if __name__ == "__main__":

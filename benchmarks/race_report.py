@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from race_run import NUM_MARKS, RaceResult
+from support.provenance import Provenance
 from support.quality_rows import KINDS, RowName
 from support.race_conditions import RaceCondition
 from support.race_settings import TASK, RaceSettings, num_parameters
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
 CALM = "calm"
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished run."""
+class Run(msgspec.Struct, frozen=True):
+    """A finished run, as it is stored."""
 
     settings: RaceSettings
     result: RaceResult
+    provenance: Provenance
 
     @property
     def loss(self) -> float:
@@ -188,7 +190,7 @@ def _spares(runs: Sequence[Run]) -> str:
 
 
 def as_json(found: Mapping[str, Runs]) -> dict[str, Any]:
-    """Return the content of ``--json``: by condition and row the medians, and every run."""
+    """Return what is stored: by condition and row the medians, and every run."""
     calm = found.get(CALM, {})
     return {
         name: {

@@ -11,10 +11,8 @@ is a timed wait in which this machine's cores compute real gradients; nothing st
 but a network.
 
 Rows take turns, in an order that rotates from round to round; a round's seed is that of all its
-rows. Each row trains on the same tokens. Where that takes it longer than it would without any wait,
-it trains once more, on as many tokens as it manages in that time, with the whole schedule of the
-learning rate: so the losses at equal time are of runs that were meant to end then. Each table is
-printed and written, with every round's values, to benchmarks/results/time_to_loss_TABLE.{json,md}.
+rows. README.md says what equal time is. Each table is printed and written, with every round's
+values, to benchmarks/results/time_to_loss_TABLE.{json,md}.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from quality import SIZES, Runs, settings_facts
+from quality import SIZES, Runs, settings_note
 from support.conditions import CONDITIONS
 from support.hosts import Hosts, missing, probe
 from support.quality_rows import RowName
@@ -38,14 +36,7 @@ from support.quality_worker import RunResult, RunSettings, num_parameters, run
 from support.report import Missing, Report, Spread, Table, run_script
 
 from gossipdp import WorkerFailedError
-from gossipdp.rules import (
-    at_least_1,
-    check_flags,
-    option,
-    output_file,
-    positive_number,
-    whole_number,
-)
+from gossipdp.rules import at_least_1, check_flags, option, positive_number, whole_number
 
 NUM_WORKERS = 4
 QUICK_STEPS = 48
@@ -147,7 +138,7 @@ def measured_table(results: Results, rates: Mapping[str, float], ideal_s: float)
 
 
 def rows_as_json(results: Results, rates: Mapping[str, float], ideal_s: float) -> dict[str, Any]:
-    """Return the content of ``--json``: by row the medians, and every run."""
+    """Return what is stored: by row the medians, and every run."""
     rows = {
         row: {"learning_rate": rates[row]}
         | {name: Spread.of(map(value, rounds)).median for name, (_, _, value) in FIGURES.items()}
@@ -173,9 +164,6 @@ class TimeToLossBenchmark:
     rows: str | None = None
     """Rows to run, with commas between them, instead of the tables' own."""
 
-    once: str = ""
-    """Rows for which the first round is enough, with commas: those that it shows far behind."""
-
     rates: str = ""
     """Learning rates, instead of the written ones: diloco@64=0.004,gossip=0.032."""
 
@@ -184,9 +172,6 @@ class TimeToLossBenchmark:
 
     runs: Path | None = None
     """Keep finished runs in this file, and take those that it has: a long call may be stopped."""
-
-    json: Path | None = option(None, output_file)
-    """Write the figures to this file alone; of one table."""
 
     quick: bool = False
     """A few steps, to see that all works."""
@@ -204,24 +189,15 @@ def main() -> None:
 
 def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
     """Each table's rows and their learning rates; raises ValueError for what cannot be meant."""
-    given = given_rates(benchmark.rates)
+    rates = RATES | given_rates(benchmark.rates)
     plan = {}
     for table in benchmark.tables or ROWS:
         if table not in ROWS:
             raise ValueError(f"there is no table {table!r}; choose from {', '.join(ROWS)}")
         names = RowName.parse_all(benchmark.rows or ROWS[table])
-        plan[table] = {name.text: learning_rate(name, given) for name in names}
-    if unknown := rows_once(benchmark).difference(*plan.values()):
-        raise ValueError(f"--once has {', '.join(sorted(unknown))}: no row of these tables")
+        plan[table] = {name.text: rates.get(name.text, RATE) for name in names}
     check_flags(benchmark)
-    if benchmark.json is not None and len(plan) > 1:
-        raise ValueError("--json takes the figures of one table: name that")
     return plan
-
-
-def rows_once(benchmark: TimeToLossBenchmark) -> set[str]:
-    """Return the rows that ``--once`` names."""
-    return set(filter(None, map(str.strip, benchmark.once.split(","))))
 
 
 def given_rates(text: str) -> dict[str, float]:
@@ -237,11 +213,6 @@ def given_rates(text: str) -> dict[str, float]:
     return given
 
 
-def learning_rate(name: RowName, given: dict[str, float]) -> float:
-    """Return the rate that was given for a row, or else its default."""
-    return given.get(name.text, RATES.get(name.text, RATE))
-
-
 def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBenchmark) -> bool:
     """Measure, print and write one table; whether every row that can run here did."""
     condition = CONDITIONS[table]
@@ -250,7 +221,7 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
     why_not = missing("tc") if condition.mbits_per_s is not None else None
     if why_not is not None:
         report.missing.append(Missing("all rows", why_not))
-        report.write({}, benchmark.json)
+        report.write({})
         return True
     names = [RowName.parse(row) for row in rows]
     report.missing = [Missing(name.label, why) for name in names if (why := name.missing())]
@@ -266,7 +237,6 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         condition=condition,
     )
     runs, results, failures = Runs(benchmark.runs), {row: list[Round]() for row in here}, {}
-    once = rows_once(benchmark).intersection(here)
     with contextlib.ExitStack() as stack:
         hosts = condition.hosts(NUM_WORKERS, num_parameters(size))
         links = "one machine, all through sockets"
@@ -279,7 +249,7 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
                 f"{seen.round_trip_ms:.2f} ms"
             )
         for number in range(benchmark.rounds):
-            left = [row for row in here if row not in failures and not (number and row in once)]
+            left = [row for row in here if row not in failures]
             turn = number % max(1, len(left))
             for row in left[turn:] + left[:turn]:
                 settings = replace(base, row=row, learning_rate=rows[row], seed=number + 1)
@@ -298,12 +268,11 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
     ideal_s = condition.ideal_s(NUM_WORKERS, size.steps)
     if any(results.values()):
         report.tables.append(measured_table(results, rows, ideal_s))
-    rounds = f"{benchmark.rounds}, rows in turn"
-    if once and benchmark.rounds > 1:
-        rounds += f"; once: {', '.join(RowName.parse(row).label for row in here if row in once)}"
-    facts = {"links": links, "rounds": rounds}
-    report.tables.append(settings_table(base, facts | {"source of the runs": runs.commits()}))
-    report.write(rows_as_json(results, rows, ideal_s), benchmark.json)
+    report.notes.append(
+        f"Condition: {condition.text}; links: {links}. {benchmark.rounds} rounds, rows in turn. "
+        f"{settings_note(base, runs.commits())}"
+    )
+    report.write(rows_as_json(results, rows, ideal_s))
     return not failures
 
 
@@ -328,25 +297,6 @@ def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Rou
     average_s = tokens.ended_s - trained_s
     fewer = max(1, round(steps * (ideal_s - average_s) / trained_s))
     return Round(tokens, result(replace(settings, size=replace(settings.size, steps=fewer))))
-
-
-def settings_table(base: RunSettings, more: dict[str, str]) -> Table:
-    """Return the conditions that the table was measured with."""
-    condition = base.condition
-    assert condition is not None
-    facts = settings_facts(base) | {
-        "condition": condition.text,
-        "a step": (
-            f"{1e3 * condition.step_s:g} ms at a worker of speed 1, for a full batch: a timed "
-            "wait in which this machine's cores compute the gradients"
-        ),
-        "by speed": (
-            "DDP: batches shared out by speed, as if a step took time in proportion to its batch; "
-            "local SGD and DiLoCo: H steps of the fastest, fewer of others, weighted by steps"
-        ),
-    }
-    facts |= more
-    return Table("Settings", ("", ""), list(facts.items()))
 
 
 if __name__ == "__main__":

@@ -102,17 +102,15 @@ class Report:
     quick: bool = False
     tables: list[Table] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._started_s = time.perf_counter()
         self._load = os.getloadavg()[0]
         self._cpu_s = busy_cpu_s()
 
-    def write(self, data: Any, json_path: Path | None = None) -> None:
-        """Print the tables; write them and ``data`` (whatever msgspec can encode).
-
-        With ``json_path`` only ``data`` is written, and only there, with where it comes from.
-        """
+    def write(self, data: Any) -> None:
+        """Print the tables; write them, the notes and ``data`` (whatever msgspec can encode)."""
         seconds = time.perf_counter() - self._started_s
         by = Provenance.here(seconds)
         busy = (busy_cpu_s() - self._cpu_s) / seconds
@@ -129,15 +127,10 @@ class Report:
         for table in self.tables:
             lines.append(table.markdown())
             print(lines[-1], end="\n\n")
+        lines += self.notes
         for row in self.missing:
             lines.append(f"Missing: {row.row}: {row.why}.")
             print(lines[-1])
-        if json_path is not None:
-            found = {"provenance": by, "machine": machine, **msgspec.to_builtins(data)}
-            encoded = msgspec.json.encode(found)
-            json_path.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
-            print(f"written: {json_path}", flush=True)
-            return
         stored = {
             "benchmark": self.name,
             "quick": self.quick,

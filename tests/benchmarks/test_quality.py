@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import quality
+import support.report
 import torch
 from quality import (
     TUNING_SEED,
@@ -165,8 +166,8 @@ def test_a_second_call_goes_on_where_the_first_was_stopped(
         data="disjoint",
         seeds=2,
         runs=tmp_path / "runs.jsonl",
-        json=tmp_path / "figures.json",
     )
+    monkeypatch.setattr(support.report, "RESULTS", tmp_path)
     measure_all(replace(benchmark, minutes=0.0))
     assert not asked
     assert "its learning rate is not tuned yet" in capsys.readouterr().out
@@ -174,9 +175,11 @@ def test_a_second_call_goes_on_where_the_first_was_stopped(
         measure_all(benchmark)
     assert "it failed: workers 0, 1 raised TypeError" in capsys.readouterr().out
     assert [one.seed for one in asked if one.row == "none"] == [0, 0, 0, 1, 2]
-    assert set(json.loads((tmp_path / "figures.json").read_bytes())["rows"]) == {"ddp", "none"}
+    assert "call again" not in (tmp_path / "unfinished.md").read_text()
     first = len(asked)
     measure_all(replace(benchmark, rows="ddp,none", seeds=3))
+    stored = json.loads((tmp_path / "quality_large.json").read_bytes())
+    assert set(stored["result"]["rows"]) == {"ddp", "none"}
     assert [(one.row, one.seed) for one in asked[first:]] == [("ddp", 3), ("none", 3)]
 
 

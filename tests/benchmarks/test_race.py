@@ -15,7 +15,7 @@ import pytest
 import race as race_script
 import race_worker
 import torch
-from race import Campaign, Line, Race, check, measure_rows, missing_rows, settings_of, tune
+from race import Campaign, Race, check, measure_rows, missing_rows, settings_of, tune
 from race_report import (
     Run,
     as_json,
@@ -54,6 +54,7 @@ from gossipdp.launcher.supervisor import Ending
 SETTINGS = RaceSettings(
     row="gossipdp", condition="calm", faults="", learning_rate=0.02, seed=1, seconds=70, workers=4
 )
+PROVENANCE = Provenance("command", "0", "abc", "hardware", 1.0)
 
 
 def result(samples: int = 100_000, loss: float | None = 2.7, num_kills: int = 0) -> RaceResult:
@@ -76,7 +77,7 @@ def run_of(row: str, condition: str = "calm", **figures: float) -> Run:
     settings = replace_settings(row=row, condition=condition)
     if row == "ddp":
         settings = replace_settings(row=row, condition=condition, checkpoint_steps=25)
-    return Run(settings, result(**figures))  # type: ignore[arg-type]
+    return Run(settings, result(**figures), PROVENANCE)  # type: ignore[arg-type]
 
 
 def replace_settings(**changes: object) -> RaceSettings:
@@ -163,8 +164,7 @@ class FakeRace:
 @pytest.fixture
 def provenance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask no git for every run."""
-    known = Provenance("command", "0", "abc", "hardware", 1.0)
-    monkeypatch.setattr(race_script.Provenance, "here", lambda seconds: known)
+    monkeypatch.setattr(race_script.Provenance, "here", lambda seconds: PROVENANCE)
 
 
 @pytest.mark.usefixtures("provenance")
@@ -174,7 +174,7 @@ def test_finished_runs_are_kept_and_the_order_rotates(tmp_path: Path) -> None:
 
     def campaign(minutes: float | None = None) -> Campaign:
         now_s = itertools.count(0.0, 10.0)
-        kept = FinishedRuns(path, Line, key=lambda line: line.settings.key)
+        kept = FinishedRuns(path, Run, key=lambda run: run.settings.key)
         return Campaign(kept, minutes, fake, lambda: next(now_s))
 
     fake.fails_at = "ddp"
@@ -203,7 +203,7 @@ def test_tuning_widens_the_grid_until_the_best_rate_is_within(
 ) -> None:
     benchmark = Race(tune=True, rows="ddp")
     fake = FakeRace()
-    kept = FinishedRuns(None, Line, key=lambda line: line.settings.key)
+    kept = FinishedRuns(None, Run, key=lambda run: run.settings.key)
     campaign = Campaign(kept, None, fake)
     assert tune(benchmark, check(benchmark), campaign) == "--rates ddp=0.04"
     assert [each.learning_rate for each in fake.asked] == [0.005, 0.01, 0.02, 0.04, 0.08]

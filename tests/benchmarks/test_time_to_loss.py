@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import time_to_loss
@@ -159,8 +158,6 @@ def test_the_losses_of_rows_are_compared_at_equal_time() -> None:
     [
         ({"tables": ("slwo",)}, "there is no table 'slwo'"),
         ({"rates": "ddp"}, "write ROW=RATE"),
-        ({"once": "dpp"}, "--once has dpp: no row"),
-        ({"json": Path("figures.json")}, "one table"),
         ({"rows": "diloco_torchft@16"}, "needs a lighthouse"),
     ],
 )

@@ -185,10 +185,10 @@ BUDGET: dict[str, dict[str, tuple[int, int]]] = {
         "property": (1366, 8), "simulation": (1054, 6), "support": (5054, 34), "unit": (26471, 131),
     },
     "benchmarks": {
-        ".": (5881, 20), "reproduction": (1191, 5), "support": (2918, 18),
+        ".": (5738, 20), "reproduction": (1191, 5), "support": (2911, 18),
     },
     "benchmarks": {
-        ".": (5881, 20), "reproduction": (1191, 5), "support": (2918, 18),
+        ".": (5738, 20), "reproduction": (1191, 5), "support": (2911, 18),
     },
 }  # fmt: skip
 
