@@ -21,7 +21,7 @@ from types import ModuleType
 
 import msgspec
 from reproduction import invariant, mixing, pairing, training
-from reproduction.parts import FIGURE, Effort, table
+from reproduction.parts import FIGURE, table
 from support.provenance import Provenance, commit_here
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -120,7 +120,7 @@ def main(words: Sequence[str] | None = None) -> int:
     output = QUICK_OUTPUT if options.quick else DOCS
     names = [name.strip() for name in options.only.split(",") if name.strip()]
     try:
-        page = reproduce([] if options.rewrite else names, output, Effort(options.quick))
+        page = reproduce([] if options.rewrite else names, output, options.quick)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"reproduce: {error}\n")
         return 2
@@ -128,13 +128,13 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def reproduce(names: Sequence[str], directory: Path, effort: Effort) -> Path:
+def reproduce(names: Sequence[str], directory: Path, quick: bool = False) -> Path:
     """Measure the sections called ``names``, then draw and write the page from all that is stored.
 
     Args:
         names: keys of :data:`SECTIONS`; the others keep what was stored in ``directory`` before.
         directory: of the page; figures and results go to ``figures`` in it.
-        effort: how much to measure.
+        quick: with tiny settings, to see that everything works; the page says so.
 
     Raises:
         ValueError: there is no such section, or its figures would stand in docs without a commit
@@ -151,9 +151,9 @@ def reproduce(names: Sequence[str], directory: Path, effort: Effort) -> Path:
     (directory / "figures").mkdir(parents=True, exist_ok=True)
     for name in names:
         started = time.perf_counter()
-        result = SECTIONS[name].measure(effort)
+        result = SECTIONS[name].measure(quick)
         provenance = Provenance.here(time.perf_counter() - started)
-        stored = Stored(name, effort.quick, provenance, msgspec.Raw(msgspec.json.encode(result)))
+        stored = Stored(name, quick, provenance, msgspec.Raw(msgspec.json.encode(result)))
         encoded = msgspec.json.format(msgspec.json.encode(stored), indent=1)
         _path(directory, name, "json").write_bytes(encoded + b"\n")
     page = directory / "reproduction.md"

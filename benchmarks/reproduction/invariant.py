@@ -62,10 +62,10 @@ class Result(msgspec.Struct, frozen=True):
         return min(last), max(last), max(max(run.drifts) for run in runs)
 
 
-def measure(effort: parts.Effort) -> Result:
+def measure(quick: bool) -> Result:
     """Run both exchanges, and plain gossip, from the same starts."""
-    num_workers, num_steps = (8, 60.0) if effort.quick else (64, 500.0)
-    seeds = range(2 if effort.quick else 5)
+    num_workers, num_steps = (8, 60.0) if quick else (64, 500.0)
+    seeds = range(2 if quick else 5)
     jobs = [
         {"method": method, "num_workers": num_workers, "num_steps": num_steps, "seed": seed}
         for method in NAMES
@@ -98,7 +98,7 @@ def measure_run(method: str, num_workers: int, num_steps: float, seed: int) -> R
 
 def draw(result: Result, path: Path) -> None:
     """Consensus distance and drift over exchanges per worker, a line a seed."""
-    figure, (distance, drift) = parts.new_figure(3.8, 1, 2)
+    figure, (distance, drift) = parts.figure_of_page_width(3.8, 1, 2)
     for method, colour in zip(NAMES, COLOURS, strict=False):
         for place, run in enumerate(result.of(method)):
             label = NAMES[method] if place == 0 else None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from reproduction import parts
 from reproduction.parts import COLOURS, CONSISTENT, FIGURE, TAIL, Estimate, table, verdict
-from scipy import sparse
 
 from gossipdp.graph import Constants, Graph, build_graph
 from gossipdp_lab.simulate import Consensus, Scenario, simulate
@@ -40,8 +39,6 @@ OURS = "gossip"
 TOLERANCE = 0.15
 DIMENSION = 16
 NUM_RECORDS = 800
-MAX_SPARSE_SHARE = 0.1
-"""Matrices with more entries than this share are multiplied as dense ones, which is quicker."""
 LABEL_DECADES = 0.36
 """The least distance of two labels of the figure."""
 
@@ -84,14 +81,14 @@ class Result(msgspec.Struct, frozen=True):
         return list(dict.fromkeys(point.graph for point in self.points))
 
 
-def measure(effort: parts.Effort) -> Result:
+def measure(quick: bool) -> Result:
     """Measure every graph, method and size."""
-    sizes = (8, 16) if effort.quick else (8, 16, 32, 64, 128, 256)
+    sizes = (8, 16) if quick else (8, 16, 32, 64, 128, 256)
 
     def num_seeds(method: str, num_workers: int) -> int:
         # More of small networks, whose few exchanges leave more to chance. Synchronous rounds
         # leave nothing to chance but the start, which the tail has forgotten.
-        if effort.quick:
+        if quick:
             return 2
         return min(64, max(6, 1024 // num_workers)) if method in ASYNCHRONOUS else 3
 
@@ -130,18 +127,12 @@ def _asynchronous(graph: str, method: str, num_workers: int, seed: int) -> float
 
 
 def mixing_matrix(graph: Graph) -> FloatArray:
-    """Return Metropolis-Hastings weights: symmetric, non-negative, rows and columns sum to one.
+    """Return Metropolis-Hastings weights, (n, n): symmetric, rows and columns sum to one.
 
         w_ij = 1 / (1 + max(deg_i, deg_j)) on edges,   w_ii = 1 - sum_j w_ij
 
     Source: Xiao, Boyd, Kim, "Distributed average consensus with least-mean-square deviation",
     2007. They need the degrees of neighbours only.
-
-    Args:
-        graph: ranks 0..n-1.
-
-    Returns:
-        W; (n, n).
     """
     num_workers = len(graph)
     matrix = np.zeros((num_workers, num_workers))
@@ -153,18 +144,8 @@ def mixing_matrix(graph: Graph) -> FloatArray:
 
 def second_eigenvalue(matrix: FloatArray) -> float:
     """Return the second largest absolute eigenvalue: a round shrinks disagreement by it."""
-    if len(matrix) == 1:
-        return 0.0
-    values = np.linalg.eigvalsh(matrix)
-    # The largest is one, of the constant vector. A zero may come out as a rounding error.
-    gamma = max(abs(float(values[0])), abs(float(values[-2])))
-    return gamma if gamma > len(matrix) * np.finfo(np.float64).eps else 0.0
-
-
-def quick_to_multiply(matrix: FloatArray) -> Any:
-    """Return the matrix, sparse if that is quicker, for products with rows of shape (n, d)."""
-    is_sparse = np.count_nonzero(matrix) <= MAX_SPARSE_SHARE * matrix.size
-    return sparse.csr_array(matrix) if is_sparse else matrix
+    values = np.linalg.eigvalsh(matrix)  # the largest is one, of the constant vector
+    return max(abs(float(values[0])), abs(float(values[-2])))
 
 
 def lazy_matrix(graph: Graph) -> FloatArray:
@@ -175,21 +156,8 @@ def lazy_matrix(graph: Graph) -> FloatArray:
     return 0.5 * (np.eye(len(graph)) + mixing_matrix(graph))
 
 
-def _synchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
-    """Return the rounds per e-fold, times |E|."""
-    built = build_graph(graph, num_workers)
-    distances = consensus_rounds(
-        lazy_matrix(built),
-        np.random.default_rng(seed).standard_normal((num_workers, DIMENSION)),
-        chebyshev=method == "dpsgd-chebyshev",
-        until=TAIL[1],
-    )
-    communications = np.arange(len(distances)) * float(len(built.edges))
-    return 1.0 / decay_per_exchange(communications, distances, lowest=TAIL[1])
-
-
-class Mixing:
-    """Round after round of multiplications by W, plain or, with ``gamma``, by Chebyshev.
+def mixing_rounds(matrix: FloatArray, rows: FloatArray, gamma: float = 0.0) -> Iterator[FloatArray]:
+    """Yield rows of shape (n, d) after each round of W, plain or, with ``gamma``, by Chebyshev.
 
         x_1     = W x_0
         x_{t+1} = (1 + omega_t) W x_t - omega_t x_{t-1}
@@ -198,59 +166,32 @@ class Mixing:
     with gamma the second largest absolute eigenvalue of W (0: omega stays 0). So x_t =
     T_t(W / gamma) / T_t(1 / gamma) x_0 with the Chebyshev polynomials T_t: of all polynomials of
     degree t in W that keep the mean, the one whose largest value over the eigenvalues
-    [-gamma, gamma] is least. omega_t rises at once to
-
-        omega = (1 - sqrt(1 - gamma^2)) / (1 + sqrt(1 - gamma^2))
-
-    the constant weight of second-order gossip, and disagreement shrinks by sqrt(omega) a round:
-    a gap 1 - gamma of W becomes about sqrt(2 (1 - gamma)).
+    [-gamma, gamma] is least. Late rounds shrink disagreement by (1 - root) / (1 + root) with
+    root = sqrt(1 - gamma^2), in the square.
 
     Source: Golub, Varga 1961; for gossip Arioli, Scott 2014, and Scaman et al. 2017 (algorithm 2).
     """
-
-    def __init__(self, matrix: FloatArray, gamma: float = 0.0) -> None:
-        self._matrix = quick_to_multiply(matrix)
-        self._gamma = gamma
-        self._omega = 0.0
-        self._before = np.zeros(0)
-
-    def multiply(self, rows: FloatArray) -> FloatArray:
-        """Do the next multiplication of rows of shape (n, d)."""
-        omega, before, self._before = self._omega, self._before, rows
-        mixed: FloatArray = self._matrix @ rows
-        if omega:
-            mixed *= 1.0 + omega
-            mixed -= omega * before
-        divisor = 4.0 if omega else 2.0
-        self._omega = 1.0 / (1.0 - self._gamma**2 * (1.0 + omega) / divisor) - 1.0
-        return mixed
+    omega, divisor, before = 0.0, 2.0, rows
+    while True:
+        before, rows = rows, (1.0 + omega) * (matrix @ rows) - omega * before
+        yield rows
+        omega, divisor = 1.0 / (1.0 - gamma**2 * (1.0 + omega) / divisor) - 1.0, 4.0
 
 
-def consensus_rounds(
-    matrix: FloatArray,
-    start: FloatArray,
-    *,
-    chebyshev: bool = False,
-    until: float = 1e-12,
-) -> FloatArray:
-    """Multiply rows of shape (n, d) by W until they agree; the consensus distance after each round.
-
-    It ends at the first distance below the share ``until`` of the first.
-    """
-    mixing = Mixing(matrix, second_eigenvalue(matrix) if chebyshev else 0.0)
-    rows = start - start.mean(axis=0)  # rounds keep the mean
-    distances = [float(np.vdot(rows, rows)) / len(rows)]
-    lowest = until * distances[0]
-    while distances[-1] >= lowest and distances[-1] > 0:
-        rows = mixing.multiply(rows)
-        distances.append(float(np.vdot(rows, rows)) / len(rows))
-    return np.array(distances)
-
-
-def chebyshev_limit(gamma: float) -> float:
-    """Return the factor by which a late Chebyshev round shrinks the consensus distance."""
-    root = math.sqrt(1.0 - gamma**2)
-    return (1.0 - root) / (1.0 + root)
+def _synchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
+    """Return the rounds per e-fold, times |E|."""
+    built = build_graph(graph, num_workers)
+    matrix = lazy_matrix(built)
+    gamma = second_eigenvalue(matrix) if method == "dpsgd-chebyshev" else 0.0
+    rows = np.random.default_rng(seed).standard_normal((num_workers, DIMENSION))
+    rows -= rows.mean(axis=0)  # which rounds keep
+    distances = [float(np.vdot(rows, rows))]
+    for mixed in mixing_rounds(matrix, rows, gamma):
+        distances.append(float(np.vdot(mixed, mixed)))
+        if distances[-1] < TAIL[1] * distances[0]:
+            break
+    communications = np.arange(len(distances)) * float(len(built.edges))
+    return 1.0 / decay_per_exchange(communications, np.array(distances), lowest=TAIL[1])
 
 
 def _predict(graph: str, method: str, num_workers: int) -> float:
@@ -259,7 +200,8 @@ def _predict(graph: str, method: str, num_workers: int) -> float:
         return num_workers / 2.0 / _decay_bound(graph, method, num_workers)
     built = build_graph(graph, num_workers)
     gamma = second_eigenvalue(lazy_matrix(built))
-    per_round = gamma**2 if method == "dpsgd" else chebyshev_limit(gamma)
+    root = math.sqrt(1.0 - gamma**2)
+    per_round = gamma**2 if method == "dpsgd" else (1.0 - root) / (1.0 + root)
     return len(built.edges) / -math.log(per_round)
 
 
@@ -270,7 +212,7 @@ def _decay_bound(graph: str, method: str, num_workers: int) -> float:
 
 def draw(result: Result, path: Path) -> None:
     """Draw a panel a graph: measured points, the fitted power laws as lines."""
-    figure, panels = parts.new_figure(4.2, 1, len(result.graphs), sharey=True)
+    figure, panels = parts.figure_of_page_width(4.2, 1, len(result.graphs), sharey=True)
     for axes, graph in zip(panels, result.graphs, strict=True):
         ends: list[tuple[float, str, str]] = []
         for place, (method, name) in enumerate(METHOD_NAMES.items()):

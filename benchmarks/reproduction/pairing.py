@@ -121,15 +121,15 @@ def _counts(run: Run) -> bool:
     return (run.graph == "ring" and run.method == "a2cid2") or run.num_workers == LARGE
 
 
-def measure(effort: parts.Effort) -> Result:
+def measure(quick: bool) -> Result:
     """Every policy, duration and graph."""
-    size, num_steps = (8, 40.0) if effort.quick else (16, 200.0)
-    seeds = range(1 if effort.quick else 2)
-    graphs = ("ring",) if effort.quick else GRAPHS
-    durations = (0.0, SATURATED) if effort.quick else DURATIONS
+    size, num_steps = (8, 40.0) if quick else (16, 200.0)
+    seeds = range(1 if quick else 2)
+    graphs = ("ring",) if quick else GRAPHS
+    durations = (0.0, SATURATED) if quick else DURATIONS
     small = [("a2cid2", graph, size) for graph in graphs] + [("gossip", "ring", size)]
     cells = list(product(small, NEIGHBOUR_POLICIES, durations, (False, True), seeds))
-    if not effort.quick:
+    if not quick:
         large = [("a2cid2", "torus", LARGE)]
         cells += product(large, ("fresh", "available"), (SATURATED,), (False, True), seeds)
     jobs = [dict(zip(CELL, (*network, *rest), strict=True)) for network, *rest in cells]
@@ -189,7 +189,7 @@ def draw(result: Result, path: Path) -> None:
         if len({run.duration for run in result.choose(network=network)}) > 1
     ]
     shape = (len(FIGURE_ROWS), len(networks))
-    figure, panels = parts.new_figure(7.2, *shape, sharex=True, squeeze=False)
+    figure, panels = parts.figure_of_page_width(7.2, *shape, sharex=True, squeeze=False)
     for row, (is_jittered, attribute, label) in zip(panels, FIGURE_ROWS, strict=True):
         for axes, network in zip(row, networks, strict=True):
             for place, policy in enumerate(result.values("policy")):

@@ -1,4 +1,4 @@
-"""Shared parts of the page's sections: effort, jobs, fits and estimates, the look of figures."""
+"""Shared parts of the page's sections: jobs, fits and estimates, the look of figures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from joblib import Parallel, delayed
+from scipy.stats import linregress
 from support.report import markdown_table as table
 
 from gossipdp_lab.simulate.figures import OKABE_ITO as COLOURS
+from gossipdp_lab.simulate.figures import new_figure
 from gossipdp_lab.simulate.trace import TAIL_HIGHEST
 
 if TYPE_CHECKING:
@@ -35,16 +36,6 @@ FIGURE = "<figure>"
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class Effort:
-    """The extent of the measurements.
-
-    quick: tiny settings, to see that everything works; the page says so.
-    """
-
-    quick: bool = False
-
-
 def run_jobs(function: Callable[..., Answer], jobs: Sequence[dict[str, Any]]) -> list[Answer]:
     """``[function(**job) for job in jobs]``, a process a core, saying how far."""
     pool = Parallel(n_jobs=len(os.sched_getaffinity(0)), verbose=1)
@@ -57,29 +48,14 @@ class PowerLaw(NamedTuple):
 
     exponent: float
     standard_error: float
-    """The exponent's, from the residuals; NaN for two points, which leave none."""
+    """The exponent's, from the residuals; 0 for two points, which leave none."""
     factor: float
 
 
 def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
-    """Fit the exponent of y over x, by least squares of log y on log x.
-
-    Raises:
-        ValueError: fewer than two points, all at the same x, or one that is not positive.
-    """
-    if len(set(x)) < 2 or len(x) != len(y) or min(*x, *y) <= 0:
-        raise ValueError(
-            f"a power law needs positive points at two or more x; got x = {list(x)}, y = {list(y)}"
-        )
-    log_x, log_y = np.log(x), np.log(y)
-    centred = log_x - log_x.mean()
-    exponent = float(centred @ log_y / (centred @ centred))
-    offset = float(log_y.mean() - exponent * log_x.mean())
-    residuals = log_y - offset - exponent * log_x
-    freedom = len(x) - 2
-    variance = float(residuals @ residuals) / freedom if freedom else math.nan
-    standard_error = math.sqrt(variance / float(centred @ centred))
-    return PowerLaw(exponent, standard_error, math.exp(offset))
+    """Fit the exponent of y over x, by least squares of log y on log x."""
+    line = linregress(np.log(x), np.log(y))
+    return PowerLaw(line.slope, line.stderr, math.exp(line.intercept))
 
 
 class Estimate(NamedTuple):
@@ -113,14 +89,10 @@ def verdict(holds: bool, words: tuple[str, str] = REPRODUCED) -> str:
     return f"**{words[0] if holds else words[1]}**"
 
 
-def new_figure(height: float, rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
-    """Return a figure as wide as the page, and its panels; height in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, **options)
+def figure_of_page_width(height: float, *shape: int, **options: Any) -> tuple[Figure, Any]:
+    """Return a figure, and its panels in rows and columns; height in inches."""
+    figure = new_figure(WIDTH_INCHES, height)
+    return figure, figure.subplots(*shape, **options)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -116,11 +116,11 @@ class Result(msgspec.Struct, frozen=True):
         return float(behind[-1] + 1) / (len(ours) - 1) if len(behind) else 0.0
 
 
-def measure(effort: parts.Effort) -> Result:
+def measure(quick: bool) -> Result:
     """Train on digits, alike and not; then keep white noise in check."""
-    settings = QUICK if effort.quick else Settings()
-    sizes = (4, 8) if effort.quick else (4, 8, 16, 32, 64)
-    seeds = range(1 if effort.quick else 3)
+    settings = QUICK if quick else Settings()
+    sizes = (4, 8) if quick else (4, 8, 16, 32, 64)
+    seeds = range(1 if quick else 3)
     largest = settings.largest
     rings = [("ring", n) for n in sizes]
     networks = [*rings, ("exponential", largest), ("complete", largest)]
@@ -180,7 +180,7 @@ def measure_run(settings: Settings, **cell: Any) -> Run:
 
 def draw(result: Result, path: Path) -> None:
     """Draw a row a kind of data: distance and loss over n, distance over time on the largest."""
-    figure, panels = parts.new_figure(6.2, 2, 3)
+    figure, panels = parts.figure_of_page_width(6.2, 2, 3)
     sizes, largest = result.sizes, result.settings.largest
     for row, data in zip(panels, ("iid", "dirichlet"), strict=True):
         distance, loss, course = row

