@@ -11,7 +11,6 @@ has brought. GB/s is per direction, over the wall time of the slower process.
 from __future__ import annotations
 
 import abc
-import argparse
 import functools
 import os
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.meeting import Meeting
-from support.report import Report, Spread, Table, run_script
+from support.report import Report, Spread, Table, asked, run_script
 from torch import Tensor
 
 from gossipdp import launch
@@ -283,13 +282,10 @@ def row_of(name: str, num_values: int, *ends: list[tuple[float, float]]) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=5, help="one more warms up")
-    parser.add_argument("--quick", action="store_true", help="little data, to see that it works")
-    options = parser.parse_args()
-    megabytes = 2.0 if options.quick else 45.0
-    report = Report("exchange", "Exchange between two processes", quick=options.quick)
-    found = measure(megabytes, options.rounds)
+    quick, rounds = asked(__doc__, rounds=5)
+    megabytes = 2.0 if quick else 45.0
+    report = Report("exchange", "Exchange between two processes", quick)
+    found = measure(megabytes, rounds)
     rows = [
         (row["text"], Spread.of(row["gbps"]).text(), f"{row['median_cpu_ms']:.0f}") for row in found
     ]
@@ -298,7 +294,7 @@ def main() -> None:
             f"{megabytes:g} MB of float32 each way",
             ("", "GB/s each way", "CPU ms"),
             rows,
-            f"Medians of {options.rounds} interleaved rounds (least to greatest), one more "
+            f"Medians of {rounds} interleaved rounds (least to greatest), one more "
             "uncounted; GB/s over the wall time of the slower process, CPU time of that process. "
             "What every round brought was verified.",
         )

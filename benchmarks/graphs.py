@@ -1,9 +1,9 @@
 """Graphs of workers compared: simulated workers, a small language model.
 
-    python benchmarks/graphs.py [--workers 4,8,16] [--seeds 3] [--rows "ring a2cid2"]
+    python benchmarks/graphs.py [--workers 4,8,16] [--seeds 3]
 
-Every row trains the same network on the same batches, at the same learning rate; only the graph,
-the method and the data differ. Exchanges follow the real protocol. The loss is that of the
+Every row trains the same network on the same batches, at the same learning rate; each worker has a
+stretch of the text of its own. Exchanges follow the real protocol. The loss is that of the
 mean model on held-out text, in bits a byte. The consensus distance is a mean over the run, since at
 the end the learning rate is zero and workers agree anyway. Adam's second moment is averaged in
 every 16th exchange.
@@ -41,7 +41,8 @@ CASES = (
 )
 """On a complete graph A2CiD2 is plain gossip. A torus of 4 is the ring; that of 8 is left out."""
 
-CONDITIONS = ("disjoint data", "common data")
+CONDITION = "disjoint data"
+"""Of new runs; stored ones have others too."""
 SETTING = ("workers", "condition", "steps", "learning_rate")
 Run = dict[str, Any]
 """A run's fields: those of SETTING, graph, method, seed, and what was found."""
@@ -52,9 +53,7 @@ def scenario(run: Run) -> Scenario:
     return Scenario(
         graph=run["graph"],
         num_workers=run["workers"],
-        objective=ByteModel(
-            run["condition"] == "disjoint data", batch_size=16, predicted=4, width=8, hidden=32
-        ),
+        objective=ByteModel(disjoint=True, batch_size=16, predicted=4, width=8, hidden=32),
         optimizer=partial(torch.optim.AdamW, lr=run["learning_rate"]),
         num_steps=run["steps"],
         seed=run["seed"],
@@ -85,12 +84,10 @@ class Runs(Simulations):
     def __init__(self, path: Path) -> None:
         super().__init__(path, (*SETTING, "graph", "method", "seed"))
 
-    def find_row(
-        self, condition: str, workers: int, steps: int, case: tuple[str, str], seed: int
-    ) -> Run:
+    def find_row(self, workers: int, steps: int, case: tuple[str, str], seed: int) -> Run:
         """Return a run, from the file or made now."""
         graph, method = case
-        setting = dict(zip(SETTING, (workers, condition, steps, LEARNING_RATE), strict=True))
+        setting = dict(zip(SETTING, (workers, CONDITION, steps, LEARNING_RATE), strict=True))
         run = setting | {"graph": graph, "method": method, "seed": seed}
         return self.find(run, method, lambda: scenario(run), outcome)
 
@@ -139,14 +136,8 @@ def _mean(found: list[Run], name: str) -> float:
     return statistics.fmean(float(run[name]) for run in found)
 
 
-def cases(workers: int, only: str | None) -> list[tuple[str, str]]:
-    """Return the rows for a number of workers; ``only``: such as "ring a2cid2,complete gossip"."""
-    if only is not None:
-        chosen = [tuple(words.split()) for words in only.split(",")]
-        unknown = [each for each in chosen if each not in CASES]
-        if unknown:
-            raise ValueError(f"there is no row {unknown[0]}: the rows are {CASES}")
-        return [each for each in CASES if each in chosen]
+def cases(workers: int) -> list[tuple[str, str]]:
+    """Return the rows for a number of workers."""
     if workers == 4:
         return [each for each in CASES if each[0] in ("ring", "complete")]
     return [each for each in CASES if each[0] != "torus" or workers >= 16]
@@ -155,12 +146,9 @@ def cases(workers: int, only: str | None) -> list[tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--workers", default="4,8,16", help="numbers of workers")
-    parser.add_argument("--data", nargs="+", choices=CONDITIONS, default=CONDITIONS[:1])
-    parser.add_argument("--rows", help='such as "ring a2cid2,complete gossip"; by default all')
-    parser.add_argument("--seeds", type=int, default=3, help="number of them")
+    parser.add_argument("--seeds", type=int, default=3, help="their number; 0 only tabulates")
     parser.add_argument("--steps", type=int, default=150, help="of an ordinary worker")
     parser.add_argument("--runs", type=Path, default=Path("runs/graphs.jsonl"))
-    parser.add_argument("--no-runs", action="store_true", help="only tabulate what has been run")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
     options = parser.parse_args()
     if options.quick:
@@ -168,10 +156,9 @@ def main() -> None:
         options.runs = Path("runs/graphs_quick.jsonl")
     report = Report("graphs", __doc__.split("\n", 1)[0], quick=options.quick)
     runs = Runs(options.runs)
-    seeds, sizes = range(0 if options.no_runs else options.seeds), options.workers.split(",")
-    for seed, condition, workers in product(seeds, options.data, map(int, sizes)):
-        for case in cases(workers, options.rows):
-            runs.find_row(condition, workers, options.steps, case, seed)
+    for seed, workers in product(range(options.seeds), map(int, options.workers.split(","))):
+        for case in cases(workers):
+            runs.find_row(workers, options.steps, case, seed)
     report.tables += tables(runs)
     report.write({"runs": list(runs.known.values())})
 

@@ -10,10 +10,8 @@ says how well this can be measured.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import importlib.util
 import math
 import os
 import tempfile
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.meeting import Meeting
-from support.report import Missing, Report, Spread, Table, interleaved
+from support.report import Report, Spread, Table, asked, interleaved
 from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
@@ -174,20 +172,12 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one run of each row")
-    options = parser.parse_args()
-    report = Report("memory", "How much memory does gossip take, beside DDP?", options.quick)
-    keys = list(ARMS)
-    if importlib.util.find_spec("numba") is None:
-        keys.remove("a2cid2-numba")
-        report.missing.append(Missing(ARMS["a2cid2-numba"][0], "numba is not installed"))
-    else:
-        launch(load_kernels, world_size=1)
-    runs = interleaved(keys, 1 if options.quick else options.rounds, measure)
+    quick, rounds = asked(__doc__, rounds=3)
+    report = Report("memory", "How much memory does gossip take, beside DDP?", quick)
+    launch(load_kernels, world_size=1)
+    runs = interleaved(list(ARMS), rounds, measure)
     drift = Spread.of(float(added) for run in runs["plain"] for added, _ in run).median
-    found = {key: summary(key, runs[key], 0.0 if key == "plain" else drift) for key in keys}
+    found = {key: summary(key, runs[key], 0.0 if key == "plain" else drift) for key in ARMS}
     report.tables.append(table(found))
     report.write({"rows": found, "runs": runs})
 

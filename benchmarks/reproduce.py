@@ -13,7 +13,6 @@ the figure, ``draw`` and ``write`` make figure and text from that structure alon
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import msgspec
 from reproduction import invariant, mixing, pairing, training
 from reproduction.parts import FIGURE, table
 from support.provenance import Provenance, commit_here
+from support.report import run_script
 
 DOCS = Path(__file__).parents[1] / "docs"
 QUICK_OUTPUT = Path("runs/reproduction")
@@ -108,8 +108,7 @@ class Stored(msgspec.Struct, frozen=True):
     result: msgspec.Raw
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Measure and write; returns the exit status, 2 for bad input."""
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,13 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     output = QUICK_OUTPUT if options.quick else DOCS
     names = [name.strip() for name in options.only.split(",") if name.strip()]
-    try:
-        page = reproduce([] if options.rewrite else names, output, options.quick)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"reproduce: {error}\n")
-        return 2
-    sys.stdout.write(f"page: {page}\n")
-    return 0
+    print(f"page: {reproduce([] if options.rewrite else names, output, options.quick)}")
 
 
 def reproduce(names: Sequence[str], directory: Path, quick: bool = False) -> Path:
@@ -164,14 +157,7 @@ def reproduce(names: Sequence[str], directory: Path, quick: bool = False) -> Pat
 def read_stored(directory: Path, name: str) -> Stored | None:
     """Return the stored result of a section; None where there is none."""
     path = _path(directory, name, "json")
-    if not path.exists():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Stored)
-    except msgspec.MsgspecError as error:
-        raise ValueError(
-            f"{path} is not a stored result ({error}): delete it, or measure it again"
-        ) from error
+    return msgspec.json.decode(path.read_bytes(), type=Stored) if path.exists() else None
 
 
 def _path(directory: Path, name: str, ending: str) -> Path:
@@ -226,4 +212,4 @@ def _section(directory: Path, name: str, section: ModuleType) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

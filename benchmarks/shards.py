@@ -12,14 +12,13 @@ what a process takes beyond its imports.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.report import Report, Spread, Table, interleaved, run_script
+from support.report import Report, Spread, Table, asked, interleaved, run_script
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -155,15 +154,11 @@ def measure(case: Case, task: Task) -> dict[str, Any]:
 
 def main() -> None:
     """Run all rows of a table in turn and write it."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="to see that it works")
-    options = parser.parse_args()
-    report = Report("shards", __doc__.split("\n", 1)[0], options.quick)
-    task = Task(num_steps=5, width=32, wait_s=0.01) if options.quick else Task()
+    quick, rounds = asked(__doc__, rounds=3)
+    report = Report("shards", __doc__.split("\n", 1)[0], quick)
+    task = Task(num_steps=5, width=32, wait_s=0.01) if quick else Task()
     cases = [Case(method, is_slow) for is_slow in (True, False) for method in METHODS]
-    num_rounds = 1 if options.quick else options.rounds
-    found = interleaved(cases, num_rounds, lambda case: measure(case, task))
+    found = interleaved(cases, rounds, lambda case: measure(case, task))
     rows = [
         (
             str(case),
@@ -177,7 +172,7 @@ def main() -> None:
     head = ("method and replicas", "samples/s", "MB a process", "exchanges a process")
     size = sum(each.numel() for each in Gpt(task.width).parameters())
     note = (
-        f"Rounds: {num_rounds}. Each process under HSDP: {task.num_steps} steps of "
+        f"Rounds: {rounds}. Each process under HSDP: {task.num_steps} steps of "
         f"{task.wait_s:g} s, batch {BATCH}. Width {task.width}: "
         f"{size:,} parameters."
     )

@@ -9,7 +9,6 @@ as after ``pip install``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 import psutil
-from support.report import Report, Spread, Table, run_script
+from support.report import Report, Spread, Table, asked, run_script
 
 from gossipdp.launcher.spares import Spares
 
@@ -54,17 +53,11 @@ def measure_spare() -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="one round, to see that it works")
-    options = parser.parse_args()
-    rounds = 1 if options.quick else options.rounds
-    report = Report("startup", "The start of a killed worker", quick=options.quick)
+    quick, rounds = asked(__doc__, rounds=7)
+    report = Report("startup", "The start of a killed worker", quick)
     measure_back()  # compiles what is kept on disk, and is not counted
-    back_s, spares = (
-        [measure_back() for _ in range(rounds)],
-        [measure_spare() for _ in range(rounds)],
-    )
+    back_s = [measure_back() for _ in range(rounds)]
+    spares = [measure_spare() for _ in range(rounds)]
     own_mb, cpu_s = (Spread.of(values) for values in zip(*spares, strict=True))
     report.tables.append(
         Table(

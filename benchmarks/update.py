@@ -13,14 +13,13 @@ exchange uses over and over: that is what the copy bound counts.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.report import Report, Spread, Table, interleaved, run_script
+from support.report import Report, Spread, Table, asked, interleaved, run_script
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import Role
@@ -139,12 +138,9 @@ class Released:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--runs", type=int, default=5, help="of each; the figures are medians")
-    parser.add_argument("--quick", action="store_true", help="a small model")
-    options = parser.parse_args()
-    report = Report("update", "The arithmetic of an exchange", quick=options.quick)
-    found = measure(300_000 if options.quick else 11_250_000, options.runs)
+    quick, rounds = asked(__doc__, rounds=5)
+    report = Report("update", "The arithmetic of an exchange", quick)
+    found = measure(300_000 if quick else 11_250_000, rounds)
     rows = [
         (name, spread.text(), f"{found['over_copy_bound'][name]:.2f}")
         for name, spread in found["ms"].items()
@@ -155,7 +151,7 @@ def main() -> None:
             f"{found['parameters']:,} parameters, one core, one thread",
             ("", "ms", "over the copy bound"),
             rows,
-            f"Medians of {options.runs} interleaved runs (least to greatest), one more "
+            f"Medians of {rounds} interleaved runs (least to greatest), one more "
             f"uncounted. The copy moves {found['copy_gb_per_s']:.1f} GB/s, read and written. The "
             "copy bound is the time of that copy for the bytes of one update. The library "
             f"computes with {found['kernels']}.",

@@ -9,6 +9,7 @@ reason; ``benchmarks/run_all.py`` gathers them. Quick runs show nothing, so they
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
@@ -146,6 +147,18 @@ class Report:
         path.write_bytes(encoded + b"\n")
         path.with_suffix(".md").write_text("\n\n".join(lines) + "\n", "utf-8")
         print(f"written: {os.path.relpath(path)}, {path.stem}.md", flush=True)
+
+
+def asked(doc: str, rounds: int) -> tuple[bool, int]:
+    """Read --quick and --rounds of the command; return whether it is quick, and the rounds.
+
+    doc: of the script; rounds: if the command names none. A quick run has one.
+    """
+    parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
+    options = parser.parse_args()
+    return options.quick, 1 if options.quick else options.rounds
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -4,21 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-from graphs import CONDITIONS, LEARNING_RATE, Runs, cases, tables
+from graphs import LEARNING_RATE, Runs, tables
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
 def test_a_run_that_has_ended_is_not_run_again(
-    condition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "runs" / "graphs.jsonl"
-    found = Runs(path).find_row(condition, 4, 8, ("complete", "gossip"), 0)
+    found = Runs(path).find_row(4, 8, ("complete", "gossip"), 0)
     assert 4 < found["loss"] < 9
     assert found["gradient_steps"] == 4 * 8
     monkeypatch.setattr("support.finished_runs.simulate", None)
-    assert Runs(path).find_row(condition, 4, 8, ("complete", "gossip"), 0) == json.loads(
-        path.read_text()
-    )
+    assert Runs(path).find_row(4, 8, ("complete", "gossip"), 0) == json.loads(path.read_text())
 
 
 def test_losses_are_compared_with_those_of_the_same_seeds() -> None:
@@ -44,9 +41,3 @@ def test_the_committed_tables_are_those_of_the_committed_runs() -> None:
     assert LEARNING_RATE in {run["learning_rate"] for run in runs.known.values()}
     page = results.with_suffix(".md").read_text()
     assert all(table.markdown() in page for table in tables(runs))
-
-
-def test_rows_that_are_not_there_are_refused() -> None:
-    assert cases(8, "complete gossip,ring a2cid2") == [("ring", "a2cid2"), ("complete", "gossip")]
-    with pytest.raises(ValueError, match="there is no row"):
-        cases(8, "ring gosip")
