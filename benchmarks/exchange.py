@@ -170,11 +170,7 @@ class ChunkStream(LinkHandler):
 
 
 class LinkTransfer(Transfer):
-    """A link of ours. With shared memory the time includes writing the values there.
-
-    The others begin with values that are ready to be sent; there is room for all chunks, so that
-    what the peer can read after the run is what the run has brought.
-    """
+    """A link of ours. With shared memory the time includes writing the values there."""
 
     def __init__(
         self,

@@ -263,7 +263,7 @@ def measure(
         result = run(replace(tuning, learning_rate=rate, seed=TUNING_SEED))
         if result is None:
             return found
-        found.tried[rate] = math.inf if result.loss is None else result.loss
+        found.tried[rate] = result.loss_or_inf
     found.is_tuned = True
     for seed in range(1, num_seeds + 1):
         result = run(replace(base, learning_rate=found.rate, seed=seed))
@@ -337,7 +337,7 @@ BASELINE = "ddp"
 
 def mean_loss(measured: Measured) -> float:
     """Over the seeds; infinity where one diverged, NaN without any."""
-    losses = [math.inf if one.loss is None else one.loss for one in measured.results.values()]
+    losses = [one.loss_or_inf for one in measured.results.values()]
     return statistics.fmean(losses) if losses else math.nan
 
 

@@ -166,15 +166,8 @@ def unequal(found: Mapping[str, Runs]) -> str:
     return (
         f"A process needs {imported.text('.1f')} s for its imports (Python, torch, the row's own) "
         f"and {started.text('.1f')} s to the end of its first step: scale the kill period by that. "
-        f"The final model was there so many seconds after the end of the time: {ends}. A kill that "
-        "finds nobody in training is missed, so a job that is starting again is spared. The "
-        "supervisor notices a death at once, as no cluster does: DDP's other workers would wait "
-        "for it. A vanished host's worker starts on another host after 0.1 s. torchft's lighthouse "
-        "never dies, and its DDP hook is repaired (benchmarks/support/quality_rows.py). "
-        f"{_spares(every)}"
-        "Checkpoints are on a local disk. gossipdp exchanges through sockets, not shared memory. "
-        "All workers share this machine's cores: if they are few, imports after a death take time "
-        "from those who train."
+        f"The final model was there so many seconds after the end of the time: {ends}. "
+        f"{_spares(every)}What else is not equal: benchmarks/README.md."
     )
 
 

@@ -12,7 +12,9 @@ what a process takes beyond its imports.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,18 +64,10 @@ class Measured:
     exchanges: int
 
 
-class Gpt(nn.Module):
-    """A transformer layer over bytes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, width)
-        self.layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
-        self.head = nn.Linear(width, 256)
-
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Map (batch, length) to logits of shape (batch * length, 256)."""
-        return self.head(self.layer(self.embed(text)).flatten(0, 1))
+def make_net(width: int) -> nn.Sequential:
+    """Return a transformer layer over bytes: (batch, length) to logits (batch, length, 256)."""
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
+    return nn.Sequential(nn.Embedding(256, width), layer, nn.Linear(width, 256))
 
 
 def peak_mb() -> float:
@@ -94,10 +88,10 @@ def train(case: Case, task: Task) -> Measured:
     is_slow = case.is_one_slow and mesh.get_local_rank("replicate") == 1
     wait_s = task.wait_s * (SLOW_FACTOR if is_slow else 1.0)
     torch.manual_seed(0)
-    net = Gpt(task.width)
+    net = make_net(task.width)
     texts = [torch.randint(256, (BATCH, LENGTH + 1)) for _ in range(16)]
     of: DeviceMesh = mesh if case.method == "HSDP" else mesh["shard"]
-    fully_shard(net.layer, mesh=of)
+    fully_shard(net[1], mesh=of)
     fully_shard(net, mesh=of)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     samples = 0
@@ -105,33 +99,28 @@ def train(case: Case, task: Task) -> Measured:
     def step(text: torch.Tensor) -> None:
         nonlocal samples
         time.sleep(wait_s)
-        nn.functional.cross_entropy(net(text[:, :-1]), text[:, 1:].flatten()).backward()
+        logits = net(text[:, :-1]).flatten(0, 1)
+        nn.functional.cross_entropy(logits, text[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
         samples += BATCH
 
     step(texts[0])  # FSDP makes its buffers
-    samples, exchanges = 0, 0
-    num_samples = task.num_steps * BATCH * NUM_REPLICAS * NUM_SHARDS
-    dist.barrier()
-    if case.method == "HSDP":
-        began_s = time.monotonic()
-        for number in range(task.num_steps):
-            step(texts[number % len(texts)])
-        ended_s = time.monotonic()
-    else:
+    samples, model = 0, None
+    batches: Iterable[torch.Tensor] = itertools.islice(itertools.cycle(texts), task.num_steps)
+    if case.method == "gossip":
+        budget = task.num_steps * BATCH * NUM_REPLICAS * NUM_SHARDS
         model = GossipDataParallel(
-            net,
-            optimizer,
-            mesh=mesh["replicate"],
-            comm_rate=1,
-            budget_samples=num_samples,
+            net, optimizer, mesh=mesh["replicate"], comm_rate=1, budget_samples=budget
         )
-        dist.barrier()
-        began_s = time.monotonic()
-        for text in model.batches(texts):
-            step(text)
-        ended_s = time.monotonic()
+        batches = model.batches(texts)
+    dist.barrier()
+    began_s = time.monotonic()
+    for text in batches:
+        step(text)
+    ended_s = time.monotonic()
+    exchanges = 0
+    if model is not None:
         exchanges = model.stats().exchanges
         model.consolidate()
     memory_mb = peak_mb() - before_mb
@@ -170,7 +159,7 @@ def main() -> None:
         for case in cases
     ]
     head = ("method and replicas", "samples/s", "MB a process", "exchanges a process")
-    size = sum(each.numel() for each in Gpt(task.width).parameters())
+    size = sum(each.numel() for each in make_net(task.width).parameters())
     note = (
         f"Rounds: {rounds}. Each process under HSDP: {task.num_steps} steps of "
         f"{task.wait_s:g} s, batch {BATCH}. Width {task.width}: "

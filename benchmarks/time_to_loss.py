@@ -18,7 +18,6 @@ values, to benchmarks/results/time_to_loss_TABLE.{json,md}.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -63,11 +62,6 @@ RATES = {"diloco@64": 0.004}
 --size small --steps 512 --data common, with factors of two."""
 
 
-def _or_inf(loss: float | None) -> float:
-    """Return a loss; infinity if the run had diverged."""
-    return math.inf if loss is None else loss
-
-
 @dataclass(frozen=True)
 class Round:
     """One row of one round. tokens: its run on the table's tokens. time: in the table's time.
@@ -78,31 +72,14 @@ class Round:
     tokens: RunResult
     time: RunResult
 
-    @property
-    def loss(self) -> float:
-        """At equal tokens, bits a byte; infinity where it diverged."""
-        return _or_inf(self.tokens.loss)
-
-    @property
-    def loss_in_time(self) -> float:
-        """At equal time."""
-        return _or_inf(self.time.loss)
-
-    def line(self) -> str:
-        """For progress."""
-        return (
-            f"{self.tokens.samples_per_s:.0f} samples/s, {self.loss:.3f} bits a byte after "
-            f"{self.tokens.ended_s:.1f} s, {self.loss_in_time:.3f} at equal time"
-        )
-
 
 Results = Mapping[str, Sequence[Round]]
 
 
 FIGURES: dict[str, tuple[str, str, Callable[[Round], float]]] = {
     "samples_per_s": ("samples/s", ".0f", lambda one: one.tokens.samples_per_s),
-    "loss": ("loss at equal tokens", ".3f", lambda one: one.loss),
-    "loss_at_equal_time": ("loss at equal time", ".3f", lambda one: one.loss_in_time),
+    "loss": ("loss at equal tokens", ".3f", lambda one: one.tokens.loss_or_inf),
+    "loss_at_equal_time": ("loss at equal time", ".3f", lambda one: one.time.loss_or_inf),
     "bytes_per_parameter_step": (
         "bytes/(parameter, step)",
         ".3g",
@@ -254,12 +231,18 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
             for row in left[turn:] + left[:turn]:
                 settings = replace(base, row=row, learning_rate=rows[row], seed=number + 1)
                 try:
-                    results[row].append(measure_round(settings, runs, hosts))
+                    one = measure_round(settings, runs, hosts)
                 except WorkerFailedError as error:
                     failures[row] = str(error).strip().splitlines()[-1]
                     print(f"{table}, round {number}, {row}: failed\n{error}", file=sys.stderr)
                     continue
-                print(f"{table}, round {number}, {row}: {results[row][-1].line()}", flush=True)
+                results[row].append(one)
+                print(
+                    f"{table}, round {number}, {row}: {one.tokens.samples_per_s:.0f} samples/s, "
+                    f"{one.tokens.loss_or_inf:.3f} bits a byte after {one.tokens.ended_s:.1f} s, "
+                    f"{one.time.loss_or_inf:.3f} at equal time",
+                    flush=True,
+                )
     if hosts is not None and hosts.account:
         links += f"; {hosts.account}"
     for row, why in failures.items():

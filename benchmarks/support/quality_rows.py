@@ -363,19 +363,7 @@ class RowKind:
         return self.row is Gossip and self.method != "none"
 
 
-def _ours(method: Literal["gossip", "a2cid2"]) -> dict[str, RowKind]:
-    """Return the rows of gossipdp by one method; with a period each asks once in H steps."""
-    return {
-        f"{method}{suffix}": RowKind(
-            f"gossipdp, {method}{what}", Gossip, method, options, period="may"
-        )
-        for suffix, what, options in (
-            ("", "", {}),
-            ("_lattice8", ", lattice8", {"wire_format": "lattice8"}),
-        )
-    }
-
-
+LATTICE8 = {"wire_format": "lattice8"}
 KINDS = {
     "ddp": RowKind("DDP, float32", DistributedDataParallel),
     "ddp_bf16": RowKind("DDP, bf16 hook", Bfloat16DDP),
@@ -399,10 +387,14 @@ KINDS = {
     "none": RowKind("no exchange, one average at the end", Gossip, "none"),
     "gossipdp": RowKind("gossipdp, defaults", Gossip, is_default=True),
     "gossipdp_lattice8": RowKind(
-        "gossipdp, defaults, lattice8", Gossip, options={"wire_format": "lattice8"}, is_default=True
+        "gossipdp, defaults, lattice8", Gossip, options=LATTICE8, is_default=True
     ),
-    **_ours("gossip"),
-    **_ours("a2cid2"),
+    "gossip": RowKind("gossipdp, gossip", Gossip, "gossip", period="may"),
+    "gossip_lattice8": RowKind(
+        "gossipdp, gossip, lattice8", Gossip, "gossip", LATTICE8, period="may"
+    ),
+    "a2cid2": RowKind("gossipdp, a2cid2", Gossip, period="may"),
+    "a2cid2_lattice8": RowKind("gossipdp, a2cid2, lattice8", Gossip, "a2cid2", LATTICE8, "may"),
 }
 """By the name that the command takes, without its period."""
 

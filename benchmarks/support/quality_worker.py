@@ -122,6 +122,11 @@ class RunResult(msgspec.Struct, frozen=True):
     comm_rate: float
     seconds: float
 
+    @property
+    def loss_or_inf(self) -> float:
+        """Return the loss; infinity where it diverged."""
+        return math.inf if self.loss is None else self.loss
+
 
 class Text(Gpt):
     """The recipe's task, scored on fewer windows."""

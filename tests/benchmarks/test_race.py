@@ -105,13 +105,6 @@ def test_rows_and_conditions_are_read_in_the_order_of_the_report() -> None:
     assert program.rows == {"ddp": 0.04, "gossipdp": 0.04}
 
 
-def test_a_quick_run_takes_every_row_only_where_that_shows_most() -> None:
-    program = check(Race(quick=True))
-    assert len(program.rows_under("calm")) == len(program.rows) == 8
-    assert program.rows_under("moving") == ["gossipdp"]
-    assert check(Race(quick=True, rows="ddp")).rows_under("moving") == ["ddp"]
-
-
 def test_every_condition_has_a_plan_that_can_be_done() -> None:
     for name, condition in CONDITIONS.items():
         for each in (condition, condition.quick()):
