@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -29,6 +28,7 @@ def run(arguments: SimulateArguments) -> int:
     runs = make_runs(arguments)
     figure = _figure_of(arguments)
 
+    import msgspec
     from rich.console import Console
 
     from gossipdp_lab.progress_bar import ProgressView
@@ -53,8 +53,8 @@ def run(arguments: SimulateArguments) -> int:
     console.print(table(results, first.objective))
     say(*notes(results, first))
     if arguments.json is not None:
-        text = json.dumps(as_json(arguments, runs, results), indent=1, allow_nan=False)
-        arguments.json.write_text(text + "\n", "utf-8")
+        encoded = msgspec.json.encode(as_json(arguments, runs, results))  # NaN and inf as null
+        arguments.json.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
         say(f"results: {arguments.json}")
     figure.parent.mkdir(parents=True, exist_ok=True)
     draw_simulation(results, figure, title=title(arguments))
