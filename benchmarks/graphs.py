@@ -78,18 +78,16 @@ def outcome(trace: Trace) -> dict[str, Any]:
     }
 
 
-class Runs(Simulations):
-    """The runs that have ended."""
+def kept(path: Path) -> Simulations:
+    """Return the runs that have ended."""
+    return Simulations(path, (*SETTING, "graph", "method", "seed"))
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, (*SETTING, "graph", "method", "seed"))
 
-    def find_row(self, workers: int, steps: int, case: tuple[str, str], seed: int) -> Run:
-        """Return a run, from the file or made now."""
-        graph, method = case
-        setting = dict(zip(SETTING, (workers, CONDITION, steps, LEARNING_RATE), strict=True))
-        run = setting | {"graph": graph, "method": method, "seed": seed}
-        return self.find(run, method, lambda: scenario(run), outcome)
+def find(runs: Simulations, workers: int, steps: int, case: tuple[str, str], seed: int) -> Run:
+    """Return a run, from the file or made now."""
+    setting = dict(zip(SETTING, (workers, CONDITION, steps, LEARNING_RATE), strict=True))
+    run = setting | dict(zip(("graph", "method"), case, strict=True)) | {"seed": seed}
+    return runs.find(run, case[1], lambda: scenario(run), outcome)
 
 
 def tables(runs: Simulations) -> list[Table]:
@@ -155,10 +153,10 @@ def main() -> None:
         options.workers, options.seeds, options.steps = "4", 1, 10
         options.runs = Path("runs/graphs_quick.jsonl")
     report = Report("graphs", __doc__.split("\n", 1)[0], quick=options.quick)
-    runs = Runs(options.runs)
+    runs = kept(options.runs)
     for seed, workers in product(range(options.seeds), map(int, options.workers.split(","))):
         for case in cases(workers):
-            runs.find_row(workers, options.steps, case, seed)
+            find(runs, workers, options.steps, case, seed)
     report.tables += tables(runs)
     report.write({"runs": list(runs.known.values())})
 

@@ -207,19 +207,15 @@ class Runs(FinishedRuns[Line]):
         super().__init__(path, Line, key=lambda line: line.key)
         self._commits: set[str] = set()
 
-    def find(self, settings: RunSettings) -> RunResult | None:
-        """Return the result of a run of these settings; None if none is finished."""
+    def result(self, settings: RunSettings, make: Callable[[RunSettings], RunResult]) -> RunResult:
+        """Return the result of a run: of a finished one, or made and kept now."""
         line = self.known.get(settings.key)
         if line is None:
-            return None
+            result = make(settings)
+            line = Line(settings.key, result, Provenance.here(result.seconds))
+            self.keep(line)
         self._commits.add(line.provenance.commit)
         return line.result
-
-    def add(self, settings: RunSettings, result: RunResult) -> None:
-        """Keep a run that has just finished."""
-        line = Line(settings.key, result, Provenance.here(result.seconds))
-        self._commits.add(line.provenance.commit)
-        self.keep(line)
 
     def commits(self) -> str:
         """Return the commits by which the runs that were found or added were made."""
@@ -301,21 +297,18 @@ class Campaign:
 
     def run(self, settings: RunSettings) -> RunResult | None:
         """Return the result of a run, of this call or an earlier one; None if no time is left."""
-        result = self.runs.find(settings)
-        if result is not None:
-            return result
+        is_known = settings.key in self.runs.known
         elapsed_s = time.monotonic() - self._started_s
         minutes = self._benchmark.minutes
-        if minutes is not None and elapsed_s > 60 * minutes:
+        if not is_known and minutes is not None and elapsed_s > 60 * minutes:
             return None
-        text = (
-            f"{settings.row}, {settings.data} data, rate {settings.learning_rate:g}, seed "
-            f"{settings.seed}"
-        )
-        result = run(settings)
-        self.runs.add(settings, result)
-        loss = "diverged" if result.loss is None else f"{result.loss:.4f} bits a byte"
-        print(f"{text}: {loss}, {result.seconds:.0f} s", flush=True)
+        result = self.runs.result(settings, run)
+        if not is_known:
+            print(
+                f"{settings.row}, {settings.data} data, rate {settings.learning_rate:g}, seed "
+                f"{settings.seed}: {result.loss_or_inf:.4f} bits a byte, {result.seconds:.0f} s",
+                flush=True,
+            )
         return result
 
 

@@ -1,14 +1,11 @@
 """Does a model train as well without barriers? 16 simulated workers, a small language model.
 
-Every row trains the same network on the same number of bytes with the same optimizer; only how
-workers agree differs. Exchanges follow the real protocol, and take no time but where a row says so.
-Each row's learning rate is tuned by itself, on a grid of factors of two: from its first rate the
-search goes on, up or down, as long as the loss of the first seed falls. The other seeds are run at
-the best rate. The loss is that of the mean model on held-out text, in bits a byte.
+docs/quality.md says what is trained. Each row's learning rate is tuned by itself, on a grid of
+factors of two: from its first rate the search goes on, up or down, as long as the loss of the first
+seed falls. The other seeds are run at the best rate.
 
-Each run that ends is appended to a file of JSON lines; a run that stands there is not run again. So
-the benchmark can be stopped at any time, and goes on where it was. Writes
-benchmarks/results/quality_simulated.{jsonl,json,md}.
+Each run that ends is appended to a file of JSON lines, and is not run again: the benchmark can be
+stopped at any time. Writes benchmarks/results/quality_simulated.{jsonl,json,md}.
 """
 
 from __future__ import annotations

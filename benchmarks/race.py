@@ -157,7 +157,7 @@ def settings_of(
     """Return the settings of a run, without the options that its row does not have."""
     plan = program.conditions[condition]
     name = RowName.parse(row)
-    is_torchft = name.needs(TORCHFT)
+    is_torchft = KINDS[name.kind].needs is TORCHFT
     # Replicas that do not wait so long for one another never all meet: they come there as they
     # began, each at its own time between two averages.
     between_ms = round((name.period or 0) * benchmark.step_ms)
@@ -263,9 +263,7 @@ def measure_all(benchmark: Race) -> None:
     """
     program = check(benchmark)
     if benchmark.quick:
-        is_default = benchmark.seconds == Race.seconds
-        seconds = QUICK_SECONDS if is_default else benchmark.seconds
-        benchmark = replace(benchmark, seconds=seconds, rounds=1)
+        benchmark = replace(benchmark, seconds=min(benchmark.seconds, QUICK_SECONDS), rounds=1)
     runs = FinishedRuns(benchmark.runs, Run, key=lambda run: run.settings.key)
     campaign = Campaign(runs, benchmark.minutes)
     if benchmark.tune:

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -41,7 +40,7 @@ from support.rows import Gossip
 
 from gossipdp import WorkerFailedError
 from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.faults import FaultInjector, FaultRecord, Process, Target
+from gossipdp.launcher.faults import FaultInjector, FaultRecord, Target
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.supervisor import Ending, Supervisor, WorkerProcess, describe
 
@@ -271,19 +270,6 @@ MAX_EARLY_DEATHS = 3
 """A job that dies so often by itself, without a step in between, is given up."""
 
 
-class RestartedProcess(Process, Protocol):
-    """A process as :class:`Job` needs it; :class:`ScriptWorker` is one."""
-
-    def poll(self) -> Ending | None:
-        """Return how it ended; None while it runs."""
-
-    def kill(self) -> None:
-        """Kill it, and what it started."""
-
-    def close(self) -> None:
-        """Let go of a process that has ended."""
-
-
 class Job:
     """The workers of a row that brings no supervisor, as a cluster would supervise them.
 
@@ -303,7 +289,7 @@ class Job:
     def __init__(
         self,
         num_workers: int,
-        start: Callable[[int, int], RestartedProcess],
+        start: Callable[[int, int], WorkerProcess],
         trains: Callable[[int], bool],
         faults: FaultInjector,
         *,
@@ -316,7 +302,7 @@ class Job:
         self._starts = [0] * num_workers
         self._early_deaths = 0
         self._is_ending = False
-        self.running: dict[int, RestartedProcess] = {}
+        self.running: dict[int, WorkerProcess] = {}
         self.ended_well: set[int] = set()
 
     @property

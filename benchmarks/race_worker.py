@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 from support.hosts import enter
-from support.quality_rows import make_optimizer
+from support.quality_rows import KINDS, make_optimizer
 from support.race_settings import (
     TASK,
     Assignment,
@@ -227,7 +227,7 @@ def make_row(net: nn.Module, settings: RaceSettings, rank: int, address: str | N
         batch_sizes=[TASK.batch_size] * settings.workers,
         periods=name.periods([1.0] * settings.workers),
         make_optimizer=make_optimizer,
-        method=name.method,
+        method=KINDS[name.kind].method,
         options=options,
         own_pace=True,
         host=address or "127.0.0.1",

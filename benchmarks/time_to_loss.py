@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import tyro
 from quality import SIZES, Runs, settings_note
 from support.conditions import CONDITIONS
-from support.hosts import Hosts, missing, probe
+from support.hosts import Hosts, missing
 from support.quality_rows import RowName
 from support.quality_worker import RunResult, RunSettings, num_parameters, run
 from support.report import Missing, Report, Spread, Table, run_script
@@ -106,11 +106,9 @@ def measured_table(results: Results, rates: Mapping[str, float], ideal_s: float)
         ("row", "learning rate", *(head for head, _, _ in FIGURES.values())),
         lines,
         "Losses: of the workers' average on held-out text, in bits a byte. Equal time: "
-        f"{ideal_s:.1f} s, what the tokens take if nobody waits for anybody; a row that needs "
-        "longer trains once more, on fewer tokens, so that it ends then. samples/s: the sum of the "
-        "workers' own speeds. Bytes: sent by a worker's sockets, or, where it has a network, by "
-        "its interface, with headers; a step is a full batch. Comm rate: exchanges, all-reduces or "
-        "averages per worker and step of its own.",
+        f"{ideal_s:.1f} s, what the tokens take if nobody waits for anybody. samples/s: the sum "
+        "of the workers' own speeds. Bytes: sent by a worker's sockets, or, where it has a "
+        "network, by its interface, with headers; a step is a full batch.",
     )
 
 
@@ -219,12 +217,7 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         links = "one machine, all through sockets"
         if hosts is not None:
             stack.enter_context(hosts)
-            seen = probe(hosts)
-            links = (
-                f"as for a model of a million parameters: {hosts.mbits_per_s:.3g} Mbit/s; measured "
-                f"by one TCP connection {seen.mbits_per_s:.3g} Mbit/s, round trip "
-                f"{seen.round_trip_ms:.2f} ms"
-            )
+            links = f"as for a model of a million parameters: {hosts.mbits_per_s:.3g} Mbit/s"
         for number in range(benchmark.rounds):
             left = [row for row in here if row not in failures]
             turn = number % max(1, len(left))
@@ -262,15 +255,8 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
 def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Round:
     """Train a row on the tokens of the table, and once more for its time where that took longer."""
     assert settings.condition is not None
-
-    def result(one: RunSettings) -> RunResult:
-        found = runs.find(one)
-        if found is None:
-            found = run(one, hosts=hosts)
-            runs.add(one, found)
-        return found
-
-    tokens = result(settings)
+    make = partial(run, hosts=hosts)
+    tokens = runs.result(settings, make)
     steps = settings.size.steps
     ideal_s = settings.condition.ideal_s(settings.workers, steps)
     if tokens.loss is None or tokens.ended_s <= SLACK * ideal_s:
@@ -279,7 +265,8 @@ def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Rou
     trained_s = tokens.samples / tokens.samples_per_s
     average_s = tokens.ended_s - trained_s
     fewer = max(1, round(steps * (ideal_s - average_s) / trained_s))
-    return Round(tokens, result(replace(settings, size=replace(settings.size, steps=fewer))))
+    fewer_steps = replace(settings, size=replace(settings.size, steps=fewer))
+    return Round(tokens, runs.result(fewer_steps, make))
 
 
 if __name__ == "__main__":

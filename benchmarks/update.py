@@ -35,16 +35,9 @@ ETA, ALPHA_TILDE = 0.3, 1.3
 
 
 def measure(num_parameters: int, num_runs: int) -> dict[str, Any]:
-    """Measure everything in turn on one core, after one round that is not counted."""
-    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    os.sched_setaffinity(0, {max(cores)})
-    torch.set_num_threads(1)
-    try:
-        works = cases(num_parameters)
-        found = interleaved(list(works), num_runs + 1, lambda name: timed_ms(works[name]))
-    finally:
-        torch.set_num_threads(num_threads)
-        os.sched_setaffinity(0, cores)
+    """Measure everything in turn, after one round that is not counted."""
+    works = cases(num_parameters)
+    found = interleaved(list(works), num_runs + 1, lambda name: timed_ms(works[name]))
     times = {name: Spread.of(runs[1:]) for name, runs in found.items()}
     copy_ms = min(spread.median for name, spread in times.items() if name.startswith("copy"))
     bound_ms = copy_ms * BOUND_BYTES / COPY_BYTES
@@ -139,6 +132,8 @@ class Released:
 
 def main() -> None:
     quick, rounds = asked(__doc__, rounds=5)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
     report = Report("update", "The arithmetic of an exchange", quick)
     found = measure(300_000 if quick else 11_250_000, rounds)
     rows = [

@@ -2,7 +2,6 @@
 
 A process enters one with :func:`enter`; what it starts afterwards stays in it. The kernel
 shapes the links of :class:`ShapedHosts`; a process of its own emulates :class:`EmulatedHosts`.
-:func:`probe` measures what came of it, by plain sockets.
 """
 
 from __future__ import annotations
@@ -10,14 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import socket
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -26,7 +20,6 @@ EMULATOR = Path(__file__).with_name("emulator.py")
 # What passes at once after a pause: a millisecond's bytes, but the kernel's largest frames at least
 # (it cuts what it handed down in larger pieces).
 BURST_S, LEAST_BURST_BYTES, LONGEST_WAIT = 1e-3, 9_000, "20ms"
-PROBE_PORT, PROBE_TIMEOUT_S = 29_399, 60.0
 
 
 def missing(*commands: str) -> str | None:
@@ -186,63 +179,3 @@ class EmulatedHosts(Hosts):
         """See :class:`Hosts`."""
         if self._emulator is not None:
             self.account = f"the emulator {self._emulator.communicate(timeout=20)[0].strip()}"
-
-
-@dataclass(frozen=True)
-class Probed:
-    """mbits_per_s: of payload, one TCP connection after its slow start. round_trip_ms: median."""
-
-    mbits_per_s: float
-    round_trip_ms: float
-
-
-def probe(hosts: Hosts, *, warm_up_s: float = 0.7, measured_s: float = 1.0) -> Probed:
-    """Measure between the first two hosts, one way; what arrives in ``warm_up_s`` does not count.
-
-    A thread is at each end, as a thread can be in a namespace of its own.
-    """
-
-    def serve(listener: socket.socket) -> float:
-        connection, _ = listener.accept()
-        with connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while (byte := connection.recv(1)) == b"p":
-                connection.sendall(byte)
-            counted, room = 0, bytearray(1 << 20)
-            from_s = last_s = time.monotonic() + warm_up_s
-            while num_bytes := connection.recv_into(room):
-                last_s = time.monotonic()
-                if last_s >= from_s:
-                    counted += num_bytes
-        return counted * 8e-6 / (last_s - from_s)
-
-    def send() -> float:
-        enter(hosts.names[1])
-        address = hosts.addresses[0], PROBE_PORT
-        with socket.create_connection(address, timeout=PROBE_TIMEOUT_S) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            trips = []
-            for _ in range(11):
-                sent_s = time.monotonic()
-                connection.sendall(b"p")
-                connection.recv(1)
-                trips.append(time.monotonic() - sent_s)
-            connection.sendall(b"b")
-            data, until_s = bytes(1 << 18), time.monotonic() + warm_up_s + measured_s
-            while time.monotonic() < until_s:
-                connection.sendall(data)
-        return 1e3 * statistics.median(trips)
-
-    def listen() -> socket.socket:
-        enter(hosts.names[0])
-        listener = socket.create_server((hosts.addresses[0], PROBE_PORT))
-        listener.settimeout(PROBE_TIMEOUT_S)
-        return listener
-
-    with (
-        ThreadPoolExecutor(1) as there,
-        ThreadPoolExecutor(1) as here,
-        there.submit(listen).result() as listener,
-    ):
-        arrived, round_trip = there.submit(serve, listener), here.submit(send)
-        return Probed(arrived.result(), round_trip.result())

@@ -29,7 +29,7 @@ class Provenance(msgspec.Struct, frozen=True):
     def here(cls, seconds: float) -> Provenance:
         """Return the provenance of this script on this machine."""
         return cls(
-            command=command(),
+            command=" ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
             version=gossipdp.__version__,
             commit=commit_here(),
             hardware=(
@@ -45,11 +45,6 @@ class Provenance(msgspec.Struct, frozen=True):
         """By what code it was measured, in words."""
         changed = ", with changes that were not committed" if self.commit.endswith("+") else ""
         return f"commit {self.commit.removesuffix('+')}{changed}"
-
-
-def command() -> str:
-    """Return the command of this benchmark, with the path as seen from the repository."""
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def commit_here() -> str:

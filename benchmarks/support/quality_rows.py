@@ -445,18 +445,9 @@ class RowName:
         often = "" if self.per_step == 1 else f", {self.per_step} exchanges a step"
         return KINDS[self.kind].label + every + often
 
-    @property
-    def method(self) -> str:
-        """Return the method of GossipDataParallel."""
-        return KINDS[self.kind].method
-
     def missing(self) -> str | None:
         """Say why it cannot run here; None if it can."""
         return missing_package(KINDS[self.kind].needs)
-
-    def needs(self, packages: Mapping[str, str]) -> bool:
-        """Return whether it is a row of these packages."""
-        return KINDS[self.kind].needs is packages
 
     @classmethod
     def parse_all(cls, text: str) -> list[RowName]:
@@ -467,7 +458,7 @@ class RowName:
         """
         names = [cls.parse(row.strip()) for row in text.split(",")]
         for name in names:
-            if name.needs(TORCHFT):
+            if KINDS[name.kind].needs is TORCHFT:
                 raise ValueError(
                     f"row {name.text!r} needs a lighthouse: benchmarks/race.py has one"
                 )

@@ -13,14 +13,14 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import torch
 from support.conditions import Condition
 from support.hosts import Hosts, bytes_sent, enter
 from support.meeting import Meeting
-from support.quality_rows import RowName, make_optimizer
+from support.quality_rows import KINDS, RowName, make_optimizer
 from support.rows import Row, RowPlan
 from support.sockets import tcp_bytes_sent
 from support.timed_compute import TimedCompute
@@ -156,18 +156,12 @@ def num_parameters(size: Size) -> int:
     return sum(parameter.numel() for parameter in make_task(settings).make_model().parameters())
 
 
-@dataclass(frozen=True)
-class Network:
+class Network(NamedTuple):
     """Hosts as their workers know them: a namespace each, worker 0's address, their interface."""
 
-    namespaces: tuple[str, ...]
+    namespaces: list[str]
     address: str
     interface: str
-
-    @classmethod
-    def of(cls, hosts: Hosts) -> Network:
-        """Describe the network to the workers."""
-        return cls(tuple(hosts.names), hosts.addresses[0], hosts.interface)
 
     def enter(self, rank: int) -> None:
         """Move a worker into its namespace, where it is a machine of its own."""
@@ -193,7 +187,9 @@ def run(settings: RunSettings, hosts: Hosts | None = None) -> RunResult:
         WorkerFailedError: a worker failed, of something else than parameters that diverged.
     """
     started_s = time.monotonic()
-    network = None if hosts is None else Network.of(hosts)
+    network = None
+    if hosts is not None:
+        network = Network(hosts.names, hosts.addresses[0], hosts.interface)
     with tempfile.TemporaryDirectory() as folder:
         Meeting.create(Path(folder) / MEETING, settings.workers)
         try:
@@ -247,7 +243,7 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
         batch_sizes=name.batch_sizes(size.batch_size, speeds),
         periods=name.periods(speeds),
         make_optimizer=make_optimizer,
-        method=name.method,
+        method=KINDS[name.kind].method,
         options=options | {"network": GOSSIP_NETWORK} if options else {},
         own_pace=settings.has_own_pace,
     )

@@ -1,10 +1,8 @@
 """Rounds in turn, medians with their spread, and the place of results, for all benchmarks.
 
-A benchmark prints its tables and writes them, with all that it measured, to
-``benchmarks/results/NAME.{json,md}``: by which command, at which commit, on which hardware, and
-how busy the machine was with other work. Rows that could not be measured stand there with the
-reason; ``benchmarks/run_all.py`` gathers them. Quick runs show nothing, so they write to
-``runs/benchmarks`` and never over results that are committed.
+A benchmark prints its tables and writes them, with all that it measured, its provenance and the
+rows that could not be measured, to ``benchmarks/results/NAME.{json,md}``. Quick runs show nothing,
+so they write to ``runs/benchmarks``.
 """
 
 from __future__ import annotations

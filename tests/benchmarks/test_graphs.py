@@ -4,23 +4,23 @@ import json
 from pathlib import Path
 
 import pytest
-from graphs import LEARNING_RATE, Runs, tables
+from graphs import LEARNING_RATE, find, kept, tables
 
 
 def test_a_run_that_has_ended_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "runs" / "graphs.jsonl"
-    found = Runs(path).find_row(4, 8, ("complete", "gossip"), 0)
+    found = find(kept(path), 4, 8, ("complete", "gossip"), 0)
     assert 4 < found["loss"] < 9
     assert found["gradient_steps"] == 4 * 8
     monkeypatch.setattr("support.finished_runs.simulate", None)
-    assert Runs(path).find_row(4, 8, ("complete", "gossip"), 0) == json.loads(path.read_text())
+    assert find(kept(path), 4, 8, ("complete", "gossip"), 0) == json.loads(path.read_text())
 
 
 def test_losses_are_compared_with_those_of_the_same_seeds() -> None:
     losses = {("ring", 0): 2.0, ("ring", 1): 3.03, ("complete", 1): 3.0, ("complete", 2): 9.0}
-    runs = Runs(Path("none"))
+    runs = kept(Path("none"))
     for (graph, seed), loss in losses.items():
         setting = {"workers": 8, "condition": "common data", "steps": 3, "learning_rate": 0.1}
         row = {"graph": graph, "method": "a2cid2" if graph == "ring" else "gossip", "seed": seed}
@@ -36,7 +36,7 @@ def test_losses_are_compared_with_those_of_the_same_seeds() -> None:
 
 def test_the_committed_tables_are_those_of_the_committed_runs() -> None:
     results = Path(__file__).parents[2] / "benchmarks" / "results" / "graphs.json"
-    runs = Runs(Path("none"))
+    runs = kept(Path("none"))
     runs.known = {runs.key(run): run for run in json.loads(results.read_text())["result"]["runs"]}
     assert LEARNING_RATE in {run["learning_rate"] for run in runs.known.values()}
     page = results.with_suffix(".md").read_text()
