@@ -48,15 +48,12 @@ OF_64: tuple[What, ...] = ("stop", "slow 16")  # of the exponential graph: each 
 RATES: tuple[float | None, ...] = (1.0, None)
 BEGINS_S, AFTER_S = 4.0, 4.0
 LASTS_S: dict[What, float] = {"stop": 8.0, "bad link": 40.0}
-OTHERS_LAST_S = 4.0
 ENDLESS: tuple[What, ...] = (*SLOW, "poisoned")
-SHOWN_S = 20.0
+OTHERS_LAST_S, SHOWN_S = 4.0, 20.0
 SHARE, LEAST_SHARE = 0.9, 0.8
-SPARE = 1.5
-"""A worker that chooses its rate exchanges at most so many times that rate in all."""
+SPARE = 1.5  # a worker that chooses its rate exchanges at most so many times that rate in all
 
-NUM_WORKERS, REAL_BEGINS_S, EVENT_S, FIRST_STEP_S = 4, 4.0, 8.0, 30.0
-BEFORE_S = 2.0
+NUM_WORKERS, BEFORE_S, REAL_BEGINS_S, EVENT_S, FIRST_STEP_S = 4, 2.0, 4.0, 8.0, 30.0
 RESTARTS, SPARE_IS_READY_S = ("--max-restarts", "1", "--spares", "1"), 16.0
 
 
@@ -302,13 +299,10 @@ def measure_real(
 ) -> list[dict[str, Any]]:
     """Let four workers meet each event, in turn with three alone; pool the rounds by window."""
     found = interleaved(["alone", *events], rounds, lambda event: real(event, rate))
-    others = range(NUM_WORKERS - 1)
-    rows = []
-    for event, runs in found.items():
-        lasts_s = runs[0]["lasts_s"]
-        if event == "alone":
-            usual = rate_of(runs, others, -BEFORE_S, EVENT_S)
-            continue
+    others, rows = range(NUM_WORKERS - 1), []
+    usual = rate_of(found["alone"], others, -BEFORE_S, EVENT_S)
+    for event in events:
+        runs, lasts_s = found[event], found[event][0]["lasts_s"]
         begins_s = [WINDOW_S * number for number in range(1, round(lasts_s / WINDOW_S))]
         rates = [
             math.nan if event == "first step" else rate_of(runs, others, -BEFORE_S, 0.0),
@@ -346,9 +340,8 @@ def main() -> None:
     name = "independence" + "_real" * options.real + "_auto" * (options.rate == "auto")
     report = Report(name, "One worker misbehaves: the others' exchanges", quick=options.quick)
     if options.real:
-        report.write(
-            {"runs": measure_real(options.rate, rounds, options.events.split(","), report)}
-        )
+        runs = measure_real(options.rate, rounds, options.events.split(","), report)
+        report.write({"runs": runs})
         return
     found = simulate(rounds, report)
     report.write({"rows": found})

@@ -35,7 +35,6 @@ class CompletedExchange:
     Attributes:
         peer: the other end.
         initiated: whether this end asked for it.
-        asked_s: when this end sent the proposal that was accepted; None if the peer asked.
         started_s, ended_s: from the agreement to the last chunk applied here, by
             :func:`~gossipdp.links.clock.since_boot_s`.
         half_squared_distance: half the squared distance to the peer, over trained parameters.
@@ -43,7 +42,6 @@ class CompletedExchange:
 
     peer: int
     initiated: bool
-    asked_s: float | None
     started_s: float
     ended_s: float
     half_squared_distance: float

@@ -95,7 +95,7 @@ class GossipLoop(LinkHandler):
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
         self._progress = 0  # bytes of chunks at the exchange's latest progress
-        self._asked_s = self._exchange_started_s = 0.0
+        self._exchange_started_s = 0.0
         self._held_before_s = 0.0
         self._processor_before = 0.0, 0.0  # as the exchange began: of this thread, of the codec
         self.codec = make_codec(wire_format, state, self.transport.allocate)
@@ -153,18 +153,15 @@ class GossipLoop(LinkHandler):
                 self.perform(self.protocol.heard(peer, link.last_heard_s))
         self._note_progress(now)
         self.perform(self.protocol.poll(now))
-        self._look_at_processor(now)
+        rate, watch = self.protocol.exchange_rate, self._idle_watch
+        if rate is not None and watch is not None and (idle := watch.look(now)) is not None:
+            rate.saw_idle(*idle)
         self._report_addresses(now)
         addresses = self.protocol.membership.addresses()
         for peer in self._dialer.due(addresses, now):
             self.transport.dial(peer, *addresses[peer])
         self._pump()
         self.snapshot = self._publisher.snapshot(now)
-
-    def _look_at_processor(self, now: float) -> None:
-        rate, watch = self.protocol.exchange_rate, self._idle_watch
-        if rate is not None and watch is not None and (idle := watch.look(now)) is not None:
-            rate.saw_idle(*idle)
 
     def _report_addresses(self, now: float) -> None:
         """Report the live workers' addresses to the supervisor, if they have changed."""
@@ -272,8 +269,6 @@ class GossipLoop(LinkHandler):
     def _perform_next(self, action: Action) -> None:
         match action:
             case Send(peer=peer, message=envelope):
-                if isinstance(envelope.message, Propose):
-                    self._asked_s = self.clock()
                 self._post(peer, envelope)
             case Begin():
                 self._begin(action)
@@ -489,11 +484,9 @@ class GossipLoop(LinkHandler):
 
     def _finish(self, exchange: Exchange) -> None:
         now = self.clock()
-        initiated = exchange.id.initiator == self.protocol.rank
         completed = CompletedExchange(
             exchange.link.peer,
-            initiated,
-            self._asked_s if initiated else None,
+            exchange.id.initiator == self.protocol.rank,
             self._exchange_started_s,
             now,
             half_squared_distance=0.5 * exchange.squared_distance,

@@ -60,7 +60,7 @@ class Quota:
                 self.cores, self._group = cores, group
 
     def used(self) -> _Used:
-        """Return what was used so far; of this process alone if the group's time is hidden.
+        """Return what was used so far; the time of this process alone in the first version.
 
         Without a limit it does not matter.
         """
@@ -68,13 +68,7 @@ class Quota:
             return _Used()
         lines = (self._group / "cpu.stat").read_text("ascii").splitlines()
         stat = {name: int(number) for name, number in map(str.split, lines)}
-        of_group = self._group / "cpuacct.usage"  # of the first version, if it is mounted there
-        if "usage_usec" in stat:
-            used_s = stat["usage_usec"] / 1e6
-        elif of_group.exists():
-            used_s = int(of_group.read_text("ascii")) / 1e9
-        else:
-            used_s = time.process_time()
+        used_s = stat["usage_usec"] / 1e6 if "usage_usec" in stat else time.process_time()
         return _Used(used_s, stat.get("nr_periods", 0), stat.get("nr_throttled", 0))
 
 
@@ -89,24 +83,20 @@ def _limits() -> Iterator[tuple[float, Path]]:
             continue
         top = GROUPS / kinds
         group = top / path.lstrip("/")
+        files = "cpu.cfs_quota_us cpu.cfs_period_us" if kinds else "cpu.max"
         for each in (group, *group.parents):
             try:
-                yield _first_version(each) if kinds else _second_version(each), each
+                yield _cores(each, files), each
             except (OSError, ValueError):  # it sets no limit
                 pass
             if each == top:
                 break
 
 
-def _first_version(group: Path) -> float:
-    quota_us = int((group / "cpu.cfs_quota_us").read_text("ascii"))
-    period_us = int((group / "cpu.cfs_period_us").read_text("ascii"))
-    return quota_us / period_us if quota_us > 0 else math.inf
-
-
-def _second_version(group: Path) -> float:
-    quota_us, period_us = (group / "cpu.max").read_text("ascii").split()
-    return math.inf if quota_us == "max" else int(quota_us) / int(period_us)
+def _cores(group: Path, files: str) -> float:
+    text = " ".join((group / name).read_text("ascii") for name in files.split())
+    quota_us, period_us = text.split()
+    return math.inf if quota_us in ("max", "-1") else int(quota_us) / int(period_us)
 
 
 @final

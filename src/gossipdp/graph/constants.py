@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import networkx as nx
 
 FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.intp]
 
 # Rounding of the eigenvalues that the checks allow.
 SPECTRUM_TOLERANCE = 1e-6
@@ -236,13 +235,10 @@ class Constants:
         return {worker: dict(sorted(rates.items())) for worker, rates in adjacency.items()}
 
     @cached_property
-    def _positions(self) -> IndexArray:
-        return np.searchsorted(self.workers, np.array(self.edges).reshape(-1, 2))
-
-    @cached_property
     def _spectrum(self) -> Spectrum:
+        positions = np.searchsorted(self.workers, np.array(self.edges).reshape(-1, 2))
         rates = np.array(self.rates)
-        return _spectrum_of(len(self.workers), self._positions.tobytes(), rates.tobytes())
+        return _spectrum_of(len(self.workers), positions.tobytes(), rates.tobytes())
 
 
 class LiveGraph:

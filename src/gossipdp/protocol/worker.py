@@ -654,7 +654,9 @@ class WorkerProtocol:
                     settled.append(action)
         settled += self._review_members(now)
         settled += self._set_available(now)
-        self._announce_done()
+        # Wait while its own proposal or exchange is open: once all are done, no exchange can begin.
+        if self.is_done and not self.pairing.is_initiating:
+            self.membership.set_status(Status.DONE)
         outward: list[Action] = []
         for action in [*settled, *self._consolidate(now)]:
             match action:
@@ -803,8 +805,3 @@ class WorkerProtocol:
     def _watch(self, now: float) -> None:
         """Have the failure detector watch those whose silence matters."""
         self.detector.watch(self._presence.watched(is_held="hold" in self._closed_for), now)
-
-    def _announce_done(self) -> None:
-        # Wait while its own proposal or exchange is open: once all are done, no exchange can begin.
-        if self.is_done and not self.pairing.is_initiating:
-            self.membership.set_status(Status.DONE)

@@ -75,14 +75,6 @@ LIMITS = {
         0.3,
     ),
     "the first version": (
-        {
-            "cpu,cpuacct/pod/cpu.cfs_quota_us": "50000",
-            "cpu,cpuacct/pod/cpu.cfs_period_us": "100000",
-        },
-        "3:cpu,cpuacct:/pod\n0::/\n",
-        0.3,
-    ),
-    "the first version, its time mounted elsewhere": (
         {"cpu/pod/cpu.cfs_quota_us": "50000", "cpu/pod/cpu.cfs_period_us": "100000"},
         "3:cpu:/pod\n0::/\n",
         0.4,
@@ -110,8 +102,6 @@ def test_what_a_container_may_not_use_is_not_idle(name, throttled, tmp_path, mon
             usage = "" if "cpu.cfs" in folder.name else f"usage_usec {used_ms}000\n"
             stat = f"nr_periods {periods}\nnr_throttled {throttled}\n{usage}"
             folder.with_name("cpu.stat").write_text(stat)
-            if "cpuacct" in folder.parts[-3]:
-                folder.with_name("cpuacct.usage").write_text(f"{used_ms}000000\n")
 
     tell(7000, 100, 30)
     times_s = iter([1.0, 1.1])

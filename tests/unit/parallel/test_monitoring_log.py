@@ -77,7 +77,7 @@ def test_each_exchange_is_written_once_with_its_times(tmp_path: Path) -> None:
     log, stats = model._monitoring._log, model._engine.stats()
     assert log is not None
     times = [log.writer.started_s + at for at in (1.0, 2.0, 3.0)]
-    ended = tuple(CompletedExchange(1, True, None, at_s, at_s + 0.5, 0.0) for at_s in times)
+    ended = tuple(CompletedExchange(1, True, at_s, at_s + 0.5, 0.0) for at_s in times)
     for number in (2, 3):
         log._stats = lambda number=number: replace(
             stats, exchanges_initiated=number, recent_exchanges=ended[:number]
