@@ -2,10 +2,11 @@
 
     python benchmarks/memory.py [--rounds 3]
 
-Two workers train a ResNet-18 of 11.2M parameters, first alone, then wrapped; the difference of the
-process's memory (PSS: pages shared with others count in parts) is what the wrapper holds. Wrapping
-twice counts twice, so every row is a run of its own. The first row trains on without a wrapper: it
-says how well this can be measured.
+Four workers on a ring train a ResNet-18 of 11.2M parameters, first alone, then wrapped. On a
+complete graph, as of two workers, A2CiD2 would be plain gossip, without a momentum. The difference
+of the process's memory (PSS: pages shared with others count in parts) is what the wrapper holds.
+Wrapping twice counts twice, so every row is a run of its own. The first row trains on without a
+wrapper: it says how well this can be measured.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gossipdp_lab.baselines import leave
 from gossipdp_lab.tasks.images import cifar_resnet18
 
 NUM_STEPS_BEFORE, NUM_EXCHANGES, MOST_STEPS = 2, 4, 200
-BATCH_SIZE = 2
+NUM_WORKERS, BATCH_SIZE = 4, 2
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
@@ -88,8 +89,12 @@ def _wrap(
     """Return the model to train, and a function that counts its exchanges."""
     if arm in ("a2cid2", "gossip"):
         wrapped = GossipDataParallel(
-            net, optimizer, method=arm, counting=Counting(samples_per_step=BATCH_SIZE)
-        )  # type: ignore[arg-type]
+            net,
+            optimizer,
+            method=arm,  # type: ignore[arg-type]
+            graph="ring",
+            counting=Counting(samples_per_step=BATCH_SIZE),
+        )
         return wrapped, lambda: wrapped.stats().exchanges
     if arm.startswith("ddp"):
         net = nn.parallel.DistributedDataParallel(
@@ -124,13 +129,13 @@ def load_kernels() -> None:
 
 
 def measure(key: str) -> list[tuple[int, int]]:
-    """One run of two workers."""
+    """One run of all workers."""
     _, arm, variables = ARMS[key]
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder) / "meeting"
-        Meeting.create(meeting, 2)
+        Meeting.create(meeting, NUM_WORKERS)
         return launch(
-            run_worker, world_size=2, args=(arm, meeting), environment=variables, timeout_s=300.0
+            run_worker, NUM_WORKERS, (arm, meeting), environment=variables, timeout_s=300.0
         )
 
 
