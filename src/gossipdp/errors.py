@@ -4,7 +4,7 @@
     ├── RendezvousError      workers did not find one another in time, or a port is in use
     ├── RefusedError         another worker refused us: model, method, graph, rate, secret differ
     │   └── SupersededError  another process has this worker's rank and place in the run
-    ├── PeerLostError        a worker that we waited for died or fell silent
+    ├── PeerLostError        a worker that we waited for is gone, or all are since we stood still
     ├── ModelChangedError    parameters were moved, replaced or unfrozen behind the wrapper's back
     ├── PoisonedError        this worker's parameters turned NaN or infinite
     └── WorkerFailedError    a worker started by the launcher ended with an error
@@ -31,7 +31,10 @@ class SupersededError(RefusedError):
 
 
 class PeerLostError(GossipError):
-    """A worker that an operation needed died, or showed no life for longer than the time-out."""
+    """A worker that an operation needed died, or showed no life for longer than the time-out.
+
+    Also raised by one that stood still itself, and then finds no other in the run.
+    """
 
 
 class ModelChangedError(GossipError):

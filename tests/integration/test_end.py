@@ -1,10 +1,12 @@
 """Real workers at the end of a run, and the lines that their users read."""
 
+import hashlib
 import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import FOR_EVER_S, wait_until
 
-from gossipdp import Checkpoints, Counting, GossipDataParallel, Network, WorkerFailedError
+from gossipdp import (
+    Checkpoints,
+    Counting,
+    GossipDataParallel,
+    Network,
+    PeerLostError,
+    WorkerFailedError,
+)
 from gossipdp.links.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
@@ -75,6 +84,43 @@ def test_a_forgotten_consolidate_is_said_once(workers: Callable[..., Any], tmp_p
     assert "worker 0 ends" in said
     workers(forget, 2, (tmp_path, True))
     assert "ends without" not in said_in(tmp_path)
+
+
+def wake_after_the_end(log: Path, trains_on: bool) -> tuple[int, str]:
+    """Let worker 0 end the run while 1 stands still; return the digest of what it saved."""
+    model, step = wrap(log, timeout_s=1.0, counting=Counting(samples_per_step=8))
+    sleeper, saved = log / "sleeper", log / "model.pt"
+    wait_until(lambda: model.stats().exchanges >= 3, "the workers exchange", step)
+    if model.rank == 1:
+        sleeper.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+        def go_on() -> None:
+            while trains_on:
+                step()
+                time.sleep(0.01)
+            model.consolidate()
+
+        with pytest.raises(PeerLostError, match=r"stood still for .* that the others saved"):
+            go_on()
+        with pytest.raises(PeerLostError):
+            model.save_averaged(saved)
+        return 0, ""
+    wait_until(sleeper.exists, "worker 1 stands still")
+    wait_until(lambda: has_noticed_a_death(model), "worker 1 counts as dead", step)
+    result = model.consolidate()
+    model.save_averaged(saved)
+    os.kill(int(sleeper.read_text()), signal.SIGCONT)
+    return result.world_size, hashlib.sha256(saved.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("trains_on", [True, False])
+def test_one_that_wakes_after_the_end_says_so_and_saves_nothing(
+    workers: Callable[..., Any], tmp_path: Path, trains_on: bool
+) -> None:
+    (num_averaged, digest), _ = workers(wake_after_the_end, 2, (tmp_path, trains_on))
+    assert num_averaged == 1
+    assert hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest() == digest
 
 
 def forget_long_after_a_death(log: Path) -> None:

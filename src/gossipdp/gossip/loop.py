@@ -29,6 +29,7 @@ from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
 from gossipdp.logs import OnceLog, printable
 from gossipdp.protocol.actions import (
     Begin,
+    LeftBehind,
     Notice,
     Reach,
     Rebuilt,
@@ -287,6 +288,13 @@ class GossipLoop(LinkHandler):
                 self._dialer.want(action.neighbours | action.dead, self.clock())
             case Superseded(reason=reason):
                 raise SupersededError(reason)
+            case LeftBehind(stood_still_s=seconds):
+                raise PeerLostError(
+                    f"worker {self.protocol.rank} stood still for {seconds:.3g} s, and no other "
+                    "worker is in the run now: they have ended it, or died. This one's parameters "
+                    "are not the run's: take the model that the others saved, or start the run "
+                    "again from its checkpoints"
+                )
             case _:
                 self.sums.perform(action)
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from gossipdp.errors import SupersededError
+from gossipdp.errors import PeerLostError, SupersededError
 from gossipdp.gossip.loop import LONGEST_TURN_S, GossipLoop
 
 logger = logging.getLogger("gossipdp")
@@ -19,6 +19,8 @@ logger = logging.getLogger("gossipdp")
 Result = TypeVar("Result")
 
 JOIN_TIMEOUT_S = 5.0
+ENDS = (SupersededError, PeerLostError)
+"""What ends a worker without a fault of its gossip thread."""
 
 
 class Background(Generic[Result]):
@@ -136,7 +138,7 @@ class GossipThread:
 
     def check(self) -> None:
         """Raise the exception that ended the thread, if any."""
-        if isinstance(self._failure, SupersededError):
+        if isinstance(self._failure, ENDS):
             raise self._failure
         if self._failure is not None:
             raise RuntimeError("the gossip thread has failed") from self._failure
@@ -162,7 +164,7 @@ class GossipThread:
             with self._loop.its_thread():
                 self._turn_until_closed()
         except BaseException as error:
-            if not isinstance(error, SupersededError):
+            if not isinstance(error, ENDS):
                 logger.exception("the gossip thread has failed")
             self._failure = error
         finally:

@@ -149,7 +149,17 @@ class Superseded:
     reason: str
 
 
-LifeAction: TypeAlias = Notice | Unlink | Reach | Rebuilt | Superseded
+@dataclass(frozen=True)
+class LeftBehind:
+    """End this worker: it stood still for ``stood_still_s``, and finds nobody in the run any more.
+
+    The others have ended, or have died. Its parameters are older than theirs.
+    """
+
+    stood_still_s: float
+
+
+LifeAction: TypeAlias = Notice | Unlink | Reach | Rebuilt | Superseded | LeftBehind
 """The actions that keep a run alive through failures."""
 
 # --- sums over a tree: actions on the parameters ----------------------------------------------

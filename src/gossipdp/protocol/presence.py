@@ -9,6 +9,11 @@ dead, replaced, and is awake again. They outbid each other's record and dial eac
 with the lower process id, which is that of the earlier life, ends once the other has answered at
 its own address: so the record of a process that has died, or never lived, ends no worker. A process
 also ends if peers that are linked to a later process of its rank turn it away for a time-out.
+
+*A worker left behind.* One that stood still for half a time-out may have been left out of the end.
+If it is awake again and finds nobody, it ends: it must not train on alone, nor call itself the run.
+What comes in its first tenth of a time-out may have been sent before. A last survivor that did not
+stand still goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +22,14 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gossipdp.protocol.actions import Notice, NoticeKind, Reach, Rebuilt, Superseded
+from gossipdp.protocol.actions import (
+    LeftBehind,
+    Notice,
+    NoticeKind,
+    Reach,
+    Rebuilt,
+    Superseded,
+)
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Verdict
 from gossipdp.protocol.members import Member, Membership, Status
 from gossipdp.protocol.neighbours import Neighbourhood
@@ -28,6 +40,8 @@ FORGET_AFTER = 24.0
 FOUND_DEAD_WITHIN = 3.0
 """In time-outs: a dead worker is found dead so soon after its last word. If this worker heard it
 longer ago, others heard it since, and the moment of its last word is not known here."""
+BUFFERED_FOR = 0.1
+"""In time-outs: a live peer says something so often."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,9 @@ class CloseIfSilent:
     reason: str
 
 
-PresenceAction: TypeAlias = DetectorAction | CloseIfSilent | Notice | Reach | Rebuilt | Superseded
+PresenceAction: TypeAlias = (
+    DetectorAction | CloseIfSilent | Notice | Reach | Rebuilt | Superseded | LeftBehind
+)
 
 
 @dataclass
@@ -84,6 +100,9 @@ class Presence:
         # Others have turned this process away as an older one since then; inf: they have not.
         self._outdated_since = math.inf
         self._has_given_way = False
+        # Since when it is awake again, if nobody was heard since then, and how long it stood still.
+        self._awake_since: float | None = None
+        self._stood_still_s = 0.0
         self._unreachable: set[int] = set()
         self._lives: dict[int, _Life] = {}
         self._notices: list[Notice] = []  # since the last review
@@ -100,6 +119,9 @@ class Presence:
 
     def heard(self, peer: int, now: float) -> None:
         """Note a sign of life from ``peer``; without a link, it is no answer yet."""
+        awake_since = self._awake_since
+        if awake_since is not None and now > awake_since + BUFFERED_FOR * self._timeout_s:
+            self._awake_since = None
         life = self._lives.get(peer)
         if life is not None and life.is_silent and not life.is_lost and peer in self._peers:
             self._end_silence(peer, life, "answered", now)
@@ -112,8 +134,11 @@ class Presence:
             self._note(peer, "silent", now, life.since)
 
     def stood_still(self, since: float, now: float) -> None:
-        """Note that this worker itself did not run."""
-        self._note(self.rank, "stopped", now, since)
+        """Note that this worker itself did not run; it counts as stopped after a time-out."""
+        if now - since >= self._timeout_s:
+            self._note(self.rank, "stopped", now, since)
+        if self._has_others:
+            self._awake_since, self._stood_still_s = now, now - since
 
     def dialled_in_vain(self, peer: int) -> bool:
         """Note that a dial to ``peer``, which is not linked, failed; return whether to watch it.
@@ -188,6 +213,9 @@ class Presence:
             actions += self._meet_rival()
         actions += self._notices
         self._notices.clear()
+        if self._awake_since is not None and not self._has_others and not self._has_left:
+            self._awake_since = None
+            actions.append(LeftBehind(self._stood_still_s))
         if now >= self._neighbourhood.next_deadline():
             rebuilt = self._neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
             if rebuilt is not None:
@@ -196,12 +224,20 @@ class Presence:
 
     def watched(self, *, is_held: bool) -> set[int]:
         """Return the peers whose silence matters: neighbours, linked, or dialled in vain."""
-        if self._membership.own.status is Status.LEFT:
+        if self._has_left:
             return set()
         candidates = {*self._peers, *self._unreachable}
         if not is_held:  # else no neighbour may have been dialled yet
             candidates |= self._neighbourhood.rates.keys()
         return {peer for peer in candidates if peer != self.rank and self._membership.is_live(peer)}
+
+    @property
+    def _has_left(self) -> bool:
+        return self._membership.own.status is Status.LEFT
+
+    @property
+    def _has_others(self) -> bool:
+        return any(rank != self.rank for rank in self._membership.live())
 
     # --- notices ---------------------------------------------------------------------------
 

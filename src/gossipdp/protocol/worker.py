@@ -606,8 +606,7 @@ class WorkerProtocol:
         slept_s = now - self._last_input
         if not self.timeout_s / 2 < slept_s < math.inf:
             return
-        if slept_s >= self.timeout_s:
-            self._presence.stood_still(self._last_input, now)
+        self._presence.stood_still(self._last_input, now)
         self._progressed_at = now
         self._began_at += slept_s
         self._proposal_due = self._free_due = now + self.timeout_s
