@@ -89,11 +89,7 @@ def _wrap(
     """Return the model to train, and a function that counts its exchanges."""
     if arm in ("a2cid2", "gossip"):
         wrapped = GossipDataParallel(
-            net,
-            optimizer,
-            method=arm,  # type: ignore[arg-type]
-            graph="ring",
-            counting=Counting(samples_per_step=BATCH_SIZE),
+            net, optimizer, method=arm, graph="ring", counting=Counting(samples_per_step=BATCH_SIZE)
         )
         return wrapped, lambda: wrapped.stats().exchanges
     if arm.startswith("ddp"):
@@ -132,8 +128,7 @@ def measure(key: str) -> list[tuple[int, int]]:
     """One run of all workers."""
     _, arm, variables = ARMS[key]
     with tempfile.TemporaryDirectory() as folder:
-        meeting = Path(folder) / "meeting"
-        Meeting.create(meeting, NUM_WORKERS)
+        Meeting.create(meeting := Path(folder) / "meeting", NUM_WORKERS)
         return launch(
             run_worker, NUM_WORKERS, (arm, meeting), environment=variables, timeout_s=300.0
         )
