@@ -105,7 +105,7 @@ class Device:
 
     def mark(self) -> "Mark":
         """Return a new mark, which was not left anywhere yet."""
-        return _Past()
+        return Mark()
 
     def is_capturing(self) -> bool:
         """Return True if what the calling thread asks for is recorded in a graph, and not done."""
@@ -145,40 +145,27 @@ class Device:
         return None
 
 
-class Mark(abc.ABC):
-    """A place in the work of a stream; it can be left again, further on."""
+class Mark:
+    """A place in the work of a stream; it can be left again, further on.
 
-    @abc.abstractmethod
+    This one is of host memory, where all work is done when its call returns. That of a queued
+    device overrides every method.
+    """
+
     def leave(self) -> None:
         """Move behind all that the calling thread has queued on its stream."""
 
-    @abc.abstractmethod
     def precede(self) -> None:
         """Make all that the calling thread queues from now on wait; the host does not wait.
 
         It waits for this place, even if the mark is left elsewhere later.
         """
 
-    @abc.abstractmethod
     def wait(self) -> None:
         """Return when the work before it is done; at once, if it was never left."""
 
-    @abc.abstractmethod
     def is_past(self) -> bool:
         """Return True if :meth:`wait` would return at once."""
-
-
-@final
-class _Past(Mark):
-    """A mark in host memory, where all work is done when its call returns."""
-
-    def leave(self) -> None: ...
-
-    def precede(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def is_past(self) -> bool:
         return True
 
 
