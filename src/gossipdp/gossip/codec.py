@@ -65,7 +65,6 @@ FORMATS = {
     # in the link's queue, where verdicts would wait behind them.
     "lattice8": WireFormat(rounded=(Role.MOMENT,), is_coded=True, window=6, most_queued=2),
 }
-WIRE_FORMATS = tuple(FORMATS)
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -381,7 +380,5 @@ def _blocks(flat: Tensor, chunk: Chunk) -> Tensor:
 
 
 def make_codec(name: str, state: State, allocate: Allocate | None = None) -> Codec:
-    """Return the codec of the form ``name``, one of ``WIRE_FORMATS``, for all exchanges."""
-    if name not in FORMATS:
-        raise ValueError(f"unknown wire_format {name!r}; choose one of: {', '.join(WIRE_FORMATS)}")
+    """Return the codec of the form ``name``, one of ``FORMATS``, for all exchanges."""
     return Codec(FORMATS[name], state, allocate)

@@ -5,12 +5,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gossipdp.logs import OF_RUN
 from gossipdp.rules import (
     DEFAULT_GRAPH,
     Checked,
+    WireFormatName,
     at_least_0,
     at_least_1,
     comm_rate,
@@ -36,12 +37,6 @@ def _instance_of(kind: type, name: str, value: Any) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r}: give gossipdp.{kind.__name__}(...)")
     return value
-
-
-def _wire_format(name: str, value: Any) -> Any:
-    from gossipdp.gossip.codec import WIRE_FORMATS  # imports torch, which commands need not
-
-    return one_of(WIRE_FORMATS, name, value)
 
 
 def _resume(name: str, value: Any) -> PathLike:
@@ -206,7 +201,7 @@ class Options(Checked):
     graph: Any = DEFAULT_GRAPH
     comm_rate: float | str | None = option(None, comm_rate)
     method: str = option("a2cid2", partial(one_of, METHODS))
-    wire_format: str = option("full", _wire_format)
+    wire_format: str = option("full", partial(one_of, get_args(WireFormatName)))
     budget_samples: int | None = option(None, at_least_1)
     seed: int = option(0, whole_number)
     mesh: Any = None

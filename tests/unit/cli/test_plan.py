@@ -10,7 +10,7 @@ from gossipdp.cli.main import main
 from gossipdp.cli.plan import BYTES_OF_A_VALUE, WRITTEN
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.codec import WIRE_FORMATS, make_codec
+from gossipdp.gossip.codec import FORMATS, make_codec
 from gossipdp.links.tls import Tls, tls_files
 from gossipdp.rules import WireFormatName
 
@@ -88,7 +88,7 @@ def test_a_rate_of_links_that_are_not_given(capsys, words):
 
 
 def test_it_counts_the_bytes_that_an_exchange_sends():
-    assert tuple(BYTES_OF_A_VALUE) == WIRE_FORMATS == get_args(WireFormatName)
+    assert tuple(BYTES_OF_A_VALUE) == tuple(FORMATS) == get_args(WireFormatName)
     values = torch.zeros(1 << 16)
     state = State([Segment(values, Role.TRAINED)])
     for name, num_bytes in BYTES_OF_A_VALUE.items():

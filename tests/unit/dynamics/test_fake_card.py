@@ -10,7 +10,7 @@ from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import AcceleratorDevice
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.codec import WIRE_FORMATS, make_codec
+from gossipdp.gossip.codec import FORMATS, make_codec
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 
 ON_CARD = pytest.mark.usefixtures("card")
@@ -70,7 +70,7 @@ def test_events_of_chunks(dtype, has_momenta):
 
 
 @DTYPES
-@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+@pytest.mark.parametrize("wire_format", FORMATS)
 @ON_CARD
 def test_each_form_in_which_chunks_travel(dtype, wire_format):
     state = state_of(dtype, has_momenta=True)

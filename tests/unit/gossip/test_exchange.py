@@ -13,7 +13,7 @@ from links import MemoryLink
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.codec import FORMATS, WIRE_FORMATS, PoisonFound, make_codec
+from gossipdp.gossip.codec import FORMATS, PoisonFound, make_codec
 from gossipdp.gossip.exchange import Exchange
 from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType
 from gossipdp.protocol.messages import ExchangeId
@@ -107,7 +107,7 @@ def test_chunks_of_another_exchange_or_out_of_turn_are_not_taken():
         assert exchanges[1].landing(CHUNK, key) is None
 
 
-@pytest.mark.parametrize("name", WIRE_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_an_exchange_ends_although_a_state_travels_on_its_link(name):
     """A transfer keeps its chunks queued all the time; that holds up none of the exchange's."""
     states, codecs = pair(name, mixed_state)
@@ -244,7 +244,7 @@ def mixed_state(seed: int, scale: float = 1.0) -> State:
     return State(segments)
 
 
-@pytest.mark.parametrize("name", WIRE_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_format_conserves_the_mean_of_z(name):
     """It differs by the rounding of the sums alone: 1e-15 for values in float64.
 
@@ -269,7 +269,7 @@ def test_every_format_conserves_the_mean_of_z(name):
     assert distances[-1] < 1e-3 * distances[0]
 
 
-@pytest.mark.parametrize("name", WIRE_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_both_ends_apply_the_same_delta_with_opposite_signs(name):
     states, codecs = pair(name, mixed_state)
     random = Random(1)
@@ -360,7 +360,7 @@ def test_workers_that_exchange_other_moments_are_known_by_their_description():
 
 def test_bytes_at_the_link():
     sent = {}
-    for name in WIRE_FORMATS:
+    for name in FORMATS:
         for dtype in (torch.float32, torch.bfloat16):
             states, codecs = pair(name, dtype=dtype, num_elements=60_000, chunk_bytes=1 << 17)
             _, ends = exchange(states, codecs, Random(0))
@@ -493,7 +493,7 @@ def test_hostile_steps_and_codes_end_in_a_repeat_or_in_nothing_applied():
         links[0].queue.clear()
 
 
-@pytest.mark.parametrize("name", WIRE_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_no_format_sends_poison(name):
     for seed in range(5):  # either half of the chunk comes first
         states, codecs = pair(name)
@@ -502,8 +502,3 @@ def test_no_format_sends_poison(name):
             exchange(states, codecs, Random(seed))
         assert found.value.ours
         assert not torch.isnan(x_and_z(states[1])[0]).any()
-
-
-def test_an_unknown_format_is_refused():
-    with pytest.raises(ValueError, match="choose one of: full, bfloat16, lattice8"):
-        make_codec("float7", make_state(0))
