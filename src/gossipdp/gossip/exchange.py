@@ -107,8 +107,12 @@ class Exchange:
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes of this exchange and earlier ones that its link has moved."""
-        return self.link.moved_of(*EXCHANGE_TYPES)
+        """Return the bytes of this exchange and earlier ones that its link has moved, either way.
+
+        Messages and heartbeats do not count, nor do headers.
+        """
+        counts = self.link.chunk_bytes_sent, self.link.chunk_bytes_received
+        return sum(count[frame_type] for count in counts for frame_type in EXCHANGE_TYPES)
 
     def pump(self) -> None:
         """Take and send snapshots as far as the window and the link's queue allow.

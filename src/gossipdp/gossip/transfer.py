@@ -65,7 +65,6 @@ CONFIRMS_FOR_S = 60.0
 
 TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | OfferTraining
 OnEnd: TypeAlias = Callable[[Exception | None], None]
-Sink: TypeAlias = Callable[[Chunk, Tensor], None]
 Unfold: TypeAlias = Callable[[bytes], Sequence[Tensor]]
 _Piece: TypeAlias = tuple[int, Callable[[Tensor], bool]]
 
@@ -125,7 +124,8 @@ class _Sender:
             slot = self._slots[self.num_sent % SLOTS][:num_bytes]
             if not read(slot):
                 return
-            key = ChunkKey(link.peer, link.peer_incarnation, self.counter, self.num_sent)
+            incarnation = link.peer_identity.incarnation
+            key = ChunkKey(link.peer, incarnation, self.counter, self.num_sent)
             self.num_sent += 1
             self._next = next(self.pieces, None)
             link.send_chunk(frame_type, key, tensor_bytes(slot))
@@ -154,7 +154,7 @@ class _Fetch:
     num_breaks: int = 0
 
 
-def _parameters(chunks: Sequence[Chunk], most_bytes: int, sink: Sink) -> Iterator[Tensor]:
+def _parameters(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Tensor]:
     """Yield rooms for another worker's parameters, laid out as this one's (equal fingerprints)."""
     slot = torch.empty(most_bytes, dtype=torch.uint8)
     for chunk in chunks:
@@ -163,7 +163,7 @@ def _parameters(chunks: Sequence[Chunk], most_bytes: int, sink: Sink) -> Iterato
         values = room.view(chunk.x.dtype)
         if chunk.role.is_averaged and not is_finite(values):
             raise ValueError("its parameters or buffers hold NaN or infinity")
-        sink(chunk, values)
+        chunk.replace(values)
 
 
 def _training(num_layout_bytes: int, unfold: Unfold) -> Iterator[Tensor]:
@@ -284,13 +284,13 @@ class Transfers:
 
     # Taking.
 
-    def fetch(self, peer: int, sink: Sink, on_end: OnEnd, timeout_s: float) -> None:
-        """Ask ``peer`` for its parameters; ``sink`` gets every chunk and the values for it.
+    def fetch(self, peer: int, on_end: OnEnd, timeout_s: float) -> None:
+        """Ask ``peer`` for its parameters, and take them over chunk by chunk.
 
         ``on_end`` is called once, in the loop's thread, with None or an error. ``timeout_s`` is the
         longest time without progress.
         """
-        rooms = _parameters(self._chunks, self._most_bytes, sink)
+        rooms = _parameters(self._chunks, self._most_bytes)
         self._begin(_Fetch(peer, on_end, timeout_s, rooms, room=next(rooms, None)))
 
     def fetch_training(self, peer: int, unfold: Unfold, on_end: OnEnd, timeout_s: float) -> None:

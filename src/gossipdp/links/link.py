@@ -72,12 +72,6 @@ class Link(abc.ABC):
         return self.peer_identity.rank
 
     @property
-    @final
-    def peer_incarnation(self) -> int:
-        """The incarnation with which the peer's process began."""
-        return self.peer_identity.incarnation
-
-    @property
     def is_shared(self) -> bool:
         return False
 
@@ -93,15 +87,6 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def queued_of(self, *frame_types: FrameType) -> int:
         """Return the number of queued chunks that have one of these types."""
-
-    @final
-    def moved_of(self, *frame_types: FrameType) -> int:
-        """Return the bytes of such chunks that went either way, as a sign of progress.
-
-        Messages and heartbeats do not count, nor do headers.
-        """
-        counts = self.chunk_bytes_sent, self.chunk_bytes_received
-        return sum(count[frame_type] for count in counts for frame_type in frame_types)
 
     @abc.abstractmethod
     def send_control(self, data: bytes) -> None:

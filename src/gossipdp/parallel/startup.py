@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import RendezvousError, SupersededError
 from gossipdp.gossip.joining import RunEndingError, ask_members
@@ -427,7 +426,7 @@ class Startup:
         children: set[int] = set()
         if self.resumption is None:
             if self.rank > 0:
-                fetch_parameters(thread, loop, (self.rank - 1) // 2, Chunk.replace, timeout_s)
+                fetch_parameters(thread, loop, (self.rank - 1) // 2, timeout_s)
             children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.world_size))
         served: Future[None] = Future()
         self._call(lambda: loop.serve_state(children, lambda: served.set_result(None)))

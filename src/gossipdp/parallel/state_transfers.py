@@ -18,13 +18,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.state import State
 from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.sums import Average
 from gossipdp.gossip.thread import GossipThread
-from gossipdp.gossip.transfer import OnEnd, Sink, TurnedAwayError
+from gossipdp.gossip.transfer import OnEnd, TurnedAwayError
 from gossipdp.parallel.options import Network
 from gossipdp.parallel.training_state import Arriving
 
@@ -38,14 +37,9 @@ TRAINING_BYTES_PER_BYTE = 32
 OTHER_TRAINING_BYTES = 64 << 20
 
 
-def fetch_parameters(
-    thread: GossipThread, loop: GossipLoop, peer: int, sink: Sink, timeout_s: float
-) -> None:
-    """Take one worker's parameters; raises PeerLostError.
-
-    ``sink`` is called with each chunk and its values, in the gossip thread.
-    """
-    _run(thread, lambda on_end: loop.transfers.fetch(peer, sink, on_end, timeout_s))
+def fetch_parameters(thread: GossipThread, loop: GossipLoop, peer: int, timeout_s: float) -> None:
+    """Take one worker's parameters; raises PeerLostError."""
+    _run(thread, lambda on_end: loop.transfers.fetch(peer, on_end, timeout_s))
 
 
 def fetch_training(
@@ -92,7 +86,7 @@ def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Ne
                 if training is None:
                     training = fetch_training(thread, loop, state, donor, patience_s)
                     giver = donor
-                fetch_parameters(thread, loop, donor, Chunk.replace, patience_s)
+                fetch_parameters(thread, loop, donor, patience_s)
                 return training
             except PeerLostError as error:
                 thread.check()

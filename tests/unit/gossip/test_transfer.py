@@ -6,7 +6,7 @@ import pytest
 import torch
 from links import MemoryLink
 
-from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError
 from gossipdp.gossip.transfer import (
@@ -69,7 +69,7 @@ class End:
             self.unsent.append((peer, message))
 
     def fetch(self, peer):
-        self.transfers.fetch(peer, Chunk.replace, self.ended.append, TIMEOUT_S)
+        self.transfers.fetch(peer, self.ended.append, TIMEOUT_S)
 
     def keep(self, *sizes: int, text: bytes = b"some text", fill: int = 1) -> list[torch.Tensor]:
         """Have optimizers whose tensors take so many bytes, each filled with another number."""

@@ -346,7 +346,7 @@ def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world):
         newer.dial(node)
         world.until(lambda n=newer, b=before: n.handler.links and b.handler.of("link_down"))
         assert node.link(newer).peer_identity.process_id == newer.transport.identity.process_id
-    assert node.link(new).peer_incarnation == 3
+    assert node.link(new).peer_identity.incarnation == 3
     old.dial(node)
     world.until(lambda: old.handler.of("refused"))
     assert "newer incarnation (3)" in str(old.handler.of("refused")[0][1])

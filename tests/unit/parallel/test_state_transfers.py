@@ -88,10 +88,10 @@ class Peers:
             answer.copy(source, room)
         on_end(None)
 
-    def fetch(self, peer: int, sink: Any, on_end: Any, timeout_s: float) -> None:
+    def fetch(self, peer: int, on_end: Any, timeout_s: float) -> None:
         self.asked[f"parameters of {peer}"] += 1
         for chunk, values in self.chunks:
-            sink(chunk, values)
+            chunk.replace(values)
         on_end(self._next(self.parameters[peer]))
 
     @staticmethod
