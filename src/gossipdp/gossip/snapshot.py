@@ -6,11 +6,10 @@ changes. Each turn replaces the snapshot as a whole, so one that a thread holds 
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TypeAlias
 
 from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
@@ -23,7 +22,8 @@ from gossipdp.protocol.worker import WorkerProtocol
 RECENT_EXCHANGES = 16
 MAX_NOTICES = 1000
 LOOK_AT_OTHERS_EVERY_S = 0.2
-_Bytes: TypeAlias = tuple[int, int, int, int]
+_BYTES = "bytes_sent", "bytes_received", "shared_bytes_sent", "shared_bytes_received"
+"""The names of these counts in :class:`.Counters` and :class:`.Link`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Publisher:
         self._exchange_seconds = 0.0
         self._num_chunks = self._num_repeated = 0
         self._notices: tuple[Notice, ...] = ()
-        self._ended_bytes: _Bytes = (0, 0, 0, 0)  # of links that have ended
+        self._ended_bytes: Counter[str] = Counter()  # of links that have ended
         self._others_due_s = -math.inf
         self._version = -1
         self._members: tuple[Member, ...] = ()
@@ -98,7 +98,7 @@ class Publisher:
 
     def link_down(self, link: Link) -> None:
         """Keep the bytes of a link that has ended."""
-        self._ended_bytes = _summed([self._ended_bytes, _bytes(link)])
+        self._ended_bytes.update({name: getattr(link, name) for name in _BYTES})
 
     def snapshot(self, now: float) -> LoopSnapshot:
         """Return the state of the run now."""
@@ -117,9 +117,7 @@ class Publisher:
             self._progress = protocol.progress.by_rank()
             times = {rank: protocol.progress.stepped_at(rank) for rank in self._progress}
             self._stepped_s = {rank: at_s for rank, at_s in times.items() if at_s is not None}
-        sent, received, shared_sent, shared_received = _summed(
-            [self._ended_bytes, *map(_bytes, self._links.values())]
-        )
+        links = self._links.values()
         step_seconds, rate = protocol.clock.step_seconds, protocol.exchange_rate
         return LoopSnapshot(
             counters=Counters(
@@ -136,10 +134,10 @@ class Publisher:
                 exchange_seconds=self._exchange_seconds,
                 chunks_exchanged=self._num_chunks,
                 chunks_repeated=self._num_repeated,
-                bytes_sent=sent,
-                bytes_received=received,
-                shared_bytes_sent=shared_sent,
-                shared_bytes_received=shared_received,
+                **{
+                    name: self._ended_bytes[name] + sum(getattr(link, name) for link in links)
+                    for name in _BYTES
+                },
             ),
             num_ticks=protocol.clock.num_ticks,
             others_samples=protocol.progress.others_samples,
@@ -153,14 +151,3 @@ class Publisher:
             progress=self._progress,
             stepped_s=self._stepped_s,
         )
-
-
-def _bytes(link: Link) -> _Bytes:
-    """Return the bytes of a link: sent, received, and both by shared memory."""
-    shared = link.shared_bytes_sent, link.shared_bytes_received
-    return link.bytes_sent, link.bytes_received, *shared
-
-
-def _summed(counts: Iterable[_Bytes]) -> _Bytes:
-    one, two, three, four = map(sum, zip(*counts, strict=True))
-    return one, two, three, four
