@@ -196,7 +196,7 @@ class Stage(enum.Enum):
 
     OPENING = "opening"  # acceptor: the dialler's Hello is due
     CHALLENGED = "challenged"  # acceptor: the dialler's Proof is due
-    OPENED = "opened"  # dialler: Challenge (in TLS Welcome) or Refused is due
+    OPENED = "opened"  # dialler: Challenge or Refused is due
     PROVED = "proved"  # dialler: Welcome or Refused is due
     DONE = "done"
     REFUSED = "refused"
@@ -236,7 +236,8 @@ class Handshake:
         self.wanted_rank = wanted_rank
         self.peer: Identity | None = None
         self.refusal: Refusal | None = None
-        self.stage = Stage.OPENED if dialler else Stage.OPENING
+        # Inside TLS a dialler has nothing to prove.
+        self.stage = (Stage.OPENED if secret else Stage.PROVED) if dialler else Stage.OPENING
         self._identity = identity
         self._secret = secret
         self._admit = admit
@@ -306,7 +307,6 @@ class Handshake:
             self._body_bytes = length
 
     def _take_message(self, message: _Message) -> None:
-        is_plain = self._secret is not None
         match self.stage, message:
             case Stage.OPENING, _Hello():
                 self._take_nonce(message.nonce)
@@ -314,7 +314,7 @@ class Handshake:
                 ours, theirs = self._identity.run_id, message.identity.run_id
                 if ours != theirs:
                     self.refuse(Refusal("run_id", ours, theirs))
-                elif is_plain:
+                elif self._secret is not None:
                     self.stage = Stage.CHALLENGED
                     self._send(_Challenge(self._nonce))
                 else:
@@ -324,13 +324,11 @@ class Handshake:
                     self._decide()
                 else:
                     self.refuse(Refusal("secret"))
-            case Stage.OPENED, _Challenge() if is_plain:
+            case Stage.OPENED, _Challenge():
                 self._take_nonce(message.nonce)
                 self.stage = Stage.PROVED
                 self._send(_Proof(self._prove("dialler", self.wanted_rank)))
             case Stage.PROVED, _Welcome():
-                self._take_welcome(message)
-            case Stage.OPENED, _Welcome() if not is_plain:
                 self._take_welcome(message)
             case ((Stage.OPENED | Stage.PROVED), _Refused()):
                 self._take_refused(message)
