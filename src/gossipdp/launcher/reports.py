@@ -14,6 +14,7 @@ import socket
 import stat
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 
 import msgspec
@@ -106,14 +107,10 @@ class ReportChannel:
     def take(self) -> list[Report]:
         """Return the reports that have arrived, without those that do not parse. Never block."""
         reports = []
-        try:
+        with suppress(OSError):  # nothing more, or closed
             while data := self.receiver.recv(MAX_REPORT_BYTES):
-                try:
+                with suppress(msgspec.MsgspecError):
                     reports.append(msgspec.json.decode(data, type=Report))
-                except msgspec.MsgspecError:
-                    continue
-        except OSError:  # nothing more, or closed
-            pass
         return reports
 
     def close(self) -> None:

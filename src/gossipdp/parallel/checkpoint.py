@@ -42,7 +42,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics import update
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import state_layout
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
@@ -451,7 +450,7 @@ def _newest_good(
 def _mean_of_z(
     base: Mapping[str, Tensor], files: Iterable[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Average z over files, one at a time; take integers from the base."""
+    """Average z in double precision over files, one at a time; take integers from the base."""
     kept = {name: tensor for name, tensor in base.items() if name.startswith("model/")}
     sums = {
         name: torch.zeros_like(tensor, dtype=torch.float64)
@@ -462,15 +461,8 @@ def _mean_of_z(
     for tensors in files:
         count += 1
         for name, total in sums.items():
-            total += _z(tensors, name.removeprefix("model/"))
+            for kind, share in (("model", 1.0), ("pending", 1.0), ("c", 0.5)):
+                part = tensors.get(name.replace("model", kind, 1))
+                if part is not None:
+                    total.add_(part, alpha=share)
     return kept | {name: (total / count).to(kept[name].dtype) for name, total in sums.items()}
-
-
-def _z(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return x + pending + c/2, whose mean exchanges conserve, in double precision."""
-    x = tensors[f"model/{name}"].double()
-    pending, c = (tensors.get(f"{kind}/{name}") for kind in ("pending", "c"))
-    pending = torch.zeros_like(x) if pending is None else pending.double()
-    z = torch.empty_like(x)
-    update.read_z(z, x, pending, None if c is None else c.double())
-    return z
