@@ -236,8 +236,8 @@ class Handshake:
         self.wanted_rank = wanted_rank
         self.peer: Identity | None = None
         self.refusal: Refusal | None = None
-        # Inside TLS a dialler has nothing to prove.
-        self.stage = (Stage.OPENED if secret else Stage.PROVED) if dialler else Stage.OPENING
+        first = Stage.PROVED if secret is None else Stage.OPENED  # in TLS it need not prove itself
+        self.stage = first if dialler else Stage.OPENING
         self._identity = identity
         self._secret = secret
         self._admit = admit
