@@ -4,7 +4,6 @@ import json
 import sys
 import time
 
-import card
 import pytest
 from card import PARTS, ROOT, Part, Settings, run_apart
 from support.report import Spread
@@ -51,17 +50,6 @@ def test_the_page_shows_the_measured_figures() -> None:
     assert f"without a peer: {chunks[32][0]:.0f} ms." in page
     assert f"after {found['rejoin']['lost_s']:.2f} s" in page
     assert f"after {found['rejoin']['restarted_s']:.1f} s" in page
-
-
-def test_without_a_card_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(card.torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["card.py"])
-    with pytest.raises(SystemExit) as ended:
-        card.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "There is no card here, so nothing was measured.\n"
 
 
 def test_a_part_that_fails_or_hangs_says_why() -> None:

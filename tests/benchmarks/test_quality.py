@@ -11,11 +11,7 @@ import support.report
 import torch
 from quality import (
     TUNING_SEED,
-    Measured,
     QualityBenchmark,
-    check,
-    loss_std,
-    mean_loss,
     measure,
     measure_all,
 )
@@ -49,14 +45,6 @@ def result(loss: float | None, sent: float = 6.0) -> RunResult:
         samples=1_000,
         comm_rate=1.0,
         seconds=20.0,
-    )
-
-
-def measured(*losses: float | None, sent: float = 6.0) -> Measured:
-    return Measured(
-        tried={0.004: 3.2, 0.008: 3.0, 0.016: 3.4},
-        is_tuned=True,
-        results={seed: result(loss, sent) for seed, loss in enumerate(losses, start=1)},
     )
 
 
@@ -110,23 +98,6 @@ def test_a_row_is_a_kind_and_a_period():
     assert often.label == "gossipdp, gossip, lattice8, 4 exchanges a step"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rates": "0.004,0.009"}, "twice the one before"),
-        ({"seeds": 0}, "--seeds is 0"),
-        ({"rows": "dpp"}, "there is no row 'dpp'"),
-        ({"rows": "diloco"}, "needs a period, such as diloco@16"),
-        ({"rows": "ddp@4"}, "has no period: write ddp"),
-        ({"rows": "diloco@0"}, "at least 1"),
-        ({"rows": "gossip@2/3"}, "@1/3 is for gossip"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_runs(changes: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        check(replace(QualityBenchmark(), **changes))
-
-
 def test_the_outer_step_is_nesterovs():
     torch.manual_seed(0)
     net = nn.Linear(3, 2)
@@ -142,11 +113,6 @@ def test_the_outer_step_is_nesterovs():
     torch.testing.assert_close(after, expected)
     net.weight.data.add_(1.0)  # the anchor stays where the outer step left it
     torch.testing.assert_close(outer.drift()[:6], torch.ones(6))
-
-
-def test_a_row_of_which_a_seed_diverged_has_no_mean():
-    assert loss_std(measured(3.0, 3.2)) == pytest.approx(math.sqrt(0.02))
-    assert (mean_loss(measured(3.3, None)), loss_std(measured(3.3, None))) == (math.inf, None)
 
 
 def test_a_second_call_goes_on_where_the_first_was_stopped(

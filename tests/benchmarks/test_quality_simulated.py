@@ -12,7 +12,6 @@ from support.finished_runs import MOST_WIDENINGS
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[2]
-ROW = "gossip, H = 8"
 
 
 def test_the_gradients_written_by_hand_are_those_of_autograd() -> None:
@@ -44,10 +43,6 @@ def test_the_search_ends_where_the_loss_rises_both_ways(best: int) -> None:
     assert tune(loss_at, 0.01) == pytest.approx(0.01 * 2.0**best)
     assert asked[:2] == [0.01, 0.02], "upwards first: the best rates of gossip are high"
     assert len(set(asked)) == len(asked) <= 1 + MOST_WIDENINGS
-
-
-def test_a_row_that_gets_better_for_ever_has_the_last_rate_that_was_tried() -> None:
-    assert tune(lambda rate: -rate, 1.0) == 2.0**MOST_WIDENINGS
 
 
 def run_of(

@@ -1,6 +1,5 @@
 """Tests of the race: what is asked for, what is kept, the supervisor of a job, figures, a run."""
 
-import copy
 import itertools
 import math
 import signal
@@ -18,13 +17,9 @@ import torch
 from race import Campaign, Race, check, measure_rows, missing_rows, settings_of, tune
 from race_report import (
     Run,
-    as_json,
-    draw,
     lost_seconds,
-    median_curve,
     share_of_calm,
     table,
-    unequal,
 )
 from race_run import (
     MAX_EARLY_DEATHS,
@@ -39,7 +34,6 @@ from race_run import (
 from race_worker import Bytes, Life, make_save
 from support.finished_runs import FinishedRuns
 from support.provenance import Provenance
-from support.quality_rows import OuterNesterov
 from support.race_conditions import CONDITIONS
 from support.race_settings import HEADER, TASK, CheckpointFiles, RaceSettings, Shelf
 from support.rows import OneOptimizer, RowPlan
@@ -82,20 +76,6 @@ def run_of(row: str, condition: str = "calm", **figures: float) -> Run:
 
 def replace_settings(**changes: object) -> RaceSettings:
     return msgspec.structs.replace(SETTINGS, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"conditions": "calm,strom"}, "there is no condition 'strom'"),
-        ({"workers": 1}, "--workers"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_runs(
-    changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(replace(Race(), **changes))  # type: ignore[arg-type]
 
 
 def test_rows_and_conditions_are_read_in_the_order_of_the_report() -> None:
@@ -289,22 +269,6 @@ def test_a_death_ends_the_whole_job_which_starts_again() -> None:
     assert [(each.rank, each.missed) for each in fake.injector.records] == [(1, None)]
 
 
-def test_none_starts_again_before_all_of_the_job_are_gone() -> None:
-    fake = FakeJob("kill 1 at 10s", whole=True)
-    fake.step()
-    fake.all_train()
-    fake.step()
-    lingers = fake.life(0)
-    lingers.kill = lambda: None  # type: ignore[method-assign]  # it hangs in the kernel
-    fake.step(after_s=10.0)
-    fake.step()
-    fake.step(after_s=5.0)
-    assert len(fake.started) == 3
-    lingers.send(signal.SIGKILL)
-    fake.step()
-    assert fake.names[3:] == [(0, 1), (1, 1), (2, 1)]
-
-
 def test_a_replica_is_started_again_alone() -> None:
     fake = FakeJob("kill 1 at 10s", whole=False)
     fake.step()
@@ -341,16 +305,6 @@ def test_a_job_that_dies_by_itself_before_it_trains_is_given_up() -> None:
     with pytest.raises(WorkerFailedError, match="worker 0 ended with exit code 1 before it"):
         fake.step()
     assert len(fake.started) == 2 * MAX_EARLY_DEATHS
-
-
-def test_after_its_end_a_job_is_killed_and_starts_nobody() -> None:
-    fake = FakeJob("kill 1 at 10s", whole=False)
-    fake.step()
-    fake.job.end()
-    assert not fake.step()
-    assert all(each.ending is not None for each in fake.started)
-    assert not fake.step(after_s=1.0)
-    assert len(fake.started) == 3
 
 
 def test_a_shelf_shows_what_was_left_last(tmp_path: Path) -> None:
@@ -479,16 +433,6 @@ def from_checkpoint_of(folder: Path) -> dict[str, object]:
     return loaded
 
 
-def test_the_outer_optimizer_goes_on_from_its_state() -> None:
-    nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
-    one, two = (OuterNesterov(net) for net in nets)
-    one.step(torch.tensor([0.5, 1.0]))
-    two.load(copy.deepcopy(one.state()))
-    for outer in (one, two):
-        outer.step(torch.tensor([0.25, -1.0]))
-    assert torch.equal(nets[0].weight, nets[1].weight)
-
-
 def test_a_shelf_gets_only_models_that_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,19 +522,6 @@ def test_the_best_of_each_column_is_bold_whoever_has_it() -> None:
     assert ours[5] == "-"  # nothing befell it
 
 
-def test_the_report_of_what_is_there(tmp_path: Path) -> None:
-    runs = found()
-    conditions = {name: CONDITIONS[name] for name in ("calm", "kills10", "kills30")}
-    runs["kills30"] = {"gossipdp": [], "ddp": []}
-    assert "3.0" in unequal(runs)
-    data = as_json(runs)
-    assert data["kills10"]["ddp"]["samples"] == 52_000
-    assert len(data["kills10"]["gossipdp"]["runs"]) == 3
-    assert data["kills30"] == {}
-    draw(tmp_path / "race.png", runs, conditions)
-    assert (tmp_path / "race.png").stat().st_size > 1_000
-
-
 @pytest.mark.parametrize(
     ("spares", "with_spare"),
     [("none", []), ("gossipdp", ["gossipdp"]), ("torchft", ["gossipdp", "ddp_torchft"])],
@@ -606,19 +537,3 @@ def test_who_has_a_spare_interpreter(spares: Any, with_spare: list[str]) -> None
     assert found == with_spare
     # A host that vanishes takes its spare along.
     assert not settings_of(asked, program, "gossipdp", "vanish", seed=1).keeps_spare
-
-
-def test_a_run_of_longer_periods_is_found_again() -> None:
-    asked = Race(conditions="kills120", rows="ddp")
-    settings = settings_of(asked, check(asked), "ddp", "kills120", seed=1)
-    stored = msgspec.json.decode(msgspec.json.encode(settings), type=RaceSettings)
-    assert stored.key == settings.key
-    assert settings.seconds == 300
-
-
-def test_a_curve_is_the_median_where_most_runs_had_a_model() -> None:
-    runs = [run_of("ddp", loss=loss) for loss in (2.7, 2.8, 3.3)]
-    first, *without, last = median_curve(runs)
-    assert (first, last) == ((20.0, 4.0), (70.0, 2.8))
-    assert [seconds for seconds, _ in without] == [2.5 * number for number in range(9, 28)]
-    assert all(math.isnan(loss) for _, loss in without)

@@ -14,7 +14,7 @@ from run_all import Benchmark
 from support.finished_runs import FinishedRuns
 from support.meeting import Meeting
 from support.provenance import commit_of
-from support.report import Spread, interleaved
+from support.report import interleaved
 
 SCRIPT = """
 import pathlib, sys
@@ -22,11 +22,6 @@ result = {result!r}
 pathlib.Path({path!r}).write_text(result)
 sys.exit({code})
 """
-
-
-def test_spreads():
-    assert Spread.of([3.0, 1.0, 2.0]).text() == "2.00 (1.00 to 3.00)"
-    assert math.isnan(Spread.of([]).median)
 
 
 def finished(path: Path | None) -> FinishedRuns[dict[str, object]]:
@@ -45,12 +40,6 @@ def test_finished_runs_are_found_again_and_a_damaged_line_is_named(tmp_path: Pat
         file.write('{"loss": 3.0}\n')
     with pytest.raises(ValueError, match=r"line 3 is no finished run.*delete that line"):
         finished(path)
-
-
-def test_without_a_file_finished_runs_are_kept_in_memory():
-    runs = finished(None)
-    runs.keep({"seed": 1})
-    assert runs.known == {1: {"seed": 1}}
 
 
 def test_every_case_begins_a_round_in_turn():

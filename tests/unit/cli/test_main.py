@@ -1,4 +1,3 @@
-import importlib
 import logging
 import math
 import os
@@ -8,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import gossipdp
 from gossipdp import logs
-from gossipdp.cli import main as cli
 from gossipdp.cli import run as run_command
 from gossipdp.cli.main import COMMANDS, main
 from gossipdp.cli.run import RunArguments, split_script
@@ -25,11 +22,6 @@ def logging_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("GOSSIPDP_LOG", "")
     yield
     logger.level, logger.propagate, logger.handlers = before
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"gossipdp {gossipdp.__version__}\n"
 
 
 def test_help_fits_on_a_screen_and_names_every_command() -> None:
@@ -120,9 +112,3 @@ def test_an_error_is_one_line(
     if isinstance(error, RefusedError):
         with pytest.raises(RefusedError):
             main(["run", "--log-level", "debug", *words])
-
-
-def test_every_command_follows_the_convention() -> None:
-    for name in COMMANDS:
-        assert callable(importlib.import_module(COMMANDS[name]).run)
-        assert cli._arguments_of(name).__doc__

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gossipdp.cli.main import main
 from gossipdp.gossip.counters import Counters
 from gossipdp.observe.goodput import Part
 from gossipdp.observe.log import (
@@ -487,28 +486,3 @@ def test_a_run_resumed_with_more_workers_has_the_new_graph() -> None:
     words = Page(render(log, "run")).words
     assert "ring <4>" in words
     assert "(differs)" not in words
-
-
-def test_a_foreign_directory_is_one_clear_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "worker-0.jsonl").write_text("hello\n")
-    assert main(["report", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "line 1 is no record of a run log" in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("configuration", [{"comm_rate": "fast"}, {"parameters": "many"}])
-def test_a_configuration_edited_by_hand_is_one_clear_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], configuration: dict[str, object]
-) -> None:
-    whole = {"method": "a2cid2", "comm_rate": 1.0}
-    log = RunLogWriter(tmp_path / "worker-0.jsonl")
-    log.start(rank=0, num_workers=2, configuration=whole | configuration)
-    log.close()
-    assert main(["report", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "worker-0.jsonl, line 1 holds an invalid configuration: " in error
-    assert next(iter(configuration)) in error
-    assert error.count("\n") == 1

@@ -1,18 +1,12 @@
 """Consensus and quadratic: their gradients, noise and drift, and where their runs start."""
 
 import pickle
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph
-from gossipdp_lab.simulate.ideal import run_ideal
 from gossipdp_lab.simulate.module_objective import digits_objective
 from gossipdp_lab.simulate.objectives import Consensus, Objective, Quadratic
-from gossipdp_lab.simulate.scenario import Scenario
 
 
 def test_eigenvalues_are_spaced_evenly_in_their_logarithms() -> None:
@@ -74,39 +68,6 @@ def test_gradients_of_a_rank_do_not_depend_on_the_others() -> None:
         for _ in range(200):
             alone = apart.gradients([rank], x[:1]).values
         torch.testing.assert_close(alone[0], values[rank], rtol=0, atol=0)
-
-
-def settled(num_workers: int, objective: Quadratic, num_steps: float) -> float:
-    """Return the late consensus distance of plain gossip at learning rate one."""
-    scenario = Scenario(
-        graph="ring",
-        num_workers=num_workers,
-        objective=objective,
-        optimizer=partial(torch.optim.SGD, lr=1.0),
-        num_steps=num_steps,
-        num_records=100,
-    )
-    trace = run_ideal(scenario, "gossip", lambda share: None)
-    return float(trace.column("consensus_distance")[50:].mean())
-
-
-def test_drift_alone_leaves_gossip_at_its_equilibrium() -> None:
-    drift = Quadratic(40, 0, 0, noise_variance=0.0, heterogeneity=1.0)
-    g = drift.begin(8, 0).drifts.numpy()
-    constants = Constants.of(build_graph("ring", 8), 1.0)
-    # dE[x] = -g dt - 1/2 L E[x] dt, and with A_e the matrix of an exchange and X = E[x x^T]
-    # 0 = sum_e lambda_e (A_e X A_e - X) - g E[x]^T - E[x] g^T: linear equations for X.
-    laplacian, change = np.zeros((8, 8)), np.zeros((64, 64))
-    for (i, j), rate in zip(constants.edges, constants.rates, strict=True):
-        difference = np.eye(8)[i] - np.eye(8)[j]
-        exchange = np.eye(8) - 0.5 * np.outer(difference, difference)
-        change += rate * (np.kron(exchange, exchange) - np.eye(64))
-        laplacian += rate * np.outer(difference, difference)
-    mean = -2.0 * np.linalg.pinv(laplacian) @ g
-    moments = np.linalg.lstsq(change, (g @ mean.T + mean @ g.T).ravel(), rcond=None)[0]
-    expected = np.trace(moments.reshape(8, 8)) / 8
-    assert expected > 1.05 * (mean**2).sum() / 8
-    assert settled(8, drift, 1500) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,3 @@ def test_rows_that_step_at_different_times_are_those_of_torch(make: Callable[...
                     group["lr"] = group.setdefault("initial_lr", group["lr"]) * 0.5
                 optimizer.step()
     torch.testing.assert_close(x, torch.stack(rows), rtol=1e-12, atol=1e-12)
-
-
-def test_what_optimizers_keep_is_a_row_for_each_worker() -> None:
-    start = torch.zeros(3, 6)
-    optimizers = RowOptimizers(in_two_halves, start)
-    assert {name: value.shape for name, value in optimizers.state.items()} == {
-        "exp_avg": (3, 4),
-        "exp_avg_sq": (3, 4),
-    }
-    optimizers.changes([1], start[:1], torch.ones(1, 6), 1.0)
-    assert optimizers.state["exp_avg"].count_nonzero(dim=1).tolist() == [0, 4, 0]

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from gossipdp_lab.simulate.trace import (
-    TAIL_LOWEST,
     Interval,
     Record,
     Trace,
     decay_per_exchange,
-    lowest_share,
 )
 
 
@@ -35,13 +33,6 @@ def test_the_tail_is_what_lasts() -> None:
     # Rounding at the end plays no part.
     rounded = [max(distance, 1e-30) for distance in two_modes]
     assert decay_per_exchange(range(200), rounded) == decay_per_exchange(range(200), two_modes)
-
-
-def test_a_run_that_is_too_short_for_the_tail() -> None:
-    decay = [math.exp(-0.5 * k) for k in range(20)]
-    short = np.array([math.exp(-2.0 * k) + distance for k, distance in enumerate(decay)])
-    assert lowest_share(short) > TAIL_LOWEST
-    assert decay_per_exchange(range(20), short) == pytest.approx(0.5, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -116,17 +116,6 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
         recipe_of(tmp_path).train[0]
 
 
-def test_folders_that_are_missing_or_empty(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"there is no .*train\. ImageNet is not downloaded"
-    ):
-        recipe_of(tmp_path)
-    (tmp_path / "train").mkdir()
-    (tmp_path / "val").mkdir()
-    with pytest.raises(ValueError, match=r"holds no images as WNID/NAME\.JPEG"):
-        recipe_of(tmp_path)
-
-
 def test_boxes_lie_within_their_images_and_have_the_areas_and_ratios() -> None:
     sizes = torch.randint(40, 600, (4000, 2)).tolist()
     shares, ratios = [], []

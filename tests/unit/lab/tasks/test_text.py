@@ -59,15 +59,6 @@ def test_disjoint_shares_are_complete_and_of_one_size(tmp_path: Path) -> None:
         gpt.train_loader(0, 1000, 0)
 
 
-@pytest.mark.parametrize(("content", "error"), [("", ValueError), (None, FileNotFoundError)])
-def test_no_text(tmp_path: Path, content: str | None, error: type[Exception]) -> None:
-    path = tmp_path / "text"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(error, match="--data" if content is None else "0 bytes of text"):
-        read_text(path)
-
-
 def test_windows_overlap_by_the_byte_that_is_both_target_and_input(tmp_path: Path) -> None:
     write(tmp_path, "text.txt", "".join(chr(97 + index % 26) for index in range(2000)))
     gpt = Gpt(BytesGptOptions(data=tmp_path, context=30, batch_size=1))

@@ -18,7 +18,6 @@ from gossipdp_lab.tasks.text import PyStdlib
 from gossipdp_lab.tasks.workload import (
     BatchLoader,
     Workload,
-    evaluating,
     learning_rate_factor,
     worker_device,
     worker_seed,
@@ -155,19 +154,6 @@ def test_an_epochs_order_follows_from_its_number() -> None:
     assert torch.equal(torch.cat(list(other)), epochs[2])
     assert not torch.equal(epochs[1], epochs[2])
     assert torch.equal(torch.cat(list(loader())), epochs[0])
-
-
-def test_the_mode_comes_back_after_an_error() -> None:
-    model = nn.Linear(1, 1)
-
-    def fail() -> None:
-        with evaluating(model):
-            assert not model.training
-            raise RuntimeError("boom")
-
-    with pytest.raises(RuntimeError, match="boom"):
-        fail()
-    assert model.training
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:
