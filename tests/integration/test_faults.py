@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import logging
 import math
 import os
 import signal
@@ -368,60 +367,6 @@ def test_where_the_joiner_dies_it_may_come_again_and_where_the_donor_fails_anoth
     ends = diaries(tmp_path)
     assert [(end["rank"], end["life"]) for end in ends] == [(0, 0), (2, 2)]
     assert {end["num_workers"] for end in ends} == {2}
-
-
-def join_beyond_the_first(directory: Path, num_first: int) -> Worker:
-    """Let the first processes be the run, and the others join it without a rank."""
-    rank = int(os.environ["RANK"])
-    address = directory / "address"
-    os.environ["WORLD_SIZE"] = str(num_first)
-    if rank >= num_first:
-        wait_for(address)
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]
-        os.environ.update(json.loads(address.read_text()))
-    worker = Worker(directory)
-    if rank == 0:
-        identity = worker.model._engine._loop.transport.identity
-        joins = {
-            "GOSSIPDP_JOIN": f"127.0.0.1:9, {identity.host}:{identity.port}",
-            "GOSSIPDP_RUN_ID": identity.run_id,
-            "GOSSIPDP_SECRET": os.environ["GOSSIPDP_SECRET"],
-        }
-        address.with_suffix(".new").write_text(json.dumps(joins))
-        address.with_suffix(".new").rename(address)
-    return worker
-
-
-def two_join(directory: Path) -> None:
-    """Two join at once; then one of them dies, and the others say that it is left out."""
-    worker = join_beyond_the_first(directory, 2)
-    rank = worker.model.rank
-    if rank < 2:
-        worker.train_until(lambda: all(worker.noticed("joined", other) for other in (2, 3)))
-        (directory / f"knows-{rank}").touch()
-    worker.train_until_exchanged(3)
-    if rank == 3:
-        # A worker that hears first of the death does not notice that this one joined.
-        worker.train_until(lambda: all((directory / f"knows-{each}").exists() for each in (0, 1)))
-        worker.die()
-    worker.train_until(lambda: "3 DEAD" in worker.seen)
-    warnings: list[str] = []
-    logging.getLogger("gossipdp").addFilter(lambda record: warnings.append(record.getMessage()))
-    worker.finish(warnings=warnings)
-
-
-def test_two_that_join_at_once_get_a_rank_each(workers: Callable, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailedError, match="SIGKILL"):
-        workers(two_join, 4, (tmp_path,))
-    ends = diaries(tmp_path)
-    assert [(end["rank"], end["num_workers"]) for end in ends] == [(0, 3), (1, 3), (2, 3)]
-    of_the_dead = {end["samples"] - sum(each["trained"] for each in ends) for end in ends}
-    assert len(of_the_dead) == 1
-    assert 0 < of_the_dead.pop() <= int((tmp_path / "trained-3").read_text())
-    said = [text for end in ends for text in end["warnings"] if "average" in text]
-    assert len(said) == 1, "the lead speaks for the run"
-    assert "worker 0: the average is over 3 of 4 workers" in said[0]
 
 
 def wait_for(*paths: Path) -> None:

@@ -1,16 +1,12 @@
 """Exchanged moments between real processes, in shared memory and over TCP."""
 
-import os
-import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from waiting import wait_until
 
 from gossipdp import Exchange, GossipDataParallel, Network
 
@@ -92,42 +88,3 @@ def test_seldom_exchanged_moments_cost_few_bytes(workers, spread_alone):
     # One model each way, 1/8 more, the start parameters, the averages at the end, and messages.
     assert spread(results) < 0.6 * spread_alone
     assert num_bytes / (4 * num_floats) < 1.3 * exchanges + 10
-
-
-def die_once(directory: Path) -> Any:
-    """Worker 1 dies after some exchanges; return ages and moments of all at the end."""
-    life = int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
-    model, optimizer = make(
-        exchange=Exchange(moments={"exp_avg_sq": 1}, pace="strict"),
-    )
-    wanted = model.stats().exchanges + 10
-    is_first = model.rank == 1 and life == 0
-    ages = [float(each["step"]) for each in optimizer.state.values()]
-
-    def step_and_look() -> None:
-        step(model, optimizer, 1.0 + model.rank)
-        if model.stats().exchanges >= wanted and is_first:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if model.stats().exchanges >= wanted and life == 1:
-            (directory / "back").touch()
-
-    wait_until((directory / "back").exists, "worker 1 is back and exchanges", step_and_look)
-    segment = model._engine._state.moments[0]
-    start, end = segment.x.data_ptr(), segment.x.data_ptr() + segment.x.nbytes
-    is_in_place = all(
-        start <= each["exp_avg_sq"].data_ptr() < end for each in optimizer.state.values()
-    )
-    age = segment.moment.steps if segment.moment is not None else 0
-    model.consolidate()
-    return life, ages, age, is_in_place, moments(model, optimizer)
-
-
-def test_a_worker_that_comes_back_takes_anothers_moments_and_exchanges_them(workers, tmp_path):
-    results = workers(die_once, 3, (tmp_path,), max_restarts=1)
-    assert [life for life, *_ in results] == [0, 1, 0]
-    _, ages, age, _, _ = results[1]
-    assert len(ages) == 4  # it holds a donor's state when it begins
-    assert min(ages) > 0
-    assert age > max(ages)
-    assert all(is_in_place for _, _, _, is_in_place, _ in results)
-    assert spread([(held, None, None) for *_, held in results]) < 0.3

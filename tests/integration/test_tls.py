@@ -10,7 +10,6 @@ import torch
 from waiting import pause, wait_until
 
 from gossipdp import GossipDataParallel, Network
-from gossipdp.cli.main import main
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import read_addresses
 from gossipdp.launcher.launch_plan import ask_run_id
@@ -67,24 +66,6 @@ def test_under_an_own_authority_training_goes_on_while_links_get_new_keys(worker
         assert (num_deaths, num_workers) == (0, 2)
         assert end == found[0][-1]
     assert sum(num_renewed for _, _, _, num_renewed, _ in found) >= 3, found
-
-
-def test_one_clear_error_before_any_worker_starts(authority, tmp_path, capsys):
-    script = tmp_path / "train.py"
-    script.write_text("print('started')")
-    other_key, expired = authority.issue(), authority.issue(-9, -1)
-    other_key.key.write_bytes(expired.key.read_bytes())
-    bad = [
-        (tmp_path, "cannot read"),
-        (other_key.cert.parent, "the key is not that"),
-        (expired.cert.parent, "has expired"),
-    ]
-    for directory, message in bad:
-        assert main(["run", "-n", "2", "--tls", str(directory), str(script)]) == 2
-        shown = capsys.readouterr()
-        assert message in shown.err
-        assert len(shown.err.strip().splitlines()) == 1
-        assert "started" not in shown.out
 
 
 def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:

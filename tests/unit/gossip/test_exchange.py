@@ -345,19 +345,6 @@ def test_an_exchange_carries_the_moments_that_are_due(name, dtype):
                 segment.x.mul_(0.5 + random.random())
 
 
-def test_workers_that_exchange_other_moments_are_known_by_their_description():
-    def description(name, period):
-        moment = Moment(name, period)
-        segment = Segment(torch.ones(4), Role.MOMENT, momentum=False, moment=moment)
-        return State([], moments=[segment]).description()
-
-    ((text, shape),) = description("exp_avg_sq", 16)
-    assert text.startswith("segment 0 (exp_avg_sq in one exchange of 16, float32")
-    assert shape == (4,)
-    others = [("exp_avg_sq", 8), ("exp_avg", 16), ("exp_avg_sq", 16)]
-    assert [description(*each) == [(text, shape)] for each in others] == [False, False, True]
-
-
 def test_bytes_at_the_link():
     sent = {}
     for name in FORMATS:

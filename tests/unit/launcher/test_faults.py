@@ -151,20 +151,6 @@ def test_a_late_turn_is_made_up_for_but_not_at_once() -> None:
     assert scene.injector.wait_s() <= 0.5
 
 
-def test_one_is_slow_at_a_time_and_then_another() -> None:
-    scene = Scene("slow 4x every 10s", num_workers=4)
-    scene.look()
-    scene.until(45)
-    slow = {}
-    for at_s, rank, number in scene.sent:
-        if number == STOP:
-            slow.setdefault(int(at_s // 10), set()).add(rank)
-    assert slow.keys() == {1, 2, 3, 4}
-    assert all(len(ranks) == 1 for ranks in slow.values())
-    assert all(slow[number] != slow[number + 1] for number in (1, 2, 3))
-    assert scene.missed() == [None] * 4
-
-
 def test_a_slow_worker_is_fast_again_after_its_time() -> None:
     scene = Scene("slow 4x 1 for 2s")
     scene.look()

@@ -93,18 +93,6 @@ def test_the_secret_is_not_logged(tmp_path: Path) -> None:
     assert b"hush" not in worker_file(tmp_path, 0).read_bytes()
 
 
-def test_without_a_loss_there_is_none(tmp_path: Path) -> None:
-    net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = GossipDataParallel(net, optimizer, monitor=Monitor(tmp_path))
-    model(torch.ones(8, 4)).sum().backward()
-    optimizer.step()
-    model.close()
-    worker = read(tmp_path)
-    assert [math.isnan(step.loss) for step in worker.counts] == [True]
-    assert worker.end is None
-
-
 def test_the_variable_does_as_the_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOSSIPDP_LOG_DIR", str(tmp_path))
     train(None).close()
