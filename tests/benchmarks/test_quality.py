@@ -9,23 +9,11 @@ import pytest
 import quality
 import support.report
 import torch
-from quality import (
-    TUNING_SEED,
-    QualityBenchmark,
-    measure,
-    measure_all,
-)
+from quality import TUNING_SEED, QualityBenchmark, measure, measure_all
 from support.conditions import CONDITIONS
 from support.finished_runs import next_rate
 from support.quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
-from support.quality_worker import (
-    Processor,
-    RunResult,
-    RunSettings,
-    Size,
-    num_parameters,
-    run,
-)
+from support.quality_worker import Processor, RunResult, RunSettings, Size, num_parameters, run
 from torch import nn
 
 from gossipdp import WorkerFailedError

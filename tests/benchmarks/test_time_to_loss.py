@@ -12,22 +12,10 @@ from quality import Runs
 from support.conditions import Condition
 from support.hosts import missing
 from support.quality_rows import RowName, make_optimizer
-from support.quality_worker import (
-    RunResult,
-    RunSettings,
-    Size,
-    make_task,
-    num_parameters,
-    run,
-)
+from support.quality_worker import RunResult, RunSettings, Size, make_task, num_parameters, run
 from support.rows import RowPlan
 from support.timed_compute import TimedCompute
-from time_to_loss import (
-    Round,
-    measure_round,
-    measured_table,
-    rows_as_json,
-)
+from time_to_loss import Round, measure_round, measured_table, rows_as_json
 
 SIZE = Size(width=16, depth=2, context=16, batch_size=2, steps=40)
 SLOW = Condition("slow", step_s=0.001, slowness=(1, 4))
@@ -153,8 +141,7 @@ def test_the_losses_of_rows_are_compared_at_equal_time() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("row", "samples", "words"),
-    [("ddp_bf16_by_speed", 160, 2.0), ("gossip", 160, None)],
+    ("row", "samples", "words"), [("ddp_bf16_by_speed", 160, 2.0), ("gossip", 160, None)]
 )
 def test_a_timed_run_trains_the_budget_on_workers_of_unequal_speed(
     row: str, samples: int, words: float | None

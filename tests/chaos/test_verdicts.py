@@ -11,13 +11,7 @@ from random import Random
 import pytest
 import torch
 from broken_links import cut, drawn_link
-from known_average import (
-    errors_in,
-    squared_distance,
-    wrong_average,
-    wrong_end,
-    wrong_steps,
-)
+from known_average import errors_in, squared_distance, wrong_average, wrong_end, wrong_steps
 from trends import averaged_over, trend
 
 from gossipdp import Consolidated

@@ -36,11 +36,7 @@ def walk(method: str, num_values: int, steps: int, options: dict[str, Any]) -> t
 def test_one_exchange_in_a_thousand_steps(workers):
     """Minutes may pass between two exchanges: nobody is taken for dead, and what comes, mixes."""
     n, steps = 3, 6_000
-    options = {
-        "graph": "ring",
-        "comm_rate": 1e-3,
-        "network": Network(timeout_s=2.0),
-    }
+    options = {"graph": "ring", "comm_rate": 1e-3, "network": Network(timeout_s=2.0)}
     results = workers(walk, n, ("gossip", 64, steps, options))
     completed = sum(stats.exchanges_initiated for _, stats in results)
     # Each asks first within 2000 steps, then every 1000 to 3000: at least twice, at most 6

@@ -28,11 +28,7 @@ def train(directory: Path) -> None:
     net = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = GossipDataParallel(
-        net,
-        optimizer,
-        graph="ring",
-        network=Network(timeout_s=1.0),
-        monitor=Monitor(status_port=0),
+        net, optimizer, graph="ring", network=Network(timeout_s=1.0), monitor=Monitor(status_port=0)
     )
     if model.rank == 0:
         assert model._monitoring.page is not None

@@ -65,8 +65,7 @@ def test_decay_with_quick_exchanges(graph, num_workers, *, method, policy, lowes
 
 
 @pytest.mark.parametrize(
-    ("graph", "num_workers", "comm_rate"),
-    [("ring", 16, 4.0), ("torus", 64, 1.0)],
+    ("graph", "num_workers", "comm_rate"), [("ring", 16, 4.0), ("torus", 64, 1.0)]
 )
 def test_saturated_links_stop_available_and_not_fresh(graph, num_workers, comm_rate):
     """An exchange takes 1.5 steps, so that more than 2/3 of one a step is asked in vain."""

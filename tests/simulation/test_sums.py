@@ -160,12 +160,7 @@ def test_the_end_relies_on_no_single_message(lost):
 
 @pytest.mark.parametrize(
     ("chunk_s", "num_chunks"),
-    [
-        ([0.7] * 2, 32),
-        ([1.34] * 3, 16),
-        ([0.07, 0.07, 2.7, 0.07], 16),
-        ([0.7] * 8, 16),
-    ],
+    [([0.7] * 2, 32), ([1.34] * 3, 16), ([0.07, 0.07, 2.7, 0.07], 16), ([0.7] * 8, 16)],
     ids=["2", "3", "4, of which one is slow", "8"],
 )
 def test_one_epoch_over_slow_links_averages_all(chunk_s, num_chunks):

@@ -46,11 +46,7 @@ def run_example(name: str, wrapper: str | None) -> dict[str, Any]:
         return {"accuracy": found.accuracy}
     model = attrgetter(wrapper)(found)
     stats = model.stats()
-    return {
-        "accuracy": found.accuracy,
-        "state": digest(model.module),
-        "samples": stats.samples,
-    }
+    return {"accuracy": found.accuracy, "state": digest(model.module), "samples": stats.samples}
 
 
 def digest(module: Any) -> str:

@@ -69,11 +69,7 @@ class RunCommand:
     """One ``gossipdp run`` with these words; ``output`` is the file of all that it writes."""
 
     def __init__(
-        self,
-        output: Path,
-        words: Sequence[str],
-        *,
-        environment: Mapping[str, str] = VARIABLES,
+        self, output: Path, words: Sequence[str], *, environment: Mapping[str, str] = VARIABLES
     ) -> None:
         self.output = output
         command = [sys.executable, "-m", "gossipdp.cli.main", "run", *words]

@@ -139,10 +139,7 @@ def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer, batch: Any
 
 
 def train(
-    mesh: DeviceMesh | None = None,
-    directory: Path | None = None,
-    save: str = "",
-    **options: Any,
+    mesh: DeviceMesh | None = None, directory: Path | None = None, save: str = "", **options: Any
 ) -> Seen:
     """Run over gossip, from the wrapper to the consolidated model; ``save`` is a program."""
     replica_mesh, shard_mesh = (None, None) if mesh is None else (mesh["replicate"], mesh["shard"])

@@ -96,12 +96,7 @@ def no_parameters(num_chunks: int) -> State:
 class SimulatedLink:
     """One end of a wire, as far as sums need a link: chunks leave at once."""
 
-    def __init__(
-        self,
-        peer: int,
-        send: Callable[[Frame], None],
-        close: Callable[[], None],
-    ) -> None:
+    def __init__(self, peer: int, send: Callable[[Frame], None], close: Callable[[], None]) -> None:
         self.peer = peer
         self.closed = False
         self.queued_chunks = 0

@@ -25,16 +25,7 @@ SIZES = (
 """Mostly small: one schedule of 64 costs as much as dozens of 8."""
 LARGEST_FREQUENT = 32
 """Half of the draws of a larger size are drawn again: one schedule of 64 takes 15 to 60 seconds."""
-GRAPHS = (
-    "ring",
-    "ring",
-    "path",
-    "star",
-    "torus",
-    "exponential",
-    "random-regular",
-    "erdos-renyi",
-)
+GRAPHS = ("ring", "ring", "path", "star", "torus", "exponential", "random-regular", "erdos-renyi")
 LARGEST_DENSE = 24
 """A complete graph of 64 sends 40,000 heartbeats a second: more of the same, at a high price."""
 METHODS: tuple[Method, ...] = ("a2cid2", "a2cid2", "gossip")

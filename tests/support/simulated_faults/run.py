@@ -62,10 +62,7 @@ class Outcome:
     num_consolidated: int
 
 
-def run_schedule(
-    schedule: FaultSchedule,
-    log: Callable[[str], None] | None = None,
-) -> Outcome:
+def run_schedule(schedule: FaultSchedule, log: Callable[[str], None] | None = None) -> Outcome:
     """Run a schedule; an invariant that breaks ends the run, and is in the outcome.
 
     Args:
@@ -98,11 +95,7 @@ def run_schedule(
 class _Run:
     """A run under way."""
 
-    def __init__(
-        self,
-        schedule: FaultSchedule,
-        log: Callable[[str], None] | None,
-    ) -> None:
+    def __init__(self, schedule: FaultSchedule, log: Callable[[str], None] | None) -> None:
         self.schedule = schedule
         self.log = log
         self.random = Random(f"{schedule.seed} run")

@@ -26,9 +26,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_no_worker_to_join_is_one_line(
-    script: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(address: tuple[str, int], *others: object) -> str:
         raise ConnectionRefusedError(111, "Connection refused")
@@ -59,10 +57,7 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs() -> None:
 
 @pytest.mark.parametrize("option", ["--nnodes", "--node-rank", "--port"])
 def test_the_launcher_s_own_choices_are_refused(
-    script: str,
-    option: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    script: str, option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in TOLD.items():
         monkeypatch.setenv(name, value)

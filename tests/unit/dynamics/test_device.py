@@ -40,12 +40,7 @@ class World:
     """A state of three chunks and one of a buffer, by choice one of a moment, and the time."""
 
     def __init__(
-        self,
-        device: Device,
-        dtype: torch.dtype,
-        eta: float,
-        *,
-        has_moment: bool = False,
+        self, device: Device, dtype: torch.dtype, eta: float, *, has_moment: bool = False
     ) -> None:
         generator = torch.Generator().manual_seed(1)
         self.phase = Phase(eta, 1.0)

@@ -91,10 +91,7 @@ class Worker:
         return "127.0.0.1", 1 + rank
 
     def beat(
-        self,
-        times: int,
-        moving: Collection[FakeLink],
-        kind: FrameType = FrameType.EXCHANGE_CHUNK,
+        self, times: int, moving: Collection[FakeLink], kind: FrameType = FrameType.EXCHANGE_CHUNK
     ) -> None:
         """Pass tenths of a time-out: words on every link, chunk bytes on those ``moving``."""
         for _ in range(times):

@@ -102,7 +102,7 @@ def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) ->
 
     def train(stop_after: int, **options: Any) -> list[list[float]]:
         accelerator = accelerator_of(
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
         )
         torch.manual_seed(3)
         net = nn.Linear(1, 1)

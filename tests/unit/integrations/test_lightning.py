@@ -70,11 +70,7 @@ def fit(folder: Path, strategy: Any, module: nn.Module | None = None, **argument
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {},
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-        {"precision": "bf16-mixed"},
-    ],
+    [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
 )
 def test_one_worker_is_lightning_alone(tmp_path: Path, arguments: dict[str, Any]) -> None:
     alone = fit(tmp_path, "auto", max_steps=7, **arguments).state_dict()

@@ -12,13 +12,7 @@ import pytest
 from clocks import Clock
 from links import has_ended
 
-from gossipdp.links.frames import (
-    HEADER_BYTES,
-    ChunkKey,
-    FrameType,
-    pack_header,
-    run_tag,
-)
+from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType, pack_header, run_tag
 from gossipdp.links.handshake import MAGIC, VERSION, Handshake
 
 PREFIX = MAGIC + bytes(VERSION)

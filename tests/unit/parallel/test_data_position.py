@@ -230,9 +230,7 @@ def test_an_accelerators_random_states_are_kept_once_it_is_used(
     given: list[list[torch.Tensor]] = []
     held = [torch.ones(3)]
     module = SimpleNamespace(
-        is_initialized=lambda: False,
-        get_rng_state_all=lambda: held,
-        set_rng_state_all=given.append,
+        is_initialized=lambda: False, get_rng_state_all=lambda: held, set_rng_state_all=given.append
     )
     present = [torch.device("xpu")]
 

@@ -141,8 +141,7 @@ def test_an_exchange_on_a_card_takes_less_of_a_step(started):
 
 
 CASES = pytest.mark.parametrize(
-    ("before", "after"),
-    [("a2cid2", "a2cid2"), ("a2cid2", "gossip"), ("gossip", "a2cid2")],
+    ("before", "after"), [("a2cid2", "a2cid2"), ("a2cid2", "gossip"), ("gossip", "a2cid2")]
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 

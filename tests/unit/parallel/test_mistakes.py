@@ -108,10 +108,7 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(sgd(NET), NET), r"first argument is the module, not a SGD: GossipData.*\("),
         (lambda: wrap(nn.LazyLinear(2), sgd(NET)), "'weight' has no shape yet: .* a batch once"),
         (lambda: wrap(optimizer=[]), "at least one"),
-        (
-            lambda: wrap(FROZEN, sgd(FROZEN)),
-            r"all .* are frozen .* exchange=Exchange\(frozen=True",
-        ),
+        (lambda: wrap(FROZEN, sgd(FROZEN)), r"all .* are frozen .* exchange=Exchange\(frozen=True"),
         (lambda: moments({"momentum_buffer": 1}), r"an? AdamW does not keep .* exp_avg, exp"),
         (lambda: moments({"exp_avg": 0}), r"\['exp_avg'\] is 0; it must be at least 1"),
         (lambda: moments({3: 1}), "such as {'exp_avg_sq': 16}"),

@@ -18,13 +18,7 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.liveness import FailureDetector
 from gossipdp.protocol.members import MAX_INCARNATION, Member, Membership, Progress, Status
-from gossipdp.protocol.messages import (
-    AskLife,
-    AskMembers,
-    Envelope,
-    Members,
-    TellLife,
-)
+from gossipdp.protocol.messages import AskLife, AskMembers, Envelope, Members, TellLife
 from gossipdp.protocol.neighbours import Neighbourhood, at_once
 from gossipdp.protocol.pairing import Idle
 from gossipdp.protocol.peers import Peers

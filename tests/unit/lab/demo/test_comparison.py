@@ -10,12 +10,7 @@ from msgspec.structs import replace
 
 from gossipdp.observe.log import BeganRecord, CountsRecord, StartRecord
 from gossipdp_lab.demo import comparison
-from gossipdp_lab.demo.comparison import (
-    Compared,
-    loss_curve,
-    present,
-    waiting_shares,
-)
+from gossipdp_lab.demo.comparison import Compared, loss_curve, present, waiting_shares
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 

@@ -8,12 +8,7 @@ import pytest
 
 from gossipdp_lab.simulate.links import run_links
 from gossipdp_lab.simulate.objectives import Consensus, Quadratic
-from gossipdp_lab.simulate.scenario import (
-    Link,
-    LinkModel,
-    LognormalTime,
-    Scenario,
-)
+from gossipdp_lab.simulate.scenario import Link, LinkModel, LognormalTime, Scenario
 from gossipdp_lab.simulate.trace import Trace
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
@@ -36,8 +31,7 @@ def run(scenario: Scenario, method: str = "a2cid2") -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("method", "scenario"),
-    [("a2cid2", TRAINING), ("gossip", SMALL), ("released", SMALL)],
+    ("method", "scenario"), [("a2cid2", TRAINING), ("gossip", SMALL), ("released", SMALL)]
 )
 def test_same_seed_same_digest(method: str, scenario: Scenario) -> None:
     busy = replace(

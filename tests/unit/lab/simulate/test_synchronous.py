@@ -9,18 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossipdp_lab.simulate.objectives import (
-    Evaluation,
-    Gradients,
-    GradientSource,
-    Objective,
-)
-from gossipdp_lab.simulate.scenario import (
-    ConstantTime,
-    Link,
-    LinkModel,
-    Scenario,
-)
+from gossipdp_lab.simulate.objectives import Evaluation, Gradients, GradientSource, Objective
+from gossipdp_lab.simulate.scenario import ConstantTime, Link, LinkModel, Scenario
 from gossipdp_lab.simulate.study import ROUNDS
 from gossipdp_lab.simulate.trace import Trace
 

@@ -5,12 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gossipdp_lab.simulate.trace import (
-    Interval,
-    Record,
-    Trace,
-    decay_per_exchange,
-)
+from gossipdp_lab.simulate.trace import Interval, Record, Trace, decay_per_exchange
 
 
 def record(**changes: float) -> Record:
