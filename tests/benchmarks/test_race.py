@@ -31,13 +31,12 @@ from race_run import (
     final_model,
     present_model,
 )
-from race_worker import Bytes, Life, make_save
+from race_worker import Life, make_save
 from support.finished_runs import FinishedRuns
 from support.provenance import Provenance
 from support.race_conditions import CONDITIONS
 from support.race_settings import HEADER, TASK, CheckpointFiles, RaceSettings, Shelf
 from support.rows import OneOptimizer, RowPlan
-from support.timed_compute import LONGEST_GAP_S, TICK_S, RunningClock
 from torch import nn
 
 from gossipdp import WorkerFailedError
@@ -322,20 +321,6 @@ def test_a_shelf_shows_what_was_left_last(tmp_path: Path) -> None:
         assert found[1].tolist() == [number, -number]
 
 
-def test_a_checkpoint_counts_when_all_have_written_it(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path, 2)
-    assert files.newest() is None
-    for step, writer in [(32, 0), (32, 1), (64, 0), (64, 1), (96, 0)]:
-        written = tmp_path / "unfinished"
-        written.write_text(f"{step} {writer}")
-        files.commit(written, step, writer)
-    assert files.newest() == 64
-    assert files.path(64, 1).read_text() == "64 1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"checkpoint-{step}-{writer}.pt" for step, writer in [(32, 1), (64, 0), (64, 1), (96, 0)]
-    ]
-
-
 class FakeFleet:
     """Lives by (rank, number) and what they left."""
 
@@ -457,29 +442,6 @@ def test_a_shelf_gets_only_models_that_are_whole(
     found = shelf.look()
     assert found is not None
     assert found[0]["at_s"] == 105.1
-
-
-def test_what_closed_connections_had_sent_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = iter([{"a": 10, "b": 5}, {"b": 8}])
-    monkeypatch.setattr(race_worker, "bytes_by_connection", lambda: next(seen))
-    count = Bytes()
-    assert count.sent(100.0) == 15
-    assert count.sent(100.5) == 15  # once a second
-    assert count.sent(101.0) == 18
-
-
-def test_a_device_stands_still_while_its_process_is_stopped() -> None:
-    now_s = 50.0
-    clock = RunningClock(lambda: now_s)
-    began_s = clock()
-    for _ in range(10):
-        now_s += TICK_S
-        clock()
-    assert clock() - began_s == pytest.approx(10 * TICK_S)
-    now_s += 2.0  # stopped, somewhere within a tick
-    assert clock() - began_s == pytest.approx(10.5 * TICK_S)
-    now_s += LONGEST_GAP_S - 0.001  # only late
-    assert clock() - began_s == pytest.approx(10.5 * TICK_S + LONGEST_GAP_S - 0.001)
 
 
 def test_shares_are_of_the_rows_own_calm() -> None:

@@ -11,31 +11,9 @@ from random import Random
 import pytest
 import torch
 from broken_links import cut, drawn_link
-from known_average import errors_in, squared_distance, wrong_average, wrong_end, wrong_steps
-from trends import averaged_over, trend
+from known_average import errors_in, squared_distance, wrong_average, wrong_end
 
 from gossipdp import Consolidated
-
-
-def test_what_is_flat():
-    times = [float(time) for time in range(30)]
-    noise = [(-1.0) ** time for time in range(30)]
-    assert trend(times, [7.0] * 30).is_flat(0.0)
-    assert trend(times, [100.0 - time for time in times]).is_flat(0.0)
-    assert trend(times, noise).is_flat(0.0)
-    leak = trend(times, [0.6 * time + each for time, each in zip(times, noise, strict=True)])
-    assert not leak.is_flat(0.5)
-    assert leak.is_flat(0.6)
-    assert not replace(leak, slope=float("nan")).is_flat(1e9)
-
-
-def test_stretches_are_averaged():
-    times = [10.0, 10.4, 11.0, 11.8, 14.0]
-    assert averaged_over(times, [1.0, 3.0, 5.0, 9.0, 2.0], 1.0) == (
-        [10.2, 11.4, 14.0],
-        [2.0, 7.0, 2.0],
-    )
-
 
 INPUTS = {
     rank: {
@@ -90,16 +68,6 @@ def test_a_mean_of_others_is_wrong():
     (line,) = wrong_average(INPUTS, MEAN | {"count": torch.tensor(43)})
     assert line == "count is 43, of worker 1 41"
     assert wrong_average(INPUTS, MEAN | {"weight": torch.full((1000,), torch.nan)})
-
-
-def test_steps_that_fit_the_diaries():
-    diaries = {0: [(100, 100)], 1: [(35, 40), (7, 7)]}
-    assert wrong_steps({0: 100, 1: 42}, diaries) == []
-    assert wrong_steps({0: 100, 1: 47}, diaries) == []
-    assert wrong_steps({0: 100, 1: 48}, diaries) == ["48 steps of worker 1, not 42 to 47"]
-    assert wrong_steps({0: 99, 1: 42}, diaries) == ["99 steps of worker 0, not 100 to 100"]
-    assert wrong_steps({1: 42}, diaries) == ["0 steps of worker 0, not 100 to 100"]
-    assert wrong_steps({0: 100, 1: 42, 2: 1}, diaries) == ["steps of worker 2, which kept no diary"]
 
 
 def test_an_error_in_the_output_is_found_but_for_that_of_a_killed_worker_s_loader():

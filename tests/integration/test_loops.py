@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from waiting import pause, wait_until
+from waiting import wait_until
 
-from gossipdp import Exchange, GossipDataParallel, ProgressLR
+from gossipdp import Exchange, GossipDataParallel
 
 # One start runs most of the loops.
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -201,53 +201,6 @@ def test_a_loop_mixes_and_its_workers_end_equal(of_workers: list[dict], name: st
     assert sum(each.exchanges_initiated for each in stats) > STEPS, stats
     apart = of_workers[0][name, "none"][2]
     assert ends[0].consensus_distance < apart.consensus_distance / 3
-
-
-def at_own_speed(steps: Path) -> list[tuple[float, float, float]]:
-    """Train four times slower in worker 1: progress before and after each step of the schedule.
-
-    Worker 0 writes down each of its steps. Returns (progress before, rate, progress after).
-    """
-    net = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    model = GossipDataParallel(net, optimizer)
-    schedule = ProgressLR(optimizer, model, "linear", warmup=0.2, start=0.0)
-    rates = []
-    loader = DataLoader(TensorDataset(torch.ones(160, 4)), batch_size=4)
-    for _, epoch in model.epochs(loader, 2):
-        for (inputs,) in epoch:
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            before = model.progress()
-            schedule.step()
-            rate = optimizer.param_groups[0]["lr"] / 1e-3
-            rates.append((before, rate, model.progress()))
-            if model.rank == 0:
-                with steps.open("ab") as file:
-                    file.write(b".")
-                pause()
-            else:
-                wait_until(
-                    lambda: steps.stat().st_size >= 4 * len(rates) or model.progress() >= 1,
-                    "worker 0 makes four times as many steps",
-                )
-    model.consolidate()
-    return rates
-
-
-def test_workers_of_different_speed_follow_one_schedule(workers: Callable, tmp_path: Path) -> None:
-    steps = tmp_path / "steps"
-    steps.touch()
-    fast, slow = workers(at_own_speed, 2, (steps,))
-    assert len(fast) > 2 * len(slow)
-    for rates in (fast, slow):
-        assert rates[-1][2] == pytest.approx(1.0, abs=0.1)
-        for before, rate, after in rates:
-            # The news of the other's progress may come between them.
-            ends = [at / 0.2 if at < 0.2 else max(0.0, 1 - at) / 0.8 for at in (before, after)]
-            most = 1.0 if before < 0.2 <= after else max(ends)
-            assert min(ends) - 1e-9 <= rate <= most + 1e-9
 
 
 def drop_or_stay(ended: Path) -> Any:

@@ -96,38 +96,6 @@ def test_it_trains_in_step_on_the_budget_and_measures_who_waits(
         assert len(worker.lives) == 1
 
 
-def train_until_rank_0_s_clock_ends(directory: Path) -> tuple[int, float, dict]:
-    """Return the steps and the progress at the end: the ranks' own clocks are far apart.
-
-    That of rank 1 says from the start that the time is over, that of rank 0 after three steps.
-    """
-    rank = int(os.environ["RANK"])
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = SynchronousDataParallel(
-        net, batch_size=BATCH, budget_samples=None, least_s=500.0, seed=7, log_dir=directory
-    )
-    for number, batch in enumerate(model.batches(batches_of(rank)), start=1):
-        if number == (3 if rank == 0 else 1):
-            model._began_s -= 1000.0
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-    progress = model.progress()
-    model.consolidate()
-    return model.stats().gradient_steps, progress, net.state_dict()
-
-
-@pytest.mark.processes
-def test_rank_0_s_clock_ends_the_run_for_all(workers: Callable, tmp_path: Path) -> None:
-    (steps, progress, state), (others, _, other_state) = workers(
-        train_until_rank_0_s_clock_ends, 2, (tmp_path,)
-    )
-    assert steps == others == 3
-    assert progress == 1.0
-    assert all(torch.equal(value, other_state[name]) for name, value in state.items())
-
-
 def test_its_process_group_outlives_it(tmp_path: Path) -> None:
     """Where torch frees one with its model, a process waits for ever now and then."""
     model = SynchronousDataParallel(

@@ -252,25 +252,6 @@ def test_ipv6_loopback(world):
 # Refusals.
 
 
-@pytest.mark.parametrize(("field", "value"), [("run_id", "yesterday's"), ("graph", "star of 4")])
-def test_differing_settings(world, caplog, field, value):
-    first, second = world.tcp(0, **{field: value}), world.tcp(1)
-    for _ in range(3):
-        first.dial(second)
-        world.until(lambda: first.handler.events)
-        ((peer, refusal),) = first.handler.of("refused")
-        first.handler.events.clear()
-        assert peer == 1
-        assert (refusal.field, refusal.theirs) == (field, value)
-    assert second.handler.events == []
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2  # each side once
-    assert f"{field} differs" in messages[0]
-    assert "rank 1 at 127.0.0.1" in messages[1]
-    for message in messages:
-        assert value in message
-
-
 # Two links between the same workers.
 
 

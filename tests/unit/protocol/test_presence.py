@@ -69,31 +69,6 @@ def test_bad_news_of_a_peer_on_a_good_link_leaves_the_link() -> None:
     assert worker.neighbours == {0, 2}, "back under a new incarnation"
 
 
-def test_a_leaf_asks_more_often_once_the_centre_is_dead() -> None:
-    """Its rate was 1/5 and is 1, of which it asks for half."""
-    worker = make_worker(0, constants=Constants.of(build_graph("star", 6)))
-    worker.receive(0, tell(member(0, Status.DEAD)), 0.5)
-    for step in range(400):
-        worker.step(1, 1.0 + 0.1 * step)
-    assert 150 < worker.clock.num_ticks < 250
-
-
-def test_an_unreachable_peer_without_a_link_dies_too() -> None:
-    worker = make_worker(0)
-    for second in range(1, 7):
-        worker.peer_unreachable(2, float(second))
-        run(worker, float(second), second + 0.99, [0])
-    assert worker.membership.get(2) == member(2, Status.DEAD)
-
-
-def test_whoever_is_asked_without_a_link_dials() -> None:
-    worker = make_worker(0, 2)
-    actions = worker.receive(0, Envelope(AskLife(4, 1)), 0.5)
-    assert of_type(actions, Reach) == [Reach(4, "10.0.0.1", 4004)]
-    actions = worker.reached(4, 0.7)
-    assert said(actions, 0) == [TellLife(4, 1, is_heard=True)]
-
-
 def test_while_held_at_the_start_nobody_is_missed_but_the_linked() -> None:
     worker = make_worker(0)
     worker.hold(0.0)

@@ -134,19 +134,6 @@ def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for() -> Non
         now = due
 
 
-def test_a_long_stall_changes_nothing_here() -> None:
-    """Its parameters stay, an exchange goes on if its link does, and it is asked and answers."""
-    worker = make_worker(0, 2)
-    run(worker, 0.0, 1.0, [0, 2])
-    worker.receive(0, ask(0), 1.0)
-    actions = worker.poll(1.0 + 2 * TIMEOUT_S)
-    assert of_type(actions, Stop) == []
-    assert worker.can_donate
-    assert not worker.clock.is_paused
-    worker.finished(ExchangeId(0, 0, 1), 11.1)
-    assert (worker.exchanges_answered, worker.exchanges_failed) == (1, 0)
-
-
 def test_poison_answers_busy_and_gives_nothing() -> None:
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)

@@ -12,7 +12,7 @@ import tyro
 from gossipdp.cli.main import main
 from gossipdp_lab.simulate import study
 from gossipdp_lab.simulate.command import SimulateArguments
-from gossipdp_lab.simulate.command_results import as_json, notes, table
+from gossipdp_lab.simulate.command_results import as_json, notes
 from gossipdp_lab.simulate.command_study import DIGITS_SGD, Run, make_runs, opening, timeline_jobs
 from gossipdp_lab.simulate.figures import Result
 from gossipdp_lab.simulate.scenario import ConstantTime, Link, SlowedTime
@@ -56,38 +56,6 @@ def strict(path: Path) -> Any:
         raise AssertionError(f"{constant} is no JSON")
 
     return json.loads(path.read_text(), parse_constant=fail)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--methods telepathy", "no method 'telepathy'; choose among a2cid2, gossip"),
-        ("--methods gossip,gossip", "each may stand there once"),
-        ("--comm-rate 1,1.0", "each may stand there once"),
-        ("--comm-rate fast", "--comm-rate is 'fast'; it must be a positive number"),
-        ("--graph hypercube --workers 7", "hypercube"),
-        ("--workers 0", "--workers is 0"),
-        ("--steps nan", "--steps is nan"),
-        ("--fidelity links --slow-worker 16:2", "no rank 16 among 16 workers"),
-        ("--fidelity links --slow-worker 1:2,1:3", "rank 1 is given twice"),
-        ("--fidelity links --slow-worker 1", "write RANK:FACTOR"),
-        ("--slow-worker 1:2", "--slow-worker has no effect here"),
-        ("--step-ms 0", "--step-ms is 0.0; it must be a positive number"),
-        ("--link-mbps 10", "--link-mbps has no effect here"),
-        ("--fidelity links --model-mb -1", "--model-mb is -1"),
-        ("--json missing/results.json", "the directory to write it to does not exist"),
-        ("--json .", "cannot be written"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(
-    words: str, message: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert simulate(words) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
-    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_file_where_the_figures_go(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

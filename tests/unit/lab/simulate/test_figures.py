@@ -8,8 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from gossipdp_lab.simulate import figures as module
-from gossipdp_lab.simulate.figures import Result, draw_simulation, draw_timeline
-from gossipdp_lab.simulate.objectives import Consensus, Quadratic
+from gossipdp_lab.simulate.figures import draw_timeline
 from gossipdp_lab.simulate.scenario import ConstantTime, Link, LinkModel, Scenario, SlowedTime
 from gossipdp_lab.simulate.study import simulate
 from gossipdp_lab.simulate.trace import Trace
@@ -27,38 +26,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
     monkeypatch.setattr(module, "new_figure", remember)
     return drawn
-
-
-def result(method: str, case: int = 0, **changes: Any) -> Result:
-    scenario = Scenario(**{"graph": "ring"} | changes, num_workers=4, num_steps=10)
-    return Result(f"{method} {case}", case, simulate(scenario, method))
-
-
-def lines(figure: Figure, panel: int) -> dict[Any, Any]:
-    return {line.get_label(): line for line in figure.axes[panel].get_lines()}
-
-
-def test_consensus(figures: list[Figure], tmp_path: Path) -> None:
-    both = [result(method, objective=Consensus(4)) for method in ("a2cid2", "gossip")]
-    draw_simulation(both, tmp_path / "figure.png", title="a title")
-    (figure,) = figures
-    assert [axes.get_xlabel() for axes in figure.axes] == [
-        "virtual time (s)",
-        "exchanges per worker",
-    ]
-    assert figure.axes[0].get_yscale() == "log"
-    assert figure.get_suptitle() == "a title"
-    for one in both:
-        line = lines(figure, 1)[one.label]
-        assert list(line.get_xdata()) == pytest.approx(one.trace.column("exchanges") / 2)
-        assert list(line.get_ydata()) == pytest.approx(one.trace.column("consensus_distance"))
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_diverging_run_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
-    runaway = result("gossip", objective=Quadratic(dimension=4, smoothness=1e30, mu=1e30))
-    draw_simulation([runaway], tmp_path / "figure.png", title="a title")
-    assert (tmp_path / "figure.png").is_file()
 
 
 def timeline_of(method: str, **changes: Any) -> Trace:

@@ -18,7 +18,6 @@ from gossipdp_lab.tasks.text import PyStdlib
 from gossipdp_lab.tasks.workload import (
     BatchLoader,
     Workload,
-    learning_rate_factor,
     worker_device,
     worker_seed,
 )
@@ -109,14 +108,6 @@ def test_evaluation_restores_the_mode_and_changes_nothing(make: MakeWorkload) ->
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
-def test_digits_is_split_by_class() -> None:
-    workload = Digits(batch_size=1437)
-    images, labels = next(iter(workload.train_loader(0, 1, 0)))
-    assert images.shape == (1437, 1, 8, 8)
-    assert 0 <= images.min() < images.max() <= 1
-    assert torch.bincount(labels).min() >= 1437 / 10 * 0.95
-
-
 def test_digits_disjoint_shares_cover_the_training_set_once() -> None:
     workload = Digits(disjoint=True, batch_size=1)
     rows = [
@@ -154,15 +145,6 @@ def test_an_epochs_order_follows_from_its_number() -> None:
     assert torch.equal(torch.cat(list(other)), epochs[2])
     assert not torch.equal(epochs[1], epochs[2])
     assert torch.equal(torch.cat(list(loader())), epochs[0])
-
-
-def test_the_learning_rate_warms_up_and_decays() -> None:
-    assert learning_rate_factor(0.0) == pytest.approx(0.01)
-    assert learning_rate_factor(0.05) == pytest.approx(1.0)
-    assert learning_rate_factor(1.0) == pytest.approx(0.01)
-    assert learning_rate_factor(1.2) == pytest.approx(0.01)
-    middle = learning_rate_factor(0.525)
-    assert math.isclose(middle, 0.505, rel_tol=1e-9)
 
 
 def test_the_perceptron_has_the_same_data() -> None:
