@@ -5,13 +5,13 @@ import sys
 import time
 
 import pytest
-from card import PARTS, ROOT, Part, Settings, run_apart
+from card import PARTS, ROOT, Settings, run_apart
 from support.report import Spread
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("part", PARTS, ids=[part.name for part in PARTS])
-def test_each_part_measures_and_shows(part: Part) -> None:
+def test_each_part_measures_and_shows(part):
     found = json.loads(json.dumps(part.measure(Settings("cpu", quick=True))))
     table = part.show(found)
     assert table.rows
@@ -24,7 +24,7 @@ def test_each_part_measures_and_shows(part: Part) -> None:
             assert 0 < found["lost_s"] < found["restarted_s"]
 
 
-def test_the_page_shows_the_measured_figures() -> None:
+def test_the_page_shows_the_measured_figures():
     found = json.loads((ROOT / "benchmarks/results/card.json").read_text())["result"]
     page = (ROOT / "docs/performance.md").read_text().partition("## On a GPU")[2]
     rows = {
@@ -52,7 +52,7 @@ def test_the_page_shows_the_measured_figures() -> None:
     assert f"after {found['rejoin']['restarted_s']:.1f} s" in page
 
 
-def test_a_part_that_fails_or_hangs_says_why() -> None:
+def test_a_part_that_fails_or_hangs_says_why():
     assert run_apart([sys.executable, "-c", "pass"], 60.0) is None
     failing = "raise ValueError('no such kernel')"
     assert run_apart([sys.executable, "-c", failing], 60.0) == "ValueError: no such kernel"

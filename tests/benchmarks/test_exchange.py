@@ -10,7 +10,7 @@ import torch
 from exchange import CONTENDERS, Gloo, row_of, values
 
 
-def test_speed_is_per_direction_over_the_slower_ends_wall_time() -> None:
+def test_speed_is_per_direction_over_the_slower_ends_wall_time():
     ends = [
         [(0.001, 0.009), (0.001, 0.003), (0.004, 0.002)],
         [(0.002, 0.001), (0.0005, 0.009), (0.001, 0.009)],
@@ -21,7 +21,7 @@ def test_speed_is_per_direction_over_the_slower_ends_wall_time() -> None:
     assert row["median_cpu_ms"] == pytest.approx(2.0)
 
 
-def test_what_a_round_did_not_bring_is_found() -> None:
+def test_what_a_round_did_not_bring_is_found():
     transfer = Gloo(0, 1000)
     transfer.prepare(1)
     assert torch.equal(transfer.outgoing, values(0, 1, 1000))
@@ -35,8 +35,8 @@ def test_what_a_round_did_not_bring_is_found() -> None:
 
 @pytest.mark.processes
 def test_every_way_brings_what_it_should_and_a_quick_run_writes_to_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["exchange.py", "--quick", "--rounds", "1"])
     monkeypatch.chdir(tmp_path)
     exchange.main()

@@ -18,7 +18,7 @@ def test_a_run_that_has_ended_is_not_run_again(
     assert find(kept(path), 4, 8, ("complete", "gossip"), 0) == json.loads(path.read_text())
 
 
-def test_losses_are_compared_with_those_of_the_same_seeds() -> None:
+def test_losses_are_compared_with_those_of_the_same_seeds():
     losses = {("ring", 0): 2.0, ("ring", 1): 3.03, ("complete", 1): 3.0, ("complete", 2): 9.0}
     runs = kept(Path("none"))
     for (graph, seed), loss in losses.items():
@@ -34,7 +34,7 @@ def test_losses_are_compared_with_those_of_the_same_seeds() -> None:
     assert complete[:5] == ("complete, gossip", "6.000", "+0.00%", "+0.00 to +0.00", "2")
 
 
-def test_the_committed_tables_are_those_of_the_committed_runs() -> None:
+def test_the_committed_tables_are_those_of_the_committed_runs():
     results = Path(__file__).parents[2] / "benchmarks" / "results" / "graphs.json"
     runs = kept(Path("none"))
     runs.known = {runs.key(run): run for run in json.loads(results.read_text())["result"]["runs"]}

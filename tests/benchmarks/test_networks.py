@@ -41,7 +41,7 @@ class Arrivals:
             self.switch.advance(self.now_s)
 
 
-def test_hosts_do_not_share_cables_but_one_host_does() -> None:
+def test_hosts_do_not_share_cables_but_one_host_does():
     net = Arrivals()
     net.switch.take(0, packet(0, 1, 1000), 0.0)
     net.switch.take(1, packet(1, 0, 1000), 0.0)  # the other way: at the same time
@@ -52,7 +52,7 @@ def test_hosts_do_not_share_cables_but_one_host_does() -> None:
     assert sorted(arrival[1] for arrival in net.arrived) == [0, 0, 1]
 
 
-def test_the_switch_drops_what_its_queue_cannot_hold() -> None:
+def test_the_switch_drops_what_its_queue_cannot_hold():
     net = Arrivals()
     size, count = 9000, 80
     for source in (0, 1):
@@ -65,9 +65,7 @@ def test_the_switch_drops_what_its_queue_cannot_hold() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.01), st.integers(20, 9000)), min_size=2, max_size=50))
-def test_a_line_is_never_faster_than_its_rate_and_never_idle_with_work(
-    packets: list[tuple[float, int]],
-) -> None:
+def test_a_line_is_never_faster_than_its_rate_and_never_idle_with_work(packets):
     line, now_s, left_s, work_s = Line(RATE), 0.0, 0.0, 0.0
     for gap_s, num_bytes in packets:
         now_s += gap_s
@@ -128,7 +126,7 @@ def probe(hosts: Hosts, *, warm_up_s: float, measured_s: float) -> tuple[float, 
 
 
 @pytest.mark.processes
-def test_an_emulated_network_is_slower_than_the_machine_s_own() -> None:
+def test_an_emulated_network_is_slower_than_the_machine_s_own():
     if (reason := missing("tc")) is not None:
         pytest.skip(reason)
     with EmulatedHosts(2, 40, 10) as hosts:

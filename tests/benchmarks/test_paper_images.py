@@ -25,7 +25,7 @@ def task(tmp_path: Path) -> Task:
     return Task(tmp_path, workers=4, epochs=1, batch_size=4)
 
 
-def test_a_step_of_a_row_is_that_of_the_recipe_s_optimizer(task: Task) -> None:
+def test_a_step_of_a_row_is_that_of_the_recipe_s_optimizer(task):
     source = task.objective().begin(4, seed=3)
     x = source.start[:, : source.num_trained]
     rows = RowOptimizers(task.optimizer(), x)
@@ -47,7 +47,7 @@ def test_a_step_of_a_row_is_that_of_the_recipe_s_optimizer(task: Task) -> None:
     assert not torch.equal(after[1], x[1])
 
 
-def test_a_judged_model_has_the_statistics_of_its_own_activations(task: Task) -> None:
+def test_a_judged_model_has_the_statistics_of_its_own_activations(task):
     model = task.recipe.make_model().eval()
     with torch.no_grad():
         task.judge(model)
@@ -59,7 +59,7 @@ def test_a_judged_model_has_the_statistics_of_its_own_activations(task: Task) ->
     assert (momentum, norm.momentum, model.training) == (0.1, 0.1, False)
 
 
-def test_all_rows_train_on_equally_many_samples(task: Task) -> None:
+def test_all_rows_train_on_equally_many_samples(task):
     steps = {}
     for name, row in ROWS.items():
         scenario = task.scenario(row, 0)
@@ -72,9 +72,7 @@ def test_all_rows_train_on_equally_many_samples(task: Task) -> None:
     assert all(abs(found - expected) <= 2 for found in steps.values())
 
 
-def test_the_benchmark_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_benchmark_goes_on_where_it_was(tmp_path, monkeypatch):
     write_fashion_mnist(tmp_path, num_train=64, num_test=32)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("support.report.RESULTS", tmp_path / "results")
@@ -99,7 +97,7 @@ def test_the_benchmark_goes_on_where_it_was(
     ]
 
 
-def test_time_by_the_simulators_clock() -> None:
+def test_time_by_the_simulators_clock():
     table = paper_images.clock(paper_images.Setting(8, 1, 10, 4000))
     seconds = {row[0]: float(row[1]) for row in table.rows}
     # 50 steps of 0.1 s; the slowest of eight is some percent above the mean.
@@ -111,7 +109,7 @@ def test_time_by_the_simulators_clock() -> None:
 
 
 @pytest.mark.processes
-def test_real_processes_by_the_command(task: Task, tmp_path: Path) -> None:
+def test_real_processes_by_the_command(task, tmp_path):
     runs = Runs(tmp_path / "runs.jsonl")
     setting = replace(task.setting, workers=2)
     run = runs.find_real(DOUBLED, setting, tmp_path, seed=1)

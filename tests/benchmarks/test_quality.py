@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import quality
@@ -44,7 +43,7 @@ def result(loss: float | None, sent: float = 6.0) -> RunResult:
         (0.001, [0.004, 0.008, 0.002, 0.001, 0.0005]),
     ],
 )
-def test_the_grid_is_widened_until_the_best_has_neighbours(best: float, expected: list[float]):
+def test_the_grid_is_widened_until_the_best_has_neighbours(best, expected):
     tried: dict[float, float] = {}
     while (rate := next_rate(tried, RATES)) is not None:
         tried[rate] = abs(math.log2(rate / best))
@@ -103,9 +102,7 @@ def test_the_outer_step_is_nesterovs():
     torch.testing.assert_close(outer.drift()[:6], torch.ones(6))
 
 
-def test_a_second_call_goes_on_where_the_first_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_second_call_goes_on_where_the_first_was_stopped(tmp_path, monkeypatch, capsys):
     asked: list[RunSettings] = []
 
     def fake(settings: RunSettings) -> RunResult:

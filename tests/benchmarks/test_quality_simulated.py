@@ -14,7 +14,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_gradients_written_by_hand_are_those_of_autograd() -> None:
+def test_the_gradients_written_by_hand_are_those_of_autograd():
     objective = ByteModel(batch_size=4)
     source = objective.begin(3, seed=5)
     model = objective.make_model()
@@ -32,7 +32,7 @@ def test_the_gradients_written_by_hand_are_those_of_autograd() -> None:
 
 
 @pytest.mark.parametrize("best", [-5, 0, 4])
-def test_the_search_ends_where_the_loss_rises_both_ways(best: int) -> None:
+def test_the_search_ends_where_the_loss_rises_both_ways(best):
     asked: list[float] = []
 
     def loss_at(rate: float) -> float:
@@ -61,7 +61,7 @@ def run_of(
     }
 
 
-def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path: Path) -> None:
+def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path):
     path = tmp_path / "runs.jsonl"
     setting = Setting("common", 2, 10)
     first = Runs(path).find_row("gossip, H = 8", setting, 0.01, 0)
@@ -113,7 +113,7 @@ def measured(runs: Runs, setting: Setting) -> list[tuple[str, ...]]:
     )
 
 
-def test_the_pages_show_the_measured_figures() -> None:
+def test_the_pages_show_the_measured_figures():
     runs = Runs(ROOT / "benchmarks/results/quality_simulated.jsonl")
     notes = shown_in("benchmarks/NOTES.md")
     assert sorted(notes, key=str) == sorted(runs.settings(), key=str)

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -77,14 +76,14 @@ def replace_settings(**changes: object) -> RaceSettings:
     return msgspec.structs.replace(SETTINGS, **changes)
 
 
-def test_rows_and_conditions_are_read_in_the_order_of_the_report() -> None:
+def test_rows_and_conditions_are_read_in_the_order_of_the_report():
     asked = Race(conditions="kills10, calm", rows="ddp,gossipdp", rates="ddp=0.04")
     program = check(asked)
     assert list(program.conditions) == ["calm", "kills10"]
     assert program.rows == {"ddp": 0.04, "gossipdp": 0.04}
 
 
-def test_every_condition_has_a_plan_that_can_be_done() -> None:
+def test_every_condition_has_a_plan_that_can_be_done():
     for name, condition in CONDITIONS.items():
         for each in (condition, condition.quick()):
             plan = FaultPlan.parse(each.faults, num_workers=2) if each.faults else FaultPlan()
@@ -95,7 +94,7 @@ def test_every_condition_has_a_plan_that_can_be_done() -> None:
     assert CONDITIONS["stops"].quick().faults.startswith("stop 0.4s at 2s; stop 1s at 4s")
 
 
-def test_a_run_has_the_options_of_its_row_alone() -> None:
+def test_a_run_has_the_options_of_its_row_alone():
     benchmark = Race(conditions="kills10", rows="gossipdp,ddp,ddp_torchft,diloco@16")
     program = check(benchmark)
 
@@ -140,7 +139,7 @@ def provenance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("provenance")
-def test_finished_runs_are_kept_and_the_order_rotates(tmp_path: Path) -> None:
+def test_finished_runs_are_kept_and_the_order_rotates(tmp_path):
     benchmark = Race(conditions="calm,moving", rows="gossipdp,ddp,local_sgd@16", rounds=2)
     program, path, fake = check(benchmark), tmp_path / "runs.jsonl", FakeRace()
 
@@ -170,9 +169,7 @@ def test_finished_runs_are_kept_and_the_order_rotates(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("provenance")
-def test_tuning_widens_the_grid_until_the_best_rate_is_within(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_tuning_widens_the_grid_until_the_best_rate_is_within(capsys):
     benchmark = Race(tune=True, rows="ddp")
     fake = FakeRace()
     kept = FinishedRuns(None, Run, key=lambda run: run.settings.key)
@@ -182,9 +179,7 @@ def test_tuning_widens_the_grid_until_the_best_rate_is_within(
     assert "0.04: 3.000" in capsys.readouterr().out
 
 
-def test_a_row_that_cannot_recover_is_missing_where_workers_die(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_row_that_cannot_recover_is_missing_where_workers_die(monkeypatch):
     monkeypatch.setattr(race_script.RowName, "missing", lambda name: None)
     assert race_script.cannot_run("decent_dp", CONDITIONS["moving"]) is None
     why = race_script.cannot_run("decent_dp", CONDITIONS["kills30"])
@@ -250,7 +245,7 @@ class FakeJob:
         return [each.name for each in self.started]
 
 
-def test_a_death_ends_the_whole_job_which_starts_again() -> None:
+def test_a_death_ends_the_whole_job_which_starts_again():
     fake = FakeJob("kill 1 at 10s", whole=True)
     fake.step()
     assert fake.names == [(0, 0), (1, 0), (2, 0)]
@@ -268,7 +263,7 @@ def test_a_death_ends_the_whole_job_which_starts_again() -> None:
     assert [(each.rank, each.missed) for each in fake.injector.records] == [(1, None)]
 
 
-def test_a_replica_is_started_again_alone() -> None:
+def test_a_replica_is_started_again_alone():
     fake = FakeJob("kill 1 at 10s", whole=False)
     fake.step()
     fake.all_train()
@@ -280,7 +275,7 @@ def test_a_replica_is_started_again_alone() -> None:
     assert fake.life(0).ending is None
 
 
-def test_at_the_end_nobody_is_started_again() -> None:
+def test_at_the_end_nobody_is_started_again():
     fake = FakeJob("kill 1 at 10s", whole=True)
     fake.step()
     fake.all_train()
@@ -293,7 +288,7 @@ def test_at_the_end_nobody_is_started_again() -> None:
     assert len(fake.started) == 3
 
 
-def test_a_job_that_dies_by_itself_before_it_trains_is_given_up() -> None:
+def test_a_job_that_dies_by_itself_before_it_trains_is_given_up():
     fake = FakeJob("kill 1 at 10s", whole=True, num_workers=2)
     for number in range(MAX_EARLY_DEATHS):
         fake.step(after_s=RESTART_DELAY_S)
@@ -306,7 +301,7 @@ def test_a_job_that_dies_by_itself_before_it_trains_is_given_up() -> None:
     assert len(fake.started) == 2 * MAX_EARLY_DEATHS
 
 
-def test_a_shelf_shows_what_was_left_last(tmp_path: Path) -> None:
+def test_a_shelf_shows_what_was_left_last(tmp_path):
     shelf, other = Shelf(tmp_path / "shelf", 2), Shelf(tmp_path / "shelf", 2)
     assert not other.is_made
     shelf.make()
@@ -345,7 +340,7 @@ class FakeShelf:
         return header, np.array([samples])
 
 
-def test_samples_that_died_with_a_worker_are_not_counted() -> None:
+def test_samples_that_died_with_a_worker_are_not_counted():
     # Worker 0 was killed after 90 samples, the last 10 of them in no exchange.
     fleet = FakeFleet({(0, 0): (90, 80, 0), (0, 1): (30, 20, 2), (1, 0): (200, 190, 2)})
     samples, values = final_model(False, fleet)  # type: ignore[arg-type, misc]
@@ -360,7 +355,7 @@ def test_samples_that_died_with_a_worker_are_not_counted() -> None:
     assert (samples, values.tolist()) == (300, [150])
 
 
-def test_a_job_that_is_starting_again_has_only_its_checkpoint() -> None:
+def test_a_job_that_is_starting_again_has_only_its_checkpoint():
     fleet = FakeFleet({(0, 0): (90, 90, 0), (0, 1): None, (1, 0): (90, 90, 0), (1, 1): None})
     assert final_model(True, fleet) is None  # type: ignore[arg-type]
     left = [({"samples": 64.0}, np.array([1.0])), ({"samples": 96.0}, np.array([2.0]))]
@@ -392,7 +387,7 @@ class Plain(OneOptimizer):
         self.step(self.net(torch.ones(1, 1)).sum())
 
 
-def test_a_row_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_row_goes_on_from_its_newest_checkpoint(tmp_path):
     settings = replace_settings(row="local_sgd@2", checkpoint_steps=3, workers=1)
     row = Plain()
     save = make_save(row, settings, tmp_path, 0)
@@ -418,9 +413,7 @@ def from_checkpoint_of(folder: Path) -> dict[str, object]:
     return loaded
 
 
-def test_a_shelf_gets_only_models_that_are_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shelf_gets_only_models_that_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(race_worker, "bytes_by_connection", lambda: {"socket:[7]": 12})
     row, shelf = Plain(), Shelf(tmp_path / "shelf", 1)
     life = Life(row, shelf, imported_s=3.0, began_s=100.0)
@@ -444,7 +437,7 @@ def test_a_shelf_gets_only_models_that_are_whole(
     assert found[0]["at_s"] == 105.1
 
 
-def test_shares_are_of_the_rows_own_calm() -> None:
+def test_shares_are_of_the_rows_own_calm():
     calm = [run_of("ddp", samples=65_000), run_of("ddp", samples=130_000)]
     killed = run_of("ddp", "kills10", samples=48_750, num_kills=5)
     assert share_of_calm(killed, calm) == pytest.approx(0.5)
@@ -469,7 +462,7 @@ def found() -> dict[str, dict[str, list[Run]]]:
     }
 
 
-def test_the_best_of_each_column_is_bold_whoever_has_it() -> None:
+def test_the_best_of_each_column_is_bold_whoever_has_it():
     runs = found()
     ours, ddp = table("kills10", runs["kills10"], runs["calm"]).rows
     assert ours[0] == "gossipdp, defaults"
@@ -488,7 +481,7 @@ def test_the_best_of_each_column_is_bold_whoever_has_it() -> None:
     ("spares", "with_spare"),
     [("none", []), ("gossipdp", ["gossipdp"]), ("torchft", ["gossipdp", "ddp_torchft"])],
 )
-def test_who_has_a_spare_interpreter(spares: Any, with_spare: list[str]) -> None:
+def test_who_has_a_spare_interpreter(spares, with_spare):
     asked = Race(conditions="kills10,vanish", rows="gossipdp,ddp,ddp_torchft", spares=spares)
     program = check(asked)
     found = [

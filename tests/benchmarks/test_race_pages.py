@@ -86,14 +86,14 @@ def details(condition: str) -> str:
     return f"| {TEXTS[condition]} | {' | '.join(cells)} |"
 
 
-def test_the_readme_s_table_is_that_of_the_results() -> None:
+def test_the_readme_s_table_is_that_of_the_results():
     text = (ROOT / "README.md").read_text()
     for row in ROWS:
         assert headline(row) in text
 
 
 @pytest.mark.parametrize("condition", TEXTS)
-def test_the_performance_page_s_tables_are_those_of_the_results(condition: str) -> None:
+def test_the_performance_page_s_tables_are_those_of_the_results(condition):
     assert condition in CONDITIONS
     text = (ROOT / "docs/performance.md").read_text()
     assert line(RACE[condition], TEXTS[condition], 3) in text
@@ -110,7 +110,7 @@ def kept(found: dict[str, Any], condition: str, *rows: str) -> str:
     return listed([f"{found[condition][row]['samples'] / 1e3:.0f}" for row in rows])
 
 
-def test_the_performance_page_s_sentences_are_those_of_the_results() -> None:
+def test_the_performance_page_s_sentences_are_those_of_the_results():
     text = " ".join((ROOT / "docs/performance.md").read_text().split())
     own, spares, both = result("race_own"), result("race_spares"), ("local_sgd@16", "diloco@16")
     most = max(own[name][row]["samples"] for name in own if name != "calm" for row in both)
@@ -211,7 +211,7 @@ def hooks() -> str:
     return f"bfloat16 and PowerSGD, kept {samples} thousand."
 
 
-def test_the_bytes_are_those_of_the_results() -> None:
+def test_the_bytes_are_those_of_the_results():
     text = " ".join((ROOT / "docs/performance.md").read_text().split())
     assert more_bytes() in text
     assert hooks() in text
@@ -219,11 +219,11 @@ def test_the_bytes_are_those_of_the_results() -> None:
 
 
 @pytest.mark.parametrize("condition", MORE_TEXTS)
-def test_the_performance_page_s_second_table_is_that_of_the_results(condition: str) -> None:
+def test_the_performance_page_s_second_table_is_that_of_the_results(condition):
     assert condition in CONDITIONS
     assert more(condition) in (ROOT / "docs/performance.md").read_text()
 
 
-def test_the_picture_is_that_of_the_results() -> None:
+def test_the_picture_is_that_of_the_results():
     shown, written = (ROOT / "docs/figures/race.png", ROOT / "benchmarks/results/race.png")
     assert shown.read_bytes() == written.read_bytes()

@@ -66,7 +66,7 @@ def test_the_verdict_counts_the_paper_s_exponents_and_ours_apart(error, expected
     assert "of the 3 that we derived" in text
 
 
-def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
+def test_rounds_are_those_of_the_chebyshev_polynomials():
     gamma, value = 0.97, 0.4
     rounds = mixing.mixing_rounds(np.array([[value]]), np.ones((1, 1)), gamma)
     for degree, now in zip(range(1, 12), rounds, strict=False):
@@ -77,12 +77,12 @@ def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
     assert [float(next(plain)[0, 0]) for _ in range(2)] == pytest.approx([value, value**2])
 
 
-def test_lazy_rounds_have_a_rate_on_a_complete_graph() -> None:
+def test_lazy_rounds_have_a_rate_on_a_complete_graph():
     lazy = mixing.lazy_matrix(build_graph("complete", 9))
     assert mixing.second_eigenvalue(lazy) == pytest.approx(0.5)
 
 
-def test_metropolis_weights_of_a_star_and_a_ring() -> None:
+def test_metropolis_weights_of_a_star_and_a_ring():
     star = mixing.mixing_matrix(build_graph("star", 5))
     assert star[0, 1:] == pytest.approx([0.2] * 4)
     assert star[1, 1] == pytest.approx(0.8)

@@ -28,7 +28,7 @@ def finished(path: Path | None) -> FinishedRuns[dict[str, object]]:
     return FinishedRuns(path, dict[str, object], lambda run: run["seed"])
 
 
-def test_finished_runs_are_found_again_and_a_damaged_line_is_named(tmp_path: Path):
+def test_finished_runs_are_found_again_and_a_damaged_line_is_named(tmp_path):
     path = tmp_path / "new" / "runs.jsonl"
     runs = finished(path)
     runs.keep({"seed": 1, "loss": 3.0})
@@ -49,7 +49,7 @@ def test_every_case_begins_a_round_in_turn():
     assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
 
 
-def test_a_commit_is_marked_where_what_measures_was_changed(tmp_path: Path):
+def test_a_commit_is_marked_where_what_measures_was_changed(tmp_path):
     def git(*words: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -69,7 +69,7 @@ def test_a_commit_is_marked_where_what_measures_was_changed(tmp_path: Path):
     assert commit_of(tmp_path) == f"{commit}+"
 
 
-def test_a_meeting_lasts_until_all_have_come(tmp_path: Path):
+def test_a_meeting_lasts_until_all_have_come(tmp_path):
     path = tmp_path / "meeting"
     Meeting.create(path, 2)
     first, second = Meeting(path, 0), Meeting(path, 1)
@@ -92,9 +92,7 @@ def make_script(folder: Path, name: str, code: int, missing: list[dict[str, str]
     )
 
 
-def test_all_benchmarks_end_with_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_all_benchmarks_end_with_what_is_missing(tmp_path, monkeypatch, capfd):
     (tmp_path / "results").mkdir()
     make_script(tmp_path, "good", 0, [{"row": "gigabit", "why": "no root"}])
     make_script(tmp_path, "bad", 3, [])

@@ -47,9 +47,7 @@ def plans(row: str, speeds: list[float], samples: int) -> list[RowPlan]:
     st.lists(st.sampled_from([1.0, 0.5, 0.3, 0.25, 0.125]), min_size=2, max_size=6),
     st.integers(1, 10_000),
 )
-def test_workers_that_wait_for_one_another_meet_equally_often(
-    row: str, speeds: list[float], samples: int
-) -> None:
+def test_workers_that_wait_for_one_another_meet_equally_often(row, speeds, samples):
     workers = plans(row, speeds, samples)
     assert len({one.own_steps // one.period for one in workers}) == 1
     assert sum(one.share for one in workers) == pytest.approx(1.0)
@@ -59,9 +57,7 @@ def test_workers_that_wait_for_one_another_meet_equally_often(
     assert [done / sum(trained) for done in trained] == pytest.approx([w.share for w in workers])
 
 
-def test_gradients_are_those_of_the_plain_model_and_come_when_a_device_would_have_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_are_those_of_the_plain_model_and_come_when_a_device_would_have_them(monkeypatch):
     now_s = 100.0
 
     def sleep(seconds: float) -> None:
@@ -97,9 +93,7 @@ def test_gradients_are_those_of_the_plain_model_and_come_when_a_device_would_hav
         assert torch.equal(one.grad, two.grad)
 
 
-def test_a_slower_row_runs_again_on_what_it_manages_in_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slower_row_runs_again_on_what_it_manages_in_the_time(monkeypatch):
     asked: list[RunSettings] = []
     ideal_s = SLOW.ideal_s(2, SIZE.steps)
 
@@ -122,7 +116,7 @@ def test_a_slower_row_runs_again_on_what_it_manages_in_the_time(
     assert len(asked) == 3
 
 
-def test_the_losses_of_rows_are_compared_at_equal_time() -> None:
+def test_the_losses_of_rows_are_compared_at_equal_time():
     quick = result(3.0)
     slow = Round(result(2.8, end_s=80.0), result(3.6))
     results = {
@@ -143,9 +137,7 @@ def test_the_losses_of_rows_are_compared_at_equal_time() -> None:
 @pytest.mark.parametrize(
     ("row", "samples", "words"), [("ddp_bf16_by_speed", 160, 2.0), ("gossip", 160, None)]
 )
-def test_a_timed_run_trains_the_budget_on_workers_of_unequal_speed(
-    row: str, samples: int, words: float | None
-) -> None:
+def test_a_timed_run_trains_the_budget_on_workers_of_unequal_speed(row, samples, words):
     found = run(replace(SETTINGS, row=row))
     assert found.loss is not None
     assert found.loss < 8.0
@@ -156,7 +148,7 @@ def test_a_timed_run_trains_the_budget_on_workers_of_unequal_speed(
 
 
 @pytest.mark.processes
-def test_a_run_in_namespaces_sends_over_their_links() -> None:
+def test_a_run_in_namespaces_sends_over_their_links():
     if (reason := missing("tc")) is not None:
         pytest.skip(reason)
     condition = Condition("a link", step_s=0.001, mbits_per_s=1_000_000)

@@ -8,7 +8,7 @@ from update import ALPHA_TILDE, ETA, Released, measure
 from gossipdp.dynamics.update import KERNELS
 
 
-def test_the_released_sequence_is_the_paper_s_equation() -> None:
+def test_the_released_sequence_is_the_paper_s_equation():
     generator = torch.Generator().manual_seed(0)
     x, peers = (torch.randn(1000, generator=generator) for _ in range(2))
     released, reference = Released(x.clone(), peers), PaperState(x.double(), x.double())
@@ -20,7 +20,7 @@ def test_the_released_sequence_is_the_paper_s_equation() -> None:
     assert torch.allclose(released.x_tilde.double(), reference.x_tilde, atol=1e-5)
 
 
-def test_the_figures_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_of_a_small_model(monkeypatch):
     monkeypatch.delenv("GOSSIPDP_KERNELS", raising=False)
     result = measure(300_000, 1)  # two chunks
     medians = {name: spread.median for name, spread in result["ms"].items()}

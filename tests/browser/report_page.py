@@ -76,7 +76,7 @@ def console(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_it_opens_without_a_console_message(page: Path, tmp_path: Path, look: str) -> None:
+def test_it_opens_without_a_console_message(page, tmp_path, look):
     size, flags = LOOKS[look]
     SHOTS.mkdir(parents=True, exist_ok=True)
     shot = SHOTS / f"report-{look}.png"
@@ -88,7 +88,7 @@ def test_it_opens_without_a_console_message(page: Path, tmp_path: Path, look: st
     assert shot.stat().st_size > 50_000
 
 
-def test_a_broken_page_would_be_noticed(page: Path, tmp_path: Path) -> None:
+def test_a_broken_page_would_be_noticed(page, tmp_path):
     broken = tmp_path / "broken.html"
     broken.write_text(page.read_text().replace('"use strict";', "nothing.here();"))
     done = open_in_chromium(broken, tmp_path / "profile", "--dump-dom")

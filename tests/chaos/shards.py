@@ -93,7 +93,7 @@ def test_a_replica_joins_by_the_line_that_the_run_prints(tmp_path, calls):
 
 
 @pytest.mark.parametrize("launcher", ["gossipdp", "torchrun"])
-def test_the_example(launcher: str) -> None:
+def test_the_example(launcher):
     if launcher == "gossipdp":
         words = ["gossipdp", "run", "-n", "4", "--nproc-per-replica", "2", str(EXAMPLE)]
     else:

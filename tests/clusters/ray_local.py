@@ -84,13 +84,13 @@ def make_train() -> Any:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_ray_starts_a_worker_again_that_died(tmp_path: Path) -> None:
+def test_ray_starts_a_worker_again_that_died(tmp_path):
     results = launch(make_train(), 3, args=(tmp_path, "dies once"), max_restarts=1)
     assert results == [(0, 0, 3), (1, 1, 3), (2, 0, 3)]
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_a_failure_is_one_workers_and_is_told_at_the_end(tmp_path: Path) -> None:
+def test_a_failure_is_one_workers_and_is_told_at_the_end(tmp_path):
     with pytest.raises(WorkerFailedError, match=r"worker 1 failed:\n(.*\n)*.*ValueError: no good"):
         launch(make_train(), 3, args=(tmp_path, "fails"))
     ended = sorted(path.name for path in tmp_path.glob("* ended over *"))
@@ -98,9 +98,7 @@ def test_a_failure_is_one_workers_and_is_told_at_the_end(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_where_the_meeting_is_lost_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_meeting_is_lost_the_others_go_on(tmp_path, monkeypatch):
     class Known(integration.Meeting):
         def __init__(self, num_workers: int) -> None:
             super().__init__(num_workers)
@@ -114,12 +112,12 @@ def test_where_the_meeting_is_lost_the_others_go_on(
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_a_failure_before_all_have_begun_ends_all(tmp_path: Path) -> None:
+def test_a_failure_before_all_have_begun_ends_all(tmp_path):
     with pytest.raises(WorkerFailedError, match="worker 1 failed"):
         launch(make_train(), 3, args=(tmp_path, "fails at once"))
 
 
-def test_the_example(tmp_path: Path) -> None:
+def test_the_example(tmp_path):
     make_tls_files(tmp_path)
     words = ["--workers", "3", "--samples", "90000", "--tls", str(tmp_path)]
     done = subprocess.run(

@@ -176,7 +176,7 @@ def log(directory: Path) -> str:
     return "".join(path.read_text() for path in sorted(directory.glob("slurm*.*")))
 
 
-def test_ranks_restart_and_requeue(slurm: Slurm, tmp_path: Path) -> None:
+def test_ranks_restart_and_requeue(slurm, tmp_path):
     script, output = tmp_path / "train.py", tmp_path / "output"
     script.write_text(SCRIPT)
 
@@ -202,7 +202,7 @@ def test_ranks_restart_and_requeue(slurm: Slurm, tmp_path: Path) -> None:
     assert lines() == sorted([*first, "begins 1 0 1 resumed", *second, *done])
 
 
-def test_a_job_that_was_cancelled_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_that_was_cancelled_is_not_requeued(slurm, tmp_path):
     script, output = tmp_path / "train.py", tmp_path / "output"
     script.write_text(SCRIPT)
     job = slurm.submit(output, str(script), str(tmp_path))
@@ -215,7 +215,7 @@ def test_a_job_that_was_cancelled_is_not_requeued(slurm: Slurm, tmp_path: Path) 
     assert slurm.state(job) == "CANCELLED"
 
 
-def test_replicas_of_two_processes(slurm: Slurm, tmp_path: Path) -> None:
+def test_replicas_of_two_processes(slurm, tmp_path):
     """The command of docs/shards.md: one supervisor a node."""
     page = (SBATCH.parents[2] / "docs" / "shards.md").read_text()
     (command,) = re.findall(r"^    (srun (?:.*\\\n)*.*)$", page, re.M)

@@ -46,7 +46,7 @@ print("done", rank, life, *local, done.world_size)
 
 
 @pytest.mark.processes
-def test_under_torchrun_a_death_stays_one_death(tmp_path: Path) -> None:
+def test_under_torchrun_a_death_stays_one_death(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -65,7 +65,7 @@ def manifest() -> list[dict[str, object]]:
     return list(yaml.safe_load_all((CLUSTERS / "kubernetes_job.yaml").read_text()))
 
 
-def test_the_manifest_has_the_form_of_its_kinds() -> None:
+def test_the_manifest_has_the_form_of_its_kinds():
     documents = manifest()
     assert [document["kind"] for document in documents] == ["Service", "Job"]
     for version in ("1.30", "1.33"):
@@ -73,7 +73,7 @@ def test_the_manifest_has_the_form_of_its_kinds() -> None:
             kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_the_job_mounts_the_directory_that_it_names_for_tls() -> None:
+def test_the_job_mounts_the_directory_that_it_names_for_tls():
     pod: Any = manifest()[1]["spec"]["template"]["spec"]  # type: ignore[index]
     (worker,), (volume,) = pod["containers"], pod["volumes"]
     command = worker["command"]

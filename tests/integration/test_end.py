@@ -77,7 +77,7 @@ def forget(log: Path, saves: bool) -> None:
         wait_until(lambda: has_noticed_a_death(model), "worker 0 has ended")
 
 
-def test_a_forgotten_consolidate_is_said_once(workers: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_forgotten_consolidate_is_said_once(workers, tmp_path):
     workers(forget, 2, (tmp_path, False))
     said = said_in(tmp_path)
     assert said.count("ends without consolidate(): its module holds its own") == 1
@@ -155,9 +155,7 @@ def draw(log: Path, changes: Callable[[GossipDataParallel], object], resumes: bo
     model.consolidate()
 
 
-def test_workers_that_draw_the_same_batches_are_warned_once(
-    workers: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_workers_that_draw_the_same_batches_are_warned_once(workers, tmp_path):
     """Not where they are seeded apart; nor where a run goes on, with states of its own."""
     said = "all workers go through the data in the same order, since torch has the same random"
     workers(draw, 3, (tmp_path, lambda model: None, True))
@@ -175,9 +173,7 @@ def go_on(directory: Path) -> int:
     return model.consolidate().samples
 
 
-def test_a_resumed_run_says_where_it_goes_on_and_that_nothing_is_left(
-    workers: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_resumed_run_says_where_it_goes_on_and_that_nothing_is_left(workers, tmp_path):
     assert min(workers(go_on, 2, (tmp_path,))) >= 64
     assert "goes on" not in said_in(tmp_path)
     assert min(workers(go_on, 2, (tmp_path,))) >= 64
@@ -251,7 +247,7 @@ def command(tmp_path: Path, script: str, n: int, *options: str) -> list[str]:
     return [*start, *options, str(path), str(directory)]
 
 
-def test_a_death_near_the_end_leaves_the_run_complete(tmp_path: Path) -> None:
+def test_a_death_near_the_end_leaves_the_run_complete(tmp_path):
     done = subprocess.run(
         command(tmp_path, DIES_AT_THE_END, 2, "--max-restarts", "3"),
         capture_output=True,
@@ -268,7 +264,7 @@ def test_a_death_near_the_end_leaves_the_run_complete(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_saves_and_says_so_in_one_line(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_says_so_in_one_line(tmp_path):
     files = tmp_path / "files"
     launcher = subprocess.Popen(
         command(tmp_path, GOES_ON, 2), stderr=subprocess.PIPE, text=True, env=VARIABLES

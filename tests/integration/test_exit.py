@@ -84,14 +84,14 @@ def running(directory: Path, ending: str, *options: str) -> Iterator[Run]:
         run.close()
 
 
-def test_nothing_is_left_at_the_end(tmp_path: Path) -> None:
+def test_nothing_is_left_at_the_end(tmp_path):
     with running(tmp_path, "end", "--max-restarts", "1") as run:
         run.go()
         run.assert_nothing_is_left()
         assert run.process.wait() == 0
 
 
-def test_nothing_is_left_after_sigterm_not_even_workers_that_heed_no_signal(tmp_path: Path) -> None:
+def test_nothing_is_left_after_sigterm_not_even_workers_that_heed_no_signal(tmp_path):
     """One ignores them, and one is stopped."""
     with running(tmp_path, "stubborn") as run:
         run.workers()[1].suspend()
@@ -100,7 +100,7 @@ def test_nothing_is_left_after_sigterm_not_even_workers_that_heed_no_signal(tmp_
         assert run.process.wait() == 128 + signal.SIGTERM
 
 
-def test_the_workers_of_a_supervisor_that_is_killed_end(tmp_path: Path) -> None:
+def test_the_workers_of_a_supervisor_that_is_killed_end(tmp_path):
     with running(tmp_path, "signal") as run:
         workers = run.workers()
         run.process.kill()

@@ -192,7 +192,7 @@ def die_one_by_one(directory: Path) -> None:
     worker.finish_openly(2)
 
 
-def test_the_dead_are_noticed_and_the_others_train_on(workers: Callable, tmp_path: Path) -> None:
+def test_the_dead_are_noticed_and_the_others_train_on(workers, tmp_path):
     try:
         with pytest.raises(WorkerFailedError, match="SIGKILL"):
             workers(die_one_by_one, 4, (tmp_path,))
@@ -231,9 +231,7 @@ def stop_for_a_while(directory: Path) -> None:
     worker.finish()
 
 
-def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(workers, tmp_path):
     workers(stop_for_a_while, 3, (tmp_path,))
     ends = diaries(tmp_path)
     assert len(ends) == 3
@@ -270,7 +268,7 @@ def sleep_with_the_machine(directory: Path) -> None:
     worker.finish()
 
 
-def test_a_worker_whose_machine_slept_goes_on(workers: Callable, tmp_path: Path) -> None:
+def test_a_worker_whose_machine_slept_goes_on(workers, tmp_path):
     workers(sleep_with_the_machine, 3, (tmp_path,))
     ends = diaries(tmp_path)
     assert [end["num_workers"] for end in ends] == [3, 3, 3]
@@ -298,9 +296,7 @@ def die_once(directory: Path, rank: int) -> None:
     worker.finish(optimizer_steps=optimizer_steps)
 
 
-def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(workers, tmp_path):
     rank = 0
     workers(die_once, 3, (tmp_path, rank), max_restarts=1)
     ends = diaries(tmp_path)
@@ -360,8 +356,8 @@ def fail_while_a_state_is_taken(directory: Path) -> None:
 
 
 def test_where_the_joiner_dies_it_may_come_again_and_where_the_donor_fails_another_is_asked(
-    workers: Callable, tmp_path: Path
-) -> None:
+    workers, tmp_path
+):
     with pytest.raises(WorkerFailedError, match=r"worker 1 died of .*SIGKILL"):
         workers(fail_while_a_state_is_taken, 3, (tmp_path,), max_restarts=2)
     ends = diaries(tmp_path)
@@ -391,9 +387,7 @@ def hang(directory: Path) -> None:
     (directory / f"end-{worker.model.rank}.new").rename(directory / f"end-{worker.model.rank}")
 
 
-def test_consolidate_goes_on_without_a_training_loop_that_hangs(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_consolidate_goes_on_without_a_training_loop_that_hangs(workers, tmp_path):
     workers(hang, 3, (tmp_path,))
     one, other = (json.loads((tmp_path / f"end-{rank}").read_text()) for rank in (0, 1))
     assert one[0] == other[0] == 2
@@ -432,7 +426,7 @@ def turn_to_nan(directory: Path) -> None:
     )
 
 
-def test_poison_is_not_averaged(workers: Callable, tmp_path: Path) -> None:
+def test_poison_is_not_averaged(workers, tmp_path):
     workers(turn_to_nan, 4, (tmp_path,))
     ends = diaries(tmp_path)
     assert [end["rank"] for end in ends] == [0, 3]

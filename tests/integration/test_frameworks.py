@@ -37,7 +37,7 @@ def num_right(outcomes: dict[str, list[dict[str, Any]]], name: str) -> int:
     return round(NUM_TEST_IMAGES * outcomes[name][0]["accuracy"])
 
 
-def test_the_loop_under_ddp_and_ours_differ_in_three_lines() -> None:
+def test_the_loop_under_ddp_and_ours_differ_in_three_lines():
     def code(name: str) -> list[str]:
         text = (EXAMPLES / f"{name}.py").read_text().split('"""\n', 2)[1]
         return [line for line in text.splitlines() if line]
@@ -52,39 +52,39 @@ def test_the_loop_under_ddp_and_ours_differ_in_three_lines() -> None:
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_framework_reaches_the_accuracy_of_the_plain_loop(outcomes: Any, name: str) -> None:
+def test_a_framework_reaches_the_accuracy_of_the_plain_loop(outcomes, name):
     plain = num_right(outcomes, "plain_gossipdp")
     assert plain >= LEAST_RIGHT
     assert num_right(outcomes, name) >= plain - MOST_LOST_IMAGES
 
 
-def test_so_does_the_loop_that_was_one_of_ddp(outcomes: Any) -> None:
+def test_so_does_the_loop_that_was_one_of_ddp(outcomes):
     ddp = num_right(outcomes, "plain_ddp")
     assert num_right(outcomes, "plain_gossipdp") >= ddp - MOST_LOST_IMAGES
 
 
 @pytest.mark.parametrize("name", ["plain_gossipdp", *FRAMEWORKS])
-def test_all_workers_end_with_the_same_bits(outcomes: Any, name: str) -> None:
+def test_all_workers_end_with_the_same_bits(outcomes, name):
     workers = outcomes[name]
     assert len({worker["state"] for worker in workers}) == 1
     assert len({worker["accuracy"] for worker in workers}) == 1
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_training_ends_when_all_together_have_seen_the_budget(outcomes: Any, name: str) -> None:
+def test_training_ends_when_all_together_have_seen_the_budget(outcomes, name):
     samples = sum(worker["samples"] for worker in outcomes[name])
     # The news of what the others have seen travels for a moment.
     assert EPOCHS * 1437 <= samples < (EPOCHS + 1) * 1437
 
 
 @pytest.mark.parametrize("name", ["transformers", "lightning"])
-def test_accumulated_batches_make_one_step(outcomes: Any, name: str) -> None:
+def test_accumulated_batches_make_one_step(outcomes, name):
     for worker in outcomes[f"saved by {name}"]:
         assert (worker["steps"], worker["samples"]) == (4, 4 * 2 * 4)
 
 
 @pytest.mark.parametrize("name", ["transformers", "lightning"])
-def test_worker_0_alone_logs_and_saves(outcomes: Any, folder: Path, name: str) -> None:
+def test_worker_0_alone_logs_and_saves(outcomes, folder, name):
     workers = outcomes[f"saved by {name}"]
     assert [worker["is_first"] for worker in workers] == [True, False]
     assert len({worker["state"] for worker in workers}) == 1
@@ -98,7 +98,7 @@ def test_worker_0_alone_logs_and_saves(outcomes: Any, folder: Path, name: str) -
         assert len(list(found.rglob("*.ckpt"))) == 2
 
 
-def test_a_framework_that_was_set_up_as_a_run_of_its_own_is_refused(outcomes: Any) -> None:
+def test_a_framework_that_was_set_up_as_a_run_of_its_own_is_refused(outcomes):
     for messages in outcomes["without single_process"]:
         assert len(messages) == 2
         assert all("within `with single_process():`" in message for message in messages)

@@ -53,7 +53,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelMa
     manager.cleanup_resources()
 
 
-def test_train_look_train_on_and_interrupt(kernel: KernelManager, tmp_path: Path) -> None:
+def test_train_look_train_on_and_interrupt(kernel, tmp_path):
     client = kernel.blocking_client()
     client.start_channels()
     client.wait_for_ready(timeout=LONGEST_S)

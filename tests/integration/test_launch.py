@@ -7,7 +7,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,7 @@ def all_reduce_beside_a_rendezvous(rendezvous_first: bool) -> tuple:
 
 
 @pytest.mark.parametrize(("rendezvous_first", "by_hand"), [(True, False), (False, True)])
-def test_workers_meet_beside_the_users_own_process_group(
-    workers: Callable, rendezvous_first: bool, by_hand: bool
-) -> None:
+def test_workers_meet_beside_the_users_own_process_group(workers, rendezvous_first, by_hand):
     """At the launcher's store, or, without a launcher, at the one that worker 0 hosts."""
     variables = {}
     if by_hand:
@@ -72,7 +69,7 @@ def arrive_alone() -> None:
         Rendezvous.open(Environment.read(), timeout_s=0.5)
 
 
-def test_a_store_that_nobody_hosts_is_told_in_time(workers: Callable) -> None:
+def test_a_store_that_nobody_hosts_is_told_in_time(workers):
     by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": "1"}
     with pytest.raises(
         WorkerFailedError,
@@ -87,7 +84,7 @@ def describe_worker(word: str) -> tuple[str, str, str, set[int], str]:
     return os.environ["RANK"], os.environ["COLOUR"], word, cores, method
 
 
-def test_arguments_environment_and_pinning(workers: Callable) -> None:
+def test_arguments_environment_and_pinning(workers):
     results = workers(describe_worker, 2, ("hello",), environment={"COLOUR": "red"}, pin=True)
     assert [result[:3] for result in results] == [("0", "red", "hello"), ("1", "red", "hello")]
     if len(os.sched_getaffinity(0)) > 1:
@@ -103,7 +100,7 @@ class Local:
         self.value = value
 
 
-def test_classes_and_closures_travel_and_a_large_result_comes_back(workers: Callable) -> None:
+def test_classes_and_closures_travel_and_a_large_result_comes_back(workers):
     results = workers(lambda given: Local(20_000_000 * given.value), 2, (Local(b"x"),))
     assert all(isinstance(result, Local) for result in results)
     assert [len(result.value) for result in results] == [20_000_000] * 2
@@ -115,19 +112,19 @@ def fail_on_worker_1() -> None:
     time.sleep(FOR_EVER_S)
 
 
-def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(workers: Callable) -> None:
+def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(workers):
     with pytest.raises(WorkerFailedError, match=r"^worker 1 raised KeyError:\nTraceback") as raised:
         workers(fail_on_worker_1, 3)
     assert "in fail_on_worker_1" in str(raised.value)
     assert "launcher/local" not in str(raised.value)
 
 
-def test_time_runs_out(workers: Callable) -> None:
+def test_time_runs_out(workers):
     with pytest.raises(WorkerFailedError, match="timeout_s=1 passed, but of 2 workers 0, 1 still"):
         workers(time.sleep, 2, (FOR_EVER_S,), timeout_s=1)
 
 
-def test_on_poll_is_called_and_what_it_raises_ends_the_run(workers: Callable) -> None:
+def test_on_poll_is_called_and_what_it_raises_ends_the_run(workers):
     calls = []
 
     def poll() -> None:
@@ -140,7 +137,7 @@ def test_on_poll_is_called_and_what_it_raises_ends_the_run(workers: Callable) ->
     assert len(calls) == 3
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_told():
     with pytest.raises(ValueError, match="world_size is 0; it must be at least 1"):
         launch(os.getpid, world_size=0)
     with pytest.raises(ValueError, match="cannot send <built-in function print> and its arg"):
@@ -156,7 +153,7 @@ def sockets_of_the_fork_server() -> list[str]:
     ]
 
 
-def test_the_fork_server_holds_no_socket_but_its_own(workers: Callable) -> None:
+def test_the_fork_server_holds_no_socket_but_its_own(workers):
     (held,) = workers(sockets_of_the_fork_server, 1)
     assert len(held) == 1
 
@@ -177,7 +174,7 @@ def pids_in(directory: Path) -> set[int]:
     return {int(pid) for rank in "01" for pid in (directory / rank).read_text().split()}
 
 
-def test_nothing_is_left_after_ctrl_c(workers: Callable, tmp_path: Path) -> None:
+def test_nothing_is_left_after_ctrl_c(workers, tmp_path):
     sent: list[int] = []
 
     def signal_when_all_stay() -> None:
@@ -198,9 +195,7 @@ def stay_whatever_comes(directory: str) -> None:
     time.sleep(FOR_EVER_S)
 
 
-def test_a_second_sigterm_kills_at_once(
-    workers: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_sigterm_kills_at_once(workers, tmp_path, monkeypatch):
     sent: list[int] = []
 
     def signal_twice() -> None:

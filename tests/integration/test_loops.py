@@ -186,7 +186,7 @@ def of_workers(workers: Callable) -> list[dict[tuple[str, str], Any]]:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_mixes_and_its_workers_end_equal(of_workers: list[dict], name: str) -> None:
+def test_a_loop_mixes_and_its_workers_end_equal(of_workers, name):
     values, stats, ends, losses = zip(*(each[name, "gossip"] for each in of_workers), strict=True)
     # 0.35 to 0.7 on the data of both; a run that diverges ends at thousands.
     assert max(losses) < 2.0, losses
@@ -221,5 +221,5 @@ def drop_or_stay(ended: Path) -> Any:
     return world_size
 
 
-def test_a_dropped_model_does_not_hold_up_the_others(workers: Callable, tmp_path: Path) -> None:
+def test_a_dropped_model_does_not_hold_up_the_others(workers, tmp_path):
     assert workers(drop_or_stay, 2, (tmp_path / "ended",)) == [1, None]

@@ -1,7 +1,6 @@
 """The notebooks run from the first cell to the last, and their pages show what stands in them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -31,7 +30,7 @@ def shortened(name: str, *changes: tuple[str, str]) -> nbformat.NotebookNode:
 
 
 @pytest.mark.processes
-def test_a_first_run_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_run_in_a_kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
@@ -53,7 +52,7 @@ print(json.dumps({
     assert found["accuracy"] > 0.8
 
 
-def test_choosing_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_a_graph(monkeypatch):
     """Here and not in a kernel: it starts no processes, and the imports are done."""
     matplotlib.use("Agg")
     monkeypatch.setattr(plt, "show", lambda: plt.close("all"))
@@ -69,7 +68,7 @@ def test_choosing_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
-def test_the_page_of_a_notebook_is_up_to_date(path: Path):
+def test_the_page_of_a_notebook_is_up_to_date(path):
     text, figures = page_of(path)
     fix = "run python tools/notebook_pages.py"
     assert path.with_suffix(".md").read_text() == text, fix

@@ -116,8 +116,8 @@ def prepared(directory: Path, text: str) -> tuple[Path, Path]:
 
 
 def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others_are(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+    tmp_path, without_torch
+):
     script, files = prepared(tmp_path, TRAINING)
     words = ["-n", "3", "--max-restarts", "4", str(script), str(files)]
     run = RunCommand(tmp_path / "output", words, environment=without_torch)
@@ -157,9 +157,7 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
     assert said.splitlines()[-1].endswith("in 0.2 s (restart 3 of 4)")
 
 
-def test_faults_are_done_to_a_script_which_ends_well(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_faults_are_done_to_a_script_which_ends_well(tmp_path, without_torch):
     script, files = prepared(tmp_path, TRAINING)
     log = tmp_path / "log"
     plan = "kill 1 at 0.5s; stop 0.5s 0 at 1s; slow 2x 2 at 1s; kill 1 at 1h"
@@ -209,9 +207,7 @@ time.sleep(3600)
 """
 
 
-def test_ctrl_c_ends_a_worker_that_stands_still(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
+def test_ctrl_c_ends_a_worker_that_stands_still(tmp_path, without_torch):
     script, ended = tmp_path / "train.py", tmp_path / "ended"
     script.write_text(ENDLESS)
     words = ["-n", "2", "--faults", "stop 1h 1; kill 0", str(script), str(ended)]

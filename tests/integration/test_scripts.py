@@ -35,9 +35,7 @@ def first_script(page: str) -> str:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 @pytest.mark.parametrize("command", [RUN, TORCHRUN], ids=["gossipdp run", "torchrun"])
-def test_the_first_script_of_a_page_runs_without_a_warning(
-    command: list[str], page: str, tmp_path: Path
-):
+def test_the_first_script_of_a_page_runs_without_a_warning(command, page, tmp_path):
     """Warnings of Python's are errors; those of the library's log go to the standard error."""
     script = tmp_path / "train.py"
     script.write_text(first_script(page))
@@ -119,7 +117,7 @@ GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
 """
 
 
-def test_workers_with_unlike_models_end_with_one_sentence(tmp_path: Path):
+def test_workers_with_unlike_models_end_with_one_sentence(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(UNLIKE)
     done = run([*RUN, str(script)])

@@ -58,7 +58,7 @@ def outcome(*runs: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
         return [(run.returncode, *output) for run, output in zip(runs, outputs, strict=True)]
 
 
-def test_the_workers_of_two_hosts_meet(tmp_path: Path) -> None:
+def test_the_workers_of_two_hosts_meet(tmp_path):
     script, rendezvous = tmp_path / "script.py", free_rendezvous()
     script.write_text(SCRIPT)
     first, second = outcome(*(start(rank, rendezvous, script) for rank in range(2)))

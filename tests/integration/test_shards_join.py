@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,7 +87,7 @@ def join_at_once(directory: Path) -> Seen:
     return seen
 
 
-def test_two_replicas_that_join_at_once_get_a_rank_each(workers: Callable, tmp_path: Path) -> None:
+def test_two_replicas_that_join_at_once_get_a_rank_each(workers, tmp_path):
     all_seen = workers(join_at_once, 3 * NUM_SHARDS, (tmp_path,), nproc_per_replica=NUM_SHARDS)
     # Both processes of a replica have the same one.
     assert [seen.replica for seen in all_seen[::2]] == [seen.replica for seen in all_seen[1::2]]

@@ -44,7 +44,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(dist):
     wheel = contents(dist / f"{NAME}-py3-none-any.whl")
     assert "gossipdp/py.typed" in wheel
     assert {name.split("/")[0] for name in wheel} == {
@@ -59,7 +59,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     assert f"{NAME}.dist-info/licenses/LICENSE" in wheel
 
 
-def test_its_metadata_name_the_command_and_the_extras(dist: Path) -> None:
+def test_its_metadata_name_the_command_and_the_extras(dist):
     wheel = contents(dist / f"{NAME}-py3-none-any.whl")
     metadata = email.message_from_bytes(wheel[f"{NAME}.dist-info/METADATA"])
     assert metadata["Version"] == gossipdp.__version__
@@ -69,7 +69,7 @@ def test_its_metadata_name_the_command_and_the_extras(dist: Path) -> None:
     assert "gossipdp = gossipdp.cli.main:main" in entry
 
 
-def test_the_sdist_holds_what_tests_and_docs_need(dist: Path) -> None:
+def test_the_sdist_holds_what_tests_and_docs_need(dist):
     with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
     for needed in ("pyproject.toml", "LICENSE", "Makefile", "constraints.txt", "CONTRIBUTING.md"):
@@ -79,7 +79,7 @@ def test_the_sdist_holds_what_tests_and_docs_need(dist: Path) -> None:
     assert not tops & {".venv", "runs", "dist", "build", ".git"}
 
 
-def test_installed_it_runs(dist: Path, tmp_path: Path) -> None:
+def test_installed_it_runs(dist, tmp_path):
     run(
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path),
         str(dist / f"{NAME}-py3-none-any.whl"),

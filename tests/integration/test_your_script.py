@@ -220,7 +220,7 @@ def seen(
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_the_change_does_what_it_says(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+def test_the_change_does_what_it_says(name, seen):
     both = [each[name] for each in seen]
     assert not any("error" in each for each in both), both[0].get("error") or both[1]["error"]
     assert LOOKS[name][1](*(each["looked"] for each in both)), [each["looked"] for each in both]
@@ -263,9 +263,7 @@ def die_in_an_evaluation(script: str, directory: Path) -> None:
     Path(f"worker {model.rank} leads: {model.is_lead}").touch()
 
 
-def test_an_evaluation_that_dies_with_the_lead_is_the_only_one_that_is_lost(
-    workers: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_an_evaluation_that_dies_with_the_lead_is_the_only_one_that_is_lost(workers, tmp_path):
     script = applied(changes()["Keep the best model"])
     (in_every_epoch,) = re.findall(r'`(model\.save_averaged\(f"epoch-.*?)`', PAGE)
     for old, new in (
@@ -290,5 +288,5 @@ def test_an_evaluation_that_dies_with_the_lead_is_the_only_one_that_is_lost(
     assert all(torch.load(path) for path in saved)
 
 
-def test_every_change_is_looked_at() -> None:
+def test_every_change_is_looked_at():
     assert ["The script", *changes()] == [name for name in LOOKS if "examples" not in name]

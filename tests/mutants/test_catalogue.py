@@ -10,19 +10,19 @@ MUTANTS = run.load()
 PACKAGES = {path.parent.name for path in (Path(run.ROOT) / run.SOURCE).glob("*/*/__init__.py")}
 
 
-def test_every_mutant_can_be_made_and_its_tests_are_there() -> None:
+def test_every_mutant_can_be_made_and_its_tests_are_there():
     found = {mutant.name: problem for mutant in MUTANTS if (problem := mutant.problem())}
     assert not found
 
 
-def test_names_are_said_once_and_over_all_packages() -> None:
+def test_names_are_said_once_and_over_all_packages():
     names = [mutant.name for mutant in MUTANTS]
     assert len(names) == len(set(names)) >= 80
     untested = {"demo", "report", "tasks"}
     assert {Path(mutant.file).parts[1] for mutant in MUTANTS} >= PACKAGES - untested
 
 
-def test_what_is_out_of_step_is_said() -> None:
+def test_what_is_out_of_step_is_said():
     mutant = MUTANTS[0]
     assert "occurs 0 times" in replace(mutant, old="no such text").problem()
     assert "changes nothing" in replace(mutant, new=mutant.old).problem()

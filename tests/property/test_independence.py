@@ -4,7 +4,7 @@ import pytest
 from exploring import SEED
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from misbehaving import WHATS, WINDOW_S, Course, Event, What, watch
+from misbehaving import WHATS, WINDOW_S, Course, Event, watch
 
 # A worker that has one neighbour left may find it taken: on a ring of four the two neighbours of
 # the bad one share the fourth, which makes at most 1.5 times its own rate.
@@ -30,9 +30,7 @@ def course_of(course: Course) -> str:
 @example(what="slow 16", graph=("complete", 3), comm_rate=None, begins_s=4.0, seed=0)
 @example(what="held", graph=("complete", 3), comm_rate=1.0, begins_s=4.0, seed=0)
 @example(what="first step", graph=("ring", 4), comm_rate=1.0, begins_s=4.0, seed=0)
-def test_the_others_exchange_as_if_it_were_not_there(
-    what: What, graph: tuple[str, int], comm_rate: float | None, *, begins_s: float, seed: int
-) -> None:
+def test_the_others_exchange_as_if_it_were_not_there(what, graph, comm_rate, *, begins_s, seed):
     event = Event(what, graph[1] - 1, begins_s, LASTS_S)
     course = watch(*graph, event, comm_rate=comm_rate, seed=seed, after_s=3.0)
     ends_s = begins_s + LASTS_S
@@ -45,7 +43,7 @@ def test_the_others_exchange_as_if_it_were_not_there(
 
 
 @pytest.mark.parametrize("comm_rate", [1.0, None])
-def test_a_bad_link_costs_three_exchanges(comm_rate: float | None) -> None:
+def test_a_bad_link_costs_three_exchanges(comm_rate):
     """Each neighbour has three that take a second; then that worker rests."""
     event = Event("bad link", 2, 2.0, 20.0)
     course = watch("complete", 3, event, comm_rate=comm_rate, after_s=0.0)

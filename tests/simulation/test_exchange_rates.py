@@ -113,7 +113,7 @@ def train_by_own_rates(
     ("transfer_s", "expected", "bound"),
     [(0.001, CEILING, "ceiling"), (1.0, 1 / 2, "link"), (4.0, 1 / 8, "link")],
 )
-def test_a_rate_sets_itself_by_the_links(transfer_s: float, expected: float, bound: str) -> None:
+def test_a_rate_sets_itself_by_the_links(transfer_s, expected, bound):
     network, rates = train_by_own_rates(transfer_s)
     for rank, worker in network.workers.items():
         assert worker.exchange_rate is not None
@@ -122,7 +122,7 @@ def test_a_rate_sets_itself_by_the_links(transfer_s: float, expected: float, bou
         assert rates[rank] == pytest.approx(expected, rel=0.3)
 
 
-def test_neighbours_that_can_afford_more_do_not_overload_a_worker() -> None:
+def test_neighbours_that_can_afford_more_do_not_overload_a_worker():
     def tire(workers: dict[int, WorkerProtocol]) -> None:
         rate = workers[0].exchange_rate
         assert rate is not None

@@ -43,45 +43,45 @@ def expect_whole(schedule: FaultSchedule) -> Outcome:
 
 
 @pytest.mark.parametrize("seed", seeds(NUM_SCHEDULES))
-def test_no_schedule_breaks_an_invariant(seed: int) -> None:
+def test_no_schedule_breaks_an_invariant(seed):
     expect_whole(draw_schedule(seed, largest=LARGEST))
 
 
 @pytest.mark.parametrize("kind", get_args(EndingKind))
 @pytest.mark.parametrize("frame", FRAMES)
-def test_a_fault_at_any_frame_of_consolidation(frame: int, kind: EndingKind) -> None:
+def test_a_fault_at_any_frame_of_consolidation(frame, kind):
     ending = (EndingFault(frame, kind),)
     expect_whole(FaultSchedule(seed=frame, faulty_s=2.0, ending=ending))
 
 
-def test_the_same_seed_gives_the_same_trace() -> None:
+def test_the_same_seed_gives_the_same_trace():
     schedule = draw_schedule(3, largest=8)
     first, again, other = map(run_schedule, (schedule, schedule, replace(schedule, seed=4)))
     assert first == again
     assert other.digest != first.digest
 
 
-def test_without_faults_all_exchange_and_consolidate() -> None:
+def test_without_faults_all_exchange_and_consolidate():
     outcome = expect_whole(FaultSchedule(seed=1))
     assert outcome.num_torn == outcome.num_taken_over == 0
     assert outcome.num_consolidated == 8
     assert outcome.num_exchanges > 60
 
 
-def test_a_restarted_worker_and_a_joiner_take_parameters_and_consolidate() -> None:
+def test_a_restarted_worker_and_a_joiner_take_parameters_and_consolidate():
     faults = (Crash(1.0, 0), Restart(1.5, 0, asked=3), Join(2.0, asked=0))
     outcome = expect_whole(FaultSchedule(seed=1, faults=faults))
     assert outcome.num_taken_over == 2
     assert outcome.num_consolidated == 9
 
 
-def test_a_short_stall_costs_nobody_its_parameters() -> None:
+def test_a_short_stall_costs_nobody_its_parameters():
     outcome = expect_whole(FaultSchedule(seed=1, faults=(Stall(2.0, 3, 0.9),)))
     assert outcome.num_taken_over == 0
     assert outcome.num_consolidated == 8
 
 
-def test_one_that_stands_still_halts_the_others_for_less_than_half_the_timeout() -> None:
+def test_one_that_stands_still_halts_the_others_for_less_than_half_the_timeout():
     """Its neighbours withdraw their proposals; but for one, perhaps, who is exchanging with it."""
     hungriest_s = [
         expect_whole(
@@ -92,7 +92,7 @@ def test_one_that_stands_still_halts_the_others_for_less_than_half_the_timeout()
     assert sorted(hungriest_s)[2] < 0.5
 
 
-def test_exchanges_lose_their_link_at_every_point() -> None:
+def test_exchanges_lose_their_link_at_every_point():
     """Before any data, half way, at one end done and at the other not, after the end."""
     transfer_s, num_torn = 0.03, 0
     for quarter in range(8):
@@ -116,13 +116,13 @@ def test_exchanges_lose_their_link_at_every_point() -> None:
     [("stall", "progress"), ("lengths", "ids"), ("members", "gains"), ("deaths",), ("epochs",)],
     ids=" and ".join,
 )
-def test_each_lie(lies: tuple[str, ...]) -> None:
+def test_each_lie(lies):
     adversary = Adversary(seed=1, graph="ring", rank=3, lies=lies, share=0.3, is_ever_done=False)
     assert run_adversary(adversary) == []
 
 
 @pytest.mark.parametrize("seed", [71, 1059, 1087, *(seeds(200) if SEED is not None else ())])
-def test_drawn_lies(seed: int) -> None:
+def test_drawn_lies(seed):
     adversary = draw_adversary(seed)
     assert run_adversary(adversary) == [], adversary
 
@@ -136,7 +136,7 @@ class Unanswered(FaultyNetwork):
         return envelope
 
 
-def test_who_answers_no_proposal_is_waited_for_no_longer_than_the_time_out() -> None:
+def test_who_answers_no_proposal_is_waited_for_no_longer_than_the_time_out():
     constants = Constants.of(build_graph("ring", 5))
     network = Unanswered(
         make_workers(constants, seed=0, timeout_s=1.0),

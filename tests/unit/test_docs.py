@@ -59,7 +59,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @each_page
-def test_relative_links_lead_somewhere(page: Path):
+def test_relative_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
             continue
@@ -92,7 +92,7 @@ def calls_in(text: str) -> list[list[str]]:
 
 
 @each_page
-def test_commands_and_their_options_exist(page: Path):
+def test_commands_and_their_options_exist(page):
     for words in calls_in(page.read_text()):
         if words[0] in ("--version", "--help", "COMMAND"):
             continue
@@ -191,7 +191,7 @@ SIGNATURES = blocks("py")
 
 
 @pytest.mark.parametrize("block", [block for _, block in SIGNATURES])
-def test_signatures_are_the_code_s(block: str):
+def test_signatures_are_the_code_s(block):
     name, _, arguments = block.strip().partition("(")
     function = ast.parse(f"def f({arguments}: pass").body[0]
     assert isinstance(function, ast.FunctionDef)
@@ -231,7 +231,7 @@ def run_program(
 
 
 @pytest.mark.parametrize(("name", "block"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
-def test_programs_run(name: str, block: str, run_program: Callable[[str], dict[str, Any]]):
+def test_programs_run(name, block, run_program):
     run_program(block)
 
 
@@ -245,7 +245,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize(("name", "block"), FRAGMENTS, ids=[name for name, _ in FRAGMENTS])
-def test_fragments_run(name: str, block: str, run_program: Callable[[str], dict[str, Any]]):
+def test_fragments_run(name, block, run_program):
     net = torch.nn.Linear(8, 2)
     names: dict[str, Any] = {
         "gossipdp": gossipdp,
@@ -306,13 +306,7 @@ TRANSCRIPTS = transcripts()
 @pytest.mark.parametrize(
     ("words", "shown"), TRANSCRIPTS, ids=[" ".join(words) for words, _ in TRANSCRIPTS]
 )
-def test_commands_print_what_the_page_shows(
-    words: list[str],
-    shown: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_commands_print_what_the_page_shows(words, shown, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(study, "WORTH_PROCESSES_S", math.inf)  # those would import torch anew

@@ -12,7 +12,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rg
 FILES = [*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 
 
-def test_whoever_names_an_extra_names_one_that_exists() -> None:
+def test_whoever_names_an_extra_names_one_that_exists():
     named: set[str] = set()
     for path in FILES:
         for names in re.findall(r"gossipdp\[([\w,-]+)\]", path.read_text()):
@@ -23,12 +23,12 @@ def test_whoever_names_an_extra_names_one_that_exists() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_extras_are_installed_in_the_way_that_serves_clones_and_pypi(path: Path) -> None:
+def test_extras_are_installed_in_the_way_that_serves_clones_and_pypi(path):
     text = path.read_text().replace("pip install '.[lab]'", "")  # of the clone, at first
     assert not re.search(r"install[^\n`]*\s'?\.\[", text), "write 'gossipdp[NAME]'"
 
 
-def test_each_extra_is_explained_to_those_who_want_it() -> None:
+def test_each_extra_is_explained_to_those_who_want_it():
     for_users = (ROOT / "docs" / "install.md").read_text()
     for_contributors = (ROOT / "CONTRIBUTING.md").read_text()
     for extra in EXTRAS:

@@ -4,7 +4,6 @@ import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def imported_by(words: list[str]) -> set[str]:
 
 
 @pytest.mark.processes
-def test_importing_wrapping_and_training_import_little(tmp_path: Path) -> None:
+def test_importing_wrapping_and_training_import_little(tmp_path):
     compile_loops(torch.float32, torch.float32)  # kept from now on, if they were not
     compile_loops(torch.float32, torch.bfloat16)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -95,16 +94,16 @@ def test_importing_wrapping_and_training_import_little(tmp_path: Path) -> None:
         assert trained & HEAVY <= {"numpy", "torch"} | loads
 
 
-def test_help_imports_little() -> None:
+def test_help_imports_little():
     assert imported_by(["--help"]) & HEAVY <= {"gossipdp_lab", "rich", "tyro"}
 
 
-def test_a_command_imports_no_other() -> None:
+def test_a_command_imports_no_other():
     imported = imported_by(["run", "--help"])
     assert imported & HEAVY == {"tyro"}
     assert "gossipdp.cli.top" not in imported
 
 
-def test_a_plan_imports_neither_torch_nor_the_lab() -> None:
+def test_a_plan_imports_neither_torch_nor_the_lab():
     imported = imported_by(["plan", "--workers", "4"])
     assert imported & HEAVY == {"numpy", "rich", "tyro"}

@@ -12,16 +12,14 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-def test_by_default_nothing_is_attached() -> None:
+def test_by_default_nothing_is_attached():
     logs.configure()
     logger = logging.getLogger("gossipdp")
     assert logger.handlers == []
     assert logger.propagate
 
 
-def test_the_variable_chooses_the_level(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_variable_chooses_the_level(monkeypatch, capsys):
     monkeypatch.setenv("GOSSIPDP_LOG", "info")
     monkeypatch.setenv("RANK", "3")
     logs.configure()
@@ -30,7 +28,7 @@ def test_the_variable_chooses_the_level(
     assert capsys.readouterr().err.endswith(" gossipdp worker 3 INFO: hello\n")
 
 
-def test_configuring_twice_shows_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuring_twice_shows_each_line_once(capsys):
     logs.configure("debug")
     logs.configure("warning")
     logging.getLogger("gossipdp").info("hidden")
@@ -38,7 +36,7 @@ def test_configuring_twice_shows_each_line_once(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.splitlines()[0].endswith("WARNING: shown")
 
 
-def test_an_unknown_level_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_level_is_named(monkeypatch):
     monkeypatch.setenv("GOSSIPDP_LOG", "loud")
     with pytest.raises(ValueError, match="GOSSIPDP_LOG is 'loud'; choose one of debug, info"):
         logs.configure()
@@ -54,11 +52,7 @@ def test_an_unknown_level_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("1", False, "info", True),
     ],
 )
-def test_one_worker_speaks_for_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    case: tuple[str, bool | None, str, bool],
-) -> None:
+def test_one_worker_speaks_for_the_run(monkeypatch, caplog, case):
     rank, is_lead, level, is_said = case
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(logs, "_is_lead", None if is_lead is None else lambda: is_lead)

@@ -54,7 +54,7 @@ def test_not_even_run(): pass
 MODULE = "import pytest\npytest.skip('no moon', allow_module_level=True)\n"
 
 
-def test_what_is_not_listed_fails(tmp_path: Path) -> None:
+def test_what_is_not_listed_fails(tmp_path):
     """In a process of xdist's, which makes the reports."""
     files = {
         "conftest.py": CONFTEST,
@@ -91,7 +91,7 @@ def test_what_is_not_listed_fails(tmp_path: Path) -> None:
     }
 
 
-def test_every_line_of_the_list_names_a_test_and_a_reason_that_are_there() -> None:
+def test_every_line_of_the_list_names_a_test_and_a_reason_that_are_there():
     entries = read_list((TESTS / "skips.txt").read_text())
     assert entries
     for name, reason in entries:
@@ -102,7 +102,7 @@ def test_every_line_of_the_list_names_a_test_and_a_reason_that_are_there() -> No
         assert "skip" in text, name
 
 
-def test_each_test_that_is_listed_as_long_is_there() -> None:
+def test_each_test_that_is_listed_as_long_is_there():
     for name, _ in read_list((TESTS / "long.txt").read_text()):
         path, _, test = name.partition("[")[0].partition("::")
         text = (TESTS.parent / path).read_text()

@@ -24,7 +24,7 @@ def logging_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.level, logger.propagate, logger.handlers = before
 
 
-def test_help_fits_on_a_screen_and_names_every_command() -> None:
+def test_help_fits_on_a_screen_and_names_every_command():
     variables = {**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
     shown = subprocess.run(
         [sys.executable, "-m", "gossipdp", "--help"],
@@ -52,13 +52,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunArguments, int]]:
 
 
 @pytest.mark.parametrize("option", ["-n4", "-n=4", "-n 4", "--nproc-per-node 4", "--workers=4"])
-def test_the_number_of_workers_may_be_written_as_elsewhere(option: str, ran: list) -> None:
+def test_the_number_of_workers_may_be_written_as_elsewhere(option, ran):
     assert main(["run", *option.split(), "train.py"]) == 0
     ((arguments, _),) = ran
     assert (arguments.workers, arguments.script) == (4, ("train.py",))
 
 
-def test_everything_after_the_script_is_the_scripts(ran: list) -> None:
+def test_everything_after_the_script_is_the_scripts(ran):
     script = ["train.py", "--lr", "0.1", "-n", "2", "--log-level", "debug", "--help"]
     assert main(["run", "--port", "5", "-n", "4", "--log-level", "info", *script]) == 0
     # An option of all commands may stand before the command too.
@@ -78,7 +78,7 @@ def test_everything_after_the_script_is_the_scripts(ran: list) -> None:
         ("-n", "-n", ""),
     ],
 )
-def test_options_end_where_the_script_begins(words: str, options: str, script: str) -> None:
+def test_options_end_where_the_script_begins(words, options, script):
     assert split_script(words.split()) == (options.split(), script.split())
 
 
@@ -92,12 +92,7 @@ def test_options_end_where_the_script_begins(words: str, options: str, script: s
         (ValueError("from beneath us"), None),  # a bug, as this module is not gossipdp's
     ],
 )
-def test_an_error_is_one_line(
-    error: BaseException,
-    status: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_error_is_one_line(error, status, monkeypatch, capsys):
     def fail(arguments: RunArguments) -> int:
         raise error
 

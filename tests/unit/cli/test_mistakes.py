@@ -1,7 +1,6 @@
 """Mistakes in a call: exit status 2 and words that say what to do, before anything starts."""
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -36,9 +35,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize(("words", "what", "instead"), WORDS)
-def test_a_mistake_in_the_words_is_named(
-    words: str, what: str, instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_in_the_words_is_named(words, what, instead, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
@@ -135,13 +132,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_a_mistake_in_the_call_is_one_line(
-    words: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_mistake_in_the_call_is_one_line(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in TOLD:
         monkeypatch.delenv(name, raising=False)

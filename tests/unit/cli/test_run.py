@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,9 +24,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_no_worker_to_join_is_one_line(
-    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_worker_to_join_is_one_line(script, capsys, monkeypatch):
     def ask(address: tuple[str, int], *others: object) -> str:
         raise ConnectionRefusedError(111, "Connection refused")
 
@@ -42,7 +39,7 @@ def test_no_worker_to_join_is_one_line(
     )
 
 
-def test_the_line_on_joining_names_all_that_a_joiner_needs() -> None:
+def test_the_line_on_joining_names_all_that_a_joiner_needs():
     arguments = RunArguments(
         workers=2, secret_file=Path("secret"), tls=Path("tls"), log_dir=Path("runs/mine")
     )
@@ -56,18 +53,14 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs() -> None:
 
 
 @pytest.mark.parametrize("option", ["--nnodes", "--node-rank", "--port"])
-def test_the_launcher_s_own_choices_are_refused(
-    script: str, option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_launcher_s_own_choices_are_refused(script, option, capsys, monkeypatch):
     for name, value in TOLD.items():
         monkeypatch.setenv(name, value)
     assert main(["run", option, "2", script]) == 2
     assert "need -n" in capsys.readouterr().err
 
 
-def test_the_cores_are_shared_with_the_launchers_other_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_cores_are_shared_with_the_launchers_other_workers(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in (TOLD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "100000"}).items():
         monkeypatch.setenv(name, value)
@@ -83,16 +76,12 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(
         ({"workers": None}, True),
     ],
 )
-def test_workers_that_others_reach_are_told_the_address_that_was_given(
-    options: dict[str, Any], is_told: bool
-) -> None:
+def test_workers_that_others_reach_are_told_the_address_that_was_given(options, is_told):
     arguments = RunArguments(**({"workers": 2, "host": "a"} | options))
     assert (_common_variables(arguments, 2).get("GOSSIPDP_HOST") == "a") is is_told
 
 
-def test_a_worker_inherits_nothing_of_another_launcher(
-    script: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
     for name in NOT_INHERITED:
         monkeypatch.setenv(name, "7")
     monkeypatch.delenv("GOSSIPDP_SECRET")

@@ -71,7 +71,7 @@ class World:
         ).run()
 
 
-def test_once_prints_one_table_with_all_workers() -> None:
+def test_once_prints_one_table_with_all_workers():
     world = World()
     assert world.top(once=True) == 0
     lines = world.output.getvalue().splitlines()
@@ -83,7 +83,7 @@ def test_once_prints_one_table_with_all_workers() -> None:
     assert world.output.getvalue().count("worker ") == 1
 
 
-def test_json_is_one_line_a_look(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_line_a_look(capsys):
     assert World().top(once=True, json=True) == 0
     job = json.loads(capsys.readouterr().out)
     assert [each["samples_per_second"] for each in job["workers"]] == [100.0, 100.0]
@@ -92,7 +92,7 @@ def test_json_is_one_line_a_look(capsys: pytest.CaptureFixture[str]) -> None:
     assert [json.loads(line)["num_answering"] for line in out] == [1, 2, 2, 2, 0]
 
 
-def test_live_it_draws_again_and_ends_with_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_it_draws_again_and_ends_with_the_run(capsys):
     world = World(ends_s=5.0, budget_samples=800)
     assert world.top(is_terminal=True) == 0
     assert capsys.readouterr().err == "gossipdp: the run has ended\n"
@@ -102,16 +102,14 @@ def test_live_it_draws_again_and_ends_with_the_run(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_without_a_terminal_or_on_a_dumb_one_it_prints_tables(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_terminal_or_on_a_dumb_one_it_prints_tables(is_terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     world = World(ends_s=2.5, budget_samples=400)
     assert world.top(is_terminal=is_terminal) == 0
     assert world.output.getvalue().count("run 7f") == 4
 
 
-def test_when_all_are_gone_before_the_end_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_when_all_are_gone_before_the_end_it_says_so(capsys):
     world = World(ends_s=5.0)
     assert world.top() == 1
     assert "no worker answers since 9 s" in world.output.getvalue()
@@ -120,7 +118,7 @@ def test_when_all_are_gone_before_the_end_it_says_so(capsys: pytest.CaptureFixtu
     assert 14 <= world.now_s <= 16
 
 
-def test_a_job_that_has_not_begun_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_has_not_begun_is_waited_for(capsys):
     assert World(begins_s=8.0, ends_s=12.0, budget_samples=1000).top() == 0
     world = World(begins_s=60.0)
     assert world.top() == 1
@@ -130,7 +128,7 @@ def test_a_job_that_has_not_begun_is_waited_for(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("answers_after_s", "code"), [(0.7, 0), (9.0, 0), (30.0, 1)])
-def test_once_waits_for_a_slow_answer(answers_after_s: float, code: int) -> None:
+def test_once_waits_for_a_slow_answer(answers_after_s, code):
     world = World()
     answer = world.ask
 
@@ -145,7 +143,7 @@ def test_once_waits_for_a_slow_answer(answers_after_s: float, code: int) -> None
     assert world.now_s <= 12
 
 
-def test_what_others_answer_commands_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_others_answer_commands_no_terminal(capsys):
     def ask(addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
         return {each: ValueError(f"{each} answers 500 \x1b]0;x\x07") for each in addresses}
 
@@ -157,7 +155,7 @@ def test_what_others_answer_commands_no_terminal(capsys: pytest.CaptureFixture[s
     assert "\x1b" not in error
 
 
-def test_ctrl_c_is_how_one_leaves() -> None:
+def test_ctrl_c_is_how_one_leaves():
     assert World().top(interval=100.0) == 0
 
 
@@ -200,7 +198,7 @@ def drawn(job: JobStatus, width: int, height: int | None) -> list[str]:
 @pytest.mark.parametrize(
     ("width", "num_columns"), [(66, 7), (80, 9), (100, 11), (120, 12), (160, 13)]
 )
-def test_columns_are_left_out_rather_than_cut(width: int, num_columns: int) -> None:
+def test_columns_are_left_out_rather_than_cut(width, num_columns):
     lines = drawn(job(3, {1: "idle"}), width, None)
     assert max(map(len, lines)) <= width
     (row,) = (line for line in lines if line.startswith("1 "))
@@ -213,7 +211,7 @@ def test_columns_are_left_out_rather_than_cut(width: int, num_columns: int) -> N
 
 
 @pytest.mark.parametrize(("width", "num_facts"), [(66, 3), (80, 4), (100, 5)])
-def test_facts_of_the_run_are_left_out_rather_than_cut(width: int, num_facts: int) -> None:
+def test_facts_of_the_run_are_left_out_rather_than_cut(width, num_facts):
     facts = {"samples_per_second": 1234.0, "loss": 2.0580, "edge_distance": 0.0094}
     run = msgspec.structs.replace(job(3), samples=108_480, budget_samples=1_200_000, **facts)
     (line,) = (line for line in drawn(run, width, None) if " of 1,200,000 samples" in line)
@@ -221,7 +219,7 @@ def test_facts_of_the_run_are_left_out_rather_than_cut(width: int, num_facts: in
     assert line.rstrip().endswith(" left")
 
 
-def test_of_too_many_workers_those_that_are_ill_are_shown() -> None:
+def test_of_too_many_workers_those_that_are_ill_are_shown():
     many = job(60, {17: "slow", 50: "lost"})
     lines = drawn(many, 120, 24)
     assert len(lines) <= 24
@@ -233,14 +231,14 @@ def test_of_too_many_workers_those_that_are_ill_are_shown() -> None:
     assert sum("1.23 s" in line for line in everything) == 60
 
 
-def test_what_was_noticed_last() -> None:
+def test_what_was_noticed_last():
     notices = tuple(NoticeStatus(rank, "lost", 100.0 - rank) for rank in range(8))
     text = "\n".join(drawn(job(2, notices=notices), 100, None))
     assert "2 min ago: worker 2 is no longer heard" not in text
     assert "2 min ago: worker 7 is no longer heard" in text
 
 
-def test_stopped_is_not_dead_and_woken_is_not_restarted() -> None:
+def test_stopped_is_not_dead_and_woken_is_not_restarted():
     """Only a new process under a rank is a new life, however high its incarnation is."""
     seen = job(3, {1: "silent"})
     woken = msgspec.structs.replace(seen.workers[0], incarnation=1)
@@ -267,14 +265,14 @@ def test_stopped_is_not_dead_and_woken_is_not_restarted() -> None:
 
 
 @pytest.mark.parametrize("place", ["[fd00::5]:9400", "[/x]", "[bold]:smile:"])
-def test_text_from_the_network_is_no_markup(place: str) -> None:
+def test_text_from_the_network_is_no_markup(place):
     seen = job(2)
     named = msgspec.structs.replace(seen.workers[1], host=place, process_id=7, status_address=place)
     lines = drawn(msgspec.structs.replace(seen, workers=(seen.workers[0], named)), 200, None)
     assert any(line.endswith(f"{place} (7) {place}") for line in map(str.rstrip, lines))
 
 
-def test_text_from_the_network_commands_no_terminal() -> None:
+def test_text_from_the_network_commands_no_terminal():
     hostile = msgspec.structs.replace(job(1), run_id="\x1b]0;x\x07", graph="\x1b[2J")
     text = "\n".join(drawn(hostile, 200, None))
     assert "\x1b" not in text

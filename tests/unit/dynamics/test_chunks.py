@@ -366,7 +366,7 @@ def test_with_the_helpers_that_the_system_gives_a_boundary_is_whole(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("role", [Role.TRAINED, Role.UNOPTIMIZED])
-def test_no_chunk_is_longer_than_a_frame_in_any_precision(role: Role, dtype: torch.dtype) -> None:
+def test_no_chunk_is_longer_than_a_frame_in_any_precision(role, dtype):
     """Sums over all workers travel in pending's precision."""
     x = torch.empty(1 << 26, dtype=dtype, device="meta")
     for chunk_bytes in (1 << 25, MAX_CHUNK_BYTES):

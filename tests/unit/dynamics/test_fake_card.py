@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fake_card import CARD, FakeCard
+from fake_card import CARD
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import AcceleratorDevice
@@ -97,7 +97,7 @@ def test_each_form_in_which_chunks_travel(dtype, wire_format):
 
 
 @DTYPES
-def test_the_host_reads_few_numbers(card: FakeCard, dtype):
+def test_the_host_reads_few_numbers(card, dtype):
     state = state_of(dtype, has_momenta=True)
 
     def reads(use: Callable[..., object], *args: object) -> int:
@@ -117,7 +117,7 @@ def test_the_host_reads_few_numbers(card: FakeCard, dtype):
         assert reads(chunk.read_z, mine) == 0
 
 
-def test_the_launches_and_waits_of_a_model_of_a_billion_parameters(card: FakeCard):
+def test_the_launches_and_waits_of_a_model_of_a_billion_parameters(card):
     """Each chunk costs the same, so three of them show it."""
     num_values = 1_000_000_000
     chunk_bytes = chunk_bytes_for(4 * num_values, is_on_accelerator=True)

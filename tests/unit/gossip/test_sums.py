@@ -137,7 +137,7 @@ class Member:
 PARTIAL, RESULT = FrameType.PARTIAL_CHUNK, FrameType.RESULT_CHUNK
 
 
-def test_sums_of_bfloat16_parameters_are_in_float32() -> None:
+def test_sums_of_bfloat16_parameters_are_in_float32():
     """At 256 a quarter is less than half of the last digit of bfloat16."""
     root = Member(0, torch.full((2,), 256.0, dtype=torch.bfloat16))
     root.land(PARTIAL, 1, torch.tensor([0.25, 0.75]))
@@ -151,7 +151,7 @@ def test_sums_of_bfloat16_parameters_are_in_float32() -> None:
     assert root.x.x.tolist() == [256.0, 256.0], "nothing is written to the parameters"
 
 
-def test_integers_are_those_of_the_leader_and_floats_the_mean() -> None:
+def test_integers_are_those_of_the_leader_and_floats_the_mean():
     member = Member(1, torch.tensor([1.0, 2.0]))
     mean, integers = torch.tensor([4.0, 6.0]), torch.tensor([7, 8])
     member.land(RESULT, 0, mean)
@@ -163,7 +163,7 @@ def test_integers_are_those_of_the_leader_and_floats_the_mean() -> None:
     assert member.x.x.tolist() == [1.0, 2.0]
 
 
-def test_a_sum_that_is_sent_again_has_the_same_values() -> None:
+def test_a_sum_that_is_sent_again_has_the_same_values():
     member = Member(1, torch.tensor([1.0, 2.0]))
     member.perform([SendPartial(0, EPOCH, 0)])
     member.x.x.add_(1.0)  # as it would, were it read again
@@ -175,7 +175,7 @@ def test_a_sum_that_is_sent_again_has_the_same_values() -> None:
 
 @pytest.mark.parametrize("kind", [PARTIAL, RESULT])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_poison_that_arrives_is_not_taken(kind: FrameType, poison: float) -> None:
+def test_poison_that_arrives_is_not_taken(kind, poison):
     worker, peer = (
         (Member(0, torch.ones(2)), 1) if kind is PARTIAL else (Member(1, torch.ones(2)), 0)
     )
@@ -189,7 +189,7 @@ def test_poison_that_arrives_is_not_taken(kind: FrameType, poison: float) -> Non
         assert worker.outcome()[0].tolist() == [1.0, 1.0]
 
 
-def test_poison_of_its_own_is_not_given() -> None:
+def test_poison_of_its_own_is_not_given():
     member = Member(1, torch.tensor([1.0, float("nan")]))
     member.perform([SendPartial(0, EPOCH, 0)])
     ((word, rank, reason),) = member.said
@@ -199,7 +199,7 @@ def test_poison_of_its_own_is_not_given() -> None:
     assert member.links[0].sent == []
 
 
-def test_a_sum_that_overflows_is_neither_sent_nor_finished() -> None:
+def test_a_sum_that_overflows_is_neither_sent_nor_finished():
     """Each part of it is finite, so no worker before has seen anything wrong."""
     root = Member(0, torch.full((2,), 3e38))
     for peer in (1, 2):
@@ -210,7 +210,7 @@ def test_a_sum_that_overflows_is_neither_sent_nor_finished() -> None:
     assert root.num_poisoned == 1
 
 
-def test_an_old_result_is_not_sent_in_place_of_a_new_one() -> None:
+def test_an_old_result_is_not_sent_in_place_of_a_new_one():
     """It waits behind a full link while a new sum begins; its own integers are no result."""
     worker = Member(1, torch.ones(2))
     link: Any = worker.links[2]
@@ -224,7 +224,7 @@ def test_an_old_result_is_not_sent_in_place_of_a_new_one() -> None:
     assert not worker.sums._slots
 
 
-def test_what_arrives_of_a_sum_that_was_given_up_is_left_alone() -> None:
+def test_what_arrives_of_a_sum_that_was_given_up_is_left_alone():
     """A chunk is on its way in when the next attempt begins."""
     root = Member(0, torch.tensor([1.0, 2.0]))
     root.land(PARTIAL, 2, torch.tensor([3.0, 3.0]))

@@ -141,18 +141,18 @@ def live_graph(name: str = "ring", num_workers: int = 8, comm_rate: float = 1.0)
     return LiveGraph(Constants.of(build_graph(name, num_workers), comm_rate))
 
 
-def test_all_alive_is_the_original() -> None:
+def test_all_alive_is_the_original():
     live = live_graph()
     assert live.constants(range(8)) is live.original
 
 
 @pytest.mark.parametrize("name", GRAPH_NAMES)
 @pytest.mark.parametrize("comm_rate", [0.5, 3.0])
-def test_the_comm_rate_is_that_of_the_busiest_worker(name: str, comm_rate: float) -> None:
+def test_the_comm_rate_is_that_of_the_busiest_worker(name, comm_rate):
     assert live_graph(name, 8, comm_rate).comm_rate == pytest.approx(comm_rate)
 
 
-def test_after_deaths_it_is_the_graph_without_the_dead_at_the_same_rate() -> None:
+def test_after_deaths_it_is_the_graph_without_the_dead_at_the_same_rate():
     live = live_graph("torus", 12, 2.0)
     expected = Constants.of(without(build_graph("torus", 12), [0, 7]), 2.0)
     constants = live.constants(set(range(12)) - {0, 7})
@@ -161,7 +161,7 @@ def test_after_deaths_it_is_the_graph_without_the_dead_at_the_same_rate() -> Non
     assert live.constants(set(range(12)) - {7, 0}) is constants, "worked out once"
 
 
-def test_one_worker_and_one_joiner() -> None:
+def test_one_worker_and_one_joiner():
     live = live_graph()
     assert live.constants({3}).edges == ()
     assert LiveGraph(Constants.of(build_graph("ring", 1))).constants({0, 1}).edges == ((0, 1),)
@@ -171,7 +171,7 @@ def test_one_worker_and_one_joiner() -> None:
     name=st.sampled_from(["ring", "star", "path", "exponential"]),
     live=st.sets(st.integers(0, 15), min_size=1),
 )
-def test_any_set_of_survivors_and_joiners_is_connected(name: str, live: set[int]) -> None:
+def test_any_set_of_survivors_and_joiners_is_connected(name, live):
     """Ranks from 8 on are joiners; all of the first 8 may be dead."""
     graph = live_graph(name).graph(live)
     assert set(graph) == live

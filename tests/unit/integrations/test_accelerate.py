@@ -59,14 +59,14 @@ def train(wrapped: bool, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any
     ("arguments", "steps"),
     [({}, 10), ({"gradient_accumulation_steps": 2}, 6), ({"mixed_precision": "bf16"}, 10)],
 )
-def test_one_worker_is_the_loop_alone(arguments: dict[str, Any], steps: int) -> None:
+def test_one_worker_is_the_loop_alone(arguments, steps):
     alone, _ = train(False, **arguments)
     with_us, stats = train(True, **arguments)
     assert all(torch.equal(alone[name], with_us[name]) for name in alone)
     assert (stats.gradient_steps, stats.samples) == (steps, 80)
 
 
-def test_several_optimizers_step_their_own_parameters() -> None:
+def test_several_optimizers_step_their_own_parameters():
     from accelerate.optimizer import AcceleratedOptimizer
 
     from gossipdp.integrations.accelerate import torch_optimizer
@@ -86,7 +86,7 @@ def test_several_optimizers_step_their_own_parameters() -> None:
 
 
 @pytest.mark.parametrize("are_several", [False, True])
-def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several: bool) -> None:
+def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several):
     before = set(threading.enumerate())
     accelerator = accelerator_of()
     net = nn.Linear(4, 2)
@@ -97,7 +97,7 @@ def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several: bool)
     assert not [each for each in new if each.name.startswith("gossip")]
 
 
-def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) -> None:
+def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path):
     from accelerate import DataLoaderConfiguration
 
     def train(stop_after: int, **options: Any) -> list[list[float]]:
@@ -141,7 +141,7 @@ class Tied(nn.Module):
         return self.head(self.norm(self.embedding(tokens)))
 
 
-def test_what_accelerate_saves_is_whole(tmp_path: Path) -> None:
+def test_what_accelerate_saves_is_whole(tmp_path):
     accelerator = accelerator_of()
     net = Tied()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

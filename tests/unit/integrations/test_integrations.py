@@ -23,9 +23,7 @@ from gossipdp.launcher.store import connect, ready_key
         ("lightning", "lightning.pytorch.strategies", "lightning"),
     ],
 )
-def test_the_error_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, module: str, package: str, extra: str
-) -> None:
+def test_the_error_names_the_extra(monkeypatch, module, package, extra):
     importlib.import_module(package)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"gossipdp.integrations.{module}", raising=False)
@@ -33,7 +31,7 @@ def test_the_error_names_the_extra(
         importlib.import_module(f"gossipdp.integrations.{module}")
 
 
-def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'gossipdp\[ray\]'"):
         launch(print, 1)
@@ -50,7 +48,7 @@ def launched(rank: int, num_workers: int = 4, **others: str) -> dict[str, str]:
     }
 
 
-def test_a_worker_is_named_and_its_launcher_hidden() -> None:
+def test_a_worker_is_named_and_its_launcher_hidden():
     with mock.patch.dict(os.environ, launched(2)):
         with single_process() as worker:
             assert (worker.rank, worker.world_size, worker.is_first) == (2, 4, False)
@@ -64,7 +62,7 @@ def seed_of(seed: int, variables: dict[str, str]) -> int:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**40])
-def test_seeds_are_small_enough_for_numpy_and_differ(seed: int) -> None:
+def test_seeds_are_small_enough_for_numpy_and_differ(seed):
     seeds = [seed_of(seed, launched(rank, 64)) for rank in range(64)]
     seeds += [seed_of(seed, launched(rank, 64, GOSSIPDP_RESTARTS="1")) for rank in range(64)]
     assert len(set(seeds)) == 128
@@ -72,7 +70,7 @@ def test_seeds_are_small_enough_for_numpy_and_differ(seed: int) -> None:
     assert seeds[3] == seed_of(seed, launched(3, 64))
 
 
-def test_those_that_join_have_seeds_of_their_own() -> None:
+def test_those_that_join_have_seeds_of_their_own():
     joining = {"GOSSIPDP_JOIN": "127.0.0.1:4", "GOSSIPDP_RUN_ID": "a", "GOSSIPDP_SECRET": 16 * "s"}
     assert seed_of(0, joining) != seed_of(0, joining)
 
@@ -91,7 +89,7 @@ def all_begin(first: Environment) -> None:
     store.get(ready_key(first.key_prefix, 2))  # set() does not wait until the store has it
 
 
-def test_first_starts_meet_at_the_store(meeting: Meeting) -> None:
+def test_first_starts_meet_at_the_store(meeting):
     environments = [Environment.read(meeting.variables(rank)) for rank in range(3)]
     assert [environment.rank for environment in environments] == [0, 1, 2]
     assert not any(environment.is_joining for environment in environments)
@@ -101,7 +99,7 @@ def test_first_starts_meet_at_the_store(meeting: Meeting) -> None:
     assert meeting.has_begun()
 
 
-def test_a_second_start_joins_the_others_by_their_latest_addresses(meeting: Meeting) -> None:
+def test_a_second_start_joins_the_others_by_their_latest_addresses(meeting):
     first = [Environment.read(meeting.variables(rank)) for rank in range(3)]
     all_begin(first[0])
     meeting.note_addresses({0: ("10.0.0.1", 1), 1: ("10.0.0.2", 2), 2: ("10.0.0.3", 3)})
@@ -112,7 +110,7 @@ def test_a_second_start_joins_the_others_by_their_latest_addresses(meeting: Meet
     assert Environment.read(meeting.variables(1)).num_restarts == 2
 
 
-def test_a_death_before_all_have_begun_is_the_runs(meeting: Meeting) -> None:
+def test_a_death_before_all_have_begun_is_the_runs(meeting):
     meeting.variables(2)
     with pytest.raises(RendezvousError, match="worker 2 died before all workers had begun"):
         meeting.variables(2)

@@ -72,7 +72,7 @@ def fit(folder: Path, strategy: Any, module: nn.Module | None = None, **argument
     "arguments",
     [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
 )
-def test_one_worker_is_lightning_alone(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_one_worker_is_lightning_alone(tmp_path, arguments):
     alone = fit(tmp_path, "auto", max_steps=7, **arguments).state_dict()
     strategy = gossip_strategy()
     with_us = fit(tmp_path, strategy, max_steps=7, **arguments).state_dict()
@@ -82,7 +82,7 @@ def test_one_worker_is_lightning_alone(tmp_path: Path, arguments: dict[str, Any]
     assert strategy.consolidated.gradient_steps == 7
 
 
-def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
+def test_samples_are_counted_and_end_the_training(tmp_path):
     strategy = gossip_strategy(budget_samples=100)
     assert strategy.progress() == 0.0
     fit(tmp_path, strategy)
@@ -90,7 +90,7 @@ def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
     assert strategy.progress() == 1.0
 
 
-def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path: Path) -> None:
+def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path):
     class Manual(module_class()):
         """Steps the optimizer itself, below Lightning, and returns what is no loss."""
 
@@ -112,7 +112,7 @@ def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path: Pa
     assert strategy.consolidated is not None  # a step's result that is no loss is not logged
 
 
-def test_an_error_in_training_ends_the_part_in_the_run(tmp_path: Path) -> None:
+def test_an_error_in_training_ends_the_part_in_the_run(tmp_path):
     def fail(index: int) -> None:
         if index == 3:
             raise KeyError("the user's")
@@ -139,7 +139,7 @@ def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sigterm")
-def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path: Path) -> None:
+def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path):
     strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, strategy, module_class()(terminate))
@@ -149,7 +149,7 @@ def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("sigterm")
-def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
+def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path):
     def handle(number: int, frame: Any) -> None:
         heard.append(number)
 
@@ -163,14 +163,14 @@ def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sigterm")
-def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path: Path) -> None:
+def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path):
     handlers: list[Any] = []
     module = module_class()(lambda index: handlers.append(signal.getsignal(signal.SIGTERM)))
     fit(tmp_path, gossip_strategy(), module, max_steps=2)
     assert handlers == [signal.SIG_DFL] * 2
 
 
-def test_the_rank_is_the_worker_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_is_the_worker_s(monkeypatch):
     from lightning.pytorch.utilities import rank_zero_only
 
     monkeypatch.setattr(rank_zero_only, "rank", 0)
@@ -182,6 +182,6 @@ def test_the_rank_is_the_worker_s(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_zero_only.rank == 3
 
 
-def test_there_is_no_model_before_training() -> None:
+def test_there_is_no_model_before_training():
     with pytest.raises(RuntimeError, match=r"Trainer.fit\(\) makes it"):
         _ = gossip_strategy().gossip

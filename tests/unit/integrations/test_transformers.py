@@ -68,7 +68,7 @@ def stepping(step: Callable[..., object]) -> Any:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}])
-def test_one_worker_is_the_trainer_alone(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_one_worker_is_the_trainer_alone(tmp_path, arguments):
     alone = train(tmp_path, **arguments).state_dict()
     gossip = gossip_callback()
     with_us = train(tmp_path, gossip, **arguments).state_dict()
@@ -78,7 +78,7 @@ def test_one_worker_is_the_trainer_alone(tmp_path: Path, arguments: dict[str, An
     assert gossip.consolidated.gradient_steps == 7
 
 
-def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
+def test_samples_are_counted_and_end_the_training(tmp_path):
     gossip = gossip_callback(budget_samples=96)
     assert gossip.progress() == 0.0
     train(tmp_path, gossip, max_steps=1000, gradient_accumulation_steps=2)
@@ -88,7 +88,7 @@ def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
     assert gossip.progress() == 1.0
 
 
-def test_copies_of_the_model_and_evaluations_are_not_counted(tmp_path: Path) -> None:
+def test_copies_of_the_model_and_evaluations_are_not_counted(tmp_path):
     def distil(model: nn.Module, **others: Any) -> None:
         teacher = copy.deepcopy(model)
         teacher(inputs=torch.ones(5, 4), labels=torch.zeros(5, dtype=torch.long))
@@ -98,7 +98,7 @@ def test_copies_of_the_model_and_evaluations_are_not_counted(tmp_path: Path) -> 
     assert gossip.model.stats().samples == 16
 
 
-def test_training_again_after_an_exception_ends_the_part_before(tmp_path: Path) -> None:
+def test_training_again_after_an_exception_ends_the_part_before(tmp_path):
     def fail_once(**others: Any) -> None:
         wrappers.append(gossip.model)
         if len(wrappers) == 1:
@@ -116,7 +116,7 @@ def test_training_again_after_an_exception_ends_the_part_before(tmp_path: Path) 
     assert gossip.model.stats().samples == 16
 
 
-def test_a_schedule_follows_the_whole_run(tmp_path: Path) -> None:
+def test_a_schedule_follows_the_whole_run(tmp_path):
     rates: list[float] = []
     # The Trainer steps the optimizer that it is given, over a model of its own here.
     model = Model()
@@ -128,7 +128,7 @@ def test_a_schedule_follows_the_whole_run(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.1] * 3 + [0.01] * 5)
 
 
-def test_mistakes_are_refused(tmp_path: Path) -> None:
+def test_mistakes_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"Trainer.train\(\) makes it"):
         _ = gossip_callback().model
     with pytest.raises(ValueError, match="load_best_model_at_end"):

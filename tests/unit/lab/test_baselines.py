@@ -3,14 +3,12 @@
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from gossipdp.links.tls import TlsFiles
 from gossipdp_lab import baselines
 from gossipdp_lab.baselines import SynchronousDataParallel
 from gossipdp_lab.report.run_log import RunLog
@@ -69,9 +67,7 @@ def trained_alone(num_workers: int) -> nn.Module:
 
 
 @pytest.mark.processes
-def test_it_trains_in_step_on_the_budget_and_measures_who_waits(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_it_trains_in_step_on_the_budget_and_measures_who_waits(workers, tmp_path):
     slow_s = 0.2
     results = workers(train, 2, (tmp_path, 2, slow_s))
     states, waits, seeds, progress = zip(*results, strict=True)
@@ -96,7 +92,7 @@ def test_it_trains_in_step_on_the_budget_and_measures_who_waits(
         assert len(worker.lives) == 1
 
 
-def test_its_process_group_outlives_it(tmp_path: Path) -> None:
+def test_its_process_group_outlives_it(tmp_path):
     """Where torch frees one with its model, a process waits for ever now and then."""
     model = SynchronousDataParallel(
         make_net(), batch_size=1, budget_samples=1, seed=0, log_dir=tmp_path
@@ -105,9 +101,7 @@ def test_its_process_group_outlives_it(tmp_path: Path) -> None:
     assert model.process_group in baselines._groups
 
 
-def test_it_is_not_passed_off_as_protected(
-    run_tls: TlsFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_is_not_passed_off_as_protected(run_tls, monkeypatch, tmp_path):
     monkeypatch.setenv("GOSSIPDP_TLS", str(run_tls.cert.parent))
     with pytest.raises(ValueError, match="would send everything in the clear"):
         SynchronousDataParallel(

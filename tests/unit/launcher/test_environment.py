@@ -28,7 +28,7 @@ TORCHRUN = {
 }
 
 
-def test_without_rank_and_world_size_one_worker_is_alone() -> None:
+def test_without_rank_and_world_size_one_worker_is_alone():
     environment = Environment.read({"MASTER_ADDR": "elsewhere", "GOSSIPDP_SECRET": SECRET})
     assert (environment.rank, environment.world_size) == (0, 1)
     assert environment.store_host is None
@@ -36,7 +36,7 @@ def test_without_rank_and_world_size_one_worker_is_alone() -> None:
     assert environment.choose_host() == "127.0.0.1"
 
 
-def test_torchruns_variables_are_read() -> None:
+def test_torchruns_variables_are_read():
     environment = Environment.read(TORCHRUN)
     assert (environment.rank, environment.world_size) == (3, 4)
     assert (environment.local_rank, environment.local_world_size) == (1, 2)
@@ -46,31 +46,29 @@ def test_torchruns_variables_are_read() -> None:
     assert environment.secret is None
 
 
-def test_a_fixed_port_is_the_first_of_a_block() -> None:
+def test_a_fixed_port_is_the_first_of_a_block():
     assert Environment.read({**TORCHRUN, "GOSSIPDP_PORT": "7000"}).port == 7001
 
 
-def test_the_secret_is_not_shown() -> None:
+def test_the_secret_is_not_shown():
     assert SECRET not in repr(Environment.read({**TORCHRUN, "GOSSIPDP_SECRET": SECRET}))
 
 
 @pytest.mark.parametrize("store_host", ["127.0.0.1", "localhost"])
-def test_a_store_on_loopback_means_loopback(
-    store_host: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_on_loopback_means_loopback(store_host, caplog):
     variables = {**TORCHRUN, "MASTER_ADDR": store_host, "LOCAL_WORLD_SIZE": "4"}
     assert Environment.read(variables).choose_host() in ("127.0.0.1", "::1")
     assert not caplog.records
 
 
-def test_loopback_with_workers_elsewhere_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_loopback_with_workers_elsewhere_warns(caplog):
     with caplog.at_level(logging.WARNING, "gossipdp"):
         Environment.read(TORCHRUN).choose_host()
     assert "Set GOSSIPDP_HOST" in caplog.text
 
 
 @pytest.mark.parametrize("store_host", ["127.0.0.1", "::1", "0.0.0.0", "::"])
-def test_all_addresses_are_bound_only_where_the_user_says_so(store_host: str) -> None:
+def test_all_addresses_are_bound_only_where_the_user_says_so(store_host):
     """Even a store at "all addresses" leads to one of them."""
     variables = {**TORCHRUN, "MASTER_ADDR": store_host}
     try:
@@ -86,13 +84,13 @@ def test_all_addresses_are_bound_only_where_the_user_says_so(store_host: str) ->
     assert everywhere.announced_host("10.1.2.3") == "10.1.2.3"
 
 
-def test_a_host_that_does_not_resolve_is_named() -> None:
+def test_a_host_that_does_not_resolve_is_named():
     variables = {**TORCHRUN, "GOSSIPDP_HOST": "no such host"}
     with pytest.raises(RendezvousError, match="cannot reach GOSSIPDP_HOST 'no such host'"):
         Environment.read(variables).choose_host()
 
 
-def test_another_system_than_linux_is_refused_at_once() -> None:
+def test_another_system_than_linux_is_refused_at_once():
     check_platform("linux")
     for other in ("win32", "darwin"):
         with pytest.raises(OSError, match=f"trains on Linux, and this is {other}; on Windows"):
@@ -115,7 +113,7 @@ SLURM = {
 PORT = 20000 + (16 * 4711 + 2) % 10000
 
 
-def test_a_task_of_a_slurm_step_knows_its_place() -> None:
+def test_a_task_of_a_slurm_step_knows_its_place():
     environment = Environment.read(SLURM)
     assert (environment.rank, environment.world_size) == (3, 5)
     assert (environment.local_rank, environment.local_world_size) == (1, 3)
@@ -139,15 +137,13 @@ def test_a_task_of_a_slurm_step_knows_its_place() -> None:
         ({"SLURM_STEP_NUM_TASKS": "", "SLURM_PROCID": "0"}, 0, 1, (None, 0)),
     ],
 )
-def test_slurm_s_ranks_beside_others(
-    given: dict[str, str], rank: int, world_size: int, store: tuple[str | None, int]
-) -> None:
+def test_slurm_s_ranks_beside_others(given, rank, world_size, store):
     environment = Environment.read(SLURM | given)
     assert (environment.rank, environment.world_size) == (rank, world_size)
     assert (environment.store_host, environment.store_port) == store
 
 
-def test_a_pod_of_an_indexed_job_takes_its_index_for_its_rank() -> None:
+def test_a_pod_of_an_indexed_job_takes_its_index_for_its_rank():
     pod = {"JOB_COMPLETION_INDEX": "2", "MASTER_ADDR": "train-0.train", "MASTER_PORT": "29400"}
     environment = Environment.read(pod | {"WORLD_SIZE": "4"})
     assert (environment.rank, environment.world_size) == (2, 4)
@@ -164,7 +160,7 @@ def test_a_pod_of_an_indexed_job_takes_its_index_for_its_rank() -> None:
         ("rack[0-1]node[4,6]", "rack0node4"),
     ],
 )
-def test_first_host(hosts: str, first: str) -> None:
+def test_first_host(hosts, first):
     assert first_host(hosts) == first
 
 
@@ -194,7 +190,7 @@ JOIN = {"GOSSIPDP_JOIN": "10.0.0.1:4000"}
         (SLURM | {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
     ],
 )
-def test_a_bad_value_is_named(variables: dict[str, str], message: str) -> None:
+def test_a_bad_value_is_named(variables, message):
     with pytest.raises(ValueError, match=message):
         Environment.read(variables)
 
@@ -214,7 +210,7 @@ def environment():
         yield
 
 
-def test_hidden_variables_are_read_by_us_alone_and_come_back() -> None:
+def test_hidden_variables_are_read_by_us_alone_and_come_back():
     before = Environment.read()
     assert (before.rank, before.world_size, before.run_id) == (3, 4, "one")
     with without_launcher_variables():
@@ -230,7 +226,7 @@ def test_hidden_variables_are_read_by_us_alone_and_come_back() -> None:
     assert now() == LAUNCHED | KEPT
 
 
-def test_a_value_set_within_is_not_kept_for_another() -> None:
+def test_a_value_set_within_is_not_kept_for_another():
     with without_launcher_variables():
         os.environ["WORLD_SIZE"] = "1"
     assert os.environ["WORLD_SIZE"] == "4"

@@ -24,7 +24,7 @@ from gossipdp.launcher.fault_plan import Clause, FaultPlan
         ("slow 2.5x 1 at 3s for 10s", Clause("slow", 1, 3.0, for_s=10.0, factor=2.5)),
     ],
 )
-def test_what_a_clause_means(text: str, clause: Clause) -> None:
+def test_what_a_clause_means(text, clause):
     assert FaultPlan.parse(text).clauses == (clause,)
 
 
@@ -52,12 +52,12 @@ def test_what_a_clause_means(text: str, clause: Clause) -> None:
         ("kill 4", "'kill 4': there is no rank 4 among 4 workers; choose 0 to 3"),
     ],
 )
-def test_a_bad_clause_is_shown_with_the_shape_of_a_right_one(text: str, message: str) -> None:
+def test_a_bad_clause_is_shown_with_the_shape_of_a_right_one(text, message):
     with pytest.raises(ValueError, match=f"^--faults: .*{re.escape(message)}"):
         FaultPlan.parse(text, num_workers=4)
 
 
-def test_events_come_in_order_of_time_and_a_period_is_over_before_the_first() -> None:
+def test_events_come_in_order_of_time_and_a_period_is_over_before_the_first():
     plan = FaultPlan.parse("kill 1 every 3s; stop 1s 0 at 6s; slow 2x 2", num_workers=3)
     events = [(event.at_s, event.clause, event.ranks) for event in islice(plan.events(3), 5)]
     assert events == [(0, 2, (2,)), (3, 0, (1,)), (6, 0, (1,)), (6, 1, (0,)), (9, 0, (1,))]
@@ -88,14 +88,12 @@ plans = st.lists(clauses(), min_size=1, max_size=4).map(lambda each: FaultPlan(t
 
 
 @given(plans)
-def test_the_text_of_a_plan_is_that_plan(plan: FaultPlan) -> None:
+def test_the_text_of_a_plan_is_that_plan(plan):
     assert FaultPlan.parse(str(plan)) == plan
 
 
 @given(plans, st.integers(1, 8), st.integers(0, 9))
-def test_a_plan_is_a_function_of_text_seed_and_number_of_workers(
-    plan: FaultPlan, num_workers: int, seed: int
-) -> None:
+def test_a_plan_is_a_function_of_text_seed_and_number_of_workers(plan, num_workers, seed):
     events = list(islice(plan.events(num_workers, seed), 30))
     again = FaultPlan.parse(str(plan))
     assert list(islice(again.events(num_workers, seed), 30)) == events
@@ -114,7 +112,7 @@ def test_a_plan_is_a_function_of_text_seed_and_number_of_workers(
             assert all(one.ranks[0] != next_.ranks[0] for one, next_ in pairwise(alone))
 
 
-def test_seeds_draw_different_workers() -> None:
+def test_seeds_draw_different_workers():
     plan = FaultPlan.parse("kill every 1s")
     drawn = [[event.ranks for event in islice(plan.events(6, seed), 8)] for seed in range(3)]
     assert drawn[0] != drawn[1] != drawn[2]

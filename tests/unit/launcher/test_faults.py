@@ -3,7 +3,6 @@
 import json
 import signal
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ class Life:
         self.scene.sent.append((round(self.scene.now - self.scene.began_s, 4), self.rank, number))
 
 
-def test_times_count_from_the_moment_when_all_train() -> None:
+def test_times_count_from_the_moment_when_all_train():
     scene = Scene("kill 0 at 5s")
     scene.training = {0, 1}
     assert scene.at(0, 20) == []
@@ -97,7 +96,7 @@ def test_times_count_from_the_moment_when_all_train() -> None:
     assert scene.lines == ["  5.0 s  worker 0 killed"]
 
 
-def test_a_run_without_gradient_steps_has_no_faults_and_is_told_why() -> None:
+def test_a_run_without_gradient_steps_has_no_faults_and_is_told_why():
     scene = Scene("kill every 1s; stop 1s 0")
     scene.training = {0, 1}
     assert scene.at(0, 5) == []
@@ -106,7 +105,7 @@ def test_a_run_without_gradient_steps_has_no_faults_and_is_told_why() -> None:
     assert scene.lines[-1] == f"faults: 0 done, 1 missed; {why}"
 
 
-def test_a_stopped_worker_goes_on_after_its_time() -> None:
+def test_a_stopped_worker_goes_on_after_its_time():
     scene = Scene("stop 3s 1 at 2s")
     assert scene.at(0, 2, 4.9) == [(2, 1, STOP)]
     assert scene.at(5, 20) == [(5, 1, CONT)]
@@ -118,7 +117,7 @@ def test_a_stopped_worker_goes_on_after_its_time() -> None:
     ]
 
 
-def test_workers_run_on_when_the_run_ends() -> None:
+def test_workers_run_on_when_the_run_ends():
     scene = Scene("stop 60s 1; slow 4x 0; kill 2 at 9s")
     scene.at(0, 0.02)
     assert {(rank, number) for _, rank, number in scene.sent} == {(1, STOP), (0, STOP)}
@@ -129,7 +128,7 @@ def test_workers_run_on_when_the_run_ends() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.5, 4, 50])
-def test_a_slow_worker_runs_its_share_of_the_time_in_short_turns(factor: float) -> None:
+def test_a_slow_worker_runs_its_share_of_the_time_in_short_turns(factor):
     scene = Scene(f"slow {factor:g}x 1")
     scene.look()
     scene.until(20)
@@ -143,7 +142,7 @@ def test_a_slow_worker_runs_its_share_of_the_time_in_short_turns(factor: float) 
     assert longest < 0.5
 
 
-def test_a_late_turn_is_made_up_for_but_not_at_once() -> None:
+def test_a_late_turn_is_made_up_for_but_not_at_once():
     scene = Scene("slow 4x 1")
     scene.at(0, 0.0001)
     scene.at(3.0)  # it ran for 3 seconds unseen, and owes 9
@@ -151,7 +150,7 @@ def test_a_late_turn_is_made_up_for_but_not_at_once() -> None:
     assert scene.injector.wait_s() <= 0.5
 
 
-def test_a_slow_worker_is_fast_again_after_its_time() -> None:
+def test_a_slow_worker_is_fast_again_after_its_time():
     scene = Scene("slow 4x 1 for 2s")
     scene.look()
     scene.until(2.01)
@@ -161,7 +160,7 @@ def test_a_slow_worker_is_fast_again_after_its_time() -> None:
     assert scene.lines[-1].endswith("worker 1 at full speed")
 
 
-def test_a_slow_machine_stays_slow_after_a_restart() -> None:
+def test_a_slow_machine_stays_slow_after_a_restart():
     scene = Scene("slow 4x 1")
     scene.look()
     scene.until(1)
@@ -173,7 +172,7 @@ def test_a_slow_machine_stays_slow_after_a_restart() -> None:
     assert {number for _, _, number in scene.sent[before:]} == {STOP, CONT}
 
 
-def test_one_that_dies_while_it_is_stopped_gets_no_signal() -> None:
+def test_one_that_dies_while_it_is_stopped_gets_no_signal():
     scene = Scene("stop 3s 1")
     scene.at(0)
     scene.die(1)
@@ -182,7 +181,7 @@ def test_one_that_dies_while_it_is_stopped_gets_no_signal() -> None:
     assert scene.at(5) == []
 
 
-def test_a_fault_that_cannot_happen_is_missed_and_says_why() -> None:
+def test_a_fault_that_cannot_happen_is_missed_and_says_why():
     scene = Scene("stop 9s 0 at 1s; kill 0 at 2s; kill 1 at 2s; stop 1s 1 at 3s; stop 1s 2 at 3s")
     scene.at(0, 1, 2)
     assert scene.die(1)
@@ -199,7 +198,7 @@ def test_a_fault_that_cannot_happen_is_missed_and_says_why() -> None:
     assert "  3.0 s  no stop of worker 1: it does not run" in scene.lines
 
 
-def test_one_that_is_slow_or_being_killed_already() -> None:
+def test_one_that_is_slow_or_being_killed_already():
     scene = Scene("slow 2x 0; slow 4x 0 at 1s; kill 0 at 1s; kill 0 at 1s")
     scene.at(0, 1)
     assert sum(number == KILL for _, _, number in scene.sent) == 1
@@ -208,7 +207,7 @@ def test_one_that_is_slow_or_being_killed_already() -> None:
     assert missed == [None, "it is slow already", "it does not run", None]
 
 
-def test_a_drawn_worker_that_cannot_is_passed_over() -> None:
+def test_a_drawn_worker_that_cannot_is_passed_over():
     scene = Scene("kill every 1s", num_workers=4)
     scene.at(0)
     gone = []
@@ -220,7 +219,7 @@ def test_a_drawn_worker_that_cannot_is_passed_over() -> None:
     assert len(set(gone)) == 3
 
 
-def test_the_last_one_is_spared_unless_it_is_named() -> None:
+def test_the_last_one_is_spared_unless_it_is_named():
     scene = Scene("kill every 1s", num_workers=2)
     scene.at(0, 1)
     # The second event comes before the supervisor has seen the first one's end.
@@ -237,7 +236,7 @@ def test_the_last_one_is_spared_unless_it_is_named() -> None:
     assert named.at(1) == [(1, 1, KILL)]
 
 
-def test_a_kill_counts_once_the_process_died_of_it() -> None:
+def test_a_kill_counts_once_the_process_died_of_it():
     scene = Scene("kill 0; kill 1")
     scene.at(0)
     assert scene.injector.records == []
@@ -247,14 +246,14 @@ def test_a_kill_counts_once_the_process_died_of_it() -> None:
     assert scene.missed() == [None, "it had ended by itself by then"]
 
 
-def test_events_of_a_time_in_which_the_launcher_stood_still_are_missed() -> None:
+def test_events_of_a_time_in_which_the_launcher_stood_still_are_missed():
     scene = Scene("stop 1s every 10s")
     scene.at(0, 35)
     late = "the launcher did not run at that time"
     assert scene.missed() == [late, late, None]
 
 
-def test_each_host_does_what_befalls_its_own_workers() -> None:
+def test_each_host_does_what_befalls_its_own_workers():
     text, done = "slow 2x every 10s for 1s; stop 1s 3 at 5s; stop 1s 0 at 6s", []
     for first in (0, 2):
         scene = Scene(text, 4, 2, first_rank=first, others_elsewhere=True)
@@ -268,7 +267,7 @@ def test_each_host_does_what_befalls_its_own_workers() -> None:
     assert sorted(done) == sorted([*slow, ("stop", 5.0), ("stop", 6.0)])
 
 
-def test_the_log_has_a_line_for_each_fault(tmp_path: Path) -> None:
+def test_the_log_has_a_line_for_each_fault(tmp_path):
     (tmp_path / "faults-2.jsonl").write_text("an earlier run's\n")
     scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, 2, first_rank=2, directory=tmp_path)
     scene.at(0, 1.25)
@@ -283,7 +282,7 @@ def test_the_log_has_a_line_for_each_fault(tmp_path: Path) -> None:
     assert lines[1] == about | {"planned_s": 2.0} | missed
 
 
-def test_the_log_of_a_run_that_never_began_has_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+def test_the_log_of_a_run_that_never_began_has_nothing_of_an_earlier_one(tmp_path):
     (tmp_path / "faults-0.jsonl").write_text("an earlier run's\n")
     scene = Scene("kill 0 at 1s", directory=tmp_path)
     scene.training.clear()
@@ -294,7 +293,7 @@ def test_the_log_of_a_run_that_never_began_has_nothing_of_an_earlier_one(tmp_pat
         assert json.loads(line)["missed"] == "the run had ended by then"
 
 
-def test_a_log_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_ends_no_run(tmp_path):
     (tmp_path / "file").touch()
     scene = Scene("stop 1s 0", directory=tmp_path / "file")
     assert scene.at(0) == [(0, 0, STOP)]

@@ -61,7 +61,7 @@ TORCHRUN = {
 }
 
 
-def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
+def test_a_run_of_its_own_has_an_id_and_a_secret():
     plan = LaunchPlan.on_one_host(3)
     workers = [Environment.read(plan.worker_variables(rank)) for rank in range(3)]
     plan.close()
@@ -73,7 +73,7 @@ def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
     assert str(plan.secret) not in repr(plan)
 
 
-def test_the_second_of_three_hosts() -> None:
+def test_the_second_of_three_hosts():
     plan = LaunchPlan.on_several_hosts(2, 3, 1, ("10.0.0.1", 5), SECRET)
     assert plan.others_elsewhere
     assert Environment.read(plan.worker_variables(1)) == Environment(
@@ -88,7 +88,7 @@ def test_the_second_of_three_hosts() -> None:
     )
 
 
-def test_the_worker_of_another_launcher_keeps_its_place() -> None:
+def test_the_worker_of_another_launcher_keeps_its_place():
     plan = LaunchPlan.launched(TORCHRUN, SECRET)
     worker = Environment.read(plan.worker_variables(0))
     assert plan.first_rank == 1
@@ -99,7 +99,7 @@ def test_the_worker_of_another_launcher_keeps_its_place() -> None:
     assert Environment.read(plan.worker_variables(0)).hosts_store
 
 
-def test_a_port_in_use_is_one_clear_error() -> None:
+def test_a_port_in_use_is_one_clear_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RendezvousError, match=rf"^port {port} on 127.0.0.1 is in use; choose"):
@@ -121,9 +121,7 @@ def begin(store: Any, plan: LaunchPlan) -> None:
         store.set(ready_key(plan.key_prefix, rank), "1")
 
 
-def test_a_store_that_others_reach_closes_once_all_have_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
     looks: list[int] = []
     have_all_begun = HostedStore.have_all_begun
 
@@ -147,9 +145,7 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(
         assert plan.hosted.have_all_begun()
 
 
-def test_a_store_on_loopback_stays_for_the_users_process_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_on_loopback_stays_for_the_users_process_groups(monkeypatch):
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.0)
     plan = LaunchPlan.on_one_host(2)
     with opened(plan) as store:
@@ -160,7 +156,7 @@ def test_a_store_on_loopback_stays_for_the_users_process_groups(
         assert store.check([ready_key(plan.key_prefix, 0)])
 
 
-def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened() -> None:
+def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened():
     """The owner closes it just before the thread that has imported torch takes the lock."""
     store = stores.HostedStore()
     address = store.host, store.port
@@ -171,9 +167,7 @@ def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened() -> None:
     assert not store.have_all_begun()
 
 
-def test_torch_s_clients_have_the_time_that_a_silent_name_server_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_torch_s_clients_have_the_time_that_a_silent_name_server_takes(monkeypatch):
     """They ask for a name before they connect; glibc asks up to three servers twice, in 28 s."""
     given: list[float] = []
 
@@ -193,9 +187,7 @@ def test_torch_s_clients_have_the_time_that_a_silent_name_server_takes(
     assert min(given) > 28.0
 
 
-def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(monkeypatch):
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
 
@@ -220,9 +212,7 @@ def supervised() -> Iterator[list[LaunchPlan]]:
     store.close()
 
 
-def test_supervisors_under_torchrun_leave_together(
-    supervised: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisors_under_torchrun_leave_together(supervised, monkeypatch):
     ended, waits = [], threading.Event()
 
     def sleep(seconds: float) -> None:
@@ -244,9 +234,7 @@ def test_supervisors_under_torchrun_leave_together(
     assert ended == [1, 0]
 
 
-def test_a_lost_supervisor_is_not_waited_for_for_ever(
-    supervised: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_supervisor_is_not_waited_for_for_ever(supervised, monkeypatch):
     now_s = 0.0
 
     def sleep(seconds: float) -> None:
@@ -261,7 +249,7 @@ def test_a_lost_supervisor_is_not_waited_for_for_ever(
     assert now_s - 400.0 == plans.LOST_AFTER_S + 100.0  # at 400 s it listened for the last time
 
 
-def test_without_torchruns_store_there_is_no_wait() -> None:
+def test_without_torchruns_store_there_is_no_wait():
     own = TORCHRUN | {"MASTER_PORT": str(silent_address()[1])}
     assert LaunchPlan.launched(own, None).leave({}, wait=True) == []
 
@@ -317,7 +305,7 @@ def say_nothing(connection: socket.socket) -> None:
         pass
 
 
-def test_a_worker_says_to_which_run_it_belongs() -> None:
+def test_a_worker_says_to_which_run_it_belongs():
     with listening(greet) as address:
         assert ask_run_id([silent_address(), address]) == "the run"
 
@@ -342,16 +330,12 @@ def test_a_worker_says_to_which_run_it_belongs() -> None:
         (refuse, LONGEST_S, RefusedError, "TLS is off"),
     ],
 )
-def test_who_does_not_say_its_run_is_not_waited_for(
-    answer: Callable, timeout_s: float, error: type[Exception], message: str
-) -> None:
+def test_who_does_not_say_its_run_is_not_waited_for(answer, timeout_s, error, message):
     with listening(answer) as address, pytest.raises(error, match=message):
         ask_run_id([address], timeout_s=timeout_s)
 
 
-def test_no_connection_is_left_where_tls_comes_to_nothing(
-    authority: Any, open_descriptors: Callable[[], set[tuple[str, str]]]
-) -> None:
+def test_no_connection_is_left_where_tls_comes_to_nothing(authority, open_descriptors):
     tls = Tls(authority.issue())
     before = open_descriptors()
     with (
@@ -362,7 +346,7 @@ def test_no_connection_is_left_where_tls_comes_to_nothing(
     assert open_descriptors() == before, raised  # which would keep a socket alive
 
 
-def test_the_networks_to_join_are_known_by_their_run_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_networks_to_join_are_known_by_their_run_ids(monkeypatch):
     first, second, third = (("10.0.0.1", port) for port in (1, 2, 3))
     run_ids = {first: "r-shard-1-of-2", second: "r-shard-0-of-2", third: "r-shard-1-of-2"}
     monkeypatch.setattr(plans, "_ask", lambda address, *_: run_ids[address])
@@ -385,9 +369,7 @@ def test_the_networks_to_join_are_known_by_their_run_ids(monkeypatch: pytest.Mon
         (["r"], 2, "is 2, and the run's replicas have 1 processes: give 1, and to"),
     ],
 )
-def test_a_replica_needs_a_process_of_each_shard_to_join(
-    run_ids: list[str], num_shards: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_needs_a_process_of_each_shard_to_join(run_ids, num_shards, message, monkeypatch):
     monkeypatch.setattr(plans, "_ask", lambda address, *_: run_ids[address[1]])
     with pytest.raises(ValueError, match=message):
         ask_join_infos([("10.0.0.1", each) for each in range(len(run_ids))], num_shards)
@@ -400,7 +382,7 @@ def channel() -> Iterator[ReportChannel]:
     channel.close()
 
 
-def test_more_addresses_than_are_needed_are_cut(channel: ReportChannel) -> None:
+def test_more_addresses_than_are_needed_are_cut(channel):
     many = dict.fromkeys(range(5000), ("2001:db8:1111:2222:3333:4444:5555:6666", 65535))
     assert send_report(Report(addresses=many), report_variables(channel.sender))
     (report,) = channel.take()
@@ -408,14 +390,14 @@ def test_more_addresses_than_are_needed_are_cut(channel: ReportChannel) -> None:
     assert list(report.addresses) == list(range(MAX_ADDRESSES))
 
 
-def test_garbage_is_skipped(channel: ReportChannel) -> None:
+def test_garbage_is_skipped(channel):
     channel.sender.send(b"{")
     channel.sender.send(b'{"rank": "x"}')
     channel.sender.send(b'{"rank": 3}')
     assert channel.take() == [Report(rank=3)]
 
 
-def test_a_full_queue_and_an_end_without_a_reader_do_no_harm(channel: ReportChannel) -> None:
+def test_a_full_queue_and_an_end_without_a_reader_do_no_harm(channel):
     variables = report_variables(channel.sender)
     taken = 0
     while send_report(Report(begins=True), variables):
@@ -425,7 +407,7 @@ def test_a_full_queue_and_an_end_without_a_reader_do_no_harm(channel: ReportChan
     assert not send_report(Report(begins=True), variables)
 
 
-def test_another_thing_under_the_same_number_is_left_alone() -> None:
+def test_another_thing_under_the_same_number_is_left_alone():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, theirs:
         inode = os.fstat(ours.fileno()).st_ino
@@ -442,7 +424,7 @@ def test_another_thing_under_the_same_number_is_left_alone() -> None:
         os.close(writer)
 
 
-def test_without_a_launcher_nothing_is_sent() -> None:
+def test_without_a_launcher_nothing_is_sent():
     assert not send_report(Report(begins=True), {})
     assert not send_report(Report(begins=True), {REPORT_VARIABLE: "nonsense"})
     assert not send_report(Report(begins=True), {REPORT_VARIABLE: "999999:1"})

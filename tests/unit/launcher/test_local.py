@@ -1,7 +1,6 @@
 import os
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +26,7 @@ def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervi
 
 @pytest.mark.processes
 @pytest.mark.parametrize("own_hook", [False, True])
-def test_why_a_run_cannot_start_is_said_once_and_without_tracebacks(
-    own_hook: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_why_a_run_cannot_start_is_said_once_and_without_tracebacks(own_hook, capfd):
     """A hook of the user's own shows the error as it likes."""
     code = (
         "import sys\n"
@@ -54,11 +51,8 @@ def test_why_a_run_cannot_start_is_said_once_and_without_tracebacks(
     ("kind", "text"), [(RendezvousError, "nobody came"), (KeyError, "of the script's own")]
 )
 def test_without_a_launcher_and_for_other_errors_python_shows_the_traceback(
-    kind: type[Exception],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    kind, text, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     reports.say_instead_of_traceback()
     assert sys.excepthook is not sys.__excepthook__
@@ -69,7 +63,7 @@ def test_without_a_launcher_and_for_other_errors_python_shows_the_traceback(
 
 
 @pytest.mark.processes
-def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path: Path) -> None:
+def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path):
     # Worker 1 dies; its next life, and worker 0, end when the child of the first is noted.
     path, end = tmp_path / "child", tmp_path / "end"
     code = (
@@ -89,9 +83,7 @@ def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path: Path) -> None:
     wait_until_gone([int(path.read_text())])
 
 
-def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(monkeypatch):
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *signalled: sent.append(signalled))
     worker = ForkedWorker.__new__(ForkedWorker)

@@ -67,7 +67,7 @@ class Alone:
         return self.part.meet(("127.0.0.1", 1), settings, secret)
 
 
-def test_all_learn_all_addresses_one_run_id_and_one_secret() -> None:
+def test_all_learn_all_addresses_one_run_id_and_one_secret():
     meetings = meet([environment(rank) for rank in range(3)])
     first = meetings[0]
     assert first.addresses == {rank: ("127.0.0.1", 100 + rank) for rank in range(3)}
@@ -75,7 +75,7 @@ def test_all_learn_all_addresses_one_run_id_and_one_secret() -> None:
     assert meetings == [first] * 3
 
 
-def test_the_networks_of_all_shards_are_of_one_run() -> None:
+def test_the_networks_of_all_shards_are_of_one_run():
     """Another run without an id of its own has another one."""
 
     def run_id() -> str:
@@ -102,9 +102,7 @@ def test_the_networks_of_all_shards_are_of_one_run() -> None:
         ("store", {"tls": TLS}, False),
     ],
 )
-def test_a_secret_that_strangers_may_read_is_warned_of(
-    host: str, given: dict, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_secret_that_strangers_may_read_is_warned_of(host, given, warns, caplog):
     store = HashStore()
     environments = [replace(environment(rank, 2, **given), store_host=host) for rank in range(2)]
     with caplog.at_level(logging.WARNING, "gossipdp"):
@@ -116,7 +114,7 @@ def test_a_secret_that_strangers_may_read_is_warned_of(
     assert not first.secret or first.secret.decode() not in caplog.text + repr(first)
 
 
-def test_a_given_secret_and_run_id_are_kept_and_not_published() -> None:
+def test_a_given_secret_and_run_id_are_kept_and_not_published():
     store = HashStore()
     environments = [environment(rank, secret=SECRET, **MINE) for rank in range(3)]
     met = meet(environments, store)
@@ -142,9 +140,7 @@ def test_a_given_secret_and_run_id_are_kept_and_not_published() -> None:
         ({}, {"world_size": 4}, {}, "WORLD_SIZE is 4 here and 3 on worker 0"),
     ],
 )
-def test_a_difference_ends_the_start_for_all(
-    zeroth: dict, own: dict, change: dict, message: str
-) -> None:
+def test_a_difference_ends_the_start_for_all(zeroth, own, change, message):
     store = HashStore()
     with pytest.raises(RendezvousError, match="workers 1, 2 did not arrive"):
         Alone(replace(environment(0), **zeroth), store).meet()
@@ -159,7 +155,7 @@ def test_a_difference_ends_the_start_for_all(
         assert str(waiting.value) == str(refused.value)
 
 
-def test_workers_that_are_all_refused_give_one_reason() -> None:
+def test_workers_that_are_all_refused_give_one_reason():
     """Worker 0 is the odd one."""
     store = HashStore()
     with pytest.raises(RendezvousError):
@@ -173,7 +169,7 @@ def test_workers_that_are_all_refused_give_one_reason() -> None:
     assert reasons == [reasons[0]] * 2
 
 
-def test_who_never_arrives_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_never_arrives_is_named(caplog):
     store = HashStore()
     store.set(f"{KEYS}arrivals/2", "1")
     with pytest.raises(
@@ -188,14 +184,14 @@ def test_who_never_arrives_is_named(caplog: pytest.LogCaptureFixture) -> None:
         Alone(environment(3, 4), store).meet()
 
 
-def test_two_workers_of_one_rank_are_refused() -> None:
+def test_two_workers_of_one_rank_are_refused():
     store = HashStore()
     Alone(environment(0, 1), store).meet()
     with pytest.raises(RefusedError, match="another worker already has RANK 0"):
         Alone(environment(0, 1), store).meet()
 
 
-def test_a_store_that_goes_away_is_one_clear_error() -> None:
+def test_a_store_that_goes_away_is_one_clear_error():
     class Gone:
         def add(self, key: str, amount: int) -> int:
             raise RuntimeError("Broken pipe\nException raised from ...")
@@ -204,7 +200,7 @@ def test_a_store_that_goes_away_is_one_clear_error() -> None:
         Alone(environment(1), Gone()).meet()
 
 
-def test_one_worker_needs_no_store() -> None:
+def test_one_worker_needs_no_store():
     part = Rendezvous.open(Environment(), timeout_s=1)
     assert part.meet(("127.0.0.1", 9), SETTINGS).addresses == {0: ("127.0.0.1", 9)}
     part.mark_ready()
@@ -225,9 +221,7 @@ def test_one_worker_needs_no_store() -> None:
         ("reference", {"run_id": "a" * 201}),
     ],
 )
-def test_what_a_stranger_writes_is_one_short_line_without_control_characters(
-    key: str, value: Any
-) -> None:
+def test_what_a_stranger_writes_is_one_short_line_without_control_characters(key, value):
     store = HashStore()
     with pytest.raises(RendezvousError):
         Alone(environment(0, 2), store).meet()  # leaves what worker 0 publishes
@@ -240,7 +234,7 @@ def test_what_a_stranger_writes_is_one_short_line_without_control_characters(
     assert str(raised.value).isprintable()
 
 
-def test_worker_0_ends_the_store_that_it_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_0_ends_the_store_that_it_hosts(monkeypatch):
     monkeypatch.setattr(rendezvous, "CLOSE_AFTER_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()

@@ -120,9 +120,7 @@ def seen_by(worker: ScriptWorker, file: Path) -> dict[str, object]:
         (["./train.py"], False),
     ],
 )
-def test_a_script_sees_what_it_would_in_a_new_interpreter(
-    start: Callable[..., ScriptWorker], folder: Path, words: list[str], torch: bool
-) -> None:
+def test_a_script_sees_what_it_would_in_a_new_interpreter(start, folder, words, torch):
     both = []
     for number in (0, 1):
         file = folder / f"seen-{number}"
@@ -140,7 +138,7 @@ def test_a_script_sees_what_it_would_in_a_new_interpreter(
     assert new["main"] is new["own"] is new["group"] is new["reports"] is True
 
 
-def test_a_safe_path_stays_one(start: Callable[..., ScriptWorker], folder: Path) -> None:
+def test_a_safe_path_stays_one(start, folder):
     paths = []
     for number in (0, 1):
         file = folder / f"seen-{number}"
@@ -154,9 +152,7 @@ def waiting(spares: Spares) -> list[ScriptWorker]:
     return list(spares._waiting)
 
 
-def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(
-    folder: Path, without_torch: dict[str, str]
-) -> None:
+def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(folder, without_torch):
     # A spare that were to run without being told would leave this file.
     given = without_torch | {"FILE": str(folder / "unused")}
     spares = Spares([str(folder / "scripts" / "train.py")], given, 2)
@@ -177,9 +173,7 @@ def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(
     assert not list(folder.glob("unused*"))
 
 
-def test_one_that_has_died_is_not_used_and_no_other_is_kept(
-    folder: Path, without_torch: dict[str, str]
-) -> None:
+def test_one_that_has_died_is_not_used_and_no_other_is_kept(folder, without_torch):
     spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 1)
     spares.prepare()
     (dead,) = waiting(spares)
@@ -198,9 +192,7 @@ def test_one_that_has_died_is_not_used_and_no_other_is_kept(
     assert waiting(spares) == []
 
 
-def test_variables_that_do_not_fit_into_the_pipe_take_a_new_interpreter(
-    folder: Path, without_torch: dict[str, str]
-) -> None:
+def test_variables_that_do_not_fit_into_the_pipe_take_a_new_interpreter(folder, without_torch):
     spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 1)
     spares.prepare()
     (spare,) = waiting(spares)
@@ -213,9 +205,7 @@ def test_variables_that_do_not_fit_into_the_pipe_take_a_new_interpreter(
     worker.close()
 
 
-def test_a_spare_that_gets_nothing_ends_without_a_word(
-    folder: Path, without_torch: dict[str, str]
-) -> None:
+def test_a_spare_that_gets_nothing_ends_without_a_word(folder, without_torch):
     command = [sys.executable, "-c", PROGRAM, str(folder / "scripts" / "train.py")]
     done = subprocess.run(
         command, input=b"", env=without_torch, capture_output=True, check=False, timeout=60
@@ -223,9 +213,7 @@ def test_a_spare_that_gets_nothing_ends_without_a_word(
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_a_system_without_another_process_keeps_its_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_system_without_another_process_keeps_its_workers(monkeypatch):
     def start(*arguments: object, **options: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -238,15 +226,13 @@ def test_a_system_without_another_process_keeps_its_workers(
     assert "no spare interpreter is kept any more: BlockingIOError" in lines[0]
 
 
-def test_what_is_no_file_of_python_has_no_spare(tmp_path: Path) -> None:
+def test_what_is_no_file_of_python_has_no_spare(tmp_path):
     spares = Spares([str(tmp_path)], {}, 1)
     spares.prepare()
     assert waiting(spares) == []
 
 
-def test_a_torch_that_cannot_be_imported_is_the_script_s_error(
-    folder: Path, without_torch: dict[str, str]
-) -> None:
+def test_a_torch_that_cannot_be_imported_is_the_script_s_error(folder, without_torch):
     (folder / "torch" / "__init__.py").write_text("raise ImportError('broken')")
     script = folder / "scripts" / "train.py"
     script.write_text("import sys\nprint(sys.orig_argv[1:])\nimport torch")
@@ -265,7 +251,7 @@ def test_a_torch_that_cannot_be_imported_is_the_script_s_error(
     assert done.stderr.count("ImportError: broken") == 1
 
 
-def test_what_it_imports_ahead_is_what_a_script_needs() -> None:
+def test_what_it_imports_ahead_is_what_a_script_needs():
     """The imports that an optimizer makes at first are behind a spare that waits."""
     code = (
         "import sys; from gossipdp.launcher.spare_interpreter import import_ahead; import_ahead()\n"

@@ -168,7 +168,7 @@ def make() -> Iterator[Make]:
             worker.close()
 
 
-def test_a_failure_before_the_run_began_ends_the_others(make: Make) -> None:
+def test_a_failure_before_the_run_began_ends_the_others(make):
     setting = make(max_restarts=9)
     setting.crash(0)
     assert setting.step(1)
@@ -186,7 +186,7 @@ def test_a_failure_before_the_run_began_ends_the_others(make: Make) -> None:
     assert setting.restarted == []
 
 
-def test_a_restart_may_come_while_restarts_are_left(make: Make) -> None:
+def test_a_restart_may_come_while_restarts_are_left(make):
     setting = make(begun=True, max_restarts=2)
     setting.step(1)
     assert (setting.supervisor.may_restart, setting.supervisor.all_train) == (True, False)
@@ -209,14 +209,14 @@ def test_a_restart_may_come_while_restarts_are_left(make: Make) -> None:
 
 
 @pytest.mark.parametrize("others_elsewhere", [False, True])
-def test_one_worker_alone_has_nobody_to_join_after_a_restart(others_elsewhere: bool) -> None:
+def test_one_worker_alone_has_nobody_to_join_after_a_restart(others_elsewhere):
     plan = plan_of(1, world_size=2 if others_elsewhere else 1)
     supervisor = Supervisor(plan, Scripted, max_restarts=9)
     assert supervisor.may_restart == others_elsewhere
 
 
 @pytest.mark.parametrize("end", ["consolidated", "ended"])
-def test_no_restart_comes_at_the_end(make: Make, end: str) -> None:
+def test_no_restart_comes_at_the_end(make, end):
     setting = make(begun=True, max_restarts=2)
     setting.report(trains=True)
     setting.step(1)
@@ -229,7 +229,7 @@ def test_no_restart_comes_at_the_end(make: Make, end: str) -> None:
     assert not setting.supervisor.may_restart
 
 
-def test_after_the_run_began_the_others_go_on(make: Make) -> None:
+def test_after_the_run_began_the_others_go_on(make):
     setting = make(begun=True)
     setting.crash(0)
     assert setting.step(1, 100)
@@ -250,7 +250,7 @@ def end_well(setting: Setting, *ranks: int) -> None:
         setting.workers[rank].how = Ending()
 
 
-def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make: Make) -> None:
+def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make):
     setting = make(begun=True, max_restarts=5)
     setting.crash(0)
     setting.step(1)
@@ -261,9 +261,7 @@ def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make: M
     assert (setting.restarted, setting.missed, setting.failed) == ([], [(0, CRASH.reason)], [])
 
 
-def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart(
-    make: Make,
-) -> None:
+def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart(make):
     for max_restarts, missed, failed in ((5, [(0, CRASH.reason)], []), (0, [], [0])):
         setting = make(begun=True, max_restarts=max_restarts)
         end_well(setting, 1, 2)
@@ -273,9 +271,7 @@ def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restar
 
 
 @pytest.mark.parametrize("some_end_well", [True, False])
-def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(
-    make: Make, some_end_well: bool
-) -> None:
+def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(make, some_end_well):
     setting = make(begun=True, faults="kill 1")
     setting.report(trains=True)
     setting.step(1)
@@ -290,7 +286,7 @@ def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(
     assert setting.failed == ([] if some_end_well else [0, 2, 1])
 
 
-def test_a_stopped_worker_goes_on_before_it_is_ended(make: Make) -> None:
+def test_a_stopped_worker_goes_on_before_it_is_ended(make):
     setting = make(begun=True, faults="stop 60s 1")
     setting.report(trains=True)
     setting.step(1)
@@ -300,7 +296,7 @@ def test_a_stopped_worker_goes_on_before_it_is_ended(make: Make) -> None:
     assert setting.workers[1].signals[3:] == []
 
 
-def test_an_error_after_the_average_is_a_failure_without_a_restart(make: Make) -> None:
+def test_an_error_after_the_average_is_a_failure_without_a_restart(make):
     setting = make(begun=True, max_restarts=5)
     end_well(setting, 1, 2)
     setting.workers[0].report(consolidated=True)
@@ -310,7 +306,7 @@ def test_an_error_after_the_average_is_a_failure_without_a_restart(make: Make) -
     assert (setting.missed, setting.failed, setting.restarted) == ([], [0], [])
 
 
-def test_an_early_end_by_itself_does_not_complete_the_run(make: Make) -> None:
+def test_an_early_end_by_itself_does_not_complete_the_run(make):
     setting = make(begun=True, max_restarts=5)
     setting.workers[1].how = Ending()
     setting.crash(0)
@@ -318,7 +314,7 @@ def test_an_early_end_by_itself_does_not_complete_the_run(make: Make) -> None:
     assert ([rank for rank, _ in setting.restarted], setting.missed) == ([0], [])
 
 
-def test_who_writes_a_last_checkpoint_is_waited_for(make: Make) -> None:
+def test_who_writes_a_last_checkpoint_is_waited_for(make):
     setting = make(begun=True)
     setting.supervisor.end()
     setting.workers[0].report(saves=True)
@@ -333,7 +329,7 @@ def test_who_writes_a_last_checkpoint_is_waited_for(make: Make) -> None:
     assert setting.supervisor.saved == {0: (7, "ck")}
 
 
-def test_a_write_without_end_is_not_waited_for(make: Make) -> None:
+def test_a_write_without_end_is_not_waited_for(make):
     setting = make(begun=True)
     setting.workers[0].report(saves=True)
     setting.step(0)
@@ -347,14 +343,14 @@ def test_a_write_without_end_is_not_waited_for(make: Make) -> None:
     assert 0 not in setting.supervisor.running
 
 
-def test_a_process_that_cannot_be_killed_is_given_up(make: Make) -> None:
+def test_a_process_that_cannot_be_killed_is_given_up(make):
     setting = make()
     setting.supervisor.end()
     assert setting.step(PATIENCE_S + 1)
     assert not setting.step(PATIENCE_S + 1 + UNKILLABLE_S)
 
 
-def test_the_first_life_is_described_first() -> None:
+def test_the_first_life_is_described_first():
     lost = Ending("ended with exit code 1", "RendezvousError: no worker to join")
     assert describe([Failure(1, lost, before=(KILLED,))]) == (
         "worker 1 died of signal 9 (SIGKILL); started again, it ended with exit code 1:\n"
@@ -363,7 +359,7 @@ def test_the_first_life_is_described_first() -> None:
     assert describe([Failure(1, lost, before=(CRASH, KILLED))]).endswith("\nValueError: no")
 
 
-def test_identical_failures_are_described_once() -> None:
+def test_identical_failures_are_described_once():
     text = describe([Failure(2, CRASH), Failure(0, KILLED), Failure(1, CRASH)])
     assert text == (
         "workers 1, 2 ended with exit code 1:\nValueError: no\n\n"
@@ -372,7 +368,7 @@ def test_identical_failures_are_described_once() -> None:
     assert describe([Failure(0, KILLED), Failure(-2, KILLED)]).startswith("workers +1, 0 died of")
 
 
-def test_the_one_that_died_is_started_again_and_no_other(make: Make) -> None:
+def test_the_one_that_died_is_started_again_and_no_other(make):
     setting = make(begun=True, max_restarts=2)
     setting.crash(1)
     assert setting.step(10, 10.09)
@@ -391,7 +387,7 @@ def test_the_one_that_died_is_started_again_and_no_other(make: Make) -> None:
 
 
 @pytest.mark.parametrize("others", [Ending(), CRASH])
-def test_the_dead_do_not_come_back_to_a_run_that_is_over(make: Make, others: Ending) -> None:
+def test_the_dead_do_not_come_back_to_a_run_that_is_over(make, others):
     setting = make(begun=True, max_restarts=6)
     setting.crash(0)
     setting.workers[1].how = setting.workers[2].how = others
@@ -400,7 +396,7 @@ def test_the_dead_do_not_come_back_to_a_run_that_is_over(make: Make, others: End
     assert setting.failed == ([0] if others == Ending() else [0, 1, 2])
 
 
-def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None:
+def test_with_workers_elsewhere_the_last_one_here_joins_them(make):
     setting = make(max_restarts=6, plan=plan_of(3, world_size=6, first_rank=3, run_id=None))
     setting.report(begins=True, addresses=setting.addresses(6), run_id="theirs")
     setting.crash(0, 1, 2)
@@ -410,7 +406,7 @@ def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None
     assert (again.rank, again.run_id, again.is_joining) == (3, "theirs", True)
 
 
-def test_a_joiner_keeps_the_rank_that_it_was_given(make: Make) -> None:
+def test_a_joiner_keeps_the_rank_that_it_was_given(make):
     plan = LaunchPlan(3, secret="s" * 16, join_infos=[JoinInfo("run", join=(("10.0.0.1", 4),))])
     setting = make(max_restarts=6, plan=plan)
     assert setting.workers[0].environment.needs_rank
@@ -423,7 +419,7 @@ def test_a_joiner_keeps_the_rank_that_it_was_given(make: Make) -> None:
     assert (again.rank, again.join) == (8, (("10.0.0.1", 4),))
 
 
-def test_who_waits_for_a_restart_when_all_end_stays_away(make: Make) -> None:
+def test_who_waits_for_a_restart_when_all_end_stays_away(make):
     setting = make(begun=True, max_restarts=6)
     setting.crash(0)
     setting.step(10)
@@ -433,7 +429,7 @@ def test_who_waits_for_a_restart_when_all_end_stays_away(make: Make) -> None:
     assert setting.restarted == []
 
 
-def test_a_worker_that_cannot_be_started_again_ends_no_other(make: Make) -> None:
+def test_a_worker_that_cannot_be_started_again_ends_no_other(make):
     setting = make(begun=True, max_restarts=3)
     setting.num_start_failures = 2
     setting.crash(0)
@@ -454,9 +450,7 @@ def test_a_worker_that_cannot_be_started_again_ends_no_other(make: Make) -> None
     )
 
 
-def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch):
     """poll(2) takes no more descriptors than the limit says."""
 
     def wait(things: list[object], timeout_s: float) -> list[object]:
@@ -470,7 +464,7 @@ def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(
     assert setting.supervisor.running.keys() == {0, 1, 2}
 
 
-def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make: Make) -> None:
+def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make):
     setting = make(begun=True, max_restarts=99)
 
     def delay(local_rank: int) -> float:
@@ -492,7 +486,7 @@ def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make: Make)
     assert setting.workers[0].environment.num_restarts == 10
 
 
-def test_the_budget_is_common_to_all_workers(make: Make) -> None:
+def test_the_budget_is_common_to_all_workers(make):
     setting = make(begun=True, max_restarts=2)
     for rank in range(3):
         setting.crash(rank)
@@ -537,7 +531,7 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
         replica.close()
 
 
-def test_each_process_of_a_replica_has_its_shard_and_its_replica(replicas: Replicas) -> None:
+def test_each_process_of_a_replica_has_its_shard_and_its_replica(replicas):
     replicas.start(0)
     replicas.start(1)
     assert sorted(replicas.processes) == ["0.0", "0.1", "1.0", "1.1"]
@@ -556,7 +550,7 @@ def test_each_process_of_a_replica_has_its_shard_and_its_replica(replicas: Repli
         assert (each.store_host, each.store_port, each.hosts_store) == ("127.0.0.1", 9, False)
 
 
-def test_the_death_of_one_process_ends_the_others(replicas: Replicas) -> None:
+def test_the_death_of_one_process_ends_the_others(replicas):
     replica = replicas.start(1)
     first, second = replicas.processes.values()
     second.how = KILLED
@@ -566,7 +560,7 @@ def test_the_death_of_one_process_ends_the_others(replicas: Replicas) -> None:
     assert replica.poll() == Ending("lost its process 1, which died of signal 9 (SIGKILL)")
 
 
-def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(replicas: Replicas) -> None:
+def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(replicas):
     replica = replicas.start(1)
     first, second = replicas.processes.values()
     for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -577,7 +571,7 @@ def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(replicas: Re
     assert first.is_killed
 
 
-def test_who_was_asked_to_end_is_not_killed_for_it(replicas: Replicas) -> None:
+def test_who_was_asked_to_end_is_not_killed_for_it(replicas):
     """The first to end leaves the others the time to save."""
     replica = replicas.start(0)
     replica.send(15)
@@ -591,7 +585,7 @@ def test_who_was_asked_to_end_is_not_killed_for_it(replicas: Replicas) -> None:
     assert ending.reason == "lost its process 0, which ended with exit code 1"
 
 
-def test_a_replica_begins_when_all_of_its_processes_do(replicas: Replicas) -> None:
+def test_a_replica_begins_when_all_of_its_processes_do(replicas):
     replica = replicas.start(0)
     first, second = replicas.processes.values()
     addresses = {0: ("10.0.0.1", 1), 1: ("10.0.0.2", 1)}
@@ -604,7 +598,7 @@ def test_a_replica_begins_when_all_of_its_processes_do(replicas: Replicas) -> No
     assert replica.take_reports() == []
 
 
-def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(make: Make) -> None:
+def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(make):
     setting = make()
     setting.report(says="do this")
     setting.workers[1].report(says="do that")
@@ -613,13 +607,13 @@ def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(mak
     assert setting.sentences == ["do this", "do that"]
 
 
-def test_a_sentence_of_any_process_is_passed_on(replicas: Replicas) -> None:
+def test_a_sentence_of_any_process_is_passed_on(replicas):
     replica = replicas.start(0)
     replicas.processes["0.1"].report(says="do this")
     assert replica.take_reports() == [Report(says="do this")]
 
 
-def test_who_comes_back_joins_the_network_of_its_own_shard(replicas: Replicas) -> None:
+def test_who_comes_back_joins_the_network_of_its_own_shard(replicas):
     replica = replicas.start(1)
     for shard in range(NUM_SHARDS):
         addresses = {rank: ("10.0.0.1", 100 * (shard + 1) + rank) for rank in (0, 5)}
@@ -637,7 +631,7 @@ def test_who_comes_back_joins_the_network_of_its_own_shard(replicas: Replicas) -
         assert (environment.rank, environment.shard, environment.num_restarts) == (5, shard, 1)
 
 
-def test_a_new_replica_joins_the_networks_that_its_user_names(replicas: Replicas) -> None:
+def test_a_new_replica_joins_the_networks_that_its_user_names(replicas):
     infos = [
         JoinInfo(f"run-shard-{shard}-of-2", join=(("10.0.0.1", 100 + shard),))
         for shard in range(NUM_SHARDS)
@@ -663,7 +657,7 @@ def test_a_new_replica_joins_the_networks_that_its_user_names(replicas: Replicas
     assert (again.rank, again.num_restarts, again.join) == (5, 1, (("10.0.0.1", 101),))
 
 
-def test_where_one_process_cannot_be_started_none_is_left(replicas: Replicas) -> None:
+def test_where_one_process_cannot_be_started_none_is_left(replicas):
     def start_process(variables: Mapping[str, str]) -> Scripted:
         if replicas.processes:
             raise OSError("no process left")

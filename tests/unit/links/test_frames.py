@@ -34,7 +34,7 @@ TAG = run_tag("a run")
         (56, b"more", "a header has 56 bytes, not 60"),
     ],
 )
-def test_each_wrong_field_is_named(offset: int, replacement: bytes, message: str) -> None:
+def test_each_wrong_field_is_named(offset, replacement, message):
     data = bytearray(pack_header(TAG, FrameType.CONTROL, 5, 100))
     data[offset : offset + len(replacement)] = replacement
     if message == "of 0 bytes":
@@ -43,7 +43,7 @@ def test_each_wrong_field_is_named(offset: int, replacement: bytes, message: str
         parse_header(data, TAG, 5)
 
 
-def test_lengths_are_bounded_per_type() -> None:
+def test_lengths_are_bounded_per_type():
     with pytest.raises(FrameError, match="CONTROL"):
         pack_header(TAG, FrameType.CONTROL, 0, MAX_CONTROL_BYTES + 1)
     with pytest.raises(FrameError, match="STATE_CHUNK"):

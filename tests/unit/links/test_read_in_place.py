@@ -57,7 +57,7 @@ def owner() -> Iterator[Owner]:
 
 
 @given(st.lists(st.sampled_from(["shared", "bytes", "read"]), max_size=60))
-def test_chunks_leave_in_order(events: list[str]) -> None:
+def test_chunks_leave_in_order(events):
     """Against a model: a chunk has left when it and all before it are read, or sent as bytes."""
     owner = Owner()
     link = owner.link
@@ -80,14 +80,14 @@ def test_chunks_leave_in_order(events: list[str]) -> None:
     assert (owner.memory.segment is None) == bool(model)  # the peer may still read in it
 
 
-def test_more_than_was_sent_is_not_confirmed(owner: Owner) -> None:
+def test_more_than_was_sent_is_not_confirmed(owner):
     owner.send(True)
     for num_read in (2, 2**32 - 1):
         with pytest.raises(FrameError, match="acknowledged"):
             owner.hear(FrameType.ACKNOWLEDGEMENT, num_read=num_read)
 
 
-def test_a_segment_is_confirmed_once_and_only_if_it_was_offered(owner: Owner) -> None:
+def test_a_segment_is_confirmed_once_and_only_if_it_was_offered(owner):
     owner.link.peer_memory.offered = 3
     owner.hear(FrameType.SEGMENT_READY, 0, segment=2)
     for number in (1, 2, 4):
@@ -101,7 +101,7 @@ def chunk_at(segment: int, offset: int, length: int) -> Header:
     return Header(FrameType.EXCHANGE_CHUNK, length, KEY, segment=segment, offset=offset)
 
 
-def test_a_place_lies_inside_a_segment_that_was_offered() -> None:
+def test_a_place_lies_inside_a_segment_that_was_offered():
     peer = PeerMemory(1, lambda *_: None, Recorder().pin)
     memory = bytes(range(200))
     peer.map(1, memoryview(memory))
@@ -111,7 +111,7 @@ def test_a_place_lies_inside_a_segment_that_was_offered() -> None:
             peer.find(header)
 
 
-def test_an_older_segment_goes_when_a_chunk_names_a_newer() -> None:
+def test_an_older_segment_goes_when_a_chunk_names_a_newer():
     confirmed: list[int] = []
     peer = PeerMemory(1, lambda _kind, _data, number: confirmed.append(number), Recorder().pin)
     for number in (1, 2, 1):
@@ -144,7 +144,7 @@ class Endless(Taking):
         return sum(map(len, rooms))
 
 
-def test_a_turn_ends_however_much_there_is_to_read() -> None:
+def test_a_turn_ends_however_much_there_is_to_read():
     owner, stream = Owner(), Endless()
     link = TcpLink(owner, stream, Identity(2, 0, 1, "run", *5 * [""]), dialler=0)
     owner.handler.link_up(link)

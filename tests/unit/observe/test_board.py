@@ -66,7 +66,7 @@ def worker(job: JobStatus, rank: int) -> JobWorker:
     return next(each for each in job.workers if each.rank == rank)
 
 
-def test_one_worker_names_all_and_then_all_are_asked() -> None:
+def test_one_worker_names_all_and_then_all_are_asked():
     job = Job(2)
     assert job.board.addresses() == (address_of(2),)
     seen = job.look({2: status(2)})
@@ -82,7 +82,7 @@ def test_one_worker_names_all_and_then_all_are_asked() -> None:
     assert {each.state for each in seen.workers} == {"training"}
 
 
-def test_workers_without_a_status_port_are_shown_by_what_others_know() -> None:
+def test_workers_without_a_status_port_are_shown_by_what_others_know():
     job = Job(0)
     known = tuple(
         member(rank, status_address="", samples=50 * rank, gradient_steps=5) for rank in range(3)
@@ -96,7 +96,7 @@ def test_workers_without_a_status_port_are_shown_by_what_others_know() -> None:
     assert worker(seen, 0).samples_per_second == 40.0
 
 
-def test_the_view_outlives_the_worker_that_was_asked_first() -> None:
+def test_the_view_outlives_the_worker_that_was_asked_first():
     job = Job(0)
     job.look({0: status(0)})
     job.look({rank: status(rank, edge_distance=99.0) for rank in range(4)})
@@ -122,7 +122,7 @@ def test_the_view_outlives_the_worker_that_was_asked_first() -> None:
     assert address_of(0) not in job.board.addresses()
 
 
-def test_all_that_notice_an_event_are_one_event() -> None:
+def test_all_that_notice_an_event_are_one_event():
     """One has no link to the worker; one was stopped itself and hears of it ten seconds late."""
     job = Job(0)
     told = {0: (13.0, 1.0), 1: (12.5, 1.6), 2: (12.0, None), 3: (3.0, 11.0)}
@@ -139,7 +139,7 @@ def test_all_that_notice_an_event_are_one_event() -> None:
     assert [each.ago_s for each in job.look(answers).notices] == [13.0, 3.0], "another loss"
 
 
-def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard() -> None:
+def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard():
     job = Job(0, 1)
     members = (member(0), member(1), member(2, is_silent=True))
     heard = ({2: 7.0}, {2: 6.0, 0: 0.1})
@@ -157,13 +157,13 @@ def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard() -> None:
     assert worker(seen, 0).silent_s is None
 
 
-def test_a_process_that_was_lost_and_answers_again_is_in_the_same_life() -> None:
+def test_a_process_that_was_lost_and_answers_again_is_in_the_same_life():
     members = (member(0), member(1, incarnation=1), member(2, incarnation=3, restarts=1))
     seen = Job(0).look({0: status(0, 3, members=members)})
     assert [each.restarts for each in seen.workers] == [0, 0, 1]
 
 
-def test_a_worker_that_came_back_is_asked_where_it_is_now() -> None:
+def test_a_worker_that_came_back_is_asked_where_it_is_now():
     job = Job(1)
     job.look({1: status(1, 2)})
     job.look({0: status(0, 2, logged={"loss": 7.0}), 1: status(1, 2)})
@@ -189,7 +189,7 @@ def test_a_worker_that_came_back_is_asked_where_it_is_now() -> None:
         ([0.1, math.nan, 0.1], []),
     ],
 )
-def test_who_is_slow(seconds: list[float], slow: list[int]) -> None:
+def test_who_is_slow(seconds, slow):
     job, n = Job(*range(len(seconds))), len(seconds)
     seen = job.look(
         {rank: status(rank, n, step_seconds=s or math.nan) for rank, s in enumerate(seconds)}
@@ -220,9 +220,7 @@ def test_who_is_slow(seconds: list[float], slow: list[int]) -> None:
         (None, {"state": "lost", "is_silent": True}, "lost"),
     ],
 )
-def test_the_word_for_a_worker(
-    facts: dict[str, Any] | None, known: dict[str, Any], state: str
-) -> None:
+def test_the_word_for_a_worker(facts, known, state):
     job = Job(0, 1)
     members = (member(0), member(1, **known))
     own = None if facts is None else status(1, 2, **{"members": members} | facts)
@@ -231,7 +229,7 @@ def test_the_word_for_a_worker(
     assert worker(job.look({0: other, 1: own}), 1).state == state
 
 
-def test_the_shortest_standstill_that_anybody_heard_counts() -> None:
+def test_the_shortest_standstill_that_anybody_heard_counts():
     job = Job(0, 1)
     for ages, heard in (((20.0, 12.0), 12.0), ((None, 30.0), 30.0), ((None, None), None)):
         answers = {
@@ -241,7 +239,7 @@ def test_the_shortest_standstill_that_anybody_heard_counts() -> None:
         assert worker(job.look(answers), 2).since_step_s == heard
 
 
-def test_steps_that_take_long_everywhere_are_no_standstill() -> None:
+def test_steps_that_take_long_everywhere_are_no_standstill():
     job = Job(0)
     members = (member(0), member(1, since_step_s=20.0))
     assert worker(job.look({0: status(0, 2, members=members, step_seconds=4.0)}), 1).state == (
@@ -249,7 +247,7 @@ def test_steps_that_take_long_everywhere_are_no_standstill() -> None:
     )
 
 
-def test_counts_that_fall_or_are_unknown_begin_anew() -> None:
+def test_counts_that_fall_or_are_unknown_begin_anew():
     speeds = Speeds()
     assert speeds.since(0, 0.0) is None
     for at_s, count in enumerate((0, 100, 600)):
@@ -261,7 +259,7 @@ def test_counts_that_fall_or_are_unknown_begin_anew() -> None:
         assert speeds.since(0, 0.0) == speed
 
 
-def test_speeds_are_over_the_last_seconds_and_bytes_begin_anew_with_a_process() -> None:
+def test_speeds_are_over_the_last_seconds_and_bytes_begin_anew_with_a_process():
     job = Job(0)
 
     def look(samples: int, bytes_sent: int) -> JobWorker:
@@ -276,7 +274,7 @@ def test_speeds_are_over_the_last_seconds_and_bytes_begin_anew_with_a_process() 
     assert look(1110, 0).bytes_sent_per_second is None, "a new process counts from 0 again"
 
 
-def test_what_a_worker_sends_is_unknown_while_it_does_not_answer() -> None:
+def test_what_a_worker_sends_is_unknown_while_it_does_not_answer():
     job = Job(0, 1)
     for second in range(3):
         job.look({rank: status(rank, 2, bytes_sent=1000 * second) for rank in range(2)})
@@ -287,14 +285,14 @@ def test_what_a_worker_sends_is_unknown_while_it_does_not_answer() -> None:
     assert worker(seen, 0).bytes_sent_per_second == 1000.0, "no worker answers: the last stays"
 
 
-def test_an_address_of_another_run_is_left_out() -> None:
+def test_an_address_of_another_run_is_left_out():
     job = Job(0, 1)
     seen = job.look({0: status(0, 1), 1: status(1, 2, run_id="other")})
     assert [each.rank for each in seen.workers] == [0]
     assert "another run" in job.board.failures[address_of(1)]
 
 
-def test_once_nobody_answers_the_last_stays_and_says_how_old_it_is() -> None:
+def test_once_nobody_answers_the_last_stays_and_says_how_old_it_is():
     job = Job(0, 1)
     with pytest.raises(ValueError, match="no worker has answered"):
         job.board.job(0.0)
@@ -313,13 +311,13 @@ def test_once_nobody_answers_the_last_stays_and_says_how_old_it_is() -> None:
         ({"budget_samples": 201}, False),
     ],
 )
-def test_whether_a_run_is_over(facts: dict[str, Any], is_over: bool) -> None:
+def test_whether_a_run_is_over(facts, is_over):
     job = Job(0, 1)
     seen = job.look({0: status(0, 2, **facts), 1: status(1, 2, **facts)})
     assert seen.is_over is is_over
 
 
-def test_a_run_that_was_near_its_end_is_over_soon_after_the_last_answer() -> None:
+def test_a_run_that_was_near_its_end_is_over_soon_after_the_last_answer():
     job = Job(0)
     facts: dict[str, Any] = {"budget_samples": 1000, "members": (member(0),)}
     job.look({0: status(0, 1, samples=850, run_samples=850, **facts)})
@@ -335,7 +333,7 @@ def trained(rank: int, samples: int, *others: MemberStatus, **facts: Any) -> Wor
     return status(rank, 2, members=members, samples=samples, gradient_steps=samples, **facts)
 
 
-def test_goodput_is_since_the_first_look_and_who_is_away_goes_on_at_full_speed() -> None:
+def test_goodput_is_since_the_first_look_and_who_is_away_goes_on_at_full_speed():
     job = Job(0, 1)
     for seconds in range(0, 50, 10):  # the other makes nothing in half of the time
         its = 500 + 10 * min(seconds, 20)
@@ -356,7 +354,7 @@ def test_goodput_is_since_the_first_look_and_who_is_away_goes_on_at_full_speed()
     assert job.look({0: None}, after_s=50.0).goodput == seen.goodput
 
 
-def test_who_has_trained_its_last_loses_nothing_any_more() -> None:
+def test_who_has_trained_its_last_loses_nothing_any_more():
     job = Job(0, 1)
     for samples in (0, 10, 20, 30, 40):
         answers = {rank: trained(rank, 1 + samples) for rank in range(2)}

@@ -11,36 +11,36 @@ def noticed(*notices: tuple[int, float, float | None]) -> list[tuple[float, tupl
     return [(event.time_s, event.witnesses) for event in events_of(losses)]
 
 
-def test_news_that_travels_a_long_ring_is_one_event() -> None:
+def test_news_that_travels_a_long_ring_is_one_event():
     """A heartbeat a link: the last worker hears of it long after the first."""
     hops = [(by, 100.0 + 0.5 * by, None) for by in range(32)]
     assert noticed(*hops) == [(100.0, tuple(range(32)))]
 
 
-def test_a_worker_that_is_soon_lost_again_is_lost_twice() -> None:
+def test_a_worker_that_is_soon_lost_again_is_lost_twice():
     losses = (0, 100.0, 0.4), (1, 100.5, 0.9), (1, 108.0, 0.5), (0, 108.2, 0.7)
     assert noticed(*losses) == [(100.0, (0, 1)), (108.0, (0, 1))]
 
 
-def test_a_late_notice_belongs_to_the_event_with_the_same_silence() -> None:
+def test_a_late_notice_belongs_to_the_event_with_the_same_silence():
     assert noticed((0, 100.0, 5.0), (1, 140.0, 45.5)) == [(100.0, (0, 1))]
     assert noticed((0, 100.0, 5.0), (1, 140.0, 5.0)) == [(100.0, (0,)), (140.0, (1,))]
     assert noticed((0, 100.0, 5.0), (1, 140.0, None)) == [(100.0, (0,)), (140.0, (1,))]
 
 
-def test_a_late_notice_does_not_draw_the_next_loss_to_the_last() -> None:
+def test_a_late_notice_does_not_draw_the_next_loss_to_the_last():
     losses = (0, 100.0, 5.0), (1, 140.0, 45.0), (0, 141.0, 0.5), (1, 141.5, 1.0)
     assert noticed(*losses) == [(100.0, (0, 1)), (141.0, (0, 1))]
 
 
-def test_an_event_has_the_earliest_silence_and_the_last_notice() -> None:
+def test_an_event_has_the_earliest_silence_and_the_last_notice():
     first = Event.noticed(2, 100.0, 9, "silent", 5.0)
     (event,) = events_of([Event.noticed(0, 101.0, 9, "silent", 7.0), first])
     assert (event.time_s, event.last_noticed_s, event.witnesses) == (100.0, 101.0, (0, 2))
     assert event.silent_s == pytest.approx(6.0)
 
 
-def test_workers_and_kinds_are_told_apart_and_the_earliest_comes_first() -> None:
+def test_workers_and_kinds_are_told_apart_and_the_earliest_comes_first():
     notices = [
         Event.noticed(0, 2.0, 9, "silent", None),
         Event.noticed(0, 2.0, 8, "silent", None),

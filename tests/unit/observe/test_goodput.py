@@ -23,16 +23,14 @@ def own_goodput(durations_s: list[float]) -> float:
     return goodput_of([stepped(durations_s).part()])
 
 
-def test_a_worker_four_times_slower_for_ten_seconds_loses_three_quarters_of_them() -> None:
+def test_a_worker_four_times_slower_for_ten_seconds_loses_three_quarters_of_them():
     part = stepped([0.04] * 750 + [0.16] * 63 + [0.04] * 500).part()
     assert part.full_samples_per_second == pytest.approx(8 / 0.04, rel=0.005)
     assert (1 - goodput_of([part])) * part.seconds == pytest.approx(63 * 0.12, rel=0.03)
 
 
 @pytest.mark.parametrize("undisturbed", [0.25, 0.5, 0.9])
-def test_full_speed_is_found_though_the_worker_is_slow_for_most_of_the_time(
-    undisturbed: float,
-) -> None:
+def test_full_speed_is_found_though_the_worker_is_slow_for_most_of_the_time(undisturbed):
     fast, slow = round(100 * undisturbed / 0.04), round(100 * (1 - undisturbed) / 0.16)
     expected = undisturbed + (1 - undisturbed) / 4
     assert own_goodput([0.04] * fast + [0.16] * slow) == pytest.approx(expected, rel=0.02)
@@ -40,7 +38,7 @@ def test_full_speed_is_found_though_the_worker_is_slow_for_most_of_the_time(
 
 
 @given(seed=st.integers(0, 10**6), mean_s=st.sampled_from([0.01, 0.05, 0.3, 20.0]))
-def test_steps_that_differ_in_length_lower_nothing(seed: int, mean_s: float) -> None:
+def test_steps_that_differ_in_length_lower_nothing(seed, mean_s):
     random = Random(seed)
     # Each is 0.5 to 1.5 of the mean, and every third twice as long, as with longer sequences.
     durations_s = [
@@ -53,9 +51,7 @@ def test_steps_that_differ_in_length_lower_nothing(seed: int, mean_s: float) -> 
     steps=st.lists(st.tuples(st.floats(0.02, 3.0), st.integers(0, 64)), min_size=1, max_size=200),
     gap=st.integers(0, 199),
 )
-def test_the_full_speed_lies_between_the_speeds_of_its_windows(
-    steps: list[tuple[float, int]], gap: int
-) -> None:
+def test_the_full_speed_lies_between_the_speeds_of_its_windows(steps, gap):
     """Against a plain list of windows, each with its exact speed."""
     progress, now, total = Progress(), 5.0, 9
     progress.note(now, 1, total)
@@ -84,19 +80,19 @@ def test_the_full_speed_lies_between_the_speeds_of_its_windows(
     assert full_speed >= usual / 1.5 * 0.9
 
 
-def test_no_speed_before_three_whole_windows() -> None:
+def test_no_speed_before_three_whole_windows():
     """The third one lacks a step, or a tenth of a second."""
     for durations_s in ([1.0] * 23, [0.01] * 290):
         assert math.isnan(own_goodput(durations_s))
     assert stepped([1.0] * 24).part() == Part(192, 24.0, 8.0)
 
 
-def test_a_process_s_slow_beginning_is_not_its_full_speed() -> None:
+def test_a_process_s_slow_beginning_is_not_its_full_speed():
     part = stepped([0.12] * 9 + [0.05] * 50).part()
     assert part.full_samples_per_second == pytest.approx(8 / 0.05)
 
 
-def test_the_first_step_what_came_before_it_and_what_follows_the_last_count_in_nothing() -> None:
+def test_the_first_step_what_came_before_it_and_what_follows_the_last_count_in_nothing():
     progress = Progress()
     progress.note(50.0, 0, 0)
     assert (progress.part(60.0).samples, progress.part(60.0).seconds) == (0, 0.0)
@@ -108,7 +104,7 @@ def test_the_first_step_what_came_before_it_and_what_follows_the_last_count_in_n
 
 
 @pytest.mark.parametrize("every_s", [0.2, 1.0, 3.0])
-def test_records_that_cut_steps_in_pieces_give_the_same_speed(every_s: float) -> None:
+def test_records_that_cut_steps_in_pieces_give_the_same_speed(every_s):
     """Steps of 0.3 s for ten minutes, seen from time to time only."""
     progress = Progress()
     for number in range(1, round(600 / every_s) + 1):
@@ -117,7 +113,7 @@ def test_records_that_cut_steps_in_pieces_give_the_same_speed(every_s: float) ->
     assert goodput_of([progress.part()]) == pytest.approx(1.0, abs=0.01)
 
 
-def test_a_life_goes_on_where_the_first_one_of_its_rank_began() -> None:
+def test_a_life_goes_on_where_the_first_one_of_its_rank_began():
     """It was away for 40 s, and the others had not heard of its last steps."""
     progress = stepped([0.8] * 50)
     for number in range(51):
@@ -125,7 +121,7 @@ def test_a_life_goes_on_where_the_first_one_of_its_rank_began() -> None:
     assert progress.part() == Part(8 * 99, pytest.approx(120.0), pytest.approx(10.0))
 
 
-def test_a_run_s_goodput_is_by_the_samples_that_each_could_have_made() -> None:
+def test_a_run_s_goodput_is_by_the_samples_that_each_could_have_made():
     fast, slow_one = Part(500, 10.0, 100.0), Part(50, 10.0, 10.0)
     assert goodput_of([fast, slow_one]) == pytest.approx(550 / 1100)
     assert goodput_of([fast, Part(100, 40.0, 10.0)]) == pytest.approx(600 / 1400)
@@ -135,7 +131,7 @@ def test_a_run_s_goodput_is_by_the_samples_that_each_could_have_made() -> None:
     assert math.isnan(goodput_of([]))
 
 
-def test_seconds_lost_are_shared_among_the_faults() -> None:
+def test_seconds_lost_are_shared_among_the_faults():
     parts = [Part(750, 10.0, 100.0), Part(1000, 10.0, 100.0)]
     assert lost_seconds_per_fault(parts, 2) == pytest.approx(1.25)
     assert math.isnan(lost_seconds_per_fault(parts, 0))

@@ -57,7 +57,7 @@ def write_run(directory: Path, rank: int = 0, num_records: int = 5) -> None:
         log.end(consensus_distance=0.1, num_averaged=2)
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_what_was_written_is_read_back(tmp_path):
     write_run(tmp_path, 0)
     write_run(tmp_path, 1)
     run_log = RunLog.read(tmp_path)
@@ -78,7 +78,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert worker.last_s == 6.0
 
 
-def test_records_come_ever_less_often(tmp_path: Path) -> None:
+def test_records_come_ever_less_often(tmp_path):
     clock = Clock(100.0)
     num_records = 0
     with closing(RunLogWriter(worker_file(tmp_path, 0), interval_s=100.0, clock=clock)) as log:
@@ -93,7 +93,7 @@ def test_records_come_ever_less_often(tmp_path: Path) -> None:
     assert num_records == pytest.approx(2000 * (1 + 2.56), rel=0.01)
 
 
-def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_a_last_line_cut_short_is_left_out(tmp_path):
     write_run(tmp_path)
     path = worker_file(tmp_path, 0)
     whole = RunLog.read(tmp_path).workers[0]
@@ -132,13 +132,13 @@ def start_line(**changes: object) -> bytes:
     ],
     ids=lambda value: "" if isinstance(value, list) else value[:30],
 )
-def test_a_log_that_is_none_is_refused(tmp_path: Path, lines: list[bytes], fault: str) -> None:
+def test_a_log_that_is_none_is_refused(tmp_path, lines, fault):
     worker_file(tmp_path, 0).write_bytes(b"".join(line + b"\n" for line in lines))
     with pytest.raises(ValueError, match=fault):
         RunLog.read(tmp_path)
 
 
-def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
+def test_the_tail_follows_a_growing_file_line_by_line(tmp_path):
     path = worker_file(tmp_path, 0)
     tail = RunLogTail(path)
     assert tail.read_new() == []
@@ -153,7 +153,7 @@ def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
         assert tail.read_new() == []
 
 
-def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> None:
+def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path):
     path = worker_file(tmp_path, 0)
     for life in range(2):
         with closing(RunLogWriter(path, clock=Clock(100.0), goes_on=life > 0)) as log:
@@ -174,7 +174,7 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
     assert worker.lives[1].time_s >= 0
 
 
-def test_the_launcher_writes_how_a_process_ended(tmp_path: Path) -> None:
+def test_the_launcher_writes_how_a_process_ended(tmp_path):
     path = worker_file(tmp_path, 0)
     write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
     assert not path.exists(), "it had no log"
@@ -195,9 +195,7 @@ def test_the_launcher_writes_how_a_process_ended(tmp_path: Path) -> None:
     assert last_s == worker.last_s == worker.counts[1].time_s
 
 
-def test_a_log_that_cannot_be_read_gets_no_end_but_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_cannot_be_read_gets_no_end_but_a_warning(tmp_path, caplog):
     path = worker_file(tmp_path, 0)
     path.write_text("hello\n")
     write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
@@ -205,7 +203,7 @@ def test_a_log_that_cannot_be_read_gets_no_end_but_a_warning(
     assert "cannot write the end of a worker's process" in caplog.text
 
 
-def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) -> None:
+def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path):
     path = worker_file(tmp_path, 0)
 
     def live(run_id: str, **options: bool) -> tuple[int, float]:
@@ -241,9 +239,7 @@ def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) 
     ],
     ids=["set back", "set forward", "new boot", "new boot, set back", "boot not known, set back"],
 )
-def test_the_time_of_a_log_that_goes_on_never_goes_back(
-    tmp_path: Path, date_step_s: float, boot_id: str, begins_s: float
-) -> None:
+def test_the_time_of_a_log_that_goes_on_never_goes_back(tmp_path, date_step_s, boot_id, begins_s):
     clock, date_s = Clock(100.0), 1.7e9
     path = worker_file(tmp_path, 0)
     with closing(RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id="one")) as log:
@@ -263,9 +259,7 @@ def test_the_time_of_a_log_that_goes_on_never_goes_back(
     assert [each.time_s for each in worker.counts] == [2.0, begins_s + 1]
 
 
-def test_notices_beyond_the_most_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notices_beyond_the_most_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(log_module, "MAX_NOTICES", 10)
     with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))) as log:
         log.start(rank=0, num_workers=2, configuration={})
@@ -291,9 +285,7 @@ class FullDisk:
         return getattr(self._file, name)
 
 
-def test_a_full_disk_leaves_lines_out_and_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_leaves_lines_out_and_says_so_once(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "gossipdp")
     with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))) as log:
         log.start(rank=0, num_workers=2, configuration={})
@@ -306,7 +298,7 @@ def test_a_full_disk_leaves_lines_out_and_says_so_once(
     assert "training goes on" in caplog.text
 
 
-def test_values_may_follow_the_end(tmp_path: Path) -> None:
+def test_values_may_follow_the_end(tmp_path):
     log = RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))
     log.start(rank=0, num_workers=1, configuration={})
     log.close()
@@ -316,9 +308,7 @@ def test_values_may_follow_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"hello\n", b'{"kind":"start","rank":-5}\n', b"\xff\n"])
-def test_a_damaged_log_is_set_aside_and_blocks_no_restart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
-) -> None:
+def test_a_damaged_log_is_set_aside_and_blocks_no_restart(tmp_path, caplog, content):
     path = worker_file(tmp_path, 0)
     path.write_bytes(content)
     with closing(RunLogWriter(path, clock=Clock(100.0), goes_on=True)) as log:

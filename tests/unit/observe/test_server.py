@@ -58,7 +58,7 @@ def say(server: StatusServer, data: bytes) -> bytes:
     return answer
 
 
-def test_a_page_is_shown_with_its_type_and_others_are_named(serve: Serve) -> None:
+def test_a_page_is_shown_with_its_type_and_others_are_named(serve):
     server = serve(lambda: b'{"rank":1}')
     for method, shown in (("GET", b'{"rank":1}'), ("HEAD", b"")):
         response, body = get(server, "/status?any=thing", method)
@@ -88,11 +88,11 @@ def test_a_page_is_shown_with_its_type_and_others_are_named(serve: Serve) -> Non
         (b"GET /status HTTP/1.1\r\nHost: [half\r\n\r\n", b"403"),
     ],
 )
-def test_requests_good_and_bad(serve: Serve, request_: bytes, status: bytes) -> None:
+def test_requests_good_and_bad(serve, request_, status):
     assert say(serve(), request_).split()[1] == status
 
 
-def test_a_request_in_pieces_and_one_cut_off(serve: Serve) -> None:
+def test_a_request_in_pieces_and_one_cut_off(serve):
     server = serve()
     with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         for piece in (b"GET /sta", b"tus HTTP/1.1\r\n", b"\r\n"):
@@ -104,7 +104,7 @@ def test_a_request_in_pieces_and_one_cut_off(serve: Serve) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.0 400 ")
 
 
-def test_a_request_without_end_is_refused(serve: Serve) -> None:
+def test_a_request_without_end_is_refused(serve):
     server = serve()
     with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         try:
@@ -117,12 +117,12 @@ def test_a_request_without_end_is_refused(serve: Serve) -> None:
     assert get(server)[0].status == 200
 
 
-def test_who_says_nothing_is_dropped_in_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_dropped_in_time(serve, monkeypatch):
     monkeypatch.setattr(status_server, "CONNECTION_S", 0.1)
     assert say(serve(), b"GET /status HTTP/1.1\r\n") == b""
 
 
-def test_of_too_many_the_oldest_goes(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_the_oldest_goes(serve, monkeypatch):
     monkeypatch.setattr(status_server, "MAX_CONNECTIONS", 2)
     server = serve()
     silent = [socket.create_connection(server.address, timeout=LONGEST_S) for _ in range(2)]
@@ -133,7 +133,7 @@ def test_of_too_many_the_oldest_goes(serve: Serve, monkeypatch: pytest.MonkeyPat
         each.close()
 
 
-def test_a_page_is_built_at_most_so_often(serve: Serve) -> None:
+def test_a_page_is_built_at_most_so_often(serve):
     now_s, built = [0.0], []
 
     def build() -> bytes:
@@ -146,9 +146,7 @@ def test_a_page_is_built_at_most_so_often(serve: Serve) -> None:
     assert get(server)[1] == b"2"
 
 
-def test_a_page_that_fails_is_an_answer_and_one_warning(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_page_that_fails_is_an_answer_and_one_warning(serve, caplog):
     def build() -> bytes:
         raise KeyError("gone")
 
@@ -159,9 +157,7 @@ def test_a_page_that_fails_is_an_answer_and_one_warning(
     assert get(server, "/")[0].status == 200
 
 
-def test_a_failure_of_the_thread_ends_it_with_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_the_thread_ends_it_with_a_warning(caplog, monkeypatch):
     def fail(server: StatusServer) -> None:
         raise RuntimeError("out of order")
 
@@ -177,9 +173,7 @@ def test_a_failure_of_the_thread_ends_it_with_a_warning(
     server.close()
 
 
-def test_without_a_descriptor_to_accept_with_it_pauses_and_then_goes_on(
-    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_descriptor_to_accept_with_it_pauses_and_then_goes_on(serve, caplog, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(status_server.time, "sleep", pauses.append)
     server, accept = serve(), Listener.accept
@@ -196,7 +190,7 @@ def test_without_a_descriptor_to_accept_with_it_pauses_and_then_goes_on(
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_keeps_nothing_of_it(serve: Serve) -> None:
+def test_a_forked_child_keeps_nothing_of_it(serve):
     server = serve()
     with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         connection.sendall(b"GET /sta")

@@ -61,7 +61,7 @@ STATUS = WorkerStatus(
 )
 
 
-def test_a_reader_ignores_what_it_does_not_know_and_nan_is_unknown() -> None:
+def test_a_reader_ignores_what_it_does_not_know_and_nan_is_unknown():
     assert decode_status(encode_status(STATUS)) == STATUS
     fields = msgspec.json.decode(encode_status(STATUS)) | {"mood": "good"}
     assert decode_status(msgspec.json.encode(fields)) == STATUS
@@ -74,12 +74,12 @@ def test_a_reader_ignores_what_it_does_not_know_and_nan_is_unknown() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"{}", b"[" * 100_000, b"\xff", b'{"rank":"one"}'], ids=lambda data: data[:8]
 )
-def test_what_is_no_status_is_refused(data: bytes) -> None:
+def test_what_is_no_status_is_refused(data):
     with pytest.raises(ValueError, match="no worker's status"):
         decode_status(data)
 
 
-def test_prometheus_reads_all_of_it() -> None:
+def test_prometheus_reads_all_of_it():
     families = list(text_string_to_metric_families(metrics_text(STATUS).decode()))
     values = {
         (sample.name, *sorted(sample.labels.items())): sample.value
@@ -129,9 +129,7 @@ def show() -> Iterator[Show]:
         server.close()
 
 
-def test_a_worker_is_asked_and_what_answers_something_else_is_none(
-    show: Show, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_is_asked_and_what_answers_something_else_is_none(show, monkeypatch):
     assert ask(show(encode_status(STATUS))) == STATUS
     with pytest.raises(ValueError, match="no worker's status"):
         ask(show(b"{}"))
@@ -144,7 +142,7 @@ def test_a_worker_is_asked_and_what_answers_something_else_is_none(
         ask(show(b" " * 101))
 
 
-def test_what_is_no_http_and_nobody() -> None:
+def test_what_is_no_http_and_nobody():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = show_address(*listener.getsockname())
 
@@ -166,7 +164,7 @@ def test_what_is_no_http_and_nobody() -> None:
 
 
 @pytest.mark.parametrize("piece", [b"more: headers\r\n", b"\r\n more of the body"])
-def test_an_answer_that_trickles_in_has_one_deadline_in_all(piece: bytes) -> None:
+def test_an_answer_that_trickles_in_has_one_deadline_in_all(piece):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def trickle() -> None:
@@ -185,7 +183,7 @@ def test_an_answer_that_trickles_in_has_one_deadline_in_all(piece: bytes) -> Non
         assert not thread.is_alive()
 
 
-def test_one_that_hangs_delays_no_other() -> None:
+def test_one_that_hangs_delays_no_other():
     release = threading.Event()
     asked: list[str] = []
 

@@ -41,7 +41,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def test_a_file_is_what_the_library_reads_and_keeps_every_bit(tmp_path: Path) -> None:
+def test_a_file_is_what_the_library_reads_and_keeps_every_bit(tmp_path):
     path = tmp_path / "file.safetensors"
     write_tensors(path, TENSORS, {"note": "größer"})
     tensors, metadata = read_tensors(path)
@@ -53,7 +53,7 @@ def test_a_file_is_what_the_library_reads_and_keeps_every_bit(tmp_path: Path) ->
         assert same(library[name], tensor)
 
 
-def test_every_byte_is_under_the_checksum_or_refused(tmp_path: Path) -> None:
+def test_every_byte_is_under_the_checksum_or_refused(tmp_path):
     path = tmp_path / "file.safetensors"
     write_tensors(path, {"a": torch.arange(4.0)}, {"note": "text"})
     data = path.read_bytes()
@@ -72,7 +72,7 @@ def test_every_byte_is_under_the_checksum_or_refused(tmp_path: Path) -> None:
         assert same(tensors["a"], torch.arange(4.0))
 
 
-def test_two_writers_of_one_path_do_not_meet(tmp_path: Path) -> None:
+def test_two_writers_of_one_path_do_not_meet(tmp_path):
     """As two containers do, whose processes have the same number, and share a directory."""
     path = tmp_path / "model.pt"
     with written_whole(path) as one:
@@ -85,14 +85,14 @@ def test_two_writers_of_one_path_do_not_meet(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_has_the_permissions_that_others_have(tmp_path: Path) -> None:
+def test_a_file_has_the_permissions_that_others_have(tmp_path):
     (tmp_path / "other").touch()
     with written_whole(tmp_path / "file"):
         pass
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path):
     """Its worker was taken for dead, and that worker's next life writes now."""
     (tmp_path / "file").write_bytes(b"old")
 
@@ -134,9 +134,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("where", FAULTS)
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, where):
     path = tmp_path / "file.safetensors"
     write_tensors(path, TENSORS, {})
     before = path.read_bytes()
@@ -148,7 +146,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_write_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+def test_a_write_that_is_given_up_leaves_nothing(tmp_path):
     looks = iter([False] * 6 + [True])
     with pytest.raises(GivenUpError):
         write_tensors(tmp_path / "file.safetensors", TENSORS, {}, lambda: next(looks))
@@ -162,9 +160,7 @@ def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
     model._checkpointer._wait_for_writer()
 
 
-def test_the_old_checkpoint_goes_when_the_new_one_is_durable(
-    linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_old_checkpoint_goes_when_the_new_one_is_durable(linear, tmp_path, monkeypatch):
     model, optimizer = linear(tmp_path, 1, keep=1)
     step(model, optimizer)
     events = []
@@ -188,9 +184,7 @@ def test_the_old_checkpoint_goes_when_the_new_one_is_durable(
     ]
 
 
-def test_a_full_disk_is_said_loudly_and_training_goes_on(
-    linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_said_loudly_and_training_goes_on(linear, tmp_path, monkeypatch, caplog):
     model, optimizer = linear(tmp_path, 1, keep=1)
     step(model, optimizer)
     with monkeypatch.context() as patch:
@@ -208,9 +202,7 @@ def test_a_full_disk_is_said_loudly_and_training_goes_on(
     assert not [thread for thread in threading.enumerate() if "checkpoint" in thread.name]
 
 
-def test_an_error_that_is_no_full_disk_reaches_the_training_loop(
-    linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_is_no_full_disk_reaches_the_training_loop(linear, tmp_path, monkeypatch):
     model, optimizer = linear(tmp_path, 1)
     break_writes(monkeypatch, ZeroDivisionError("a mistake of ours"))
     with pytest.raises(RuntimeError, match="a checkpoint could not be written") as info:
@@ -218,7 +210,7 @@ def test_an_error_that_is_no_full_disk_reaches_the_training_loop(
     assert isinstance(info.value.__cause__, ZeroDivisionError)
 
 
-def test_a_killed_writer_s_file_is_no_checkpoint_and_goes(linear, tmp_path: Path) -> None:
+def test_a_killed_writer_s_file_is_no_checkpoint_and_goes(linear, tmp_path):
     model, optimizer = linear(tmp_path, 1)
     step(model, optimizer)
     model.close()

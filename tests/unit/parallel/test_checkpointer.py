@@ -75,7 +75,7 @@ sys.exit(3)
 
 
 @pytest.mark.processes
-def test_the_exit_waits_for_the_checkpoint_of_a_large_model(tmp_path: Path) -> None:
+def test_the_exit_waits_for_the_checkpoint_of_a_large_model(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", NOT_CLOSED, tmp_path],
         env={**VARIABLES, "GOSSIPDP_KERNELS": "numba"},
@@ -88,7 +88,7 @@ def test_the_exit_waits_for_the_checkpoint_of_a_large_model(tmp_path: Path) -> N
     assert steps_saved(tmp_path) == [2]
 
 
-def test_each_part_is_closed_whatever_another_raises(linear, tmp_path, monkeypatch) -> None:
+def test_each_part_is_closed_whatever_another_raises(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
     model, optimizer = linear(tmp_path, 2)
     for _ in range(3):

@@ -34,7 +34,7 @@ def step(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, 
 
 
 @pytest.mark.parametrize("kind", ["model", "net", "compiled", "eval"])
-def test_batches_count_whatever_is_called_and_end(small: Wrap, kind: str) -> None:
+def test_batches_count_whatever_is_called_and_end(small, kind):
     model, net, optimizer = small(budget_samples=20)
     forward: Callable[[Tensor], Tensor] = {
         "model": model,
@@ -48,7 +48,7 @@ def test_batches_count_whatever_is_called_and_end(small: Wrap, kind: str) -> Non
     assert model.stats().samples == 20
 
 
-def test_a_closure_and_an_extra_forward_count_a_batch_once(small: Wrap) -> None:
+def test_a_closure_and_an_extra_forward_count_a_batch_once(small):
     model, _, optimizer = small(budget_samples=15)
     for batch in model.batches([torch.ones(5, 3)]):
         model(torch.ones(9, 3))
@@ -58,7 +58,7 @@ def test_a_closure_and_an_extra_forward_count_a_batch_once(small: Wrap) -> None:
     assert (model.stats().samples, model.stats().gradient_steps) == (15, 3)
 
 
-def test_a_batch_without_a_step_counts_with_the_next(small: Wrap) -> None:
+def test_a_batch_without_a_step_counts_with_the_next(small):
     """Accumulation, and a step that GradScaler skips."""
     model, _, optimizer = small(budget_samples=20)
     for number, batch in enumerate(model.batches([torch.ones(5, 3)])):
@@ -85,25 +85,21 @@ class Batch:
         (Batch("a", torch.ones(6, 3)), 0, 6),
     ],
 )
-def test_the_first_tensor_tells_the_samples(
-    small: Wrap, batch: Any, batch_dim: int, samples: int
-) -> None:
+def test_the_first_tensor_tells_the_samples(small, batch, batch_dim, samples):
     model, net, optimizer = small(budget_samples=samples, counting=Counting(batch_dim=batch_dim))
     for _ in model.batches([batch]):
         step(net, optimizer, torch.ones(1, 3))
     assert (model.stats().samples, model.stats().gradient_steps) == (samples, 1)
 
 
-def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(small: Wrap) -> None:
+def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(small):
     given, net, optimizer = small(budget_samples=6, counting=Counting(samples_per_step=3))
     for _ in given.batches(["abc"]):
         step(net, optimizer, torch.ones(1, 3))
     assert given.stats().gradient_steps == 2
 
 
-def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(
-    small: Wrap, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(small, caplog):
     _, net, optimizer = small(budget_samples=100)
     for _ in range(2):
         step(net, optimizer, torch.ones(4, 3))
@@ -124,7 +120,7 @@ def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(model._engine, "total_samples", total)
 
 
-def test_epochs_are_those_of_the_whole_run(small: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_are_those_of_the_whole_run(small, monkeypatch):
     """The other workers have trained on twice as many samples as this one."""
     model, _, optimizer = small()
     others_train(model, 3, monkeypatch)
@@ -140,7 +136,7 @@ def test_epochs_are_those_of_the_whole_run(small: Wrap, monkeypatch: pytest.Monk
     assert (model.stats().samples, model.finished) == (24, True)
 
 
-def test_epochs_that_are_left_early_or_missed(small: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_that_are_left_early_or_missed(small, monkeypatch):
     loader = DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4)
     model, _, optimizer = small()
     seen = []
@@ -159,7 +155,7 @@ def test_epochs_that_are_left_early_or_missed(small: Wrap, monkeypatch: pytest.M
     assert seen == [0, 2, 5, 7], "the others are past those between"
 
 
-def test_a_stop_ends_batches_and_epochs(small: Wrap) -> None:
+def test_a_stop_ends_batches_and_epochs(small):
     model, _, optimizer = small(method="gossip", budget_samples=100)
     for batch in model.batches([torch.ones(5, 3)]):
         step(model, optimizer, batch)
@@ -184,7 +180,7 @@ class Endless(IterableDataset[Tensor]):
             yield torch.ones(3)
 
 
-def test_how_long_an_epoch_is_may_be_given(small: Wrap) -> None:
+def test_how_long_an_epoch_is_may_be_given(small):
     model, _, optimizer = small()
     with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
         model.epochs(DataLoader(Endless(), batch_size=4), 2)
@@ -215,23 +211,21 @@ def train_epochs(small: Wrap, *counts: int, break_after: int = -1) -> tuple[Any,
     return model, found
 
 
-def test_a_second_call_of_epochs_lengthens_the_run(small: Wrap) -> None:
+def test_a_second_call_of_epochs_lengthens_the_run(small):
     model, found = train_epochs(small, 2, 1)
     assert found == [[0, 0, 1, 1], [2, 2]]
     assert model.progress() == 1.0
     assert model.consolidate().samples == 60
 
 
-def test_a_loop_that_was_broken_off_goes_on_where_it_was(small: Wrap) -> None:
+def test_a_loop_that_was_broken_off_goes_on_where_it_was(small):
     model, found = train_epochs(small, 2, 3, break_after=3)
     assert found == [[0, 0, 1], [1, 2, 2]]
     assert model.consolidate().samples == 60
 
 
 @pytest.mark.parametrize("ends", [GossipDataParallel.consolidate, GossipDataParallel.close])
-def test_a_loop_after_the_end_is_an_error(
-    small: Wrap, ends: Callable[[GossipDataParallel], object]
-) -> None:
+def test_a_loop_after_the_end_is_an_error(small, ends):
     """As is going on with a loop in whose body the run ended."""
     model, net, optimizer = small(budget_samples=30)
     batches = model.batches([torch.ones(10, 3)])
@@ -248,7 +242,7 @@ def test_a_loop_after_the_end_is_an_error(
         model.epochs(DataLoader(TensorDataset(torch.ones(20, 3))), 1)
 
 
-def test_the_run_may_end_in_the_body_of_its_last_batch(small: Wrap) -> None:
+def test_the_run_may_end_in_the_body_of_its_last_batch(small):
     model, net, optimizer = small(budget_samples=20)
     for batch in model.batches([torch.ones(10, 3)]):
         step(net, optimizer, batch)
@@ -256,7 +250,7 @@ def test_the_run_may_end_in_the_body_of_its_last_batch(small: Wrap) -> None:
             assert model.consolidate().samples == 20
 
 
-def test_a_loop_without_a_step_says_so(small: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_without_a_step_says_so(small, caplog):
     model, net, optimizer = small(budget_samples=20)
     for batch in model.batches([torch.ones(10, 3)]):
         step(net, optimizer, batch)
@@ -275,8 +269,8 @@ SHARED = TensorDataset(torch.ones(12, 3))
 @pytest.mark.parametrize("shuffles", [False, True])
 @pytest.mark.parametrize("is_of_batches", [False, True])
 def test_a_sampler_that_fixes_each_worker_s_share_gets_a_warning(
-    small: Wrap, shuffles: bool, is_of_batches: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    small, shuffles, is_of_batches, caplog
+):
     """One that shuffles draws another share in each pass, since batches() sets its epoch."""
     sampler = DistributedSampler(SHARED, 2, 0, shuffle=shuffles)
     loader = (

@@ -16,7 +16,7 @@ ALIVE, DONE, LEFT, DEAD = Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD
 LIMIT_S = 6.0
 
 
-def test_a_peer_that_is_done_elsewhere_and_never_here_is_found_after_the_limit() -> None:
+def test_a_peer_that_is_done_elsewhere_and_never_here_is_found_after_the_limit():
     crossing = Crossing(LIMIT_S)
     here, there = {1: ALIVE, 2: DONE}, {1: DONE, 2: ALIVE}
     found = [crossing.look(here, [{1: ALIVE}, there], now_s) for now_s in (10.0, 13.0, 15.9, 16.0)]
@@ -35,14 +35,12 @@ def test_a_peer_that_is_done_elsewhere_and_never_here_is_found_after_the_limit()
         ({1: DEAD}, [{1: DONE}]),
     ],
 )
-def test_a_peer_that_is_merely_slow_is_waited_for(
-    here: dict[int, Status], there: list[dict[int, Status]]
-) -> None:
+def test_a_peer_that_is_merely_slow_is_waited_for(here, there):
     crossing = Crossing(LIMIT_S)
     assert not any(crossing.look(here, there, float(now_s)) for now_s in range(1000))
 
 
-def test_news_that_come_late_start_the_time_anew() -> None:
+def test_news_that_come_late_start_the_time_anew():
     crossing = Crossing(LIMIT_S)
     crossed, apart = {1: ALIVE}, {1: DONE}
     times = [(0.0, crossed), (5.0, crossed), (5.9, apart), (6.1, crossed), (12.0, crossed)]
@@ -51,9 +49,7 @@ def test_news_that_come_late_start_the_time_anew() -> None:
 
 
 @pytest.mark.parametrize(("left_at_s", "found"), [(2.9, []), (3.0, [1])])
-def test_a_peer_that_saw_it_first_and_left_leaves_no_average_of_one(
-    left_at_s: float, found: list[int]
-) -> None:
+def test_a_peer_that_saw_it_first_and_left_leaves_no_average_of_one(left_at_s, found):
     crossing = Crossing(LIMIT_S)
     crossing.look({1: ALIVE}, [{1: DONE}], 0.0)
     assert crossing.look({1: DEAD}, [{1: DEAD}], left_at_s) == found
@@ -79,7 +75,7 @@ def end_in_opposite_orders(directory: Path) -> str:
 
 
 @pytest.mark.processes
-def test_opposite_orders_end_with_an_error_on_both_sides(workers, tmp_path: Path) -> None:
+def test_opposite_orders_end_with_an_error_on_both_sides(workers, tmp_path):
     for rank, found in enumerate(workers(end_in_opposite_orders, 2, (tmp_path,))):
         kind = ("Linear", "Bilinear")[rank]
         message = f"worker {rank} waits in consolidate() of its {kind} for worker {1 - rank}, which"

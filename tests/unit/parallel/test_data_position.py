@@ -181,7 +181,7 @@ ROWS = [
 
 @pytest.mark.processes
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: ", ".join(map(str, row)))
-def test_every_loader_goes_on_where_it_was(train, row: tuple[str, str, int, bool, str]) -> None:
+def test_every_loader_goes_on_where_it_was(train, row):
     order, workers, save_at, has_generator, loop = row
 
     def make() -> Any:
@@ -193,16 +193,14 @@ def test_every_loader_goes_on_where_it_was(train, row: tuple[str, str, int, bool
 
 
 @pytest.mark.processes
-def test_a_loader_whose_workers_run_already_goes_on_too(train) -> None:
+def test_a_loader_whose_workers_run_already_goes_on_too(train):
     """As in a notebook, where the same loader trained before."""
     loader = make_loader("shuffled", num_workers=1, persistent_workers=True)
     whole = train(loader, 3)
     assert train(loader) == whole[3:]
 
 
-def test_a_dataset_that_draws_goes_on_where_its_generator_was(
-    train, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dataset_that_draws_goes_on_where_its_generator_was(train, caplog):
     whole = train(DataLoader(Draws(), BATCH), 9)
     assert not caplog.records
     assert train(DataLoader(Draws(), BATCH)) == whole[9:]
@@ -210,23 +208,21 @@ def test_a_dataset_that_draws_goes_on_where_its_generator_was(
 
 
 @pytest.mark.processes
-def test_an_order_that_depends_on_timing_is_said(train, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_order_that_depends_on_timing_is_said(train, caplog):
     train(make_loader("shuffled", num_workers=1, in_order=False), 2)
     assert not caplog.records
     train(make_loader("shuffled", num_workers=1, in_order=False))
     assert "after 2 batches, which are loaded and dropped; but with in_order=False" in caplog.text
 
 
-def test_a_loader_that_has_become_shorter_is_said(train, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_that_has_become_shorter_is_said(train, caplog):
     train(DataLoader(Numbers(), BATCH), 4)
     seen = train(DataLoader(Subset(Numbers(), range(6)), BATCH))
     assert "ended after 3 of the 4 batches that were trained on before" in caplog.text
     assert seen[:2] == [[0.0, 1.0], [2.0, 3.0]]
 
 
-def test_an_accelerators_random_states_are_kept_once_it_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_accelerators_random_states_are_kept_once_it_is_used(monkeypatch):
     given: list[list[torch.Tensor]] = []
     held = [torch.ones(3)]
     module = SimpleNamespace(

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from pathlib import Path
 from typing import Any
 
 import mixed_net
@@ -38,7 +37,7 @@ def make(extra: Any = None) -> tuple[Net, GossipDataParallel]:
 
 
 @pytest.mark.parametrize("consolidated", [False, True])
-def test_a_pt_file_loads_with_weights_only(tmp_path: Path, consolidated: bool) -> None:
+def test_a_pt_file_loads_with_weights_only(tmp_path, consolidated):
     net, model = make({"note": [1, 2.5]})
     if consolidated:
         model.consolidate()
@@ -56,7 +55,7 @@ def test_a_pt_file_loads_with_weights_only(tmp_path: Path, consolidated: bool) -
     model.close()
 
 
-def test_a_safetensors_file_loads_under_every_name(tmp_path: Path) -> None:
+def test_a_safetensors_file_loads_under_every_name(tmp_path):
     net, model = make()
     net.get_extra_state = lambda: torch.ones(2)  # type: ignore[method-assign]
     model.save_averaged(tmp_path / "model.safetensors")
@@ -73,9 +72,7 @@ def assert_same(loaded: dict[str, Any], net: nn.Module) -> None:
             assert torch.equal(value, loaded[name]), name
 
 
-def test_what_cannot_be_written_is_one_clear_error_and_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_is_one_clear_error_and_no_file(tmp_path, monkeypatch):
     _, model = make({"note": 1})
     with pytest.raises(ValueError, match="'_extra_state' is a dict"):
         model.save_averaged(tmp_path / "model.safetensors")

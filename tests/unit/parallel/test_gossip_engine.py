@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
@@ -57,7 +56,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_pause")
-def test_strict_pace_waits_until_a_demand_is_served() -> None:
+def test_strict_pace_waits_until_a_demand_is_served():
     def turn(number: int) -> None:
         if number == 2:
             worker.pairing.finished(worker.asked.id)
@@ -73,7 +72,7 @@ def test_strict_pace_waits_until_a_demand_is_served() -> None:
 
 
 @pytest.mark.usefixtures("no_pause")
-def test_strict_pace_lets_go_of_a_worker_that_is_poisoned_meanwhile() -> None:
+def test_strict_pace_lets_go_of_a_worker_that_is_poisoned_meanwhile():
     worker = Paced(lambda number: worker.pairing.close() if number == 3 else None)
     worker._keep_pace()
     assert worker.num_turns == 3
@@ -90,16 +89,14 @@ def test_strict_pace_lets_go_of_a_worker_that_is_poisoned_meanwhile() -> None:
         (10_000, 20, 12, False),
     ],
 )
-def test_a_low_rate_is_told_from_a_backlog(
-    num_steps: int, num_due: int, num_served: int, is_low: bool
-) -> None:
+def test_a_low_rate_is_told_from_a_backlog(num_steps, num_due, num_served, is_low):
     assert is_rate_low(num_steps, num_due, num_served, seconds=60.0) is is_low
     assert not is_rate_low(num_steps, num_due, num_served, seconds=59.0), (
         "a short run need not care"
     )
 
 
-def test_an_exchange_counts_for_both_of_its_ends(wrap: Callable[..., GossipDataParallel]) -> None:
+def test_an_exchange_counts_for_both_of_its_ends(wrap):
     net = nn.Linear(2, 3)
     model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
     engine = model._engine
@@ -136,7 +133,7 @@ class Counting(GossipEngine):
         self._loop.snapshot.others_samples = self._heard.others_samples
 
 
-def test_a_second_life_counts_what_the_first_trained_once() -> None:
+def test_a_second_life_counts_what_the_first_trained_once():
     progress = Progress(0, 12)
     progress.merge_all([ProgressEntry(0, 11, samples=50, steps=5), *OTHERS])
     worker = Counting()
@@ -148,7 +145,7 @@ def test_a_second_life_counts_what_the_first_trained_once() -> None:
     assert progress.by_rank() == {0: (74, 8), 1: (80, 8), 2: (7, 1)}
 
 
-def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monkeypatch) -> None:
+def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monkeypatch):
     worker, before = Counting(), Progress(3, 11)
     before.merge_all(OTHERS)
     worker.arrive(before, 3, Counts())
@@ -174,7 +171,7 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
 # What is captured and loaded.
 
 
-def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch):
     """Each was flowed to another phase before; z, which the flow leaves alone, is as it was."""
     monkeypatch.setattr(
         "gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda *_, **__: 1 << 12

@@ -24,7 +24,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), 0.1)
 
 
-def test_an_optimizer_that_was_not_wrapped_is_an_error_at_its_first_step(wrap) -> None:
+def test_an_optimizer_that_was_not_wrapped_is_an_error_at_its_first_step(wrap):
     net = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
     first, second = sgd(net[0]), sgd(net[1])
     model = wrap(net, first)
@@ -55,7 +55,7 @@ class Repeated(Shell):
 
 
 @pytest.mark.parametrize(("kind", "wrapped"), [(Shell, 0), (Shell, 1), (Repeated, 1)])
-def test_a_shell_around_an_optimizer_may_be_wrapped_or_what_is_in_it(wrap, kind, wrapped) -> None:
+def test_a_shell_around_an_optimizer_may_be_wrapped_or_what_is_in_it(wrap, kind, wrapped):
     net = nn.Linear(2, 1)
     inner = sgd(net)
     Shell(sgd(nn.Linear(2, 1)))  # torch hooks into a class with its first instance
@@ -81,7 +81,7 @@ class Child(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
-def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrapped: bool) -> None:
+def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrapped):
     """Torch hooks into the classes one by one, as soon as there is an instance of each."""
     net = nn.Linear(2, 1, bias=False)
     sgd(nn.Linear(2, 1))
@@ -115,7 +115,7 @@ def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrappe
         torch.testing.assert_close(net.weight.detach(), expected)
 
 
-def test_a_closure_that_is_called_often_counts_its_samples_once(wrap) -> None:
+def test_a_closure_that_is_called_often_counts_its_samples_once(wrap):
     net = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=10)
     model = wrap(net, optimizer)
@@ -144,8 +144,8 @@ def test_a_closure_that_is_called_often_counts_its_samples_once(wrap) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_forward_pass_that_is_computed_again_for_the_backward_pass_counts_once(
-    wrap, use_reentrant: bool
-) -> None:
+    wrap, use_reentrant
+):
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     optimizer = sgd(net)
     model = wrap(net, optimizer)
@@ -159,7 +159,7 @@ def test_a_forward_pass_that_is_computed_again_for_the_backward_pass_counts_once
     assert model.stats().samples == 14
 
 
-def test_wrapping_twice_is_an_error(wrap) -> None:
+def test_wrapping_twice_is_an_error(wrap):
     net = nn.Linear(2, 1)
     optimizer = sgd(net)
     model = wrap(net, optimizer)
@@ -170,13 +170,13 @@ def test_wrapping_twice_is_an_error(wrap) -> None:
     wrap(net, optimizer)
 
 
-def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(wrap, caplog) -> None:
+def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(wrap, caplog):
     net = nn.Linear(2, 1)
     wrap(net, sgd(net), comm_rate=50)
     assert "comm_rate=50 asks for 50 exchanges in every gradient step" in caplog.text
 
 
-def test_a_scheduler_that_counts_steps_gets_a_warning_that_names_another(caplog) -> None:
+def test_a_scheduler_that_counts_steps_gets_a_warning_that_names_another(caplog):
     net, other = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer, theirs = sgd(net), sgd(other)
     ProgressLR(optimizer, lambda: 0.0)
@@ -191,7 +191,7 @@ def test_a_scheduler_that_counts_steps_gets_a_warning_that_names_another(caplog)
     assert "gossipdp.ProgressLR(optimizer, model, shape)" in record.getMessage()
 
 
-def test_the_module_can_be_saved_and_copied_whole(wrap) -> None:
+def test_the_module_can_be_saved_and_copied_whole(wrap):
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = sgd(net)
     model = wrap(net, optimizer, budget_samples=40)
@@ -219,7 +219,7 @@ def threads() -> list[str]:
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
-def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle: bool) -> None:
+def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle):
     from gossipdp import Checkpoints, Monitor
 
     net = nn.Linear(2, 1)
@@ -242,7 +242,7 @@ def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle: bool) -> 
 
 
 @pytest.mark.parametrize("what", ["the graph", "the optimizers' state"])
-def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, what: str) -> None:
+def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, what):
     """The other thread ends only once somebody waits for its end."""
     awaited, join = threading.Event(), threading.Thread.join
 
@@ -267,7 +267,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
     ("owner", "what"),
     [(gossip_engine, "Moments"), (gossip_engine.GossipEngine, "start"), (session, "Hooks")],
 )
-def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what: str) -> None:
+def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what):
     """One so large that its boundaries have helpers, wherever the wrapping fails."""
 
     def fail(*_: object, **__: object) -> None:
@@ -283,7 +283,7 @@ def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, wha
     assert threads() == []
 
 
-def test_a_dropped_wrapper_s_optimizers_warn_once(caplog) -> None:
+def test_a_dropped_wrapper_s_optimizers_warn_once(caplog):
     nets = [nn.Linear(2, 1), nn.Linear(2, 1)]
     optimizers = [sgd(net) for net in nets]
     net = GossipDataParallel(nn.ModuleList(nets), optimizers).module  # and nothing keeps it
@@ -299,7 +299,7 @@ def test_a_dropped_wrapper_s_optimizers_warn_once(caplog) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "consolidate", "wrap again"])
-def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end: str) -> None:
+def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end):
     net = nn.Linear(2, 1)
     optimizer = sgd(net)
     model = GossipDataParallel(net, optimizer)
@@ -315,7 +315,7 @@ def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end: str) -> None
 
 
 @pytest.mark.parametrize("what", ["module", "parameter"])
-def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap, what: str) -> None:
+def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap, what):
     net = nn.Sequential(nn.Linear(2, 1))
     optimizer = sgd(net)
     wrap(net, optimizer)
@@ -331,7 +331,7 @@ def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap, what: st
             optimizer.step()
 
 
-def test_a_new_head_that_takes_the_old_ones_place_is_an_error_at_its_own_step(wrap) -> None:
+def test_a_new_head_that_takes_the_old_ones_place_is_an_error_at_its_own_step(wrap):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     wrap(net, sgd(net))
     net[1] = nn.Linear(2, 1)

@@ -1,7 +1,6 @@
 """Refusals at the call: a ValueError that names the value and what to give instead."""
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,7 +138,7 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: schedule("cosine", warmup=2.0), r"warmup is a share in 0\.\.1, not 2\.0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(call: Any, message: str) -> None:
+def test_what_cannot_be_meant_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -193,9 +192,7 @@ BUDGET = {"budget_samples": 4}
         ),
     ],
 )
-def test_what_a_wrapped_model_cannot_do_is_refused(
-    tmp_path: Path, arguments: dict[str, Any], call: Any, message: str
-) -> None:
+def test_what_a_wrapped_model_cannot_do_is_refused(tmp_path, arguments, call, message):
     net = nn.Linear(2, 1)
     model = GossipDataParallel(net, sgd(net), monitor=Monitor(tmp_path), **arguments)
     with pytest.raises(ValueError, match=message):
@@ -217,7 +214,7 @@ def test_what_a_wrapped_model_cannot_do_is_refused(
         ("colour", "no argument 'colour'$"),
     ],
 )
-def test_an_argument_that_there_is_not_leads_on(name: str, message: str) -> None:
+def test_an_argument_that_there_is_not_leads_on(name, message):
     with pytest.raises(TypeError, match=message):
         wrap(**{name: None})
 
@@ -231,7 +228,7 @@ class Generator(nn.Module):
         return "text"
 
 
-def test_what_only_the_module_has_is_said_to_be_there() -> None:
+def test_what_only_the_module_has_is_said_to_be_there():
     net = Generator()
     model = GossipDataParallel(net, sgd(net))
     assert model.module.generate() == "text"
@@ -244,14 +241,14 @@ def test_what_only_the_module_has_is_said_to_be_there() -> None:
     model.close()
 
 
-def test_pieces_of_one_tensor_and_views_of_constants_are_no_mistake(tmp_path: Any) -> None:
+def test_pieces_of_one_tensor_and_views_of_constants_are_no_mistake(tmp_path):
     for net in (pieces_of_one_tensor(0), with_a_buffer(torch.complex64)):
         GossipDataParallel(net, sgd(net), checkpoints=Checkpoints(tmp_path)).close()
     net = with_a_buffer(torch.complex128)
     GossipDataParallel(net, sgd(net)).close()
 
 
-def test_the_end_of_with_closes_also_after_an_error() -> None:
+def test_the_end_of_with_closes_also_after_an_error():
     net = nn.Linear(2, 1)
     model = GossipDataParallel(net, sgd(net))
     with contextlib.suppress(ZeroDivisionError), model as entered:

@@ -87,9 +87,7 @@ def averaged(own: Tensor, value: float, age: int, decay: float = 0.999) -> Tenso
         (torch.optim.RMSprop, {"square_avg": 2}, torch.float32),
     ],
 )
-def test_without_an_exchange_training_is_bitwise_the_plain_loop(
-    wrap: Callable, make: Callable, choice: Any, dtype: torch.dtype
-) -> None:
+def test_without_an_exchange_training_is_bitwise_the_plain_loop(wrap, make, choice, dtype):
     plain, net = make_net(dtype), make_net(dtype)
     theirs = make([p for p in plain.parameters() if p.requires_grad])
     ours = make([p for p in net.parameters() if p.requires_grad])
@@ -115,8 +113,8 @@ def test_without_an_exchange_training_is_bitwise_the_plain_loop(
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("num_exchanges", [1, 3])
 def test_what_exchanges_bring_is_in_the_next_step_and_its_gradient_counts_whole(
-    wrap: Callable, name: str, num_exchanges: int
-) -> None:
+    wrap, name, num_exchanges
+):
     """If they were added after it, 3 exchanges would leave an eighth of that step's gradient."""
     plain, net = make_net(), make_net()
     theirs, ours = (torch.optim.Adam(each.parameters(), 0.1) for each in (plain, net))
@@ -135,9 +133,7 @@ def test_what_exchanges_bring_is_in_the_next_step_and_its_gradient_counts_whole(
         torch.testing.assert_close(one, other)
 
 
-def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(
-    wrap: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(wrap, monkeypatch):
     """All gradients are 1, so 1 is sent at any age: 4999 steps taken for 6 would be 170."""
     nets = [nn.Linear(3, 3) for _ in range(2)]
     optimizer, old = (ADAMW(net.parameters()) for net in nets)
@@ -166,7 +162,7 @@ def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(
     torch.testing.assert_close(out[held], torch.ones_like(out[held]))
 
 
-def test_a_loaded_state_waits_for_the_snapshot_that_is_being_taken(wrap: Callable) -> None:
+def test_a_loaded_state_waits_for_the_snapshot_that_is_being_taken(wrap):
     """It has read the age already: values of another must not come under it."""
     net = nn.Linear(3, 3)
     optimizer = ADAMW(net.parameters())
@@ -188,7 +184,7 @@ def test_a_loaded_state_waits_for_the_snapshot_that_is_being_taken(wrap: Callabl
     assert not torch.equal(chunk.x, before)
 
 
-def test_a_saved_state_holds_nothing_else_and_copies_stand_alone(wrap: Callable) -> None:
+def test_a_saved_state_holds_nothing_else_and_copies_stand_alone(wrap):
     plain, net = make_net(), make_net()
     theirs, ours = ADAMW(plain.parameters()), ADAMW(net.parameters())
     model = wrap(net, ours)
@@ -206,7 +202,7 @@ def test_a_saved_state_holds_nothing_else_and_copies_stand_alone(wrap: Callable)
     assert not any(value.any() for value in kept(ours))
 
 
-def test_a_checkpoint_holds_what_exchanges_have_brought(wrap: Callable) -> None:
+def test_a_checkpoint_holds_what_exchanges_have_brought(wrap):
     net = make_net()
     optimizer = ADAMW(net.parameters())
     model = wrap(net, optimizer)
@@ -218,7 +214,7 @@ def test_a_checkpoint_holds_what_exchanges_have_brought(wrap: Callable) -> None:
         torch.testing.assert_close(value, averaged(old, 3.0, age=5))
 
 
-def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap: Callable) -> None:
+def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap):
     net = make_net()
     used, late = net[0].weight, net[2].bias
     optimizer = ADAMW([used, late])
@@ -246,7 +242,7 @@ def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap: Callabl
 # What travels.
 
 
-def test_what_travels_by_default() -> None:
+def test_what_travels_by_default():
     def names(*optimizers: torch.optim.Optimizer, choice: Any = True) -> list[tuple[str, int, int]]:
         periods = chosen_moments(choice, optimizers)
         flat = FlatParameters(net, optimizers, momentum=True, moments=periods)
@@ -275,7 +271,7 @@ def test_what_travels_by_default() -> None:
     assert names(sgd, torch.optim.RMSprop(second), choice=choice) == both
 
 
-def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap: Callable) -> None:
+def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap):
     net = make_net()
     head = list(net[2].parameters())
     optimizer = ADAMW(head)
@@ -296,7 +292,7 @@ def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap: Callable) -> None
     assert all(is_within(value, segment) for value in kept(optimizer))
 
 
-def test_parameters_without_values_and_workers_apart_have_no_moment(wrap: Callable) -> None:
+def test_parameters_without_values_and_workers_apart_have_no_moment(wrap):
     net = make_net()
     assert moments_of(wrap(net, ADAMW(net.parameters()), method="none")) == []
     net = nn.Module()
@@ -307,7 +303,7 @@ def test_parameters_without_values_and_workers_apart_have_no_moment(wrap: Callab
     assert not any(segment.chunks for segment in moments_of(model))
 
 
-def test_workers_with_other_moments_or_periods_are_refused() -> None:
+def test_workers_with_other_moments_or_periods_are_refused():
     def description(periods: dict[str, int]) -> object:
         net = make_net()
         optimizers = [ADAMW(net.parameters())]
@@ -323,8 +319,8 @@ def test_workers_with_other_moments_or_periods_are_refused() -> None:
 @pytest.mark.parametrize(("beta_2", "expected"), [(0.99, [4, 8, 12]), (0.9, [3, 6, 9, 12])])
 @pytest.mark.parametrize("comm_rate", [1.0, "auto"])
 def test_by_default_one_exchange_in_four_carries_moments_or_one_in_a_quarter_of_their_memory(
-    wrap: Callable, comm_rate: Any, beta_2: float, expected: list[int]
-) -> None:
+    wrap, comm_rate, beta_2, expected
+):
     net = make_net()
     model = wrap(net, ADAMW(net.parameters(), betas=(0.9, beta_2)), comm_rate=comm_rate)
     assert carrying(model, 12) == expected
@@ -343,7 +339,7 @@ def carrying(model: GossipDataParallel, num_exchanges: int) -> list[int]:
     return with_moments
 
 
-def test_periods_that_are_named_count_exchanges(wrap: Callable) -> None:
+def test_periods_that_are_named_count_exchanges(wrap):
     net = make_net()
     optimizer = ADAMW(net.parameters(), betas=(0.9, 0.9))
     model = wrap(net, optimizer, exchange=Exchange(moments={"exp_avg_sq": 5}))
@@ -387,9 +383,7 @@ def stepped(optimizer: torch.optim.Optimizer, times: int) -> None:
         ("kept", lambda p: torch.ones_like(p).double(), r"torch\.float64 on cpu, not"),
     ],
 )
-def test_what_is_named_and_cannot_travel_is_an_error(
-    wrap: Callable, name: str, make: Callable | None, message: str
-) -> None:
+def test_what_is_named_and_cannot_travel_is_an_error(wrap, name, make, message):
     net = make_net()
     parameters = list(net.parameters())[:2]
     optimizer = OwnOptimizer(parameters, make) if make else torch.optim.SGD(parameters, 0.1)
@@ -399,9 +393,7 @@ def test_what_is_named_and_cannot_travel_is_an_error(
             stepped(optimizer, 1)
 
 
-def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_one(
-    wrap: Callable, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_one(wrap, caplog):
     net = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     known = ADAMW(net[0].parameters())
     unknown = torch.optim.Adagrad(net[1].parameters())
@@ -429,9 +421,7 @@ def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_o
         torch.testing.assert_close(value["sum"], old + 1)
 
 
-def test_what_nobody_named_and_cannot_travel_is_left_out_with_a_warning(
-    wrap: Callable, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_nobody_named_and_cannot_travel_is_left_out_with_a_warning(wrap, caplog):
     class WideAdam(torch.optim.Adam):
         """Keeps float32 of bfloat16 parameters, as some do."""
 
@@ -449,9 +439,7 @@ def test_what_nobody_named_and_cannot_travel_is_left_out_with_a_warning(
     assert age_of(model) == 0
 
 
-def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(
-    wrap: Callable, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(wrap, caplog):
     net = make_net()
     optimizer = OwnOptimizer(list(net.parameters())[:4], torch.ones_like, again=True)
     model = wrap(net, optimizer, exchange=Exchange(moments={"kept": 4}))
@@ -468,9 +456,7 @@ def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(
     assert caplog.text.count("replaces its") == 1
 
 
-def test_after_one_huge_gradient_parameters_are_exchanged_as_before(
-    wrap: Callable, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_one_huge_gradient_parameters_are_exchanged_as_before(wrap, caplog):
     net = nn.Linear(3, 3)
     optimizer = ADAMW(net.parameters())
     model = wrap(net, optimizer, counting=Counting(samples_per_step=1))
@@ -494,7 +480,7 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(
     assert caplog.text.count("holds NaN, infinity, or values too large") == 1
 
 
-def test_an_optimizer_that_counts_no_steps_has_no_bias_to_correct(wrap: Callable) -> None:
+def test_an_optimizer_that_counts_no_steps_has_no_bias_to_correct(wrap):
     net = make_net()
     optimizer = OwnOptimizer(net.parameters(), torch.ones_like)
     model = wrap(net, optimizer, exchange=Exchange(moments={"kept": 4}))

@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
@@ -35,7 +34,7 @@ def read(directory: Path, rank: int = 0) -> WorkerLog:
     return RunLog.read(directory).workers[rank]
 
 
-def test_a_run_of_one_worker_is_logged_whole(tmp_path: Path) -> None:
+def test_a_run_of_one_worker_is_logged_whole(tmp_path):
     model = train(tmp_path / "new" / "run", budget_samples=100)
     model.consolidate()
     model.log(test_accuracy=0.5)
@@ -53,9 +52,7 @@ def test_a_run_of_one_worker_is_logged_whole(tmp_path: Path) -> None:
     assert configuration["budget_samples"] == 100
 
 
-def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(
-    tmp_path: Path,
-) -> None:
+def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(tmp_path):
     model = train(tmp_path)
     log, stats = model._monitoring._log, model._engine.stats()
     assert log is not None
@@ -72,7 +69,7 @@ def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(
     assert found == [(each.rank, each.kind, each.silent_s) for each in notices]
 
 
-def test_each_exchange_is_written_once_with_its_times(tmp_path: Path) -> None:
+def test_each_exchange_is_written_once_with_its_times(tmp_path):
     model = train(tmp_path)
     log, stats = model._monitoring._log, model._engine.stats()
     assert log is not None
@@ -88,18 +85,18 @@ def test_each_exchange_is_written_once_with_its_times(tmp_path: Path) -> None:
     assert seen == [RecentExchange(1, True, at, 0.5) for at in (1.0, 2.0, 3.0)]
 
 
-def test_the_secret_is_not_logged(tmp_path: Path) -> None:
+def test_the_secret_is_not_logged(tmp_path):
     train(tmp_path, network=Network(secret="hush-hush-hush-hush")).close()
     assert b"hush" not in worker_file(tmp_path, 0).read_bytes()
 
 
-def test_the_variable_does_as_the_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_does_as_the_argument(tmp_path, monkeypatch):
     monkeypatch.setenv("GOSSIPDP_LOG_DIR", str(tmp_path))
     train(None).close()
     assert read(tmp_path).counts[-1].gradient_steps == 3
 
 
-def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path):
     model = train(tmp_path)
     wait_until(lambda: read(tmp_path).counts, "a step is in the log")
     model.close()
@@ -109,7 +106,7 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path: Path)
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 
 
-def test_an_earlier_run_s_other_workers_are_removed(tmp_path: Path) -> None:
+def test_an_earlier_run_s_other_workers_are_removed(tmp_path):
     worker_file(tmp_path, 3).write_text("{}\n")
     other = tmp_path / "notes.txt"
     other.write_text("mine")
@@ -118,7 +115,7 @@ def test_an_earlier_run_s_other_workers_are_removed(tmp_path: Path) -> None:
     assert other.exists()
 
 
-def test_numbers_of_numpy_and_any_text_are_logged_before_and_after_the_end(tmp_path: Path) -> None:
+def test_numbers_of_numpy_and_any_text_are_logged_before_and_after_the_end(tmp_path):
     model = train(tmp_path)
     model.log(loss=np.float32(0.5), accuracy=np.mean([0.5, 1.0]), file="caf\udce9", passed=True)
     model.consolidate()
@@ -135,7 +132,7 @@ def test_numbers_of_numpy_and_any_text_are_logged_before_and_after_the_end(tmp_p
     }
 
 
-def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path: Path) -> None:
+def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path):
     model = train(tmp_path, num_steps=0, counting=Counting(samples_per_step=8))
     model.log(loss=torch.empty((), device="meta"))
     model.log(loss=2.0)
@@ -145,8 +142,8 @@ def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path: Path) -> None:
 
 
 def test_what_goes_wrong_in_the_log_ends_neither_its_thread_nor_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, caplog, monkeypatch
+):
     asked = threading.Event()
 
     def fail(self: RunLogWriter) -> float:
@@ -164,7 +161,7 @@ def test_what_goes_wrong_in_the_log_ends_neither_its_thread_nor_the_run(
     assert caplog.text.count("RuntimeError('out of order')): training goes on") == 1
 
 
-def test_a_run_that_resumes_goes_on_with_its_log(tmp_path: Path) -> None:
+def test_a_run_that_resumes_goes_on_with_its_log(tmp_path):
     saved = {"checkpoints": Checkpoints(tmp_path / "saved", resume="auto")}
     model = train(tmp_path / "log", **saved)
     model.save_checkpoint()

@@ -4,7 +4,6 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,7 @@ def train(model: GossipDataParallel, steps: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["a2cid2", "none"])
-def test_a_worker_tells_how_far_it_is(make: Make, method: str) -> None:
+def test_a_worker_tells_how_far_it_is(make, method):
     model, address = make(monitor=Monitor(status_port=0), budget_samples=64, method=method)
     status = ask(address)
     assert (status.gradient_steps, status.state) == (0, "training")
@@ -69,7 +68,7 @@ def test_a_worker_tells_how_far_it_is(make: Make, method: str) -> None:
         ask(address)
 
 
-def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make: Make, tmp_path: Path) -> None:
+def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make, tmp_path):
     model, address = make(
         monitor=Monitor(status_port=np.int64(0), log_dir=tmp_path),
         budget_samples=np.int64(64),
@@ -89,9 +88,7 @@ def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make: Make, tmp_pat
     assert {name: configuration[name] for name in known} == known
 
 
-def test_a_metric_needs_no_other_place_than_its_field(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatch):
     """Every counter appears in the status, in the log and in Prometheus's page."""
     counted = {
         name: {7: 100 + index} if metric.label else 100 + index
@@ -121,7 +118,7 @@ def test_a_metric_needs_no_other_place_than_its_field(
         assert re.search(rf"^{full_name}{{.*}} {value}\.0$", metrics, re.MULTILINE), name
 
 
-def test_the_age_of_a_worker_s_last_step_is_shown(make: Make) -> None:
+def test_the_age_of_a_worker_s_last_step_is_shown(make):
     model, address = make(monitor=Monitor(status_port=0))
     train(model, 1)
     # The gossip thread looks at progress now and then.
@@ -140,7 +137,7 @@ def ask_anew(model: GossipDataParallel, address: str) -> Any:
     return ask(address)
 
 
-def test_what_the_script_logs_is_shown(make: Make) -> None:
+def test_what_the_script_logs_is_shown(make):
     model, address = make(monitor=Monitor(status_port=0))
     assert ask(address).logged == {}
     for step in range(2 * MEAN_OF_LOSSES):
@@ -159,9 +156,7 @@ def test_what_the_script_logs_is_shown(make: Make) -> None:
     assert len(ask_anew(model, address).logged) == 101
 
 
-def test_the_argument_counts_before_the_variable(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_argument_counts_before_the_variable(make, monkeypatch, caplog):
     monkeypatch.setenv("GOSSIPDP_STATUS_PORT", "1")
     monkeypatch.setenv("GOSSIPDP_STATUS_HOST", "127.0.0.2")
     with caplog.at_level(logging.INFO, "gossipdp"):
@@ -172,7 +167,7 @@ def test_the_argument_counts_before_the_variable(
     assert address.startswith("127.0.0.1:")
 
 
-def test_each_rank_has_a_port_of_its_own() -> None:
+def test_each_rank_has_a_port_of_its_own():
     page = StatusPort("127.0.0.1", 0)
     page.bind(0)
     first = page.announced("")[1]
@@ -188,9 +183,7 @@ def test_each_rank_has_a_port_of_its_own() -> None:
         StatusPort("127.0.0.1", 65534).bind(3)
 
 
-def test_a_port_in_use_is_a_warning_and_a_wrong_one_an_error(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_port_in_use_is_a_warning_and_a_wrong_one_an_error(make, monkeypatch, caplog):
     _, address = make(monitor=Monitor(status_port=0))
     _, other = make(monitor=Monitor(status_port=int(address.rpartition(":")[2])))
     assert other == ""
@@ -201,7 +194,7 @@ def test_a_port_in_use_is_a_warning_and_a_wrong_one_an_error(
         make()
 
 
-def test_the_budget_of_epochs_is_shown_once_they_begin(make: Make) -> None:
+def test_the_budget_of_epochs_is_shown_once_they_begin(make):
     model, address = make(monitor=Monitor(status_port=0))
     assert ask(address).budget_samples is None
     loader = DataLoader(TensorDataset(torch.ones(20, 2)), batch_size=10)

@@ -139,20 +139,20 @@ def train(wrap: Any, make: Make, steps: int = 3, dtype: Any = torch.float32, **o
         (FlatStart, "p0", torch.float32),
     ],
 )
-def test_a_copy_of_the_weights_is_found(wrap: Any, kind: Any, key: str, dtype: Any) -> None:
+def test_a_copy_of_the_weights_is_found(wrap, kind, key, dtype):
     message = rf"the {kind.__name__} keeps its own copy of the weights: '{key}' of parameter '0\."
     with pytest.raises(ValueError, match=message):
         train(wrap, lambda net: kind(net.parameters()), steps=6, dtype=dtype)
 
 
-def test_it_is_found_at_the_step_at_which_it_appears(wrap: Any) -> None:
+def test_it_is_found_at_the_step_at_which_it_appears(wrap):
     train(wrap, lambda net: Lookahead(net.parameters()), steps=4)
     train(wrap, lambda net: EarlyLookahead(net.parameters()), steps=0)
     with pytest.raises(ValueError, match="its own copy"):
         train(wrap, lambda net: EarlyLookahead(net.parameters()), steps=1)
 
 
-def test_a_copy_that_is_to_be_exchanged_is_none_of_our_business(wrap: Any) -> None:
+def test_a_copy_that_is_to_be_exchanged_is_none_of_our_business(wrap):
     train(wrap, lambda net: Average(net.parameters()), exchange=Exchange(moments={"average": 1}))
 
 
@@ -183,9 +183,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, DTYPES[number % 3]) for number, name in enumerate(ORDINARY)]
 )
-def test_no_ordinary_optimizer_is_taken_for_one(
-    wrap: Any, caplog: Any, name: str, dtype: Any
-) -> None:
+def test_no_ordinary_optimizer_is_taken_for_one(wrap, caplog, name, dtype):
     num_steps = 1 if name == "LBFGS" and dtype == torch.bfloat16 else 4  # then it diverges
     train(wrap, ORDINARY[name], num_steps, dtype)
     warnings = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
@@ -200,8 +198,8 @@ def test_no_ordinary_optimizer_is_taken_for_one(
     [(4, True, False, 1), (1, True, False, 1), (4, True, True, 0), (4, False, False, 0)],
 )
 def test_a_memory_that_spans_exchanges_is_warned_of_once(
-    caplog: Any, max_iter: int, is_moved: bool, forgets: bool, num_warnings: int
-) -> None:
+    caplog, max_iter, is_moved, forgets, num_warnings
+):
     parameter = nn.Parameter(torch.tensor([3.0, -2.0]))
     optimizer = torch.optim.LBFGS([parameter], lr=0.1, max_iter=max_iter)
     watch = OptimizerWatch(optimizer, {id(parameter): "x"}, is_moved=is_moved)
@@ -232,7 +230,7 @@ class Velocity(Own):
 
 
 @pytest.mark.parametrize("start", [0.0, 1.0, 1e-6])
-def test_a_parameter_that_begins_at_a_constant_proves_nothing(wrap: Any, start: float) -> None:
+def test_a_parameter_that_begins_at_a_constant_proves_nothing(wrap, start):
     def make(net: nn.Module) -> torch.optim.Optimizer:
         with torch.no_grad():
             net[3].weight.fill_(start)
@@ -242,7 +240,7 @@ def test_a_parameter_that_begins_at_a_constant_proves_nothing(wrap: Any, start: 
     train(wrap, make)
 
 
-def test_a_gradient_that_looks_like_the_parameter_proves_nothing(wrap: Any) -> None:
+def test_a_gradient_that_looks_like_the_parameter_proves_nothing(wrap):
     """As in half the square of the parameters: a momentum would begin as their copy."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, dampening=0.9)
@@ -267,14 +265,14 @@ class OfOldMemory(torch.optim.SGD):
             memory.sub_(parameter.grad)
 
 
-def test_a_first_step_without_an_effect_gets_a_warning(wrap: Any, caplog: Any) -> None:
+def test_a_first_step_without_an_effect_gets_a_warning(wrap, caplog):
     net = train(wrap, lambda net: OfOldMemory(net.parameters()), steps=3)
     assert torch.equal(net[0].weight, make_net()[0].weight)
     (record,) = caplog.records
     assert record.getMessage().startswith("the first step of the OfOldMemory changed no parameter")
 
 
-def test_a_learning_rate_of_zero_gets_none(wrap: Any, caplog: Any) -> None:
+def test_a_learning_rate_of_zero_gets_none(wrap, caplog):
     for make in (
         lambda net: torch.optim.SGD(net.parameters(), 0.0),
         lambda net: torch.optim.AdamW(net.parameters(), 0.0),

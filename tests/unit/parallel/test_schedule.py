@@ -31,11 +31,11 @@ def factors(shape: Any, at: list[float], **options: Any) -> list[float]:
         (lambda p: 2 - p, {}, [2, 1.75, 1.5, 1.25, 1]),
     ],
 )
-def test_shapes(shape: Any, options: dict[str, float], expected: list[float]) -> None:
+def test_shapes(shape, options, expected):
     assert factors(shape, [0, 0.25, 0.5, 0.75, 1], **options) == pytest.approx(expected, abs=1e-12)
 
 
-def test_one_cycle_is_torch_s() -> None:
+def test_one_cycle_is_torch_s():
     optimizer = sgd()
     theirs = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=0.1, total_steps=1001, cycle_momentum=False
@@ -50,7 +50,7 @@ def test_one_cycle_is_torch_s() -> None:
     assert ours == pytest.approx(expected, abs=1e-3)
 
 
-def test_it_follows_the_run_and_not_this_worker_s_steps() -> None:
+def test_it_follows_the_run_and_not_this_worker_s_steps():
     """Two workers, one of which makes three times as many steps, have the same rates."""
     progress, rates = 0.0, {}
     optimizers = [sgd(), sgd()]
@@ -66,7 +66,7 @@ def test_it_follows_the_run_and_not_this_worker_s_steps() -> None:
     assert rates[0, 5] == pytest.approx(0.05)
 
 
-def test_a_resumed_schedule_goes_on_from_the_first_rates() -> None:
+def test_a_resumed_schedule_goes_on_from_the_first_rates():
     """The optimizer's rates were scaled when it was saved; that is not done twice."""
     progress = 0.0
     optimizer = sgd(0.8)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def take_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_parameters_stay_where_fsdp_put_them(alone: None) -> None:
+def test_parameters_stay_where_fsdp_put_them(alone):
     net = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
     before = [local(parameter).data_ptr() for parameter in net.parameters()]
     flat = FlatParameters(net, [adamw(net)], momentum=True)
@@ -63,7 +62,7 @@ def test_parameters_stay_where_fsdp_put_them(alone: None) -> None:
     flat.check()
 
 
-def test_gathered_parameters_are_no_replacement_and_a_shard_laid_elsewhere_is(alone: None) -> None:
+def test_gathered_parameters_are_no_replacement_and_a_shard_laid_elsewhere_is(alone):
     net = fully_shard(make_net())
     flat = FlatParameters(net, [adamw(net)], momentum=True)
     with torch.no_grad():
@@ -75,7 +74,7 @@ def test_gathered_parameters_are_no_replacement_and_a_shard_laid_elsewhere_is(al
         flat.check()
 
 
-def test_a_state_dict_has_what_exchanges_brought(alone: None) -> None:
+def test_a_state_dict_has_what_exchanges_brought(alone):
     net = fully_shard(make_net())
     flat = FlatParameters(net, [adamw(net)], momentum=True)
     values = net.state_dict()
@@ -86,7 +85,7 @@ def test_a_state_dict_has_what_exchanges_brought(alone: None) -> None:
     assert not (local(net[0].weight) == 3).any()
 
 
-def test_an_optimizers_state_comes_back_as_it_was(alone: None) -> None:
+def test_an_optimizers_state_comes_back_as_it_was(alone):
     nets = [fully_shard(make_net()) for _ in range(2)]
     first, second = map(adamw, nets)
     take_step(nets[0], first)
@@ -104,7 +103,7 @@ def test_an_optimizers_state_comes_back_as_it_was(alone: None) -> None:
         training_state.restore(captured, [second])
 
 
-def test_parts_are_the_memory_itself(alone: None) -> None:
+def test_parts_are_the_memory_itself(alone):
     mesh = init_device_mesh("cpu", (1,))
     tensor = distribute_tensor(torch.zeros(3, 2), mesh)
     part = torch.ones(3, 2)
@@ -128,8 +127,8 @@ def test_parts_are_the_memory_itself(alone: None) -> None:
     ],
 )
 def test_a_model_a_mesh_and_an_environment_that_do_not_fit_are_refused(
-    four: None, is_sharded: bool, dimension: str | None, num_shards: int, message: str
-) -> None:
+    four, is_sharded, dimension, num_shards, message
+):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = make_net()
     if is_sharded:
@@ -139,7 +138,7 @@ def test_a_model_a_mesh_and_an_environment_that_do_not_fit_are_refused(
         Replica.of(net, given, Environment(num_shards=num_shards))
 
 
-def test_a_parameter_that_several_processes_hold_is_refused(four: None) -> None:
+def test_a_parameter_that_several_processes_hold_is_refused(four):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = make_net()
     fully_shard(net[0], mesh=mesh["shard"])
@@ -156,7 +155,7 @@ def test_a_parameter_that_several_processes_hold_is_refused(four: None) -> None:
 
 
 @pytest.mark.parametrize("is_sharded_too", [False, True])
-def test_tensor_parallelism_is_refused(four: None, is_sharded_too: bool) -> None:
+def test_tensor_parallelism_is_refused(four, is_sharded_too):
     """Also where it copies no parameter: its processes train on the same samples."""
     dims = (1, 2, 2) if is_sharded_too else (2, 1, 2)
     mesh = init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard", "tp"))
@@ -168,7 +167,7 @@ def test_tensor_parallelism_is_refused(four: None, is_sharded_too: bool) -> None
         Replica.of(net, mesh["replicate"], Environment())
 
 
-def test_one_process_agrees_with_itself() -> None:
+def test_one_process_agrees_with_itself():
     replica = Replica.of(make_net(), None, Environment(rank=2, world_size=4))
     own = Agreed(samples=3, others_samples=5, is_stopped=True)
     assert replica.agree(own) == own
@@ -179,9 +178,7 @@ def test_one_process_agrees_with_itself() -> None:
     assert not replica.is_sharded
 
 
-def test_a_replica_adds_up_samples_and_knows_of_the_others_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replica_adds_up_samples_and_knows_of_the_others_once(monkeypatch):
     """Both processes have heard of the other replicas' samples: those of the first shard count."""
     sent: list[torch.Tensor] = []
 
@@ -197,7 +194,7 @@ def test_a_replica_adds_up_samples_and_knows_of_the_others_once(
     assert agreed == Agreed(samples=8, others_samples=50, is_stopped=True)
 
 
-def test_each_shard_has_files_of_its_own(tmp_path: Path) -> None:
+def test_each_shard_has_files_of_its_own(tmp_path):
     replica = Replica(Environment(shard=1, num_shards=2))
     saving = replica.own_files(Checkpoints(tmp_path, resume="auto"))
     assert (saving.directory, saving.resume) == (tmp_path / "shard-1-of-2", "auto")
@@ -210,7 +207,7 @@ def test_each_shard_has_files_of_its_own(tmp_path: Path) -> None:
         Replica(Environment()).own_files(Checkpoints(tmp_path))
 
 
-def test_the_processes_of_a_replica_share_its_limit_on_sent_bytes() -> None:
+def test_the_processes_of_a_replica_share_its_limit_on_sent_bytes():
     network = Network(max_megabits_per_s=80)
     assert network.max_bytes_per_s(1) == 10e6
     assert network.max_bytes_per_s(4) == 2.5e6

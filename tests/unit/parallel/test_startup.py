@@ -10,7 +10,7 @@ from gossipdp.parallel import startup
 from gossipdp.parallel.startup import wait_while_it_advances
 
 
-def test_each_advance_gives_it_the_whole_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_advance_gives_it_the_whole_time_again(monkeypatch):
     """On the test's clock a look takes 1 s, the limit is 5 s, and something comes every fourth."""
     now_s = count()
     monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
@@ -28,12 +28,12 @@ def test_each_advance_gives_it_the_whole_time_again(monkeypatch: pytest.MonkeyPa
     assert ended.done()
 
 
-def test_one_that_stands_still_is_not() -> None:
+def test_one_that_stands_still_is_not():
     with pytest.raises(TimeoutError):
         wait_while_it_advances(Future(), lambda: 7, timeout_s=0.001)
 
 
-def test_what_ended_with_an_error_raises_it() -> None:
+def test_what_ended_with_an_error_raises_it():
     ended: Future[None] = Future()
     ended.set_exception(OSError("gone"))
     with pytest.raises(OSError, match="gone"):

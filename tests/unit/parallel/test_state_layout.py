@@ -58,11 +58,11 @@ states = st.recursive(
 
 @given(states, st.sampled_from([0, 16, 1000]))
 @settings(max_examples=80, deadline=None)
-def test_what_comes_back_is_what_was_packed(state: Any, inline_bytes: int) -> None:
+def test_what_comes_back_is_what_was_packed(state, inline_bytes):
     assert_bitwise(there_and_back(state, inline_bytes), state)
 
 
-def test_nan_payloads_and_strides_survive() -> None:
+def test_nan_payloads_and_strides_survive():
     payload = torch.tensor([0x7FC12345, 0x7F800001], dtype=torch.int32).view(torch.float32)
     channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     state = {"payload": payload, "one": channels_last}
@@ -72,7 +72,7 @@ def test_nan_payloads_and_strides_survive() -> None:
     decoded["one"].add_(1)  # it is ours, and may be written
 
 
-def test_dicts_of_other_classes_are_plain_ones_and_counters_count() -> None:
+def test_dicts_of_other_classes_are_plain_ones_and_counters_count():
     counter = Counter([3, 3, 5])
     decoded = there_and_back({"ordered": OrderedDict(a=1), "counter": counter})
     assert type(decoded["ordered"]) is dict
@@ -100,7 +100,7 @@ WITHIN_ITSELF.append(WITHIN_ITSELF)
         (WITHIN_ITSELF, "nested deeper than 64, or within itself"),
     ],
 )
-def test_what_cannot_be_saved_is_named_with_its_place(value: Any, message: str) -> None:
+def test_what_cannot_be_saved_is_named_with_its_place(value, message):
     with pytest.raises(ValueError, match=message):
         pack({"a": [0, value]})
 
@@ -112,7 +112,7 @@ LAYOUT, TENSORS = pack(
 
 @given(st.data())
 @settings(max_examples=250, deadline=None)
-def test_damage_is_a_value_error_or_another_state(data: st.DataObject) -> None:
+def test_damage_is_a_value_error_or_another_state(data):
     damaged = bytearray(LAYOUT)
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -163,13 +163,13 @@ TUPLE, COUNTER = Ext(Mark.TUPLE, b""), Ext(Mark.COUNTER, b"")
         (tensor(dtype="I32"), "not what is described"),
     ],
 )
-def test_a_hostile_layout_is_refused(layout: Any, message: str) -> None:
+def test_a_hostile_layout_is_refused(layout, message):
     layout = layout if isinstance(layout, bytes) else msgspec.msgpack.encode(layout)
     with pytest.raises(ValueError, match=message):
         decode(layout).unpack([torch.ones(2, 2)])
 
 
-def test_lengths_are_known_before_anything_is_allocated() -> None:
+def test_lengths_are_known_before_anything_is_allocated():
     with pytest.raises(ValueError, match="at most 16777216 are read"):
         decode(bytes(MAX_LAYOUT_BYTES + 1))
     many = decode(msgspec.msgpack.encode(tensor(shape=[1 << 40])))

@@ -165,7 +165,7 @@ def test_a_signal_that_no_model_answers_ends_the_process_when_the_last_is_closed
     assert end_of_child(body, lambda _: None) == signal.SIGTERM
 
 
-def test_a_handler_of_the_user_s_stays(linear, tmp_path: Path):
+def test_a_handler_of_the_user_s_stays(linear, tmp_path):
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     model, optimizer = linear(tmp_path)
@@ -196,7 +196,7 @@ def test_a_second_ctrl_c_interrupts_at_once(terminable, tmp_path):
     assert steps_saved(tmp_path) == []
 
 
-def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch):
     model, _ = terminable
     model.close()
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
@@ -242,7 +242,7 @@ def pair(plain_sigterm, wrap, tmp_path: Path):
 
 @pytest.mark.parametrize("loop", [None, 0, 1])
 @pytest.mark.parametrize("signal_in", [0, 1])
-def test_one_sigterm_saves_all_models(pair: Pair, loop: int | None, signal_in: int):
+def test_one_sigterm_saves_all_models(pair, loop, signal_in):
     """All are saved at the end of the body: both have made as many steps, and none is half way."""
 
     def train() -> None:
@@ -265,7 +265,7 @@ def test_one_sigterm_saves_all_models(pair: Pair, loop: int | None, signal_in: i
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_model_that_is_closed_or_cannot_be_saved_keeps_no_other_from_being_saved(
-    pair: Pair, caplog: pytest.LogCaptureFixture, is_closed: bool
+    pair, caplog, is_closed
 ):
     pair.body(torch.ones(1, 3))
     if is_closed:

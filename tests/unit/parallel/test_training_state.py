@@ -68,7 +68,7 @@ def stepped(name: str, steps: int) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_come_back_bitwise(name: str) -> None:
+def test_optimizers_come_back_bitwise(name):
     torch.manual_seed(0)
     one, other = stepped(name, 4), stepped(name, 1)
     restore(travelled(one), [other])
@@ -92,7 +92,7 @@ OTHER_GROUPS = {"state": {}, "param_groups": [{"params": [[], [], [], []]}]}
         ({"optimizers": [OTHER_GROUPS]}, "does not fit optimizer 0, a SGD"),
     ],
 )
-def test_the_state_of_other_optimizers_is_refused(state: Any, message: str) -> None:
+def test_the_state_of_other_optimizers_is_refused(state, message):
     training_state.refuse_poison(state)  # leaves it to restore
     with pytest.raises(ValueError, match=message):
         restore(state, [stepped("sgd", 1)])

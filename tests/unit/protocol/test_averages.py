@@ -18,7 +18,7 @@ def ask(number: int, *ranks: int) -> AskAverage:
     return AskAverage(epoch(number, ranks[0]), ranks)
 
 
-def test_a_death_begins_anew_without_it() -> None:
+def test_a_death_begins_anew_without_it():
     root = worker(0)
     root.ask({0, 1, 2})
     root.receive(1, TellAverage(epoch(1), 1))
@@ -29,7 +29,7 @@ def test_a_death_begins_anew_without_it() -> None:
     assert FinishChunk(epoch(2), 0, 2) in root.partial_landed(1, epoch(2), 0)
 
 
-def test_the_sum_of_a_caller_that_died_is_forgotten() -> None:
+def test_the_sum_of_a_caller_that_died_is_forgotten():
     leaf = worker(1)
     leaf.receive(0, ask(1, 0, 1, 2))
     assert leaf.review({0, 1}) == [], "a death elsewhere is for the caller to see"
@@ -37,7 +37,7 @@ def test_the_sum_of_a_caller_that_died_is_forgotten() -> None:
     assert leaf.is_idle
 
 
-def test_a_child_whose_values_are_of_no_use_is_left_out() -> None:
+def test_a_child_whose_values_are_of_no_use_is_left_out():
     """The request goes on: it once waited for ever, and its caller with it."""
     root = worker(0)
     root.ask({0, 1, 2})
@@ -51,7 +51,7 @@ def test_a_child_whose_values_are_of_no_use_is_left_out() -> None:
     assert actions[-1] == AverageEnded(epoch(2), 2, {2: "NaN"})
 
 
-def test_the_silent_are_not_waited_for_and_are_named() -> None:
+def test_the_silent_are_not_waited_for_and_are_named():
     root = worker(0)
     root.ask({0, 1, 2}, silent={2, 5})
     root.receive(1, TellAverage(epoch(1), 1))
@@ -61,7 +61,7 @@ def test_the_silent_are_not_waited_for_and_are_named() -> None:
     assert actions[-1] == AverageEnded(epoch(1), 2, {2: "it is silent"})
 
 
-def test_a_caller_that_was_started_again_takes_the_place_of_itself() -> None:
+def test_a_caller_that_was_started_again_takes_the_place_of_itself():
     """Its numbers begin anywhere, so those of its former life may be higher."""
     leaf = worker(1)
     leaf.receive(0, ask(9, 0, 1, 2))
@@ -71,7 +71,7 @@ def test_a_caller_that_was_started_again_takes_the_place_of_itself() -> None:
     assert leaf.sum_of(epoch(9)) is None
 
 
-def test_a_late_request_of_an_earlier_attempt_changes_nothing() -> None:
+def test_a_late_request_of_an_earlier_attempt_changes_nothing():
     leaf = worker(1)
     leaf.receive(0, ask(2, 0, 1))
     assert leaf.receive(0, ask(1, 0, 1, 2)) == []
@@ -79,7 +79,7 @@ def test_a_late_request_of_an_earlier_attempt_changes_nothing() -> None:
     assert leaf.sum_of(epoch(2)) is not None
 
 
-def test_who_takes_part_in_many_sums_says_that_it_cannot_in_one_more() -> None:
+def test_who_takes_part_in_many_sums_says_that_it_cannot_in_one_more():
     last = MAX_REQUESTS + 1
     leaf = worker(last)
     for caller in range(MAX_REQUESTS):

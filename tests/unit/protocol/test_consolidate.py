@@ -42,7 +42,7 @@ def pull_results(number: int, start: int) -> PullResults:
     return PullResults(epoch(number), epoch(number), start, 2)
 
 
-def test_alone_without_a_message() -> None:
+def test_alone_without_a_message():
     machine = worker(0, num_chunks=2, num_copied_chunks=1)
     assert machine.review(view(1)) == [FinishChunk(epoch(1), 0, 1), FinishChunk(epoch(1), 1, 1)]
     assert machine.chunk_finished(epoch(1), 1, 0.0) == [], "out of order"
@@ -53,7 +53,7 @@ def test_alone_without_a_message() -> None:
     assert machine.review(view(1)) == []
 
 
-def test_an_infinite_distance_is_the_largest_that_can_be_said() -> None:
+def test_an_infinite_distance_is_the_largest_that_can_be_said():
     """Parameters near 1e20 are finite, and their squares are not in float32."""
     machine = worker(0, num_chunks=1, num_copied_chunks=1)
     machine.review(view(1))
@@ -63,7 +63,7 @@ def test_an_infinite_distance_is_the_largest_that_can_be_said() -> None:
     assert decode(encode(told)) == told
 
 
-def test_an_inner_worker_from_begin_to_release() -> None:
+def test_an_inner_worker_from_begin_to_release():
     machine = worker(1)
     assert machine.review(view(5)) == []
     start = begin(1, 0, 1, 2, 3, 4)
@@ -116,7 +116,7 @@ def test_an_inner_worker_from_begin_to_release() -> None:
     ]
 
 
-def test_a_lower_epoch_is_not_followed_and_its_leader_is_told() -> None:
+def test_a_lower_epoch_is_not_followed_and_its_leader_is_told():
     machine = worker(2)
     machine.review(view(3))
     machine.receive(0, begin(5, 0, 1, 2))
@@ -125,7 +125,7 @@ def test_a_lower_epoch_is_not_followed_and_its_leader_is_told() -> None:
     assert machine.receive(1, CommitEpoch(epoch(4, 1), 0.0)) == []
 
 
-def test_a_death_begins_a_new_epoch_under_the_next_lowest() -> None:
+def test_a_death_begins_a_new_epoch_under_the_next_lowest():
     machine = worker(1)
     machine.review(view(3))
     machine.receive(0, begin(3, 0, 1, 2))
@@ -135,7 +135,7 @@ def test_a_death_begins_a_new_epoch_under_the_next_lowest() -> None:
     assert not machine.accepts_result(0, epoch(3), 0)
 
 
-def test_of_two_results_the_later_one_stays() -> None:
+def test_of_two_results_the_later_one_stays():
     machine = worker(1, num_chunks=1)
     machine.review(view(3))
     machine.receive(0, begin(2, 0, 1, 2))
@@ -148,7 +148,7 @@ def test_of_two_results_the_later_one_stays() -> None:
     ]
 
 
-def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked() -> None:
+def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked():
     forged = begin(7, 0, 1, 2)
     for linked in (True, False):
         machine = Consolidation(2, 102, 1, is_linked=lambda rank, linked=linked: linked)  # type: ignore[misc]
@@ -160,7 +160,7 @@ def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked() -> None:
             assert machine.receive(0, chain) != []
 
 
-def test_a_child_that_joined_before_its_parent_says_once_more_what_it_wants() -> None:
+def test_a_child_that_joined_before_its_parent_says_once_more_what_it_wants():
     machine = Consolidation(3, 103, 1, is_linked=lambda rank: True)
     machine.review(view(4))
     start = begin(1, 0, 1, 2, 3)
@@ -170,7 +170,7 @@ def test_a_child_that_joined_before_its_parent_says_once_more_what_it_wants() ->
     assert machine.receive(1, start) == [], "a repetition"
 
 
-def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_room_for() -> None:
+def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_room_for():
     machine = worker(0, num_chunks=1, num_copied_chunks=2)
     machine.review(view(2))
     machine.partial_landed(1, epoch(1), 0)
@@ -187,7 +187,7 @@ def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_
     assert [each for each in again if isinstance(each, SendResult)] == sent[1:]
 
 
-def test_who_has_led_stays_while_one_lives_that_was_no_member() -> None:
+def test_who_has_led_stays_while_one_lives_that_was_no_member():
     """One that is lower came: it leads from now on."""
     machine = worker(1, num_chunks=0)
     machine.review(view(3, worker0=Status.DEAD))
@@ -197,7 +197,7 @@ def test_who_has_led_stays_while_one_lives_that_was_no_member() -> None:
     assert not machine.is_finished
 
 
-def test_a_member_stays_while_one_lives_that_was_no_member() -> None:
+def test_a_member_stays_while_one_lives_that_was_no_member():
     machine = worker(1, num_chunks=0)
     machine.review(view(2))
     machine.receive(0, begin(1, 0, 1))
@@ -208,7 +208,7 @@ def test_a_member_stays_while_one_lives_that_was_no_member() -> None:
     assert machine.receive(0, Release(epoch(1))) == [Finished()]
 
 
-def test_a_new_epoch_begins_with_nothing_of_the_last() -> None:
+def test_a_new_epoch_begins_with_nothing_of_the_last():
     machine = worker(0, num_chunks=2)
     machine.review(view(3))
     for child in (1, 2):
@@ -223,7 +223,7 @@ def test_a_new_epoch_begins_with_nothing_of_the_last() -> None:
     assert Commit(epoch(2), 2.0, 2) in machine.receive(1, Distance(epoch(2), 2.0))
 
 
-def test_what_was_asked_in_vain_is_asked_again() -> None:
+def test_what_was_asked_in_vain_is_asked_again():
     machine = worker(2)
     machine.review(view(3))
     machine.receive(0, begin(1, 0, 1, 2))
@@ -232,7 +232,7 @@ def test_what_was_asked_in_vain_is_asked_again() -> None:
         assert ticks(machine, 1) == [Send(0, pull_results(1, 0))]
 
 
-def test_a_sum_that_was_given_up_takes_nothing_more() -> None:
+def test_a_sum_that_was_given_up_takes_nothing_more():
     machine = worker(0, num_chunks=1)
     machine.review(view(3))
     machine.partial_landed(2, epoch(1), 0)
@@ -247,7 +247,7 @@ def test_a_sum_that_was_given_up_takes_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[], [1, 0], [0, 0, 1], [1, 2]])
-def test_a_member_list_that_makes_no_sense_does_not_decode(ranks: list[int]) -> None:
+def test_a_member_list_that_makes_no_sense_does_not_decode(ranks):
     members = [[rank, 1] for rank in ranks]
     data = msgspec.msgpack.encode(["BeginEpoch", [1, 0, 7], members, None])
     with pytest.raises(msgspec.ValidationError, match="members of an epoch"):

@@ -1,7 +1,5 @@
 """The rate that a worker can afford: its bounds, its hysteresis, and what it allows."""
 
-from collections.abc import Callable
-
 import pytest
 from driven_worker import ask, make_worker, said
 from hypothesis import given
@@ -42,7 +40,7 @@ def rate_after(
     return rate
 
 
-def test_before_it_knows_an_exchange_it_starts_at_one_a_step() -> None:
+def test_before_it_knows_an_exchange_it_starts_at_one_a_step():
     rate = ExchangeRate()
     for _ in range(NUM_TO_KNOW - 1):
         rate.exchanged(10.0)
@@ -88,13 +86,13 @@ def test_before_it_knows_an_exchange_it_starts_at_one_a_step() -> None:
         ({"duration_s": 0.001, "processor_s": 9.0}, CEILING, "ceiling"),
     ],
 )
-def test_the_smallest_bound_holds(taken: dict[str, float], expected: float, bound: str) -> None:
+def test_the_smallest_bound_holds(taken, expected, bound):
     rate = rate_after(**taken)  # type: ignore[arg-type]
     assert rate.rate == pytest.approx(expected)
     assert rate.bound == bound
 
 
-def test_a_rate_that_trembles_stays() -> None:
+def test_a_rate_that_trembles_stays():
     rate = rate_after(0.2)
     assert rate.rate == 0.25
     for step_s in (
@@ -122,7 +120,7 @@ def test_a_rate_that_trembles_stays() -> None:
     ],
     ids=["processor", "duration", "idle"],
 )
-def test_one_outlier_changes_nothing(sees: Callable[[ExchangeRate], None]) -> None:
+def test_one_outlier_changes_nothing(sees):
     rate = rate_after(0.001, processor_s=0.01, idle=(0.0, 1.0))
     for _ in range(2):
         rate.saw_idle(0.0, 1.0)
@@ -132,7 +130,7 @@ def test_one_outlier_changes_nothing(sees: Callable[[ExchangeRate], None]) -> No
     assert rate.rate == before
 
 
-def test_what_it_answers_before_its_first_known_step_leaves_no_debt() -> None:
+def test_what_it_answers_before_its_first_known_step_leaves_no_debt():
     """A first step of a minute, such as torch.compile's, during which all others ask it."""
     rate = rate_after(0.001, step_s=None)
     for number in range(1000):
@@ -146,9 +144,7 @@ def test_what_it_answers_before_its_first_known_step_leaves_no_debt() -> None:
     waits_s=st.lists(st.floats(0.0, 5.0, allow_subnormal=False), max_size=60),
     duration_s=st.floats(0.001, 10.0),
 )
-def test_in_all_it_takes_part_in_no_more_than_it_saves_up(
-    waits_s: list[float], duration_s: float
-) -> None:
+def test_in_all_it_takes_part_in_no_more_than_it_saves_up(waits_s, duration_s):
     rate = rate_after(duration_s)
     now, started = 3.0, 3.0
     num_begun = 0
@@ -164,7 +160,7 @@ def test_in_all_it_takes_part_in_no_more_than_it_saves_up(
     assert num_begun <= afforded + 1e-6
 
 
-def test_a_worker_that_cannot_afford_more_says_busy_and_then_free() -> None:
+def test_a_worker_that_cannot_afford_more_says_busy_and_then_free():
     rate = rate_after(0.2)  # one exchange in 4 steps, 1.5 in all
     worker = make_worker(0, 2, exchange_rate=rate)
     now, num_exchanges = 100.0, 0
@@ -184,7 +180,7 @@ def test_a_worker_that_cannot_afford_more_says_busy_and_then_free() -> None:
     assert said(worker.poll(opens_at), peer) == [Free()]
 
 
-def test_while_it_cannot_afford_more_its_own_demands_wait_too() -> None:
+def test_while_it_cannot_afford_more_its_own_demands_wait_too():
     rate = rate_after(0.01, step_s=1.0)
     worker = make_worker(0, exchange_rate=rate)
     now, actions = 0.0, list[Action]()
@@ -207,7 +203,7 @@ def test_while_it_cannot_afford_more_its_own_demands_wait_too() -> None:
         assert asked is is_asked
 
 
-def test_held_for_another_reason_it_stays_closed_when_it_can_afford_more() -> None:
+def test_held_for_another_reason_it_stays_closed_when_it_can_afford_more():
     rate = rate_after(0.2)
     worker = make_worker(0, 2, exchange_rate=rate)
     worker.poll(100.0)
@@ -222,7 +218,7 @@ def test_held_for_another_reason_it_stays_closed_when_it_can_afford_more() -> No
     assert worker.pairing.answers
 
 
-def test_released_while_it_cannot_afford_more_it_stays_closed() -> None:
+def test_released_while_it_cannot_afford_more_it_stays_closed():
     rate = rate_after(0.2)
     worker = make_worker(0, 2, exchange_rate=rate)
     worker.poll(100.0)

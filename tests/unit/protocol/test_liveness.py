@@ -58,13 +58,13 @@ def begin_inquiry(made: FailureDetector) -> dict[int, AskLife]:
     return asked(made.poll(ASKED_AT, lambda suspect: ([2, 3], [5, 4])))
 
 
-def test_three_others_are_asked_the_linked_first() -> None:
+def test_three_others_are_asked_the_linked_first():
     questions = begin_inquiry(detector(1))
     assert questions.keys() in ({2, 3, 4}, {2, 3, 5})
     assert {question.suspect for question in questions.values()} == {1}
 
 
-def test_one_yes_keeps_it_alive_and_the_next_inquiry_waits_ever_longer() -> None:
+def test_one_yes_keeps_it_alive_and_the_next_inquiry_waits_ever_longer():
     made = detector(1)
     now, pauses = 0.0, []
     for _ in range(6):
@@ -80,7 +80,7 @@ def test_one_yes_keeps_it_alive_and_the_next_inquiry_waits_ever_longer() -> None
     assert pauses == [ASKED_AT] + [factor * TIMEOUT_S for factor in (1, 2, 4, 8, 8)]
 
 
-def test_no_answer_in_time_is_a_no_and_neither_strangers_nor_older_inquiries_count() -> None:
+def test_no_answer_in_time_is_a_no_and_neither_strangers_nor_older_inquiries_count():
     made = detector(1)
     counter = begin_inquiry(made)[2].counter
     for peer, answer in [(9, TellLife(1, counter, True)), (2, TellLife(1, counter - 1, True))]:
@@ -91,7 +91,7 @@ def test_no_answer_in_time_is_a_no_and_neither_strangers_nor_older_inquiries_cou
     assert made.poll(deadline, nobody) == [Verdict(1, is_dead=True)]
 
 
-def test_who_cannot_be_reached_is_inquired_after_at_once_but_the_time_out_counts() -> None:
+def test_who_cannot_be_reached_is_inquired_after_at_once_but_the_time_out_counts():
     made = detector(1)
     made.unreachable(1, 1.0)
     assert asked(made.poll(1.0, lambda suspect: ([2], []))).keys() == {2}
@@ -99,7 +99,7 @@ def test_who_cannot_be_reached_is_inquired_after_at_once_but_the_time_out_counts
     assert made.poll(TIMEOUT_S, nobody) == [Verdict(1, is_dead=True)]
 
 
-def test_the_asked_says_yes_only_to_what_it_hears_anew() -> None:
+def test_the_asked_says_yes_only_to_what_it_hears_anew():
     made = detector(1)
     made.heard(1, 4.0)
     assert made.receive(7, AskLife(1, 5), 4.1, is_linked=True, is_live=True) == []
@@ -107,7 +107,7 @@ def test_the_asked_says_yes_only_to_what_it_hears_anew() -> None:
     assert made.heard(1, 4.6) == [], "an answer is given once"
 
 
-def test_the_asked_says_no_after_its_own_time_out() -> None:
+def test_the_asked_says_no_after_its_own_time_out():
     made = detector(heard_at=4.0)
     made.receive(7, AskLife(1, 5), 9.0, is_linked=True, is_live=True)
     assert made.next_deadline() == 4.0 + TIMEOUT_S
@@ -117,7 +117,7 @@ def test_the_asked_says_no_after_its_own_time_out() -> None:
 
 
 @pytest.mark.parametrize("ending", ["reached", "unreachable", "gone", "deadline"])
-def test_without_a_link_the_asked_seeks_the_suspect(ending: str) -> None:
+def test_without_a_link_the_asked_seeks_the_suspect(ending):
     made = detector()
     assert made.receive(7, AskLife(1, 5), 3.0, is_linked=False, is_live=True) == [Seek(1)]
     made.receive(8, AskLife(1, 2), 3.1, is_linked=False, is_live=True)
@@ -134,7 +134,7 @@ def test_without_a_link_the_asked_seeks_the_suspect(ending: str) -> None:
     assert made.poll(100.0, nobody) == []
 
 
-def test_who_slept_begins_all_waits_anew() -> None:
+def test_who_slept_begins_all_waits_anew():
     made = detector(1, 2)
     made.receive(7, AskLife(2, 5), 3.0, is_linked=True, is_live=True)
     begin_inquiry(made)
@@ -143,7 +143,7 @@ def test_who_slept_begins_all_waits_anew() -> None:
     assert made.next_deadline() == 50.0 + ASKED_AT
 
 
-def test_a_new_link_to_the_asked_carries_the_question_again() -> None:
+def test_a_new_link_to_the_asked_carries_the_question_again():
     made = detector(1)
     question = begin_inquiry(made)[2]
     assert made.link_up(2) == [Send(2, question)]
@@ -152,7 +152,7 @@ def test_a_new_link_to_the_asked_carries_the_question_again() -> None:
     assert made.link_up(9) == []
 
 
-def test_only_the_watched_are_judged() -> None:
+def test_only_the_watched_are_judged():
     made = detector(1, 2)
     made.watch([2, 3], 5.0)
     assert made.watched == {2, 3}
@@ -165,7 +165,7 @@ def test_only_the_watched_are_judged() -> None:
 # --- refused dials -------------------------------------------------------------------------
 
 
-def test_one_of_the_asked_that_stands_still_holds_up_a_confirmed_death_for_a_moment_only() -> None:
+def test_one_of_the_asked_that_stands_still_holds_up_a_confirmed_death_for_a_moment_only():
     made, confirmed_at = detector(1), 1.0 + CONFIRMED_WITHIN * TIMEOUT_S
     made.refused(1, 1.0)
     question = asked(made.poll(1.0, lambda suspect: ([2, 3], [])))[2]
@@ -176,21 +176,21 @@ def test_one_of_the_asked_that_stands_still_holds_up_a_confirmed_death_for_a_mom
     assert made.poll(confirmed_at + 0.01, nobody) == [Verdict(1, is_dead=True)]
 
 
-def test_a_refused_dial_is_death_at_once_where_nobody_is_left_to_ask() -> None:
+def test_a_refused_dial_is_death_at_once_where_nobody_is_left_to_ask():
     made = detector(1)
     made.refused(1, 1.0)
     assert made.next_deadline() == 1.0
     assert made.poll(1.0, nobody) == [Verdict(1, is_dead=True)]
 
 
-def test_the_asked_dials_the_suspect_where_its_link_is_lost_meanwhile() -> None:
+def test_the_asked_dials_the_suspect_where_its_link_is_lost_meanwhile():
     made = detector()
     made.receive(7, AskLife(1, 5), 3.0, is_linked=True, is_live=True)
     assert made.link_lost(1, 3.1) == [Seek(1)]
     assert answered(made.refused(1, 3.2)) == {7: False}
 
 
-def test_of_those_not_known_to_live_nothing_is_heard_and_nothing_kept() -> None:
+def test_of_those_not_known_to_live_nothing_is_heard_and_nothing_kept():
     made = detector()
     for rank in range(1000):
         actions = made.receive(7, AskLife(10 + rank, 5), 3.0, is_linked=False, is_live=False)

@@ -39,7 +39,7 @@ class Watched(dict):
             yield key
 
 
-def test_news_costs_what_is_new_and_not_what_is_known() -> None:
+def test_news_costs_what_is_new_and_not_what_is_known():
     """At the end of a run of n workers n of them say that they are done, one after another."""
     table, n = view(), 1000
     table.merge_all(Member(rank, 0, 1) for rank in range(1, n))
@@ -55,7 +55,7 @@ def test_news_costs_what_is_new_and_not_what_is_known() -> None:
     assert brought_to == table.version
 
 
-def test_higher_incarnation_beats_process_id_beats_status() -> None:
+def test_higher_incarnation_beats_process_id_beats_status():
     ascending = [
         Member(1, incarnation, process_id, status)
         for incarnation in (1, 2)
@@ -70,7 +70,7 @@ def test_higher_incarnation_beats_process_id_beats_status() -> None:
         assert record(table, 1) == newer
 
 
-def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status() -> None:
+def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status():
     table = view()
     table.set_status(Status.DONE)
     assert table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
@@ -80,7 +80,7 @@ def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status(
 
 
 @pytest.mark.parametrize("status", [Status.ALIVE, Status.DEAD])
-def test_a_worker_outbids_another_process_of_its_rank(status: Status) -> None:
+def test_a_worker_outbids_another_process_of_its_rank(status):
     table, other = view(process_id=7, incarnation=1), Member(0, 4, 9, status)
     table.merge(other)
     assert table.own.incarnation == 5
@@ -89,7 +89,7 @@ def test_a_worker_outbids_another_process_of_its_rank(status: Status) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_single_record_takes_the_lives_of_a_rank(rank: int) -> None:
+def test_no_single_record_takes_the_lives_of_a_rank(rank):
     """A record with incarnation 2**64 - 1 killed its victim, and travelled on."""
     table = view()
     table.merge(Member(1, 1, 5))
@@ -97,9 +97,7 @@ def test_no_single_record_takes_the_lives_of_a_rank(rank: int) -> None:
     assert table.merge(Member(rank, 1 + MAX_LEAP, 9))
 
 
-def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever(monkeypatch):
     most = 20
     monkeypatch.setattr("gossipdp.protocol.members.MAX_JOINERS", most)
     table = Membership(Member(0, 1, 7), num_workers=2)
@@ -119,7 +117,7 @@ def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever(
     assert table.merge(Member(2, 1, 9, Status.JOINING))
 
 
-def test_one_that_never_joins_is_forgotten_too_until_it_lives() -> None:
+def test_one_that_never_joins_is_forgotten_too_until_it_lives():
     table = Membership(Member(0, 1, 7), num_workers=2)
     table.merge(Member(5, 0, 5, Status.JOINING))
     table.forget(0.0, 60.0)
@@ -130,7 +128,7 @@ def test_one_that_never_joins_is_forgotten_too_until_it_lives() -> None:
     assert table.live() == (0, 5)
 
 
-def test_news_comes_in_parts() -> None:
+def test_news_comes_in_parts():
     table = view()
     table.merge_all(Member(rank, 0, rank) for rank in (9, 5, 3, 7))
     version = 0
@@ -143,7 +141,7 @@ def test_news_comes_in_parts() -> None:
     assert [member.rank for member in table.news(version)[0]] == [2]
 
 
-def test_live_ranks() -> None:
+def test_live_ranks():
     table = view(rank=2)
     table.merge(Member(0, 1, 1, Status.DEAD))
     table.merge(Member(1, 1, 1, Status.DONE))
@@ -157,7 +155,7 @@ def test_live_ranks() -> None:
     assert table.live() == ()
 
 
-def test_a_joiner_is_known_but_does_not_take_part_before_it_lives() -> None:
+def test_a_joiner_is_known_but_does_not_take_part_before_it_lives():
     table = view()
     table.merge(Member(1, 0, 5, Status.ALIVE))
     table.merge(Member(1, 1, 6, Status.JOINING))
@@ -169,7 +167,7 @@ def test_a_joiner_is_known_but_does_not_take_part_before_it_lives() -> None:
     assert table.declare_dead(2), "its address refuses connections"
 
 
-def test_who_has_left_does_not_come_back() -> None:
+def test_who_has_left_does_not_come_back():
     table = view()
     with pytest.raises(ValueError, match="worker 0 cannot declare itself dead"):
         table.declare_dead(0)
@@ -193,7 +191,7 @@ def test_who_has_left_does_not_come_back() -> None:
         [0, 1, 2, 0, "h", 1, "h", 1, "more"],
     ],
 )
-def test_ill_typed_members_do_not_decode(fields: list[object]) -> None:
+def test_ill_typed_members_do_not_decode(fields):
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Member)
 
@@ -201,7 +199,7 @@ def test_ill_typed_members_do_not_decode(fields: list[object]) -> None:
 # --- progress ------------------------------------------------------------------------------
 
 
-def test_totals_are_over_all_processes_of_all_workers() -> None:
+def test_totals_are_over_all_processes_of_all_workers():
     progress = Progress(0, 11)
     progress.add(samples=32)
     progress.add(samples=32, steps=2)
@@ -211,14 +209,14 @@ def test_totals_are_over_all_processes_of_all_workers() -> None:
     assert progress.others_samples == 30
 
 
-def test_of_its_own_process_a_worker_believes_nobody() -> None:
+def test_of_its_own_process_a_worker_believes_nobody():
     progress = Progress(0, 11)
     progress.add(5)
     assert not progress.merge_all([ProgressEntry(0, 11, 2**53, 2**53)])
     assert progress.total_samples == 5
 
 
-def test_a_stop_is_heard_of_and_not_taken_back() -> None:
+def test_a_stop_is_heard_of_and_not_taken_back():
     stopping, hearing = Progress(0, 11), Progress(1, 12)
     stopping.add(5)
     hearing.merge_all(stopping.news()[0])
@@ -230,7 +228,7 @@ def test_a_stop_is_heard_of_and_not_taken_back() -> None:
     assert hearing.news()[0] == stopping.news()[0] == (ProgressEntry(0, 11, 10, 2, True),)
 
 
-def test_old_news_with_something_new_in_it_takes_nothing_back() -> None:
+def test_old_news_with_something_new_in_it_takes_nothing_back():
     hearing = Progress(1, 12)
     hearing.merge_all([ProgressEntry(0, 11, samples=40, steps=4)])
     hearing.merge_all([ProgressEntry(0, 11, samples=16, steps=2, is_stopped=True)])
@@ -238,7 +236,7 @@ def test_old_news_with_something_new_in_it_takes_nothing_back() -> None:
     assert (hearing.total_samples, hearing.total_steps) == (40, 4)
 
 
-def test_when_a_rank_stepped_last() -> None:
+def test_when_a_rank_stepped_last():
     progress = Progress(0, 11)
     assert progress.stepped_at(1) is None
     progress.merge_all([ProgressEntry(1, 5, 10, 1)], 3.0)
@@ -260,7 +258,7 @@ KNOWN = [
 @pytest.mark.parametrize(
     ("rank", "expected"), [(0, (0, 3)), (1, (1, 1)), (2, (2, 0)), (5, (5, 2)), (None, (6, 0))]
 )
-def test_the_next_life(rank: int | None, expected: tuple[int, int]) -> None:
+def test_the_next_life(rank, expected):
     assert first_incarnation(KNOWN, rank) == expected
 
 
@@ -273,6 +271,6 @@ def test_the_next_life(rank: int | None, expected: tuple[int, int]) -> None:
         ([Member(1, MAX_INCARNATION, 1)], 1, "all its"),
     ],
 )
-def test_what_cannot_join(members: list[Member], rank: int | None, match: str) -> None:
+def test_what_cannot_join(members, rank, match):
     with pytest.raises(ValueError, match=match):
         first_incarnation(members, rank)

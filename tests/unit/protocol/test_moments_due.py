@@ -22,8 +22,8 @@ from gossipdp.protocol.moments_due import MomentsDue
     ],
 )
 def test_one_exchange_in_four_carries_moments_and_more_where_these_are_rare(
-    num_steps: float, comm_rate: float, between: int
-) -> None:
+    num_steps, comm_rate, between
+):
     moments = MomentsDue([4], num_steps)
     number, carrying, due = 0, [], 0.0
     for _ in range(240):
@@ -38,7 +38,7 @@ def test_one_exchange_in_four_carries_moments_and_more_where_these_are_rare(
     assert {after - before for before, after in itertools.pairwise(carrying)} == {between}
 
 
-def test_exchanges_that_peers_asked_for_count_and_each_period_has_its_own_count() -> None:
+def test_exchanges_that_peers_asked_for_count_and_each_period_has_its_own_count():
     moments = MomentsDue([4, 2], math.inf)
     moments.began(())
     assert moments.now() == (2,)

@@ -13,7 +13,7 @@ from gossipdp.protocol.neighbours import REBUILD_INTERVAL_S, Fresh, Neighbourhoo
 
 
 @pytest.mark.parametrize(("degree", "num_left_out"), [(1, 0), (2, 1), (3, 1), (4, 2), (15, 7)])
-def test_fresh_leaves_out_the_most_recent_half(degree: int, num_left_out: int) -> None:
+def test_fresh_leaves_out_the_most_recent_half(degree, num_left_out):
     policy = Fresh(Random(0))
     for peer in range(degree):
         policy.exchanged(peer, initiated=False)
@@ -23,7 +23,7 @@ def test_fresh_leaves_out_the_most_recent_half(degree: int, num_left_out: int) -
     assert set(order) == set(range(degree)) - set(recent)
 
 
-def test_fresh_counts_among_those_that_can_exchange_now() -> None:
+def test_fresh_counts_among_those_that_can_exchange_now():
     policy = Fresh(Random(0))
     for peer in (1, 2, 3, 4):
         policy.exchanged(peer, initiated=True)
@@ -45,7 +45,7 @@ def members(**statuses: Status) -> list[Member]:
     return [Member(int(name[1:]), 0, 1, status) for name, status in statuses.items()]
 
 
-def test_it_begins_with_the_original_graph() -> None:
+def test_it_begins_with_the_original_graph():
     neighbourhood = make()
     assert neighbourhood.rates == RING.neighbours(0)
     assert neighbourhood.alpha_tilde == RING.alpha_tilde
@@ -55,7 +55,7 @@ def test_it_begins_with_the_original_graph() -> None:
 
 
 @pytest.mark.parametrize("status", [Status.DEAD, Status.LEFT, Status.JOINING])
-def test_whoever_does_not_take_part_is_left_out(status: Status) -> None:
+def test_whoever_does_not_take_part_is_left_out(status):
     neighbourhood, view = make(), members(r1=status)
     neighbourhood.review(view)
     rebuilt = neighbourhood.rebuild(view, 5.0, has_ended=False)
@@ -69,7 +69,7 @@ def test_whoever_does_not_take_part_is_left_out(status: Status) -> None:
     assert neighbourhood.worker_rate == pytest.approx(2.0)
 
 
-def test_a_burst_of_deaths_is_followed_once_an_interval() -> None:
+def test_a_burst_of_deaths_is_followed_once_an_interval():
     neighbourhood = make()
     neighbourhood.review(members(r1=Status.DEAD))
     assert neighbourhood.next_deadline() <= 5.0
@@ -80,7 +80,7 @@ def test_a_burst_of_deaths_is_followed_once_an_interval() -> None:
     assert neighbourhood.next_deadline() == math.inf, "as it was"
 
 
-def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere() -> None:
+def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere():
     """Meanwhile another worker dies: what comes of the first set is not taken for the second."""
     results: dict[Hashable, Place] = {}
     asked: list[Hashable] = []
@@ -111,7 +111,7 @@ def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere() -> None:
     assert neighbourhood.next_deadline() == math.inf
 
 
-def test_after_the_exchanges_neighbours_alone_are_worked_out() -> None:
+def test_after_the_exchanges_neighbours_alone_are_worked_out():
     neighbourhood, view = make(), members(r1=Status.LEFT)
     neighbourhood.review(view)
     rebuilt = neighbourhood.rebuild(view, 5.0, has_ended=True)

@@ -20,7 +20,7 @@ from gossipdp.protocol.reduction import GRACE, STALLED_AFTER
 LEFT_OUT_AFTER = STALLED_AFTER + GRACE
 
 
-def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing() -> None:
+def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing():
     machine = worker(0)
     machine.review(view(3))
     machine.partial_landed(1, epoch(1), 0)
@@ -35,7 +35,7 @@ def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing() -> None:
 
 
 @pytest.mark.parametrize("how", ["chunks", "what moves elsewhere", "new epochs"])
-def test_a_leader_under_which_anything_moves_is_not_passed_over(how: str) -> None:
+def test_a_leader_under_which_anything_moves_is_not_passed_over(how):
     machine = worker(1, num_chunks=100)
     machine.review(view(3))
     machine.receive(0, begin(1, 0, 1, 2))
@@ -52,7 +52,7 @@ def test_a_leader_under_which_anything_moves_is_not_passed_over(how: str) -> Non
     assert machine.left_out == {}
 
 
-def test_a_leader_whose_count_stands_still_is_passed_over() -> None:
+def test_a_leader_whose_count_stands_still_is_passed_over():
     machine = worker(1, num_chunks=100)
     machine.review(view(3))
     machine.receive(0, begin(1, 0, 1, 2))
@@ -63,7 +63,7 @@ def test_a_leader_whose_count_stands_still_is_passed_over() -> None:
     assert set(machine.left_out) == {0}
 
 
-def test_a_leader_that_begins_anew_without_end_is_passed_over() -> None:
+def test_a_leader_that_begins_anew_without_end_is_passed_over():
     machine = worker(1)
     machine.review(view(3))
     for number in range(1, MAX_EPOCHS + 3):
@@ -73,7 +73,7 @@ def test_a_leader_that_begins_anew_without_end_is_passed_over() -> None:
     assert f"it began {MAX_EPOCHS} times" in machine.left_out[0]
 
 
-def test_a_leader_waits_for_those_that_train_as_long_as_was_asked() -> None:
+def test_a_leader_waits_for_those_that_train_as_long_as_was_asked():
     machine = worker(1)
     machine.wait_ticks = 100
     machine.review(view(3, worker2=Status.ALIVE))
@@ -83,7 +83,7 @@ def test_a_leader_waits_for_those_that_train_as_long_as_was_asked() -> None:
     assert set(machine.left_out) == {0}
 
 
-def test_who_has_a_leader_begin_anew_again_and_again_is_left_out() -> None:
+def test_who_has_a_leader_begin_anew_again_and_again_is_left_out():
     machine = worker(0)
     machine.review(view(3))
     for number in range(2, 2 * MAX_RESTARTS + 4, 2):
@@ -92,7 +92,7 @@ def test_who_has_a_leader_begin_anew_again_and_again_is_left_out() -> None:
     assert "restart" in machine.left_out[2]
 
 
-def test_a_worker_that_cannot_give_says_so_and_is_left_out() -> None:
+def test_a_worker_that_cannot_give_says_so_and_is_left_out():
     leaf = worker(2)
     leaf.review(view(3))
     leaf.receive(0, begin(1, 0, 1, 2))
@@ -105,7 +105,7 @@ def test_a_worker_that_cannot_give_says_so_and_is_left_out() -> None:
     assert again.left_out == (LeftOut(process(2), "its parameters hold NaN or infinity"),)
 
 
-def test_who_holds_the_result_and_does_not_send_it_is_left_out() -> None:
+def test_who_holds_the_result_and_does_not_send_it_is_left_out():
     machine = worker(1, num_chunks=1)
     machine.review(view(3, worker0=Status.DEAD))
     machine.receive(2, Held(epoch(1, 1), Average(epoch(1), 3, 0.25)))
@@ -113,7 +113,7 @@ def test_who_holds_the_result_and_does_not_send_it_is_left_out() -> None:
     assert set(machine.left_out) == {2}
 
 
-def test_accuser_and_accused_come_last_in_the_next_tree() -> None:
+def test_accuser_and_accused_come_last_in_the_next_tree():
     machine = worker(0)
     machine.review(view(8))
     stalled = begin(1, *range(8))

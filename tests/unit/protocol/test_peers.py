@@ -1,7 +1,5 @@
 """Peers: how long answers and exchanges are waited for, and who is left out meanwhile."""
 
-from collections.abc import Callable
-
 import pytest
 
 from gossipdp.protocol.members import Member, Membership, Progress
@@ -51,7 +49,7 @@ def exchange(peers: Peers, peer: int, now: float = 1.0, **measured: float) -> No
         ([9.0], LONGEST_WAIT * TIMEOUT_S),
     ],
 )
-def test_a_wait_is_a_few_times_the_median_answer(answers_s: list[float], wait_s: float) -> None:
+def test_a_wait_is_a_few_times_the_median_answer(answers_s, wait_s):
     peers = make_peers(1, 2)
     answer(peers, 1, *answers_s)
     assert peers.wait_s(1) == pytest.approx(wait_s)
@@ -60,7 +58,7 @@ def test_a_wait_is_a_few_times_the_median_answer(answers_s: list[float], wait_s:
     assert peers.wait_s(2) == pytest.approx(USUAL_ANSWERS * 0.2)
 
 
-def test_each_withdrawal_doubles_the_wait_until_an_answer_in_time() -> None:
+def test_each_withdrawal_doubles_the_wait_until_an_answer_in_time():
     """So a peer 300 ms away is reached, although its first answers come too late."""
     peers = make_peers(1)
     for count in (1, 2, 4):
@@ -77,7 +75,7 @@ def test_each_withdrawal_doubles_the_wait_until_an_answer_in_time() -> None:
     assert peers.wait_s(1) == pytest.approx(USUAL_ANSWERS * 0.3)
 
 
-def test_the_answer_to_a_withdrawn_proposal_counts_from_that_proposal() -> None:
+def test_the_answer_to_a_withdrawn_proposal_counts_from_that_proposal():
     peers = make_peers(1)
     for number, sent in enumerate((1.0, 1.2, 1.4)):
         peers.proposed(1, ExchangeId(0, 0, number), sent)
@@ -89,9 +87,7 @@ def test_the_answer_to_a_withdrawn_proposal_counts_from_that_proposal() -> None:
 @pytest.mark.parametrize(
     "sign", [lambda peers: peers.says(1, is_closed=False), lambda peers: peers.up(1, 1.0)]
 )
-def test_who_does_not_answer_is_left_out_until_an_answer_or_a_sign_of_life_some_waits_later(
-    sign: Callable[[Peers], None],
-) -> None:
+def test_who_does_not_answer_is_left_out_until_an_answer_or_a_sign_of_life_some_waits_later(sign):
     peers = make_peers(1, 2)
     peers.has_changed = False
     peers.unanswered(1, 1.0)
@@ -106,7 +102,7 @@ def test_who_does_not_answer_is_left_out_until_an_answer_or_a_sign_of_life_some_
     assert peers.can_exchange([1, 2], 1.0) == [1, 2]
 
 
-def test_an_exchange_may_stand_still_for_a_few_of_the_longest_gaps_but_one() -> None:
+def test_an_exchange_may_stand_still_for_a_few_of_the_longest_gaps_but_one():
     peers = make_peers(1, 2)
     assert peers.patience_s(1) == TIMEOUT_S, "nothing is known yet"
     exchange(peers, 1, gap_s=0.001)
@@ -119,7 +115,7 @@ def test_an_exchange_may_stand_still_for_a_few_of_the_longest_gaps_but_one() -> 
     assert peers.patience_s(1) == SHORTEST_GAP_S
 
 
-def test_who_stands_still_rests_twice_as_long_each_time_until_an_exchange_succeeds() -> None:
+def test_who_stands_still_rests_twice_as_long_each_time_until_an_exchange_succeeds():
     peers = make_peers(1, 2)
     exchange(peers, 1)
     rest_s = SHORTEST_GAP_S
@@ -137,7 +133,7 @@ def test_who_stands_still_rests_twice_as_long_each_time_until_an_exchange_succee
     assert peers.can_exchange([1, 2], 900.0 + 16 * TIMEOUT_S) == [1, 2]
 
 
-def test_a_peer_whose_exchanges_take_long_rests_so_that_few_demands_are_lost() -> None:
+def test_a_peer_whose_exchanges_take_long_rests_so_that_few_demands_are_lost():
     peers = make_peers(1, 2)
     for _ in range(8):
         exchange(peers, 2)
@@ -153,7 +149,7 @@ def test_a_peer_whose_exchanges_take_long_rests_so_that_few_demands_are_lost() -
     assert peers.can_exchange([1, 2], 50.0) == [1, 2]
 
 
-def test_nobody_rests_where_all_exchanges_take_long() -> None:
+def test_nobody_rests_where_all_exchanges_take_long():
     peers = make_peers(1, 2)
     for _ in range(4):
         for peer in (1, 2):
@@ -161,7 +157,7 @@ def test_nobody_rests_where_all_exchanges_take_long() -> None:
     assert peers.can_exchange([1, 2], 1.0) == [1, 2]
 
 
-def test_a_visitor_leaves_nothing_behind() -> None:
+def test_a_visitor_leaves_nothing_behind():
     peers = make_peers(1)
     for visitor in range(1000, 1010):
         peers.up(visitor, 0.0)

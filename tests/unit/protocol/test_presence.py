@@ -27,7 +27,7 @@ from gossipdp.protocol.presence import Presence
 # --- deaths --------------------------------------------------------------------------------
 
 
-def test_one_bad_link_kills_nobody_but_is_made_anew() -> None:
+def test_one_bad_link_kills_nobody_but_is_made_anew():
     worker = make_worker(0, 2)
     actions = run(worker, 0.0, 5.2, [0])
     (question,) = [message for message in said(actions, 0) if isinstance(message, AskLife)]
@@ -38,7 +38,7 @@ def test_one_bad_link_kills_nobody_but_is_made_anew() -> None:
     assert worker.neighbours == {0, 2}
 
 
-def test_who_is_asked_of_one_that_refuses_answers_and_asks_nobody() -> None:
+def test_who_is_asked_of_one_that_refuses_answers_and_asks_nobody():
     """Else each witness would ask three more, and all would dial the dead."""
     worker = make_worker(0, 2)
     worker.receive(0, Envelope(AskLife(4, 1)), 0.5)
@@ -47,7 +47,7 @@ def test_who_is_asked_of_one_that_refuses_answers_and_asks_nobody() -> None:
     assert said(run(worker, 0.6, 2.0, [0, 2]), 0) == []
 
 
-def test_a_refusal_of_an_old_address_says_nothing_of_the_new_life() -> None:
+def test_a_refusal_of_an_old_address_says_nothing_of_the_new_life():
     worker = make_worker(0, 2)
     new = Member(2, 1, 99, Status.ALIVE, "10.0.0.1", 5002)
     worker.receive(0, tell(new), 0.5)
@@ -57,7 +57,7 @@ def test_a_refusal_of_an_old_address_says_nothing_of_the_new_life() -> None:
     assert worker.membership.get(2) == new
 
 
-def test_bad_news_of_a_peer_on_a_good_link_leaves_the_link() -> None:
+def test_bad_news_of_a_peer_on_a_good_link_leaves_the_link():
     worker = make_worker(0, 2)
     actions = worker.receive(0, tell(member(2, Status.DEAD)), 0.5)
     assert of_type(actions, Unlink) == []
@@ -69,7 +69,7 @@ def test_bad_news_of_a_peer_on_a_good_link_leaves_the_link() -> None:
     assert worker.neighbours == {0, 2}, "back under a new incarnation"
 
 
-def test_while_held_at_the_start_nobody_is_missed_but_the_linked() -> None:
+def test_while_held_at_the_start_nobody_is_missed_but_the_linked():
     worker = make_worker(0)
     worker.hold(0.0)
     run(worker, 0.0, 20.0, [0])
@@ -139,7 +139,7 @@ def seen(*looks: tuple[Member, float | None, float]) -> list[tuple[str, float, f
     return [(each.kind, each.at_s, each.silent_s) for each in notices]
 
 
-def test_nothing_is_noticed_of_a_run_that_begins() -> None:
+def test_nothing_is_noticed_of_a_run_that_begins():
     # Process id 0 stands for one that is known by its address alone.
     assert kinds(one(process_id=0), one(), one(status=Status.DONE)) == []
     assert kinds(one(), one(status=Status.LEFT)) == []
@@ -147,7 +147,7 @@ def test_nothing_is_noticed_of_a_run_that_begins() -> None:
     assert kinds(one(2, 7, restarts=1)) == []
 
 
-def test_a_loss_and_what_may_follow_it() -> None:
+def test_a_loss_and_what_may_follow_it():
     alive, dead = one(), one(status=Status.DEAD)
     joining = one(1, 7, Status.JOINING, restarts=1)
     again = one(1, 7, restarts=1)
@@ -172,7 +172,7 @@ def test_a_loss_and_what_may_follow_it() -> None:
     ]
 
 
-def test_one_beyond_the_first_workers_joins_and_is_restarted() -> None:
+def test_one_beyond_the_first_workers_joins_and_is_restarted():
     joining, joined = Member(3, 0, 103, Status.JOINING), Member(3, 0, 103)
     again = Member(3, 1, 7, restarts=1)
     assert kinds(joining, joined, again, Member(4, 0, 104)) == [
@@ -183,7 +183,7 @@ def test_one_beyond_the_first_workers_joins_and_is_restarted() -> None:
     ]
 
 
-def test_one_that_was_silent_and_not_missed_answers_again() -> None:
+def test_one_that_was_silent_and_not_missed_answers_again():
     alive = one()
     assert seen(
         (alive, 1.0, 1.0),
@@ -195,7 +195,7 @@ def test_one_that_was_silent_and_not_missed_answers_again() -> None:
     ) == [("silent", 6.0, 5.0), ("answered", 9.0, 8.0), ("silent", 15.0, 5.0)]
 
 
-def test_a_link_that_is_closed_is_no_answer() -> None:
+def test_a_link_that_is_closed_is_no_answer():
     alive = one()
     looks = [(alive, 1.0, 1.0), (alive, 1.0, 6.0), (alive, None, 7.0)]
     assert seen(*looks) == [("silent", 6.0, 5.0)]
@@ -204,7 +204,7 @@ def test_a_link_that_is_closed_is_no_answer() -> None:
     assert seen(*looks, (left, None, 8.0), (left, 9.0, 9.0))[1:] == []
 
 
-def test_an_address_that_answers_is_no_answer_of_a_silent_worker() -> None:
+def test_an_address_that_answers_is_no_answer_of_a_silent_worker():
     """It turned this worker away: whether it exchanges shows once there is a link."""
     watcher = Watcher()
     watcher.look(one(), 1.0, 1.0)
@@ -215,7 +215,7 @@ def test_an_address_that_answers_is_no_answer_of_a_silent_worker() -> None:
     assert watcher.look(one(), None, 8.0) == []
 
 
-def test_one_that_was_lost_answers_again_after_the_whole_silence() -> None:
+def test_one_that_was_lost_answers_again_after_the_whole_silence():
     alive, dead = one(), one(status=Status.DEAD)
     lost = [(alive, 1.0, 1.0), (alive, 1.0, 6.0), (dead, None, 6.5)]
     expected = [("silent", 6.0, 5.0), ("lost", 6.5, 5.5)]
@@ -230,7 +230,7 @@ def test_one_that_was_lost_answers_again_after_the_whole_silence() -> None:
     assert together == [("lost", 6.5, 5.5), ("answered", 9.0, 8.0)]
 
 
-def test_one_that_lived_on_without_a_link_has_an_unknown_silence() -> None:
+def test_one_that_lived_on_without_a_link_has_an_unknown_silence():
     alive, dead = one(), one(status=Status.DEAD)
     unlinked = [(alive, 1.0, 1.0), (alive, None, 2.0)]
     assert seen(*unlinked, (dead, None, 2.5)) == [("lost", 2.5, 1.5)]
@@ -243,14 +243,14 @@ def test_one_that_lived_on_without_a_link_has_an_unknown_silence() -> None:
     assert seen(*silent, (dead, None, 900.0))[1:] == [("lost", 900.0, None)]
 
 
-def test_the_silence_of_a_process_does_not_begin_with_its_predecessor_s() -> None:
+def test_the_silence_of_a_process_does_not_begin_with_its_predecessor_s():
     again, dead = one(1, 7, restarts=1), one(1, 7, Status.DEAD, restarts=1)
     heard = [(one(), 1.0, 1.0), (again, None, 2.0)]
     expected = [("lost", 2.0, 1.0), ("restarted", 2.0, 1.0)]
     assert seen(*heard, (dead, None, 3.0)) == [*expected, ("lost", 3.0, None)]
 
 
-def test_a_new_process_does_not_inherit_the_rest_of_the_former_one() -> None:
+def test_a_new_process_does_not_inherit_the_rest_of_the_former_one():
     watcher = Watcher()
     watcher.look(one(), 1.0, 1.0)
     watcher.peers.stood_still(1, 1.0)
@@ -322,7 +322,7 @@ def rival(incarnation: int = 1) -> Member:
 
 
 @pytest.mark.parametrize("is_higher", [True, False])
-def test_of_two_processes_that_live_the_one_with_the_lower_id_ends(is_higher: bool) -> None:
+def test_of_two_processes_that_live_the_one_with_the_lower_id_ends(is_higher):
     worker = make_worker(0, 2, process_id=499 if is_higher else 501)
     actions = worker.receive(0, tell(rival()), 0.5)
     assert of_type(actions, Reach) == [Reach(1, "10.0.0.9", 4444)]
@@ -333,7 +333,7 @@ def test_of_two_processes_that_live_the_one_with_the_lower_id_ends(is_higher: bo
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
-def test_a_ghost_is_outbid(is_refused: bool) -> None:
+def test_a_ghost_is_outbid(is_refused):
     worker = make_worker(0, 2)
     worker.receive(0, tell(rival()), 0.5)
     if is_refused:
@@ -347,14 +347,14 @@ def test_a_ghost_is_outbid(is_refused: bool) -> None:
     assert worker.pairing.state != Idle()
 
 
-def test_nobody_but_this_worker_listens_where_it_does() -> None:
+def test_nobody_but_this_worker_listens_where_it_does():
     worker = make_worker(0, 2)
     ghost = Member(1, 3, 500, Status.ALIVE, "10.0.0.1", 4001)
     assert of_type(worker.receive(0, tell(ghost), 0.5), Reach) == []
     assert worker.incarnation == 4
 
 
-def test_turned_away_as_outdated_for_the_time_out_it_ends() -> None:
+def test_turned_away_as_outdated_for_the_time_out_it_ends():
     worker = make_worker()
     assert of_type(worker.outdated(0, 10.0), Superseded) == []
     assert of_type(worker.outdated(2, 10.0 + 0.9 * TIMEOUT_S), Superseded) == []
@@ -366,14 +366,14 @@ def test_turned_away_as_outdated_for_the_time_out_it_ends() -> None:
     assert of_type(wanted.outdated(0, 10.0 + TIMEOUT_S), Superseded) == []
 
 
-def test_a_worker_that_has_had_all_its_lives_ends_with_a_clear_reason() -> None:
+def test_a_worker_that_has_had_all_its_lives_ends_with_a_clear_reason():
     worker = make_worker(0, 2, incarnation=MAX_INCARNATION)
     dead = member(1, Status.DEAD, incarnation=MAX_INCARNATION)
     (end,) = of_type(worker.receive(0, tell(dead), 0.5), Superseded)
     assert "had all its lives" in end.reason
 
 
-def test_a_joiner_counts_once_it_has_parameters() -> None:
+def test_a_joiner_counts_once_it_has_parameters():
     joiner = make_worker(rank=6, process_id=900, is_joining=True)
     other = make_worker(0, 2)
     assert joiner.neighbours == frozenset()
@@ -388,7 +388,7 @@ def test_a_joiner_counts_once_it_has_parameters() -> None:
     assert other.neighbours == {0, 2, 6}
 
 
-def test_a_joiner_that_has_parameters_says_so_at_once() -> None:
+def test_a_joiner_that_has_parameters_says_so_at_once():
     joiner = make_worker(0, 2, rank=6, process_id=900, is_joining=True)
     joiner.poll(1.0)  # all links have heard all that there was
     told = {
@@ -400,13 +400,13 @@ def test_a_joiner_that_has_parameters_says_so_at_once() -> None:
     assert told == {0: alive, 2: alive}
 
 
-def test_a_joiner_whose_rank_is_taken_is_told_at_once() -> None:
+def test_a_joiner_whose_rank_is_taken_is_told_at_once():
     joiner = make_worker(0, rank=6, process_id=10, is_joining=True)
     other = Member(6, 0, 11, Status.JOINING, "10.0.0.3", 4000)
     assert len(of_type(joiner.receive(0, tell(other), 0.5), Superseded)) == 1
 
 
-def test_who_asks_for_members_is_told_all() -> None:
+def test_who_asks_for_members_is_told_all():
     worker = make_worker(0, 7)
     worker.step(32, 0.2)
     (answer,) = said(worker.receive(7, Envelope(AskMembers(4)), 0.5), 7)
@@ -416,7 +416,7 @@ def test_who_asks_for_members_is_told_all() -> None:
     assert [entry.samples for entry in answer.progress] == [32]
 
 
-def test_the_end_takes_in_nobody() -> None:
+def test_the_end_takes_in_nobody():
     worker = make_worker(0, 2)
     worker.done(0.1)
     assert not worker.answer_joiner(1).is_ending, "the others still train"

@@ -17,7 +17,7 @@ def started(rate_per_step: float, step_s: float = 1.0) -> tuple[StepClock, float
     return clock, SKIPPED_STEPS * step_s
 
 
-def test_no_tick_before_there_is_a_step_duration() -> None:
+def test_no_tick_before_there_is_a_step_duration():
     clock = StepClock(10.0, Random(0))
     for step in range(SKIPPED_STEPS):
         clock.step(float(step))
@@ -30,7 +30,7 @@ def test_no_tick_before_there_is_a_step_duration() -> None:
     assert math.isfinite(clock.timed_from_step)
 
 
-def test_median_forgets() -> None:
+def test_median_forgets():
     clock, now = started(1.0, step_s=5.0)
     for _ in range(MEDIAN_WINDOW):
         now += 1.0
@@ -38,7 +38,7 @@ def test_median_forgets() -> None:
     assert clock.step_seconds == 1.0
 
 
-def test_ticks_come_due_in_virtual_time() -> None:
+def test_ticks_come_due_in_virtual_time():
     clock, now = started(2.0, step_s=4.0)
     assert clock.next_tick_at(now) == now + 2.0
     assert clock.ticks_due(now + 1.9) == 0
@@ -48,7 +48,7 @@ def test_ticks_come_due_in_virtual_time() -> None:
     assert clock.next_tick_at(now + 5.0) == now + 5.0
 
 
-def test_a_long_step_is_worth_one_unit() -> None:
+def test_a_long_step_is_worth_one_unit():
     clock, now = started(2.0)
     assert clock.ticks_due(now + 1000.0) == 2
     assert clock.next_tick_at(now + 1000.0) is None
@@ -57,7 +57,7 @@ def test_a_long_step_is_worth_one_unit() -> None:
     assert clock.ticks_due(now + 1000.5) == 1
 
 
-def test_next_tick_is_due_when_it_says() -> None:
+def test_next_tick_is_due_when_it_says():
     random = Random(1)
     clock = StepClock(3.0, random)
     now = 0.0
@@ -72,7 +72,7 @@ def test_next_tick_is_due_when_it_says() -> None:
 
 
 @pytest.mark.parametrize("rate_per_step", [0.25, 1.0, 5.0])
-def test_even_ticks_meet_the_rate_whatever_the_durations(rate_per_step: float) -> None:
+def test_even_ticks_meet_the_rate_whatever_the_durations(rate_per_step):
     random = Random(2)
     clock = StepClock(rate_per_step, random)
     num_steps, num_ticks, now = 10_000, 0, 0.0
@@ -85,7 +85,7 @@ def test_even_ticks_meet_the_rate_whatever_the_durations(rate_per_step: float) -
     assert num_ticks == pytest.approx(expected, abs=4 * math.sqrt(expected / 12) + 1)
 
 
-def test_pause_stops_time_and_resume_goes_on() -> None:
+def test_pause_stops_time_and_resume_goes_on():
     clock, now = started(2.0)
     clock.pause(now + 0.4)
     assert clock.ticks_due(now + 50.0) == 0
@@ -99,7 +99,7 @@ def test_pause_stops_time_and_resume_goes_on() -> None:
     assert clock.ticks_due(now + 101.0) == 2
 
 
-def test_set_rate_stretches_what_remains() -> None:
+def test_set_rate_stretches_what_remains():
     clock, now = started(1.0)
     clock.set_rate(2.0)
     assert clock.next_tick_at(now) == now + 0.5
@@ -111,6 +111,6 @@ def test_set_rate_stretches_what_remains() -> None:
 
 
 @pytest.mark.parametrize("rate_per_step", [-1.0, math.nan, math.inf])
-def test_bad_rates_are_refused(rate_per_step: float) -> None:
+def test_bad_rates_are_refused(rate_per_step):
     with pytest.raises(ValueError, match="rate_per_step"):
         StepClock(rate_per_step, Random(0))

@@ -31,18 +31,18 @@ def ask_others(worker: WorkerProtocol, now: float) -> Proposing:
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
-def test_bad_timeouts_are_refused(timeout_s: float) -> None:
+def test_bad_timeouts_are_refused(timeout_s):
     with pytest.raises(ValueError, match="timeout_s"):
         make_worker(timeout_s=timeout_s)
 
 
-def test_gain_follows_the_method() -> None:
+def test_gain_follows_the_method():
     constants = Constants.of(build_graph("ring", 6))
     assert make_worker().alpha_tilde == constants.alpha_tilde
     assert make_worker(method="gossip").alpha_tilde == 0.5
 
 
-def test_only_linked_neighbours_are_available() -> None:
+def test_only_linked_neighbours_are_available():
     worker = make_worker()
     assert worker.pairing.available == {}
     worker.link_up(0, 0.0)
@@ -53,7 +53,7 @@ def test_only_linked_neighbours_are_available() -> None:
     assert worker.pairing.available == {}
 
 
-def test_who_is_no_neighbour_is_answered_too() -> None:
+def test_who_is_no_neighbour_is_answered_too():
     worker = make_worker(0, 2)
     worker.link_up(3, 0.0)
     actions = worker.receive(3, ask(3), 0.1)
@@ -61,7 +61,7 @@ def test_who_is_no_neighbour_is_answered_too() -> None:
     assert any(isinstance(action, Begin) for action in actions)
 
 
-def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_anew() -> None:
+def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_anew():
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)
     worker.finished(ExchangeId(0, 0, 1), 0.2)
@@ -79,7 +79,7 @@ def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_
     assert worker.pairing.available.keys() == {0, 2}
 
 
-def test_a_new_link_aborts_the_exchange_of_the_old_one() -> None:
+def test_a_new_link_aborts_the_exchange_of_the_old_one():
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)
     actions = worker.link_up(0, 0.2)
@@ -87,7 +87,7 @@ def test_a_new_link_aborts_the_exchange_of_the_old_one() -> None:
     assert worker.pairing.state == Idle()
 
 
-def test_heartbeats_on_every_quiet_link() -> None:
+def test_heartbeats_on_every_quiet_link():
     worker = make_worker(0, 2)
     assert worker.next_deadline(0.0) <= TIMEOUT_S / 10
     worker.poll(0.1)
@@ -98,7 +98,7 @@ def test_heartbeats_on_every_quiet_link() -> None:
     assert worker.next_deadline(due) == due + TIMEOUT_S / 10
 
 
-def test_a_silent_peer_is_neither_chosen_nor_waited_for() -> None:
+def test_a_silent_peer_is_neither_chosen_nor_waited_for():
     worker = make_worker(0, 2)
     first = ask_others(worker, 0.1)
     other = 2 - first.peer
@@ -112,7 +112,7 @@ def test_a_silent_peer_is_neither_chosen_nor_waited_for() -> None:
     assert first.peer in worker.pairing.available
 
 
-def test_who_does_not_answer_is_left_out_until_it_does_and_keeps_its_link() -> None:
+def test_who_does_not_answer_is_left_out_until_it_does_and_keeps_its_link():
     worker = make_worker(0, 2)
     first = ask_others(worker, 0.1)
     other = 2 - first.peer
@@ -125,7 +125,7 @@ def test_who_does_not_answer_is_left_out_until_it_does_and_keeps_its_link() -> N
     assert worker.pairing.available.keys() == {0, 2}
 
 
-def test_a_free_that_is_not_answered_keeps_nobody_else_waiting() -> None:
+def test_a_free_that_is_not_answered_keeps_nobody_else_waiting():
     worker = make_worker(0, 2)
     id = ask(0).message.id
     worker.receive(0, ask(0), 0.1)
@@ -139,7 +139,7 @@ def test_a_free_that_is_not_answered_keeps_nobody_else_waiting() -> None:
     assert worker.pairing.available.keys() == {0}
 
 
-def test_a_closed_worker_is_left_out_until_it_frees() -> None:
+def test_a_closed_worker_is_left_out_until_it_frees():
     worker = make_worker(0, 2)
     first = ask_others(worker, 0.1)
     worker.receive(first.peer, Envelope(Busy(first.id, is_closed=True)), 0.11)
@@ -150,7 +150,7 @@ def test_a_closed_worker_is_left_out_until_it_frees() -> None:
     assert worker.pairing.available.keys() == {0, 2}
 
 
-def test_who_is_asked_less_than_its_half_asks_more() -> None:
+def test_who_is_asked_less_than_its_half_asks_more():
     """Its neighbours make no step, so they ask for nothing; each answers at once."""
     worker, num_exchanges, now = make_worker(0, 2), 0, 0.0
     for step in range(1, 201):
@@ -165,7 +165,7 @@ def test_who_is_asked_less_than_its_half_asks_more() -> None:
     assert num_exchanges == pytest.approx(160, abs=8)
 
 
-def test_the_dead_and_departed_are_not_available_but_the_done_are() -> None:
+def test_the_dead_and_departed_are_not_available_but_the_done_are():
     for status, is_available in [
         (Status.ALIVE, True),
         (Status.DONE, True),
@@ -177,7 +177,7 @@ def test_the_dead_and_departed_are_not_available_but_the_done_are() -> None:
         assert (0 in worker.pairing.available) is is_available
 
 
-def test_news_is_told_once_a_link_and_anew_on_a_new_one() -> None:
+def test_news_is_told_once_a_link_and_anew_on_a_new_one():
     worker = make_worker()
     (hello,) = worker.link_up(0, 0.0)
     assert isinstance(hello, Send)
@@ -189,14 +189,14 @@ def test_news_is_told_once_a_link_and_anew_on_a_new_one() -> None:
     assert [known.rank for known in hello.message.members] == list(range(6))
 
 
-def test_for_whom_there_is_no_link_no_news_is_gathered() -> None:
+def test_for_whom_there_is_no_link_no_news_is_gathered():
     """The leader of an average of n says the same to all of them, before it is linked to any."""
     worker = make_worker()
     worker.receive(0, Envelope(Heartbeat(), (member(3),)), 1.0)
     assert worker.peers.wrap(5, Heartbeat(), 1.0) == Send(5, Envelope(Heartbeat()))
 
 
-def test_news_does_not_wait_for_the_heartbeat() -> None:
+def test_news_does_not_wait_for_the_heartbeat():
     worker = make_worker(0, 2)
     run(worker, 0.0, 1.0, {0, 2})
     actions = worker.receive(0, Envelope(Heartbeat(), (member(3, Status.DONE),)), 1.0)
@@ -208,7 +208,7 @@ def test_news_does_not_wait_for_the_heartbeat() -> None:
     assert (member(3, Status.DONE),) in told
 
 
-def test_own_progress_is_told_with_each_message_that_of_others_four_times_a_second() -> None:
+def test_own_progress_is_told_with_each_message_that_of_others_four_times_a_second():
     worker = make_worker(0, 2)
     own, of_others = [], []
     for tenth in range(1, 31):
@@ -226,7 +226,7 @@ def test_own_progress_is_told_with_each_message_that_of_others_four_times_a_seco
     assert of_others[-1] > 100
 
 
-def test_method_none_answers_busy_and_never_asks() -> None:
+def test_method_none_answers_busy_and_never_asks():
     worker = make_worker(0, 2, method="none")
     for step in range(100):
         worker.step(1, step * 0.01)
@@ -237,7 +237,7 @@ def test_method_none_answers_busy_and_never_asks() -> None:
     assert isinstance(said(worker.receive(0, ask(0, 2), 1.4))[0], Busy)
 
 
-def test_hold_and_release() -> None:
+def test_hold_and_release():
     worker = make_worker(0, 2)
     state = ask_others(worker, 0.1)
     worker.hold(0.2)
@@ -252,7 +252,7 @@ def test_hold_and_release() -> None:
     assert not worker.clock.is_paused
 
 
-def test_done_asks_no_more_but_answers() -> None:
+def test_done_asks_no_more_but_answers():
     worker = make_worker(0, 2)
     worker.receive(0, Envelope(Heartbeat(), (member(0),)), 0.1)
     worker.done(0.1)
@@ -263,7 +263,7 @@ def test_done_asks_no_more_but_answers() -> None:
     assert isinstance(worker.pairing.state, Exchanging)
 
 
-def test_done_is_announced_once_its_own_proposal_is_settled() -> None:
+def test_done_is_announced_once_its_own_proposal_is_settled():
     worker = make_worker(0, 2)
     worker.receive(0, Envelope(Heartbeat(), (member(0),)), 0.1)  # who trains, and is waited for
     state = ask_others(worker, 0.1)

@@ -25,7 +25,7 @@ from gossipdp.protocol.worker import WorkerProtocol
 # --- exchanges that stand still, and what breaks the rules --------------------------------
 
 
-def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives() -> None:
+def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives():
     """A peer that accepts and then sends only heartbeats once held both ends for ever."""
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 1.0)
@@ -39,7 +39,7 @@ def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives() -> N
     assert worker.peers.live == {2}, "its link is closed"
 
 
-def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer() -> None:
+def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer():
     """Else it could ask again at once, and hold a worker for all of its time."""
     worker, now, held_s = make_worker(0, 2), 1.0, 0.0
     for counter in range(1, 1000):
@@ -58,7 +58,7 @@ def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer() -> None:
     assert held_s < 0.1 * now
 
 
-def test_an_epoch_out_of_all_order_closes_the_link() -> None:
+def test_an_epoch_out_of_all_order_closes_the_link():
     worker = make_worker(0, 2)
     epoch = Epoch(2**40, 0, 7)
     actions = worker.receive(2, Envelope(NewerEpoch(epoch)), 0.2)
@@ -90,7 +90,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("first", INPUTS)
-def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
+def test_who_slept_blames_nobody_whatever_it_is_told_first(first):
     worker = make_worker(0, 2)
     run(worker, 0.0, 4.0, [0, 2])
     worker.receive(0, ask(0), 4.0)
@@ -117,13 +117,13 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
     assert notice.silent_s == pytest.approx(3600.0, abs=0 if is_input else TIMEOUT_S)
 
 
-def test_a_pause_that_nobody_could_notice_is_no_standstill() -> None:
+def test_a_pause_that_nobody_could_notice_is_no_standstill():
     worker = make_worker(0, 2)
     run(worker, 0.0, 4.0, [0, 2])
     assert of_type(worker.poll(4.0 + 0.9 * TIMEOUT_S), Notice) == []
 
 
-def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for() -> None:
+def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for():
     """Or a long quiet time would look like a stall."""
     worker = make_worker(*(), is_joining=True)
     now = 0.0
@@ -134,7 +134,7 @@ def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for() -> Non
         now = due
 
 
-def test_poison_answers_busy_and_gives_nothing() -> None:
+def test_poison_answers_busy_and_gives_nothing():
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)
     abort, stop = worker.poisoned(0.5)[:2]
@@ -148,7 +148,7 @@ def test_poison_answers_busy_and_gives_nothing() -> None:
 # --- a training loop that hangs ------------------------------------------------------------
 
 
-def test_the_average_goes_on_without_one_whose_training_hangs() -> None:
+def test_the_average_goes_on_without_one_whose_training_hangs():
     """Its gossip thread beats, so that nothing else ends the wait for it."""
     worker = make_worker(0, 2)
     worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
@@ -177,7 +177,7 @@ def crowd(count: int, status: Status = Status.ALIVE) -> list[Member]:
     ]
 
 
-def test_news_of_a_thousand_travels_in_parts_that_all_arrive() -> None:
+def test_news_of_a_thousand_travels_in_parts_that_all_arrive():
     worker, other = make_worker(2), make_worker(1, rank=2, process_id=72)
     many = crowd(1000, Status.JOINING)  # no graph of a thousand, which takes seconds
     worker.membership.merge_all(many)
@@ -196,7 +196,7 @@ def test_news_of_a_thousand_travels_in_parts_that_all_arrive() -> None:
     assert len(other.membership.members()) == 1006
 
 
-def test_a_joiner_is_told_of_the_living_of_thousands_in_one_message() -> None:
+def test_a_joiner_is_told_of_the_living_of_thousands_in_one_message():
     worker = make_worker(0, 2)
     many = crowd(3000)
     worker.membership.merge_all(many)

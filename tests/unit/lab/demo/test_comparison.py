@@ -38,14 +38,14 @@ def run(waits: float, until_s: float = 4.0) -> RunLog:
     return RunLog({0: worker(0, waits, until_s), 1: worker(1, 0.0, until_s)})
 
 
-def test_a_training_ends_with_its_last_step() -> None:
+def test_a_training_ends_with_its_last_step():
     assert worker(0, 0.0).trained_s == 4.0
     assert Compared("a", run(0.5), 2.0).train_seconds == 4.0
     assert Compared("a", run(0.5), 2.0).waiting == pytest.approx(0.25)
     assert WorkerLog(worker(0, 0.0).start).trained_s == 0.0
 
 
-def test_the_share_that_a_worker_waited() -> None:
+def test_the_share_that_a_worker_waited():
     edges, shares = waiting_shares(worker(0, waits=0.75), piece_s=1.5)
     assert list(edges) == [0.0, 1.5, 3.0, 4.0]
     assert list(shares) == pytest.approx([0.75] * 3)
@@ -54,7 +54,7 @@ def test_the_share_that_a_worker_waited() -> None:
     assert list(longer) == [1.0] * 3
 
 
-def test_the_loss_is_the_mean_of_the_workers_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_the_mean_of_the_workers_batches(monkeypatch):
     monkeypatch.setattr(comparison, "NUM_POINTS", 2)
     slow = worker(1, 0.0)
     fewer = tuple(
@@ -70,7 +70,7 @@ def test_the_loss_is_the_mean_of_the_workers_batches(monkeypatch: pytest.MonkeyP
     assert loss_curve(RunLog({0: WorkerLog(slow.start)})) == []
 
 
-def test_a_killed_worker_is_away_until_it_trains_again() -> None:
+def test_a_killed_worker_is_away_until_it_trains_again():
     killed = dataclasses.replace(
         worker(0, 0.0, until_s=8.0),
         processes=((0.0, 2.1), (3.0, 5.2), (5.6, 9.0)),

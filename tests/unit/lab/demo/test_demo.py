@@ -19,7 +19,7 @@ from gossipdp_lab.demo.training import (
 from gossipdp_lab.tasks import WORKLOADS
 
 
-def test_the_names_are_those_of_the_library() -> None:
+def test_the_names_are_those_of_the_library():
     hints = get_type_hints(DemoArguments)
     names, _ = get_args(hints["workload"])
     assert get_args(names) == tuple(WORKLOADS) == tuple(DEFAULT_SAMPLES)
@@ -55,7 +55,7 @@ def summary_of(results: list[WorkerResult], **options: Any) -> dict[str, Any]:
     return summarize(arguments, {"test_accuracy": 0.98}, results, configuration_of(arguments, 32))
 
 
-def test_the_results_have_the_documented_keys() -> None:
+def test_the_results_have_the_documented_keys():
     summary = summary_of(make_results(2))
     assert set(summary) == {
         "test_accuracy",
@@ -83,7 +83,7 @@ def test_the_results_have_the_documented_keys() -> None:
     json.dumps(summary)
 
 
-def test_the_configuration_says_what_was_asked_for() -> None:
+def test_the_configuration_says_what_was_asked_for():
     plain = configuration_of(DemoArguments(output=Path("somewhere")), 32)
     assert plain == {
         "workload": "digits",
@@ -103,7 +103,7 @@ def test_the_configuration_says_what_was_asked_for() -> None:
     assert {**timed, "samples": 128_000} == {**plain, "seconds": 9.0, "least_seconds": 9.0}
 
 
-def test_a_worker_that_was_killed_has_results_but_no_model() -> None:
+def test_a_worker_that_was_killed_has_results_but_no_model():
     results = make_results(3, killed=[0])
     assert [result.rank for result in averaged_together(results)] == [1, 2]
     summary = summary_of(results)
@@ -112,7 +112,7 @@ def test_a_worker_that_was_killed_has_results_but_no_model() -> None:
     assert summary["consensus_distance"] == 0.01
 
 
-def test_one_that_came_too_late_does_not_hold_the_average() -> None:
+def test_one_that_came_too_late_does_not_hold_the_average():
     results = make_results(3)
     results[0] = replace(results[0], average_digest="cd")
     assert [result.rank for result in averaged_together(results)] == [1, 2]
@@ -120,7 +120,7 @@ def test_one_that_came_too_late_does_not_hold_the_average() -> None:
         averaged_together(make_results(3, killed=range(3)))
 
 
-def test_the_run_outlasts_its_faults_unless_its_samples_are_given() -> None:
+def test_the_run_outlasts_its_faults_unless_its_samples_are_given():
     assert DemoArguments().least_s == 0
     assert DemoArguments(faults="kill 0 at 50s").least_s > 51
     assert DemoArguments(faults="stop 70s 0 at 5s").least_s > 76
@@ -128,7 +128,7 @@ def test_the_run_outlasts_its_faults_unless_its_samples_are_given() -> None:
     assert DemoArguments(faults="kill 0 at 50s", seconds=9.0).least_s == 9.0
 
 
-def test_a_worker_that_did_not_come_back_is_named() -> None:
+def test_a_worker_that_did_not_come_back_is_named():
     fault = {"rank": 2, "kind": "kill", "at_s": 5.04, "detected_s": {}, "rejoined_s": None}
     assert not_back([fault]) == ["worker 2, killed at 5.0 s, did not come back"]
     others = {**fault, "rejoined_s": 1.0}, {**fault, "kind": "stop"}, {**fault, "missed": "no"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from gossipdp_lab.report.run_log import RunLog
 BETTER = Verdict("a2cid2", 40.0, 1, 12_000, 36_000, 3.0, 2.7)
 
 
-def test_the_verdict_in_one_sentence() -> None:
+def test_the_verdict_in_one_sentence():
     assert str(BETTER) == (
         "In 40 s a2cid2 trained on 36,000 samples, although 1 worker was killed in its run alone, "
         "3.0 times as many as all-reduce (12,000), and its model is 10.0% better: 2.700 and 3.000 "
@@ -48,19 +47,19 @@ def test_the_verdict_in_one_sentence() -> None:
         ({"num_kills": 0}, "trained on 36,000 samples, 3.0 times as many"),
     ],
 )  # fmt: skip
-def test_the_words_follow_from_the_figures(figures: dict[str, Any], words: str) -> None:
+def test_the_words_follow_from_the_figures(figures, words):
     assert words in str(replace(BETTER, **figures))
 
 
 @pytest.mark.parametrize("share", [-1, 1])
-def test_the_limit_of_a_model_that_is_as_good(share: int) -> None:
+def test_the_limit_of_a_model_that_is_as_good(share):
     at = replace(BETTER, gossip_loss=BETTER.allreduce_loss * (1 + share * 0.999 * AS_GOOD))
     beyond = replace(BETTER, gossip_loss=BETTER.allreduce_loss * (1 + share * 1.001 * AS_GOOD))
     assert "as good" in str(at)
     assert "as good" not in str(beyond)
 
 
-def test_the_two_trainings_differ_in_method_place_and_kills_alone(tmp_path: Path) -> None:
+def test_the_two_trainings_differ_in_method_place_and_kills_alone(tmp_path):
     arguments = DemoArguments(compare=True, method="gossip", output=tmp_path, seed=3)
     allreduce, gossip = both(arguments).values()
     assert (allreduce.method, gossip.method) == ("allreduce", "gossip")
@@ -79,7 +78,7 @@ def test_the_two_trainings_differ_in_method_place_and_kills_alone(tmp_path: Path
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
-def test_three_workers_are_slow_in_turn_and_never_two_at_once(num_workers: int) -> None:
+def test_three_workers_are_slow_in_turn_and_never_two_at_once(num_workers):
     *slow, kill = FaultPlan.parse(default_faults(num_workers, 30.0), num_workers).clauses
     assert [(each.kind, each.time_s, each.for_s) for each in slow] == [
         ("slow", start_s, 10.0) for start_s in (0.0, 10.0, 20.0)
@@ -88,7 +87,7 @@ def test_three_workers_are_slow_in_turn_and_never_two_at_once(num_workers: int) 
     assert (kill.kind, kill.rank, kill.time_s) == ("kill", 0, 15.0)
 
 
-def test_own_faults_replace_all_and_kill_by_gossip_alone() -> None:
+def test_own_faults_replace_all_and_kill_by_gossip_alone():
     arguments = DemoArguments(compare=True, faults="stop 1s 1 at 3s; kill 1 at 9s", seconds=20.0)
     allreduce, gossip = both(arguments).values()
     assert (allreduce.faults, gossip.faults) == ("stop 1s 1 at 3s", arguments.faults)
@@ -97,7 +96,7 @@ def test_own_faults_replace_all_and_kill_by_gossip_alone() -> None:
     assert only_kills["allreduce"].faults is None
 
 
-def test_only_kills_that_happened_are_counted() -> None:
+def test_only_kills_that_happened_are_counted():
     def training(loss: float, samples: int, *faults: dict[str, Any]) -> Training:
         summary = {"bits": loss, "samples": samples, "faults": faults}
         return Training("bits", RunLog({}), [], summary, [])

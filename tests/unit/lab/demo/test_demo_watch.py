@@ -18,7 +18,7 @@ def least_s(text: str, *, restart: bool = False) -> float:
     return least_duration_s(FaultPlan.parse(text), restart=restart)
 
 
-def test_the_run_is_longer_than_its_faults_and_what_they_bring() -> None:
+def test_the_run_is_longer_than_its_faults_and_what_they_bring():
     assert least_duration_s(FaultPlan(), restart=False) == 0
     assert least_s("slow 4x 2") == 0
     assert least_s("slow 4x 2 at 3s for 4s") > 8
@@ -42,7 +42,7 @@ def write_log(directory: Path, rank: int, began_s: float, *notices: tuple[int, s
             log.notice(*notice)
 
 
-def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path: Path) -> None:
+def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path):
     write_log(tmp_path, 0, 100.0)
     write_log(tmp_path, 1, 101.0, (0, "lost", 103.0), (0, "lost", 105.25), (0, "restarted", 107.05))
     # This one came back later: to it all others are new.
@@ -78,7 +78,7 @@ def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path: Pat
     ]
 
 
-def test_workers_that_were_away_need_not_notice(tmp_path: Path) -> None:
+def test_workers_that_were_away_need_not_notice(tmp_path):
     write_log(tmp_path, 0, 100.0)
     write_log(tmp_path, 1, 101.0, (0, "lost", 106.1), (2, "silent", 110.5), (2, "lost", 111.0))
     write_log(tmp_path, 2, 102.0)
@@ -89,7 +89,7 @@ def test_workers_that_were_away_need_not_notice(tmp_path: Path) -> None:
     assert stop["rejoined_s"] is kill["rejoined_s"] is None
 
 
-def test_a_notice_belongs_to_the_last_fault_of_its_worker(tmp_path: Path) -> None:
+def test_a_notice_belongs_to_the_last_fault_of_its_worker(tmp_path):
     write_log(tmp_path, 0, 100.0)
     write_log(tmp_path, 1, 101.0, (0, "lost", 109.25), (0, "restarted", 111.0))
     write_log(tmp_path, 2, 102.0)
@@ -129,7 +129,7 @@ def make_view(directory: Path, clock: Clock, *, terminal: bool) -> tuple[LiveVie
     ), output
 
 
-def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_lines_where_there_is_no_terminal(tmp_path):
     clock = Clock()
     view, output = make_view(tmp_path, clock, terminal=False)
     with view:
@@ -148,7 +148,7 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert "loss 0.5000" in second
 
 
-def test_the_table_of_top_in_a_terminal(tmp_path: Path) -> None:
+def test_the_table_of_top_in_a_terminal(tmp_path):
     clock = Clock()
     view, output = make_view(tmp_path, clock, terminal=True)
     with view:
@@ -169,7 +169,7 @@ def test_the_table_of_top_in_a_terminal(tmp_path: Path) -> None:
     assert "where" not in text, "no worker has a status port here"
 
 
-def test_a_worker_that_waits_for_the_others_averages(tmp_path: Path) -> None:
+def test_a_worker_that_waits_for_the_others_averages(tmp_path):
     clock = Clock()
     view, output = make_view(tmp_path, clock, terminal=False)
     with view:
@@ -187,7 +187,7 @@ def test_a_worker_that_waits_for_the_others_averages(tmp_path: Path) -> None:
     assert "2 workers: 1 averaging, 1 left · 120 of 100 samples" in output.getvalue()
 
 
-def test_the_dead_and_the_silent_are_shown(tmp_path: Path) -> None:
+def test_the_dead_and_the_silent_are_shown(tmp_path):
     clock = Clock()
     view, output = make_view(tmp_path, clock, terminal=False)
     log_steps(tmp_path, clock, 1)

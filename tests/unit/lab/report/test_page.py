@@ -144,7 +144,7 @@ def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) ->
     return RunLog(workers)
 
 
-def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
+def test_the_page_is_whole_and_refers_to_nothing_outside():
     text = render(a_run(), "runs/<ring>")
     page = Page(text)
     assert [each for each in page.ids if each in SECTIONS] == SECTIONS
@@ -156,7 +156,7 @@ def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
     assert page.counts["svg"] == 4
 
 
-def test_no_drawing_holds_nan() -> None:
+def test_no_drawing_holds_nan():
     page = Page(render(a_run(), "run"))
     for each in [*page.numbers, *page.data[:-1]]:
         assert not re.search(r"nan|inf", each, re.I), each
@@ -165,7 +165,7 @@ def test_no_drawing_holds_nan() -> None:
     assert sum("lines" in each for each in data) == 2
 
 
-def test_the_page_describes_the_run() -> None:
+def test_the_page_describes_the_run():
     words = Page(render(a_run(), "run")).words
     for expected in (
         "ring <4>",
@@ -190,13 +190,13 @@ def test_the_page_describes_the_run() -> None:
         (a_run(70), "The first 64 of 70 workers"),
     ],
 )
-def test_missing_data_are_named(run_log: RunLog, expected: str) -> None:
+def test_missing_data_are_named(run_log, expected):
     page = Page(render(run_log, "run"))
     assert expected in page.words
     assert [each for each in page.ids if each in SECTIONS] == SECTIONS
 
 
-def test_a_run_that_ended_before_its_first_record() -> None:
+def test_a_run_that_ended_before_its_first_record():
     first = a_run(1).workers[0]
     bare = WorkerLog(first.start)
     words = Page(render(RunLog({0: bare}), "run")).words
@@ -204,7 +204,7 @@ def test_a_run_that_ended_before_its_first_record() -> None:
     assert "Without an end in the log: worker 0" in words
 
 
-def test_a_worker_that_joined_without_a_log_here_is_named() -> None:
+def test_a_worker_that_joined_without_a_log_here_is_named():
     log = a_run(2)
     first = log.workers[0]
     joined = replace(first.counts[-1], exchanges_by_neighbour={1: 240, 2: 9})
@@ -214,7 +214,7 @@ def test_a_worker_that_joined_without_a_log_here_is_named() -> None:
     assert "0 – 2: 9 exchanges" in words
 
 
-def test_a_run_that_one_worker_began_and_another_joined() -> None:
+def test_a_run_that_one_worker_began_and_another_joined():
     log = a_run(2)
     for rank, worker in log.workers.items():
         start = replace(worker.start, num_workers=1)
@@ -226,7 +226,7 @@ def test_a_run_that_one_worker_began_and_another_joined() -> None:
     assert "2 workers" in words
 
 
-def test_a_run_without_duration() -> None:
+def test_a_run_without_duration():
     workers = a_run(2).workers
     steps = CountsRecord(0.0, gradient_steps=10)
     bare = {
@@ -237,7 +237,7 @@ def test_a_run_without_duration() -> None:
     assert "No exchanges." in Page(render(RunLog(bare), "run")).words
 
 
-def test_time_is_shared_out_whole() -> None:
+def test_time_is_shared_out_whole():
     view = RunView(a_run())
     for rank in view.ranks:
         spans = view.spans(rank)
@@ -254,7 +254,7 @@ def test_time_is_shared_out_whole() -> None:
     assert waiting_s == pytest.approx(0.9 + 0.6, abs=0.11)
 
 
-def test_a_long_gradient_step_is_no_pause() -> None:
+def test_a_long_gradient_step_is_no_pause():
     """Steps of a second, records five times as often, and ten seconds of something else."""
     first = a_run(1).workers[0]
     records = []
@@ -310,9 +310,7 @@ KILLED = ProcessEndRecord(4.1, "died of signal 9 (SIGKILL)")
         (LOST, {"end": EndRecord(13.0, 1, 1)}, "it came to the end of the run"),
     ],
 )
-def test_what_became_of_one_that_fell_silent_is_named_where_it_is_known(
-    notices: tuple[tuple[str, float, float | None], ...], changes: dict[str, object], known: str
-) -> None:
+def test_what_became_of_one_that_fell_silent_is_named_where_it_is_known(notices, changes, known):
     view = lost_one(*notices, **changes)
     silent, lost, *_ = (event for event in view.events if event.rank == 1)
     assert view.known_of(silent) == "", "more is known of its loss"
@@ -322,7 +320,7 @@ def test_what_became_of_one_that_fell_silent_is_named_where_it_is_known(
     assert "hangs" not in words
 
 
-def test_a_worker_without_an_end_is_shown_with_what_is_known() -> None:
+def test_a_worker_without_an_end_is_shown_with_what_is_known():
     def unended(**changes: object) -> str:
         words = " ".join(Page(render(lost_one(*LOST, **changes).log, "run")).words.split())
         return words.partition("Without an end in the log: ")[2].partition(".")[0]
@@ -360,7 +358,7 @@ def two_lives(directory: Path) -> None:
             log.close()
 
 
-def test_time_in_which_no_worker_ran_is_no_run_time(tmp_path: Path) -> None:
+def test_time_in_which_no_worker_ran_is_no_run_time(tmp_path):
     two_lives(tmp_path)
     run_log = RunLog.read(tmp_path)
     view = RunView(run_log)
@@ -387,7 +385,7 @@ def test_time_in_which_no_worker_ran_is_no_run_time(tmp_path: Path) -> None:
             assert after.start_s == pytest.approx(before.end_s)
 
 
-def test_a_run_that_somebody_carried_on_was_not_paused(tmp_path: Path) -> None:
+def test_a_run_that_somebody_carried_on_was_not_paused(tmp_path):
     two_lives(tmp_path)
     log = RunLog.read(tmp_path)
     log.workers[1] = dataclasses.replace(log.workers[1], processes=((0.0, 127.0),))
@@ -395,7 +393,7 @@ def test_a_run_that_somebody_carried_on_was_not_paused(tmp_path: Path) -> None:
     assert RunView(log).duration_s == pytest.approx(128)
 
 
-def test_a_record_that_was_lost_moves_no_other() -> None:
+def test_a_record_that_was_lost_moves_no_other():
     log = a_run(2)
     worker = log.workers[0]
     log.workers[0] = dataclasses.replace(worker, counts=worker.counts[1:])
@@ -424,7 +422,7 @@ def goodput_run(**ends: bool) -> RunLog:
     return log
 
 
-def test_goodput_counts_absence_and_not_what_came_before_the_first_step() -> None:
+def test_goodput_counts_absence_and_not_what_came_before_the_first_step():
     view = RunView(goodput_run())
     # From the first record, at 0.2 s, to the last, at 12 s; of worker 1 nineteen are missing.
     num_records = len(view.workers[1].counts)
@@ -437,21 +435,21 @@ def test_goodput_counts_absence_and_not_what_came_before_the_first_step() -> Non
     assert f"{(1 - expected) * 23.6 / 2:.1f} s lost a fault, of 2" in words
 
 
-def test_a_worker_that_died_for_good_loses_time_until_the_others_end() -> None:
+def test_a_worker_that_died_for_good_loses_time_until_the_others_end():
     view = RunView(goodput_run(is_dead=True))
     # The last record of the other is a tenth of a second earlier on the clock of this one.
     assert view.parts[1].seconds == pytest.approx(11.7)
     assert view.num_faults == 2, "the loss that others noticed ended with the restart"
 
 
-def test_time_in_which_no_worker_ran_is_not_lost(tmp_path: Path) -> None:
+def test_time_in_which_no_worker_ran_is_not_lost(tmp_path):
     two_lives(tmp_path)
     log = RunLog.read(tmp_path)
     assert [part.seconds for part in RunView(log).parts.values()] == pytest.approx([39.8, 38.8])
     assert [worker.num_restarts for worker in log.workers.values()] == [0, 0], "they were resumed"
 
 
-def test_lines_break_where_a_worker_was_away() -> None:
+def test_lines_break_where_a_worker_was_away():
     """Worker 1 was, from 4 s to 8 s."""
     text = render(a_run(), "run")
     drawing = text.partition('aria-label="Training loss against time"')[2].partition("</svg>")[0]
@@ -459,7 +457,7 @@ def test_lines_break_where_a_worker_was_away() -> None:
     assert [path.count("M") for path in paths] == [1, 2, 1, 1]
 
 
-def test_scales_and_numbers() -> None:
+def test_scales_and_numbers():
     scale = Scale(0, 50, 100, 200)
     assert scale.ticks() == [0, 10, 20, 30, 40, 50]
     assert (scale(25), scale(99)) == (150, 200)
@@ -470,7 +468,7 @@ def test_scales_and_numbers() -> None:
     assert [duration(each) for each in (0.4, 245, 7800)] == ["0.4 s", "4 min 5 s", "2 h 10 min"]
 
 
-def test_a_run_resumed_with_more_workers_has_the_new_graph() -> None:
+def test_a_run_resumed_with_more_workers_has_the_new_graph():
     """The logs of the first two go on from a run of two; the others begin with this one."""
     log = a_run(4)
     for rank in (0, 1):

@@ -58,13 +58,13 @@ def strict(path: Path) -> Any:
     return json.loads(path.read_text(), parse_constant=fail)
 
 
-def test_a_file_where_the_figures_go(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_where_the_figures_go(elsewhere, capsys):
     (elsewhere / "runs").write_text("")
     assert simulate("--workers 4") == 2
     assert "runs: go to another directory" in capsys.readouterr().err
 
 
-def test_runs_are_as_long_as_theory_says_or_as_is_affordable() -> None:
+def test_runs_are_as_long_as_theory_says_or_as_is_affordable():
     ours, gossip = runs_of("--graph ring --workers 64")
     assert (ours.job.method, gossip.job.method) == ("a2cid2", "gossip")
     # Gossip needs longer, in proportion to theory's rates.
@@ -93,12 +93,12 @@ def test_runs_are_as_long_as_theory_says_or_as_is_affordable() -> None:
         ("--workload digits", {"optimizer": DIGITS_SGD, "num_steps": 100.0}),
     ],
 )
-def test_options_become_a_scenario(words: str, expected: dict[str, Any]) -> None:
+def test_options_become_a_scenario(words, expected):
     scenario = runs_of(words)[0].job.scenario
     assert {name: getattr(scenario, name) for name in expected} == expected
 
 
-def test_link_options_and_the_digits_of_the_demo() -> None:
+def test_link_options_and_the_digits_of_the_demo():
     from gossipdp_lab.tasks.digits import Digits
 
     words = "--fidelity links --latency-ms 2 --link-mbps 80"
@@ -108,7 +108,7 @@ def test_link_options_and_the_digits_of_the_demo() -> None:
     assert DIGITS_SGD.keywords.items() <= settings.items()
 
 
-def test_the_timeline_of_the_docs_idles_as_they_say() -> None:
+def test_the_timeline_of_the_docs_idles_as_they_say():
     page = (DOCS / "simulator.md").read_text()
     (words,) = re.findall(r"^    gossipdp simulate (.*--timeline)$", page, re.M)
     traces = simulate_all(timeline_jobs(runs_of(words)), processes=1)
@@ -117,7 +117,7 @@ def test_the_timeline_of_the_docs_idles_as_they_say() -> None:
     assert allreduce == pytest.approx(0.59, abs=0.005)
 
 
-def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_consensus_on_a_ring(elsewhere, capsys):
     assert simulate("--graph ring --workers 16 --json results.json --timeline") == 0
     written = strict(elsewhere / "results.json")
     # The design's table, with Poisson edges.
@@ -146,7 +146,7 @@ def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]
         assert expected in printed
 
 
-def test_several_graphs_and_rates() -> None:
+def test_several_graphs_and_rates():
     words = "--graph ring,star --comm-rate 1,2 --workers 6 --methods gossip,allreduce"
     written, said = results(f"{words} --workload digits --steps 10")
     runs = runs_of(f"{words} --workload digits --steps 10")

@@ -66,7 +66,7 @@ class ByUpdate(PoissonEdges):
             population.apply(j, live[1], sent[0], alpha_tilde)
 
 
-def test_exchanges_are_those_of_the_paper_s_equation() -> None:
+def test_exchanges_are_those_of_the_paper_s_equation():
     population = star()
     edges = edges_of(population, STAR, **ACCELERATED)
     start = population.x.clone()
@@ -100,9 +100,7 @@ def test_exchanges_are_those_of_the_paper_s_equation() -> None:
         (True, True, torch.float64),
     ],
 )
-def test_the_compiled_loop_agrees_with_the_update_of_real_workers(
-    momentum: bool, is_released: bool, dtype: torch.dtype
-) -> None:
+def test_the_compiled_loop_agrees_with_the_update_of_real_workers(momentum, is_released, dtype):
     results = []
     for edges_type in (PoissonEdges, ByUpdate):
         population = star(dtype, momentum=momentum)
@@ -117,7 +115,7 @@ def test_the_compiled_loop_agrees_with_the_update_of_real_workers(
     torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
 
 
-def test_edges_fire_at_their_rates_however_often_they_are_looked_at() -> None:
+def test_edges_fire_at_their_rates_however_often_they_are_looked_at():
     # A triangle and a tail: rates of 1/2 on edge (0, 1) and of 1/3 on the three at worker 2.
     constants = Constants.of(nx.Graph([(0, 1), (0, 2), (1, 2), (2, 3)]))
     population = Population(torch.zeros(4, 1, dtype=torch.float64), 1, momentum=False)
@@ -135,7 +133,7 @@ def test_edges_fire_at_their_rates_however_often_they_are_looked_at() -> None:
     assert np.mean(np.array(edges) == 0) == pytest.approx(1 / 3, abs=0.015)
 
 
-def test_one_worker_has_no_exchanges() -> None:
+def test_one_worker_has_no_exchanges():
     population = Population(torch.zeros(1, 1, dtype=torch.float64), 1, momentum=True)
     edges = edges_of(population, Constants.of(build_graph("ring", 1)))
     edges.advance(1e9)
@@ -155,9 +153,7 @@ def run(method: str, **settings: object) -> Trace:
         ("complete", 64, 90, 0.515, 0.515),
     ],
 )
-def test_decay_rates(
-    graph: str, num_workers: int, num_steps: float, gossip: float, a2cid2: float
-) -> None:
+def test_decay_rates(graph, num_workers, num_steps, gossip, a2cid2):
     for method, expected in (("gossip", gossip), ("a2cid2", a2cid2)):
         trace = run(
             method,
@@ -172,7 +168,7 @@ def test_decay_rates(
         assert trace.achieved_comm_rate == pytest.approx(1.0, abs=0.08)
 
 
-def test_the_decay_per_exchange_does_not_depend_on_the_comm_rate() -> None:
+def test_the_decay_per_exchange_does_not_depend_on_the_comm_rate():
     rates = [
         run("a2cid2", comm_rate=comm_rate, num_steps=300 / comm_rate).decay_per_exchange()
         for comm_rate in (0.25, 1.0, 4.0)
@@ -180,7 +176,7 @@ def test_the_decay_per_exchange_does_not_depend_on_the_comm_rate() -> None:
     assert max(rates) < 1.1 * min(rates)
 
 
-def test_the_same_seed_gives_the_same_trace() -> None:
+def test_the_same_seed_gives_the_same_trace():
     settings = {
         "num_steps": 20,
         "keep_timeline": True,
@@ -194,7 +190,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     assert {interval.activity for interval in first.intervals} == {"computing"}
 
 
-def test_a_run_ends_below_the_asked_consensus_distance() -> None:
+def test_a_run_ends_below_the_asked_consensus_distance():
     trace = run("a2cid2", num_steps=10_000, num_records=1000, stop_below=1e-6)
     shares = trace.column("consensus_distance") / trace.records[0].consensus_distance
     assert shares[-1] < 1e-6 <= shares[-2]

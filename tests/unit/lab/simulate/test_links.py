@@ -33,7 +33,7 @@ def run(scenario: Scenario, method: str = "a2cid2") -> Trace:
 @pytest.mark.parametrize(
     ("method", "scenario"), [("a2cid2", TRAINING), ("gossip", SMALL), ("released", SMALL)]
 )
-def test_same_seed_same_digest(method: str, scenario: Scenario) -> None:
+def test_same_seed_same_digest(method, scenario):
     busy = replace(
         scenario,
         compute_time=LognormalTime(spread=0.3),
@@ -52,16 +52,14 @@ def test_same_seed_same_digest(method: str, scenario: Scenario) -> None:
         (TRAINING, "star", LinkModel(durations_s=[0.02, 0.3])),
     ],
 )
-def test_the_mean_moves_only_by_gradient_steps(
-    scenario: Scenario, graph: str, links: LinkModel
-) -> None:
+def test_the_mean_moves_only_by_gradient_steps(scenario, graph, links):
     trace = run(replace(scenario, graph=graph, links=links))
     assert trace.records[-1].exchanges > 6
     # Records fall into exchanges that one end has applied and the other has not.
     assert trace.column("drift").max() < 1e-12
 
 
-def test_gossip_has_no_momentum_and_none_no_exchanges() -> None:
+def test_gossip_has_no_momentum_and_none_no_exchanges():
     gossip, none = run(SMALL, "gossip"), run(SMALL, "none")
     assert gossip.column("consensus_distance")[-1] < gossip.column("consensus_distance")[0]
     assert np.all(np.diff(gossip.column("consensus_distance")) <= 0)  # averaging never parts
@@ -69,7 +67,7 @@ def test_gossip_has_no_momentum_and_none_no_exchanges() -> None:
     assert np.ptp(none.column("consensus_distance")) == 0
 
 
-def test_the_trace_of_a_run() -> None:
+def test_the_trace_of_a_run():
     trace = run(SMALL)
     last = trace.records[-1]
     assert len(trace.records) == SMALL.num_records + 1
@@ -91,7 +89,7 @@ def test_the_trace_of_a_run() -> None:
     assert len({round(interval.end_s % 0.1, 6) for interval in computing}) == 8  # not in step
 
 
-def test_bytes_of_a_row_unless_said_otherwise() -> None:
+def test_bytes_of_a_row_unless_said_otherwise():
     links = LinkModel(Link(1e-4, bytes_per_s=1e3))
     rows = run(replace(SMALL, links=links))
     said = run(replace(SMALL, links=links, model_bytes=8 * 8))
@@ -99,7 +97,7 @@ def test_bytes_of_a_row_unless_said_otherwise() -> None:
     assert rows.digest() == said.digest() != other.digest()
 
 
-def test_gradients_bring_the_workers_to_the_optimum() -> None:
+def test_gradients_bring_the_workers_to_the_optimum():
     trace = run(replace(TRAINING, num_steps=120))
     assert trace.records[-1].loss < 0.1 * trace.records[0].loss
     decaying = run(replace(TRAINING, num_steps=120, schedule=learning_rate_factor))

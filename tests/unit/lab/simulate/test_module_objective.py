@@ -65,7 +65,7 @@ def rows_of(start: Tensor) -> Tensor:
     return start + 0.1 * torch.randn(start.shape, generator=torch.Generator().manual_seed(5))
 
 
-def test_a_row_is_parameters_then_float_buffers() -> None:
+def test_a_row_is_parameters_then_float_buffers():
     source = objective().begin(3, seed=1)
     # The shared weight once, BatchNorm's weight and bias; then its two running statistics.
     assert source.num_trained == 9 + 3 + 3
@@ -84,7 +84,7 @@ def test_a_row_is_parameters_then_float_buffers() -> None:
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 64])
-def test_gradients_and_buffers_are_those_of_the_module(max_rows: int) -> None:
+def test_gradients_and_buffers_are_those_of_the_module(max_rows):
     source = objective(max_rows=max_rows).begin(5, seed=0)
     x = rows_of(source.start)
     before = x.clone()
@@ -112,9 +112,7 @@ def test_gradients_and_buffers_are_those_of_the_module(max_rows: int) -> None:
 
 
 @pytest.mark.parametrize("make_model", [Normalised, Dropping])
-def test_a_rank_s_gradient_does_not_depend_on_the_ranks_beside_it(
-    make_model: Callable[[], nn.Module],
-) -> None:
+def test_a_rank_s_gradient_does_not_depend_on_the_ranks_beside_it(make_model):
     together, apart = (objective(make_model).begin(4, seed=3) for _ in range(2))
     x = rows_of(together.start)
     joint = [together.gradients([0, 1, 2, 3], x) for _ in range(4)]
@@ -126,7 +124,7 @@ def test_a_rank_s_gradient_does_not_depend_on_the_ranks_beside_it(
             torch.testing.assert_close(alone.buffer_changes[0], expected.buffer_changes[rank])
 
 
-def test_dropout_is_computed_row_by_row_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropout_is_computed_row_by_row_and_says_so(caplog):
     random_state = torch.get_rng_state()
     with caplog.at_level(logging.WARNING, "gossipdp"):
         source = objective(Dropping, name="droplets").begin(2, seed=0)
@@ -144,7 +142,7 @@ def test_dropout_is_computed_row_by_row_and_says_so(caplog: pytest.LogCaptureFix
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_evaluation_is_in_evaluation_mode_and_leaves_training_alone() -> None:
+def test_evaluation_is_in_evaluation_mode_and_leaves_training_alone():
     def evaluate(model: nn.Module) -> Evaluation:
         assert not model.training
         assert not torch.is_grad_enabled()
@@ -165,7 +163,7 @@ def test_evaluation_is_in_evaluation_mode_and_leaves_training_alone() -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_without_an_evaluation_the_first_batches_are_judged() -> None:
+def test_without_an_evaluation_the_first_batches_are_judged():
     source = objective(Dropping).begin(2, seed=0)
     model = Dropping().eval()
     RowLayout(model).write(source.start[0], model)
@@ -176,7 +174,7 @@ def test_without_an_evaluation_the_first_batches_are_judged() -> None:
     assert source.evaluate(source.start[0]).loss == pytest.approx(sum(losses) / 16)
 
 
-def test_batches_of_dicts_and_lists(caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_of_dicts_and_lists(caplog):
     def loss(model: nn.Module, batch: dict[str, list[Tensor]]) -> Tensor:
         return squared_error(model, (batch["pair"][0], batch["pair"][1]))
 
@@ -190,7 +188,7 @@ def test_batches_of_dicts_and_lists(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.equal(other.gradients([0, 1, 2], x).values, usual.gradients([0, 1, 2], x).values)
 
 
-def test_modules_that_cannot_be_simulated_are_refused() -> None:
+def test_modules_that_cannot_be_simulated_are_refused():
     with pytest.raises(ValueError, match="no trainable parameter"):
         objective(nn.Tanh).begin(2, 0)
     with pytest.raises(ValueError, match=r"2 dtypes \(torch\.float32, torch\.float64\)"):
@@ -201,7 +199,7 @@ def test_modules_that_cannot_be_simulated_are_refused() -> None:
         objective(max_rows=0)
 
 
-def test_batches_that_end_are_an_error() -> None:
+def test_batches_that_end_are_an_error():
     def once(rank: int, num_workers: int, seed: int) -> Iterator[Batch]:
         return iter(Batches(rank, num_workers, seed))
 

@@ -12,7 +12,7 @@ from gossipdp.graph.topology import build_graph
 from gossipdp_lab.simulate.ideal import PoissonEdges
 from gossipdp_lab.simulate.objectives import Quadratic
 from gossipdp_lab.simulate.population import Training
-from gossipdp_lab.simulate.scenario import ConstantTime, Fidelity, Link, LinkModel, Scenario
+from gossipdp_lab.simulate.scenario import ConstantTime, Link, LinkModel, Scenario
 from gossipdp_lab.simulate.study import simulate
 
 NOISY = Scenario(
@@ -26,13 +26,13 @@ NOISY = Scenario(
 
 
 @pytest.mark.parametrize("moment", ["step", "momentum_buffer"])
-def test_moments_that_the_optimizer_does_not_keep_are_refused(moment: str) -> None:
+def test_moments_that_the_optimizer_does_not_keep_are_refused(moment):
     with pytest.raises(ValueError, match="choose among exp_avg, exp_avg_sq"):
         simulate(replace(NOISY, exchange_moments={moment: 1}), "gossip")
 
 
 @pytest.mark.parametrize("fidelity", ["ideal", "links"])
-def test_moments_are_averaged_and_their_bytes_count(fidelity: Fidelity) -> None:
+def test_moments_are_averaged_and_their_bytes_count(fidelity):
     def run(every: int | None):
         moments = {} if every is None else {"exp_avg_sq": every}
         changes = {"graph": "complete", "num_workers": 8, "num_steps": 40, "fidelity": fidelity}
@@ -45,7 +45,7 @@ def test_moments_are_averaged_and_their_bytes_count(fidelity: Fidelity) -> None:
     assert each.column("loss")[-1] != plain.column("loss")[-1]
 
 
-def test_an_ideal_exchange_averages_the_moments_that_are_due() -> None:
+def test_an_ideal_exchange_averages_the_moments_that_are_due():
     scenario = replace(NOISY, exchange_moments={"exp_avg": 1, "exp_avg_sq": 2})
     training = Training.of(scenario, momentum=False)
     assert training.optimizers is not None
@@ -65,7 +65,7 @@ def test_an_ideal_exchange_averages_the_moments_that_are_due() -> None:
     assert edges.models_sent == 2 * (30 + 30 + sum(averaged))
 
 
-def test_a_link_is_busy_for_longer_where_moments_travel() -> None:
+def test_a_link_is_busy_for_longer_where_moments_travel():
     links = LinkModel(Link(latency_s=0.0, bytes_per_s=1000.0))
     changes = {"comm_rate": 4.0, "num_steps": 50, "compute_time": ConstantTime()}
     scenario = replace(NOISY, fidelity="links", model_bytes=100.0, links=links, **changes)
@@ -77,7 +77,7 @@ def test_a_link_is_busy_for_longer_where_moments_travel() -> None:
     assert both.records[-1].exchanges == pytest.approx(plain.records[-1].exchanges / 3, abs=1.5)
 
 
-def test_a_row_s_optimizer_steps_when_its_step_ends() -> None:
+def test_a_row_s_optimizer_steps_when_its_step_ends():
     """Count moments that were exchanged meanwhile, though the gradient is that of the start."""
     training = Training.of(NOISY, momentum=False)
     assert training.optimizers is not None

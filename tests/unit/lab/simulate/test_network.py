@@ -13,7 +13,7 @@ from gossipdp_lab.simulate.engine import Engine
 from gossipdp_lab.simulate.network import Conditions, VirtualNetwork, Wire, make_workers
 
 
-def test_events_run_in_order_of_time_priority_and_scheduling() -> None:
+def test_events_run_in_order_of_time_priority_and_scheduling():
     engine = Engine()
     log: list[str] = []
     engine.at(2.0, lambda: log.append("late"))
@@ -29,14 +29,14 @@ def test_events_run_in_order_of_time_priority_and_scheduling() -> None:
 
 
 @pytest.mark.parametrize("time", [0.5, math.nan, math.inf])
-def test_the_past_and_no_time_are_refused(time: float) -> None:
+def test_the_past_and_no_time_are_refused(time):
     engine = Engine()
     engine.run(until=1.0)
     with pytest.raises(ValueError, match="cannot be scheduled"):
         engine.at(time, lambda: None)
 
 
-def test_messages_keep_their_order() -> None:
+def test_messages_keep_their_order():
     wire = Wire(0, 1)
     assert wire.carry_message(0, 1.0, 0.5) == 1.5
     assert wire.carry_message(0, 1.125, 0.125) == 1.5  # not before the one ahead of it
@@ -44,13 +44,13 @@ def test_messages_keep_their_order() -> None:
     assert wire.carry_message(1, 1.0, 0.125) == 1.125  # the other way has an order of its own
 
 
-def test_data_follow_what_was_sent_before() -> None:
+def test_data_follow_what_was_sent_before():
     wire = Wire(0, 1)
     wire.carry_message(0, 0.0, 0.5)
     assert wire.carry_data(0, 0.1, 0.0, 0.1) == (0.1, 0.5)
 
 
-def test_messages_go_between_the_chunks_of_data_and_behind_the_last() -> None:
+def test_messages_go_between_the_chunks_of_data_and_behind_the_last():
     wire = Wire(0, 1)
     assert wire.carry_data(0, 0.0, 10.0, 1.0) == (10.0, 11.0)
     assert wire.carry_message(0, 5.0, 0.1) == 5.1
@@ -73,7 +73,7 @@ def make_network(graph_name: str, num_workers: int, **changes: object) -> Faulty
     )
 
 
-def test_a_finished_network_falls_quiet() -> None:
+def test_a_finished_network_falls_quiet():
     network = make_network("ring", 4)
     network.engine.run(until=2.0)
     for rank in network.workers:
@@ -86,7 +86,7 @@ def test_a_finished_network_falls_quiet() -> None:
     assert network.num_messages.total() - before <= (4 + 2) * 2 * 10 + 12
 
 
-def test_a_transfer_of_many_time_outs_keeps_its_link() -> None:
+def test_a_transfer_of_many_time_outs_keeps_its_link():
     network = make_network("path", 2, transfer_s=lambda sender, receiver: 40.0)  # 8 time-outs
     suspects: set[frozenset[int]] = set()
     while network.engine.now < 200.0:
@@ -97,7 +97,7 @@ def test_a_transfer_of_many_time_outs_keeps_its_link() -> None:
     assert all(worker.exchanges_failed == 0 for worker in network.workers.values())
 
 
-def test_both_directions_of_an_exchange_take_one_draw() -> None:
+def test_both_directions_of_an_exchange_take_one_draw():
     random = Random(5)
     network = make_network(
         "path", 2, latency_s=lambda *_: 0.0, transfer_s=lambda *_: random.uniform(0.1, 0.9)
@@ -111,7 +111,7 @@ def test_both_directions_of_an_exchange_take_one_draw() -> None:
             assert end.ended - end.began == pytest.approx(record.transfer_s)
 
 
-def test_without_faults_nobody_can_ask_for_what_only_faults_bring() -> None:
+def test_without_faults_nobody_can_ask_for_what_only_faults_bring():
     constants = Constants.of(build_graph("ring", 4))
     conditions = Conditions(lambda *_: 0.001, lambda *_: 0.05, lambda rank: 0.2)
     network = VirtualNetwork(make_workers(constants, seed=0), constants.edges, conditions)

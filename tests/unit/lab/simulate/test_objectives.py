@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gossipdp_lab.simulate.module_objective import digits_objective
-from gossipdp_lab.simulate.objectives import Consensus, Objective, Quadratic
+from gossipdp_lab.simulate.objectives import Consensus, Quadratic
 
 
-def test_eigenvalues_are_spaced_evenly_in_their_logarithms() -> None:
+def test_eigenvalues_are_spaced_evenly_in_their_logarithms():
     source = Quadratic(dimension=5, mu=0.01, smoothness=1.0).begin(3, 0)
     assert source.eigenvalues.tolist() == pytest.approx([0.01, 10**-1.5, 0.1, 10**-0.5, 1.0])
     assert Quadratic(mu=0, smoothness=0).begin(3, 0).eigenvalues.abs().max() == 0
@@ -18,7 +18,7 @@ def test_eigenvalues_are_spaced_evenly_in_their_logarithms() -> None:
     assert source.start.shape == (3, 5)
 
 
-def test_gradients_at_the_optimum_are_the_drifts() -> None:
+def test_gradients_at_the_optimum_are_the_drifts():
     objective = Quadratic(7, 0.1, 2.0, noise_variance=0.0, heterogeneity=3.0)
     source = objective.begin(5, 1)
     found = source.gradients(range(5), source.optimum.expand(5, 7))
@@ -29,7 +29,7 @@ def test_gradients_at_the_optimum_are_the_drifts() -> None:
     assert source.evaluate(source.optimum).loss == 0
 
 
-def test_gradients_are_the_derivatives_of_the_losses() -> None:
+def test_gradients_are_the_derivatives_of_the_losses():
     objective = Quadratic(4, 0.5, 2.0, noise_variance=0.0, heterogeneity=1.0)
     source = objective.begin(3, 2)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -45,7 +45,7 @@ def test_gradients_are_the_derivatives_of_the_losses() -> None:
     assert source.evaluate(x[0]).loss == pytest.approx(float(mean_loss))
 
 
-def test_noise_has_its_variance_and_each_rank_its_own() -> None:
+def test_noise_has_its_variance_and_each_rank_its_own():
     source = Quadratic(50, noise_variance=4.0).begin(2, 0)
     x = source.optimum.expand(2, 50)
     noise = torch.stack([source.gradients([0, 1], x).values for _ in range(2000)])
@@ -58,7 +58,7 @@ def test_noise_has_its_variance_and_each_rank_its_own() -> None:
     assert abs(correlation) < 5 / (2000 * 50) ** 0.5
 
 
-def test_gradients_of_a_rank_do_not_depend_on_the_others() -> None:
+def test_gradients_of_a_rank_do_not_depend_on_the_others():
     objective = Quadratic(30, heterogeneity=1.0)
     together, apart = objective.begin(4, 7), objective.begin(4, 7)
     x = torch.ones(4, 30, dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_gradients_of_a_rank_do_not_depend_on_the_others() -> None:
     [Consensus(5), Quadratic(5), digits_objective(batch_size=8)],
     ids=lambda objective: objective.name,
 )
-def test_every_objective_runs_from_its_seed_alone(objective: Objective) -> None:
+def test_every_objective_runs_from_its_seed_alone(objective):
     objective = pickle.loads(pickle.dumps(objective))
     first, same, other = (objective.begin(3, seed) for seed in (0, 0, 1))
     assert torch.equal(first.start, same.start)

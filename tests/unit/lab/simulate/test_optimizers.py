@@ -1,9 +1,7 @@
 """Optimizers over rows: the same numbers as torch.optim, whenever each row steps."""
 
-from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ def in_two_halves(rows: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
         in_two_halves,
     ],
 )
-def test_rows_that_step_at_different_times_are_those_of_torch(make: Callable[..., Any]) -> None:
+def test_rows_that_step_at_different_times_are_those_of_torch(make):
     num_workers, dimension = 4, 6
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_workers, dimension, generator=generator, dtype=torch.float64)

@@ -17,7 +17,7 @@ def make(name: str, seed: int = 0) -> NeighbourPolicy:
 
 
 @pytest.mark.parametrize("name", EVERY_POLICY)
-def test_draws_distinct_available_neighbours(name: str) -> None:
+def test_draws_distinct_available_neighbours(name):
     random = Random(0)
     policy = NEIGHBOUR_POLICIES[name](random)
     assert policy.draw({}) == []
@@ -31,7 +31,7 @@ def test_draws_distinct_available_neighbours(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_POLICY)
-def test_same_seed_same_order(name: str) -> None:
+def test_same_seed_same_order(name):
     draws = []
     for available in ({1: 0.5, 2: 0.5, 3: 0.1}, {3: 0.1, 2: 0.5, 1: 0.5}):
         policy = make(name, 7)
@@ -40,7 +40,7 @@ def test_same_seed_same_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["poisson", "available"])
-def test_first_choice_follows_lambda(name: str) -> None:
+def test_first_choice_follows_lambda(name):
     policy = make(name)
     counts: Counter[int] = Counter()
     for _ in range(4000):
@@ -50,7 +50,7 @@ def test_first_choice_follows_lambda(name: str) -> None:
     assert counts[2] / 4000 == pytest.approx(0.75, abs=0.03)
 
 
-def test_poisson_waits_for_its_partner_until_it_initiated() -> None:
+def test_poisson_waits_for_its_partner_until_it_initiated():
     policy = make("poisson")
     available = dict.fromkeys(range(8), 1.0)
     (partner,) = policy.draw(available)
@@ -62,7 +62,7 @@ def test_poisson_waits_for_its_partner_until_it_initiated() -> None:
     assert second != partner
 
 
-def test_scheduled_goes_round_in_rank_order() -> None:
+def test_scheduled_goes_round_in_rank_order():
     policy = make("scheduled")
     order = []
     for _ in range(7):

@@ -20,7 +20,7 @@ def start(num_workers: int = 3, dimension: int = 5) -> torch.Tensor:
     return torch.randn(num_workers, dimension, generator=generator, dtype=torch.float64)
 
 
-def test_flow_exchange_and_step_are_those_of_the_reference() -> None:
+def test_flow_exchange_and_step_are_those_of_the_reference():
     population = Population(start(), 5, momentum=True)
     workers = [MomentumState(row, torch.zeros(5, dtype=torch.float64)) for row in start()]
     flowed = [0.0] * 3
@@ -46,7 +46,7 @@ def test_flow_exchange_and_step_are_those_of_the_reference() -> None:
     assert population.drift() < 1e-14
 
 
-def test_a_row_never_flows_back() -> None:
+def test_a_row_never_flows_back():
     population = Population(start(), 5, momentum=True)
     mine, peers = population.x[0].clone(), population.x[1].clone()
     population.apply(0, mine, peers, ALPHA_TILDE)
@@ -58,7 +58,7 @@ def test_a_row_never_flows_back() -> None:
     assert population.theta[0] == 0.5
 
 
-def test_buffers_are_averaged_without_momentum() -> None:
+def test_buffers_are_averaged_without_momentum():
     population = Population(start(), 3, momentum=True)
     mine, peers = population.x[0].clone(), population.x[1].clone()
     population.apply(0, mine, peers, ALPHA_TILDE)
@@ -67,7 +67,7 @@ def test_buffers_are_averaged_without_momentum() -> None:
     assert not torch.allclose(population.x[0, :3], (mine + peers)[:3] / 2)
 
 
-def test_drift_sees_what_gradient_steps_did_not_do() -> None:
+def test_drift_sees_what_gradient_steps_did_not_do():
     population = Population(start(), 5, momentum=True)
     population.step([0, 2], torch.ones(2, 5, dtype=torch.float64))
     assert population.drift() < 1e-14
@@ -75,7 +75,7 @@ def test_drift_sees_what_gradient_steps_did_not_do() -> None:
     assert population.drift() == pytest.approx(1.0)
 
 
-def test_consensus_distance_is_over_trained_columns() -> None:
+def test_consensus_distance_is_over_trained_columns():
     x = torch.tensor([[0.0, 7.0], [2.0, -7.0]], dtype=torch.float64)
     assert Population(x, 1, momentum=False).consensus_distance() == pytest.approx(1.0)
 
@@ -106,7 +106,7 @@ def make(
     return source, population, training
 
 
-def test_a_step_uses_the_row_at_its_start_and_adds_to_the_row_at_its_end() -> None:
+def test_a_step_uses_the_row_at_its_start_and_adds_to_the_row_at_its_end():
     _, population, training = make()
     training.start_step(0, 0.0)
     population.x[0, 0] = 100.0  # an exchange meanwhile
@@ -115,7 +115,7 @@ def test_a_step_uses_the_row_at_its_start_and_adds_to_the_row_at_its_end() -> No
     assert training.steps == [1, 0, 0]
 
 
-def test_all_steps_under_way_are_evaluated_together() -> None:
+def test_all_steps_under_way_are_evaluated_together():
     source, population, training = make()
     for rank in range(3):
         training.start_step(rank, 0.0)
@@ -129,7 +129,7 @@ def test_all_steps_under_way_are_evaluated_together() -> None:
     assert population.x[:, 1].tolist() == [1.0, 2.0, 1.0]
 
 
-def test_the_time_scales_the_learning_rate_of_each_step() -> None:
+def test_the_time_scales_the_learning_rate_of_each_step():
     _, population, training = make(schedule=lambda share: 1.0 - share / 2, end_s=20.0)
     training.start_step(0, 25.0)  # as at the end
     training.start_step(1, 0.0)
@@ -140,7 +140,7 @@ def test_the_time_scales_the_learning_rate_of_each_step() -> None:
     assert population.x[:, 0].tolist() == pytest.approx(expected)
 
 
-def test_the_mean_loss_is_that_since_the_last_look() -> None:
+def test_the_mean_loss_is_that_since_the_last_look():
     _, _, training = make()
     assert math.isnan(training.take_loss())
     training.start_step(0, 0.0)

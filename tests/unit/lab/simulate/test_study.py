@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[4] / "docs" / "simulator.md").read_text()
 Progress = Callable[[float], None]
 
 
-def test_tasks_in_this_process() -> None:
+def test_tasks_in_this_process():
     def task(name: str, progress: Progress) -> str:
         progress(0.5)
         return f"{name} {torch.get_num_threads()}"
@@ -37,7 +37,7 @@ def test_tasks_in_this_process() -> None:
         run_all(task, names, processes=0)
 
 
-def test_the_scenario_of_the_docs_trains_alike_in_other_processes() -> None:
+def test_the_scenario_of_the_docs_trains_alike_in_other_processes():
     section = PAGE.split("## From Python")[1]
     program = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)[0]
     names: dict[str, Any] = {}
@@ -51,7 +51,7 @@ def test_the_scenario_of_the_docs_trains_alike_in_other_processes() -> None:
     assert again.digest() == trace.digest() != other.digest()
 
 
-def test_tasks_in_other_processes() -> None:
+def test_tasks_in_other_processes():
     """Those of the test above, which are kept until one has an error."""
 
     def task(number: int, progress: Progress) -> tuple[int, int, int]:

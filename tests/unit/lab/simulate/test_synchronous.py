@@ -48,7 +48,7 @@ def run(
     return ROUNDS[method](scenario, method, on_progress).run()
 
 
-def test_all_reduce_takes_the_step_of_the_mean_gradient_everywhere() -> None:
+def test_all_reduce_takes_the_step_of_the_mean_gradient_everywhere():
     optimizer = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
     scenario = replace(EVEN, objective=Pull(), optimizer=optimizer, num_steps=3, num_records=3)
     shares: list[float] = []
@@ -72,7 +72,7 @@ def test_all_reduce_takes_the_step_of_the_mean_gradient_everywhere() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
-def test_the_cost_of_an_all_reduce_is_that_of_its_slowest_link(num_workers: int) -> None:
+def test_the_cost_of_an_all_reduce_is_that_of_its_slowest_link(num_workers):
     links = LinkModel(Link(0.01, 1000.0), overrides={(1, 0): Link(0.02, 500.0)})
     changes = {"model_bytes": 400.0, "num_steps": 40, "num_records": 4}
     scenario = replace(EVEN, num_workers=num_workers, links=links, **changes)

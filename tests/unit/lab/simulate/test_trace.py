@@ -13,7 +13,7 @@ def record(**changes: float) -> Record:
     return Record(**values)  # type: ignore[arg-type]
 
 
-def test_transient_and_floor_are_left_out() -> None:
+def test_transient_and_floor_are_left_out():
     exchanges = np.arange(60.0)
     distances = np.maximum(np.exp(-1.0 * exchanges), 1e-12)
     distances[:3] = 1.0
@@ -21,7 +21,7 @@ def test_transient_and_floor_are_left_out() -> None:
     assert decay_per_exchange(exchanges, distances) < 0.8  # rounding counts
 
 
-def test_the_tail_is_what_lasts() -> None:
+def test_the_tail_is_what_lasts():
     # A fast mode that is most of the start, and a slow one that lasts.
     two_modes = [math.exp(-2.0 * k) + 1e-2 * math.exp(-0.5 * k) for k in range(200)]
     assert decay_per_exchange(range(200), two_modes) == pytest.approx(0.5, rel=1e-3)
@@ -39,11 +39,11 @@ def test_the_tail_is_what_lasts() -> None:
         [1.0, 2.0, 9.0, 99.0],  # it diverges
     ],
 )
-def test_without_two_decades_there_is_no_slope(distances: list[float]) -> None:
+def test_without_two_decades_there_is_no_slope(distances):
     assert math.isnan(decay_per_exchange(range(len(distances)), distances))
 
 
-def test_the_digest_covers_what_happened_and_not_how_long_it_took() -> None:
+def test_the_digest_covers_what_happened_and_not_how_long_it_took():
     def make(**changes: object) -> Trace:
         trace = Trace("gossip", 2, 0.1, records=[record(loss=float("nan"), drift=1.0)])
         for name, value in changes.items():

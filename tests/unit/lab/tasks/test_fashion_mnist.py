@@ -23,7 +23,7 @@ def recipe_of(folder: Path, **options: Any) -> FashionMnist:
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_the_values_that_were_written_come_back(tmp_path: Path, suffix: str) -> None:
+def test_the_values_that_were_written_come_back(tmp_path, suffix):
     write_fashion_mnist(tmp_path, num_train=30, num_test=20, suffix=suffix)
     arrays = fashion_mnist_arrays(num_train=30, num_test=20)
     for (images, labels), part in zip(read_fashion_mnist(tmp_path), ("train", "t10k"), strict=True):
@@ -33,7 +33,7 @@ def test_the_values_that_were_written_come_back(tmp_path: Path, suffix: str) -> 
         assert np.array_equal(labels.numpy(), arrays[f"{part}-labels-idx1-ubyte"])
 
 
-def test_a_missing_file_is_named_with_the_package_that_brings_it(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_the_package_that_brings_it(tmp_path):
     write_fashion_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
     wanted = r"t10k-labels-idx1-ubyte or \.gz: install Debian's package dataset-fashion-mnist, or"
@@ -64,20 +64,20 @@ IMAGES = np.zeros((2, 28, 28), np.uint8)
         ),
     ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_broken_file_is_named(tmp_path, name, content, message):
     write_fashion_mnist(tmp_path)
     (tmp_path / name).write_bytes(content)  # a plain file comes before a compressed one
     with pytest.raises(ValueError, match=message):
         read_fashion_mnist(tmp_path)
 
 
-def test_lengths_are_four_bytes_the_most_significant_first(tmp_path: Path) -> None:
+def test_lengths_are_four_bytes_the_most_significant_first(tmp_path):
     path = tmp_path / "labels"
     path.write_bytes(b"\0\0\x08\x01" + b"\0\0\x01\x02" + bytes(range(256)) + b"\7\7")
     assert read_idx(path, num_dimensions=1).tolist() == [*range(256), 7, 7]
 
 
-def test_its_statistics_and_its_warm_up(tmp_path: Path) -> None:
+def test_its_statistics_and_its_warm_up(tmp_path):
     write_fashion_mnist(tmp_path)
     recipe = recipe_of(tmp_path, batch_size=4)
     # 5% of warm-up, as 5 epochs of 100.
@@ -87,7 +87,7 @@ def test_its_statistics_and_its_warm_up(tmp_path: Path) -> None:
     torch.testing.assert_close(recipe.normalize(recipe.train[0]), expected)
 
 
-def test_it_learns(tmp_path: Path) -> None:
+def test_it_learns(tmp_path):
     torch.manual_seed(0)
     write_fashion_mnist(tmp_path, num_train=64, num_test=64)
     recipe = recipe_of(tmp_path, batch_size=64)
@@ -105,7 +105,7 @@ def test_it_learns(tmp_path: Path) -> None:
     assert 0 <= recipe.evaluate(model) <= 1
 
 
-def test_the_stem_and_two_layers_halve_the_images() -> None:
+def test_the_stem_and_two_layers_halve_the_images():
     net, sizes = fashion_resnet8(), []
     for name in ("conv1", "layer1", "layer2", "layer3"):
         net.get_submodule(name).register_forward_hook(

@@ -32,7 +32,7 @@ def cifar10(folder: Path, **options: Any) -> Cifar10:
     return Cifar10(Cifar10Options(data=folder, **options))
 
 
-def test_cifar10_from_its_folder_or_the_one_around_it(tmp_path: Path) -> None:
+def test_cifar10_from_its_folder_or_the_one_around_it(tmp_path):
     for path in (write_cifar10(tmp_path), tmp_path):
         (images, labels), (test_images, test_labels) = read_cifar10(path)
         assert images.shape == (40, 3, 32, 32)
@@ -52,15 +52,13 @@ def test_cifar10_from_its_folder_or_the_one_around_it(tmp_path: Path) -> None:
         ("test_batch.bin", b"\x0a" + b"\0" * 3072, "a label that is not 0 to 9"),
     ],
 )
-def test_what_is_no_cifar10_is_named(
-    tmp_path: Path, file: str, content: bytes, message: str
-) -> None:
+def test_what_is_no_cifar10_is_named(tmp_path, file, content, message):
     (write_cifar10(tmp_path) / file).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_cifar10(tmp_path)
 
 
-def test_the_papers_schedule(tmp_path: Path) -> None:
+def test_the_papers_schedule(tmp_path):
     write_cifar10(tmp_path)
     recipe = cifar10(tmp_path, batch_size=4)
     factors = [recipe.rate_factor(at, 8) for at in (0, 0.025, 0.05, 0.499, 0.5, 0.749, 0.75)]
@@ -69,7 +67,7 @@ def test_the_papers_schedule(tmp_path: Path) -> None:
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 5e-4)
 
 
-def test_batches_and_accuracy(tmp_path: Path) -> None:
+def test_batches_and_accuracy(tmp_path):
     write_cifar10(tmp_path)
     recipe = cifar10(tmp_path, batch_size=16)
     batches = list(recipe.train_loader(0, 1, 0))
@@ -88,7 +86,7 @@ def recipe_of(folder: Path, batch_size: int = 4) -> ImageNet:
     return ImageNet(ImageNetOptions(data=folder, batch_size=batch_size, loader_processes=0))
 
 
-def test_images_get_the_label_of_their_folder(tmp_path: Path) -> None:
+def test_images_get_the_label_of_their_folder(tmp_path):
     write_imagenet(tmp_path)
     recipe = recipe_of(tmp_path)
     assert tuple(recipe.synsets) == SYNSETS
@@ -100,7 +98,7 @@ def test_images_get_the_label_of_their_folder(tmp_path: Path) -> None:
     assert images.float().mean(dim=(2, 3)).argmax(dim=1).tolist() == labels.tolist()
 
 
-def test_every_worker_sees_all_images_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_every_worker_sees_all_images_in_an_order_of_its_own(tmp_path):
     write_imagenet(tmp_path)
     recipe = recipe_of(tmp_path)
     orders = [torch.cat([label for _, label in recipe.train_loader(r, 2, 0)]) for r in (0, 1)]
@@ -108,7 +106,7 @@ def test_every_worker_sees_all_images_in_an_order_of_its_own(tmp_path: Path) -> 
     assert not torch.equal(*orders)
 
 
-def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_image_is_named(tmp_path):
     write_imagenet(tmp_path)
     bad = tmp_path / "train" / SYNSETS[0] / f"{SYNSETS[0]}_0.JPEG"
     bad.write_bytes(b"no image")
@@ -116,7 +114,7 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
         recipe_of(tmp_path).train[0]
 
 
-def test_boxes_lie_within_their_images_and_have_the_areas_and_ratios() -> None:
+def test_boxes_lie_within_their_images_and_have_the_areas_and_ratios():
     sizes = torch.randint(40, 600, (4000, 2)).tolist()
     shares, ratios = [], []
     for width, height in sizes:
@@ -136,13 +134,13 @@ def test_boxes_lie_within_their_images_and_have_the_areas_and_ratios() -> None:
     assert abs(float(square[:, 0].mean() - (500 - square[:, 2]).mean())) < 20
 
 
-def test_an_image_that_no_box_fits_gives_its_middle() -> None:
+def test_an_image_that_no_box_fits_gives_its_middle():
     torch.manual_seed(1)
     assert random_box(100_000, 10) == (49993, 0, 50006, 10)
     assert middle_box(256, 512) == pytest.approx((16, 144, 240, 368))
 
 
-def test_a_large_jpeg_is_decoded_small_and_cut_where_the_box_is(tmp_path: Path) -> None:
+def test_a_large_jpeg_is_decoded_small_and_cut_where_the_box_is(tmp_path):
     pixels = np.zeros((1000, 1600, 3), np.uint8)
     pixels[:500, 800:] = (250, 0, 0)
     content = io.BytesIO()

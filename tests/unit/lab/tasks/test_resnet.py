@@ -55,7 +55,7 @@ def test_names_are_torchvision_s():
 
 
 @pytest.mark.parametrize(("bottleneck", "channels"), [(False, 64), (True, 256)])
-def test_a_block_starts_as_its_shortcut(bottleneck: bool, channels: int):
+def test_a_block_starts_as_its_shortcut(bottleneck, channels):
     net = ResNet((2,), 2, stem=nn.Conv2d(3, 64, 3, padding=1), bottleneck=bottleneck)
     block = net.layer1[1]
     images = torch.rand(2, channels, 8, 8)

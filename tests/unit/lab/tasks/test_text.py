@@ -16,9 +16,7 @@ def write(root: Path, name: str, content: str) -> None:
     path.write_text(content)
 
 
-def test_of_the_library_tests_and_installed_packages_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_the_library_tests_and_installed_packages_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
     for index in range(60):
         write(tmp_path, f"kept_{index}.py", "kept")
@@ -31,7 +29,7 @@ def test_of_the_library_tests_and_installed_packages_are_left_out(
     assert set(bytes(torch.cat([train, validation]).tolist())) == set(b"kept\0")
 
 
-def test_the_pieces_of_a_folder_are_its_whole_text(tmp_path: Path) -> None:
+def test_the_pieces_of_a_folder_are_its_whole_text(tmp_path):
     write(tmp_path, "a.txt", "a" * 1000)
     write(tmp_path, "b/c.md", "ü" * 500)
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
@@ -47,7 +45,7 @@ def test_the_pieces_of_a_folder_are_its_whole_text(tmp_path: Path) -> None:
     assert {ord("a"), "ü".encode()[0]} <= set(validation.tolist())
 
 
-def test_disjoint_shares_are_complete_and_of_one_size(tmp_path: Path) -> None:
+def test_disjoint_shares_are_complete_and_of_one_size(tmp_path):
     write(tmp_path, "text.txt", "".join(f"line {number}\n" for number in range(4000)))
     gpt = PyStdlib(data=tmp_path, disjoint=True, batch_size=1)
     shares = [
@@ -59,7 +57,7 @@ def test_disjoint_shares_are_complete_and_of_one_size(tmp_path: Path) -> None:
         gpt.train_loader(0, 1000, 0)
 
 
-def test_windows_overlap_by_the_byte_that_is_both_target_and_input(tmp_path: Path) -> None:
+def test_windows_overlap_by_the_byte_that_is_both_target_and_input(tmp_path):
     write(tmp_path, "text.txt", "".join(chr(97 + index % 26) for index in range(2000)))
     gpt = Gpt(BytesGptOptions(data=tmp_path, context=30, batch_size=1))
     train = bytes(gpt.train.tolist())
@@ -70,7 +68,7 @@ def test_windows_overlap_by_the_byte_that_is_both_target_and_input(tmp_path: Pat
     assert all(window.shape == (1, 31) for window in gpt.train_loader(0, 1, 0))
 
 
-def test_too_little_text_is_refused_before_training(tmp_path: Path) -> None:
+def test_too_little_text_is_refused_before_training(tmp_path):
     write(tmp_path, "text.txt", "x" * 19_999)
     with pytest.raises(ValueError, match="bytes are held out, less than one window"):
         Gpt(BytesGptOptions(data=tmp_path, context=1024, batch_size=8))

@@ -91,9 +91,7 @@ def options(tmp_path: Path, alone: None) -> BytesGptOptions:
     )
 
 
-def test_an_evaluation_that_fails_does_not_lose_the_model(
-    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_evaluation_that_fails_does_not_lose_the_model(options, monkeypatch):
     def evaluate(self: Gpt, net: torch.nn.Module) -> float:
         raise OSError("broken image")
 
@@ -103,9 +101,7 @@ def test_an_evaluation_that_fails_does_not_lose_the_model(
     assert "position" in torch.load(options.directory / MODEL_FILE, weights_only=True)
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
-    options: BytesGptOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(options, tmp_path, capsys):
     options = replace(options, json=tmp_path / "results.json", checkpoint_every=7)
     outcome = train(options)
     assert outcome is not None

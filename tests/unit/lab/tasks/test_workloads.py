@@ -15,12 +15,7 @@ from gossipdp_lab.tasks.command import Recipe
 from gossipdp_lab.tasks.digits import Digits
 from gossipdp_lab.tasks.options import MethodName
 from gossipdp_lab.tasks.text import PyStdlib
-from gossipdp_lab.tasks.workload import (
-    BatchLoader,
-    Workload,
-    worker_device,
-    worker_seed,
-)
+from gossipdp_lab.tasks.workload import BatchLoader, Workload, worker_device, worker_seed
 
 MakeWorkload = Callable[..., Workload[Any]]
 
@@ -55,12 +50,12 @@ def initial_parameters(workload: Workload, seed: int) -> Tensor:
     return nn.utils.parameters_to_vector(workload.make_model().parameters())
 
 
-def test_the_model_follows_from_the_seed(make: MakeWorkload) -> None:
+def test_the_model_follows_from_the_seed(make):
     assert torch.equal(initial_parameters(make(), 3), initial_parameters(make(), 3))
     assert not torch.equal(initial_parameters(make(), 3), initial_parameters(make(), 4))
 
 
-def test_batches_follow_from_rank_and_seed(make: MakeWorkload) -> None:
+def test_batches_follow_from_rank_and_seed(make):
     def first(rank: int, seed: int) -> Tensor:
         return flatten(next(iter(make().train_loader(rank, 4, seed))))
 
@@ -69,7 +64,7 @@ def test_batches_follow_from_rank_and_seed(make: MakeWorkload) -> None:
     assert not torch.equal(first(1, 0), first(1, 1))
 
 
-def test_an_epoch_has_len_full_batches_and_the_next_is_shuffled_again(make: MakeWorkload) -> None:
+def test_an_epoch_has_len_full_batches_and_the_next_is_shuffled_again(make):
     workload = make(batch_size=5)
     loader = workload.train_loader(0, 2, 0)
     epochs = [[flatten(batch) for batch in loader] for _ in range(2)]
@@ -78,7 +73,7 @@ def test_an_epoch_has_len_full_batches_and_the_next_is_shuffled_again(make: Make
     assert not torch.equal(torch.stack(epochs[0]), torch.stack(epochs[1]))
 
 
-def test_a_few_steps_lower_the_loss_and_better_the_metric(make: MakeWorkload) -> None:
+def test_a_few_steps_lower_the_loss_and_better_the_metric(make):
     workload = make()
     torch.manual_seed(0)
     model = workload.make_model()
@@ -97,7 +92,7 @@ def test_a_few_steps_lower_the_loss_and_better_the_metric(make: MakeWorkload) ->
     assert after < before if "bits" in workload.metric_name else after > before
 
 
-def test_evaluation_restores_the_mode_and_changes_nothing(make: MakeWorkload) -> None:
+def test_evaluation_restores_the_mode_and_changes_nothing(make):
     workload = make()
     model = workload.make_model()
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -108,7 +103,7 @@ def test_evaluation_restores_the_mode_and_changes_nothing(make: MakeWorkload) ->
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
-def test_digits_disjoint_shares_cover_the_training_set_once() -> None:
+def test_digits_disjoint_shares_cover_the_training_set_once():
     workload = Digits(disjoint=True, batch_size=1)
     rows = [
         image.double().flatten().tolist()
@@ -122,7 +117,7 @@ def test_digits_disjoint_shares_cover_the_training_set_once() -> None:
     assert sorted(rows) == sorted(full)
 
 
-def test_the_transformer_is_causal_and_has_tied_embeddings(python_tree: Path) -> None:
+def test_the_transformer_is_causal_and_has_tied_embeddings(python_tree):
     model = PyStdlib(data=python_tree).make_model().eval()
     assert sum(parameter.numel() for parameter in model.parameters()) == 70_592
     assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
@@ -132,7 +127,7 @@ def test_the_transformer_is_causal_and_has_tied_embeddings(python_tree: Path) ->
     torch.testing.assert_close(model(tokens)[0, :-1], model(changed)[0, :-1])
 
 
-def test_an_epochs_order_follows_from_its_number() -> None:
+def test_an_epochs_order_follows_from_its_number():
     def loader() -> BatchLoader[Tensor]:
         return BatchLoader(torch.arange(40), batch_size=5, seed=3, gather=lambda chosen: chosen)
 
@@ -147,7 +142,7 @@ def test_an_epochs_order_follows_from_its_number() -> None:
     assert torch.equal(torch.cat(list(loader())), epochs[0])
 
 
-def test_the_perceptron_has_the_same_data() -> None:
+def test_the_perceptron_has_the_same_data():
     perceptron, usual = Digits(network="perceptron"), Digits()
     torch.manual_seed(0)
     model = perceptron.make_model()
@@ -158,7 +153,7 @@ def test_the_perceptron_has_the_same_data() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.05, 1000.0])
-def test_dirichlet_shares_of_the_classes(alpha: float) -> None:
+def test_dirichlet_shares_of_the_classes(alpha):
     digits = Digits(network="perceptron", batch_size=1437, dirichlet_alpha=alpha)
     shares = []
     for rank in range(40):
@@ -171,7 +166,7 @@ def test_dirichlet_shares_of_the_classes(alpha: float) -> None:
     assert variance == pytest.approx(0.09 / (10 * alpha + 1) + 0.09 / 1437, rel=0.3)
 
 
-def test_every_recipe_has_options_and_a_class() -> None:
+def test_every_recipe_has_options_and_a_class():
     kinds = [get_args(annotated)[0] for annotated in get_args(Recipe)]
     assert [kind.recipe for kind in kinds] == list(RECIPES)
     assert get_args(MethodName) == (*METHODS, "allreduce")
@@ -198,6 +193,6 @@ def test_every_recipe_has_options_and_a_class() -> None:
         (lambda: worker_device("tpu"), "--device is 'tpu'; choose cpu or cuda"),
     ],
 )
-def test_invalid_arguments_are_refused(call: Callable[[], object], message: str) -> None:
+def test_invalid_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
