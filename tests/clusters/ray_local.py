@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import ray
-from run_processes import VARIABLES
+from run_processes import run_python
 
 import gossipdp.integrations.ray as integration
 from gossipdp.errors import WorkerFailedError
@@ -120,14 +118,7 @@ def test_a_failure_before_all_have_begun_ends_all(tmp_path):
 def test_the_example(tmp_path):
     make_tls_files(tmp_path)
     words = ["--workers", "3", "--samples", "90000", "--tls", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *words],
-        capture_output=True,
-        text=True,
-        env=VARIABLES,
-        check=False,
-        timeout=280,
-    )
+    done = run_python(str(EXAMPLE), *words, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"worker (\d): test accuracy ([\d.]+), achieved comm rate", done.stdout)
     assert [rank for rank, _ in lines] == ["0", "1", "2"]

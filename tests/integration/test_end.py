@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_processes import VARIABLES, path_before
+from run_processes import VARIABLES, path_before, run_python
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import FOR_EVER_S, wait_until
@@ -238,24 +238,17 @@ spare_interpreter.import_ahead = lambda: False
 
 
 def command(tmp_path: Path, script: str, n: int, *options: str) -> list[str]:
-    """Write the script; return the command that runs it on ``n`` workers."""
+    """Write the script; return the words with which Python runs it on ``n`` workers."""
     path, directory = tmp_path / "train.py", tmp_path / "files"
     (tmp_path / "sitecustomize.py").write_text(NOTHING_AHEAD)
     path.write_text(HEAD + script)
     directory.mkdir(exist_ok=True)
-    start = [sys.executable, "-m", "gossipdp", "run", "-n", str(n)]
-    return [*start, *options, str(path), str(directory)]
+    return ["-m", "gossipdp", "run", "-n", str(n), *options, str(path), str(directory)]
 
 
 def test_a_death_near_the_end_leaves_the_run_complete(tmp_path):
-    done = subprocess.run(
-        command(tmp_path, DIES_AT_THE_END, 2, "--max-restarts", "3"),
-        capture_output=True,
-        text=True,
-        env=path_before(tmp_path),
-        check=False,
-        timeout=200,
-    )
+    words = command(tmp_path, DIES_AT_THE_END, 2, "--max-restarts", "3")
+    done = run_python(*words, environment=path_before(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 1\n"
     assert "is started again in 0.1 s (restart 1 of 3)" in done.stderr
@@ -266,9 +259,8 @@ def test_a_death_near_the_end_leaves_the_run_complete(tmp_path):
 
 def test_ctrl_c_saves_and_says_so_in_one_line(tmp_path):
     files = tmp_path / "files"
-    launcher = subprocess.Popen(
-        command(tmp_path, GOES_ON, 2), stderr=subprocess.PIPE, text=True, env=VARIABLES
-    )
+    words = [sys.executable, *command(tmp_path, GOES_ON, 2)]
+    launcher = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=VARIABLES)
     try:
         wait_until(lambda: len(list(files.glob("trains-*"))) == 2, "both workers train")
         launcher.send_signal(signal.SIGINT)

@@ -2,8 +2,6 @@
 
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -68,24 +66,15 @@ class Run(RunCommand):
             pass
         assert list(self.temporary.iterdir()) == []
 
-    def close(self) -> None:
+    def stop(self) -> None:
         for process in self.processes:
             if process.is_running():
                 process.kill()
         self.process.wait()
 
 
-@contextmanager
-def running(directory: Path, ending: str, *options: str) -> Iterator[Run]:
-    run = Run(directory, ending, *options)
-    try:
-        yield run
-    finally:
-        run.close()
-
-
 def test_nothing_is_left_at_the_end(tmp_path):
-    with running(tmp_path, "end", "--max-restarts", "1") as run:
+    with Run(tmp_path, "end", "--max-restarts", "1") as run:
         run.go()
         run.assert_nothing_is_left()
         assert run.process.wait() == 0
@@ -93,7 +82,7 @@ def test_nothing_is_left_at_the_end(tmp_path):
 
 def test_nothing_is_left_after_sigterm_not_even_workers_that_heed_no_signal(tmp_path):
     """One ignores them, and one is stopped."""
-    with running(tmp_path, "stubborn") as run:
+    with Run(tmp_path, "stubborn") as run:
         run.workers()[1].suspend()
         run.process.send_signal(signal.SIGTERM)
         run.assert_nothing_is_left()
@@ -101,7 +90,7 @@ def test_nothing_is_left_after_sigterm_not_even_workers_that_heed_no_signal(tmp_
 
 
 def test_the_workers_of_a_supervisor_that_is_killed_end(tmp_path):
-    with running(tmp_path, "signal") as run:
+    with Run(tmp_path, "signal") as run:
         workers = run.workers()
         run.process.kill()
         wait_until_gone([worker.pid for worker in workers])

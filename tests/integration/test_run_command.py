@@ -120,20 +120,19 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
 ):
     script, files = prepared(tmp_path, TRAINING)
     words = ["-n", "3", "--max-restarts", "4", str(script), str(files)]
-    run = RunCommand(tmp_path / "output", words, environment=without_torch)
-    supervisor = psutil.Process(run.process.pid)
+    with RunCommand(tmp_path / "output", words, environment=without_torch) as run:
+        supervisor = psutil.Process(run.process.pid)
 
-    def live() -> dict[int, int]:
-        """Return the processes of the workers that have begun, by rank."""
-        lives = [tuple(map(int, path.name.split("-")[1:])) for path in files.glob("life-*")]
-        return {rank: pid for rank, pid in lives if runs(pid)}
+        def live() -> dict[int, int]:
+            """Return the processes of the workers that have begun, by rank."""
+            lives = [tuple(map(int, path.name.split("-")[1:])) for path in files.glob("life-*")]
+            return {rank: pid for rank, pid in lives if runs(pid)}
 
-    def spare() -> int | None:
-        """Return the process that is kept, once all workers train."""
-        others = {each.pid for each in supervisor.children()} - set(live().values())
-        return others.pop() if len(live()) == 3 and len(others) == 1 else None
+        def spare() -> int | None:
+            """Return the process that is kept, once all workers train."""
+            others = {each.pid for each in supervisor.children()} - set(live().values())
+            return others.pop() if len(live()) == 3 and len(others) == 1 else None
 
-    try:
         for victim, others in ((2, {0, 1}), (1, {0, 2}), (1, {0, 2})):
             run.wait_for(spare)
             kept = spare()
@@ -149,8 +148,6 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
         assert left is not None
         (files / "end").touch()
         assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
-    finally:
-        run.stop()
     assert not runs(left)
     said = run.output.read_text()
     assert "worker 2 died of signal 9 (SIGKILL); it is started again in 0.1 s (" in said
@@ -163,15 +160,12 @@ def test_faults_are_done_to_a_script_which_ends_well(tmp_path, without_torch):
     plan = "kill 1 at 0.5s; stop 0.5s 0 at 1s; slow 2x 2 at 1s; kill 1 at 1h"
     words = ["-n", "3", "--max-restarts", "1", "--log-dir", str(log), "--faults", plan]
     words += [str(script), str(files)]
-    run = RunCommand(tmp_path / "output", words, environment=without_torch)
-    try:
+    with RunCommand(tmp_path / "output", words, environment=without_torch) as run:
         lines = log / "faults-0.jsonl"
         run.wait_for(lambda: lines.exists() and lines.read_text().count("\n") == 3)
         run.wait_for(lambda: len(list(files.glob("life-1-*"))) == 2)
         (files / "end").touch()
         assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
-    finally:
-        run.stop()
     assert {path.name for path in files.glob("done-*")} == {"done-0", "done-1", "done-2"}
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     assert sorted((each["kind"], each["rank"], each["planned_s"]) for each in records) == [
@@ -211,15 +205,12 @@ def test_ctrl_c_ends_a_worker_that_stands_still(tmp_path, without_torch):
     script, ended = tmp_path / "train.py", tmp_path / "ended"
     script.write_text(ENDLESS)
     words = ["-n", "2", "--faults", "stop 1h 1; kill 0", str(script), str(ended)]
-    run = RunCommand(tmp_path / "output", words, environment=without_torch)
-    try:
+    with RunCommand(tmp_path / "output", words, environment=without_torch) as run:
         run.wait_for(lambda: "that was --faults, and the others" in run.output.read_text())
         (worker,) = psutil.Process(run.process.pid).children()
         wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, "the worker stands still")
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(LONGEST_S) == 130
-    finally:
-        run.stop()
     assert not runs(worker.pid)
     assert ended.exists(), "it was killed, and could not act on SIGTERM"
     assert "without --max-restarts they stay away" in run.output.read_text()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Self
 
 import psutil
 from waiting import LONGEST_S, wait_until
@@ -19,6 +20,18 @@ VARIABLES = {
     for name, value in os.environ.items()
     if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
 } | {"PYTHONWARNINGS": "error"}
+# Of the last worker of two hosts on which torchrun started two each.
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
 
 
 def path_before(folder: Path) -> dict[str, str]:
@@ -39,17 +52,15 @@ def load_script(path: Path) -> ModuleType:
 
 
 def run_python(
-    *words: str, environment: Mapping[str, str] = VARIABLES
+    *words: str,
+    environment: Mapping[str, str] = VARIABLES,
+    timeout: float = 200,
+    check: bool = False,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Run an interpreter with these words to its end; return what it wrote."""
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=200,
-    )
+    options = {"capture_output": True, "text": True, "env": environment, **options}
+    return subprocess.run([sys.executable, *words], timeout=timeout, check=check, **options)
 
 
 def runs(pid: int) -> bool:
@@ -75,6 +86,12 @@ class RunCommand:
         command = [sys.executable, "-m", "gossipdp.cli.main", "run", *words]
         with output.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Wait until it is so; fails if the command ends before that."""

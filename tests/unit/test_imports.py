@@ -1,13 +1,14 @@
 """The cost of a start, by the modules that it imports: times vary by machine."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
 
 import pytest
 import torch
-from run_processes import VARIABLES
+from run_processes import VARIABLES, run_python
 
 from gossipdp.dynamics.update import compile_loops
 
@@ -62,9 +63,7 @@ def imported_by(words: list[str]) -> set[str]:
         "except SystemExit as end:\n    assert not end.code, end.code\n"
         "sys.stderr.write(' '.join(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
-    )
+    done = run_python("-c", code, environment=os.environ, check=True)
     return set(done.stderr.split())
 
 

@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import listed_skips
 from listed_skips import read_list
+from run_processes import run_python
 
 TESTS = Path(__file__).parents[1]
 
@@ -67,14 +66,9 @@ def test_what_is_not_listed_fails(tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     words = ["-q", "-ra", "-p", "no:cacheprovider", "-p", "xdist", "-n", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, "--continue-on-collection-errors"],
-        cwd=tmp_path,
-        env={**os.environ, "COLUMNS": "200", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words += ["--continue-on-collection-errors"]
+    variables = {**os.environ, "COLUMNS": "200", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = run_python("-m", "pytest", *words, environment=variables, cwd=tmp_path)
     lines = done.stdout.splitlines()
     assert done.returncode == 1, lines
     assert re.match("4 failed, 1 passed, 4 skipped, 2 errors? in ", lines[-1]), lines

@@ -1,11 +1,10 @@
 import logging
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
+from run_processes import run_python
 
 from gossipdp import logs
 from gossipdp.cli import run as run_command
@@ -26,13 +25,8 @@ def logging_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_help_fits_on_a_screen_and_names_every_command():
     variables = {**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
-    shown = subprocess.run(
-        [sys.executable, "-m", "gossipdp", "--help"],
-        env=variables,
-        capture_output=True,
-        check=True,
-        encoding="utf-8",
-    ).stdout
+    words = ["-m", "gossipdp", "--help"]
+    shown = run_python(*words, environment=variables, check=True, encoding="utf-8").stdout
     assert all(command in shown for command in COMMANDS)
     rows = sum(max(1, math.ceil(len(line) / 80)) for line in shown.splitlines())
     assert rows <= 23, shown  # of 24: the last is the prompt's

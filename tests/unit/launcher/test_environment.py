@@ -4,6 +4,7 @@ import os
 from unittest import mock
 
 import pytest
+from run_processes import TORCHRUN
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import (
@@ -15,17 +16,6 @@ from gossipdp.launcher.environment import (
 from gossipdp.launcher.schedulers import first_host
 
 SECRET = "a secret of this test"
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-}
 
 
 def test_without_rank_and_world_size_one_worker_is_alone():

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from calling_back import CallingLock
+from run_processes import TORCHRUN
 from torch.distributed import TCPStore
 from waiting import LONGEST_S, wait_until
 
@@ -47,20 +48,6 @@ def opened(plan: LaunchPlan) -> Iterator[Any]:
         plan.close()
 
 
-# Of the second of two workers that torchrun started on one host.
-TORCHRUN = {
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "3",
-}
-
-
 def test_a_run_of_its_own_has_an_id_and_a_secret():
     plan = LaunchPlan.on_one_host(3)
     workers = [Environment.read(plan.worker_variables(rank)) for rank in range(3)]
@@ -91,7 +78,7 @@ def test_the_second_of_three_hosts():
 def test_the_worker_of_another_launcher_keeps_its_place():
     plan = LaunchPlan.launched(TORCHRUN, SECRET)
     worker = Environment.read(plan.worker_variables(0))
-    assert plan.first_rank == 1
+    assert plan.first_rank == 3
     assert worker == dataclasses.replace(Environment.read(TORCHRUN), secret=SECRET.encode())
     step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     plan = LaunchPlan.launched(step, None)
@@ -207,7 +194,7 @@ def supervised() -> Iterator[list[LaunchPlan]]:
     """Two supervisors under torchrun, whose own store they share."""
     store = HostedStore()
     store.open_in_background("none/", 1)
-    told = TORCHRUN | {"MASTER_PORT": str(store.port)}
+    told = TORCHRUN | {"MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     yield [LaunchPlan.launched(told | {"RANK": str(rank)}, None) for rank in range(2)]
     store.close()
 

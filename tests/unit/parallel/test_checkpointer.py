@@ -1,7 +1,5 @@
 """The period of checkpoints: taken between two steps, and never at the price of training."""
 
-import subprocess
-import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpointing import AtOnce, WhenTold, step, steps_saved
-from run_processes import VARIABLES
+from run_processes import VARIABLES, run_python
 from torch import nn
 
 from gossipdp import Checkpoints
@@ -76,14 +74,8 @@ sys.exit(3)
 
 @pytest.mark.processes
 def test_the_exit_waits_for_the_checkpoint_of_a_large_model(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", NOT_CLOSED, tmp_path],
-        env={**VARIABLES, "GOSSIPDP_KERNELS": "numba"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    variables = {**VARIABLES, "GOSSIPDP_KERNELS": "numba"}
+    ended = run_python("-c", NOT_CLOSED, str(tmp_path), environment=variables)
     assert (ended.returncode, ended.stderr) == (3, "")
     assert steps_saved(tmp_path) == [2]
 
