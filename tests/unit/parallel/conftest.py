@@ -26,7 +26,18 @@ def wrap() -> Iterator[Callable[..., GossipDataParallel]]:
 
 
 @pytest.fixture
-def linear(wrap: Callable[..., GossipDataParallel]) -> Callable[..., Any]:
+def wrap_sgd(wrap: Callable[..., GossipDataParallel]) -> Callable[..., Any]:
+    """Wrap a module with an SGD of its trainable parameters; return model and optimizer."""
+
+    def call(net: nn.Module, **options: Any) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
+        return wrap(net, optimizer, **options), optimizer
+
+    return call
+
+
+@pytest.fixture
+def linear(wrap_sgd: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``nn.Linear(3, 2)``, saved as the first arguments say; return model and optimizer."""
 
     def call(
@@ -37,9 +48,7 @@ def linear(wrap: Callable[..., GossipDataParallel]) -> Callable[..., Any]:
         resume: str | None = None,
         **options: Any,
     ) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
-        net = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
         saving = Checkpoints(directory, every_steps, keep, resume)
-        return wrap(net, optimizer, checkpoints=saving, **options), optimizer
+        return wrap_sgd(nn.Linear(3, 2), checkpoints=saving, **options)
 
     return call

@@ -228,10 +228,9 @@ def test_poison_is_not_saved(linear, tmp_path, caplog):
     assert steps_saved(tmp_path) == [0]
 
 
-def test_poisoned_buffers_are_neither_saved_nor_averaged(wrap, tmp_path):
+def test_poisoned_buffers_are_neither_saved_nor_averaged(wrap_sgd, tmp_path):
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
+    model, _ = wrap_sgd(net, checkpoints=Checkpoints(tmp_path))
     net[1].running_var[1] = float("inf")
     with pytest.raises(PoisonedError, match="are not saved"):
         model.save_checkpoint()

@@ -96,9 +96,9 @@ def test_a_low_rate_is_told_from_a_backlog(num_steps, num_due, num_served, is_lo
     )
 
 
-def test_an_exchange_counts_for_both_of_its_ends(wrap):
+def test_an_exchange_counts_for_both_of_its_ends(wrap_sgd):
     net = nn.Linear(2, 3)
-    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+    model, _ = wrap_sgd(net)
     engine = model._engine
     snapshot = dataclasses.replace(engine._loop.snapshot, counters=Counters(exchanges_initiated=3))
     engine._loop = SimpleNamespace(

@@ -144,11 +144,10 @@ def test_a_closure_that_is_called_often_counts_its_samples_once(wrap):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_forward_pass_that_is_computed_again_for_the_backward_pass_counts_once(
-    wrap, use_reentrant
+    wrap_sgd, use_reentrant
 ):
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
-    optimizer = sgd(net)
-    model = wrap(net, optimizer)
+    model, optimizer = wrap_sgd(net)
     passes = []
     net[0].register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     for _ in range(2):
@@ -159,10 +158,9 @@ def test_a_forward_pass_that_is_computed_again_for_the_backward_pass_counts_once
     assert model.stats().samples == 14
 
 
-def test_wrapping_twice_is_an_error(wrap):
+def test_wrapping_twice_is_an_error(wrap, wrap_sgd):
     net = nn.Linear(2, 1)
-    optimizer = sgd(net)
-    model = wrap(net, optimizer)
+    model, optimizer = wrap_sgd(net)
     for again in (net, model, nn.Sequential(net), nn.Sequential(model)):
         with pytest.raises(ValueError, match="is wrapped already"):
             wrap(again, optimizer)
@@ -191,10 +189,9 @@ def test_a_scheduler_that_counts_steps_gets_a_warning_that_names_another(caplog)
     assert "gossipdp.ProgressLR(optimizer, model, shape)" in record.getMessage()
 
 
-def test_the_module_can_be_saved_and_copied_whole(wrap):
+def test_the_module_can_be_saved_and_copied_whole(wrap_sgd):
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = sgd(net)
-    model = wrap(net, optimizer, budget_samples=40)
+    model, optimizer = wrap_sgd(net, budget_samples=40)
     mean = torch.optim.swa_utils.AveragedModel(model)
     for inputs in model.batches([torch.randn(4, 2)]):
         model(inputs).sum().backward()
@@ -315,10 +312,9 @@ def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end):
 
 
 @pytest.mark.parametrize("what", ["module", "parameter"])
-def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap, what):
+def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap_sgd, what):
     net = nn.Sequential(nn.Linear(2, 1))
-    optimizer = sgd(net)
-    wrap(net, optimizer)
+    _, optimizer = wrap_sgd(net)
     net.frozen = nn.Linear(1, 1).requires_grad_(False)
     nn.Linear(2, 1)  # no part of it
     optimizer.step()

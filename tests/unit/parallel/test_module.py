@@ -232,12 +232,11 @@ class Holder(nn.Module):
     ],
 )
 def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
-    wrap, monkeypatch, loads, names, num_loads
+    wrap_sgd, monkeypatch, loads, names, num_loads
 ):
     """And the last that one in flight brings, until it is broken off."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer)
+    model, optimizer = wrap_sgd(net)
     engine = model._engine
     hold, held = engine._loop.hold, []
 
@@ -305,29 +304,27 @@ def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch)
     assert loads
 
 
-def test_state_dict_does_not_change_when_training_goes_on(wrap):
+def test_state_dict_does_not_change_when_training_goes_on(wrap_sgd):
     net = make()
-    optimizer = torch.optim.SGD(trainable(net), 0.1)
-    model = wrap(net, optimizer)
+    model, optimizer = wrap_sgd(net)
     before = model.state_dict()
     kept = copy.deepcopy(before)
     plain_step(model, optimizer, 0)
     assert all(torch.equal(before[name], kept[name]) for name in kept)
 
 
-def test_moving_the_model_is_an_error_at_once_and_a_no_op_move_is_not(wrap):
+def test_moving_the_model_is_an_error_at_once_and_a_no_op_move_is_not(wrap_sgd):
     net = make()
-    model = wrap(net, torch.optim.SGD(trainable(net), 0.1))
+    model, _ = wrap_sgd(net)
     model.to("cpu")
     with pytest.raises(ModelChangedError, match="before wrapping"):
         model.to(torch.float64)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_channels_last_after_wrapping_is_an_error(wrap, is_whole):
+def test_channels_last_after_wrapping_is_an_error(wrap, wrap_sgd, is_whole):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 1))
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer)
+    model, optimizer = wrap_sgd(net)
     if is_whole:
         with pytest.raises(ModelChangedError, match=r"channels_last after wrapping.* before"):
             model.to(memory_format=torch.channels_last)
@@ -341,10 +338,9 @@ def test_channels_last_after_wrapping_is_an_error(wrap, is_whole):
     assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap):
+def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap, wrap_sgd):
     net = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer)
+    model, optimizer = wrap_sgd(net)
     model(input=torch.ones(7, 2)).sum().backward()
     model.eval()
     model(torch.ones(50, 2))
@@ -365,10 +361,9 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap):
     assert given.stats().samples == 3
 
 
-def test_without_a_budget_progress_is_an_error_that_says_what_to_give(wrap):
+def test_without_a_budget_progress_is_an_error_that_says_what_to_give(wrap_sgd):
     net = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer)
+    model, optimizer = wrap_sgd(net)
     assert model.progress() == 0.0
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"budget_samples=, or loop over model\.epochs"):
@@ -376,9 +371,9 @@ def test_without_a_budget_progress_is_an_error_that_says_what_to_give(wrap):
     assert not model.finished
 
 
-def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap, tmp_path):
+def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap_sgd, tmp_path):
     net = nn.Linear(2, 2)
-    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+    model, _ = wrap_sgd(net)
     good = copy.deepcopy(net.state_dict())
     net.bias.data[0] = math.nan
     with pytest.raises(PoisonedError, match="of worker 0 hold NaN"), model.averaged():
@@ -391,10 +386,9 @@ def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap, tmp_path):
         assert torch.equal(net.bias, good["bias"])
 
 
-def test_own_nan_ends_the_run_at_the_average_where_that_is_wanted(wrap):
+def test_own_nan_ends_the_run_at_the_average_where_that_is_wanted(wrap_sgd):
     net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer, exchange=Exchange(on_nonfinite="exit"))
+    model, optimizer = wrap_sgd(net, exchange=Exchange(on_nonfinite="exit"))
     net.bias.data[0] = math.nan
     with pytest.raises(PoisonedError), model.averaged():
         pass
@@ -417,10 +411,9 @@ def test_the_fingerprint_covers_how_optimizers_group_parameters(wrap):
     assert len(models) == 4
 
 
-def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap, tmp_path):
+def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap_sgd, tmp_path):
     net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
+    model, optimizer = wrap_sgd(net, checkpoints=Checkpoints(tmp_path))
     chunks = leave_pending(model._engine, 2.0)
     before = copy.deepcopy(net.state_dict())
     address = net.weight.data_ptr()
@@ -446,10 +439,9 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap, tmp_p
         torch.testing.assert_close(chunk.x + chunk.pending, torch.full_like(chunk.x, 2.0))
 
 
-def test_after_an_error_within_averaged_the_module_holds_its_own_parameters(wrap):
+def test_after_an_error_within_averaged_the_module_holds_its_own_parameters(wrap_sgd):
     net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer)
+    model, optimizer = wrap_sgd(net)
     before, pointers = copy.deepcopy(net.state_dict()), [p.data_ptr() for p in net.parameters()]
     for segment in model._engine._flat.state.segments:
         for chunk in segment.chunks:
@@ -467,9 +459,9 @@ def test_after_an_error_within_averaged_the_module_holds_its_own_parameters(wrap
         torch.testing.assert_close(value.double(), stepped, rtol=0.0, atol=1e-6)
 
 
-def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap, monkeypatch):
+def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap_sgd, monkeypatch):
     net = nn.Linear(2, 2)
-    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+    model, _ = wrap_sgd(net)
 
     def interrupt(timeout_s):
         raise KeyboardInterrupt
@@ -483,10 +475,9 @@ def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap,
         torch.testing.assert_close(parameter, torch.full_like(parameter, 2.0))  # x + (2 - x) rounds
 
 
-def test_consolidate_closes_and_the_module_trains_on_alone(wrap):
+def test_consolidate_closes_and_the_module_trains_on_alone(wrap_sgd):
     net = make()
-    optimizer = torch.optim.SGD(trainable(net), 0.1)
-    model = wrap(net, optimizer)
+    model, optimizer = wrap_sgd(net)
     plain_step(model, optimizer, 0)
     result = model.consolidate()
     assert (result.world_size, result.consensus_distance, result.gradient_steps) == (1, 0.0, 1)
@@ -496,9 +487,9 @@ def test_consolidate_closes_and_the_module_trains_on_alone(wrap):
         model.consolidate()
 
 
-def test_worker_seeds_are_distinct_and_fit_into_32_bits(wrap):
+def test_worker_seeds_are_distinct_and_fit_into_32_bits(wrap_sgd):
     net = nn.Linear(2, 1)
-    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1), seed=123_456)
+    model, _ = wrap_sgd(net, seed=123_456)
     seeds = set()
     for rank in range(64):
         for life in range(64):

@@ -27,15 +27,13 @@ Make = Callable[..., tuple[GossipDataParallel, str]]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, wrap: Callable[..., GossipDataParallel]) -> Make:
+def make(monkeypatch: pytest.MonkeyPatch, wrap_sgd: Callable[..., Any]) -> Make:
     """Make a model that is closed in the end, and give its status address."""
     for variable in ("RANK", "WORLD_SIZE", "GOSSIPDP_STATUS_PORT", "GOSSIPDP_STATUS_HOST"):
         monkeypatch.delenv(variable, raising=False)
 
     def make_model(**options: Any) -> tuple[GossipDataParallel, str]:
-        net = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model = wrap(net, optimizer, **options)
+        model, _ = wrap_sgd(nn.Linear(4, 2), **options)
         page = model._monitoring.page
         shows = page is not None and page._server is not None
         return model, show_address(*page.announced("")) if shows else ""
