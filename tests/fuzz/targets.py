@@ -100,8 +100,8 @@ def frame_header_seeds() -> list[bytes]:
 # Handshakes.
 
 
-def _shake(machine: Handshake, data: bytes) -> None:
-    """Feed a machine as a connection does."""
+def _is_done(machine: Handshake, data: bytes) -> bool:
+    """Feed a machine as a connection does; return whether that opens a link."""
     while True:
         wanted = machine.num_wanted
         assert 0 <= wanted <= MAX_MESSAGE_BYTES
@@ -109,19 +109,18 @@ def _shake(machine: Handshake, data: bytes) -> None:
         if machine.refusal is not None:
             assert str(machine.refusal).isprintable()
         if not data or not wanted:
-            return
-        machine.receive(data[:wanted])
+            return machine.stage is Stage.DONE
+        try:
+            machine.receive(data[:wanted])
+        except HandshakeError:
+            return False
         data = data[wanted:]
 
 
 def handshake_acceptor(data: bytes) -> None:
     """No bytes without the proof of one that has the secret bring the acceptor to DONE."""
     machine = Handshake(identity(1), SECRET, dialler=False, nonce=NONCES[1])
-    try:
-        _shake(machine, data)
-    except HandshakeError:
-        return
-    if machine.stage is Stage.DONE:
+    if _is_done(machine, data):
         assert _conversation()[0][1] in data
         assert machine.peer is not None
         assert (machine.peer.rank, machine.peer.run_id) == (0, "run")
@@ -130,11 +129,7 @@ def handshake_acceptor(data: bytes) -> None:
 def handshake_dialler(data: bytes) -> None:
     """Do the same for the dialler."""
     machine = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1, nonce=NONCES[0])
-    try:
-        _shake(machine, data)
-    except HandshakeError:
-        return
-    if machine.stage is Stage.DONE:
+    if _is_done(machine, data):
         assert _conversation()[1][1][-32:] in data  # its HMAC
         assert machine.peer is not None
         assert machine.peer.rank == 1
@@ -144,11 +139,7 @@ def handshake_in_tls(data: bytes) -> None:
     """Without proofs: a link is of this run, between two ranks. The first byte says which end."""
     dialler = bool(data[:1] and data[0] % 2)
     machine = Handshake(identity(0), None, dialler=dialler, wanted_rank=1 if dialler else None)
-    try:
-        _shake(machine, data[1:])
-    except HandshakeError:
-        return
-    if machine.stage is Stage.DONE:
+    if _is_done(machine, data[1:]):
         assert machine.peer is not None
         assert machine.peer.rank == 1 if dialler else machine.peer.rank != 0
         assert dialler or machine.peer.run_id == "run"

@@ -120,10 +120,7 @@ class Worker:
 
         def meet(word: str) -> None:
             (self.directory / f"{word}-{self.model.rank}").touch()
-            deadline_s = time.monotonic() + LONGEST_S
-            while len(list(self.directory.glob(f"{word}-*"))) < num_workers:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.005)
+            wait_until(lambda: len(list(self.directory.glob(f"{word}-*"))) >= num_workers, word)
 
         brought = quietly(self.model, meet, lambda: z_of(self.model))
         torch.save(brought, self.directory / f"brought-{self.model.rank}.pt")

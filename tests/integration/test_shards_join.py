@@ -2,13 +2,13 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_runs import Seen, loader, make_net, shard, step, values
+from sharded_runs import Seen, loader, step, values, wrapped
+from waiting import wait_until
 
 from gossipdp import GossipDataParallel, Network
 from gossipdp.launcher.launch_plan import ask_join_infos
@@ -30,8 +30,7 @@ def address_of(model: GossipDataParallel, directory: Path) -> None:
 def joining_variables(directory: Path) -> dict[str, str]:
     """Return what ``gossipdp run --join`` gives this process of a replica that joins."""
     paths = [directory / str(each) for each in range(NUM_SHARDS)]
-    while not all(path.exists() for path in paths):
-        time.sleep(0.01)
+    wait_until(lambda: all(path.exists() for path in paths), "the run has addresses")
     addresses = [tuple(json.loads(path.read_text())) for path in reversed(paths)]
     network = ask_join_infos(addresses, NUM_SHARDS)[int(os.environ["RANK"])]
     no_rank = {"GOSSIPDP_REPLICA": "", "GOSSIPDP_REPLICAS": "0", "GOSSIPDP_STORE": ""}
@@ -58,11 +57,9 @@ def join_at_once(directory: Path) -> Seen:
         os.environ.update(joining_variables(directory))
         session.GossipEngine = Lagging  # type: ignore[misc]
     dist.init_process_group("gloo")
-    net = shard(make_net(0 if is_run else 1))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
-    model = GossipDataParallel(
-        net,
-        optimizer,
+    model, net, optimizer = wrapped(
+        0 if is_run else 1,
+        lr=0.0,
         graph="complete",
         budget_samples=10**9,
         network=Network(timeout_s=2.0),  # a joining replica waits as long for others of its rank

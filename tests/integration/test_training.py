@@ -31,6 +31,12 @@ def make_net() -> nn.Module:
     )
 
 
+def wrapped(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, GossipDataParallel]:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    return net, optimizer, GossipDataParallel(net, optimizer, **options)
+
+
 def data_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     inputs = torch.randn(32, 16, generator=generator)
@@ -137,9 +143,7 @@ def wait_for_all(model: GossipDataParallel) -> None:
 
 
 def pause_and_serve(served: Path) -> Any:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer)
+    net, optimizer, model = wrapped()
     train(model, optimizer, 15)
     if model.rank == 0:
         before, answered = flat(net), model.stats().exchanges_answered
@@ -194,9 +198,7 @@ def test_the_gossip_thread_is_one_and_starts_no_other(workers):
 
 
 def mix_for_a_while() -> tuple[float, float, list[float], int]:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer, method="a2cid2", graph="ring", comm_rate=0.2)
+    _, optimizer, model = wrapped(method="a2cid2", graph="ring", comm_rate=0.2)
     while model.stats().exchanges < 3:  # few, since the history holds 16
         train(model, optimizer, 1, pause_s=0.01)
     phase, now_s, starts = quietly(

@@ -138,23 +138,25 @@ def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer, batch: Any
     optimizer.zero_grad()
 
 
-def train(
-    mesh: DeviceMesh | None = None, directory: Path | None = None, save: str = "", **options: Any
-) -> Seen:
-    """Run over gossip, from the wrapper to the consolidated model; ``save`` is a program."""
+def wrapped(
+    seed: int, mesh: DeviceMesh | None = None, *, lr: float = 0.02, **options: Any
+) -> tuple[GossipDataParallel, nn.Sequential, torch.optim.Optimizer]:
+    """Shard a net over the replica's processes, and wrap it."""
     replica_mesh, shard_mesh = (None, None) if mesh is None else (mesh["replicate"], mesh["shard"])
-    net = shard(make_net(dist.get_rank()), shard_mesh)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    saving = Checkpoints() if directory is None else Checkpoints(directory / "run", every_steps=5)
-    model = GossipDataParallel(
-        net,
-        optimizer,
-        mesh=replica_mesh,
+    net = shard(make_net(seed), shard_mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+    return GossipDataParallel(net, optimizer, mesh=replica_mesh, **options), net, optimizer
+
+
+def train(mesh: DeviceMesh, directory: Path, save: str) -> Seen:
+    """Run over gossip, from the wrapper to the consolidated model; ``save`` is a program."""
+    model, net, optimizer = wrapped(
+        dist.get_rank(),
+        mesh,
         budget_samples=BUDGET,
         exchange=Exchange(pace="strict", moments={"exp_avg": 1, "exp_avg_sq": 2}),
         comm_rate=2.0,
-        checkpoints=saving,
-        **options,
+        checkpoints=Checkpoints(directory / "run", every_steps=5),
     )
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     for batch in model.batches(loader(model.worker_seed)):
@@ -163,10 +165,9 @@ def train(
         if seen.steps == 6:
             seen.facts |= look_at_average(model, net)
     seen.exchanges = model.stats().exchanges
-    if save:
-        names = {"model": model, "net": net, "optimizer": optimizer, "mesh": mesh}
-        exec(save, names)
-        seen.facts["saved"] = tensors_of(names["state"])
+    names: dict[str, Any] = {"model": model, "net": net, "optimizer": optimizer, "mesh": mesh}
+    exec(save, names)
+    seen.facts["saved"] = tensors_of(names["state"])
     end = model.consolidate()
     seen.samples, seen.num_averaged = end.samples, end.world_size
     seen.values = values(net)
@@ -261,15 +262,8 @@ def resumed(mesh: DeviceMesh, directory: Path) -> dict[str, Any]:
         files = sorted((directory / "run" / "shard-1-of-2" / "worker-0").iterdir())
         files[-1].unlink()
     dist.barrier()
-    net = shard(make_net(99), mesh["shard"])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    model = GossipDataParallel(
-        net,
-        optimizer,
-        mesh=mesh["replicate"],
-        budget_samples=BUDGET,
-        checkpoints=Checkpoints(directory / "run", resume="auto"),
-    )
+    saving = Checkpoints(directory / "run", resume="auto")
+    model, _, optimizer = wrapped(99, mesh, budget_samples=BUDGET, checkpoints=saving)
     steps, state = model._engine.step_number, optimizer.state_dict()["state"]
     kinds = {type(each["exp_avg"]).__name__ for each in state.values()}
     model.close()
@@ -279,11 +273,7 @@ def resumed(mesh: DeviceMesh, directory: Path) -> dict[str, Any]:
 def averaged_and_stopped(mesh: DeviceMesh) -> dict[str, Any]:
     """Replicas that do not exchange, so their average is known; then one process stops the run."""
     rank = dist.get_rank()
-    net = shard(make_net(rank), mesh["shard"])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    model = GossipDataParallel(
-        net, optimizer, mesh=mesh["replicate"], budget_samples=ENDLESS, comm_rate=1e-6
-    )
+    model, net, optimizer = wrapped(rank, mesh, budget_samples=ENDLESS, comm_rate=1e-6)
     facts: dict[str, Any] = {"steps": 0}
     for batch in model.batches(loader(model.worker_seed)):
         step(model, optimizer, batch)
@@ -325,15 +315,9 @@ def averages(
 def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
     """Give one process of replica 1 a batch of NaN, so that its replica's parameters become NaN."""
     rank, num_steps = dist.get_rank(), 0
-    net = shard(make_net(rank), mesh["shard"])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    model = GossipDataParallel(
-        net,
-        optimizer,
-        mesh=mesh["replicate"],
-        budget_samples=BUDGET // 2,
-        exchange=Exchange(pace="strict", on_nonfinite="exit"),
-        comm_rate=2.0,
+    exchange = Exchange(pace="strict", on_nonfinite="exit")
+    model, net, optimizer = wrapped(
+        rank, mesh, budget_samples=BUDGET // 2, exchange=exchange, comm_rate=2.0
     )
     try:
         for inputs, targets in model.batches(loader(model.worker_seed)):
@@ -356,11 +340,8 @@ def until_asked(directory: Path) -> None:
     Termination.LONGEST_WAIT_S = 60.0
     dist.init_process_group("gloo")
     shard_number = dist.get_rank()
-    net = shard(make_net(shard_number))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    model = GossipDataParallel(
-        net, optimizer, budget_samples=ENDLESS, checkpoints=Checkpoints(directory / "run")
-    )
+    saving = Checkpoints(directory / "run")
+    model, _, optimizer = wrapped(shard_number, budget_samples=ENDLESS, checkpoints=saving)
     if (model.rank, shard_number) == (0, 1):
         model.also_checkpoint(slow=SlowToSave(directory / "0.0"))
     for number, batch in enumerate(model.batches(loader(model.worker_seed))):
@@ -411,9 +392,7 @@ def dying_replica() -> Seen:
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    net = shard(make_net(dist.get_rank()))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    model = GossipDataParallel(net, optimizer, budget_samples=ENDLESS)
+    model, net, optimizer = wrapped(dist.get_rank(), budget_samples=ENDLESS)
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     life = int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
     seen.facts |= {"life": life, "began after": model._engine.step_number}

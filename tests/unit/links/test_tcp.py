@@ -249,9 +249,6 @@ def test_ipv6_loopback(world):
         transport.close()
 
 
-# Refusals.
-
-
 # Two links between the same workers.
 
 
