@@ -3,13 +3,10 @@
 import json
 from pathlib import Path
 
-import pytest
 from graphs import LEARNING_RATE, find, kept, tables
 
 
-def test_a_run_that_has_ended_is_not_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_has_ended_is_not_run_again(tmp_path, monkeypatch):
     path = tmp_path / "runs" / "graphs.jsonl"
     found = find(kept(path), 4, 8, ("complete", "gossip"), 0)
     assert 4 < found["loss"] < 9

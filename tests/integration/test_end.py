@@ -115,9 +115,7 @@ def wake_after_the_end(log: Path, trains_on: bool) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("trains_on", [True, False])
-def test_one_that_wakes_after_the_end_says_so_and_saves_nothing(
-    workers: Callable[..., Any], tmp_path: Path, trains_on: bool
-) -> None:
+def test_one_that_wakes_after_the_end_says_so_and_saves_nothing(workers, tmp_path, trains_on):
     (num_averaged, digest), _ = workers(wake_after_the_end, 2, (tmp_path, trains_on))
     assert num_averaged == 1
     assert hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest() == digest
@@ -133,9 +131,7 @@ def forget_long_after_a_death(log: Path) -> None:
     wait_until(lambda: since_boot_s() > death.at_s + 1.0, "the death is a time-out ago")
 
 
-def test_another_worker_says_it_where_the_first_was_killed(
-    workers: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_another_worker_says_it_where_the_first_was_killed(workers, tmp_path):
     with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
         workers(forget_long_after_a_death, 2, (tmp_path,))
     assert "worker 1 ends without consolidate()" in said_in(tmp_path)

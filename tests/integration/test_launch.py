@@ -1,17 +1,20 @@
 """``launch`` with real processes."""
 
+import inspect
 import multiprocessing
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from run_processes import wait_until_gone
-from waiting import FOR_EVER_S
+from waiting import FOR_EVER_S, wait_until
 
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher import supervisor
@@ -209,3 +212,19 @@ def test_a_second_sigterm_kills_at_once(workers, tmp_path, monkeypatch):
     assert ended.value.code == 128 + signal.SIGTERM
     assert len(sent) == 2
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_nothing_is_left_when_the_caller_is_killed(tmp_path):
+    script = tmp_path / "caller.py"
+    functions = inspect.getsource(stay)
+    script.write_text(
+        "import os, subprocess, time\nfrom pathlib import Path\n"
+        f"from gossipdp.launcher.local import launch\n{functions}\n"
+        f"if __name__ == '__main__':\n    launch(stay, 2, ({str(tmp_path)!r},))\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE) as caller:
+        wait_until(lambda: pids_in(tmp_path) or caller.poll() is not None, "both workers stay")
+        pids = pids_in(tmp_path)
+        fork_server = psutil.Process(min(pids)).ppid()
+        caller.kill()
+        wait_until_gone(pids | {fork_server})

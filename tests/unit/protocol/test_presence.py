@@ -283,7 +283,7 @@ def after_a_sleep(*, heard_s: float | None, have_left: bool, died_s: float = 9.0
 
 
 @pytest.mark.parametrize("have_left", OTHERS)
-def test_one_that_stood_still_and_finds_nobody_is_left_behind(have_left: bool) -> None:
+def test_one_that_stood_still_and_finds_nobody_is_left_behind(have_left):
     assert after_a_sleep(heard_s=None, have_left=have_left) == [LeftBehind(4.0)]
     # What it reads at once may have been sent long ago.
     in_buffers_s = 6.0 + 0.1 * TIMEOUT_S
@@ -291,15 +291,15 @@ def test_one_that_stood_still_and_finds_nobody_is_left_behind(have_left: bool) -
 
 
 @pytest.mark.parametrize("have_left", OTHERS)
-def test_one_that_was_among_others_again_is_not(have_left: bool) -> None:
+def test_one_that_was_among_others_again_is_not(have_left):
     assert after_a_sleep(heard_s=6.1 + 0.1 * TIMEOUT_S, have_left=have_left) == []
 
 
-def test_a_last_survivor_goes_on_even_if_it_sleeps() -> None:
+def test_a_last_survivor_goes_on_even_if_it_sleeps():
     assert after_a_sleep(heard_s=None, have_left=False, died_s=1.5) == []
 
 
-def test_one_that_has_left_itself_is_not_left_behind() -> None:
+def test_one_that_has_left_itself_is_not_left_behind():
     watcher = Watcher()
     watcher.look(one(), 1.0, 1.0)
     watcher.presence.stood_still(2.0, 6.0)

@@ -12,7 +12,7 @@ import tyro
 from gossipdp.cli.main import main
 from gossipdp_lab.simulate import study
 from gossipdp_lab.simulate.command import SimulateArguments
-from gossipdp_lab.simulate.command_results import as_json, notes
+from gossipdp_lab.simulate.command_results import as_json, notes, table
 from gossipdp_lab.simulate.command_study import DIGITS_SGD, Run, make_runs, opening, timeline_jobs
 from gossipdp_lab.simulate.figures import Result
 from gossipdp_lab.simulate.scenario import ConstantTime, Link, SlowedTime
@@ -162,7 +162,7 @@ def test_several_graphs_and_rates():
     assert "at fidelity ideal links cost only allreduce time;" in said
 
 
-def test_a_run_that_diverges() -> None:
+def test_a_run_that_diverges():
     (run,) = runs_of("--workload digits --workers 4 --methods gossip --steps 5")
     (trace,) = simulate_all([run.job], processes=1)
     trace.records[-1] = trace.records[-1]._replace(consensus_distance=math.inf, loss=math.inf)
@@ -173,7 +173,7 @@ def test_a_run_that_diverges() -> None:
     assert written["runs"][0]["loss"][-1] == math.inf  # null in the file
 
 
-def test_more_steps_do_not_help_one_worker() -> None:
+def test_more_steps_do_not_help_one_worker():
     _, said = results("--workers 1 --steps 50")
     assert "more steps" not in said
     _, said = results("--graph ring --steps 10 --methods gossip")
