@@ -3,7 +3,7 @@
     python benchmarks/race.py --runs runs/race.jsonl                 hours: all conditions and rows
     python benchmarks/race.py --conditions calm,kills10 --rows gossipdp,ddp --runs runs/race.jsonl
     python benchmarks/race.py --tune --rows ddp --runs runs/race_tuning.jsonl
-    python benchmarks/race.py --conditions calm,kills10 --quick      tiny: 4 minutes
+    python benchmarks/race.py --conditions calm,kills10 --quick      tiny: 6 minutes
 
 README.md says what is trained, and what the rows and conditions are. Rows take turns, in an order
 that rotates from round to round; a round's seed is that of all its rows. With --runs finished runs
@@ -62,7 +62,7 @@ RATES = {
 """Learning rates, where ``--rates`` gives none: as ``--tune`` found them; DDP's hooks have DDP's,
 H = 4 that of 16."""
 TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
-QUICK_SECONDS = 9.0
+QUICK_SECONDS = 15.0
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
 MODEL_PARAMETERS = 1_000_000
 CHECKPOINT_STEPS = 25
