@@ -11,7 +11,8 @@ workers of a run do. So each process reports the addresses of its own shard's ne
 that is started again joins one network for each of its processes.
 
 A new replica that joins a run (``gossipdp run --join``) does the same; its user gives an address in
-each network.
+each network. Its rank must be the same in all networks. So its first process asks for one in its
+own network, as any joining worker does, and passes it to the others.
 """
 
 import abc

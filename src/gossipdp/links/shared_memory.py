@@ -31,7 +31,7 @@ import os
 import secrets
 import struct
 from collections.abc import Callable
-from typing import Any, TypeAlias, final
+from typing import Any, Protocol, final
 
 from gossipdp.links import sockets
 from gossipdp.links.frames import (
@@ -60,8 +60,11 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTFORK = 10
 
 
-Pin: TypeAlias = Callable[..., object]
-"""The type of :meth:`.LinkHandler.pin`."""
+class Pin(Protocol):
+    """The type of :meth:`.LinkHandler.pin`."""
+
+    def __call__(self, memory: memoryview, /, *, is_peers: bool) -> object: ...
+
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

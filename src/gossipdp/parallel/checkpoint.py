@@ -450,7 +450,7 @@ def _newest_good(
 def _mean_of_z(
     base: Mapping[str, Tensor], files: Iterable[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Average z in double precision over files, one at a time; take integers from the base."""
+    """Average z = x + pending + c/2 over files, one at a time; take integers from the base."""
     kept = {name: tensor for name, tensor in base.items() if name.startswith("model/")}
     sums = {
         name: torch.zeros_like(tensor, dtype=torch.float64)

@@ -107,9 +107,9 @@ class ExchangeRate:
         self._most_taken = most_taken
         self.rate = START_RATE
         self.bound: Bound = "start"
-        last = [deque[float](maxlen=LAST_COSTS) for _ in range(7)]
-        self._duration_s, self._held_s, self._processor_s, self._python_s = last[:4]
-        self._idle_core, self._idle_thread, self._ran = last[4:]
+        self._duration_s, self._held_s = _last(), _last()
+        self._processor_s, self._python_s = _last(), _last()
+        self._idle_core, self._idle_thread, self._ran = _last(), _last(), _last()
         self._tokens, self._tokens_at = BURST, -math.inf
         self._step_s: float | None = None
 
@@ -185,3 +185,8 @@ class ExchangeRate:
             earned = (now - self._tokens_at) * SPARE * self.rate / self._step_s
             self._tokens = min(BURST, self._tokens + earned)
         self._tokens_at = max(now, self._tokens_at)
+
+
+def _last() -> deque[float]:
+    """Return a queue that keeps the last values, of which the median counts."""
+    return deque(maxlen=LAST_COSTS)

@@ -22,25 +22,18 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gossipdp.protocol.actions import (
-    LeftBehind,
-    Notice,
-    NoticeKind,
-    Reach,
-    Rebuilt,
-    Superseded,
-)
+from gossipdp.protocol.actions import LeftBehind, Notice, NoticeKind, Reach, Rebuilt, Superseded
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Verdict
 from gossipdp.protocol.members import Member, Membership, Status
 from gossipdp.protocol.neighbours import Neighbourhood
-from gossipdp.protocol.peers import Peers
+from gossipdp.protocol.peers import HEARTBEATS_PER_TIMEOUT, Peers
 
 FORGET_AFTER = 24.0
 """In time-outs: joiners whose life has been over for this long are forgotten, and not dialled."""
 FOUND_DEAD_WITHIN = 3.0
 """In time-outs: a dead worker is found dead so soon after its last word. If this worker heard it
 longer ago, others heard it since, and the moment of its last word is not known here."""
-BUFFERED_FOR = 0.1
+BUFFERED_FOR = 1 / HEARTBEATS_PER_TIMEOUT
 """In time-outs: a live peer says something so often."""
 
 
