@@ -168,8 +168,9 @@ def die_one_by_one(directory: Path) -> None:
             num_workers=2,
             persistent_workers=True,
             multiprocessing_context="fork",
-            # A group of their own, or the launcher would end them with their parent.
-            worker_init_fn=lambda _: os.setpgid(0, 0),
+            # A session of their own: the launcher ends its worker's process group, and the kernel
+            # hangs up on a stopped group whose parent dies in the same session.
+            worker_init_fn=lambda _: os.setsid(),
         )
         for (inputs,) in itertools.chain.from_iterable(itertools.repeat(loader)):
             worker.step(inputs)
@@ -177,8 +178,10 @@ def die_one_by_one(directory: Path) -> None:
                 break
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
         (directory / "children").write_text(children)
-        for child in children.split():
-            os.kill(int(child), signal.SIGSTOP)  # else they end when they miss their parent
+        pids = [int(child) for child in children.split()]
+        worker.train_until(lambda: all(os.getsid(pid) == pid for pid in pids))
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # else they end when they miss their parent
     if worker.model.rank in DEATHS:
         worker.train(DEATHS[worker.model.rank])
         worker.die()
