@@ -261,6 +261,21 @@ def save_die_and_come_back(directory: str) -> None:
     model.consolidate()
 
 
+def end_a_run(directory: str) -> dict[str, Tensor]:
+    model, optimizer = make_model(directory, every_steps=100)
+    if model._engine.resumption is None:
+        train(model, optimizer, 5)
+    model.consolidate()
+    return model.module.state_dict()
+
+
+def test_a_finished_run_started_again_holds_exactly_its_average(workers, tmp_path):
+    """Of three: a sum of three equal numbers, divided by three, is often not that number."""
+    (first, *_), again = (workers(end_a_run, 3, (str(tmp_path),)) for _ in range(2))
+    for state in again:
+        assert all(torch.equal(value, first[name]) for name, value in state.items())
+
+
 def test_who_comes_back_saves_what_is_newer_than_the_files_of_its_earlier_life(workers, tmp_path):
     model, optimizer = make_model(str(tmp_path))
     train(model, optimizer, 30)

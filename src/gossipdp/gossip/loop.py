@@ -23,7 +23,7 @@ from gossipdp.gossip.snapshot import Publisher
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
 from gossipdp.launcher.reports import Report, send_report
-from gossipdp.links.frames import STATE_TYPES, SUM_TYPES, ChunkKey, FrameType
+from gossipdp.links.frames import SUM_TYPES, ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
 from gossipdp.logs import OnceLog, printable
@@ -115,7 +115,7 @@ class GossipLoop(LinkHandler):
         self._idle_watch: IdleWatch | None = None
         self._is_busy = False  # sums have work left for the next turn
         self._owners: dict[FrameType, Transfers | Sums] = {
-            **dict.fromkeys(STATE_TYPES, self.transfers),
+            FrameType.STATE_CHUNK: self.transfers,
             **dict.fromkeys(SUM_TYPES, self.sums),
         }
         self._publisher = Publisher(protocol, self._links)
@@ -125,8 +125,8 @@ class GossipLoop(LinkHandler):
         self._report_due_s = -math.inf
         self._heard_every_s = protocol.timeout_s / 10
         self._log = OnceLog(logger)
-        # Until it has the start parameters this worker must not exchange its own.
-        self.hold()
+        # Until it has its parameters this worker must neither exchange nor give any.
+        self.perform(protocol.hold(clock()))
 
     # Calls of the loop's owner.
 
@@ -180,37 +180,12 @@ class GossipLoop(LinkHandler):
             self._reported = live
             send_report(Report(addresses=live))
 
-    def serve_state(self, first: Iterable[int], on_served: Callable[[], None]) -> None:
-        """Answer requests for this worker's state from now on: it has one to give.
-
-        ``on_served`` is called as soon as each worker of ``first`` has got the state, or is gone.
-        """
-        first = set(first)
-        # Dial them, so that the refusal of one that has died makes its death known.
-        self._dialer.want(first, self.clock())
-        self.transfers.serve(first, on_served)
-
-    def start_exchanging(self) -> None:
-        """Link to the neighbours, and exchange from now on."""
-        self._dialer.want(self.protocol.neighbours, self.clock())
-        self.release()
-
-    def hold(self) -> None:
-        """Exchange with no worker until :meth:`release`; abort a running exchange."""
-        now = self.clock()
-        self.perform(self.protocol.hold(now))
-        self.perform(self.protocol.abort("the parameters are being loaded", now))
-
     def release(self) -> None:
-        """Exchange again."""
+        """Take part from now on: this worker has its parameters. It links to its neighbours."""
+        self.transfers.has_state = True
         self.perform(self.protocol.release(self.clock()))
-
-    def joined(self) -> None:
-        """Take part from now on: this joining worker has the parameters of a live one."""
-        self.perform(self.protocol.joined(self.clock()))
-        # Dial at once: others may be backing off from the address of this worker's earlier life.
+        # At once: others may be backing off from the address of this worker's earlier life.
         self._dialer.want(self.protocol.neighbours, self.clock(), at_once=True)
-        self.release()
 
     def _found_poison(self, where_and_outcome: str) -> None:
         error = f"the parameters of worker {self.protocol.rank}{where_and_outcome}"
@@ -346,7 +321,7 @@ class GossipLoop(LinkHandler):
             return
         self._outbox.pop(peer, None)
         self.perform(self.protocol.dial_refused(peer, now, address))
-        self.transfers.dead(peer)
+        self.transfers.gone(peer, PeerLostError(f"worker {peer} is gone: its address refuses us"))
 
     # Control messages.
 
@@ -538,4 +513,4 @@ class GossipLoop(LinkHandler):
     def _refusal_to_give(self) -> str | None:
         if self.protocol.can_donate:
             return None
-        return str(self.poisoned or "its parameters are not to be taken over just now")
+        return str(self.poisoned or "it has none to give now")

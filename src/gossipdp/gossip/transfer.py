@@ -1,10 +1,10 @@
 """Whole states that workers give to each other. Driven by the gossip loop.
 
-There are two kinds. *Parameters*: z = x + pending + c/2 of every exchanged chunk, then integer
-buffers and frozen parameters, each read under its chunk's lock. *The optimizers' state*: a small
-layout that describes it, then its tensors as they lie, in chunks that are copied between two steps.
-So the donor trains on, its main thread is not asked, and a transfer takes ``SLOTS`` chunks of
-memory, whatever the state's size. The taker lands the optimizers' state where it will stay.
+A state is one stream of chunks. First the optimizers' state, if it is wanted: a small layout that
+describes it, then its tensors as they lie, copied between two steps. Then the parameters:
+z = x + pending + c/2 of every exchanged chunk, integer buffers and frozen parameters, each read
+under its chunk's lock. So the donor trains on, its main thread is not asked, and a transfer takes
+``SLOTS`` chunks of memory, whatever the state's size. The taker lands all where it will stay.
 
 A worker takes one state at a time. A fetch is answered exactly once, by ``on_end``: with None, or
 with an error. It ends when nothing of it has come for its time-out, however long the whole takes. A
@@ -20,20 +20,16 @@ Races:
   asks another.
 - The link alone is replaced (crossing dials): the fetch asks again, under another counter, and
   chunks that still arrive under the old one are dropped. Parameters go on where they were. The
-  optimizers' state starts again from its beginning, so a link that breaks ``MAX_BREAKS`` times ends
-  the fetch.
+  optimizers' state starts again from its beginning, so a link that breaks ``MAX_BREAKS`` times
+  before that is whole ends the fetch.
 - The taker dies in the middle: its link goes down, and the rest is not sent.
-- All was sent, and the link is replaced before the taker has read it: the taker asks again. So a
-  giver that must not train before counts a state as taken only when the taker says so, by a request
-  for what comes after the last chunk. If that is lost with its link, it is said again.
-- A request comes while this worker has no state to give (it joins, is poisoned, consolidates): it
-  refuses.
+- A request comes while this worker has no state to give (it has none yet, is poisoned,
+  consolidates): it refuses.
 - Consolidation begins while this worker's parameters are under way: they go on. Each chunk holds
   this worker's z before the commit and the average after it, and either will do.
 """
 
 import logging
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +46,7 @@ from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.logs import OnceLog
-from gossipdp.protocol.messages import OfferTraining, RequestState, RequestTraining, StateRefused
+from gossipdp.protocol.messages import OfferState, RequestState, StateRefused
 
 logger = logging.getLogger("gossipdp")
 
@@ -60,10 +56,8 @@ CHUNK_BYTES = 1 << 20  # of the optimizers' state
 # bounds the memory that a layout of nothing but brackets can make decoding allocate, 70 times this.
 MAX_LAYOUT_BYTES = 16 << 20
 MAX_BREAKS = 5
-CONFIRMS_FOR_S = 60.0
-"""A taker says again, for so long, that it has all, if a link to the giver ends."""
 
-TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | OfferTraining
+TransferMessage: TypeAlias = RequestState | OfferState | StateRefused
 OnEnd: TypeAlias = Callable[[Exception | None], None]
 Unfold: TypeAlias = Callable[[bytes], Sequence[Tensor]]
 _Piece: TypeAlias = tuple[int, Callable[[Tensor], bool]]
@@ -71,6 +65,10 @@ _Piece: TypeAlias = tuple[int, Callable[[Tensor], bool]]
 
 class TurnedAwayError(PeerLostError):
     """The peer answers, but it gives no state, or a bad one."""
+
+
+class NoStateYetError(TurnedAwayError):
+    """The peer has no state yet: it has not started itself."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +93,13 @@ class _Sender:
     Attributes:
         pieces: for each its number of bytes, at most ``most_bytes``, and a function that writes it
             to a slot of that size, or returns False if it cannot now.
-        num_sent: pieces so far, with those that the peer has from before.
+        num_sent: pieces so far.
     """
 
     link: Link
-    counter: int
+    request: RequestState
     pieces: Iterator[_Piece]
     most_bytes: int
-    is_training: bool
     num_sent: int = 0
 
     def __post_init__(self) -> None:
@@ -117,7 +114,6 @@ class _Sender:
 
     def pump(self) -> None:
         """Send pieces as long as a slot is free: its last one has left, and fewer are queued."""
-        frame_type = FrameType.TRAINING_CHUNK if self.is_training else FrameType.STATE_CHUNK
         link = self.link
         while self._next is not None and link.queued_chunks < SLOTS:
             num_bytes, read = self._next
@@ -125,10 +121,10 @@ class _Sender:
             if not read(slot):
                 return
             incarnation = link.peer_identity.incarnation
-            key = ChunkKey(link.peer, incarnation, self.counter, self.num_sent)
+            key = ChunkKey(link.peer, incarnation, self.request.counter, self.num_sent)
             self.num_sent += 1
             self._next = next(self.pieces, None)
-            link.send_chunk(frame_type, key, tensor_bytes(slot))
+            link.send_chunk(FrameType.STATE_CHUNK, key, tensor_bytes(slot))
 
 
 @dataclass(eq=False)
@@ -136,43 +132,25 @@ class _Fetch:
     """A state on its way to this worker.
 
     Attributes:
+        unfold: see :meth:`Transfers.fetch`. None: the optimizers' state has come, or is not wanted.
         rooms: yields the room of each chunk, and takes the filled one when it is asked for the
             next; it raises ValueError to refuse a chunk. None: the state has not been offered.
-        unfold: for the optimizers' state; see :meth:`Transfers.fetch_training`. None: parameters.
         room: where the next chunk goes; None: no chunk is awaited.
+        counter, num_received: of the latest request, and the chunks that it has brought.
+        num_parameter_chunks: taken over, by all requests.
     """
 
     peer: int
+    unfold: Unfold | None
     on_end: OnEnd
     timeout_s: float
     rooms: Iterator[Tensor] | None = None
-    unfold: Unfold | None = None
     room: Tensor | None = None
     deadline_s: float = 0.0
     counter: int = 0
     num_received: int = 0
+    num_parameter_chunks: int = 0
     num_breaks: int = 0
-
-
-def _parameters(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Tensor]:
-    """Yield rooms for another worker's parameters, laid out as this one's (equal fingerprints)."""
-    slot = torch.empty(most_bytes, dtype=torch.uint8)
-    for chunk in chunks:
-        room = slot[: chunk.x.nbytes]
-        yield room
-        values = room.view(chunk.x.dtype)
-        if chunk.role.is_averaged and not is_finite(values):
-            raise ValueError("its parameters or buffers hold NaN or infinity")
-        chunk.replace(values)
-
-
-def _training(num_layout_bytes: int, unfold: Unfold) -> Iterator[Tensor]:
-    """Yield rooms for the layout of an optimizers' state, then for its tensors."""
-    if not 0 < num_layout_bytes <= MAX_LAYOUT_BYTES:
-        raise ValueError(f"the layout of its optimizers' state takes {num_layout_bytes} bytes")
-    layout = torch.empty(num_layout_bytes, dtype=torch.uint8)
-    yield from _pieces([layout])
-    yield from _pieces(unfold(layout.numpy().tobytes()))
 
 
 class Transfers:
@@ -183,10 +161,11 @@ class Transfers:
     this worker gives no state now, or None.
 
     Attributes:
+        has_state: whether this worker has a state of its run, its own or another's.
         offer: returns the optimizers' state for one request, which a key names; None: not yet, ask
             again. It raises ValueError if the state can never be given.
         num_chunks_sent, num_chunks_received: of all states so far; they show progress.
-        num_given: optimizers' states given whole.
+        num_given: states given whole, with that of the optimizers.
     """
 
     def __init__(
@@ -198,6 +177,7 @@ class Transfers:
         refusal: Callable[[], str | None],
         clock: Callable[[], float],
     ) -> None:
+        self.has_state = False
         self.offer: Callable[[Hashable], Offer | None] = lambda key: None
         self.num_chunks_sent = 0
         self.num_chunks_received = 0
@@ -209,97 +189,58 @@ class Transfers:
         self._refusal = refusal
         self._clock = clock
         # By peer: one at most for each, so that no peer can make this worker hold more.
+        self._requests: dict[int, RequestState] = {}
         self._senders: dict[int, _Sender] = {}
-        self._early_requests: dict[int, RequestState] = {}
-        self._training_requests: dict[int, RequestTraining] = {}
-        self._serves = False
-        self._unserved: set[int] = set()
-        self._on_served: Callable[[], None] | None = None
         self._fetch: _Fetch | None = None
         self._counter = 0
-        self._taken_from, self._confirms_until_s = -1, -math.inf
         self._log = OnceLog(logger)
 
     # Giving.
 
-    def serve(self, first: Iterable[int], on_served: Callable[[], None]) -> None:
-        """Answer requests; call ``on_served`` when all of ``first`` have the state or are gone."""
-        self._serves = True
-        self._unserved = set(first)
-        self._on_served = on_served
-        for peer, request in self._early_requests.items():
-            self._give(peer, request)
-        self._early_requests.clear()
-        self._count_served()
-
-    def _give(self, peer: int, request: RequestState) -> None:
-        if request.start >= len(self._chunks):  # it has all
-            self._unserved.discard(peer)
-            self._count_served()
-            return
-        link = self._links.get(peer)
-        if link is None or not self._may_give(peer, request.counter):
-            return
-        start = request.start
-        chunks = map(self._chunks.__getitem__, range(start, len(self._chunks)))
-        pieces = ((chunk.x.nbytes, partial(_read, chunk)) for chunk in chunks)
-        self._senders[peer] = _Sender(
-            link, request.counter, pieces, self._most_bytes, is_training=False, num_sent=start
-        )
-
-    def _give_training(self, peer: int, request: RequestTraining) -> bool:
-        """Begin to send the optimizers' state, or refuse; return False if it cannot answer now."""
-        link = self._links.get(peer)
-        if link is None or not self._may_give(peer, request.counter):
-            return True
-        try:
-            offer = self.offer((peer, request.counter))
-        except ValueError as error:
-            self._log.warn_once(
-                "refused", str(peer), "worker %d cannot join by this one's state: %s", peer, error
-            )
-            self._send(peer, StateRefused(request.counter, str(error)[:200]))
-            return True
-        if offer is None:
-            return False
-        layout = torch.frombuffer(bytearray(offer.layout), dtype=torch.uint8)
-        pieces = (
-            (piece.numel(), partial(offer.copy, piece))
-            for piece in _pieces(chain([layout], offer.tensors))
-        )
-        self._senders[peer] = _Sender(link, request.counter, pieces, CHUNK_BYTES, is_training=True)
-        self._send(peer, OfferTraining(request.counter, len(offer.layout)))
-        return True
-
-    def _may_give(self, peer: int, counter: int) -> bool:
-        reason = self._refusal()
+    def _give(self, link: Link, request: RequestState) -> bool:
+        """Begin to send the state, or refuse; return False if it cannot answer now."""
+        peer, counter = link.peer, request.counter
+        reason = self._refusal() if self.has_state else "it has none yet"
         if reason is not None:
-            self._send(peer, StateRefused(counter, reason))
-        return reason is None
-
-    def _count_served(self) -> None:
-        if self._on_served is not None and not self._unserved:
-            on_served, self._on_served = self._on_served, None
-            on_served()
+            self._send(peer, StateRefused(counter, reason, is_early=not self.has_state))
+            return True
+        chunks = map(self._chunks.__getitem__, range(request.start, len(self._chunks)))
+        pieces: Iterator[_Piece] = ((chunk.x.nbytes, partial(_read, chunk)) for chunk in chunks)
+        most_bytes = self._most_bytes
+        if request.wants_optimizers:
+            try:
+                offer = self.offer((peer, counter))
+            except ValueError as error:
+                text = "worker %d cannot join by this one's state: %s"
+                self._log.warn_once("refused", str(peer), text, peer, error)
+                self._send(peer, StateRefused(counter, str(error)[:200]))
+                return True
+            if offer is None:
+                return False
+            layout = torch.frombuffer(bytearray(offer.layout), dtype=torch.uint8)
+            first = _pieces(chain([layout], offer.tensors))
+            pieces = chain(((each.numel(), partial(offer.copy, each)) for each in first), pieces)
+            most_bytes = max(most_bytes, CHUNK_BYTES)
+            self._send(peer, OfferState(counter, len(offer.layout)))
+        self._senders[peer] = _Sender(link, request, pieces, most_bytes)
+        return True
 
     # Taking.
 
-    def fetch(self, peer: int, on_end: OnEnd, timeout_s: float) -> None:
-        """Ask ``peer`` for its parameters, and take them over chunk by chunk.
+    def fetch(self, peer: int, unfold: Unfold | None, on_end: OnEnd, timeout_s: float) -> None:
+        """Ask ``peer`` for its state, and take it over chunk by chunk.
 
-        ``on_end`` is called once, in the loop's thread, with None or an error. ``timeout_s`` is the
-        longest time without progress.
+        Args:
+            peer: the giver.
+            unfold: makes room, as bytes, for the tensors of the optimizers' state that a layout
+                describes; a ValueError refuses them. None: the parameters alone are wanted.
+            on_end: called once, in the loop's thread, with None or an error.
+            timeout_s: the longest time without progress.
         """
-        rooms = _parameters(self._chunks, self._most_bytes)
-        self._begin(_Fetch(peer, on_end, timeout_s, rooms, room=next(rooms, None)))
-
-    def fetch_training(self, peer: int, unfold: Unfold, on_end: OnEnd, timeout_s: float) -> None:
-        """Ask ``peer`` for its optimizers' state; see also :meth:`fetch`.
-
-        ``unfold`` makes room, as bytes, for the tensors that the layout describes; a ValueError
-        refuses them.
-        """
-        self._begin(_Fetch(peer, on_end, timeout_s, unfold=unfold))
+        assert self._fetch is None, "a worker takes one state at a time"
+        self._fetch = fetch = _Fetch(peer, unfold, on_end, timeout_s)
+        fetch.deadline_s = self._clock() + timeout_s
+        self._request(fetch)
 
     def end(self, error: Exception | None) -> None:
         """End the fetch, if there is one."""
@@ -312,51 +253,58 @@ class Transfers:
         if self._fetch is not None and self._fetch.peer == peer:
             self.end(error)
 
-    def _begin(self, fetch: _Fetch) -> None:
-        assert self._fetch is None, "a worker takes one state at a time"
-        self._fetch = fetch
-        fetch.deadline_s = self._clock() + fetch.timeout_s
-        self._request(fetch)
-
     def _request(self, fetch: _Fetch) -> None:
         self._counter += 1
-        fetch.counter = self._counter
-        if fetch.unfold is None:
-            self._send(fetch.peer, RequestState(fetch.counter, fetch.num_received))
-        else:  # of another moment than the part that came on the lost link
-            fetch.num_received, fetch.rooms, fetch.room = 0, None, None
-            self._send(fetch.peer, RequestTraining(fetch.counter))
+        fetch.counter, fetch.num_received = self._counter, 0
+        if fetch.unfold is not None:  # of another moment than the part that came on a lost link
+            fetch.rooms = fetch.room = None
+        elif fetch.rooms is None:
+            fetch.rooms = self._rooms(fetch, 0)
+            fetch.room = next(fetch.rooms)
+        start, wants_optimizers = fetch.num_parameter_chunks, fetch.unfold is not None
+        self._send(fetch.peer, RequestState(fetch.counter, start, wants_optimizers))
+
+    def _rooms(self, fetch: _Fetch, layout_bytes: int) -> Iterator[Tensor]:
+        """Yield rooms for the optimizers' state, and for parameters laid out as this worker's."""
+        if fetch.unfold is not None:
+            if not 0 < layout_bytes <= MAX_LAYOUT_BYTES:
+                raise ValueError(f"the layout of its optimizers' state takes {layout_bytes} bytes")
+            layout = torch.empty(layout_bytes, dtype=torch.uint8)
+            yield from _pieces([layout])
+            yield from _pieces(fetch.unfold(layout.numpy().tobytes()))
+            fetch.unfold = None
+        slot = torch.empty(self._most_bytes, dtype=torch.uint8)
+        for chunk in self._chunks:
+            room = slot[: chunk.x.nbytes]
+            yield room
+            values = room.view(chunk.x.dtype)
+            if chunk.role.is_averaged and not is_finite(values):
+                raise ValueError("its parameters or buffers hold NaN or infinity")
+            chunk.replace(values)
+            fetch.num_parameter_chunks += 1
 
     # What the loop reports.
 
     def receive(self, link: Link, message: TransferMessage) -> None:
         """Deal with one message."""
-        match message:
-            case RequestState():
-                if self._serves:
-                    self._give(link.peer, message)
-                else:
-                    self._early_requests[link.peer] = message
-            case RequestTraining():
-                self._training_requests[link.peer] = message
-            case StateRefused(counter=counter, reason=reason):
-                if self._awaited(link, counter) is not None:
-                    self.end(TurnedAwayError(f"worker {link.peer} cannot give its state: {reason}"))
-            case OfferTraining(counter=counter, num_bytes=num_bytes):
-                fetch = self._awaited(link, counter)
-                if fetch is not None and fetch.unfold is not None and fetch.rooms is None:
-                    fetch.rooms = _training(num_bytes, fetch.unfold)
-                    self._advance(fetch)
+        if isinstance(message, RequestState):
+            self._requests[link.peer] = message
+        elif (fetch := self._awaited(link, message.counter)) is None:
+            pass  # it answers an older request
+        elif isinstance(message, StateRefused):
+            self._turned_away(
+                fetch, message.reason, NoStateYetError if message.is_early else TurnedAwayError
+            )
+        elif fetch.rooms is None:
+            fetch.rooms = self._rooms(fetch, message.layout_bytes)
+            self._advance(fetch)
 
     def link_down(self, link: Link) -> None:
         """Drop what was to be sent on ``link``, and ask again for what was to come."""
         sender = self._senders.get(link.peer)
         if sender is not None and sender.link is link:
             del self._senders[link.peer]
-        self._early_requests.pop(link.peer, None)
-        self._training_requests.pop(link.peer, None)
-        if link.peer == self._taken_from and self._clock() < self._confirms_until_s:
-            self._confirm()
+        self._requests.pop(link.peer, None)
         fetch = self._fetch
         if fetch is None or fetch.peer != link.peer:
             return
@@ -364,22 +312,14 @@ class Transfers:
         if fetch.num_breaks < MAX_BREAKS:
             self._request(fetch)
         else:
-            reason = f"worker {fetch.peer} cannot give its state: its link broke {MAX_BREAKS} times"
-            self.end(TurnedAwayError(reason))
-
-    def dead(self, peer: int) -> None:
-        """Give up ``peer``, whose address refuses connections."""
-        self._unserved.discard(peer)
-        self._count_served()
-        self.gone(peer, PeerLostError(f"worker {peer} is gone: its address refuses us"))
+            self._turned_away(fetch, f"its link broke {MAX_BREAKS} times")
 
     def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
         """Return the room for a chunk, or None if it is not awaited."""
         fetch = self._awaited(link, key.counter)
         if fetch is None or fetch.room is None or key.index != fetch.num_received:
             return None
-        is_training = frame_type is FrameType.TRAINING_CHUNK
-        return tensor_bytes(fetch.room) if is_training == (fetch.unfold is not None) else None
+        return tensor_bytes(fetch.room)
 
     def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
         """Take the chunk that has landed."""
@@ -403,38 +343,37 @@ class Transfers:
             assert fetch.rooms is not None
             fetch.room = next(fetch.rooms, None)
         except ValueError as error:
-            self.end(TurnedAwayError(f"worker {fetch.peer} cannot give its state: {error}"))
+            self._turned_away(fetch, str(error))
             return
         if fetch.room is None:
-            if fetch.unfold is None:
-                self._taken_from = fetch.peer
-                self._confirms_until_s = self._clock() + CONFIRMS_FOR_S
-                self._confirm()
             self.end(None)
 
-    def _confirm(self) -> None:
-        """Say that all of the parameters have come."""
-        self._counter += 1
-        self._send(self._taken_from, RequestState(self._counter, len(self._chunks)))
+    def _turned_away(
+        self, fetch: _Fetch, reason: str, kind: type[TurnedAwayError] = TurnedAwayError
+    ) -> None:
+        self.end(kind(f"worker {fetch.peer} cannot give its state: {reason}"))
 
     def pump(self) -> None:
         """Send as much as there is room for; end a fetch without progress.
 
         On a closed link there is always room, and nothing is sent: ``link_down`` is on its way.
         """
-        for peer, request in list(self._training_requests.items()):
-            if self._give_training(peer, request):
-                self._training_requests.pop(peer, None)
+        for peer, request in list(self._requests.items()):
+            link = self._links.get(peer)
+            if link is None or self._give(link, request):
+                self._requests.pop(peer, None)
         for peer, sender in list(self._senders.items()):
             if sender.link.closed:
                 continue
             before = sender.num_sent
             sender.pump()
             self.num_chunks_sent += sender.num_sent - before
-            if sender.is_training and sender.has_read_all and sender.num_sent > before:
+            if not sender.has_read_all:
+                continue
+            if sender.request.wants_optimizers and sender.num_sent > before:
                 self.num_given += 1
-                logger.info("worker %d has been sent this worker's optimizers' state", peer)
-            if sender.has_read_all and sender.link.queued_chunks == 0:  # the kernel has it all
+                logger.info("worker %d has been sent this worker's state", peer)
+            if sender.link.queued_chunks == 0:  # the kernel has it all
                 del self._senders[peer]
         fetch = self._fetch
         if fetch is not None and self._clock() > fetch.deadline_s:

@@ -54,7 +54,6 @@ class FrameType(enum.IntEnum):
     PARTIAL_CHUNK = 3
     RESULT_CHUNK = 4
     STATE_CHUNK = 5
-    TRAINING_CHUNK = 6
     EXCHANGE_STEPS = 7
     EXCHANGE_VERDICT = 8
     EXCHANGE_REPEAT = 9
@@ -72,7 +71,6 @@ EXCHANGE_TYPES = (
     FrameType.EXCHANGE_REPEAT,
 )
 SUM_TYPES = (FrameType.PARTIAL_CHUNK, FrameType.RESULT_CHUNK)
-STATE_TYPES = (FrameType.STATE_CHUNK, FrameType.TRAINING_CHUNK)
 # Chunks whose payload lies in a slot of an exchange, and so may be read in place.
 SHARED_TYPES = (FrameType.EXCHANGE_CHUNK, FrameType.EXCHANGE_REPEAT)
 # Frames that are a header and nothing else.

@@ -11,18 +11,23 @@ given up, and holds the interpreter's lock.
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import secrets
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from gossipdp.parallel.shards import as_dtensor
 from gossipdp.parallel.state_layout import DTYPE_NAMES
+
+logger = logging.getLogger("gossipdp")
 
 TEMPORARY_SUFFIX = ".unfinished"
 # Between two pieces a write can be given up, and errors of the disk show early.
@@ -204,22 +209,88 @@ def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
     return state
 
 
-def write_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write a copied state in the format of the path's ending, whole or not at all.
+class Average(msgspec.Struct, frozen=True):
+    """What a saved average is of: its run, the samples that the run had trained on, the saver."""
+
+    run_id: str
+    samples: int
+    rank: int
+
+
+def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: Average) -> Path:
+    """Write a copied state in the format of the path's ending; return the path of the file.
+
+    If two parts of a run ended apart, the average of the greater part stays: where another worker
+    of this run has saved one of as many samples or more, this one is written beside it.
 
     Raises:
         ValueError: safetensors cannot hold something in it.
         OSError: of the file system.
     """
     path = Path(path)
+    other = _average_of(path)
+    is_outdone = (
+        other is not None
+        and (other.run_id, other.samples >= average.samples) == (average.run_id, True)
+        and other.rank != average.rank
+    )
+    if is_outdone:
+        if _holds(path, state):
+            return path
+        beside = path.with_name(f"{path.stem}-of-worker-{average.rank}{path.suffix}")
+        logger.warning(
+            "%s stays: worker %d saved it after %d samples of this run, and worker %d's average is "
+            "of %d. That is in %s",
+            path,
+            other.rank,
+            other.samples,
+            average.rank,
+            average.samples,
+            beside,
+        )
+        path = beside
+    text = msgspec.json.encode(average)
     if path.suffix != ".safetensors":
         with written_whole(path) as file:
             torch.save(state, file)
-        return
+            # The archive's comment, which it ends with: its length, and so far no text.
+            file.seek(-2, os.SEEK_END)
+            file.write(len(text).to_bytes(2, "little") + text)
+        return path
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{name!r} is a {type(value).__name__}, and a safetensors file holds tensors "
                 "only: let the name end in .pt"
             )
-    write_tensors(path, {name: value.contiguous() for name, value in state.items()}, {})
+    tensors = {name: value.contiguous() for name, value in state.items()}
+    write_tensors(path, tensors, {"average": text.decode()})
+    return path
+
+
+def _average_of(path: Path) -> Average | None:
+    """Return what a file says that it is the average of; None: it says nothing, or is not there."""
+    try:
+        if path.suffix == ".safetensors":
+            text = read_metadata(path)["average"].encode()
+        else:
+            with zipfile.ZipFile(path) as archive:
+                text = archive.comment
+        return msgspec.json.decode(text, type=Average)
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+        return None
+
+
+def _holds(path: Path, state: Mapping[str, Any]) -> bool:
+    """Return whether a file holds the tensors of a state, bit for bit."""
+    try:
+        held = (
+            read_tensors(path)[0]
+            if path.suffix == ".safetensors"
+            else torch.load(path, weights_only=True, map_location="cpu")
+        )
+    except Exception:
+        return False  # a damaged one, or one with values that only its script can load
+    return held.keys() == state.keys() and all(
+        torch.equal(value, held[name]) for name, value in state.items() if isinstance(value, Tensor)
+    )

@@ -223,11 +223,15 @@ class Checkpointer:
         self._wait_for_writer()
         self._written = self._writer.begin(write)
 
-    def take_last(self) -> None:
-        """Take a last checkpoint if some were asked for: a later start then finds the run ended."""
+    def take_last(self, *, is_averaged: bool = False) -> None:
+        """Take a last checkpoint if some were asked for: a later start then finds the run ended.
+
+        It is taken before the average and again after it, so that this start finds the average.
+        """
         self._wait_for_writer()
         self._has_looked = False
-        if self._saving.every_steps is not None and self._engine.step_number > self._drafted_step:
+        has_stepped = self._engine.step_number > self._drafted_step
+        if self._saving.every_steps is not None and (has_stepped or is_averaged):
             self.is_due = True
         self.take_due()
 

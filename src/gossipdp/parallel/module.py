@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gossipdp import logs
-from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
+from gossipdp.parallel.checkpoint_files import (
+    Average,
+    check_name,
+    copied_state,
+    write_average,
+)
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.counted_batches import dataset_size
 from gossipdp.parallel.hooks import check_arguments, check_unwrapped, checked_optimizers
@@ -408,6 +413,7 @@ class GossipDataParallel(nn.Module):
         known = {member.rank: member.gradient_steps for member in self._engine.view()[0]}
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._is_consolidated = True
+        self._checkpointer.take_last(is_averaged=True)
         if not is_common_end:
             warn_of_steps_after(self.rank, known, result)
         self._monitoring.ended(result)
@@ -477,6 +483,11 @@ class GossipDataParallel(nn.Module):
         within :meth:`averaged`, the module holds the average and is saved as it is. With shards all
         processes of the replica call it, and the first gathers the whole model and writes it.
 
+        The file says of which run it is, and how many samples that had trained on. If another
+        worker of the run has saved an average of as many or more there, since a cut network let
+        both sides end, it stays: this one goes beside it, into ``NAME-of-worker-RANK``, with a
+        warning.
+
         Raises:
             ValueError: another name, or a state that the format cannot hold.
             PoisonedError: as from :meth:`averaged`.
@@ -487,7 +498,9 @@ class GossipDataParallel(nn.Module):
         with contextlib.nullcontext() if self._is_consolidated else self.averaged():
             state = copied_state(self.module, is_kept=is_writer)
         if is_writer:
-            write_state(path, state)
+            engine = self._engine
+            average = Average(engine.run_id, engine.total_samples(), self.rank)
+            write_average(path, state, average)
         self._session.average_saved_at_step = self._engine.step_number
 
     def state_dict(  # type: ignore[override]

@@ -6,7 +6,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp.dynamics.phase import Phase
-from gossipdp.errors import RendezvousError, SupersededError
+from gossipdp.errors import SupersededError
 from gossipdp.gossip.joining import RunEndingError, ask_members
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
@@ -36,7 +35,7 @@ from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import steps_between
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
-from gossipdp.parallel.state_transfers import fetch_parameters, take_state
+from gossipdp.parallel.state_transfers import take_state
 from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.exchange_rate import (
     TAKEN_SHARE_BELOW_ONE,
@@ -56,7 +55,6 @@ logger = logging.getLogger("gossipdp")
 
 Result = TypeVar("Result")
 
-LOOK_AT_PROGRESS_EVERY_S = 1.0
 LOOK_AT_RANK_EVERY_S = 0.05
 
 
@@ -140,8 +138,9 @@ class Startup:
                 self._restore(self.resumption.tensors)
                 self.resumption.tensors = {}
             self._meet()
-            self._take_start()
-            self._call(self._loop.start_exchanging)
+            if self.resumption is None and self.rank > 0:
+                take_state(self._thread, self._loop, self._state, self._network, is_start=True)
+            self._call(self._loop.release)
         self._rendezvous.mark_ready(self.rank)
 
     def _give_up_rank(self, superseded: SupersededError) -> None:
@@ -402,7 +401,7 @@ class Startup:
             answer.progress,
             is_joining=True,
         )
-        training = take_state(self._thread, self._loop, self._state, self._network)
+        training = take_state(self._thread, self._loop, self._state, self._network, is_start=False)
         training_state.restore(training, self.optimizers)
         known = self._call(self._protocol.progress.by_rank)
         samples, steps = known.get(rank, (0, 0))
@@ -411,38 +410,8 @@ class Startup:
         directory = self.options.checkpoints.directory
         saved = [] if directory is None else saved_by(Path(directory), rank)
         self.before = Counts(max([steps, *(each.facts.step for each in saved)]), steps, samples)
-        self._call(lambda: self._loop.serve_state((), lambda: None))
-        self._call(self._loop.joined)
+        self._call(self._loop.release)
         logger.info("worker %d joined the run, in its life %d", rank, 1 + self._restarts)
-
-    def _take_start(self) -> None:
-        """Take rank 0's parameters, down a binary tree, and give them on.
-
-        A worker trains only after its children in the tree have its parameters, so that all start
-        from the same bits; it does not wait for a dead child. In a resumed run every worker has a
-        state of its own to start from.
-        """
-        thread, loop, timeout_s = self._thread, self._loop, self._network.start_timeout_s
-        children: set[int] = set()
-        if self.resumption is None:
-            if self.rank > 0:
-                fetch_parameters(thread, loop, (self.rank - 1) // 2, timeout_s)
-            children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.world_size))
-        served: Future[None] = Future()
-        self._call(lambda: loop.serve_state(children, lambda: served.set_result(None)))
-
-        def num_sent() -> int:
-            thread.check()
-            return loop.transfers.num_chunks_sent
-
-        try:
-            # The limit is on a pause, not on the whole: a large model on a slow link takes long.
-            wait_while_it_advances(served, num_sent, timeout_s)
-        except TimeoutError:
-            raise RendezvousError(
-                f"worker {self.rank} waited {timeout_s:g} s for workers {sorted(children)} to take "
-                "the start parameters; look at their output"
-            ) from None
 
     @torch.no_grad()
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -465,21 +434,6 @@ class Startup:
     def _call(self, function: Callable[[], Result]) -> Result:
         """Return a function's result, in the gossip thread."""
         return self._thread.call(function).result()
-
-
-def wait_while_it_advances(
-    ended: Future[None], advance: Callable[[], int], timeout_s: float
-) -> None:
-    """Wait for ``ended``; raise TimeoutError if ``advance()`` stays the same for ``timeout_s``."""
-    done, deadline_s = advance(), time.monotonic() + timeout_s
-    while True:
-        try:
-            return ended.result(min(timeout_s, LOOK_AT_PROGRESS_EVERY_S))
-        except TimeoutError:
-            if advance() != done:
-                done, deadline_s = advance(), time.monotonic() + timeout_s
-            elif time.monotonic() >= deadline_s:
-                raise
 
 
 def random_state() -> str:

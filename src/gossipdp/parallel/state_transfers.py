@@ -4,8 +4,8 @@ Races, besides those of :mod:`gossipdp.gossip.transfer`:
 
 - The donor trains on: its optimizers' state is read between its steps and its parameters chunk by
   chunk, so the two are a few steps apart, as parameters and momentum of gossip always are.
-- The donor dies, stops or stalls: the next one is asked, and a state that came whole is kept. A
-  donor that refuses may be poisoned, so a state that it gave before is dropped.
+- The donor dies, stops or stalls: the next one is asked for all of it.
+- Rank 0 trains on at the start, while others take its state: they take that of a few steps later.
 - Parameters, buffers or optimizers' state hold NaN or infinity: the taker checks them.
 - All donors consolidate meanwhile: each refuses; when all have left, the joiner ends with an error.
 - Nothing advances for ``start_timeout_s``: the joiner ends with an error. The whole may take any
@@ -14,8 +14,9 @@ Races, besides those of :mod:`gossipdp.gossip.transfer`:
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 from gossipdp.dynamics.state import State
@@ -23,7 +24,7 @@ from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.sums import Average
 from gossipdp.gossip.thread import GossipThread
-from gossipdp.gossip.transfer import OnEnd, TurnedAwayError
+from gossipdp.gossip.transfer import NoStateYetError, TurnedAwayError
 from gossipdp.parallel.options import Network
 from gossipdp.parallel.training_state import Arriving
 
@@ -37,64 +38,68 @@ TRAINING_BYTES_PER_BYTE = 32
 OTHER_TRAINING_BYTES = 64 << 20
 
 
-def fetch_parameters(thread: GossipThread, loop: GossipLoop, peer: int, timeout_s: float) -> None:
-    """Take one worker's parameters; raises PeerLostError."""
-    _run(thread, lambda on_end: loop.transfers.fetch(peer, on_end, timeout_s))
-
-
-def fetch_training(
-    thread: GossipThread, loop: GossipLoop, state: State, peer: int, timeout_s: float
+def fetch_state(
+    thread: GossipThread,
+    loop: GossipLoop,
+    state: State,
+    peer: int,
+    timeout_s: float,
+    *,
+    with_optimizers: bool,
 ) -> Any:
-    """Take one worker's optimizers' state; raises PeerLostError if none came, or a bad one."""
+    """Take one worker's parameters and buffers; return its optimizers' state, or None without.
+
+    Raises:
+        PeerLostError: none came, or a bad one.
+    """
     num_bytes = sum(segment.x.nbytes for segment in state.segments)
     arriving = Arriving(OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes)
-    _run(
-        thread,
-        lambda on_end: loop.transfers.fetch_training(peer, arriving.unfold, on_end, timeout_s),
-    )
+    unfold = arriving.unfold if with_optimizers else None
+    ended: Future[Exception | None] = Future()
+    fetch = partial(loop.transfers.fetch, peer, unfold, ended.set_result, timeout_s)
+    thread.call(fetch).result()
+    if (error := ended.result()) is not None:
+        raise error
     try:
-        return arriving.state()
+        return arriving.state() if with_optimizers else None
     except ValueError as error:
         raise TurnedAwayError(f"worker {peer} cannot give its state: {error}") from error
 
 
-def _run(thread: GossipThread, fetch: Callable[[OnEnd], None]) -> None:
-    ended: Future[Exception | None] = Future()
-    thread.call(lambda: fetch(ended.set_result)).result()
-    if (error := ended.result()) is not None:
-        raise error
+def take_state(
+    thread: GossipThread, loop: GossipLoop, state: State, network: Network, *, is_start: bool
+) -> Any:
+    """Take the parameters and buffers of a worker that has some; return its optimizers' state.
 
-
-def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Network) -> Any:
-    """Take parameters and buffers of a live worker; return its optimizers' state.
-
-    The optimizers' state comes first, so that the parameters are as fresh as can be. The two may
-    come from two donors, if the first died.
+    At the start of a run all optimizers are fresh: their state is not taken, and None is returned.
+    There each worker asks its parent in a binary tree under rank 0, so that no worker gives to all,
+    and the ancestors of one that does not answer. Later it asks the nearest in rank first, so that
+    joiners ask different donors.
     """
     rank, transfers = loop.protocol.rank, loop.transfers
     limit_s, patience_s = network.start_timeout_s, network.timeout_s
-    training: Any = None
-    giver: int | None = None
+    ancestors = tuple(_ancestors(rank)) if is_start else ()
     advanced, deadline_s = 0, time.monotonic() + limit_s
     reason = ""
     while True:
-        # The nearest in rank first, so that joiners ask different donors.
         live = set(thread.call(loop.protocol.membership.live).result()) - {rank}
-        for donor in sorted(live, key=lambda each: (abs(each - rank), each)):
+        nearest = sorted(live.difference(ancestors), key=lambda each: (abs(each - rank), each))
+        for donor in [*filter(live.__contains__, ancestors), *nearest]:
             thread.check()
             try:
-                if training is None:
-                    training = fetch_training(thread, loop, state, donor, patience_s)
-                    giver = donor
-                fetch_parameters(thread, loop, donor, patience_s)
-                return training
+                return fetch_state(
+                    thread, loop, state, donor, patience_s, with_optimizers=not is_start
+                )
             except PeerLostError as error:
                 thread.check()
                 reason = str(error)
-                logger.warning("worker %d asks another: %s", rank, reason)
                 is_turned_away = isinstance(error, TurnedAwayError)
-                if is_turned_away and donor == giver:
-                    training = giver = None
+                has_none_yet = isinstance(error, NoStateYetError)
+            if is_start and has_none_yet:
+                break  # it will have one soon: ask it again
+            if is_start and is_turned_away:
+                raise RendezvousError(f"worker {rank} cannot start: {reason}")
+            logger.warning("worker %d asks another: %s", rank, reason)
             # Refusal after refusal in the middle of a transfer is no progress.
             if transfers.num_chunks_received > advanced and not is_turned_away:
                 deadline_s = time.monotonic() + limit_s
@@ -107,6 +112,12 @@ def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Ne
         # The donor sends after its optimizer's step, which may take longer than the time-out.
         patience_s = min(2 * patience_s, limit_s)
         time.sleep(PAUSE_BETWEEN_ROUNDS_S)
+
+
+def _ancestors(rank: int) -> Iterator[int]:
+    while rank > 0:
+        rank = (rank - 1) // 2
+        yield rank
 
 
 def average_over_live(thread: GossipThread, loop: GossipLoop) -> Average:

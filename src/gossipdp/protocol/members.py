@@ -11,7 +11,7 @@ There are two tables. The views of all workers converge, whatever the order and 
 A worker joins a run that is under way in three steps. It asks any live worker (``AskMembers``),
 which answers with all records (``Members``). It takes the next life of its rank
 (:func:`first_incarnation`) and is known as *joining*: neither in the graph nor waited for. It takes
-parameters from a live worker and says :meth:`WorkerProtocol.joined`: from then on it is alive, and
+parameters from a live worker and says :meth:`WorkerProtocol.release`: from then on it is alive, and
 every graph is rebuilt with it. So no worker exchanges with, or waits for, one without parameters,
 and one that dies while joining is not missed.
 

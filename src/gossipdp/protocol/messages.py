@@ -109,33 +109,29 @@ ExchangeMessage: TypeAlias = Propose | Accept | Busy | Free | Pass | Cancel | Ab
 
 
 class RequestState(_Message, frozen=True):
-    """Send me your state from chunk ``start`` on; ``counter`` tells my requests apart.
+    """Send me your optimizers' state, if I want it, and then your parameters from ``start`` on.
 
-    Behind the last chunk: I have all of it.
+    ``counter`` tells my requests apart; ``start`` counts chunks.
     """
 
     counter: Counter
     start: Counter
+    wants_optimizers: bool
+
+
+class OfferState(_Message, frozen=True):
+    """The requested state follows: a layout of so many bytes, and what it describes."""
+
+    counter: Counter
+    layout_bytes: Counter
 
 
 class StateRefused(_Message, frozen=True):
-    """I cannot send the state, or the optimizers' state, for which you asked."""
+    """I cannot send the state for which you asked; ``is_early``: I have none yet, so ask again."""
 
     counter: Counter
     reason: Reason
-
-
-class RequestTraining(_Message, frozen=True):
-    """Send me your optimizers' state; ``counter`` as in ``RequestState``."""
-
-    counter: Counter
-
-
-class OfferTraining(_Message, frozen=True):
-    """The requested state takes ``num_bytes``; it follows in chunks."""
-
-    counter: Counter
-    num_bytes: Counter
+    is_early: bool = False
 
 
 # --- sums over a tree; `reduction` says when -------------------------------------------------
@@ -377,9 +373,8 @@ ConsolidationMessage: TypeAlias = (
 Message: TypeAlias = (
     ExchangeMessage
     | RequestState
+    | OfferState
     | StateRefused
-    | RequestTraining
-    | OfferTraining
     | ReductionMessage
     | AverageMessage
     | LifeMessage

@@ -120,7 +120,7 @@ class WorkerProtocol:
             from it. How long an exchange waits for a peer: see :mod:`~gossipdp.protocol.peers`.
         random: seeds the clock and the policy.
         num_chunks, num_copied_chunks: chunks that consolidation averages, and that it copies.
-        is_joining: start without parameters; see :meth:`joined`.
+        is_joining: come late, held, without parameters; see :meth:`release`.
         live_graph: made of ``constants``; workers of one process share its cache.
         work_out: works out the graph over the live workers, at once or elsewhere.
 
@@ -216,7 +216,7 @@ class WorkerProtocol:
         self._closed_for: set[str] = set()
         if is_joining:
             self.pairing.close()
-            self._closed_for.add("joining")
+            self._closed_for.add("hold")
         if not self._has_method:
             self.pairing.close()
             self._closed_for.add("method none")
@@ -271,21 +271,23 @@ class WorkerProtocol:
 
     @_input
     def hold(self, now: float) -> Sequence[_Inner]:
-        """Answer BUSY and do not ask until :meth:`release`, while parameters are being loaded.
+        """Answer BUSY, do not ask, and give no state until :meth:`release`: there is none yet.
 
-        A running exchange goes on, unless the driver calls :meth:`abort`.
+        A running exchange goes on.
         """
         return self._close("hold", now)
 
     @_input
     def release(self, now: float) -> Sequence[_Inner]:
-        """Exchange again after :meth:`hold`."""
-        return self._open("hold", now)
+        """Take part from now on: this worker has its parameters. One that was joining is alive.
 
-    @_input
-    def abort(self, reason: str, now: float) -> Sequence[_Inner]:
-        """Stop the exchange that is running, if any; its link is closed."""
-        return self.pairing.abort(reason)
+        Linked peers hear that at once, and wait for this worker at the end: before the next
+        heartbeat they might have ended the run by themselves.
+        """
+        if self.membership.own.status is Status.JOINING:
+            self.membership.set_status(Status.ALIVE)
+            self.peers.say_all_at_once()
+        return self._open("hold", now)
 
     @_input
     def poisoned(self, now: float) -> Sequence[_Inner]:
@@ -295,21 +297,10 @@ class WorkerProtocol:
 
     # --- joining ---------------------------------------------------------------------------
 
-    @_input
-    def joined(self, now: float) -> Sequence[_Inner]:
-        """Be alive from now on: this worker, which was joining, has its parameters.
-
-        Linked peers hear it at once, and wait for this worker at the end: before the next heartbeat
-        they might have ended the run by themselves.
-        """
-        self.membership.set_status(Status.ALIVE)
-        self.peers.say_all_at_once()
-        return self._open("joining", now)
-
     @property
     def can_donate(self) -> bool:
         """Return whether other workers may take over this worker's parameters."""
-        return self._closed_for.isdisjoint(("joining", "poisoned parameters", "consolidation"))
+        return self._closed_for.isdisjoint(("hold", "poisoned parameters", "consolidation"))
 
     def answer_joiner(self, counter: int) -> Members:
         """Return the answer to ``AskMembers``, from a worker that is about to join."""

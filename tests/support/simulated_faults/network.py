@@ -249,7 +249,7 @@ class FaultyNetwork(VirtualNetwork):
         elif self.lives(worker):
             self._faulty_payload.took_over(rank, peer, now)
             self.took_over.append((now, rank, peer))
-            self.perform(rank, worker.joined(now))
+            self.perform(rank, worker.release(now))
             self._start_step(rank)
 
     # --- what they do to the network -------------------------------------------------------

@@ -171,12 +171,11 @@ def test_what_went_over_a_link_counts_when_it_has_ended():
 
 def test_no_link_that_has_ended_is_kept():
     worker = Worker()
-    worker.loop.serve_state((), lambda: None)
     ended = []
     for counter in range(5):
         link = FakeLink(1, leaves_at_once=False)
         worker.loop.link_up(link)
-        worker.loop.control(link, encode(Envelope(RequestState(counter, 0))))
+        worker.loop.control(link, encode(Envelope(RequestState(counter, 0, False))))
         worker.beat(1, moving=[link])
         worker.loop.link_down(link, "lost")
         ended.append(weakref.ref(link))

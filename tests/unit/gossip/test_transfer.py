@@ -11,16 +11,16 @@ from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError
 from gossipdp.gossip.transfer import (
     CHUNK_BYTES,
-    CONFIRMS_FOR_S,
     MAX_BREAKS,
     SLOTS,
+    NoStateYetError,
     Offer,
     Transfers,
     TurnedAwayError,
 )
 from gossipdp.links.frames import FrameType
 from gossipdp.links.link import Link
-from gossipdp.protocol.messages import OfferTraining, RequestState, RequestTraining, StateRefused
+from gossipdp.protocol.messages import OfferState, RequestState, StateRefused
 
 TIMEOUT_S = 5.0
 
@@ -56,6 +56,7 @@ class End:
             refusal=lambda: self.refusal,
             clock=lambda: self.now,
         )
+        self.transfers.has_state = True
         self.transfers.offer = lambda key: self.optimizers
         self.optimizers: Offer | None = None
         self.ended: list[object] = []
@@ -69,7 +70,8 @@ class End:
             self.unsent.append((peer, message))
 
     def fetch(self, peer):
-        self.transfers.fetch(peer, self.ended.append, TIMEOUT_S)
+        """Ask for the parameters alone."""
+        self.transfers.fetch(peer, None, self.ended.append, TIMEOUT_S)
 
     def keep(self, *sizes: int, text: bytes = b"some text", fill: int = 1) -> list[torch.Tensor]:
         """Have optimizers whose tensors take so many bytes, each filled with another number."""
@@ -85,8 +87,8 @@ class End:
         self.optimizers = Offer(text, tensors, copy)
         return tensors
 
-    def fetch_training(self, peer):
-        """Ask for the optimizers' state; the text holds the sizes of its tensors."""
+    def fetch_whole(self, peer):
+        """Ask for the optimizers' state too; its layout holds the sizes of its tensors."""
 
         def unfold(text: bytes) -> list[torch.Tensor]:
             if text == b"no text":
@@ -95,7 +97,7 @@ class End:
             self.rooms = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes]
             return self.rooms
 
-        self.transfers.fetch_training(peer, unfold, self.ended.append, TIMEOUT_S)
+        self.transfers.fetch(peer, unfold, self.ended.append, TIMEOUT_S)
 
     @property
     def values(self):
@@ -152,17 +154,22 @@ def ends() -> tuple[End, End]:
     return giver, taker
 
 
-def test_a_state_is_taken_over_and_a_request_may_come_before_there_is_one(ends):
+def has_taken(giver: End, taker: End) -> bool:
+    """Return whether the taker's parameters are the giver's."""
+    return all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
+
+
+def test_who_has_no_state_yet_is_asked_again(ends):
     giver, taker = ends
+    giver.transfers.has_state = False
     taker.fetch(0)
     deliver(giver, taker)
-    assert taker.ended == []
-    served = []
-    giver.transfers.serve([1], lambda: served.append(True))
+    assert isinstance(taker.ended.pop(), NoStateYetError)
+    giver.transfers.has_state = True
+    taker.fetch(0)
     deliver(giver, taker)
     assert taker.ended == [None]
-    assert served == [True]
-    assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
+    assert has_taken(giver, taker)
 
 
 class Counted(list):
@@ -184,17 +191,16 @@ class Counted(list):
 def test_no_turn_of_a_donor_looks_at_more_than_a_few_chunks(ends, what):
     """However large the model: it would be silent for as long, and be taken for dead."""
     giver, _ = ends
-    giver.transfers.serve([], lambda: None)
     if what == "parameters":
         chunks = giver.state.all_chunks
         looked_at = giver.transfers._chunks = Counted(chunks * 1000)
-        request = RequestState(1, 0)
+        request = RequestState(1, 0, False)
     else:
         giver.keep(3)
         optimizers = giver.optimizers
         looked_at = Counted(optimizers.tensors * 6000)
         giver.optimizers = Offer(optimizers.layout, looked_at, optimizers.copy)
-        request = RequestTraining(1)
+        request = RequestState(1, 0, True)
     total = len(looked_at)
     link = giver.links[1]
     most, num_sent = 0, 0
@@ -208,86 +214,46 @@ def test_no_turn_of_a_donor_looks_at_more_than_a_few_chunks(ends, what):
     assert most <= SLOTS + 1
 
 
-def test_what_a_closed_link_swallows_does_not_count_as_served(ends):
-    giver, taker = ends
-    served = []
-    giver.transfers.serve([1], lambda: served.append(True))
-    taker.fetch(0)
-    deliver(giver, taker, at_most=1)
-    giver.links[1].closed = True
-    giver.links[1].queue.clear()
-    giver.transfers.pump()
-    assert served == []
-    relink(giver, taker)
-    deliver(giver, taker)
-    assert served == [True]
-    assert taker.ended == [None]
-
-
-def test_who_waits_until_a_state_is_taken_waits_for_the_taker_s_word(ends):
-    """All was sent, and what the kernel held is lost with the link: it must not have changed."""
-    giver, taker = ends
-    served = []
-    giver.transfers.serve([1], lambda: served.append(True))
-    taker.fetch(0)
-    while giver.transfers.num_chunks_sent < len(giver.state.all_chunks):
-        deliver(giver, taker, at_most=1)
-    giver.links[1].queue.clear()
-    giver.transfers.pump()
-    assert (served, taker.ended) == ([], [])
-    relink(giver, taker)
-    while not taker.ended:
-        deliver(giver, taker, at_most=1)
-    taker.links[0].queue.clear()  # its word is lost, too
-    giver.transfers.pump()
-    assert served == []
-    relink(giver, taker)
-    deliver(giver, taker)
-    assert served == [True]
-    assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
-    taker.now += CONFIRMS_FOR_S
-    unlink(giver, taker)
-    assert not taker.unsent
-
-
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_lost_link_costs_nothing_but_time(ends, at):
     giver, taker = ends
-    giver.transfers.serve([], lambda: None)
     taker.fetch(0)
     deliver(giver, taker, at_most=at)
     relink(giver, taker)
     deliver(giver, taker)
     assert taker.ended == [None]
-    assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
+    assert has_taken(giver, taker)
 
 
 SIZES = (1, CHUNK_BYTES, 0, 2 * CHUNK_BYTES + 5)
 TEXT = ",".join(map(str, SIZES)).encode()
 
 
-@pytest.mark.parametrize("at", [None, 2, 4])
-def test_the_optimizers_state_comes_whole_whatever_its_links(ends, at):
+@pytest.mark.parametrize("at", [None, 2, 4, 8, 11])
+def test_a_whole_state_comes_whole_whatever_its_links(ends, at):
+    """A request, an offer, the layout, tensors to item 8, and then parameters go over the link."""
     giver, taker = ends
-    taker.fetch_training(0)
+    taker.fetch_whole(0)
     deliver(giver, taker)
     assert taker.ended == [], "the giver's optimizer steps"
     tensors = giver.keep(*SIZES, text=TEXT)
     if at is not None:
         deliver(giver, taker, at_most=at)
         relink(giver, taker)
-        # Of another moment, so it is sent from its beginning.
-        tensors = giver.keep(*SIZES, text=TEXT, fill=10)
+        # Of another moment: what was not whole is sent from its beginning, and the rest not again.
+        later = giver.keep(*SIZES, text=TEXT, fill=10)
+        tensors = later if at < 8 else tensors
     deliver(giver, taker)
     assert taker.ended == [None]
     assert all(map(torch.equal, taker.rooms, tensors))
-    assert giver.transfers.num_given >= 1
+    assert has_taken(giver, taker)
+    assert giver.transfers.num_given == (at is None or at < 8)
 
 
 def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
     giver, taker = ends
     giver.keep(*SIZES, text=TEXT)
-    taker.fetch_training(0)
+    taker.fetch_whole(0)
     deliver(giver, taker, at_most=2)
     num_sent = giver.transfers.num_chunks_sent
     giver.is_stepping = True
@@ -302,7 +268,7 @@ def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
 def test_what_is_given_takes_two_chunks_of_memory(ends):
     giver, taker = ends
     giver.keep(9 * CHUNK_BYTES, text=str(9 * CHUNK_BYTES).encode())
-    taker.fetch_training(0)
+    taker.fetch_whole(0)
     places = set()
     while deliver(giver, taker, at_most=1):
         for item in giver.links[1].queue:
@@ -317,23 +283,21 @@ def test_what_is_given_takes_two_chunks_of_memory(ends):
 def test_a_text_that_cannot_be_one_is_not_taken(ends, text, message):
     giver, taker = ends
     giver.keep(5, text=text)
-    taker.fetch_training(0)
+    taker.fetch_whole(0)
     deliver(giver, taker)
     (error,) = taker.ended
     assert isinstance(error, PeerLostError)
     assert message in str(error)
     # Unasked for.
-    taker.transfers.receive(taker.links[0], OfferTraining(1, 50))
+    taker.transfers.receive(taker.links[0], OfferState(1, 50))
     assert len(taker.ended) == 1
 
 
 def test_a_peer_that_asks_again_and_again_is_given_one_state(ends):
     giver, _ = ends
-    giver.transfers.serve([], lambda: None)
     giver.keep(5, text=b"5")
     for counter in range(100):
-        giver.transfers.receive(giver.links[1], RequestState(counter, 0))
-        giver.transfers.receive(giver.links[1], RequestTraining(counter))
+        giver.transfers.receive(giver.links[1], RequestState(counter, 0, counter % 2 == 0))
         giver.transfers.pump()
     assert giver.links[1].queued_chunks == 2
     assert len(giver.transfers._senders) == 1
@@ -341,7 +305,6 @@ def test_a_peer_that_asks_again_and_again_is_given_one_state(ends):
 
 def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):
     giver, taker = ends
-    giver.transfers.serve([], lambda: None)
     taker.fetch(0)
     deliver(giver, taker, at_most=1)
     giver.transfers.pump()
@@ -350,7 +313,6 @@ def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):
     assert frame_type is FrameType.STATE_CHUNK
     assert landing(link, frame_type, replace(key, index=1)) is None
     assert landing(link, frame_type, replace(key, counter=key.counter + 1)) is None
-    assert landing(link, FrameType.TRAINING_CHUNK, key) is None
     assert landing(QueueLink(5), frame_type, key) is None
     # A chunk of another length ends the link.
     assert len(landing(link, frame_type, key)) == payload.nbytes
@@ -360,7 +322,7 @@ def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends
     """Chunks arrive, so that no time-out ends it, and it would never be whole."""
     giver, taker = ends
     giver.keep(*SIZES, text=TEXT)
-    taker.fetch_training(0)
+    taker.fetch_whole(0)
     num_breaks = 0
     while not taker.ended:
         deliver(giver, taker, at_most=4)
@@ -375,11 +337,10 @@ def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends
 
 def test_who_has_nothing_to_give_says_so(ends, caplog):
     giver, taker = ends
-    giver.transfers.serve([], lambda: None)
     giver.refusal = "it is poisoned"
     taker.fetch(0)
     deliver(giver, taker)
-    taker.fetch_training(0)
+    taker.fetch_whole(0)
     deliver(giver, taker)
     assert ["it is poisoned" in str(error) for error in taker.ended] == [True, True]
     assert giver.transfers.num_chunks_sent == 0
@@ -390,7 +351,7 @@ def test_who_has_nothing_to_give_says_so(ends, caplog):
 
     giver.transfers.offer = broken
     for _ in range(2):
-        taker.fetch_training(0)
+        taker.fetch_whole(0)
         deliver(giver, taker)
         assert "described" in str(taker.ended[-1])
     (said,) = [each.getMessage() for each in caplog.records if "described" in each.getMessage()]
@@ -400,8 +361,6 @@ def test_who_has_nothing_to_give_says_so(ends, caplog):
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_a_state_that_is_under_way_goes_on_where_consolidation_begins(ends, at):
     giver, taker = ends
-    tensors = giver.keep(*SIZES, text=TEXT)
-    giver.transfers.serve([], lambda: None)
     giver.state.chunks[0].exchange(0.0, torch.zeros(256), torch.ones(256), 1.5)
     z = []
     for chunk in giver.state.all_chunks:
@@ -419,19 +378,11 @@ def test_a_state_that_is_under_way_goes_on_where_consolidation_begins(ends, at):
     deliver(giver, taker)
     assert isinstance(taker.ended[1], TurnedAwayError)
     assert "it consolidates" in str(taker.ended[1])
-    giver.refusal = None
-    taker.fetch_training(0)
-    deliver(giver, taker, at_most=3)
-    giver.refusal = "it consolidates"
-    deliver(giver, taker)
-    assert taker.ended[2] is None
-    assert all(map(torch.equal, taker.rooms, tensors))
 
 
 @pytest.mark.parametrize("segment", [0, 1])
 def test_poisoned_parameters_and_buffers_are_not_taken(ends, segment):
     giver, taker = ends
-    giver.transfers.serve([], lambda: None)
     giver.values[segment][-1] = torch.inf
     before = taker.values[segment][-5:].clone()
     taker.fetch(0)
@@ -445,9 +396,7 @@ def test_silence_ends_a_fetch_and_each_chunk_defers_that(ends):
     giver, taker = ends
     taker.fetch(0)
     taker.now = 0.9 * TIMEOUT_S
-    deliver(giver, taker)
-    giver.transfers.serve([], lambda: None)
-    deliver(giver, taker, at_most=1)
+    deliver(giver, taker, at_most=2)
     assert taker.transfers.num_chunks_received == 1
     taker.now = 1.8 * TIMEOUT_S
     taker.transfers.pump()
@@ -463,9 +412,8 @@ def test_what_answers_an_older_request_is_dropped(ends):
     taker.fetch(0)
     taker.transfers.receive(taker.links[0], StateRefused(99, "of another request"))
     assert taker.ended == []
-    giver.transfers.receive(giver.links[1], RequestTraining(1))
+    giver.transfers.receive(giver.links[1], RequestState(1, 0, True))
     relink(giver, taker)
     giver.keep(5)  # the one who asked is gone
-    giver.transfers.serve([], lambda: None)
     deliver(giver, taker)
     assert taker.ended == [None]

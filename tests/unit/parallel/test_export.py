@@ -2,6 +2,8 @@
 
 import errno
 import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mixed_net
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
+from gossipdp.parallel.checkpoint_files import Average, write_average
 
 
 class Net(mixed_net.Net):
@@ -70,6 +73,34 @@ def assert_same(loaded: dict[str, Any], net: nn.Module) -> None:
         if isinstance(value, Tensor):
             assert value.dtype == loaded[name].dtype
             assert torch.equal(value, loaded[name]), name
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
+    """Of two sides of a cut network that both ended, whichever saves first."""
+
+    def save(rank: int, samples: int, value: float, run_id: str = "a") -> Path:
+        average = Average(run_id, samples, rank)
+        return write_average(tmp_path / name, {"x": torch.full((3,), value)}, average)
+
+    def held(path: Path) -> float:
+        is_archive = path.suffix == ".pt"
+        load = partial(torch.load, weights_only=True) if is_archive else safetensors.torch.load_file
+        return float(load(path)["x"][0])
+
+    path = save(0, samples=50, value=5.0)
+    assert path == tmp_path / name
+    assert save(1, samples=60, value=6.0) == path
+    assert save(2, samples=60, value=6.0) == path, "the same average, from another worker"
+    assert not caplog.records
+    for rank, samples in ((0, 50), (2, 60)):
+        beside = save(rank, samples=samples, value=7.0)
+        assert beside.name == f"model-of-worker-{rank}{path.suffix}"
+        assert (held(path), held(beside)) == (6.0, 7.0)
+        assert f"{path} stays: worker 1 saved it after 60 samples" in caplog.messages[-1]
+    assert held(save(1, samples=60, value=8.0)) == 8.0, "its own"
+    assert save(0, samples=1, value=9.0, run_id="b") == path
+    assert held(path) == 9.0
 
 
 def test_what_cannot_be_written_is_one_clear_error_and_no_file(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Taking and giving states, over a gossip thread that answers at once."""
 
 import threading
-from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import Device
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError, RendezvousError
-from gossipdp.gossip.transfer import Offer, TurnedAwayError
+from gossipdp.gossip.transfer import NoStateYetError, Offer, TurnedAwayError
 from gossipdp.parallel import state_transfers
 from gossipdp.parallel.training_state import BetweenSteps
 
@@ -48,20 +47,17 @@ def rate_of(state: Any) -> float:
 
 
 class Peers:
-    """The gossip thread and its loop: what each worker answers, by rank.
+    """The gossip thread and its loop: what each worker answers, by rank, one answer a time.
 
-    ``training`` and ``parameters`` hold a list for each: one answer a time, the last for good.
-    Before each answer for its parameters a worker sends ``chunks``.
+    ``states`` holds a list for each; its last answer is for good. None: parameters alone.
     """
 
     def __init__(self) -> None:
-        self.training: dict[int, list[Offer | Exception]] = {}
-        self.parameters: dict[int, list[Exception | None]] = {}
-        self.asked: Counter[str] = Counter()
-        self.chunks: list[tuple[Chunk, torch.Tensor]] = []
+        self.states: dict[int, list[Offer | Exception | None]] = {}
+        self.asked: list[int] = []
         self.num_chunks_received = 0
         self.protocol = SimpleNamespace(
-            rank=RANK, membership=SimpleNamespace(live=lambda: tuple(self.training))
+            rank=RANK, membership=SimpleNamespace(live=lambda: tuple(self.states))
         )
         self.transfers = self
 
@@ -72,31 +68,23 @@ class Peers:
 
     def check(self) -> None: ...
 
-    def fetch_training(self, peer: int, unfold: Any, on_end: Any, timeout_s: float) -> None:
-        self.asked[f"training of {peer}"] += 1
+    def fetch(self, peer: int, unfold: Any, on_end: Any, timeout_s: float) -> None:
+        self.asked.append(peer)
         self.num_chunks_received += 1
-        answer = self._next(self.training[peer])
+        answers = self.states[peer]
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, Exception):
             on_end(answer)
             return
+        assert (answer is None) == (unfold is None)
         try:
-            rooms = unfold(answer.layout)
+            rooms = [] if answer is None else unfold(answer.layout)
         except ValueError as error:
             on_end(TurnedAwayError(f"worker {peer} cannot give its state: {error}"))
             return
-        for source, room in zip(answer.tensors, rooms, strict=True):
+        for source, room in zip(answer.tensors if answer else (), rooms, strict=True):
             answer.copy(source, room)
         on_end(None)
-
-    def fetch(self, peer: int, on_end: Any, timeout_s: float) -> None:
-        self.asked[f"parameters of {peer}"] += 1
-        for chunk, values in self.chunks:
-            chunk.replace(values)
-        on_end(self._next(self.parameters[peer]))
-
-    @staticmethod
-    def _next(answers: list[Any]) -> Any:
-        return answers.pop(0) if len(answers) > 1 else answers[0]
 
 
 @pytest.fixture
@@ -121,37 +109,47 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 STATE = State([Segment(torch.ones(3), Role.TRAINED)])
 
 
-def take(peers: Any) -> Any:
+def take(peers: Any, *, is_start: bool = False) -> Any:
     times = SimpleNamespace(timeout_s=TIMEOUT_S, start_timeout_s=5.0)
-    return state_transfers.take_state(peers, peers, STATE, times)
+    return state_transfers.take_state(peers, peers, STATE, times, is_start=is_start)
 
 
-def test_what_a_donor_gave_that_dies_is_kept(peers):
-    peers.training = {1: [given(trained(0.5))], 0: [given(trained(0.25))]}
-    peers.parameters = {1: [PeerLostError("dead")], 0: [None]}
-    assert rate_of(take(peers)) == 0.5
-    assert peers.asked["training of 0"] == 0
-
-
-def test_what_a_donor_gave_whose_parameters_are_refused_is_dropped(peers):
-    peers.training = {1: [given(trained(0.5))], 0: [given(trained(0.25))]}
-    peers.parameters = {1: [TurnedAwayError("its parameters hold NaN")], 0: [None]}
+def test_the_nearest_gives_and_after_one_that_dies_the_next_gives_all(peers):
+    peers.states = {1: [PeerLostError("dead")], 7: [given(trained(0.5))], 4: [given(trained(0.25))]}
     assert rate_of(take(peers)) == 0.25
+    assert peers.asked == [1, 4]
 
 
 @pytest.mark.parametrize("bad", [given(trained(0.5, float("nan"))), FOREIGN])
 def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
-    peers.training = {1: [bad], 0: [given(trained(0.25))]}
-    peers.parameters = {1: [None], 0: [None]}
+    peers.states = {1: [bad], 0: [given(trained(0.25))]}
     assert rate_of(take(peers)) == 0.25
-    assert peers.asked["parameters of 1"] == 0
     with pytest.raises(PeerLostError, match="worker 1 cannot give its state"):
-        state_transfers.fetch_training(peers, peers, STATE, 1, 1.0)
+        state_transfers.fetch_state(peers, peers, STATE, 1, 1.0, with_optimizers=True)
 
 
 def test_being_turned_away_for_ever_is_no_progress(peers, now):
-    peers.training = {1: [given(trained())]}
-    peers.parameters = {1: [TurnedAwayError("its parameters hold NaN")]}
+    peers.states = {1: [TurnedAwayError("its parameters hold NaN")]}
     with pytest.raises(RendezvousError, match="hold NaN"):
         take(peers)
     assert 5.0 <= now[0] < 6.0
+
+
+def test_at_the_start_a_worker_waits_for_its_parent_and_passes_over_a_silent_one(peers, now):
+    peers.protocol.rank = 13
+    peers.states = {
+        0: [None],
+        12: [None],
+        2: [NoStateYetError("2 has none"), NoStateYetError("2 has none"), None],
+        6: [NoStateYetError("6 has none"), PeerLostError("6 is silent")],
+    }
+    assert take(peers, is_start=True) is None
+    # Whoever has none yet is asked again, by way of those that did not answer.
+    assert peers.asked == [6, 6, 2, 6, 2, 6, 2]
+
+
+def test_a_bad_state_of_its_parent_ends_the_start_at_once(peers, now):
+    peers.states = {0: [TurnedAwayError("its parameters hold NaN")], 1: [None]}
+    with pytest.raises(RendezvousError, match="worker 2 cannot start: its parameters hold NaN"):
+        take(peers, is_start=True)
+    assert now[0] == 0.0

@@ -381,7 +381,7 @@ def test_a_joiner_counts_once_it_has_parameters():
     other.receive(0, tell(joiner.membership.own), 0.1)
     assert other.neighbours == {0, 2}
     assert other.membership.live() == tuple(range(6))
-    (rebuilt,) = of_type(joiner.joined(1.0), Rebuilt)
+    (rebuilt,) = of_type(joiner.release(1.0), Rebuilt)
     assert rebuilt.neighbours == {0, 1}
     assert joiner.can_donate
     other.receive(0, tell(joiner.membership.own), 1.1)
@@ -393,7 +393,7 @@ def test_a_joiner_that_has_parameters_says_so_at_once():
     joiner.poll(1.0)  # all links have heard all that there was
     told = {
         action.peer: action.message.members
-        for action in joiner.joined(1.0)
+        for action in joiner.release(1.0)
         if isinstance(action, Send)
     }
     alive = (joiner.membership.own,)
