@@ -352,6 +352,7 @@ def test_time_in_which_no_worker_ran_is_no_run_time(tmp_path):
     view = RunView(run_log)
     assert view.duration_s == pytest.approx(40)
     assert [part.seconds for part in view.parts.values()] == pytest.approx([39.8, 38.8])
+    assert [worker.num_restarts for worker in view.workers.values()] == [0, 0], "they were resumed"
     assert [(pause.at_s, pause.length_s) for pause in view.pauses] == [
         (pytest.approx(20), pytest.approx(88))
     ]
