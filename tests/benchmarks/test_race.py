@@ -14,14 +14,8 @@ import race as race_script
 import race_worker
 import torch
 from race import Campaign, Race, check, measure_rows, missing_rows, settings_of, tune
-from race_report import (
-    Run,
-    lost_seconds,
-    share_of_calm,
-    table,
-)
+from race_report import Run, lost_seconds, share_of_calm
 from race_run import (
-    MAX_EARLY_DEATHS,
     RESTART_DELAY_S,
     Fault,
     Job,
@@ -34,7 +28,7 @@ from race_worker import Life, make_save
 from support.finished_runs import FinishedRuns
 from support.provenance import Provenance
 from support.race_conditions import CONDITIONS
-from support.race_settings import HEADER, TASK, CheckpointFiles, RaceSettings, Shelf
+from support.race_settings import TASK, CheckpointFiles, RaceSettings, Shelf
 from support.rows import OneOptimizer, RowPlan
 from torch import nn
 
@@ -74,24 +68,6 @@ def run_of(row: str, condition: str = "calm", **figures: float) -> Run:
 
 def replace_settings(**changes: object) -> RaceSettings:
     return msgspec.structs.replace(SETTINGS, **changes)
-
-
-def test_rows_and_conditions_are_read_in_the_order_of_the_report():
-    asked = Race(conditions="kills10, calm", rows="ddp,gossipdp", rates="ddp=0.04")
-    program = check(asked)
-    assert list(program.conditions) == ["calm", "kills10"]
-    assert program.rows == {"ddp": 0.04, "gossipdp": 0.04}
-
-
-def test_every_condition_has_a_plan_that_can_be_done():
-    for name, condition in CONDITIONS.items():
-        for each in (condition, condition.quick()):
-            plan = FaultPlan.parse(each.faults, num_workers=2) if each.faults else FaultPlan()
-            assert plan.kills == (each.kill_period_s is not None), name
-    assert CONDITIONS["kills10_moving"].kill_period_s == 10
-    assert CONDITIONS["kills10_moving"].quick().kill_period_s == 2
-    assert CONDITIONS["kills120"].seconds(70) > 2 * 120
-    assert CONDITIONS["stops"].quick().faults.startswith("stop 0.4s at 2s; stop 1s at 4s")
 
 
 def test_a_run_has_the_options_of_its_row_alone():
@@ -179,14 +155,6 @@ def test_tuning_widens_the_grid_until_the_best_rate_is_within(capsys):
     assert "0.04: 3.000" in capsys.readouterr().out
 
 
-def test_a_row_that_cannot_recover_is_missing_where_workers_die(monkeypatch):
-    monkeypatch.setattr(race_script.RowName, "missing", lambda name: None)
-    assert race_script.cannot_run("decent_dp", CONDITIONS["moving"]) is None
-    why = race_script.cannot_run("decent_dp", CONDITIONS["kills30"])
-    assert why is not None
-    assert "no answer to a death" in why
-
-
 class FakeProcess:
     """A process that dies when it is told to, and is reaped at the next look."""
 
@@ -210,15 +178,13 @@ class FakeProcess:
 class FakeJob:
     """A job of fake processes, on a clock that a test sets."""
 
-    def __init__(self, faults: str, *, whole: bool, num_workers: int = 3) -> None:
+    def __init__(self, faults: str, *, whole: bool) -> None:
         self.now_s = 100.0
         self.started: list[FakeProcess] = []
         self.training: set[tuple[int, int]] = set()
-        self.injector = FaultInjector(
-            FaultPlan.parse(faults), num_workers, clock=lambda: self.now_s
-        )
+        self.injector = FaultInjector(FaultPlan.parse(faults), 3, clock=lambda: self.now_s)
         self.job = Job(
-            num_workers,
+            3,
             self.start,
             lambda rank: self.life(rank).name in self.training,
             self.injector,
@@ -286,34 +252,6 @@ def test_at_the_end_nobody_is_started_again():
     fake.life(2).ending = Ending()
     assert not fake.step(after_s=1.0)
     assert len(fake.started) == 3
-
-
-def test_a_job_that_dies_by_itself_before_it_trains_is_given_up():
-    fake = FakeJob("kill 1 at 10s", whole=True, num_workers=2)
-    for number in range(MAX_EARLY_DEATHS):
-        fake.step(after_s=RESTART_DELAY_S)
-        fake.life(0).ending = Ending("ended with exit code 1")
-        if number < MAX_EARLY_DEATHS - 1:
-            fake.step()
-            fake.step()
-    with pytest.raises(WorkerFailedError, match="worker 0 ended with exit code 1 before it"):
-        fake.step()
-    assert len(fake.started) == 2 * MAX_EARLY_DEATHS
-
-
-def test_a_shelf_shows_what_was_left_last(tmp_path):
-    shelf, other = Shelf(tmp_path / "shelf", 2), Shelf(tmp_path / "shelf", 2)
-    assert not other.is_made
-    shelf.make()
-    assert other.is_made
-    assert other.look() is None
-    for number in (1.0, 2.0, 3.0):
-        header = dict.fromkeys(HEADER, number) | {"samples": 10 * number}
-        shelf.put(header, np.array([number, -number], np.float32))
-        found = other.look()
-        assert found is not None
-        assert found[0] == header
-        assert found[1].tolist() == [number, -number]
 
 
 class FakeFleet:
@@ -444,51 +382,3 @@ def test_shares_are_of_the_rows_own_calm():
     assert lost_seconds(killed, calm) == pytest.approx(0.5 * 65 / 5)
     assert math.isnan(lost_seconds(calm[0], calm))
     assert math.isnan(share_of_calm(killed, []))
-
-
-def found() -> dict[str, dict[str, list[Run]]]:
-    return {
-        "calm": {
-            "gossipdp": [run_of("gossipdp", samples=130_000, loss=2.66)],
-            "ddp": [run_of("ddp", samples=130_000, loss=2.61)],
-        },
-        "kills10": {
-            "gossipdp": [
-                run_of("gossipdp", "kills10", samples=117_000, loss=loss, num_kills=5)
-                for loss in (2.7, 2.72, None)
-            ],
-            "ddp": [run_of("ddp", "kills10", samples=52_000, loss=3.2, num_kills=5)],
-        },
-    }
-
-
-def test_the_best_of_each_column_is_bold_whoever_has_it():
-    runs = found()
-    ours, ddp = table("kills10", runs["kills10"], runs["calm"]).rows
-    assert ours[0] == "gossipdp, defaults"
-    assert ours[2] == "**117,000 (117,000 to 117,000)**"
-    assert ours[3].startswith("**90%")
-    assert ddp[3] == "40%"
-    assert ours[5].startswith("**1.3")
-    assert ddp[5] == "7.8"
-    ours, ddp = table("calm", runs["calm"], runs["calm"]).rows
-    assert ours[2] == ddp[2] == "**130,000**"  # level
-    assert (ours[4], ddp[4]) == ("2.660", "**2.610**")
-    assert ours[5] == "-"  # nothing befell it
-
-
-@pytest.mark.parametrize(
-    ("spares", "with_spare"),
-    [("none", []), ("gossipdp", ["gossipdp"]), ("torchft", ["gossipdp", "ddp_torchft"])],
-)
-def test_who_has_a_spare_interpreter(spares, with_spare):
-    asked = Race(conditions="kills10,vanish", rows="gossipdp,ddp,ddp_torchft", spares=spares)
-    program = check(asked)
-    found = [
-        row
-        for row in program.rows
-        if settings_of(asked, program, row, "kills10", seed=1).keeps_spare
-    ]
-    assert found == with_spare
-    # A host that vanishes takes its spare along.
-    assert not settings_of(asked, program, "gossipdp", "vanish", seed=1).keeps_spare

@@ -65,17 +65,6 @@ def line(found: dict[str, Any], text: str, digits: int) -> str:
     return f"| {text} | {' | '.join(cells)} |"
 
 
-def headline(row: str) -> str:
-    """Return a row's line of the README's table."""
-    cells = [cell for condition in TEXTS for cell in figures(RACE[condition], row, 2)]
-    return f"| {NAMES[row]} | {' | '.join(cells)} |"
-
-
-def more(condition: str) -> str:
-    """Return a line of the performance page's second table."""
-    return line(RACE.get(condition) or MORE[condition], MORE_TEXTS[condition], 3)
-
-
 def details(condition: str) -> str:
     """Return a line of the performance page: share of the calm, seconds lost a fault, bytes."""
     cells = []
@@ -89,7 +78,8 @@ def details(condition: str) -> str:
 def test_the_readme_s_table_is_that_of_the_results():
     text = (ROOT / "README.md").read_text()
     for row in ROWS:
-        assert headline(row) in text
+        cells = [cell for condition in TEXTS for cell in figures(RACE[condition], row, 2)]
+        assert f"| {NAMES[row]} | {' | '.join(cells)} |" in text
 
 
 @pytest.mark.parametrize("condition", TEXTS)
@@ -199,29 +189,20 @@ def headline_bytes() -> str:
     )
 
 
-def more_bytes() -> str:
-    """Return the performance page's sentence on bytes under the other conditions."""
-    least, most = times_ddp(MORE, sent, "gossipdp")
-    return f"gossipdp sent {least:.1f} to {most:.1f} times DDP's bytes in all."
-
-
-def hooks() -> str:
-    """Return the sentence on DDP's hooks on the bad link."""
-    samples = kept(MORE, "bad_link", "ddp_bf16", "ddp_powersgd")
-    return f"bfloat16 and PowerSGD, kept {samples} thousand."
-
-
 def test_the_bytes_are_those_of_the_results():
     text = " ".join((ROOT / "docs/performance.md").read_text().split())
-    assert more_bytes() in text
-    assert hooks() in text
+    least, most = times_ddp(MORE, sent, "gossipdp")
+    assert f"gossipdp sent {least:.1f} to {most:.1f} times DDP's bytes in all." in text
+    of_hooks = kept(MORE, "bad_link", "ddp_bf16", "ddp_powersgd")
+    assert f"bfloat16 and PowerSGD, kept {of_hooks} thousand." in text
     assert headline_bytes() in " ".join((ROOT / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("condition", MORE_TEXTS)
 def test_the_performance_page_s_second_table_is_that_of_the_results(condition):
     assert condition in CONDITIONS
-    assert more(condition) in (ROOT / "docs/performance.md").read_text()
+    shown = line(RACE.get(condition) or MORE[condition], MORE_TEXTS[condition], 3)
+    assert shown in (ROOT / "docs/performance.md").read_text()
 
 
 def test_the_picture_is_that_of_the_results():

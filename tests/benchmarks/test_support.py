@@ -1,27 +1,15 @@
 """Tests of what all benchmarks share: spreads, turns, meetings, and missing rows."""
 
-import json
 import math
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
-import run_all
-import support.report
-from run_all import Benchmark
 from support.finished_runs import FinishedRuns
 from support.meeting import Meeting
 from support.provenance import commit_of
 from support.report import interleaved
-
-SCRIPT = """
-import pathlib, sys
-result = {result!r}
-pathlib.Path({path!r}).write_text(result)
-sys.exit({code})
-"""
 
 
 def finished(path: Path | None) -> FinishedRuns[dict[str, object]]:
@@ -82,31 +70,3 @@ def test_a_meeting_lasts_until_all_have_come(tmp_path):
     waiting.join(10)
     assert left.is_set()
     assert second.heard(0) == 7.0
-
-
-def make_script(folder: Path, name: str, code: int, missing: list[dict[str, str]]) -> None:
-    result = {"benchmark": name, "missing": missing}
-    path = str(folder / "results" / f"{name}.json")
-    (folder / f"{name}.py").write_text(
-        SCRIPT.format(result=json.dumps(result), path=path, code=code)
-    )
-
-
-def test_all_benchmarks_end_with_what_is_missing(tmp_path, monkeypatch, capfd):
-    (tmp_path / "results").mkdir()
-    make_script(tmp_path, "good", 0, [{"row": "gigabit", "why": "no root"}])
-    make_script(tmp_path, "bad", 3, [])
-    monkeypatch.setattr(run_all, "FOLDER", tmp_path)
-    monkeypatch.setattr(support.report, "RESULTS", tmp_path / "results")
-    benchmarks = (Benchmark("good", (), 1), Benchmark("bad", (), 1), Benchmark("long", (), 900))
-    monkeypatch.setattr(run_all, "BENCHMARKS", benchmarks)
-    monkeypatch.setattr(sys, "argv", ["run_all.py", "--minutes", "2"])
-    with pytest.raises(SystemExit) as ended:
-        run_all.main()
-    assert ended.value.code == 1
-    missing = capfd.readouterr().out.partition("Rows that are missing:\n")[2].splitlines()
-    assert missing == [
-        "  good: gigabit: no root",
-        "  bad: failed, exit status 3",
-        "  long: no time was left of 2 minutes",
-    ]

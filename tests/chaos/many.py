@@ -262,23 +262,6 @@ def problems_of(ends: list[End], longest_ms: float) -> list[str]:
     return problems
 
 
-def figures_of(ends: list[End]) -> dict[str, float]:
-    """Return what it took; of times that of the last worker."""
-    return {
-        **{
-            f"until all are at {phase!r}, s": max(end.came_s[place] for end in ends)
-            for place, phase in enumerate((*PHASES[1:], "consolidated"))
-        },
-        "longest turn, ms": max(max(end.longest_ms.values()) for end in ends),
-        "largest error": ends[0].largest_error,
-        "allowed error": ends[0].allowed_error,
-        "exchanges of a worker, mean": sum(end.exchanges for end in ends) / len(ends),
-        "steps of a worker, mean": sum(end.steps for end in ends) / len(ends),
-        "memory of all at the end, MB (PSS)": sum(end.memory_mb for end in ends),
-        "descriptors of a worker, most": max(end.descriptors for end in ends),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=64, help="how many")
@@ -321,14 +304,13 @@ def main() -> int:
         f"{platform.python_version()}, torch {torch.__version__}",
         "load_average": os.getloadavg()[0],
         "seconds": round(time.monotonic() - began_s, 1),
-        "figures": figures_of(ends) if ends else {},
         "workers": [asdict(end) for end in ends],
         "problems": problems,
     }
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(json.dumps(results, indent=1) + "\n")
-    for name, value in results["figures"].items():
-        print(f"{name}: {value:.3g}")
+    turns_ms = [turn_ms for end in ends for turn_ms in end.longest_ms.values()]
+    print(f"longest turn: {max(turns_ms, default=0.0):.1f} ms")
     print(f"{results['seconds']} s; {len(problems)} problems; written to {arguments.results}")
     for problem in problems:
         print(f"PROBLEM: {problem}", file=sys.stderr)

@@ -31,7 +31,6 @@ import yaml
 import gossipdp
 from gossipdp.cli.main import COMMANDS, main
 from gossipdp_lab.simulate import study
-from gossipdp_lab.tasks import RECIPES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -78,12 +77,6 @@ def help_of(*command: str) -> str:
     return shown.getvalue()
 
 
-def options_of(*command: str) -> set[str]:
-    """Every option that the help of a command shows."""
-    lines = re.findall(r"^[│ ] +(-.*)", help_of(*command), re.M)
-    return {option for line in lines for option in re.findall(r"--[a-z-]+", line)}
-
-
 def calls_in(text: str) -> list[list[str]]:
     """Return the words of every call of our command, in indented lines and in inline code."""
     shown = re.findall(r"^    (?:\$ )?gossipdp (.*)$", text, re.M)
@@ -105,27 +98,11 @@ def test_commands_and_their_options_exist(page):
                 assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", options), words
 
 
-def test_the_command_line_page_names_every_option_or_points_to_the_help():
-    text = (ROOT / "docs" / "cli.md").read_text()
-    for command in COMMANDS:
-        section = text.split(f"\n## `gossipdp {command}`")[1]
-        section = re.split(r"^## ", section, flags=re.M)[0]
-        assert "--log-level" in options_of(command)
-        if command in {"plan", "simulate"}:
-            assert f"`gossipdp {command} --help` lists all options" in " ".join(section.split())
-            continue
-        for option in options_of(command):
-            assert option in (section if option not in ("--help", "--log-level") else text), option
-    section = re.split(r"^## ", text.split("\n## `gossipdp train`")[1], flags=re.M)[0]
-    assert "`gossipdp train RECIPE --help`" in section  # has those of one recipe alone
-    for option in set.intersection(*(options_of("train", recipe) for recipe in RECIPES)):
-        assert option in (section if option not in ("--help", "--log-level") else text), option
-
-
 def test_the_options_of_the_command_line_page_are_those_of_the_help():
     written = (ROOT / "docs" / "cli.md").read_text()
     assert cli_page.page() == written, "write it with: python tools/cli_page.py"
     assert "- `--faults-seed 0`: Seed of the workers" in written
+    assert all(f"\n## `gossipdp {command}`\n" in written for command in COMMANDS)
 
 
 def messages_in(path: Path) -> Iterator[str]:
@@ -320,8 +297,3 @@ def test_commands_print_what_the_page_shows(words, shown, tmp_path, monkeypatch,
         if line.strip()
     )
     assert re.fullmatch(pattern, "\n".join(lines) + "\n"), "\n".join(lines)
-
-
-def test_the_pages_have_of_all_that_is_tested():
-    assert min(map(len, (PROGRAMS, SIGNATURES, TRANSCRIPTS))) >= 3
-    assert len(FRAGMENTS) >= 3

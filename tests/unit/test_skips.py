@@ -19,9 +19,7 @@ def pytest_configure(config):
 """
 LISTED = """
 test_here.py::test_listed | no moon*
-test_here.py::test_from_a_fixture | no moon
 test_here.py::test_unlisted_reason | no moon
-test_whole_file.py | no moon
 """
 HERE = """
 import pytest
@@ -29,13 +27,6 @@ import pytest
 @pytest.mark.parametrize("value", ["a", "b[::]"])
 @pytest.mark.skipif(True, reason="no moon today")
 def test_listed(value): pass
-
-@pytest.fixture
-def moon(): pytest.skip("no moon")
-
-def test_from_a_fixture(moon): pass
-
-def test_passes(): pass
 
 def test_not_on_the_list(): pytest.skip("no moon")
 
@@ -46,9 +37,6 @@ def test_expected_to_fail(): assert False
 
 @pytest.mark.xfail
 def test_that_passes_unexpectedly(): pass
-
-@pytest.mark.xfail(run=False)
-def test_not_even_run(): pass
 """
 MODULE = "import pytest\npytest.skip('no moon', allow_module_level=True)\n"
 
@@ -60,7 +48,6 @@ def test_what_is_not_listed_fails(tmp_path):
         "skips.txt": LISTED,
         "pytest.ini": f"[pytest]\npythonpath = {Path(listed_skips.__file__).parent}\n",
         "test_here.py": HERE,
-        "test_whole_file.py": MODULE,
         "test_there.py": MODULE,
     }
     for name, text in files.items():
@@ -71,13 +58,12 @@ def test_what_is_not_listed_fails(tmp_path):
     done = run_python("-m", "pytest", *words, environment=variables, cwd=tmp_path)
     lines = done.stdout.splitlines()
     assert done.returncode == 1, lines
-    assert re.match("4 failed, 1 passed, 4 skipped, 2 errors? in ", lines[-1]), lines
+    assert re.match("4 failed, 2 skipped, 1 errors? in ", lines[-1]), lines
     skipped = "skipped, which skips.txt does not list: no "
     expected = "xfail: mend the test, or what it tests, or delete it"
     said = {line.split("::")[-1] for line in lines if line.startswith(("FAILED", "ERROR "))}
     assert said == {
         f"test_expected_to_fail - {expected}",
-        f"test_not_even_run - {expected}",
         f"test_not_on_the_list - {skipped}moon",
         f"test_unlisted_reason - {skipped}sun",
         f"test_that_passes_unexpectedly - {expected}",

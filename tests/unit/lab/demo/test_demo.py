@@ -1,7 +1,6 @@
 import json
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -55,52 +54,13 @@ def summary_of(results: list[WorkerResult], **options: Any) -> dict[str, Any]:
     return summarize(arguments, {"test_accuracy": 0.98}, results, configuration_of(arguments, 32))
 
 
-def test_the_results_have_the_documented_keys():
+def test_the_results_are_those_of_all_workers():
     summary = summary_of(make_results(2))
-    assert set(summary) == {
-        "test_accuracy",
-        "train_seconds",
-        "samples",
-        "achieved_comm_rate",
-        "consensus_distance",
-        "workers",
-        "configuration",
-    }
-    assert [set(worker) for worker in summary["workers"]] == [
-        {
-            "rank",
-            "metric_before_average",
-            "gradient_steps",
-            "exchanges",
-            "waited_seconds",
-            "samples_per_second",
-        }
-    ] * 2
     assert summary["train_seconds"] == 5.0
     assert summary["samples"] == 6432
     assert summary["achieved_comm_rate"] == 2 * 100 / 201
     assert summary["workers"][1]["samples_per_second"] == 3232 / 5
     json.dumps(summary)
-
-
-def test_the_configuration_says_what_was_asked_for():
-    plain = configuration_of(DemoArguments(output=Path("somewhere")), 32)
-    assert plain == {
-        "workload": "digits",
-        "workers": 4,
-        "graph": "exponential",
-        "method": "a2cid2",
-        "comm_rate": "auto",
-        "samples": 128_000,
-        "batch_size": 32,
-        "seed": 0,
-    }
-    faults = configuration_of(DemoArguments(faults="kill 0 at 5s", restart=True), 32)
-    assert faults == {**plain, "faults": "kill 0 at 5s", "restart": True, "least_seconds": 13.0}
-    rate = configuration_of(DemoArguments(learning_rate=0.1), 32)
-    assert rate == {**plain, "learning_rate": 0.1}
-    timed = configuration_of(DemoArguments(seconds=9.0), 32)
-    assert {**timed, "samples": 128_000} == {**plain, "seconds": 9.0, "least_seconds": 9.0}
 
 
 def test_a_worker_that_was_killed_has_results_but_no_model():

