@@ -68,7 +68,8 @@ def has_noticed_a_death(model: GossipDataParallel) -> bool:
 
 def forget(log: Path, saves: bool) -> None:
     model, step = wrap(log, timeout_s=FOR_EVER_S, counting=Counting(samples_per_step=8))
-    step()  # of each worker: a budget might be used up by one of them
+    # Of each worker, since a budget might be used up by one; after it has given the other a state.
+    wait_until(lambda: model.stats().exchanges > 0, "an exchange", step)
     with model.averaged():  # an evaluation
         pass
     if saves:
@@ -123,7 +124,7 @@ def test_one_that_wakes_after_the_end_says_so_and_saves_nothing(workers, tmp_pat
 
 def forget_long_after_a_death(log: Path) -> None:
     model, step = wrap(log, timeout_s=1.0, counting=Counting(samples_per_step=8))
-    step()
+    wait_until(lambda: model.stats().exchanges > 0, "an exchange", step)
     if model.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     wait_until(lambda: has_noticed_a_death(model), "worker 0 is dead")

@@ -126,7 +126,7 @@ class GossipLoop(LinkHandler):
         self._heard_every_s = protocol.timeout_s / 10
         self._log = OnceLog(logger)
         # Until it has its parameters this worker must neither exchange nor give any.
-        self.perform(protocol.hold(clock()))
+        self.hold()
 
     # Calls of the loop's owner.
 
@@ -179,6 +179,12 @@ class GossipLoop(LinkHandler):
         if live != self._reported:
             self._reported = live
             send_report(Report(addresses=live))
+
+    def hold(self) -> None:
+        """Exchange with no worker until :meth:`release`; abort a running exchange."""
+        now = self.clock()
+        self.perform(self.protocol.hold(now))
+        self.perform(self.protocol.abort("the parameters are being loaded", now))
 
     def release(self) -> None:
         """Take part from now on: this worker has its parameters. It links to its neighbours."""

@@ -216,6 +216,11 @@ class Average(msgspec.Struct, frozen=True):
     samples: int
     rank: int
 
+    def outdoes(self, other: "Average") -> bool:
+        """Return whether it is another worker's of the same run, of as many samples or more."""
+        is_of_run = self.run_id == other.run_id and self.rank != other.rank
+        return is_of_run and self.samples >= other.samples
+
 
 def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: Average) -> Path:
     """Write a copied state in the format of the path's ending; return the path of the file.
@@ -229,12 +234,7 @@ def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: 
     """
     path = Path(path)
     other = _average_of(path)
-    is_outdone = (
-        other is not None
-        and (other.run_id, other.samples >= average.samples) == (average.run_id, True)
-        and other.rank != average.rank
-    )
-    if is_outdone:
+    if other is not None and other.outdoes(average):
         if _holds(path, state):
             return path
         beside = path.with_name(f"{path.stem}-of-worker-{average.rank}{path.suffix}")

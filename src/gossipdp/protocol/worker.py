@@ -271,9 +271,10 @@ class WorkerProtocol:
 
     @_input
     def hold(self, now: float) -> Sequence[_Inner]:
-        """Answer BUSY, do not ask, and give no state until :meth:`release`: there is none yet.
+        """Answer BUSY, do not ask, and give no state until :meth:`release`.
 
-        A running exchange goes on.
+        The worker has no parameters yet, or they are being loaded. A running exchange goes on,
+        unless the driver calls :meth:`abort`.
         """
         return self._close("hold", now)
 
@@ -288,6 +289,11 @@ class WorkerProtocol:
             self.membership.set_status(Status.ALIVE)
             self.peers.say_all_at_once()
         return self._open("hold", now)
+
+    @_input
+    def abort(self, reason: str, now: float) -> Sequence[_Inner]:
+        """Stop the exchange that is running, if any; its link is closed."""
+        return self.pairing.abort(reason)
 
     @_input
     def poisoned(self, now: float) -> Sequence[_Inner]:

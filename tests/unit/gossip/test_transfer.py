@@ -247,7 +247,8 @@ def test_a_whole_state_comes_whole_whatever_its_links(ends, at):
     assert taker.ended == [None]
     assert all(map(torch.equal, taker.rooms, tensors))
     assert has_taken(giver, taker)
-    assert giver.transfers.num_given == (at is None or at < 8)
+    if at is None or at < 8:
+        assert giver.transfers.num_given == 1
 
 
 def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
