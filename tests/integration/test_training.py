@@ -73,6 +73,7 @@ def train_and_consolidate(method: str, graph: str, optimizer_name: str, options:
     optimizer = getattr(torch.optim, optimizer_name)(net.parameters(), lr=0.01)
     model = GossipDataParallel(net, optimizer, method=method, graph=graph, **options)
     start = flat(net)
+    wait_for_all(model)  # else rank 0 trains before all have its parameters
     train(model, optimizer, 40)
     if method in ("a2cid2", "gossip"):
         train_until_exchanged(model, optimizer)
