@@ -151,6 +151,17 @@ def test_sums_of_bfloat16_parameters_are_in_float32():
     assert root.x.x.tolist() == [256.0, 256.0], "nothing is written to the parameters"
 
 
+def test_the_mean_of_equal_workers_is_what_they_hold():
+    """A third of three times x is often the number next to x."""
+    x = 1.5 + torch.arange(100) * torch.finfo(torch.float32).eps
+    assert not torch.equal((x + 2.0 * x) / 3.0, x)
+    root = Member(0, x)
+    for child in (1, 2):
+        root.land(PARTIAL, child, x)
+    root.perform([FinishChunk(EPOCH, 0, 3)])
+    assert torch.equal(root.outcome()[0], x)
+
+
 def test_integers_are_those_of_the_leader_and_floats_the_mean():
     member = Member(1, torch.tensor([1.0, 2.0]))
     mean, integers = torch.tensor([4.0, 6.0]), torch.tensor([7, 8])
