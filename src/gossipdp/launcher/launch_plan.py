@@ -105,6 +105,7 @@ class LaunchPlan:
         run_id, secret: None while only the workers know them.
         join_infos: how to join the workers; one for each shard of a replica.
         launcher_variables: variables of the one worker here, if another launcher started us.
+        num_meetings: how often the workers have met before, and all have died since.
     """
 
     num_local: int
@@ -116,6 +117,7 @@ class LaunchPlan:
     secret: str | None = dataclasses.field(default=None, repr=False)
     join_infos: Sequence[JoinInfo] = dataclasses.field(default_factory=lambda: [JoinInfo()])
     launcher_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    num_meetings: int = 0
 
     @classmethod
     def on_one_host(
@@ -223,13 +225,23 @@ class LaunchPlan:
             "MASTER_PORT": str(self.store[1]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": self.run_id or "default",
-            "TORCHELASTIC_RESTART_COUNT": "0",  # torch's process groups read it
+            "TORCHELASTIC_RESTART_COUNT": str(self.num_meetings),  # torch's process groups read it
         }
 
     def open(self) -> None:
         """Begin to answer at the store, in a thread that imports ``torch``."""
         if self.hosted is not None:
             self.hosted.open_in_background(self.key_prefix, self.world_size)
+
+    def meet_again(self) -> None:
+        """Prepare a meeting at a new store, for workers of this host alone, which have all died."""
+        assert self.hosted is not None
+        self.hosted.close()
+        self.hosted = HostedStore(self.hosted.host)
+        self.store = self.hosted.host, self.hosted.port
+        self.num_meetings += 1
+        for join_info in self.join_infos:
+            join_info.addresses.clear()
 
     def close(self) -> None:
         """Let go of the store."""
