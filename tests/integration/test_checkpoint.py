@@ -279,7 +279,7 @@ def test_who_comes_back_saves_what_is_newer_than_the_files_of_its_earlier_life(w
 
 
 def test_all_killed_in_the_middle_of_a_write_go_on_from_the_checkpoint_before_it(workers, tmp_path):
-    with pytest.raises(WorkerFailedError, match="SIGKILL"):
+    with pytest.raises(WorkerFailedError, match=r"after .*/step-00000008\.safetensors is lost"):
         workers(die_in_mid_write, 2, (str(tmp_path),))
     files = []
     for rank in range(2):

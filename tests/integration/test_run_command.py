@@ -85,7 +85,8 @@ files, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 send_report(Report(begins=True, addresses={rank: ("127.0.0.1", 1000 + rank)}))
 send_report(Report(trains=True, checkpoints=(sys.argv[2], True) if sys.argv[2:] else None))
 life = f"{rank}-{os.getpid()}"
-(files / f"joined-{life}").write_text(os.environ.get("GOSSIPDP_JOIN", ""))
+known = Path(os.environ.get("GOSSIPDP_JOIN_FILE", os.devnull)).read_text()
+(files / f"joined-{life}").write_text(known)
 (files / f"life-{life}").touch()
 while not (files / "end").exists():
     time.sleep(0.01)
@@ -125,8 +126,10 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
             assert kept is not None
             os.kill(live()[victim], signal.SIGKILL)
             run.wait_for((files / f"life-{victim}-{kept}").exists)
-            joins = (files / f"joined-{victim}-{kept}").read_text().split(",")
-            assert set(joins) == {f"127.0.0.1:{1000 + other}" for other in others}
+            joins = json.loads((files / f"joined-{victim}-{kept}").read_text())
+            assert {rank: joins[str(rank)][1] for rank in others} == {
+                rank: 1000 + rank for rank in others
+            }
             assert os.getpgid(kept) == kept
             assert psutil.Process(kept).ppid() == run.process.pid
         run.wait_for(spare)

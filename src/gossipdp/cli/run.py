@@ -181,10 +181,9 @@ def run(arguments: RunArguments) -> int:
     def look() -> None:
         nonlocal num_shown
         spares.follow(supervisor)
-        is_new = others_may_join and num_shown < plan.num_meetings
-        if is_new and all(network.addresses for network in plan.join_infos):
+        known = [network.addresses for network in plan.join_infos]
+        if others_may_join and num_shown < plan.num_meetings and all(known):
             num_shown = plan.num_meetings
-            known = [network.addresses for network in plan.join_infos]
             _tell(_join_line(arguments, [each[min(each)] for each in known]))
 
     faults = None

@@ -86,8 +86,7 @@ def launch(
         timeout_s: seconds after which all workers are ended; None for no limit.
         on_poll: called about every 0.1 s from the calling thread; what it raises ends the run.
         max_restarts: how often, in all, workers that died after all had begun to train are started
-            again. They call the function again and join those that go on; if all have died, all
-            call it again if they have ``Checkpoints(..., resume="auto")``.
+            again. They call the function again and join those that go on; if none does, all resume.
         on_failure: called for each failure.
         nproc_per_replica: how many of the processes hold one replica of the model, each a shard of
             it. To ``torch.distributed`` these are a world of their own, to the others one worker.

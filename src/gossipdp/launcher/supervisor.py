@@ -574,8 +574,10 @@ class Supervisor:
         is_lost = nobody_trains and not self._plan.others_elsewhere
         if self._may_resume and (self._dues or (self.begun and self.running)):
             self._starts_over |= is_lost or not self.begun
-        elif is_lost and not self.running:
-            self._give_up_waiting()
+        elif is_lost:
+            if not self.running:  # else one that joins may have all it needs to go on
+                self._give_up_waiting()
+            return
         if self._starts_over:
             for worker in self.running.values():  # they wait in vain
                 worker.kill()

@@ -577,6 +577,20 @@ def test_the_dead_do_not_come_back_to_a_run_that_is_over(
     assert (lost in setting.supervisor.loss) == (others == CRASH)
 
 
+@pytest.mark.parametrize("joins", [True, False])
+def test_while_nobody_trains_nobody_is_started_again(make, joins):
+    """The last one that trained dies when another joins, and may have given it its state."""
+    setting = make(begun=True, max_restarts=9)
+    setting.crash(0)
+    setting.step(1, 2)
+    setting.crash(1, 2)
+    setting.step(3, 4)
+    assert setting.restarted == [(0, 2)]
+    setting.workers[0].report(begins=True) if joins else setting.crash(0)
+    assert setting.step(5) == joins
+    assert setting.restarted == [(0, 2), *([(1, 5), (2, 5)] if joins else [])]
+
+
 class Replicas:
     """Two replicas of two processes, each of which is called "replica.shard"."""
 
