@@ -62,24 +62,6 @@ def said_in(log: Path) -> str:
     return said
 
 
-def die_together(log: Path) -> float:
-    saving = Checkpoints(log / "ck", keep=1000, resume="auto")
-    model, step = wrap(log, budget_samples=1600, checkpoints=saving)
-    for _ in model.batches([torch.ones(8, 4)]):
-        step()
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            model.save_checkpoint()
-            if len(list(log.glob("ck/worker-*/step-00000001.*"))) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-    return model.consolidate().samples
-
-
-def test_when_all_have_died_the_run_goes_on_from_its_checkpoints(workers, tmp_path):
-    samples = workers(die_together, 2, (tmp_path,), max_restarts=9)
-    assert min(samples) >= 1600
-    assert "the run goes on from step " in said_in(tmp_path)
-
-
 def has_noticed_a_death(model: GossipDataParallel) -> bool:
     return "lost" in [notice.kind for notice in model.stats().noticed]
 
