@@ -15,6 +15,7 @@ benchmarks/results/many.json and large.json are of version 0.2.0.dev0, which had
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -234,10 +235,11 @@ def largest_error(pieces: list[nn.Parameter], counts: list[int]) -> tuple[float,
     return error, largest
 
 
-def end_at_the_second(failure: Failure) -> None:
-    """End the run at a failure after which nobody is started again: the others would wait."""
-    if failure.restart_in_s is None:
-        raise WorkerFailedError(describe([failure]))
+def end_at_the_second(failures: list[Failure], failure: Failure) -> None:
+    """End the run at the second failure, after which nobody is started again: others would wait."""
+    failures.append(failure)
+    if len(failures) == 2:
+        raise WorkerFailedError(describe(failures))
 
 
 def problems_of(ends: list[End], longest_ms: float) -> list[str]:
@@ -292,7 +294,7 @@ def main() -> int:
                 (Path(directory), arguments, began_s),
                 max_restarts=1,
                 timeout_s=LIMIT_S,
-                on_failure=end_at_the_second,
+                on_failure=functools.partial(end_at_the_second, []),
             )
         except WorkerFailedError as error:
             problems.append(str(error))

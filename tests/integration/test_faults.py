@@ -323,6 +323,33 @@ def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(workers
     assert sum(end["states_donated"] for end in ends) >= 1
 
 
+def kill_two_and_stop_the_third(directory: Path) -> None:
+    """Let 1 die, then 0. 1 is back by 2, which stops then: 0 knows from before only dead ones."""
+    life = f"{os.environ['RANK']}.{os.environ.get('GOSSIPDP_RESTARTS') or 0}"
+    (directory / f"began-{life}").write_text(str(os.getpid()))
+    if life == "1.1":
+        wait_for(directory / "began-0.1")
+    if life == "0.1":
+        wait_for(directory / "joined-1.1")
+        os.kill(int((directory / "began-2.0").read_text()), signal.SIGSTOP)
+    worker = Worker(directory)
+    (directory / f"joined-{life}").touch()
+    worker.train_until_exchanged()
+    if life == "0.0":
+        worker.train_until(lambda: "1 DEAD" in worker.seen)
+    if life in ("0.0", "1.0"):
+        worker.die()
+    if life == "0.1":
+        os.kill(int((directory / "began-2.0").read_text()), signal.SIGCONT)
+    worker.train_until((directory / "joined-0.1").exists)
+    worker.finish()
+
+
+def test_who_comes_back_finds_one_that_came_back_after_its_start(workers, tmp_path):
+    workers(kill_two_and_stop_the_third, 3, (tmp_path,), max_restarts=2)
+    assert [(end["rank"], end["life"]) for end in diaries(tmp_path)] == [(0, 1), (1, 1), (2, 0)]
+
+
 def fail_while_a_state_is_taken(directory: Path) -> None:
     """Rank 2 dies, and in its next life dies again as it has taken another's state.
 

@@ -16,8 +16,7 @@ from gossipdp_lab.report.run_log import RunLog
 
 pytestmark = pytest.mark.processes
 
-# Both begin; then worker 0 fails, and worker 1 goes on until the launcher has written so. With one
-# more argument it fails then.
+# Both begin; then worker 0 fails, and worker 1 goes on until the launcher has written so.
 FAILING = """
 import os, pathlib, sys, time
 from gossipdp.launcher.reports import Report, send_report
@@ -37,22 +36,14 @@ others = worker_file(pathlib.Path(os.environ["GOSSIPDP_LOG_DIR"]), 0)
 while not (others.exists() and "process_end" in others.read_text()):
     time.sleep(0.01)
 print("went on")
-sys.exit(len(sys.argv) - 2)
 """
 
 
-def run_failing(
-    directory: Path, environment: dict[str, str], *more: str
-) -> subprocess.CompletedProcess[str]:
-    script = directory / "failing.py"
-    script.write_text(FAILING)
-    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(directory / "logs")]
-    words += [str(script), str(directory / "begun"), *more]
-    return run_python(*words, environment=environment)
-
-
 def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_path, without_torch):
-    done = run_failing(tmp_path, without_torch)
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
+    done = run_python(*words, str(script), str(tmp_path / "begun"), environment=without_torch)
     assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
     assert done.returncode == 1
     assert done.stdout == "went on\n"
@@ -64,12 +55,6 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_pat
     workers = RunLog.read(tmp_path / "logs").workers
     assert [each.reason for each in workers[0].process_ends] == ["ended with exit code 1"]
     assert workers[1].process_ends == ()
-
-
-def test_the_last_failure_says_that_nobody_goes_on(tmp_path, without_torch):
-    done = run_failing(tmp_path, without_torch, "too")
-    assert "gossipdp: worker 0 ended with exit code 1; the others go on" in done.stderr
-    assert "gossipdp: worker 1 ended with exit code 1; no other worker runs here" in done.stderr
 
 
 def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
@@ -89,7 +74,8 @@ def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
     assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
 
 
-# Light: says that it trains, notes how it joined, and waits for the end.
+# Light: says that it trains, and that it saves where it is told, notes how it joined, and waits for
+# the end.
 TRAINING = """
 import os, sys, time
 from pathlib import Path
@@ -97,9 +83,10 @@ from gossipdp.launcher.reports import Report, send_report
 
 files, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 send_report(Report(begins=True, addresses={rank: ("127.0.0.1", 1000 + rank)}))
-send_report(Report(trains=True))
+send_report(Report(trains=True, checkpoints=(sys.argv[2], True) if sys.argv[2:] else None))
 life = f"{rank}-{os.getpid()}"
-(files / f"joined-{life}").write_text(os.environ.get("GOSSIPDP_JOIN", ""))
+known = Path(os.environ.get("GOSSIPDP_JOIN_FILE", os.devnull)).read_text()
+(files / f"joined-{life}").write_text(known)
 (files / f"life-{life}").touch()
 while not (files / "end").exists():
     time.sleep(0.01)
@@ -139,8 +126,10 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
             assert kept is not None
             os.kill(live()[victim], signal.SIGKILL)
             run.wait_for((files / f"life-{victim}-{kept}").exists)
-            joins = (files / f"joined-{victim}-{kept}").read_text().split(",")
-            assert set(joins) == {f"127.0.0.1:{1000 + other}" for other in others}
+            joins = json.loads((files / f"joined-{victim}-{kept}").read_text())
+            assert {rank: joins[str(rank)][1] for rank in others} == {
+                rank: 1000 + rank for rank in others
+            }
             assert os.getpgid(kept) == kept
             assert psutil.Process(kept).ppid() == run.process.pid
         run.wait_for(spare)
@@ -150,38 +139,43 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
         assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
     assert not runs(left)
     said = run.output.read_text()
-    assert "worker 2 died of signal 9 (SIGKILL); it is started again in 0.1 s (" in said
-    assert said.splitlines()[-1].endswith("in 0.2 s (restart 3 of 4)")
+    assert "worker 2 died of signal 9 (SIGKILL); the others go on\n" in said
+    assert said.splitlines()[-1].endswith("worker 1 is started again (restarts left: 1)")
 
 
-def test_faults_are_done_to_a_script_which_ends_well(tmp_path, without_torch):
+@pytest.mark.parametrize("saves", [False, True])
+def test_after_faults_that_kill_all_those_that_save_are_started_again(
+    tmp_path, without_torch, saves
+):
     script, files = prepared(tmp_path, TRAINING)
-    log = tmp_path / "log"
-    plan = "kill 1 at 0.5s; stop 0.5s 0 at 1s; slow 2x 2 at 1s; kill 1 at 1h"
-    words = ["-n", "3", "--max-restarts", "1", "--log-dir", str(log), "--faults", plan]
-    words += [str(script), str(files)]
+    lines = tmp_path / "log" / "faults-0.jsonl"
+    plan = "stop 0.2s 0; slow 2x 2; kill 0 at 1s; kill 1 at 1s; kill 2 at 1s; kill 1 at 1h"
+    words = ["-n", "3", "--max-restarts", "1", "--log-dir", str(lines.parent), "--faults", plan]
+    words += [str(script), str(files), *([str(tmp_path)] if saves else [])]
     with RunCommand(tmp_path / "output", words, environment=without_torch) as run:
-        lines = log / "faults-0.jsonl"
-        run.wait_for(lambda: lines.exists() and lines.read_text().count("\n") == 3)
-        run.wait_for(lambda: len(list(files.glob("life-1-*"))) == 2)
-        (files / "end").touch()
-        assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
-    assert {path.name for path in files.glob("done-*")} == {"done-0", "done-1", "done-2"}
+        if saves:
+            run.wait_for(lambda: len(list(files.glob("life-*"))) == 6)
+            (files / "end").touch()
+        assert run.process.wait(LONGEST_S) == (0 if saves else 1)
+    assert {path.read_text() for path in files.glob("joined-*")} == {""}
+    said = run.output.read_text()
+    for line in (
+        *("worker 1 killed", "worker 0 stopped for 0.2 s", "worker 2 2 times slower"),
+        *("that was --faults, and no other worker runs here", "faults: 5 done, 1 missed"),
+    ):
+        assert line in said
+    again = "gossipdp: no worker is left: all are started again (restarts left: 0)\n"
+    assert (said.count(again), said.count("started again")) == (saves, saves)
+    assert saves or said.endswith(
+        "gossipdp: at the end: workers 0, 1, 2 died of signal 9 (SIGKILL)\n"
+        "gossipdp: no worker is left, and no checkpoint was saved: all that they trained is lost\n"
+    )
     records = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert sorted((each["kind"], each["rank"], each["planned_s"]) for each in records) == [
-        ("kill", 1, 0.5),
-        ("kill", 1, 3600.0),
-        ("slow", 2, 1.0),
-        ("stop", 0, 1.0),
-    ]
+    assert sorted(each["kind"] for each in records) == [*["kill"] * 4, "slow", "stop"]
     assert records[-1]["missed"] == "the run had ended by then"
     for each in records[:-1]:
         assert each["missed"] is None
         assert each["at_s"] >= each["planned_s"]
-    shown = run.output.read_text()
-    for line in ("worker 1 killed", "worker 0 stopped for 0.5 s", "worker 2 2 times slower"):
-        assert line in shown
-    assert "faults: 3 done, 1 missed" in shown
 
 
 # Both train until SIGTERM comes, and have a long time for what they do then.

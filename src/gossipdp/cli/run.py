@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 # Variables of another launcher that started us: they would mislead a worker.
 NOT_INHERITED = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT"),
-    *("GOSSIPDP_REPLICA", "GOSSIPDP_REPLICAS", "GOSSIPDP_STORE", "GOSSIPDP_JOIN"),
-    *("GOSSIPDP_RESTARTS", "GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
+    *("MASTER_ADDR", "MASTER_PORT", "GOSSIPDP_JOIN", "GOSSIPDP_JOIN_FILE", "GOSSIPDP_RESTARTS"),
+    *("GOSSIPDP_REPLICA", "GOSSIPDP_REPLICAS", "GOSSIPDP_STORE"),
+    *("GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
 )
 
 
@@ -152,45 +152,40 @@ def run(arguments: RunArguments) -> int:
     check_platform()
     # Options are checked before a port is taken.
     num_workers = _num_workers(arguments)
-    script, tls = _script(arguments), _tls_files(arguments)
+    script = _script(arguments)
+    tls = tls_files(place) if (place := arguments.tls or os.environ.get("GOSSIPDP_TLS")) else None
+    if tls is not None:
+        Tls(tls)  # reads the files
     fault_plan = _fault_plan(arguments, num_workers)
     secret = read_secret(arguments.secret_file)
     given = {**os.environ, **_common_variables(arguments, num_workers)}
     plan = _plan(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
     others_may_join = plan.first_rank == 0 and bool(secret or tls)
-    num_restarts = 0
-    some_go_on = False
+    num_shown = -1
     inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
     num_spares = min(arguments.spares, arguments.max_restarts) * arguments.nproc_per_replica
     spares = Spares(script, inherited, num_spares, _tell)
 
-    def tell(failure: Failure, others_go_on: bool) -> None:
-        nonlocal num_restarts, some_go_on
-        some_go_on = others_go_on
+    def tell(failure: Failure) -> None:
         goes_on = bool(supervisor.running) or plan.others_elsewhere
         then = "the others go on" if goes_on else "no other worker runs here"
-        if not others_go_on:
+        if not supervisor.begun:
             then = "the run had not begun, so all are ended"
         if failure.is_injected:
             then = f"that was --faults, and {then}"
-        if failure.restart_in_s is not None:
-            num_restarts += 1
-            count = f"restart {num_restarts} of {arguments.max_restarts}"
-            then = f"it is started again in {failure.restart_in_s:.1f} s ({count})"
         _tell(f"worker {shown_rank(failure.rank)} {failure.ending.reason}; {then}")
         if arguments.log_dir is not None and failure.rank >= 0:
             path = worker_file(arguments.log_dir, failure.rank)
             write_process_end(path, failure.process_id, failure.ending.reason)
 
     def look() -> None:
-        nonlocal others_may_join
+        nonlocal num_shown
         spares.follow(supervisor)
-        if others_may_join and all(network.addresses for network in plan.join_infos):
-            others_may_join = False
-            known = [network.addresses for network in plan.join_infos]
+        known = [network.addresses for network in plan.join_infos]
+        if others_may_join and num_shown < plan.num_meetings and all(known):
+            num_shown = plan.num_meetings
             _tell(_join_line(arguments, [each[min(each)] for each in known]))
 
-    max_restarts = arguments.max_restarts
     faults = None
     if fault_plan is not None:
         log_dir = given.get("GOSSIPDP_LOG_DIR")
@@ -203,17 +198,14 @@ def run(arguments: RunArguments) -> int:
             say=_tell,
             directory=Path(log_dir) if log_dir else None,
         )
-        if fault_plan.kills and not max_restarts:
+        if fault_plan.kills and not arguments.max_restarts:
             _tell("--faults kills workers, and without --max-restarts they stay away")
     supervisor = Supervisor(
         plan,
         lambda own: spares.start({**inherited, **own}),
-        max_restarts=max_restarts,
+        max_restarts=arguments.max_restarts,
         faults=faults,
         on_failure=tell,
-        on_missed_end=lambda rank, reason: _tell(
-            f"worker {shown_rank(rank)} {reason or 'is ended'}: the run is complete without it"
-        ),
         on_sentence=_tell,
     )
     if not plan.launcher_variables:
@@ -225,11 +217,13 @@ def run(arguments: RunArguments) -> int:
         code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
         if ended_by is not None:
             _tell(stopped_line(supervisor.saved.values()))
-        if supervisor.failures and some_go_on:  # the lines about them may be hours old
+        if supervisor.failures and supervisor.begun:  # the lines about them may be hours old
             _tell(f"at the end: {describe(supervisor.failures)}")
+        if supervisor.loss and ended_by is None:
+            _tell(supervisor.loss)
     finally:  # also after an error: under torchrun others may wait for this one's end
         spares.close()
-        wait = plan.under_torchrun and code == 1 and some_go_on
+        wait = plan.under_torchrun and code == 1 and supervisor.begun
         if wait:
             _tell("staying until the other workers have ended: torchrun would end them with this")
         if lost := plan.leave(plan.join_infos[0].addresses, wait=wait):
@@ -410,16 +404,6 @@ def read_secret(path: Path | None) -> str | None:
     if secret is not None:
         check_secret(secret.encode(), name)
     return secret
-
-
-def _tls_files(arguments: RunArguments) -> TlsFiles | None:
-    """Return the files of ``--tls``, or of GOSSIPDP_TLS, which are checked once here."""
-    directory = arguments.tls or os.environ.get("GOSSIPDP_TLS")
-    if not directory:
-        return None
-    files = tls_files(directory)
-    Tls(files)
-    return files
 
 
 def _tell(text: str) -> None:

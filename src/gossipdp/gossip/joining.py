@@ -1,10 +1,10 @@
 """The question to a running job for its members, before a worker joins it.
 
 A *visitor* dials all given addresses at once, over a transport of its own, and asks every worker
-that answers (``AskMembers``); the first answer is enough. Its rank is drawn at random from those
+that answers (``AskMembers``); the first answer is enough. It dials each address that becomes known
+meanwhile: those before may be of workers that stand still. Its rank is drawn at random from those
 that no worker has, and it closes its links afterwards. The handshake compares model, method, rate
-and wire format; the graph, which may follow from the answer, is compared when the worker itself
-links up.
+and wire format; the graph, which may follow from the answer, is compared when the worker links up.
 
 No wait is endless: a round of dials ends with an answer, with a refusal, when all addresses have
 failed, or after ``ROUND_S``.
@@ -90,7 +90,7 @@ class RunEndingError(RefusedError):
 
 
 def ask_members(
-    addresses: Sequence[tuple[str, int]],
+    addresses: Callable[[], Sequence[tuple[str, int]]],
     identity: Identity,
     secret: bytes,
     *,
@@ -100,7 +100,7 @@ def ask_members(
 ) -> Members:
     """Ask workers at these ``addresses`` for the members of a run, before a worker joins it.
 
-    At least one of them must be live. The rank and the graph of ``identity`` are not used.
+    One of them must be live, now or later. The rank and the graph of ``identity`` are not used.
 
     Raises:
         RefusedError: the run has other settings or another secret.
@@ -108,7 +108,6 @@ def ask_members(
         RendezvousError: no worker answered.
     """
     deadline_s = clock() + timeout_s
-    shown = ", ".join(f"{host}:{port}" for host, port in addresses)
     rounds_refused = 0
     while True:
         rank = FIRST_VISITOR_RANK + secrets.randbelow(LAST_VISITOR_RANK - FIRST_VISITOR_RANK + 1)
@@ -116,11 +115,14 @@ def ask_members(
         visiting = msgspec.structs.replace(identity, rank=rank, incarnation=0, graph="")
         transport = TcpTransport(visitor, visiting, secret, listen(identity.host, 0), tls=tls)
         round_ends_s = min(deadline_s, clock() + ROUND_S)
+        dialled = list[tuple[str, int]]()
         try:
-            for host, port in _resolved(addresses):
-                transport.dial(None, host, port)
-            while visitor.answer is None and visitor.num_failed < len(addresses):
-                if clock() >= round_ends_s:
+            while visitor.answer is None and clock() < round_ends_s:
+                for host, port in addresses():
+                    if (host, port) not in dialled:
+                        dialled.append((host, port))
+                        transport.dial(None, _resolved(host), port)
+                if visitor.num_failed >= len(dialled):
                     break
                 transport.poll(TURN_S)
         finally:
@@ -133,26 +135,20 @@ def ask_members(
             return visitor.answer
         if visitor.refusal is not None:
             raise RefusedError(f"the run does not take in this worker: {visitor.refusal}")
-        rounds_refused = rounds_refused + 1 if visitor.num_refused == len(addresses) else 0
-        if rounds_refused == MAX_ROUNDS_REFUSED:
+        rounds_refused = rounds_refused + 1 if visitor.num_refused == len(dialled) else 0
+        shown = ", ".join(f"{host}:{port}" for host, port in dialled)
+        is_refused = rounds_refused == MAX_ROUNDS_REFUSED
+        if is_refused or clock() >= deadline_s:
+            how = "refused the connection" if is_refused else f"was silent for {timeout_s:g} s"
             raise RendezvousError(
-                f"no worker to join: {shown} refused the connection; the run has ended, or it has "
-                "other addresses by now"
-            )
-        if clock() >= deadline_s:
-            raise RendezvousError(
-                f"no worker to join: none answered at {shown} within {timeout_s:g} s; give the "
-                "addresses of live workers"
+                f"no worker to join: {shown} {how}; the run has ended, or has other addresses"
             )
         time.sleep(PAUSE_S)
 
 
-def _resolved(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the addresses with numeric hosts; raises RendezvousError for an unknown name."""
-    known: dict[str, str] = {}
-    for host, _ in addresses:
-        try:
-            known[host] = str(socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError as error:
-            raise RendezvousError(f"cannot join at {host!r}: {error}; check the name") from error
-    return [(known[host], port) for host, port in addresses]
+def _resolved(host: str) -> str:
+    """Return the numeric host; raises RendezvousError for an unknown name."""
+    try:
+        return str(socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise RendezvousError(f"cannot join at {host!r}: {error}; check the name") from error

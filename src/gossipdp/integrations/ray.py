@@ -69,8 +69,11 @@ def launch(
                 failures[rank] = error
                 # Threads that it left running would make it count as alive to the others.
                 ray.kill(actors[rank])
-                if not _has_begun(meeting):
-                    break
+                try:
+                    if not ray.get(meeting.has_begun.remote()):
+                        break
+                except ray.exceptions.RayActorError:
+                    pass  # it is lost with its node: go on, since workers that wait for it fail
     finally:
         for actor in [*actors, meeting]:
             ray.kill(actor)
@@ -86,15 +89,6 @@ def _import_ray() -> Any:
         import ray
         import ray.util
     return ray
-
-
-def _has_begun(meeting: Any) -> bool:
-    """Return whether all train. If the meeting is lost with its node, assume so: waiters fail."""
-    ray = _import_ray()
-    try:
-        return bool(ray.get(meeting.has_begun.remote()))
-    except ray.exceptions.RayActorError:
-        return True
 
 
 class Meeting:
@@ -132,7 +126,8 @@ class Meeting:
             raise RendezvousError(
                 f"worker {rank} died before all workers had begun to train; look at its output"
             )
-        return own | self._plan.join_infos[0].join_variables(rank, num_restarts)
+        joins = self._plan.join_infos[0].join_variables(rank, num_restarts)
+        return own | joins | {"GOSSIPDP_JOIN_FILE": ""}  # the worker may be on another host
 
     def has_begun(self) -> bool:
         """Return whether all workers have met and train."""

@@ -17,8 +17,11 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.schedulers import with_torchrun_names
@@ -69,7 +72,8 @@ class Environment:
     number of the replica, and ``world_size`` the number of replicas.
 
     ``join`` holds (host, port) of workers of a run that goes on without this one. This worker then
-    uses no store, and asks any of these workers for the others. A worker that died and is back
+    uses no store, and asks any of these workers for the others; their newest addresses are in its
+    launcher's ``join_file``. A worker that died and is back
     (``num_restarts`` > 0) has its old rank. A new worker has ``UNKNOWN_RANK`` and
     ``UNKNOWN_WORLD_SIZE``, and asks for a rank too.
     """
@@ -93,6 +97,7 @@ class Environment:
     status_port: int | None = None
     tls: TlsFiles | None = None
     join: tuple[tuple[str, int], ...] = ()
+    join_file: str = ""
     num_restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -191,8 +196,18 @@ class Environment:
             status_port=_number(variables, "GOSSIPDP_STATUS_PORT", 0) if status_port else None,
             tls=tls_files(tls) if (tls := variables.get("GOSSIPDP_TLS")) else None,
             join=join,
+            join_file=variables.get("GOSSIPDP_JOIN_FILE") or "",
             num_restarts=_number(variables, "GOSSIPDP_RESTARTS", 0),
         )
+
+    def addresses_to_join(self) -> Sequence[tuple[str, int]]:
+        """Return the newest addresses of others that the launcher here knows, else ``join``."""
+        try:
+            data = Path(self.join_file).read_bytes()
+            known = msgspec.json.decode(data, type=dict[int, tuple[str, int]])
+        except (OSError, msgspec.MsgspecError):  # there is no file, or the launcher writes it now
+            known = {}
+        return [known[each] for each in reversed(known) if each != self.rank] or self.join
 
     @property
     def hosts_store(self) -> bool:

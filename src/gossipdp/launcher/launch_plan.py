@@ -6,12 +6,16 @@ the processes of one shard make a network of their own, whose run id names the s
 """
 
 import dataclasses
+import os
 import re
 import secrets
 import socket
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+
+import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import (
@@ -49,13 +53,15 @@ class JoinInfo:
     Attributes:
         run_id, secret: as the workers have reported; None: as the launcher says.
         join: (host, port) of workers that the user has named.
-        addresses: (host, port) by rank of the live workers, as they have reported, newest last.
+        addresses: (host, port) by rank of the live workers, as they have reported, newest last;
+            also in a file in memory, which a worker that joins reads again and again.
     """
 
     run_id: str | None = None
     secret: str | None = dataclasses.field(default=None, repr=False)
     join: tuple[tuple[str, int], ...] = ()
     addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    _file: int | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def take(self, report: Report) -> None:
         """Note the report of a worker."""
@@ -64,13 +70,24 @@ class JoinInfo:
             self.addresses[rank] = address
         self.run_id = report.run_id or self.run_id
         self.secret = report.secret or self.secret
+        if self._file is not None:  # a reader between the two calls keeps to what it knows
+            newest = dict([*self.addresses.items()][-MAX_JOIN_ADDRESSES:])
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, msgspec.json.encode(newest), 0)
 
     def join_variables(self, rank: int = UNKNOWN_RANK, num_restarts: int = 0) -> dict[str, str]:
-        """Return the variables by which the worker of that rank joins the others."""
+        """Return the variables by which the worker of that rank, on this host, joins the others."""
+        if self._file is None:
+            self._file = os.memfd_create("gossipdp addresses")
+            weakref.finalize(self, os.close, self._file)
+            self.take(Report())
         others = [self.addresses[each] for each in reversed(self.addresses) if each != rank]
         shown = [show_address(*each) for each in (others or self.join)[:MAX_JOIN_ADDRESSES]]
-        joins = {"GOSSIPDP_JOIN": ",".join(shown), "GOSSIPDP_RESTARTS": str(num_restarts)}
-        return identity_variables(self.run_id, self.secret) | joins
+        return identity_variables(self.run_id, self.secret) | {
+            "GOSSIPDP_JOIN": ",".join(shown),
+            "GOSSIPDP_JOIN_FILE": f"/proc/{os.getpid()}/fd/{self._file}",
+            "GOSSIPDP_RESTARTS": str(num_restarts),
+        }
 
 
 @dataclasses.dataclass
@@ -88,6 +105,7 @@ class LaunchPlan:
         run_id, secret: None while only the workers know them.
         join_infos: how to join the workers; one for each shard of a replica.
         launcher_variables: variables of the one worker here, if another launcher started us.
+        num_meetings: how often the workers have met before, and all have died since.
     """
 
     num_local: int
@@ -99,6 +117,7 @@ class LaunchPlan:
     secret: str | None = dataclasses.field(default=None, repr=False)
     join_infos: Sequence[JoinInfo] = dataclasses.field(default_factory=lambda: [JoinInfo()])
     launcher_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    num_meetings: int = 0
 
     @classmethod
     def on_one_host(
@@ -206,13 +225,23 @@ class LaunchPlan:
             "MASTER_PORT": str(self.store[1]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": self.run_id or "default",
-            "TORCHELASTIC_RESTART_COUNT": "0",  # torch's process groups read it
+            "TORCHELASTIC_RESTART_COUNT": str(self.num_meetings),  # torch's process groups read it
         }
 
     def open(self) -> None:
         """Begin to answer at the store, in a thread that imports ``torch``."""
         if self.hosted is not None:
             self.hosted.open_in_background(self.key_prefix, self.world_size)
+
+    def meet_again(self) -> None:
+        """Prepare a meeting at a new store, for workers of this host alone, which have all died."""
+        assert self.hosted is not None
+        self.hosted.close()
+        self.hosted = HostedStore(self.hosted.host)
+        self.store = self.hosted.host, self.hosted.port
+        self.num_meetings += 1
+        for join_info in self.join_infos:
+            join_info.addresses.clear()
 
     def close(self) -> None:
         """Let go of the store."""

@@ -66,7 +66,6 @@ def launch(
     *,
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
-    pin: bool = False,
     on_poll: Callable[[], None] | None = None,
     max_restarts: int = 0,
     on_failure: Callable[[Failure], None] | None = None,
@@ -85,11 +84,10 @@ def launch(
         world_size: how many processes.
         environment: variables set in the workers besides the caller's own.
         timeout_s: seconds after which all workers are ended; None for no limit.
-        pin: give each worker its own share of the cores.
         on_poll: called about every 0.1 s from the calling thread; what it raises ends the run.
         max_restarts: how often, in all, workers that died after all had begun to train are started
-            again. They call the function again and join those that go on.
-        on_failure: called for each failure, with how soon its worker is started again.
+            again. They call the function again and join those that go on; if none does, all resume.
+        on_failure: called for each failure.
         nproc_per_replica: how many of the processes hold one replica of the model, each a shard of
             it. To ``torch.distributed`` these are a world of their own, to the others one worker.
         faults: kills, stops and slows workers. The result of one that was killed, and not started
@@ -125,8 +123,7 @@ def launch(
     def start_process(own: Mapping[str, str]) -> ForkedWorker:
         number = int(own["LOCAL_RANK"])
         variables = {**os.environ, **own, **(environment or {})}
-        cores = _cores(number, world_size) if pin else None
-        return ForkedWorker(number, payload, variables, cores, num_threads(world_size))
+        return ForkedWorker(number, payload, variables, num_threads(world_size))
 
     num_replicas = world_size // nproc_per_replica
     plan = LaunchPlan.on_one_host(num_replicas, num_shards=nproc_per_replica)
@@ -135,7 +132,7 @@ def launch(
         start_process,
         max_restarts=max_restarts,
         faults=faults,
-        on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
+        on_failure=on_failure or (lambda failure: None),
     )
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
@@ -155,7 +152,8 @@ def launch(
     if ended_by is not None:
         raise SystemExit(128 + ended_by)
     if supervisor.failures:
-        raise WorkerFailedError(describe(supervisor.failures))
+        texts = describe(supervisor.failures), supervisor.loss
+        raise WorkerFailedError("\n\n".join(filter(None, texts)))
     processes: list[WorkerProcess] = []
     for rank in range(num_replicas):
         worker = supervisor.workers[rank]
@@ -177,24 +175,10 @@ def start_fork_server(also: Sequence[str] = ()) -> None:
     forkserver.ensure_running()
 
 
-def available_cores() -> list[int]:
-    """Return the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0))
-
-
 def num_threads(num_workers: int) -> int:
     """Return the number of compute threads of each of so many workers here."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
-    return int(chosen) if chosen.isdigit() else max(1, len(available_cores()) // num_workers)
-
-
-def _cores(rank: int, num_workers: int) -> set[int]:
-    """Return a worker's share of the cores: its own block, or one shared core if they are few."""
-    cores = available_cores()
-    share = len(cores) // num_workers
-    if share == 0:
-        return {cores[rank % len(cores)]}
-    return set(cores[rank * share : (rank + 1) * share])
+    return int(chosen) if chosen.isdigit() else max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
 def pickled(value: Any) -> bytes:
@@ -213,12 +197,7 @@ class ForkedWorker(WorkerProcess):
     """
 
     def __init__(
-        self,
-        rank: int,
-        payload: bytes,
-        variables: Mapping[str, str],
-        cores: set[int] | None,
-        num_threads: int,
+        self, rank: int, payload: bytes, variables: Mapping[str, str], num_threads: int
     ) -> None:
         super().__init__()
         self.result: Any = None
@@ -229,7 +208,7 @@ class ForkedWorker(WorkerProcess):
         # It is no daemon: daemons may not have children, and a DataLoader has some.
         self._process = multiprocessing.get_context("forkserver").Process(
             target=work,
-            args=(payload, dict(variables), cores, num_threads),
+            args=(payload, dict(variables), num_threads),
             kwargs={"writer": writer, "reports": self.reports.sender},
             name=f"gossipdp worker {rank}",
         )
@@ -281,7 +260,6 @@ class ForkedWorker(WorkerProcess):
 def work(
     payload: bytes,
     variables: dict[str, str],
-    cores: set[int] | None,
     num_threads: int,
     *,
     writer: Connection,
@@ -294,8 +272,6 @@ def work(
     os.environ.update(variables)
     os.environ.update(report_variables(reports))
     logs.configure()
-    if cores is not None:
-        os.sched_setaffinity(0, cores)
     # Back to the platform's default: by "forkserver", loaders would start a server of their own,
     # which imports torch.
     multiprocessing.set_start_method(None, force=True)

@@ -39,6 +39,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         consolidated: the worker holds the average at the end of the run.
         saves: True while it writes a last checkpoint before it ends, False once it no longer does.
         saved: the step and the directory of that checkpoint, once it is whole.
+        checkpoints: the directory of the run's, and whether a start of all goes on from there.
         says: a sentence for the user.
     """
 
@@ -51,6 +52,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     consolidated: bool | None = None
     saves: bool | None = None
     saved: tuple[int, str] | None = None
+    checkpoints: tuple[str, bool] | None = None
     says: str | None = None
 
 

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import final
 
 import msgspec
@@ -62,15 +63,14 @@ class Ending:
 class Failure:
     """A worker that ended with an error of its own, not one that we ended.
 
-    ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet. It is
-    started again in ``restart_in_s`` seconds; None: never. ``before``: how its earlier lives ended.
+    ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet.
+    ``before``: how its earlier lives ended.
     ``process_id``: of its process, or a replica's first one; 0 if none was started.
     ``is_injected``: it was killed by our :class:`FaultInjector`.
     """
 
     rank: int
     ending: Ending
-    restart_in_s: float | None = None
     before: tuple[Ending, ...] = ()
     process_id: int = 0
     is_injected: bool = False
@@ -261,12 +261,11 @@ def describe(failures: Sequence[Failure]) -> str:
 class _Lives:
     """One worker over all its lives; ``due`` is when the next life starts.
 
-    ``takes_part``: the present life has begun; ``has_begun``: any life has. ``trains``: the present
-    one has made a gradient step. ``missed_end``: the run became complete without this worker.
+    ``takes_part``: the present life has begun. ``trains``: it has made a gradient step.
+    ``missed_end``: the run became complete without this worker.
     """
 
     rank: int
-    has_begun: bool = False
     takes_part: bool = False
     trains: bool = False
     consolidated: bool = False
@@ -285,7 +284,9 @@ class Supervisor:
     vain. After that the others go on. A worker that we end is no failure. While restarts are left,
     a worker that fails after all have begun to train is started again, and joins the others by the
     addresses that they report; its k-th restart comes min(0.1·2^(k−1), 10) seconds after its death.
-    When no worker is left to join, the run is over.
+
+    When no worker is left to join, all are started again, as one restart, if all are of this host
+    and go on from checkpoints by themselves. Otherwise the run is over.
 
     If another worker here ends well, a kill by our own faults is no failure. In all else it has the
     consequences of any other death.
@@ -299,16 +300,15 @@ class Supervisor:
         start_process: starts a process with these variables.
         max_restarts: how many restarts, of all workers together.
         faults: kills, stops and slows the workers.
-        on_failure: called once for each failure, with whether the others go on.
-        on_missed_end: called with the rank of each worker that the run was completed without,
-            though restarts were left for it; and with the reason for its end, "" if we end it.
-        on_sentence: called once with each sentence that workers have for the user.
+        on_failure: called once for each failure; the others go on if all have :attr:`begun`.
+        on_sentence: called with sentences for the user, once with each that workers have.
         clock: seconds, monotonic.
 
     Attributes:
         running: the workers that run, by local rank.
         workers: the last life of each.
         failures: of the workers that were not started again.
+        begun: whether all workers here have begun to train, as last seen.
         is_complete: whether a worker holds the average at the end of the run.
         saved: (step, directory) of the last checkpoints, by rank, of workers that were ended.
     """
@@ -320,23 +320,23 @@ class Supervisor:
         *,
         max_restarts: int = 0,
         faults: FaultInjector | None = None,
-        on_failure: Callable[[Failure, bool], None] = lambda failure, others_go_on: None,
-        on_missed_end: Callable[[int, str], None] = lambda rank, reason: None,
+        on_failure: Callable[[Failure], None] = lambda failure: None,
         on_sentence: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._start_process, self._clock = plan, start_process, clock
-        self._num_restarts_left, self._on_failure = max_restarts, on_failure
-        self._on_missed_end, self._on_sentence = on_missed_end, on_sentence
+        self._num_restarts_left = max_restarts
+        self._on_failure, self._on_sentence = on_failure, on_sentence
         self._faults = faults
         self._sentences: set[str] = set()
         self.running: dict[int, WorkerProcess] = {}
         self.workers: dict[int, WorkerProcess] = {}
         self.failures: list[Failure] = []
-        self._injected: list[Failure] = []
         self._some_ended_well = False
-        self.is_complete = False
+        self.begun = self.is_complete = False
         self.saved: dict[int, tuple[int, str]] = {}
+        self._checkpoints: dict[str, bool] = {}  # whether all would go on from there, by directory
+        self._starts_over = False
         self._join_info = plan.join_infos[0]  # for single processes, or each replica's first one
         first = plan.first_rank
         self._lives = [
@@ -353,17 +353,42 @@ class Supervisor:
         return self._kill_at is not None
 
     @property
-    def begun(self) -> bool:
-        """Return whether all workers here have begun to train, as last seen."""
-        return all(lives.has_begun for lives in self._lives)
+    def may_restart(self) -> bool:
+        """Return whether a worker is due again, or may be; and then has a run to go on with."""
+        has_others = len(self._lives) > 1 or self._plan.others_elsewhere or self._may_resume
+        is_over = self.ending or self.is_complete
+        return bool(self._dues or self._num_restarts_left) and has_others and not is_over
 
     @property
-    def may_restart(self) -> bool:
-        """Return whether a worker is due again, or may be; and then has somebody to join."""
-        is_due = any(lives.due is not None for lives in self._lives)
-        has_others = len(self._lives) > 1 or self._plan.others_elsewhere
-        is_over = self.ending or self.is_complete
-        return (is_due or self._num_restarts_left > 0) and has_others and not is_over
+    def _dues(self) -> list[float]:
+        return [lives.due for lives in self._lives if lives.due is not None]
+
+    @property
+    def _may_resume(self) -> bool:
+        """Return whether all workers would go on from checkpoints if none were left."""
+        resumes = bool(self._checkpoints) and all(self._checkpoints.values())
+        return resumes and self._plan.hosted is not None and not self._others_count
+
+    @property
+    def _others_count(self) -> bool:
+        """Return whether the run has, or had, a result without the workers that failed here."""
+        return self._plan.others_elsewhere or self._some_ended_well or self.is_complete
+
+    @property
+    def loss(self) -> str:
+        """Return a sentence on what was lost if the run began and all its workers failed, or ""."""
+        has_begun = self.begun or self._plan.num_meetings > 0
+        if not self.failures or not has_begun or self._others_count:
+            return ""
+        name = "worker-*/step-*.safetensors"
+        files = [path for each in self._checkpoints for path in Path(each).rglob(name)]
+        if not files:
+            return "no worker is left, and no checkpoint was saved: all that they trained is lost"
+        newest = max(files, key=lambda path: path.stat().st_mtime)
+        return (
+            f"no worker is left: all that they trained after {newest} is lost; start the run again "
+            'with resume="auto" to go on from there'
+        )
 
     @property
     def all_train(self) -> bool:
@@ -406,9 +431,8 @@ class Supervisor:
         Returns:
             Whether a worker runs or is to run.
         """
-        dues = [lives.due for lives in self._lives if lives.due is not None]
-        if dues:
-            timeout_s = min(timeout_s, max(0.0, min(dues) - self._clock()))
+        if self._dues:
+            timeout_s = min(timeout_s, max(0.0, min(self._dues) - self._clock()))
         if self._faults is not None:
             timeout_s = min(timeout_s, self._faults.wait_s())
         things = [thing for worker in self.running.values() for thing in worker.waits_for()]
@@ -441,7 +465,7 @@ class Supervisor:
             self.kill()
             if now >= self._kill_at + UNKILLABLE_S:
                 self.running.clear()
-        return bool(self.running) or any(lives.due is not None for lives in self._lives)
+        return bool(self.running or self._dues)
 
     def end(self) -> None:
         """Send all workers SIGTERM, and SIGKILL if they outlive it by PATIENCE_S.
@@ -463,8 +487,8 @@ class Supervisor:
         """Let go of all workers, which have ended, and judge the kills of our faults."""
         if self._faults is not None:
             self._faults.close()
-        if not self._some_ended_well:
-            self.failures += self._injected
+        if self._some_ended_well:
+            self.failures = [failure for failure in self.failures if not failure.is_injected]
         for worker in self.workers.values():
             worker.close()
         self._plan.close()
@@ -492,7 +516,6 @@ class Supervisor:
         for local_rank, worker in self.workers.items():
             lives = self._lives[local_rank]
             for report in worker.take_reports():
-                lives.has_begun |= bool(report.begins)
                 lives.takes_part |= bool(report.begins)
                 lives.trains |= bool(report.trains)
                 lives.consolidated |= bool(report.consolidated)
@@ -501,12 +524,15 @@ class Supervisor:
                     lives.saves = report.saves
                 if report.saved is not None:
                     self.saved[lives.rank] = report.saved
+                if report.checkpoints is not None:
+                    self._checkpoints.update([report.checkpoints])
                 if report.rank is not None:
                     lives.rank = report.rank
                 if report.says is not None and report.says not in self._sentences:
                     self._sentences.add(report.says)
                     self._on_sentence(report.says)
                 self._join_info.take(report)
+        self.begun |= all(lives.takes_part for lives in self._lives)
 
     def _ended(self, local_rank: int, ending: Ending, now: float) -> None:
         worker = self.running.pop(local_rank)
@@ -514,67 +540,82 @@ class Supervisor:
         self._some_ended_well |= not ending.reason
         if self.ending or ending.reason:
             worker.kill_group()  # what it started and left behind, such as loader processes
-        if not self.ending and ending.reason:
-            self._fail(local_rank, ending, now, process_id=worker.pid, is_injected=is_injected)
+        if not self.ending and not self._starts_over and ending.reason:
+            failure = Failure(0, ending, process_id=worker.pid, is_injected=is_injected)
+            self._fail(local_rank, failure, now)
 
-    def _fail(
-        self,
-        local_rank: int,
-        ending: Ending,
-        now: float,
-        *,
-        process_id: int = 0,
-        is_injected: bool = False,
-    ) -> None:
-        """Handle the failure of a life of this worker, or of its start."""
+    def _fail(self, local_rank: int, failure: Failure, now: float) -> None:
+        """Handle the failure of a life of this worker, or of its start; its rank follows here."""
         self._take_reports()
         lives = self._lives[local_rank]
-        may_restart = self.begun and self._num_restarts_left > 0
+        may_restart = self._num_restarts_left > 0 and (self.begun or self._plan.num_meetings > 0)
         if lives.missed_end:
             return
         if self.is_complete and not lives.consolidated and may_restart:
-            self._miss_end(lives, ending.reason)
+            self._miss_end(lives, failure.ending.reason)
             return
-        failure = Failure(
-            lives.rank,
-            ending,
-            before=lives.endings,
-            process_id=process_id,
-            is_injected=is_injected,
-        )
-        lives.endings += (ending,)
+        failure = dataclasses.replace(failure, rank=lives.rank, before=lives.endings)
+        lives.endings += (failure.ending,)
         if may_restart and not self.is_complete:
             self._num_restarts_left -= 1
             # 2**7 · 0.1 exceeds the cap; a larger power would only overflow one day.
             delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(lives.num_restarts, 7))
             lives.num_restarts += 1
             lives.due, lives.failure = now + delay_s, failure
-            failure = dataclasses.replace(failure, restart_in_s=delay_s)
         else:
-            self._give_up(failure)
-        self._on_failure(failure, self.begun)
-        if not self.begun and self._end_at is None:
+            self.failures.append(failure)
+        self._on_failure(failure)
+        if not self.begun and not self._dues and self._end_at is None:
             self._end_at = now + GRACE_S
 
     def _restart(self, now: float) -> None:
-        """Start the workers that are due; give them up if there is no worker to join."""
-        if not self.running and not self._plan.others_elsewhere:
-            self._give_up_waiting()
+        """Start the workers that are due; without a worker to join, start all or give them up."""
+        nobody_trains = not any(self._lives[each].takes_part for each in self.running)
+        is_lost = nobody_trains and not self._plan.others_elsewhere
+        if self._may_resume and (self._dues or (self.begun and self.running)):
+            self._starts_over |= is_lost or not self.begun
+        elif is_lost:
+            if not self.running:  # else one that joins may have all it needs to go on
+                self._give_up_waiting()
+            return
+        if self._starts_over:
+            for worker in self.running.values():  # they wait in vain
+                worker.kill()
+            if not self.running and now >= max(self._dues, default=now):
+                self._resume(now)
             return
         for local_rank, lives in enumerate(self._lives):
             if lives.due is None or lives.due > now:
                 continue
-            lives.due = lives.failure = None
-            self.workers[local_rank].close()
             own = self._plan.worker_variables(local_rank)
             if lives.rank >= 0:
                 own["RANK"] = str(lives.rank)
             own |= self._join_info.join_variables(lives.rank, lives.num_restarts)
-            try:
-                self._start(local_rank, own)
-            except Exception as error:  # no process or descriptor left: the others are healthy
-                reason = f"could not be started ({type(error).__name__}: {error})"
-                self._fail(local_rank, Ending(reason), now)
+            left = f"restarts left: {self._num_restarts_left}"
+            self._on_sentence(f"worker {shown_rank(lives.rank)} is started again ({left})")
+            self._start_again(local_rank, own, now)
+
+    def _start_again(self, local_rank: int, variables: Mapping[str, str], now: float) -> None:
+        self._lives[local_rank].due = self._lives[local_rank].failure = None
+        self.workers[local_rank].close()
+        try:
+            self._start(local_rank, variables)
+        except Exception as error:  # no process or descriptor left: the others are healthy
+            reason = f"could not be started ({type(error).__name__}: {error})"
+            self._fail(local_rank, Failure(0, Ending(reason)), now)
+
+    def _resume(self, now: float) -> None:
+        """Start all workers, which have died, as the run did when it began."""
+        self.begun = self._starts_over = self._some_ended_well = False
+        self._end_at = None
+        self.failures.clear()
+        self._num_restarts_left += max(0, len(self._dues) - 1)  # together they are one restart
+        self._plan.meet_again()
+        left = f"restarts left: {self._num_restarts_left}"
+        self._on_sentence(f"no worker is left: all are started again ({left})")
+        for local_rank in range(len(self._lives)):
+            self._start_again(local_rank, self._plan.worker_variables(local_rank), now)
+        self._plan.open()
 
     def _end_latecomers(self) -> None:
         """End the workers that were started again and find the run complete; start no other."""
@@ -590,16 +631,14 @@ class Supervisor:
 
     def _miss_end(self, lives: _Lives, reason: str) -> None:
         lives.missed_end = True
-        self._on_missed_end(lives.rank, reason)
+        ended = f"worker {shown_rank(lives.rank)} {reason or 'is ended'}"
+        self._on_sentence(f"{ended}: the run is complete without it")
 
     def _give_up_waiting(self) -> None:
         for lives in self._lives:
             if lives.failure is not None:
-                self._give_up(lives.failure)
+                self.failures.append(lives.failure)
             lives.due = lives.failure = None
-
-    def _give_up(self, failure: Failure) -> None:
-        (self._injected if failure.is_injected else self.failures).append(failure)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.reports import Report, send_report
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
@@ -47,6 +48,10 @@ class Session:
     ) -> None:
         self.replica = replica = Replica.of(module, options.mesh, Environment.read())
         environment = replica.environment
+        saving = options.checkpoints
+        if saving.directory is not None:
+            place = str(Path(saving.directory).absolute())
+            send_report(Report(checkpoints=(place, saving.resume == "auto")))
         options = dataclasses.replace(options, checkpoints=replica.own_files(options.checkpoints))
         self._optimizers = optimizers
         self._saves = options.checkpoints.directory is not None
@@ -98,7 +103,6 @@ class Session:
                 OptimizerWatch(each, names, exchanged, is_moved=is_moved) for each in optimizers
             ]
             if resumption is not None:
-                saving = options.checkpoints
                 logger.warning(
                     "the run goes on from step %d (pass %d through the data) in %s",
                     resumption.counts.step,

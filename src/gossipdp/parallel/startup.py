@@ -379,7 +379,7 @@ class Startup:
         listener, host = self._listen()
         try:
             answer = ask_members(
-                environment.join,
+                environment.addresses_to_join,
                 self._identity(host, environment.run_id, 0, 0),
                 secret,
                 tls=self._tls,

@@ -30,6 +30,7 @@ class Network:
         self.num_rounds = 0
         self.ranks: set[int] = set()
         self._answers = answers
+        self.known_s = BEGINS_S  # when the second address is known
         monkeypatch.setattr(joining, "TcpTransport", self._transport)
         monkeypatch.setattr(joining, "listen", lambda host, port: None)
         monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=self._pass))
@@ -70,7 +71,9 @@ class Network:
     def ask(self) -> Members:
         identity = Identity(0, 0, 5, "run", "", "", "", "", "", host="127.0.0.1")
         return ask_members(
-            ADDRESSES, identity, b"secret", tls=None, timeout_s=TIMEOUT_S, clock=lambda: self.now_s
+            lambda: ADDRESSES[: 1 + (self.now_s >= self.known_s)],
+            *(identity, b"secret"),
+            **{"tls": None, "timeout_s": TIMEOUT_S, "clock": lambda: self.now_s},
         )
 
 
@@ -79,6 +82,16 @@ def test_any_answer_will_do(monkeypatch):
     assert [each.rank for each in network.ask().members] == [0, 1]
     assert network.num_rounds == 1
     assert min(network.ranks) >= FIRST_VISITOR_RANK
+
+
+@pytest.mark.parametrize(("first", "num_rounds"), [(None, 1), (True, 2)])
+def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, num_rounds):
+    """The first worker stands still, or has died."""
+    network = Network(monkeypatch, first, members(0))
+    network.known_s = BEGINS_S + 0.25
+    network.ask()
+    assert network.now_s < BEGINS_S + 1.0
+    assert network.num_rounds == num_rounds
 
 
 @pytest.mark.parametrize(
@@ -99,6 +112,6 @@ def test_a_refusal_is_the_end(monkeypatch, answers, message, num_rounds):
 @pytest.mark.parametrize("answer", [None, False])
 def test_without_an_answer_it_ends_in_time(monkeypatch, answer):
     network = Network(monkeypatch, answer, answer)
-    with pytest.raises(RendezvousError, match=r"none answered at .* within 60 s"):
+    with pytest.raises(RendezvousError, match=r"was silent for 60 s; the run has"):
         network.ask()
     assert network.now_s >= BEGINS_S + TIMEOUT_S

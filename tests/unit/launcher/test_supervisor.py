@@ -1,9 +1,11 @@
 """Workers that are ended, go on or are started again, by the clock of the test."""
 
 import errno
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,7 +90,6 @@ class Setting:
             self.faults = FaultInjector(FaultPlan.parse(faults), 3, clock=lambda: self.now)
         self.failures: list[tuple[int, bool]] = []
         self.restarted: list[tuple[int, float]] = []
-        self.missed: list[tuple[int, str]] = []
         self.sentences: list[str] = []
         self.num_start_failures = 0
         self.plan = plan or plan_of(3)
@@ -98,7 +99,6 @@ class Setting:
             max_restarts=max_restarts,
             faults=self.faults,
             on_failure=self.note_failure,
-            on_missed_end=lambda rank, reason: self.missed.append((rank, reason)),
             on_sentence=self.sentences.append,
             clock=lambda: self.now,
         )
@@ -110,8 +110,8 @@ class Setting:
         if begun:
             self.report(begins=True, addresses=self.addresses(3))
 
-    def note_failure(self, failure: Failure, others_go_on: bool) -> None:
-        self.failures.append((failure.rank, others_go_on))
+    def note_failure(self, failure: Failure) -> None:
+        self.failures.append((failure.rank, self.supervisor.begun))
         if failure.is_injected:
             self.injected.append(failure.rank)
 
@@ -153,6 +153,11 @@ class Setting:
 Make = Callable[..., Setting]
 
 
+@pytest.fixture(autouse=True)
+def without_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostedStore, "open_in_background", lambda *_: None)  # would import torch
+
+
 @pytest.fixture
 def make() -> Iterator[Make]:
     """``make(begun=False, ...)``: a setting, whose channels are closed at the end."""
@@ -164,6 +169,7 @@ def make() -> Iterator[Make]:
 
     yield setting
     for each in made:
+        each.plan.close()
         for worker in each.made:
             worker.close()
 
@@ -243,6 +249,9 @@ def test_after_the_run_began_the_others_go_on(make):
     assert setting.failed == [0]
 
 
+MISSED = f"worker 0 {CRASH.reason}: the run is complete without it"
+
+
 def end_well(setting: Setting, *ranks: int) -> None:
     """Give these workers the average of the run, and let them end."""
     for rank in ranks:
@@ -258,16 +267,16 @@ def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make):
     assert setting.step(1.05, 2, 3)  # worker 2 trains
     end_well(setting, 2)
     assert not setting.step(4)
-    assert (setting.restarted, setting.missed, setting.failed) == ([], [(0, CRASH.reason)], [])
+    assert (setting.restarted, setting.sentences, setting.failed) == ([], [MISSED], [])
 
 
 def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart(make):
-    for max_restarts, missed, failed in ((5, [(0, CRASH.reason)], []), (0, [], [0])):
+    for max_restarts, missed, failed in ((5, [MISSED], []), (0, [], [0])):
         setting = make(begun=True, max_restarts=max_restarts)
         end_well(setting, 1, 2)
         setting.crash(0)
         assert not setting.step(1)
-        assert (setting.missed, setting.failed, setting.restarted) == (missed, failed, [])
+        assert (setting.sentences, setting.failed, setting.restarted) == (missed, failed, [])
 
 
 @pytest.mark.parametrize("some_end_well", [True, False])
@@ -277,13 +286,13 @@ def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(make, some_end_
     setting.step(1)
     setting.workers[1].how = KILLED
     setting.step(2)
-    assert (setting.failures, setting.injected, setting.failed) == ([(1, True)], [1], [])
+    assert (setting.failures, setting.injected) == ([(1, True)], [1])
     for rank in (0, 2):
         setting.workers[rank].how = Ending() if some_end_well else CRASH
     assert not setting.step(3)
     assert setting.injected == [1]
     setting.supervisor.close()
-    assert setting.failed == ([] if some_end_well else [0, 2, 1])
+    assert setting.failed == ([] if some_end_well else [1, 0, 2])
 
 
 def test_a_stopped_worker_goes_on_before_it_is_ended(make):
@@ -303,7 +312,7 @@ def test_an_error_after_the_average_is_a_failure_without_a_restart(make):
     setting.step(0.5)
     setting.crash(0)
     assert not setting.step(1)
-    assert (setting.missed, setting.failed, setting.restarted) == ([], [0], [])
+    assert (setting.sentences, setting.failed, setting.restarted) == ([], [0], [])
 
 
 def test_an_early_end_by_itself_does_not_complete_the_run(make):
@@ -311,7 +320,7 @@ def test_an_early_end_by_itself_does_not_complete_the_run(make):
     setting.workers[1].how = Ending()
     setting.crash(0)
     assert setting.step(1, 2)
-    assert ([rank for rank, _ in setting.restarted], setting.missed) == ([0], [])
+    assert setting.sentences == ["worker 0 is started again (restarts left: 4)"]
 
 
 def test_who_writes_a_last_checkpoint_is_waited_for(make):
@@ -384,16 +393,6 @@ def test_the_one_that_died_is_started_again_and_no_other(make):
     assert setting.failed == []
     assert setting.failures == [(1, True)]
     assert len(setting.restarted) == 1
-
-
-@pytest.mark.parametrize("others", [Ending(), CRASH])
-def test_the_dead_do_not_come_back_to_a_run_that_is_over(make, others):
-    setting = make(begun=True, max_restarts=6)
-    setting.crash(0)
-    setting.workers[1].how = setting.workers[2].how = others
-    assert not setting.step(10)
-    assert setting.restarted == []
-    assert setting.failed == ([0] if others == Ending() else [0, 1, 2])
 
 
 def test_with_workers_elsewhere_the_last_one_here_joins_them(make):
@@ -496,6 +495,102 @@ def test_the_budget_is_common_to_all_workers(make):
     assert setting.supervisor.running.keys() == {0, 1}
 
 
+@pytest.mark.parametrize("order", [*itertools.permutations(("kill 0", "kill 1", "stop 2"))])
+def test_who_joins_reads_the_newest_addresses_at_any_time(make, order):
+    """The second one that was killed finds the next life of the first, whenever 2 stands still."""
+    setting = make(begun=True, max_restarts=2)
+    killed = [int(event[-1]) for event in order if event != "stop 2"]
+    for rank in killed:  # to the launcher a process that is stopped runs
+        setting.crash(rank)
+        setting.step(setting.now + 1, setting.now + 1 + FIRST_DELAY_S)
+    first, second = (setting.workers[rank] for rank in killed)
+    newest = ("127.0.0.1", 2000)
+    assert newest not in second.environment.addresses_to_join()
+    first.report(begins=True, addresses={killed[0]: newest, 2: ("127.0.0.1", 1002)})
+    setting.step(setting.now + 1)
+    own, others = ("127.0.0.1", 1000 + killed[1]), second.environment.addresses_to_join()
+    assert newest in others
+    assert own not in others
+    assert newest not in first.environment.addresses_to_join()
+
+
+def saving(make: Make, max_restarts: int, checkpoints: tuple[str, bool] | None) -> Setting:
+    """Return three workers of one host that have begun, and have said where they save."""
+    setting = make(begun=True, max_restarts=max_restarts, plan=LaunchPlan.on_one_host(3))
+    setting.report(checkpoints=checkpoints)
+    return setting
+
+
+def test_when_the_last_that_trains_dies_all_are_started_again(make):
+    setting = saving(make, 3, ("ck", True))
+    before = setting.workers[0].environment
+    setting.crash(0)
+    setting.step(1, 2)
+    joining = setting.workers[0]
+    setting.crash(1, 2)
+    setting.step(3)
+    assert joining.is_killed, "nobody is left whom it could join"
+    joining.how = KILLED
+    setting.step(4)
+    assert setting.restarted == [(0, 2), (0, 4), (1, 4), (2, 4)]
+    again = [setting.workers[rank].environment for rank in range(3)]
+    assert [(each.rank, each.restart_count, each.is_joining) for each in again] == [
+        (rank, 1, False) for rank in range(3)
+    ]
+    assert (again[0].run_id, again[0].secret) == (before.run_id, before.secret)
+    assert again[0].store_port != before.store_port
+    setting.workers[0].report(begins=True)
+    setting.crash(1)  # before all have begun again: all are started again
+    setting.step(5)
+    setting.workers[0].how = setting.workers[2].how = KILLED
+    setting.step(6)
+    assert [each.environment.restart_count for each in setting.workers.values()] == [2, 2, 2]
+    said = "no worker is left: all are started again (restarts left: "
+    assert setting.sentences[1:] == [f"{said}1)", f"{said}0)"], "two deaths were one restart"
+    assert ([rank for rank, _ in setting.failures], setting.failed) == ([0, 1, 2, 1], [])
+    setting.crash(0)
+    setting.step(7, 7 + GRACE_S)
+    assert (setting.failed, setting.signalled(signal.SIGTERM)) == ([0], {1, 2})
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "others"),
+    [(None, Ending()), (None, CRASH), (("ck", False), CRASH), (("ck", True), Ending())],
+)
+def test_the_dead_do_not_come_back_to_a_run_that_is_over(
+    make, tmp_path, monkeypatch, checkpoints, others
+):
+    """It is over if one ended well, or if it does not resume by itself."""
+    monkeypatch.chdir(tmp_path)
+    files = [Path("ck") / f"worker-{rank}" / "step-00000004.safetensors" for rank in range(2)]
+    for at_s, path in enumerate(files):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (at_s, at_s))
+    setting = saving(make, 9, checkpoints)
+    setting.crash(0)
+    setting.workers[1].how = setting.workers[2].how = others
+    assert not setting.step(10)
+    assert (setting.restarted, setting.sentences) == ([], [])
+    assert setting.failed == ([0] if others == Ending() else [0, 1, 2])
+    lost = "no checkpoint was saved" if checkpoints is None else f"after {files[1]} is lost"
+    assert (lost in setting.supervisor.loss) == (others == CRASH)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_while_nobody_trains_nobody_is_started_again(make, joins):
+    """The last one that trained dies when another joins, and may have given it its state."""
+    setting = make(begun=True, max_restarts=9)
+    setting.crash(0)
+    setting.step(1, 2)
+    setting.crash(1, 2)
+    setting.step(3, 4)
+    assert setting.restarted == [(0, 2)]
+    setting.workers[0].report(begins=True) if joins else setting.crash(0)
+    assert setting.step(5) == joins
+    assert setting.restarted == [(0, 2), *([(1, 5), (2, 5)] if joins else [])]
+
+
 class Replicas:
     """Two replicas of two processes, each of which is called "replica.shard"."""
 
@@ -523,8 +618,7 @@ class Replicas:
 
 
 @pytest.fixture
-def replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
-    monkeypatch.setattr(HostedStore, "open_in_background", lambda *_: None)  # would import torch
+def replicas() -> Iterator[Replicas]:
     made = Replicas()
     yield made
     for replica in made.all:
