@@ -170,7 +170,8 @@ def run(arguments: RunArguments) -> int:
         goes_on = bool(supervisor.running) or plan.others_elsewhere
         then = "the others go on" if goes_on else "no other worker runs here"
         if not others_go_on:
-            then = "the run had not begun, so all are ended"
+            joins = "those that were to join here are ended, and the run goes on"
+            then = joins if arguments.join else "the run had not begun, so all are ended"
         if failure.is_injected:
             then = f"that was --faults, and {then}"
         if failure.restart_in_s is not None:
@@ -330,8 +331,8 @@ def _plan(
         addresses = read_addresses("--join", arguments.join)
         if secret is None and tls is None:
             raise ValueError(
-                "--join needs the run's secret: give --secret-file (or GOSSIPDP_SECRET), as the "
-                "run was given it, or --tls"
+                "--join needs the --secret-file (or GOSSIPDP_SECRET), or the --tls, with which "
+                "the run was started; a run that was started without cannot be joined"
             )
         networks = ask_join_infos(addresses, num_shards, Tls(tls) if tls else None)
         return LaunchPlan(num_local, secret=secret, join_infos=networks)
