@@ -285,7 +285,7 @@ def _num_workers(arguments: RunArguments) -> int:
         )
     if number is None:
         if "RANK" not in with_torchrun_names(os.environ):
-            raise ValueError("-n (--workers) is missing; say how many workers to start")
+            raise ValueError("-n is missing before the script; say how many workers to start")
         return 1
     if number % num_shards:
         raise ValueError(
@@ -304,7 +304,8 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
         num_local = Environment.read().local_world_size or 1
     is_on_several = arguments.workers is None or arguments.rendezvous or arguments.join
     given = {
-        "OMP_NUM_THREADS": num_threads(num_local),
+        # A worker that joins hears who else is on its host, and then takes its share.
+        "OMP_NUM_THREADS": None if arguments.join else num_threads(num_local),
         "GOSSIPDP_HOST": arguments.host if is_on_several else None,
         "GOSSIPDP_TLS": arguments.tls and arguments.tls.absolute(),
         "GOSSIPDP_LOG_DIR": arguments.log_dir and arguments.log_dir.absolute(),
