@@ -170,7 +170,7 @@ def run(arguments: RunArguments) -> int:
         goes_on = bool(supervisor.running) or plan.others_elsewhere
         then = "the others go on" if goes_on else "no other worker runs here"
         if not others_go_on:
-            joins = "those that were to join here are ended, and the run goes on"
+            joins = "the workers that were to join are ended; those of the run are not"
             then = joins if arguments.join else "the run had not begun, so all are ended"
         if failure.is_injected:
             then = f"that was --faults, and {then}"

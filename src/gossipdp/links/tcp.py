@@ -413,7 +413,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         if not handshake.dialler:
             # An empty run id is the question of a launcher that joins workers: see `ask_run_id`.
             if refusal is not None and (refusal.field, refusal.theirs) != ("run_id", ""):
-                if handshake.peer is not None:
+                if handshake.peer is not None and not handshake.peer.is_visitor:
                     who = f"rank {handshake.peer.rank} at {who}"
                 name = "TLS" if refusal.field == "tls" else refusal.field
                 reason = f"{name} differs (ours {refusal.ours!r}, theirs {refusal.theirs!r})"
