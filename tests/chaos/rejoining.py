@@ -113,7 +113,7 @@ def test_restarts_and_joins_without_the_host_of_the_store(tmp_path, hosts):
     # A third comes by the word that the first host gave.
     line = next(line for line in first.output.read_text().splitlines() if "--join" in line)
     assert f"--secret-file {secret}" in line
-    words = ["-m", "gossipdp", "run", "--join", line.split()[6], str(tmp_path / "script.py"), "."]
+    words = ["-m", "gossipdp", "run", "--join", line.split()[8], str(tmp_path / "script.py"), "."]
     strange = VARIABLES | {"GOSSIPDP_SECRET": "another secret of this test"}
     stranger = run_python(*words, environment=strange, cwd=tmp_path)
     assert re.findall("the secrets differ|Traceback", stranger.stderr) == ["the secrets differ"]
