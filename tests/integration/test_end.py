@@ -87,6 +87,26 @@ def test_a_forgotten_consolidate_is_said_once(workers, tmp_path):
     assert "ends without" not in said_in(tmp_path)
 
 
+def leave_the_others(log: Path, budget: int | None) -> None:
+    """End worker 1 without an average: early, or after worker 0 has called ``consolidate()``."""
+    model, step = wrap(log, timeout_s=FOR_EVER_S, budget_samples=budget)
+    step()
+    if model.rank == 0:
+        if budget is not None:
+            wait_until(lambda: has_noticed_a_death(model), "worker 1 has ended")
+        model.consolidate()
+    elif budget is None:
+        wait_until(lambda: model._engine.view()[0][0].state == "done", "worker 0 waits for this")
+
+
+@pytest.mark.parametrize(("budget", "why"), [(None, "its module"), (1000, "the budget is not")])
+def test_one_that_leaves_without_the_average_is_told_so(workers, tmp_path, budget, why):
+    workers(leave_the_others, 2, (tmp_path, budget))
+    said = said_in(tmp_path)
+    assert said.count(f"worker 1 ends without consolidate(): {why}") == 1
+    assert said.count("ended without consolidate(), which every worker has to call") == 1
+
+
 def wake_after_the_end(log: Path, trains_on: bool) -> tuple[int, str]:
     """Let worker 0 end the run while 1 stands still; return the digest of what it saved."""
     model, step = wrap(log, timeout_s=1.0, counting=Counting(samples_per_step=8))
@@ -176,7 +196,7 @@ def test_a_resumed_run_says_where_it_goes_on_and_that_nothing_is_left(workers, t
     assert min(workers(go_on, 2, (tmp_path,))) >= 64
     said = said_in(tmp_path)
     assert said.count("the run goes on from step ") == 1
-    assert f"in {tmp_path}\n" in said
+    assert f"in {tmp_path}, from checkpoints of 2 workers, with world_size 2\n" in said
     assert said.count("batches() of 64 samples yields nothing: the workers have") == 1
 
 

@@ -170,7 +170,8 @@ def run(arguments: RunArguments) -> int:
         goes_on = bool(supervisor.running) or plan.others_elsewhere
         then = "the others go on" if goes_on else "no other worker runs here"
         if not supervisor.begun:
-            then = "the run had not begun, so all are ended"
+            joins = "the workers that were to join are ended; those of the run are not"
+            then = joins if arguments.join else "the run had not begun, so all are ended"
         if failure.is_injected:
             then = f"that was --faults, and {then}"
         _tell(f"worker {shown_rank(failure.rank)} {failure.ending.reason}; {then}")
@@ -278,7 +279,7 @@ def _num_workers(arguments: RunArguments) -> int:
         )
     if number is None:
         if "RANK" not in with_torchrun_names(os.environ):
-            raise ValueError("-n (--workers) is missing; say how many workers to start")
+            raise ValueError("-n is missing before the script; say how many workers to start")
         return 1
     if number % num_shards:
         raise ValueError(
@@ -297,7 +298,8 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
         num_local = Environment.read().local_world_size or 1
     is_on_several = arguments.workers is None or arguments.rendezvous or arguments.join
     given = {
-        "OMP_NUM_THREADS": num_threads(num_local),
+        # A worker that joins hears who else is on its host, and then takes its share.
+        "OMP_NUM_THREADS": None if arguments.join else num_threads(num_local),
         "GOSSIPDP_HOST": arguments.host if is_on_several else None,
         "GOSSIPDP_TLS": arguments.tls and arguments.tls.absolute(),
         "GOSSIPDP_LOG_DIR": arguments.log_dir and arguments.log_dir.absolute(),
@@ -324,8 +326,8 @@ def _plan(
         addresses = read_addresses("--join", arguments.join)
         if secret is None and tls is None:
             raise ValueError(
-                "--join needs the run's secret: give --secret-file (or GOSSIPDP_SECRET), as the "
-                "run was given it, or --tls"
+                "--join needs the --secret-file (or GOSSIPDP_SECRET), or the --tls, with which "
+                "the run was started; a run that was started without cannot be joined"
             )
         networks = ask_join_infos(addresses, num_shards, Tls(tls) if tls else None)
         return LaunchPlan(num_local, secret=secret, join_infos=networks)

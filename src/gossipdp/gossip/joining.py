@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.launcher.reports import say_instead_of_traceback
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import FIRST_VISITOR_RANK, LAST_VISITOR_RANK, Identity, Refusal
@@ -107,6 +108,7 @@ def ask_members(
         RunEndingError: it is ending.
         RendezvousError: no worker answered.
     """
+    say_instead_of_traceback()
     deadline_s = clock() + timeout_s
     rounds_refused = 0
     while True:

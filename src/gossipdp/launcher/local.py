@@ -288,6 +288,7 @@ def work(
         code = 128 + signal.SIGINT
         answer = b""
     except BaseException as error:
+        sys.last_value = error  # as Python sets it, for what runs at exit
         answer = ERROR + pickled(_report(error))
     finally:
         atexit._run_exitfuncs()

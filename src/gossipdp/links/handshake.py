@@ -134,8 +134,8 @@ class Refusal:
 
 
 _SENTENCES = {
-    "secret": "the secrets differ; give all workers of a run the same GOSSIPDP_SECRET, "
-    "or start them with one launcher",
+    "secret": "the secrets differ; give all workers of a run the same --secret-file. A run that "
+    "was started without one made a secret of its own, and no other worker can join it",
     "tls": "TLS is {ours} at the other worker and {theirs} here; give all workers the same "
     "TLS directory, or none",
     "gossipdp_version": "the other worker runs gossipdp {ours}, and this one {theirs}; install the "

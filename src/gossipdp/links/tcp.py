@@ -285,7 +285,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 opening = self._begin(connection, (host, port), True, peer)
             code = connection.connect_ex((host, port))
         except (ValueError, OSError) as error:  # such as an IPv6 address with a foreign zone
-            self._log.warn_once("dial", f"{host}:{port}", "cannot dial rank %s: %s", peer, error)
+            self._log.warn_once("dial", host, "cannot dial %s:%s: %s", host, port, error)
             if opening is not None:
                 self._release(opening)
             self._note_failure(peer, (host, port), False)
@@ -397,7 +397,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         who = opening.who
         if opening.handshake.dialler:
             rank = opening.handshake.wanted_rank
-            self._log.warn_once("dial", who, "dialling rank %s at %s: %s", rank, who, reason)
+            whom = who if rank is None else f"rank {rank} at {who}"
+            self._log.warn_once("dial", who, "dialling %s: %s", whom, reason)
         else:
             self._log.warn_once("drop", who, "dropped %s: %s", who, reason)
         self._end(opening)
@@ -410,16 +411,19 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             sockets.empty(opening.connection, self.scratch, MAX_EMPTIED_BYTES)
         self._release(opening)
         if not handshake.dialler:
-            if refusal is not None:
-                if handshake.peer is not None:
+            # An empty run id is the question of a launcher that joins workers: see `ask_run_id`.
+            if refusal is not None and (refusal.field, refusal.theirs) != ("run_id", ""):
+                if handshake.peer is not None and not handshake.peer.is_visitor:
                     who = f"rank {handshake.peer.rank} at {who}"
                 name = "TLS" if refusal.field == "tls" else refusal.field
-                values = (who, name, refusal.ours, refusal.theirs)
-                text = "refused %s: %s differs (ours %r, theirs %r)"
-                self._log.warn_once(refusal.field, who, text, *values)
+                reason = f"{name} differs (ours {refusal.ours!r}, theirs {refusal.theirs!r})"
+                if refusal.field == "secret":
+                    reason = "it does not know this run's secret"
+                self._log.warn_once(refusal.field, who, "refused %s: %s", who, reason)
         elif refusal is not None:
-            text = "rank %s at %s refuses: %s"
-            self._log.warn_once(refusal.field, who, text, peer, who, refusal)
+            if peer is not None:  # a visitor raises it
+                text = "rank %s at %s refuses: %s"
+                self._log.warn_once(refusal.field, who, text, peer, who, refusal)
             self._notices.append(partial(self.handler.refused, peer, refusal))
         else:
             self._note_failure(peer, opening.there, refused_connection)

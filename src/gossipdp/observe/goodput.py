@@ -118,7 +118,7 @@ class Progress:
 
 
 def goodput_of(parts: Iterable[Part]) -> float:
-    """Return Σ k / Σ f T; NaN while it is not known.
+    """Return Σ k / Σ f T, at most 1; NaN while it is not known.
 
     A worker of unknown full speed, such as one that has just been started again, counts with the
     median of the others'.
@@ -137,7 +137,7 @@ def goodput_of(parts: Iterable[Part]) -> float:
         part.seconds * (usual if math.isnan(speed) else speed)
         for part, speed in zip(parts, speeds, strict=True)
     )
-    return sum(part.samples for part in parts) / full
+    return min(1.0, sum(part.samples for part in parts) / full)  # the last window may be faster
 
 
 def lost_seconds_per_fault(parts: Iterable[Part], num_faults: int) -> float:
@@ -152,4 +152,4 @@ def lost_seconds_per_fault(parts: Iterable[Part], num_faults: int) -> float:
     parts = list(parts)
     if num_faults == 0:
         return math.nan
-    return max(0.0, 1.0 - goodput_of(parts)) * sum(part.seconds for part in parts) / num_faults
+    return (1.0 - goodput_of(parts)) * sum(part.seconds for part in parts) / num_faults

@@ -76,10 +76,7 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
     ) -> None:
         # Not the base class's own socket, which every forked child would keep.
         socketserver.BaseServer.__init__(self, (host, port), _Handler)
-        try:
-            self.socket = sockets.listen(host, port)
-        except RendezvousError as error:
-            raise RendezvousError(f"the status port: {error}") from None
+        self.socket = sockets.listen(host, port)
         bound = self.socket.getsockname()
         self.address: tuple[str, int] = (bound[0], bound[1])
         self.is_loopback = ipaddress.ip_address(bound[0]).is_loopback

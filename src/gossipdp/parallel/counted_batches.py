@@ -24,6 +24,7 @@ Batch = TypeVar("Batch")
 
 STEPS_WITHOUT_SAMPLES = 3
 """If so many steps count no sample, something is wrong with the loop."""
+ROUNDS_WITHOUT_STEP = 200  # in a row; accumulation makes fewer
 IN_AN_OWN_ORDER = (
     "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(model.worker_seed))"
 )
@@ -46,6 +47,7 @@ class CountedBatches:
         self._is_repeat = self._may_repeat = False
         self._is_closed = self._is_sampler_looked_at = False
         self._counted = self._all_counted = 0
+        self._rounds_since_step: float = 0
         # The first two count the calls of epochs() that are over. The third is of the last call,
         # which may be under way or broken off.
         self._epochs_before = self._samples_before = self._num_epochs = 0
@@ -55,6 +57,7 @@ class CountedBatches:
         """Return the samples of the step that has just ended."""
         counted, self._counted = self._samples_per_step or self._counted, 0
         self._all_counted += counted
+        self._rounds_since_step = min(0, self._rounds_since_step)
         self._forwarded.clear()
         return counted
 
@@ -63,9 +66,9 @@ class CountedBatches:
         if num_steps != STEPS_WITHOUT_SAMPLES or self._all_counted:
             return
         problem = (
-            f"{num_steps} gradient steps, and not one sample was counted. Loop over "
-            "model.batches(loader) or model.epochs(loader, n); or call model(x) in training mode "
-            "in place of the module itself; or wrap with "
+            f"{num_steps} gradient steps of the {type(self._engine.module).__name__}, and not one "
+            "sample was counted. Loop over model.batches(loader) or model.epochs(loader, n); or "
+            "call model(x) in training mode in place of the module itself; or wrap with "
             "counting=Counting(samples_per_step=...)"
         )
         if self.budget_samples is not None:
@@ -138,8 +141,22 @@ class CountedBatches:
     @property
     def finished(self) -> bool:
         """True once the budget is used up, a worker has stopped the run, or this one is closed."""
+        self._count_round()
         budget = math.inf if self.budget_samples is None else self.budget_samples
         return self._is_closed or self._has_ended(budget)
+
+    def _count_round(self) -> None:
+        """Warn once, if many rounds of the user's loop have made no step."""
+        self._rounds_since_step += 1
+        if self._rounds_since_step == ROUNDS_WITHOUT_STEP:
+            self._rounds_since_step = -math.inf
+            logger.warning(
+                "%d rounds of the loop without a step of the %s that was wrapped: only its steps "
+                "use up the budget, so the loop may never end. Call its step() in the loop",
+                ROUNDS_WITHOUT_STEP,
+                type(self._engine.optimizers[0]).__name__,
+                extra=OF_RUN,
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -150,8 +167,7 @@ class CountedBatches:
 
     def _say_if_ended(self, loop: str) -> None:
         """Warn about a loop without a step, once a run."""
-        budget = self.budget_samples
-        if budget is None or not self._has_ended(budget):
+        if not self.finished:
             return
         if self._engine.is_stopped:
             why = "model.stop() has ended the run"
@@ -188,6 +204,7 @@ class CountedBatches:
     def _until(self, samples: int, passes: Iterator[Batch]) -> Iterator[Batch]:
         while not self._has_ended(samples):
             self._check_open()
+            self._count_round()
             yield next(passes)
             if not self._is_closed:
                 self._checkpointer.take_due()

@@ -116,6 +116,8 @@ class GossipEngine(Startup):
         try:
             self._state.compile()
             self.start()
+            if self._rendezvous.joins:
+                self._share_cores()
             reshard(module)
             self._agree(0)
         except BaseException:
@@ -124,6 +126,15 @@ class GossipEngine(Startup):
         _engines.add(self)
         own = weakref.ref(self)
         speak_for_run(lambda: (engine := own()) is None or engine.is_lead)
+
+    def _share_cores(self) -> None:
+        """Compute with a share of the cores: workers of the run on this host have theirs."""
+        from gossipdp.launcher.local import num_threads
+
+        membership = self._protocol.membership
+        hosts = [each.host for each in self._call(membership.members) if not each.is_over]
+        num_here = hosts.count(membership.own.host) * self.replica.environment.num_shards
+        torch.set_num_threads(min(torch.get_num_threads(), num_threads(num_here)))
 
     def come_again(self, superseded: SupersededError) -> None:
         """Take another rank: two workers that joined at the same time had been given the same one.
@@ -284,19 +295,21 @@ class GossipEngine(Startup):
             if member.status in (Status.ALIVE, Status.DONE)
         )
 
-    @property
-    def speaks_at_exit(self) -> bool:
+    def speaks_at_exit(self, is_early: bool) -> bool:
         """Return whether this worker has trained with others, and is the first that is not dead.
 
         Those that have left count too, and those that were found dead within the last time-out: the
         workers of one script end in no order, and one that ends without an average is found dead.
+        Each speaks that ends early, or without ``consolidate()`` while another is in it.
         """
         snapshot = self._loop.snapshot
         members = snapshot.members
         ended_s = since_boot_s() - self.options.network.timeout_s
         ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
         ranks = {member.rank for member in members if member.status is not Status.DEAD}
-        return self._gradient_steps > 0 and len(members) > 1 and self.rank == min(ranks | ending)
+        is_first = self.rank == min(ranks | ending)
+        is_odd = is_early or any(each.status in (Status.DONE, Status.LEFT) for each in members)
+        return self._gradient_steps > 0 and len(members) > 1 and (is_first or is_odd)
 
     def total_samples(self) -> int:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
@@ -533,7 +546,7 @@ class GossipEngine(Startup):
             reasons = [f"; worker {rank}: {why}" for rank, why in outcome.without.items()]
             logger.warning(
                 "worker %d: the average is over %d of %d workers; the others are lost, still "
-                "train, or went on without this one%s",
+                "train, or ended without consolidate(), which every worker has to call%s",
                 self.rank,
                 outcome.num_workers,
                 len(known),

@@ -104,10 +104,11 @@ class Session:
             ]
             if resumption is not None:
                 logger.warning(
-                    "the run goes on from step %d (pass %d through the data) in %s",
+                    "the run goes on from step %d in %s, %s, with world_size %d",
                     resumption.counts.step,
-                    resumption.training["position"]["epoch"],
                     saving.directory if saving.resume == "auto" else saving.resume,
+                    resumption.start,
+                    self.engine.world_size,
                     extra=OF_RUN,
                 )
             counting_once = self.batches.counting_once
@@ -160,25 +161,27 @@ class Session:
             warn_of_step_counters(self._optimizers)
         self.batches.check_counted(self.num_steps)
 
-    def _warn_of_no_average(self) -> None:
+    def _warn_of_no_average(self, is_early: bool) -> None:
         """Warn once a run that a script ends by itself and has not saved the average.
 
         To have evaluated the average, as after each epoch, is not enough: a script that saves its
-        module afterwards still saves one worker's.
+        module afterwards still saves one worker's. ``is_early``: the budget is not used up.
         """
         engine = self.engine
         failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
         if os.getpid() != self._process_id or failed or TERMINATION.is_asked:
             return
-        if not engine.speaks_at_exit or self.average_saved_at_step == engine.step_number:
+        if self.average_saved_at_step == engine.step_number or not engine.speaks_at_exit(is_early):
             return
-        newest = self.checkpointer.newest
         logger.warning(
-            "worker %d ends without consolidate(): its module holds its own parameters, not the "
-            "average of the workers. Call model.consolidate() after the loop, before you evaluate "
-            "or save%s",
+            "worker %d ends without consolidate(): %s%s",
             engine.rank,
-            "" if newest is None else f"; its newest checkpoint is {newest}",
+            "the budget is not used up, and the others train on without this worker. To end all, "
+            "call model.stop() on one, and model.consolidate() on every worker"
+            if is_early
+            else "its module holds its own parameters, not the average of the workers. Call "
+            "model.consolidate() on every worker, after the loop, before you evaluate or save",
+            f"; its newest checkpoint is {newest}" if (newest := self.checkpointer.newest) else "",
         )
 
     def close(
@@ -193,9 +196,10 @@ class Session:
         """
         if os.getpid() != self._process_id:
             return
+        is_early = self.batches.budget_samples is not None and not self.batches.finished
         self.batches.close()
         if is_dropped:
-            self._warn_of_no_average()
+            self._warn_of_no_average(is_early)
             warn_of_steps_alone(self._optimizers)
 
         def close() -> None:

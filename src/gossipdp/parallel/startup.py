@@ -373,8 +373,8 @@ class Startup:
         secret = self._secret or environment.secret or b""
         if not secret and self._tls is None:
             raise ValueError(
-                "a worker joins a run only with its secret or its TLS files: start it with "
-                "`gossipdp run --join HOST:PORT --secret-file FILE`, or set GOSSIPDP_SECRET"
+                "a worker joins a run only with the secret or the TLS files with which that was "
+                "started: give `gossipdp run --join HOST:PORT` its --secret-file or --tls"
             )
         listener, host = self._listen()
         try:

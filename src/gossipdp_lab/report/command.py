@@ -40,6 +40,10 @@ def run(arguments: ReportArguments) -> int:
 
     run_log = RunLog.read(directory)
     page = render(run_log, directory.absolute().name)
-    output.write_text(page, "utf-8")
+    try:
+        output.write_text(page, "utf-8")
+    except OSError as error:
+        error.filename = str(output)  # a full disk names none
+        raise
     sys.stdout.write(f"report: {output} ({len(page.encode()) / 1e3:.0f} kB, opens offline)\n")
     return 0

@@ -57,7 +57,7 @@ MISTAKES = [
     ("top ''", "no address; write HOST:PORT"),
     ("top --interval 0", "--interval is 0.0; it must be a number of at least 0.1"),
     # run
-    ("run train.py", "-n (--workers) is missing; say how many workers to start"),
+    ("run train.py", "-n is missing before the script; say how many workers to start"),
     ("run -n 0 train.py", "--workers is 0; it must be at least 1"),
     ("run -n 2", "no script to run; write it after the options"),
     ("run -n 2 nothing.py", "no such script: nothing.py"),
@@ -76,7 +76,7 @@ MISTAKES = [
     ),
     ("run -n 2 --nnodes 0 --rendezvous 127.0.0.1:1 train.py", "--nnodes is 0; it must be at"),
     ("run -n 2 --nnodes 2 --rendezvous 203.0.113.7:1 train.py", "several hosts need a secret"),
-    ("run --join a:1 train.py", "--join needs the run's secret: give --secret-file"),
+    ("run --join a:1 train.py", "a run that was started without cannot be joined"),
     ("run --join a:1 --nnodes 2 train.py", "--join needs none of --nnodes, --node-rank"),
     ("run --join a --secret-file secret train.py", "--join is 'a'; write HOST:PORT"),
     ("run -n 2 --secret-file nowhere train.py", "--secret-file nowhere cannot be read: No such"),

@@ -65,6 +65,7 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(monkeypatch):
     for name, value in (TOLD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "100000"}).items():
         monkeypatch.setenv(name, value)
     assert _common_variables(RunArguments(), 1) == {"OMP_NUM_THREADS": "1"}
+    assert _common_variables(RunArguments(join="b:1"), 1) == {}  # it hears who is there
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from clocks import Clock
 from gossipdp.errors import RendezvousError
 from gossipdp.links import sockets
 from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.links.sockets import PlainStream, listen
 from gossipdp.links.tcp import TcpTransport
 
@@ -70,11 +71,8 @@ def test_somebody_listens_and_says_nothing(world):
 
 def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world, caplog):
     node = world.tcp(0)
-    dials = [
-        (1, ("a-name.example", 4000)),
-        (2, ("127.0.0.1", 70000)),
-        (3, ("fe80::1%nowhere", 4000)),
-    ]
+    addresses = [("a-name.example", 4000), ("127.0.0.1", 70000), ("fe80::1%nowhere", 4000)]
+    dials = list(enumerate(addresses, start=1))
     for peer, address in dials:
         node.transport.dial(peer, *address)
     world.settle()
@@ -332,6 +330,15 @@ def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world):
 
 
 # Strangers.
+
+
+def test_a_question_for_the_run_is_no_alarm_and_a_wrong_secret_is_said(world, caplog):
+    node = world.tcp(0)
+    for changes in ({"run_id": ""}, {"secret": b"b"}):
+        guest = world.tcp(FIRST_VISITOR_RANK, **changes)
+        guest.transport.dial(None, node.host, node.port)
+        world.until(lambda guest=guest: guest.handler.of("refused"))
+    assert caplog.messages == ["refused 127.0.0.1: it does not know this run's secret"]
 
 
 def test_warnings_are_bounded(world, caplog):

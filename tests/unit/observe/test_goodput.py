@@ -125,6 +125,7 @@ def test_a_run_s_goodput_is_by_the_samples_that_each_could_have_made():
     fast, slow_one = Part(500, 10.0, 100.0), Part(50, 10.0, 10.0)
     assert goodput_of([fast, slow_one]) == pytest.approx(550 / 1100)
     assert goodput_of([fast, Part(100, 40.0, 10.0)]) == pytest.approx(600 / 1400)
+    assert goodput_of([Part(1020, 10.0, 100.0)]) == 1.0
     # Unknown speed: the median of the others'.
     assert goodput_of([fast, Part(0, 10.0, math.nan)]) == pytest.approx(500 / 2000)
     assert math.isnan(goodput_of([Part(0, 10.0, math.nan)]))

@@ -103,12 +103,20 @@ def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(small, caplog):
     _, net, optimizer = small(budget_samples=100)
     for _ in range(2):
         step(net, optimizer, torch.ones(4, 3))
-    with pytest.raises(RuntimeError, match=r"would never be used up: 3 gradient steps, .*batches"):
+    with pytest.raises(RuntimeError, match=r"never be used up: 3 gradient steps of .*batches"):
         step(net, optimizer, torch.ones(4, 3))
     _, net, optimizer = small()
     for _ in range(5):
         step(net, optimizer, torch.ones(4, 3))
-    assert caplog.text.count("not one sample was counted") == 1
+    assert caplog.text.count("3 gradient steps of the Linear, and not one sample was") == 1
+
+
+def test_a_loop_that_never_steps_is_told_so_once(small, caplog):
+    model, net, optimizer = small(budget_samples=10**6)
+    for number, batch in zip(range(1000), model.batches([torch.ones(4, 3)]), strict=False):
+        assert caplog.text.count("200 rounds of the loop without a step") == (number >= 500)
+        if number in (0, 150, 300):
+            step(net, optimizer, batch)
 
 
 def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The pace of ``pace="strict"``, what a worker of several lives has trained, and its state."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
-from gossipdp.protocol.members import Progress, ProgressEntry
+from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import Fresh
 from gossipdp.protocol.pairing import Pairing
@@ -91,9 +92,7 @@ def test_strict_pace_lets_go_of_a_worker_that_is_poisoned_meanwhile():
 )
 def test_a_low_rate_is_told_from_a_backlog(num_steps, num_due, num_served, is_low):
     assert is_rate_low(num_steps, num_due, num_served, seconds=60.0) is is_low
-    assert not is_rate_low(num_steps, num_due, num_served, seconds=59.0), (
-        "a short run need not care"
-    )
+    assert not is_rate_low(num_steps, num_due, num_served, seconds=59.0)
 
 
 def test_an_exchange_counts_for_both_of_its_ends(wrap_sgd):
@@ -169,6 +168,22 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
 
 
 # What is captured and loaded.
+
+
+@pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
+def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given, threads):
+    """Of eight cores, beside a live worker; a dead one, and one elsewhere, count for nothing."""
+    engine, told = wrap_sgd(nn.Linear(2, 2))[0]._engine, []
+    own = engine._protocol.membership.own
+    others = [(Status.ALIVE, own.host), (Status.ALIVE, "10.0.0.9"), (Status.DEAD, own.host)]
+    members = [own, *(Member(1, 0, 5, *each) for each in others)]
+    monkeypatch.setattr(engine, "_call", lambda function: members)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: given)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    engine._share_cores()
+    assert told == [threads]
 
 
 def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch):

@@ -185,7 +185,7 @@ def test_a_port_in_use_is_a_warning_and_a_wrong_one_an_error(make, monkeypatch, 
     _, address = make(monitor=Monitor(status_port=0))
     _, other = make(monitor=Monitor(status_port=int(address.rpartition(":")[2])))
     assert other == ""
-    assert caplog.text.count("worker 0 shows no status, and training goes on: the status port") == 1
+    assert caplog.text.count("worker 0 shows no status, and training goes on: port ") == 1
     assert caplog.text.count("choose another") == 1
     monkeypatch.setenv("GOSSIPDP_STATUS_PORT", "-1")
     with pytest.raises(ValueError, match="GOSSIPDP_STATUS_PORT is -1"):
