@@ -315,7 +315,7 @@ def averages(
 def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
     """Give one process of replica 1 a batch of NaN, so that its replica's parameters become NaN."""
     rank, num_steps = dist.get_rank(), 0
-    exchange = Exchange(pace="strict", on_nonfinite="exit")
+    exchange = Exchange(pace="strict")
     model, net, optimizer = wrapped(
         rank, mesh, budget_samples=BUDGET // 2, exchange=exchange, comm_rate=2.0
     )
@@ -326,6 +326,7 @@ def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
             num_steps += 1
         num_averaged = model.consolidate().world_size
     except PoisonedError:
+        model.close()
         return {"poisoned at": num_steps}
     return {"healthy ones": num_averaged, "healthy values": values(net)}
 

@@ -210,23 +210,21 @@ def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
 
 
 class Average(msgspec.Struct, frozen=True):
-    """What a saved average is of: its run, the samples that the run had trained on, the saver."""
+    """What a saved average is of: its run, and the samples that the run had trained on.
+
+    ``rank``: the lowest of the workers that it is of, at the end of a run; before, the saver's.
+    """
 
     run_id: str
     samples: int
     rank: int
 
-    def outdoes(self, other: "Average") -> bool:
-        """Return whether it is another worker's of the same run, of as many samples or more."""
-        is_of_run = self.run_id == other.run_id and self.rank != other.rank
-        return is_of_run and self.samples >= other.samples
-
 
 def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: Average) -> Path:
     """Write a copied state in the format of the path's ending; return the path of the file.
 
-    If two parts of a run ended apart, the average of the greater part stays: where another worker
-    of this run has saved one of as many samples or more, this one is written beside it.
+    If two parts of a run ended apart, the average of the greater part stays: where there is another
+    one of this run, of as many samples or more, this one is written beside it.
 
     Raises:
         ValueError: safetensors cannot hold something in it.
@@ -234,17 +232,18 @@ def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: 
     """
     path = Path(path)
     other = _average_of(path)
-    if other is not None and other.outdoes(average):
-        if _holds(path, state):
-            return path
+    if (
+        other is not None
+        and (other.run_id, other.samples >= average.samples) == (average.run_id, True)
+        and other.rank != average.rank
+    ):
         beside = path.with_name(f"{path.stem}-of-worker-{average.rank}{path.suffix}")
         logger.warning(
-            "%s stays: worker %d saved it after %d samples of this run, and worker %d's average is "
-            "of %d. That is in %s",
+            "%s stays: it is an average of this run after %d samples, by worker %d; this one, "
+            "after %d, is in %s",
             path,
-            other.rank,
             other.samples,
-            average.rank,
+            other.rank,
             average.samples,
             beside,
         )
@@ -279,18 +278,3 @@ def _average_of(path: Path) -> Average | None:
         return msgspec.json.decode(text, type=Average)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile):
         return None
-
-
-def _holds(path: Path, state: Mapping[str, Any]) -> bool:
-    """Return whether a file holds the tensors of a state, bit for bit."""
-    try:
-        held = (
-            read_tensors(path)[0]
-            if path.suffix == ".safetensors"
-            else torch.load(path, weights_only=True, map_location="cpu")
-        )
-    except Exception:
-        return False  # a damaged one, or one with values that only its script can load
-    return held.keys() == state.keys() and all(
-        torch.equal(value, held[name]) for name, value in state.items() if isinstance(value, Tensor)
-    )

@@ -111,7 +111,7 @@ class GossipEngine(Startup):
         self._rate_warning_due = True
         self._began_s = time.monotonic()
         self._is_averaged = self._has_stopped = False
-        self._lead: int | None = None  # after consolidate()
+        self.lead: int | None = None  # after consolidate()
         self._agreed = Agreed()
         try:
             self._state.compile()
@@ -195,7 +195,7 @@ class GossipEngine(Startup):
         except SupersededError as error:
             self.come_again(error)
         if (poison := self._agreed_poison()) is not None:
-            self._deal_with_poison(poison)
+            raise poison
         if self._is_averaged:
             raise RuntimeError(
                 "optimizer.step() within model.averaged(): the module holds the average there, "
@@ -284,8 +284,8 @@ class GossipEngine(Startup):
     @property
     def is_lead(self) -> bool:
         """Return whether this worker's rank is the lowest of those that train, or were averaged."""
-        if self._lead is not None:
-            return self.rank == self._lead
+        if self.lead is not None:
+            return self.rank == self.lead
         return self._agreed.is_lead if self.replica.is_sharded else self._leads()
 
     def _leads(self) -> bool:
@@ -388,7 +388,7 @@ class GossipEngine(Startup):
     def _refuse_poison(self, outcome: str, *, is_end: bool = False) -> None:
         """Raise rather than let NaN into an average.
 
-        At the end the others wait for this worker, so with ``stop`` too it leaves the run.
+        At the end the others wait for this worker, so it leaves the run.
         """
         poison = self._loop.poisoned
         if poison is None and not self._is_finite():
@@ -397,18 +397,9 @@ class GossipEngine(Startup):
             )
         if not self.replica.is_any(poison is not None):
             return
-        poison = poison or self._mates_poison()
-        if self.options.exchange.on_nonfinite == "exit":
-            self._call(lambda: self._loop.poison(poison))
-        elif is_end:
+        if is_end:
             self.close()
-        self._deal_with_poison(poison)
-
-    def _deal_with_poison(self, poison: PoisonedError) -> None:
-        """Raise; with ``exit`` leave the run before."""
-        if self.options.exchange.on_nonfinite == "exit":
-            self.close()
-        raise poison
+        raise poison or self._mates_poison()
 
     def _is_finite(self) -> bool:
         segments = self._state.segments
@@ -522,7 +513,7 @@ class GossipEngine(Startup):
         except SupersededError as error:
             self.come_again(error)
             outcome = self._wait_for_average(timeout_s)
-        self._lead = self.replica.first_says(outcome.lead)
+        self.lead = self.replica.first_says(outcome.lead)
         self._rendezvous.mark_consolidated()
         averaged = self._state.averaged_chunks + self._state.copied_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):

@@ -148,7 +148,7 @@ class GossipDataParallel(nn.Module):
         optimizers = checked_optimizers(optimizer)
         self.module = module
         self._options = options
-        self._is_consolidated = False
+        self._consolidated: Consolidated | None = None
         self._session = session = Session(module, optimizers, options)
         self._engine, self._checkpointer = session.engine, session.checkpointer
         self._batches, self._monitoring = session.batches, session.monitoring
@@ -412,7 +412,7 @@ class GossipDataParallel(nn.Module):
         is_common_end = self._batches.finished
         known = {member.rank: member.gradient_steps for member in self._engine.view()[0]}
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
-        self._is_consolidated = True
+        self._consolidated = result
         self._checkpointer.take_last(is_averaged=True)
         if not is_common_end:
             warn_of_steps_after(self.rank, known, result)
@@ -483,10 +483,9 @@ class GossipDataParallel(nn.Module):
         within :meth:`averaged`, the module holds the average and is saved as it is. With shards all
         processes of the replica call it, and the first gathers the whole model and writes it.
 
-        The file says of which run it is, and how many samples that had trained on. If another
-        worker of the run has saved an average of as many or more there, since a cut network let
-        both sides end, it stays: this one goes beside it, into ``NAME-of-worker-RANK``, with a
-        warning.
+        The file says of which run it is, and how many samples that had trained on. If there is
+        another average of this run, of as many samples or more, since a cut network let both sides
+        end, it stays: this one goes beside it, into ``NAME-of-worker-RANK``, with a warning.
 
         Raises:
             ValueError: another name, or a state that the format cannot hold.
@@ -495,12 +494,14 @@ class GossipDataParallel(nn.Module):
         """
         check_name(path)
         is_writer = self._session.replica.environment.shard == 0
-        with contextlib.nullcontext() if self._is_consolidated else self.averaged():
+        with contextlib.nullcontext() if self._consolidated else self.averaged():
             state = copied_state(self.module, is_kept=is_writer)
         if is_writer:
             engine = self._engine
-            average = Average(engine.run_id, engine.total_samples(), self.rank)
-            write_average(path, state, average)
+            end = self._consolidated
+            samples = engine.total_samples() if end is None else end.samples
+            rank = self.rank if engine.lead is None else engine.lead
+            write_average(path, state, Average(engine.run_id, samples, rank))
         self._session.average_saved_at_step = self._engine.step_number
 
     def state_dict(  # type: ignore[override]

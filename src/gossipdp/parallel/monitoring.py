@@ -53,7 +53,6 @@ MEAN_OF_LOSSES = 32
 MAX_NOTICES = 20
 MAX_LOGGED = 100
 OPTIONS = ("method", "seed", "wire_format")
-EXCHANGE_OPTIONS = ("pace", "on_nonfinite")
 NETWORK_OPTIONS = ("shared_memory", "max_megabits_per_s", "timeout_s")
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
@@ -399,7 +398,7 @@ def describe(engine: GossipEngine) -> dict[str, Any]:
         "budget_samples": options.budget_samples,
         "comm_rate": options.asked_comm_rate,
         **{name: getattr(options, name) for name in OPTIONS},
-        **{name: getattr(options.exchange, name) for name in EXCHANGE_OPTIONS},
+        "pace": options.exchange.pace,
         **{name: getattr(options.network, name) for name in NETWORK_OPTIONS},
         "checkpoint_every": options.checkpoints.every_steps,
         "parameters": sum(parameter.numel() for parameter in parameters),

@@ -75,9 +75,6 @@ class Exchange(Checked):
         frozen: exchange frozen parameters too, so that they may be unfrozen later.
         pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
             two exchanges behind the comm rate; never for the dead or silent).
-        on_nonfinite: the reaction if this worker's parameters hold NaN or infinity, which it never
-            sends: ``stop`` exchanges no more and makes each ``optimizer.step()`` raise
-            PoisonedError; ``exit`` leaves the run and raises PoisonedError.
 
     Raises:
         ValueError: a value is invalid.
@@ -86,7 +83,6 @@ class Exchange(Checked):
     moments: bool | Mapping[str, int] = option(True, _moments)
     frozen: bool = False
     pace: Literal["free", "strict"] = option("free", partial(one_of, ("free", "strict")))
-    on_nonfinite: Literal["stop", "exit"] = option("stop", partial(one_of, ("stop", "exit")))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -187,37 +188,34 @@ class Startup:
         digest = hashlib.sha256(repr(self._constants.edges).encode()).hexdigest()[:8]
         self.settings = msgspec.structs.replace(self.settings, graph=f"{graph.name} {digest}")
 
-    def _listen(self) -> tuple[Listener, str]:
-        """Return the listener, and the host to announce."""
+    @contextmanager
+    def _listening(self) -> Iterator[tuple[Listener, str]]:
+        """Give the listener, and the host to announce; an error within closes it."""
         environment, network = self._environment, self._network
         port = environment.port if network.port is None else network.port
         listener = listen(network.host or environment.choose_host(), port)
         try:
-            return listener, environment.announced_host(listener.getsockname()[0])
+            yield listener, environment.announced_host(listener.getsockname()[0])
         except BaseException:
             listener.close()
             raise
 
     def _meet(self) -> None:
         """Listen, meet the others at the start of the run, and start the gossip thread."""
-        listener, host = self._listen()
-        try:
+        with self._listening() as (listener, host):
             address = host, listener.getsockname()[1]
             state = random_state() if self.resumption is None else ""
             meeting = self._rendezvous.meet(address, self.settings, self._secret, state)
-        except BaseException:
-            listener.close()
-            raise
-        if self._environment.shard == 0 and self.options.method != "none":
-            self.common_random_state = meeting.common_random_state
-        # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
-        others = (
-            Member(rank, 0, 0, Status.ALIVE, *address)
-            for rank, address in meeting.addresses.items()
-            if rank != self.rank
-        )
-        progress = () if self.resumption is None else self.resumption.progress
-        self._start_thread(listener, host, (meeting.run_id, meeting.secret), others, progress)
+            if self._environment.shard == 0 and self.options.method != "none":
+                self.common_random_state = meeting.common_random_state
+            # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
+            others = (
+                Member(rank, 0, 0, Status.ALIVE, *address)
+                for rank, address in meeting.addresses.items()
+                if rank != self.rank
+            )
+            progress = () if self.resumption is None else self.resumption.progress
+            self._start_thread(listener, host, (meeting.run_id, meeting.secret), others, progress)
 
     def _start_thread(
         self,
@@ -314,15 +312,13 @@ class Startup:
     def _join_with_one_rank(self) -> None:
         """Join with all processes of a replica, under the rank that the first of them is given.
 
-        If two replicas join at the same time, each gets a rank of its own in the network of the
-        first shard, as two workers do. Both may take part under one rank before they hear of each
-        other. So the first process passes its rank to the other processes only after it was
-        undisputed for a time-out. In their own networks these then find the rank free, or held by a
-        replica that has ended. They wait for the rank in a collective: at most for gloo's time-out
-        of 30 minutes.
+        Two replicas that join at the same time may take part under one rank before they hear of
+        each other, as two workers may. So the first process passes its rank on only after it was
+        undisputed for a time-out. The others then find it free in their own networks, or held by a
+        replica that has ended. They wait for it in a collective, at most for gloo's 30 minutes.
 
-        From here on the rank is fixed. If the replica hears only now of another one of its rank, it
-        ends: its processes could not take another rank at the same step.
+        A replica that hears only now of another one of its rank ends: its processes could not take
+        another rank at the same step.
         """
         environment = self._environment
         is_first = environment.shard == 0
@@ -376,8 +372,7 @@ class Startup:
                 "a worker joins a run only with the secret or the TLS files with which that was "
                 "started: give `gossipdp run --join HOST:PORT` its --secret-file or --tls"
             )
-        listener, host = self._listen()
-        try:
+        with self._listening() as (listener, host):
             answer = ask_members(
                 environment.addresses_to_join,
                 self._identity(host, environment.run_id, 0, 0),
@@ -390,17 +385,8 @@ class Startup:
             before = (each.restarts + 1 for each in answer.members if each.rank == rank)
             self._restarts = next(before, 0)
             self._take_place(rank, answer.num_workers, incarnation)
-        except BaseException:
-            listener.close()
-            raise
-        self._start_thread(
-            listener,
-            host,
-            (environment.run_id, secret),
-            answer.members,
-            answer.progress,
-            is_joining=True,
-        )
+            run, others = (environment.run_id, secret), answer.members
+            self._start_thread(listener, host, run, others, answer.progress, is_joining=True)
         training = take_state(self._thread, self._loop, self._state, self._network, is_start=False)
         training_state.restore(training, self.optimizers)
         known = self._call(self._protocol.progress.by_rank)

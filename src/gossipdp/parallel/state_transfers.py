@@ -39,29 +39,21 @@ OTHER_TRAINING_BYTES = 64 << 20
 
 
 def fetch_state(
-    thread: GossipThread,
-    loop: GossipLoop,
-    state: State,
-    peer: int,
-    timeout_s: float,
-    *,
-    with_optimizers: bool,
+    thread: GossipThread, loop: GossipLoop, peer: int, arriving: Arriving | None, timeout_s: float
 ) -> Any:
     """Take one worker's parameters and buffers; return its optimizers' state, or None without.
 
     Raises:
         PeerLostError: none came, or a bad one.
     """
-    num_bytes = sum(segment.x.nbytes for segment in state.segments)
-    arriving = Arriving(OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes)
-    unfold = arriving.unfold if with_optimizers else None
+    unfold = None if arriving is None else arriving.unfold
     ended: Future[Exception | None] = Future()
     fetch = partial(loop.transfers.fetch, peer, unfold, ended.set_result, timeout_s)
     thread.call(fetch).result()
     if (error := ended.result()) is not None:
         raise error
     try:
-        return arriving.state() if with_optimizers else None
+        return None if arriving is None else arriving.state()
     except ValueError as error:
         raise TurnedAwayError(f"worker {peer} cannot give its state: {error}") from error
 
@@ -78,6 +70,8 @@ def take_state(
     """
     rank, transfers = loop.protocol.rank, loop.transfers
     limit_s, patience_s = network.start_timeout_s, network.timeout_s
+    num_bytes = sum(segment.x.nbytes for segment in state.segments)
+    most_bytes = OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes
     ancestors = tuple(_ancestors(rank)) if is_start else ()
     advanced, deadline_s = 0, time.monotonic() + limit_s
     reason = ""
@@ -87,9 +81,8 @@ def take_state(
         for donor in [*filter(live.__contains__, ancestors), *nearest]:
             thread.check()
             try:
-                return fetch_state(
-                    thread, loop, state, donor, patience_s, with_optimizers=not is_start
-                )
+                arriving = None if is_start else Arriving(most_bytes)
+                return fetch_state(thread, loop, donor, arriving, patience_s)
             except PeerLostError as error:
                 thread.check()
                 reason = str(error)

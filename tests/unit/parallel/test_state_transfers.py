@@ -15,7 +15,7 @@ from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.transfer import NoStateYetError, Offer, TurnedAwayError
 from gossipdp.parallel import state_transfers
-from gossipdp.parallel.training_state import BetweenSteps
+from gossipdp.parallel.training_state import Arriving, BetweenSteps
 
 RANK = 2
 TIMEOUT_S = 1.0
@@ -125,7 +125,7 @@ def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
     peers.states = {1: [bad], 0: [given(trained(0.25))]}
     assert rate_of(take(peers)) == 0.25
     with pytest.raises(PeerLostError, match="worker 1 cannot give its state"):
-        state_transfers.fetch_state(peers, peers, STATE, 1, 1.0, with_optimizers=True)
+        state_transfers.fetch_state(peers, peers, 1, Arriving(1 << 20), 1.0)
 
 
 def test_being_turned_away_for_ever_is_no_progress(peers, now):
