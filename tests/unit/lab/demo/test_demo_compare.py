@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp_lab.demo.command import check
 from gossipdp_lab.demo.compare import (
     ALLREDUCE_RATE,
@@ -15,7 +14,6 @@ from gossipdp_lab.demo.compare import (
     WORKLOAD,
     Verdict,
     both,
-    default_faults,
     judge,
 )
 from gossipdp_lab.demo.options import DemoArguments
@@ -58,25 +56,6 @@ def test_the_two_trainings_differ_in_method_place_and_kills_alone(tmp_path):
     assert (allreduce.learning_rate, gossip.learning_rate) == (ALLREDUCE_RATE, None)
     other = {"method": "gossip", "output": gossip.output, "faults": gossip.faults, "restart": True}
     assert replace(allreduce, learning_rate=None, **other) == gossip
-
-
-@pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
-def test_three_workers_are_slow_in_turn_and_never_two_at_once(num_workers):
-    *slow, kill = FaultPlan.parse(default_faults(num_workers, 30.0), num_workers).clauses
-    assert [(each.kind, each.time_s, each.for_s) for each in slow] == [
-        ("slow", start_s, 10.0) for start_s in (0.0, 10.0, 20.0)
-    ]
-    assert slow[0].rank != slow[1].rank != slow[2].rank
-    assert (kill.kind, kill.rank, kill.time_s) == ("kill", 0, 15.0)
-
-
-def test_own_faults_replace_all_and_kill_by_gossip_alone():
-    arguments = DemoArguments(compare=True, faults="stop 1s 1 at 3s; kill 1 at 9s", seconds=20.0)
-    allreduce, gossip = both(arguments).values()
-    assert (allreduce.faults, gossip.faults) == ("stop 1s 1 at 3s", arguments.faults)
-    assert allreduce.seconds == gossip.seconds == 20.0
-    only_kills = both(replace(arguments, faults="kill 1 at 9s"))
-    assert only_kills["allreduce"].faults is None
 
 
 def test_only_kills_that_happened_are_counted():

@@ -102,17 +102,10 @@ def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
             )
 
 
-def make_view(directory: Path, clock: Clock, *, terminal: bool) -> tuple[LiveView, io.StringIO]:
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=terminal, width=100)
-    return LiveView(
-        directory, num_workers=2, budget_samples=100, console=console, clock=clock
-    ), output
-
-
 def test_lines_where_there_is_no_terminal(tmp_path):
-    clock = Clock()
-    view, output = make_view(tmp_path, clock, terminal=False)
+    clock, output = Clock(), io.StringIO()
+    console = Console(file=output, force_terminal=False, width=100)
+    view = LiveView(tmp_path, num_workers=2, budget_samples=100, console=console, clock=clock)
     with view:
         view.poll()
         clock.now_s = 4.0
@@ -127,51 +120,3 @@ def test_lines_where_there_is_no_terminal(tmp_path):
     assert first == "   6 s  starting 2 workers"
     assert second.startswith("  11 s  2 workers: 1 training, 1 slow · 56 of 100 samples · ")
     assert "loss 0.5000" in second
-
-
-def test_the_table_of_top_in_a_terminal(tmp_path):
-    clock = Clock()
-    view, output = make_view(tmp_path, clock, terminal=True)
-    with view:
-        log_steps(tmp_path, clock, 3)
-        clock.now_s = 1.0
-        view.poll()
-    for expected in ("run 7f: a2cid2 on ring", "slow 2.0x", "56 of 100 samples"):
-        assert expected in output.getvalue()
-
-
-def test_a_worker_that_waits_for_the_others_averages(tmp_path):
-    clock = Clock()
-    view, output = make_view(tmp_path, clock, terminal=False)
-    with view:
-        log_steps(tmp_path, clock, 7)
-        for rank in range(2):
-            writer = RunLogWriter(
-                worker_file(tmp_path, rank), clock=clock, run_id="7f", goes_on=True
-            )
-            with closing(writer) as log:
-                log.consolidating()
-                if rank:
-                    log.end(consensus_distance=0.0)
-        clock.now_s = 6.0
-        view.poll()
-    assert "2 workers: 1 averaging, 1 left · 120 of 100 samples" in output.getvalue()
-
-
-def test_the_dead_and_the_silent_are_shown(tmp_path):
-    clock = Clock()
-    view, output = make_view(tmp_path, clock, terminal=False)
-    log_steps(tmp_path, clock, 1)
-    writer = RunLogWriter(worker_file(tmp_path, 0), clock=clock, run_id="7f", goes_on=True)
-    with closing(writer) as log, view:
-        clock.now_s = 5.0
-        log.notice(1, "silent", 1.0)
-        view.poll()
-        assert "2 workers: 1 training, 1 silent" in output.getvalue()
-        for what, state in (("lost", "lost"), ("restarted", "training"), ("lost", "lost")):
-            log.notice(1, what, 2.0)
-            view.poll()
-            assert view.workers[1].state == state
-        clock.now_s = 10.0
-        view.poll()
-    assert "2 workers: 1 training, 1 lost" in output.getvalue()

@@ -1,60 +1,15 @@
-"""The display of a training, its results, and resuming it."""
+"""The results of a training, and resuming it."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from clocks import Clock
-from rich.console import Console
 
 from gossipdp_lab.tasks.options import BytesGptOptions
 from gossipdp_lab.tasks.text import Gpt
-from gossipdp_lab.tasks.training import MODEL_FILE, TrainingView, train
-
-
-class Model:
-    """The part of a wrapped model that the display of a training uses."""
-
-    world_size = 1
-
-    at = 0.0
-
-    def __init__(self, *, is_lead: bool = True) -> None:
-        self.is_lead = is_lead
-
-    def progress(self) -> float:
-        return self.at
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [torch.zeros(3)]
-
-
-def test_the_display_moves_with_the_lead():
-    model, clock = Model(is_lead=False), Clock()
-    terminal = Console(file=io.StringIO(), width=120, force_terminal=True)
-    view = TrainingView(model, BytesGptOptions(epochs=10), 1000, terminal, clock)  # type: ignore[arg-type]
-
-    def step_at(now: float) -> str:
-        clock.now_s = now
-        before = len(terminal.file.getvalue())
-        view.step(torch.tensor(float(now)))
-        return terminal.file.getvalue()[before:]
-
-    show_cursor, hide_cursor = "\x1b[?25h", "\x1b[?25l"
-    assert step_at(1) == ""
-    model.is_lead, model.at = True, 0.1
-    first = step_at(2)
-    assert first.startswith(hide_cursor)
-    assert "loss 2.0000" in first
-    model.is_lead = False
-    assert show_cursor in step_at(3)
-    assert step_at(4) == ""
-    model.is_lead = True
-    assert hide_cursor in step_at(5)
-    assert "loss 6.0000" in step_at(6)
+from gossipdp_lab.tasks.training import MODEL_FILE, train
 
 
 @pytest.fixture
