@@ -181,7 +181,8 @@ class GossipLoop(LinkHandler):
             send_report(Report(addresses=live))
 
     def hold(self) -> None:
-        """Exchange with no worker until :meth:`release`; abort a running exchange."""
+        """Neither exchange nor give a state until :meth:`release`; abort a running exchange."""
+        self.transfers.has_state = False
         now = self.clock()
         self.perform(self.protocol.hold(now))
         self.perform(self.protocol.abort("the parameters are being loaded", now))
@@ -517,6 +518,4 @@ class GossipLoop(LinkHandler):
     # States.
 
     def _refusal_to_give(self) -> str | None:
-        if self.protocol.can_donate:
-            return None
-        return str(self.poisoned or "it has none to give now")
+        return None if self.protocol.can_donate else str(self.poisoned or "it has none to give now")

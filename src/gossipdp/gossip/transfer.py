@@ -161,7 +161,7 @@ class Transfers:
     this worker gives no state now, or None.
 
     Attributes:
-        has_state: whether this worker has a state of its run, its own or another's.
+        has_state: whether this worker has a state of its run, and is not loading another.
         offer: returns the optimizers' state for one request, which a key names; None: not yet, ask
             again. It raises ValueError if the state can never be given.
         num_chunks_sent, num_chunks_received: of all states so far; they show progress.

@@ -212,19 +212,20 @@ def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
 class Average(msgspec.Struct, frozen=True):
     """What a saved average is of: its run, and the samples that the run had trained on.
 
-    ``rank``: the lowest of the workers that it is of, at the end of a run; before, the saver's.
+    ``rank``: the lowest of the workers that it is of, if ``is_end``; before the end, the saver's.
     """
 
     run_id: str
     samples: int
     rank: int
+    is_end: bool
 
 
 def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: Average) -> Path:
     """Write a copied state in the format of the path's ending; return the path of the file.
 
     If two parts of a run ended apart, the average of the greater part stays: where there is another
-    one of this run, of as many samples or more, this one is written beside it.
+    end of this run, of as many samples or more, this one is written beside it.
 
     Raises:
         ValueError: safetensors cannot hold something in it.
@@ -234,12 +235,12 @@ def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: 
     other = _average_of(path)
     if (
         other is not None
-        and (other.run_id, other.samples >= average.samples) == (average.run_id, True)
-        and other.rank != average.rank
+        and (other.run_id, other.is_end) == (average.run_id, True)
+        and (other.rank != average.rank and other.samples >= average.samples)
     ):
         beside = path.with_name(f"{path.stem}-of-worker-{average.rank}{path.suffix}")
         logger.warning(
-            "%s stays: it is an average of this run after %d samples, by worker %d; this one, "
+            "%s stays: this run has ended there after %d samples, under worker %d; this average, "
             "after %d, is in %s",
             path,
             other.samples,

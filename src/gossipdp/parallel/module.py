@@ -483,9 +483,9 @@ class GossipDataParallel(nn.Module):
         within :meth:`averaged`, the module holds the average and is saved as it is. With shards all
         processes of the replica call it, and the first gathers the whole model and writes it.
 
-        The file says of which run it is, and how many samples that had trained on. If there is
-        another average of this run, of as many samples or more, since a cut network let both sides
-        end, it stays: this one goes beside it, into ``NAME-of-worker-RANK``, with a warning.
+        The file says of which run it is, and how many samples that had trained on. If the other
+        side of a cut network has ended and saved there, after as many samples or more, its model
+        stays: this one goes beside it, into ``NAME-of-worker-RANK``, with a warning.
 
         Raises:
             ValueError: another name, or a state that the format cannot hold.
@@ -501,7 +501,7 @@ class GossipDataParallel(nn.Module):
             end = self._consolidated
             samples = engine.total_samples() if end is None else end.samples
             rank = self.rank if engine.lead is None else engine.lead
-            write_average(path, state, Average(engine.run_id, samples, rank))
+            write_average(path, state, Average(engine.run_id, samples, rank, end is not None))
         self._session.average_saved_at_step = self._engine.step_number
 
     def state_dict(  # type: ignore[override]

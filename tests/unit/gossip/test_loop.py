@@ -119,6 +119,9 @@ def test_nobody_exchanges_before_it_has_parameters():
     worker = Worker()
     assert worker.is_held_at_first
     assert Accept in worker.answers_to_a_proposal(2)
+    assert worker.loop.transfers.has_state
+    worker.loop.hold()  # while others are loaded, as right after the start
+    assert not worker.loop.transfers.has_state
 
 
 def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on():

@@ -79,8 +79,8 @@ def assert_same(loaded: dict[str, Any], net: nn.Module) -> None:
 def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
     """Of two sides of a cut network that both ended, whichever saves first."""
 
-    def save(rank: int, samples: int, value: float, run_id: str = "a") -> Path:
-        average = Average(run_id, samples, rank)
+    def save(rank: int, samples: int, value: float, run_id: str = "a", is_end: bool = True) -> Path:
+        average = Average(run_id, samples, rank, is_end)
         return write_average(tmp_path / name, {"x": torch.full((3,), value)}, average)
 
     def held(path: Path) -> float:
@@ -88,8 +88,9 @@ def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
         load = partial(torch.load, weights_only=True) if is_archive else safetensors.torch.load_file
         return float(load(path)["x"][0])
 
-    path = save(0, samples=50, value=5.0)
+    path = save(3, samples=90, value=4.0, is_end=False)
     assert path == tmp_path / name
+    assert save(0, samples=50, value=5.0) == path, "what is saved in mid training does not stay"
     assert save(1, samples=60, value=6.0) == path
     assert save(1, samples=60, value=6.0) == path, "the same average, from another of its workers"
     assert not caplog.records
@@ -98,7 +99,7 @@ def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
         assert beside.name == f"model-of-worker-{rank}{path.suffix}"
         assert (held(path), held(beside)) == (6.0, 7.0)
         assert f"{path} stays" in caplog.messages[-1]
-        assert "60 samples, by worker 1" in caplog.messages[-1]
+        assert "60 samples, under worker 1" in caplog.messages[-1]
     assert held(save(1, samples=60, value=8.0)) == 8.0, "its own"
     assert save(0, samples=1, value=9.0, run_id="b") == path
     assert held(path) == 9.0
