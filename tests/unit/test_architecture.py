@@ -171,7 +171,7 @@ def test_no_modules_import_each_other_in_a_circle():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (392, 5), "cli": (1191, 6), "dynamics": (2541, 11), "gossip": (2713, 11),
+        ".": (392, 5), "cli": (1191, 6), "dynamics": (2541, 11), "gossip": (2711, 11),
         "graph": (711, 3), "integrations": (583, 5), "launcher": (3513, 13), "links": (3014, 12),
         "observe": (1741, 8), "parallel": (7264, 24), "protocol": (5639, 18),
     },
@@ -182,7 +182,7 @@ BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "tests": {
         ".": (229, 1), "benchmarks": (1766, 15), "browser": (95, 1), "chaos": (1514, 7),
         "clusters": (365, 2), "fuzz": (676, 3), "integration": (4354, 27), "mutants": (300, 2),
-        "property": (1364, 8), "simulation": (1048, 6), "support": (5018, 34), "unit": (25257, 126),
+        "property": (1364, 8), "simulation": (1048, 6), "support": (5018, 34), "unit": (25260, 126),
     },
     "benchmarks": {
         ".": (5561, 20), "reproduction": (1105, 5), "support": (2834, 18),
