@@ -10,7 +10,9 @@ from misbehaving import WHATS, WINDOW_S, Course, Event, watch
 # the bad one share the fourth, which makes at most 1.5 times its own rate.
 LEAST = {("ring", 4): 0.5}
 GRAPHS = [("complete", 3), ("complete", 4), ("ring", 4), ("ring", 6), ("exponential", 8)]
-LASTS_S = 4.0
+# By chance one worker's exchanges in 4 s vary by 6%, with the bad one and without: by 3 times 8%
+# at the worst of many examples. Twice the time leaves that within the bound.
+LASTS_S = 4.0 if SEED is None else 8.0
 
 
 def course_of(course: Course) -> str:
