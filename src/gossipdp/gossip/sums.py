@@ -213,7 +213,7 @@ class Sums:
         if values is None:
             return
         values.div_(action.divisor)
-        if index < self._num_averaged and self._is_own(index, values, action.divisor):
+        if not is_average and self._is_own(index, values, action.divisor):
             self._chunks[index].read_z(values)
         distance = 0.0 if is_average else self._squared_distance(self._chunks[index], values)
         self._perform(self._protocol.chunk_finished(epoch, index, distance, self._clock()))
