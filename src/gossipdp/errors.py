@@ -2,7 +2,8 @@
 
     GossipError
     ├── RendezvousError      workers did not find one another in time, or a port is in use
-    ├── RefusedError         another worker refused us: model, method, graph, rate, secret differ
+    ├── RefusedError         another worker refused us (model, method, graph, secret differ), or a
+    │   │                    directory for checkpoints or logs: full, or another run is alive in it
     │   └── SupersededError  another process has this worker's rank and place in the run
     ├── PeerLostError        a worker that we waited for is gone, or all are since we stood still
     ├── ModelChangedError    parameters were moved, replaced or unfrozen behind the wrapper's back
@@ -23,7 +24,7 @@ class RendezvousError(GossipError):
 
 
 class RefusedError(GossipError):
-    """Another worker refused this one; the message says which setting differs."""
+    """Another worker refused this one, or a directory did; the message says why."""
 
 
 class SupersededError(RefusedError):

@@ -92,6 +92,11 @@ def shown_rate(rate: float | str) -> str:
     return rate if isinstance(rate, str) else f"{rate:g}"
 
 
+def grace_s() -> float:
+    """Return how long a save may stand still, and a step go on after SIGTERM or Ctrl+C."""
+    return positive_number("GOSSIPDP_GRACE_S", os.environ.get("GOSSIPDP_GRACE_S") or 30.0)
+
+
 at_least_0, at_least_1 = partial(whole_number, least=0), partial(whole_number, least=1)
 port_number = partial(whole_number, least=0, most=65535)
 

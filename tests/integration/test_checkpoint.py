@@ -18,7 +18,6 @@ from gossipdp import Checkpoints, Exchange, GossipDataParallel, Network
 from gossipdp.errors import WorkerFailedError
 from gossipdp.parallel import checkpoint
 from gossipdp.parallel.checkpoint import saved_in
-from gossipdp.parallel.checkpoint_files import IsGivenUp
 from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer, Write
 
 pytestmark = pytest.mark.processes
@@ -225,16 +224,12 @@ class DiesInMidWrite(BackgroundWriter):
     directory: Path
 
     def begin(self, write: Write) -> Any:
-        def dies() -> bool:
+        def dies() -> None:
             for path in self.directory.glob(".step-00000012*"):
                 if path.stat().st_size > 1_000_000:
                     os.kill(os.getpid(), signal.SIGKILL)
-            return False
 
-        def until_it_dies(_: IsGivenUp) -> Path:
-            return write(dies)
-
-        return super().begin(until_it_dies)
+        return super().begin(lambda _: write(dies))
 
 
 def die_in_mid_write_and_go_on(directory: str) -> Any:

@@ -240,10 +240,26 @@ print(model.rank, model.consolidate().world_size)
 
 GOES_ON = """
 model = wrap(budget_samples=8_000_000, checkpoints=Checkpoints(directory, resume="auto"))
-for batch in model.batches([torch.ones(8, 4)]):
-    step()
-    (directory / f"trains-{model.rank}").touch()
-    time.sleep(0.01)
+try:
+    for batch in model.batches([torch.ones(8, 4)]):
+        step()
+        (directory / f"trains-{model.rank}").touch()
+        time.sleep(0.01 if model.rank == 0 else 3)
+except KeyboardInterrupt:
+    print("the script tidies up")
+    raise
+"""
+
+FULL_AT_THE_END = """
+model = wrap(checkpoints=Checkpoints(directory, every_steps=1000))
+step()
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+os.fsync = full
+model.consolidate()
+print("the model is there")
 """
 
 
@@ -274,14 +290,14 @@ def test_a_death_near_the_end_leaves_the_run_complete(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_saves_and_says_so_in_one_line(tmp_path):
+def test_ctrl_c_lets_steps_end_saves_and_says_so_in_one_line(tmp_path):
     files = tmp_path / "files"
     words = [sys.executable, *command(tmp_path, GOES_ON, 2)]
-    launcher = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=VARIABLES)
+    launcher = subprocess.Popen(words, stdout=-1, stderr=-1, text=True, env=VARIABLES)
     try:
         wait_until(lambda: len(list(files.glob("trains-*"))) == 2, "both workers train")
         launcher.send_signal(signal.SIGINT)
-        _, said = launcher.communicate(timeout=100)
+        shown, said = launcher.communicate(timeout=100)
     finally:
         launcher.kill()
     assert launcher.returncode == 128 + signal.SIGINT, said
@@ -291,3 +307,13 @@ def test_ctrl_c_saves_and_says_so_in_one_line(tmp_path):
     assert stopped.startswith("gossipdp: stopped at step")
     assert stopped.endswith(f'; start it again with resume="auto" to go on from {files}')
     assert len(list(files.glob("worker-*/step-*.safetensors"))) == 2
+    assert shown == 2 * "the script tidies up\n"
+
+
+def test_a_last_checkpoint_that_fails_is_in_the_last_line_and_the_status(tmp_path):
+    words = command(tmp_path, FULL_AT_THE_END, 1)
+    for each in (words, words[-2:]):  # by gossipdp run, and alone
+        done = run_python(*each, environment=path_before(tmp_path))
+        assert (done.returncode, done.stdout) == (1, "the model is there\n")
+        why = f"the last checkpoint could NOT be saved in {tmp_path / 'files'}: [Errno 28] No space"
+        assert why in done.stderr.splitlines()[-1]

@@ -188,7 +188,7 @@ def end(*args):
     Path(sys.argv[1]).touch()
     sys.exit()
 
-signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)  # as a worker that saves is told
 send_report(Report(begins=True, saves=True))
 send_report(Report(trains=True))
 time.sleep(3600)
@@ -206,5 +206,5 @@ def test_ctrl_c_ends_a_worker_that_stands_still(tmp_path, without_torch):
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(LONGEST_S) == 130
     assert not runs(worker.pid)
-    assert ended.exists(), "it was killed, and could not act on SIGTERM"
+    assert ended.exists(), "it was killed, and could not act on the signal"
     assert "without --max-restarts they stay away" in run.output.read_text()

@@ -34,17 +34,23 @@ class AtOnce:
     def begin(self, write: Write) -> "Future[Path]":
         written: Future[Path] = Future()
         try:
-            written.set_result(write(lambda: False))
+            written.set_result(write(lambda: None))
         except Exception as error:
             written.set_exception(error)
         return written
 
-    def close(self, timeout_s: float) -> None:
+    def has_ended(self, written: "Future[Path]") -> bool:
+        return written.done()
+
+    def wait(self, written: "Future[Path]") -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
 class WhenTold(AtOnce):
-    """Writes when :meth:`finish` is called, or at the end."""
+    """Writes when :meth:`finish` is called, or when it is waited for."""
 
     def __init__(self, rank: int) -> None:
         self.open: list[tuple[Write, Future[Path]]] = []
@@ -57,7 +63,7 @@ class WhenTold(AtOnce):
         """Write what is open."""
         while self.open:
             write, written = self.open.pop(0)
-            written.set_result(write(lambda: False))
+            written.set_result(write(lambda: None))
 
-    def close(self, timeout_s: float) -> None:
+    def wait(self, written: "Future[Path]") -> None:
         self.finish()

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gossipdp import Checkpoints, Exchange, GossipDataParallel, PoisonedError
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.termination import Termination
 
 NUM_STEPS = 12
 ALPHA_TILDE = 0.8
@@ -338,7 +337,6 @@ def until_asked(directory: Path) -> None:
     nobody is in a hurry.
     """
     torch.set_num_threads(1)
-    Termination.LONGEST_WAIT_S = 60.0
     dist.init_process_group("gloo")
     shard_number = dist.get_rank()
     saving = Checkpoints(directory / "run")

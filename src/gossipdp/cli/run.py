@@ -140,9 +140,9 @@ def run(arguments: RunArguments) -> int:
     """Start the workers, wait for all, name each failure, and return the exit status.
 
     Returns:
-        0 if all succeeded, the last time each was started; 1 if any failed; 128 + the signal
-        that ended the run (130 on Ctrl+C). A kill of --faults is no failure if another worker here
-        succeeded.
+        0 if all succeeded, the last time each was started; 1 if any failed, or could not save its
+        last checkpoint; 128 + the signal that ended the run (130 on Ctrl+C). A kill of --faults is
+        no failure if another worker here succeeded.
     """
     from gossipdp.launcher.faults import FaultInjector
     from gossipdp.launcher.spares import Spares
@@ -222,6 +222,9 @@ def run(arguments: RunArguments) -> int:
             _tell(f"at the end: {describe(supervisor.failures)}")
         if supervisor.loss and ended_by is None:
             _tell(supervisor.loss)
+        for rank, reason in sorted(supervisor.unsaved.items()):
+            code = 1
+            _tell(f"worker {shown_rank(rank)}: {reason}")
     finally:  # also after an error: under torchrun others may wait for this one's end
         spares.close()
         wait = plan.under_torchrun and code == 1 and supervisor.begun

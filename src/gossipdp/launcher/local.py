@@ -40,7 +40,7 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
-from gossipdp.rules import at_least_0, at_least_1
+from gossipdp.rules import at_least_0, at_least_1, grace_s
 
 # The modules that the fork server imports once. They are given by name, as nothing here may import
 # the layers above. None computes on import: a thread pool that computing starts does not survive
@@ -318,7 +318,7 @@ def _end_with_parent() -> None:
     def watch() -> None:
         multiprocessing.connection.wait([parent.sentinel])
         os.killpg(0, signal.SIGTERM)
-        time.sleep(2)
+        time.sleep(grace_s())
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="gossipdp parent watch", daemon=True).start()

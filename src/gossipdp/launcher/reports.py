@@ -37,9 +37,11 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         addresses: (host, port) by rank of the workers that it thinks alive.
         run_id, secret: those of the run's first model, unless the launcher chose them.
         consolidated: the worker holds the average at the end of the run.
-        saves: True while it writes a last checkpoint before it ends, False once it no longer does.
+        saves: True if it takes a last checkpoint when it is asked to end, and every second while it
+            does; False once it no longer does.
         saved: the step and the directory of that checkpoint, once it is whole.
         checkpoints: the directory of the run's, and whether a start of all goes on from there.
+        unsaved: the reason why a last checkpoint could not be saved.
         says: a sentence for the user.
     """
 
@@ -53,6 +55,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     saves: bool | None = None
     saved: tuple[int, str] | None = None
     checkpoints: tuple[str, bool] | None = None
+    unsaved: str | None = None
     says: str | None = None
 
 

@@ -34,6 +34,7 @@ from gossipdp.launcher.faults import FaultInjector, Target
 from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
 from gossipdp.launcher.reports import Report, ReportChannel
 from gossipdp.launcher.store import HostedStore
+from gossipdp.rules import grace_s
 
 # The longest time that one step waits for something to happen.
 POLL_S = 0.1
@@ -43,8 +44,6 @@ GRACE_S = 0.25
 # The time from the signal that ends a worker to SIGKILL, and from there until we give it up: a
 # process that hangs in the kernel cannot be killed.
 PATIENCE_S, UNKILLABLE_S = 1.5, 10.0
-# The same as PATIENCE_S, if a worker has reported that it writes a last checkpoint.
-SAVING_PATIENCE_S = 120.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
 
 
@@ -172,7 +171,7 @@ class ReplicaProcess(WorkerProcess):
         return [thing for each in self._running.values() for thing in each.waits_for()]
 
     def take_reports(self) -> list[Report]:
-        """Return the first process's reports, all sentences, and a begin once all have begun."""
+        """Return the first process's reports, some of the others', and a begin once all began."""
         passed_on = []
         for shard, process in enumerate(self.processes):
             for report in process.take_reports():
@@ -182,7 +181,10 @@ class ReplicaProcess(WorkerProcess):
                     passed_on.append(msgspec.structs.replace(report, begins=None))
                 else:
                     self._join_infos[shard].take(report)
-                    passed_on += [Report(says=report.says)] if report.says else []
+                    of_all = Report(
+                        says=report.says, saves=report.saves or None, unsaved=report.unsaved
+                    )
+                    passed_on += [of_all] if of_all != Report() else []
         if len(self._begun) == len(self.processes):
             self._begun.clear()
             passed_on.append(Report(begins=True))
@@ -202,7 +204,7 @@ class ReplicaProcess(WorkerProcess):
         return None if self._running else self._failure or Ending()
 
     def send(self, number: int) -> None:
-        self._is_ending |= number == signal.SIGTERM
+        self._is_ending |= number in (signal.SIGINT, signal.SIGTERM)
         for process in self._running.values():
             process.send(number)
 
@@ -263,6 +265,7 @@ class _Lives:
 
     ``takes_part``: the present life has begun. ``trains``: it has made a gradient step.
     ``missed_end``: the run became complete without this worker.
+    ``saves``: it takes a last checkpoint when it is ended, as it said last at ``saves_s``.
     """
 
     rank: int
@@ -271,6 +274,7 @@ class _Lives:
     consolidated: bool = False
     missed_end: bool = False
     saves: bool = False
+    saves_s: float = 0.0
     num_restarts: int = 0
     due: float | None = None
     failure: Failure | None = None
@@ -311,6 +315,7 @@ class Supervisor:
         begun: whether all workers here have begun to train, as last seen.
         is_complete: whether a worker holds the average at the end of the run.
         saved: (step, directory) of the last checkpoints, by rank, of workers that were ended.
+        unsaved: the reasons why last checkpoints could not be saved, by rank.
     """
 
     def __init__(
@@ -337,6 +342,8 @@ class Supervisor:
         self.saved: dict[int, tuple[int, str]] = {}
         self._checkpoints: dict[str, bool] = {}  # whether all would go on from there, by directory
         self._starts_over = False
+        self.unsaved: dict[int, str] = {}
+        self._grace_s = grace_s()
         self._join_info = plan.join_infos[0]  # for single processes, or each replica's first one
         first = plan.first_rank
         self._lives = [
@@ -398,9 +405,9 @@ class Supervisor:
     def run(self, on_step: Callable[[], None] = lambda: None) -> int | None:
         """Start all workers, call ``on_step`` all the while, and return when all have ended.
 
-        At SIGINT and SIGTERM the workers get SIGTERM: they save a last checkpoint, and no worker
-        shows a traceback. A second signal kills them. If ``on_step`` raises, the workers are ended
-        and the error is raised.
+        At SIGINT and SIGTERM the workers get it too: those that save do so, and no worker shows a
+        traceback. A second signal kills them. If ``on_step`` raises, the workers are ended and the
+        error is raised.
 
         Returns:
             The signal that ended the run, None if none did.
@@ -412,9 +419,9 @@ class Supervisor:
                     self._start(local_rank, self._plan.worker_variables(local_rank))
                 self._plan.open()  # the workers import torch meanwhile
                 while self.step():
-                    for _ in caught[heeded:]:
+                    for number in caught[heeded:]:
                         heeded += 1
-                        self.end()
+                        self.end(number)
                     on_step()
             finally:
                 if self.running and not self.ending:
@@ -461,17 +468,18 @@ class Supervisor:
             self._restart(now)
         if self._end_at is not None and now >= self._end_at and not self.ending:
             self.end()
-        if self._kill_at is not None and now >= self._kill_at + self._time_to_save_s():
+        if self._kill_at is not None and now >= self._kill_due_at(self._kill_at):
             self.kill()
             if now >= self._kill_at + UNKILLABLE_S:
                 self.running.clear()
         return bool(self.running or self._dues)
 
-    def end(self) -> None:
+    def end(self, number: int = signal.SIGTERM) -> None:
         """Send all workers SIGTERM, and SIGKILL if they outlive it by PATIENCE_S.
 
-        While a worker writes a last checkpoint, they have SAVING_PATIENCE_S. A second call sends
-        SIGKILL at once. Afterwards no worker is started again.
+        If a worker takes a last checkpoint, they have GOSSIPDP_GRACE_S more, counted again whenever
+        it reports that it still does. Such a worker gets ``number``. A second call sends SIGKILL at
+        once. Afterwards no worker is started again.
         """
         if self.ending:
             self.kill()
@@ -480,22 +488,24 @@ class Supervisor:
         if self._faults is not None:
             self._faults.release()  # a stopped worker would not see the signal
         self._give_up_waiting()
-        for worker in self.running.values():
-            worker.send(signal.SIGTERM)
+        for local_rank, worker in self.running.items():  # those without our handlers by SIGTERM
+            worker.send(number if self._lives[local_rank].saves else signal.SIGTERM)
 
     def close(self) -> None:
         """Let go of all workers, which have ended, and judge the kills of our faults."""
         if self._faults is not None:
             self._faults.close()
+        self._take_reports()  # the last ones before their ends
         if self._some_ended_well:
             self.failures = [failure for failure in self.failures if not failure.is_injected]
         for worker in self.workers.values():
             worker.close()
         self._plan.close()
 
-    def _time_to_save_s(self) -> float:
-        saves = any(self._lives[local_rank].saves for local_rank in self.running)
-        return SAVING_PATIENCE_S - PATIENCE_S if saves and not self._is_killing else 0.0
+    def _kill_due_at(self, kill_at: float) -> float:
+        lives = [] if self._is_killing else [self._lives[each] for each in self.running]
+        heard = [(max(kill_at, each.saves_s + PATIENCE_S), each.saves) for each in lives]
+        return max([kill_at, *(at + saves * self._grace_s for at, saves in heard)])
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""
@@ -521,11 +531,13 @@ class Supervisor:
                 lives.consolidated |= bool(report.consolidated)
                 self.is_complete |= lives.consolidated
                 if report.saves is not None:
-                    lives.saves = report.saves
+                    lives.saves, lives.saves_s = report.saves, self._clock()
                 if report.saved is not None:
                     self.saved[lives.rank] = report.saved
                 if report.checkpoints is not None:
                     self._checkpoints.update([report.checkpoints])
+                if report.unsaved is not None:
+                    self.unsaved[lives.rank] = report.unsaved
                 if report.rank is not None:
                     lives.rank = report.rank
                 if report.says is not None and report.says not in self._sentences:

@@ -21,8 +21,8 @@ that resumes from it, or averages it with the others', is thrown back. So each c
 lives that had ended by then, and a checkpoint of a life that a newer one calls ended is passed
 over.
 
-- A death of the last ``GRACE_S`` does not count: when a whole run is ended (SIGTERM, a power cut),
-  the workers that save last have seen the others die.
+- A death of the last ``GRACE_S`` does not count, nor one after this worker was asked to end: when a
+  whole run is ended, the workers that save last have seen the others die.
 - Two halves of a cut network call each other dead; both trained on, and both count.
 - A worker that was taken for dead by mistake, or started again, goes on under a higher incarnation:
   its later checkpoints are not of the life that ended.
@@ -56,8 +56,8 @@ _FILE_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 
 GRACE_S = 10.0
-"""The longest time between the ends of the first and the last worker of a run that is ended: a
-step, a save and a time-out."""
+"""The longest time from the end of a run's first worker, if the whole run is ended, until the last
+one is asked to end."""
 BEFORE_THIS_RUN = -1
 """In place of an incarnation: the lives that a rank had before its run was last resumed."""
 
@@ -213,7 +213,7 @@ def ended_lives(
     Args:
         members: its view.
         notices: what it noticed, oldest first.
-        now_s: the time, on the notices' clock.
+        now_s: the time, on the notices' clock, or when this worker was asked to end.
     """
     died_s = {notice.rank: notice.at_s for notice in notices if notice.kind == "lost"}
     return tuple(

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: safetensors with a checksum, and a module's plain state.
+"""Files that appear whole or not at all, and the directory of them, which one run has to itself.
 
 A file is written under another name in the same directory, synchronized, and then renamed. So a
 reader sees the old content or the new, also after a crash or on a full disk.
@@ -9,11 +9,15 @@ given up, and holds the interpreter's lock.
 """
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import secrets
+import socket
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,26 +28,27 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from gossipdp.errors import RefusedError
+from gossipdp.launcher.reports import say_instead_of_traceback
 from gossipdp.parallel.shards import as_dtensor
 from gossipdp.parallel.state_layout import DTYPE_NAMES
 
 logger = logging.getLogger("gossipdp")
 
 TEMPORARY_SUFFIX = ".unfinished"
-# Between two pieces a write can be given up, and errors of the disk show early.
+# After each piece its bytes are on the disk, and a write that stood still meanwhile is given up.
 PIECE_BYTES = 8 << 20
 CHECKSUM = "checksum"
+NO_CHECKSUM = "0" * 64
+LOCK_NAME = ".in-use"
+LOOKS, LOOK_EVERY_S = 20, 0.05
+# How file systems say that they synchronize no directory, or have no locks.
+CANNOT = (errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 EXPORT_SUFFIXES = (".pt", ".pth", ".safetensors")
-
-IsGivenUp = Callable[[], bool]
 
 
 class DamagedFileError(ValueError):
     """A file that is cut short, changed, or of another kind."""
-
-
-class GivenUpError(Exception):
-    """The end of a write whose owner gave it up."""
 
 
 @contextlib.contextmanager
@@ -67,11 +72,15 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # so that the rename lasts through a loss of power
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # so that the rename lasts through a loss of power
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT:
+            raise
 
 
 def remove_unfinished(directory: Path) -> None:
@@ -87,21 +96,19 @@ def write_tensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
-    is_given_up: IsGivenUp = lambda: False,
+    advance: Callable[[], None] = lambda: None,
 ) -> None:
     """Write contiguous host tensors as a safetensors file, whole or not at all.
 
     Raises:
         ValueError: a tensor's type is not among those of the format.
-        OSError: of the file system.
-        GivenUpError: ``is_given_up()`` became true; it is asked before each piece.
+        OSError: of the file system, or of ``advance()``, which is called before each piece: those
+            before it are on the disk.
     """
-    checksum = _checksum(tensors, metadata, is_given_up)
-    header: dict[str, object] = {"__metadata__": {**metadata, CHECKSUM: checksum}}
-    # The largest elements first, so that every tensor lies at a multiple of its element's size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    # The checksum, which is known at the end, comes first: there it is found again.
+    header: dict[str, object] = {"__metadata__": {CHECKSUM: NO_CHECKSUM, **metadata}}
     offset = 0
-    for name in names:
+    for name in _in_order(tensors):
         end = offset + tensors[name].nbytes
         kind, shape = _describe(name, tensors[name])
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
@@ -109,10 +116,18 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with written_whole(path) as file:
+
+        def write(piece: memoryview) -> None:
+            advance()
+            file.write(piece)
+            if len(piece) == PIECE_BYTES:  # not the last one of a tensor
+                file.flush()
+                os.fdatasync(file.fileno())
+
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            for piece in _pieces(tensors[name], is_given_up):
-                file.write(piece)
+        checksum = _checksum(tensors, metadata, write)
+        file.seek(8 + text.index(NO_CHECKSUM.encode()))
+        file.write(checksum.encode())
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -149,16 +164,24 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
         raise DamagedFileError(f"{path} cannot be read: {error}") from error
 
 
+def _in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the largest elements first: each tensor lies at a multiple of its element's size."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
 def _checksum(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
-    is_given_up: IsGivenUp = lambda: False,
+    write: Callable[[memoryview], object] = lambda piece: None,
 ) -> str:
-    """Return a hash of all names, types, shapes, values and metadata."""
+    """Write the values piece by piece; return a hash of them, names, types, shapes and metadata."""
     hasher = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
-    for name in sorted(tensors):
+    for name in _in_order(tensors):
         hasher.update(json.dumps([name, *_describe(name, tensors[name])]).encode())
-        for piece in _pieces(tensors[name], is_given_up):
+        data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            write(piece)
             hasher.update(piece)
     return hasher.hexdigest()
 
@@ -169,12 +192,83 @@ def _describe(name: str, tensor: Tensor) -> tuple[str, list[int]]:
     return DTYPE_NAMES[tensor.dtype], list(tensor.shape)
 
 
-def _pieces(tensor: Tensor, is_given_up: IsGivenUp) -> Iterator[memoryview]:
-    data = tensor.reshape(-1).view(torch.uint8).numpy().data
-    for start in range(0, len(data), PIECE_BYTES):
-        if is_given_up():
-            raise GivenUpError
-        yield data[start : start + PIECE_BYTES]
+# The directory.
+
+_in_use: dict[Path, int] = {}
+"""The descriptor of the lock of each directory that this process uses."""
+
+
+@contextlib.contextmanager
+def usable(directory: Path) -> Iterator[None]:
+    """Make a directory where it is missing; errors of the disk within are RefusedErrors."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        say_instead_of_traceback()
+        raise RefusedError(
+            f"{str(directory)!r} cannot be written to ({error.strerror}): for checkpoints and logs "
+            "name a directory that this process may write to, on a disk with room"
+        ) from error
+
+
+@contextlib.contextmanager
+def in_use(directory: Path, run_id: str) -> Iterator[None]:
+    """Keep the workers of all other runs out of a directory; raise RefusedError if one is there.
+
+    All workers of a run share a lock (flock) on a file that names the run. If a process ends,
+    however it does, its system drops its part, or the NFS server. Only a worker that has the lock
+    alone writes there, and only one that shares it reads. Of a process's models the first has it.
+    """
+    directory = directory.resolve()
+    if directory in _in_use:
+        yield
+        return
+    _in_use[directory] = _lock(directory, run_id)
+    try:
+        yield
+    finally:
+        if directory in _in_use:  # not so in a forked child
+            os.close(_in_use.pop(directory))
+
+
+def _lock(directory: Path, run_id: str) -> int:
+    own = f"run {run_id}: process {os.getpid()} on {socket.gethostname()}, {time.ctime()}"
+    holder = ""
+    with usable(directory), contextlib.ExitStack() as opened:
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        opened.callback(os.close, descriptor)
+        for _ in range(LOOKS):  # one that only looks may share it for a moment
+            if _flock(descriptor, fcntl.LOCK_EX):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, own.encode(), 0)
+            if _flock(descriptor, fcntl.LOCK_SH):
+                holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
+                if holder.startswith(f"run {run_id}:"):
+                    opened.pop_all()
+                    return descriptor
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            time.sleep(LOOK_EVERY_S)
+    say_instead_of_traceback()
+    raise RefusedError(
+        f"another run is alive and uses {str(directory)!r} ({holder}): end that one, or give this "
+        "run a directory of its own"
+    )
+
+
+def _flock(descriptor: int, kind: int) -> bool:
+    """Return whether the lock could be had; so too if the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, *CANNOT):
+            raise
+        return error.errno in CANNOT
+    return True
+
+
+# A loader's process would keep the lock of a worker that was killed.
+os.register_at_fork(after_in_child=lambda: [*map(os.close, map(_in_use.pop, [*_in_use]))])
 
 
 # A module's plain state_dict, for other programs.

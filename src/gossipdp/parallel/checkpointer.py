@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -14,60 +15,77 @@ import msgspec
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import encode, file_path, saved_by
-from gossipdp.parallel.checkpoint_files import (
-    GivenUpError,
-    IsGivenUp,
-    remove_unfinished,
-    write_tensors,
-)
+from gossipdp.parallel.checkpoint_files import in_use, remove_unfinished, write_tensors
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.stats import Stats
 from gossipdp.parallel.termination import TERMINATION
+from gossipdp.rules import grace_s
 
 logger = logging.getLogger("gossipdp")
 
-CLOSE_TIMEOUT_S = 60.0
-EXIT_TIMEOUT_S = 1.0
+LOOK_EVERY_S = 1.0
 
-Write: TypeAlias = Callable[[IsGivenUp], Path]
+Write: TypeAlias = Callable[[Callable[[], None]], Path]
 
 
 class BackgroundWriter:
-    """A thread for one write at a time."""
+    """A thread for one write at a time, which goes on as long as bytes reach the disk.
 
-    def __init__(self, rank: int) -> None:
-        self._name = f"gossipdp-checkpoint-{rank}"
-        self._given_up = threading.Event()
+    A write that stands still for GOSSIPDP_GRACE_S fails with TimeoutError. Its thread may hang in
+    the kernel: until it has ended, further writes fail too.
+    """
+
+    def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._clock = f"gossipdp-checkpoint-{rank}", clock
+        self._grace_s, self._advanced_s, self._hangs = grace_s(), 0.0, False
         self._thread: threading.Thread | None = None
 
     def begin(self, write: Write) -> "Future[Path]":
         """Begin to write; the future gets the path or the error. The last write must have ended."""
-        if self._thread is not None:  # its future is done, and it is about to end: none is lost
-            self._thread.join(CLOSE_TIMEOUT_S)
         written: Future[Path] = Future()
+        self.close()
+        if self._thread is not None and self._thread.is_alive():
+            self.has_ended(written)  # it still stands still
+            return written
+
+        def advance() -> None:
+            if written.done():
+                raise TimeoutError
+            self._advanced_s = self._clock()
 
         def run() -> None:
-            try:
-                written.set_result(write(self._given_up.is_set))
-            except Exception as error:
-                written.set_exception(error)
+            with contextlib.suppress(futures.InvalidStateError):  # it was given up
+                try:
+                    written.set_result(write(advance))
+                except Exception as error:
+                    written.set_exception(error)
 
+        self._hangs, self._advanced_s = False, self._clock()
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
         return written
 
-    def close(self, timeout_s: float) -> None:
-        """Wait for the write under way; give it up if it takes longer than ``timeout_s``."""
-        if self._thread is None:
-            return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._given_up.set()
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.error("a checkpoint is still being written; those before it stay")
+    def has_ended(self, written: "Future[Path]") -> bool:
+        """Return whether a write has ended; one that stands still for too long ends here."""
+        if self._clock() - self._advanced_s >= self._grace_s:
+            text = f"nothing has reached the disk for {self._grace_s:g} s"
+            with contextlib.suppress(futures.InvalidStateError):  # it has ended
+                written.set_exception(TimeoutError(text))
+                self._hangs = True
+        return written.done()
+
+    def wait(self, written: "Future[Path]") -> None:
+        """Wait until a write has ended; see :meth:`has_ended`."""
+        while not self.has_ended(written):
+            TERMINATION.still_saves()
+            futures.wait([written], LOOK_EVERY_S)
+
+    def close(self) -> None:
+        """Wait for the thread, whose write has ended, unless it hangs."""
+        if self._thread is not None and not self._hangs:
+            self._thread.join()
 
 
 class Stateful(Protocol):
@@ -103,7 +121,7 @@ class Checkpointer:
         self._saving = saving = engine.options.checkpoints
         self._directory = None if saving.directory is None else Path(saving.directory)
         self._is_sharded, resumption = engine.replica.is_sharded, engine.resumption
-        self.is_due = self._has_looked = False
+        self.is_due = self.is_at_end = self._has_looked = False
         self._num_saved = self._num_failed = self._num_generators = 0
         self._drafted_step = 0 if resumption is None else resumption.counts.step
         self._pause_s = 0.0
@@ -116,9 +134,11 @@ class Checkpointer:
         self.newest: Path | None = None
         self._writer = type(self).make_writer(engine.rank)
         self._written: Future[Path] | None = None
+        self._in_use = contextlib.ExitStack()
         if self._directory is not None:
+            self._in_use.enter_context(in_use(self._directory, engine.run_id))
             TERMINATION.add(self)
-            engine.is_end_asked = lambda: TERMINATION.is_asked
+            engine.end_asked_s = lambda: TERMINATION.asked_s
         if resumption is not None:
             has_own_file = resumption.is_own or resumption.counts.steps > 0
             states = resumption.training["random"] if has_own_file else None
@@ -234,6 +254,7 @@ class Checkpointer:
         if self._saving.every_steps is not None and (has_stepped or is_averaged):
             self.is_due = True
         self.take_due()
+        self.is_at_end = True
 
     @property
     def rank(self) -> int:
@@ -250,7 +271,7 @@ class Checkpointer:
     @property
     def _is_written(self) -> bool:
         """Return whether no write is under way."""
-        return self._written is None or self._written.done()
+        return self._written is None or self._writer.has_ended(self._written)
 
     @property
     def is_within_batches(self) -> bool:
@@ -258,25 +279,28 @@ class Checkpointer:
         return self._num_generators > 0
 
     def begin_save(self) -> "Future[Path]":
-        """Take a checkpoint now; the future gets its path, or the error."""
+        """Take a checkpoint now, for :meth:`finish_save`."""
         if self._directory is None:
             raise ValueError("there is no directory: wrap with checkpoints=Checkpoints(directory)")
         self._wait_for_writer()
         return self._writer.begin(self._draft(None))
 
-    def save(self) -> Path:
-        """Take a checkpoint now and return its path when it is on the disk."""
-        self.newest = path = self.begin_save().result()
+    def finish_save(self, written: "Future[Path]") -> Path:
+        """Return the path of a checkpoint when it is on the disk, or raise its error."""
+        self._writer.wait(written)
+        self.newest = path = written.result()
         self._num_saved += 1
         return path
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def close(self) -> None:
         """Wait for the write under way, report it, and end the thread; take no checkpoint later."""
-        TERMINATION.remove(self)
         self.is_due = False
-        self._writer.close(timeout_s)
-        if self._is_written:
-            self._wait_for_writer()
+        try:
+            self._wait_for_writer(is_last=True)
+            self._writer.close()
+        finally:
+            self._in_use.close()
+            TERMINATION.remove(self)
 
     # The content.
 
@@ -304,10 +328,10 @@ class Checkpointer:
         directory, keep = self._directory, self._saving.keep
         path = file_path(directory, facts.rank, facts.step)
 
-        def write(is_given_up: IsGivenUp) -> Path:
+        def write(advance: Callable[[], None]) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(path.parent)
-            write_tensors(path, tensors, metadata, is_given_up)  # whole on the disk
+            write_tensors(path, tensors, metadata, advance)  # whole on the disk
             for saved in saved_by(directory, facts.rank)[keep:]:
                 if saved.path != path:
                     saved.path.unlink(missing_ok=True)
@@ -317,7 +341,7 @@ class Checkpointer:
 
     # Errors.
 
-    def _wait_for_writer(self) -> None:
+    def _wait_for_writer(self, *, is_last: bool = False) -> None:
         """Wait for the write under way and report it, if there is one.
 
         Raises:
@@ -325,6 +349,7 @@ class Checkpointer:
         """
         if self._written is None:
             return
+        self._writer.wait(self._written)
         written, self._written = self._written, None
         error = written.exception()
         if error is None:
@@ -332,12 +357,15 @@ class Checkpointer:
             self.newest = written.result()
             return
         self._num_failed += 1
-        if not isinstance(error, (OSError, GivenUpError)):
+        if not isinstance(error, OSError):
             raise RuntimeError("a checkpoint could not be written") from error
-        reason = "the worker ended" if isinstance(error, GivenUpError) else error
+        if is_last:
+            TERMINATION.fail(self, error)
+            return
         logger.error(
-            "worker %d: a checkpoint could NOT be written: %s. Those written before are kept, "
-            "training goes on, and the next is tried when it is due",
+            "worker %d: a checkpoint could NOT be written to %s: %s. Those written before are "
+            "kept, training goes on, and the next is tried when it is due",
             self._engine.rank,
-            reason,
+            self.place[1],
+            error,
         )

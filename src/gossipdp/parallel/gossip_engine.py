@@ -70,7 +70,7 @@ class GossipEngine(Startup):
 
     Attributes:
         is_consolidating: ``consolidate()`` was called.
-        is_end_asked: says whether this process was asked to end (SIGTERM).
+        end_asked_s: says when this process was asked to end (SIGTERM); infinity: not yet.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GossipEngine(Startup):
         super().__init__(flat, optimizers, options, replica, resumption=resumption, page=page)
         self.module = module
         self.is_consolidating = self._is_closed = False
-        self.is_end_asked: Callable[[], bool] = lambda: False
+        self.end_asked_s: Callable[[], float] = lambda: math.inf
         self._num_means = 0 if resumption is None else resumption.num_means
         self._ended_before = () if resumption is None else resumption.ended
         self._gradient_steps = self._samples = 0
@@ -230,7 +230,7 @@ class GossipEngine(Startup):
                 others_samples=snapshot.others_samples,
                 is_stopped=self._has_stopped or snapshot.is_stopped,
                 is_poisoned=self._loop.poisoned is not None,
-                is_ending=self.is_end_asked(),
+                is_ending=self.end_asked_s() < math.inf,
                 is_lead=self.replica.is_sharded and self._leads(),
             )
         )
@@ -336,7 +336,7 @@ class GossipEngine(Startup):
 
         All processes of a replica do so at the same step.
         """
-        return self._agreed.is_ending if self.replica.is_sharded else self.is_end_asked()
+        return self._agreed.is_ending if self.replica.is_sharded else self.end_asked_s() < math.inf
 
     def check(self) -> None:
         """Raise ModelChangedError if parameters were moved or replaced since wrapping.
@@ -441,7 +441,9 @@ class GossipEngine(Startup):
         (progress, _), members = self._call(
             lambda: (protocol.progress.news(), protocol.membership.members())
         )
-        ended = ended_lives(members, self._loop.snapshot.noticed, self._loop.clock())
+        # If all are asked to end, one may have saved and ended while another was still in its step.
+        now_s = min(self._loop.clock(), self.end_asked_s())
+        ended = ended_lives(members, self._loop.snapshot.noticed, now_s)
         facts = Facts(
             rank=self.rank,
             world_size=self.world_size,

@@ -89,7 +89,8 @@ class GossipDataParallel(nn.Module):
     Raises:
         ValueError: an argument is wrong, or parameters share memory (tied through ``.data``).
         RendezvousError: a worker did not arrive, or a port is in use.
-        RefusedError: model, method, graph, rate, wire format or secret differ from the others'.
+        RefusedError: model, method, graph, rate, wire format or secret differ from the others', or
+            a directory cannot be written to, or another run is alive in it.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -451,7 +452,7 @@ class GossipDataParallel(nn.Module):
             OSError: it could not be written; earlier checkpoints are still there.
             PoisonedError: parameters hold NaN or infinity.
         """
-        return self._checkpointer.save()
+        return self._checkpointer.finish_save(self._checkpointer.begin_save())
 
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.

@@ -37,6 +37,7 @@ from gossipdp.observe.status import (
     WorkerStatus,
     encode_status,
 )
+from gossipdp.parallel.checkpoint_files import in_use
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
@@ -69,6 +70,7 @@ class Monitoring:
         self._values: dict[str, float] = {}
         self._stepped_s: float | None = None
         self._log: RunLogging | None = None
+        self._in_use = contextlib.ExitStack()
         self.page: StatusPort | None = None
         port = environment.status_port if wanted.status_port is None else wanted.status_port
         if port is not None and self._is_shown:
@@ -110,6 +112,7 @@ class Monitoring:
                 directory,
                 asked,
             )
+        self._in_use.enter_context(in_use(Path(directory), engine.run_id))
         self._log = RunLogging(Path(directory), engine, stats)
 
     def stepped(self, samples: int) -> None:
@@ -166,6 +169,7 @@ class Monitoring:
         self._read_losses()
         if self._log is not None:
             self._log.close()
+        self._in_use.close()
         if self.page is not None:
             self.page.close()
 

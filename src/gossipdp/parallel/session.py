@@ -20,7 +20,8 @@ from gossipdp.launcher.reports import Report, send_report
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
-from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
+from gossipdp.parallel.checkpoint_files import usable, write_tensors
+from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.gossip_engine import GossipEngine
@@ -55,7 +56,10 @@ class Session:
         options = dataclasses.replace(options, checkpoints=replica.own_files(options.checkpoints))
         self._optimizers = optimizers
         self._saves = options.checkpoints.directory is not None
-        if self._saves:
+        if options.checkpoints.directory is not None:
+            with usable(place := Path(options.checkpoints.directory)):  # told now, not hours later
+                write_tensors(place / ".trial", {}, {})
+                (place / ".trial").unlink(missing_ok=True)
             check_savable(  # a parameter of a class of its own is saved as its plain values
                 {name: torch.empty(0, dtype=x.dtype) for name, x in named_tensors(module).items()},
                 "the module",
@@ -169,7 +173,7 @@ class Session:
         """
         engine = self.engine
         failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
-        if os.getpid() != self._process_id or failed or TERMINATION.is_asked:
+        if os.getpid() != self._process_id or failed or TERMINATION.was_asked:
             return
         if self.average_saved_at_step == engine.step_number or not engine.speaks_at_exit(is_early):
             return
@@ -184,9 +188,7 @@ class Session:
             f"; its newest checkpoint is {newest}" if (newest := self.checkpointer.newest) else "",
         )
 
-    def close(
-        self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S, *, is_dropped: bool = False
-    ) -> None:
+    def close(self, *, is_dropped: bool = False) -> None:
         """Close all parts; if one raises, close the others all the same.
 
         Garbage is collected in any thread, even in one that this call ends. Such a thread would
@@ -204,14 +206,14 @@ class Session:
 
         def close() -> None:
             with contextlib.ExitStack() as parts:  # the last one first
-                parts.callback(self.checkpointer.close, checkpoint_timeout_s)
+                parts.callback(self.checkpointer.close)
                 parts.callback(self.engine.close)
                 parts.callback(self.monitoring.close)
                 parts.callback(self._hooks.remove)
 
         if threading.current_thread().name.startswith("gossipdp"):
             # No daemon: Python ends those at exit, and one that is within torch would then take the
-            # process with it (std::terminate). Each part of close has a deadline.
+            # process with it (std::terminate). No part of close waits for what stands still.
             threading.Thread(target=close, name="closing a dropped model", daemon=False).start()
         else:
             close()
@@ -240,7 +242,7 @@ def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resump
 
 
 def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
-    """Close a worker that is still open, in the short time that there is at exit."""
+    """Close a worker that is still open at exit."""
     detached = finalizer.detach()
     if detached is not None:
-        detached[1](EXIT_TIMEOUT_S, is_dropped=True)
+        detached[1](is_dropped=True)

@@ -1,7 +1,8 @@
 """The effect of SIGTERM and Ctrl+C on a process with wrapped models that are saved."""
 
-import gc
+import atexit
 import logging
+import math
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from gossipdp.launcher.reports import Report, send_report
+from gossipdp.links.clock import since_boot_s
+from gossipdp.rules import grace_s
 
 logger = logging.getLogger("gossipdp")
 
@@ -31,23 +34,32 @@ class Saved(Protocol):
     def place(self) -> tuple[int, str]: ...
     @property
     def is_within_batches(self) -> bool: ...
+
+    is_at_end: bool
+
     def begin_save(self) -> "Future[Path]": ...
+    def finish_save(self, written: "Future[Path]") -> Path: ...
+
+
+class Interrupted(SystemExit, KeyboardInterrupt):
+    """The end of the training loop after Ctrl+C; if nothing catches it, the process just ends."""
 
 
 class Termination:
-    """Turns SIGTERM or SIGINT into a request for one more checkpoint; a time limit ends it.
+    """Turns SIGTERM or SIGINT into a request for one more checkpoint.
 
     Launchers, Slurm and Kubernetes send SIGTERM some seconds before SIGKILL, and so does the kernel
     to the workers of a ``gossipdp run`` that was killed. A signal handler cannot save: it may run
-    in the middle of ``optimizer.step()``. So it only asks; the training loop sees :attr:`is_asked`
-    between two steps, saves all models of the process as they are at that moment, and ends. A loop
-    that does not get there in ``LONGEST_WAIT_S`` gets the signal again, which then raises
-    SystemExit, wherever it is. A checkpoint that has begun takes the time that it takes. Further
-    signals that others send meanwhile change nothing; a second SIGINT interrupts at once. A handler
-    that the user, a notebook or a launcher installed is left alone.
+    in the middle of ``optimizer.step()``. So it only asks; the training loop sees :attr:`asked_s`
+    between two steps, saves all models of the process as they are at that moment, and ends; after
+    SIGINT the script may catch KeyboardInterrupt and go on. A loop that does not get there in
+    GOSSIPDP_GRACE_S gets the signal again, which then ends it wherever it is; if all models have
+    come to the end of the run, the first signal does. Further signals change nothing, but a second
+    SIGINT before the save. Handlers that the user, a notebook or a launcher installed stay.
 
-    A launcher is told that a checkpoint is being written, so that it waits, and the step. It then
-    prints one line for the run; without one, each worker logs its own.
+    A launcher hears that this process will save, that it still does, the step, and a failure; it
+    prints one line for the run. Without one each worker logs its own, and ends with status 1 after
+    a failure.
 
     Only the main thread of a process may install the handler, which stays for as long as there is
     a model. A signal that no model has answered when the last one is closed ends the process then.
@@ -55,17 +67,22 @@ class Termination:
     waits for them.
     """
 
-    LONGEST_WAIT_S = 1.0
-
     def __init__(self) -> None:
         self._models: list[Saved] = []
+        self.failures: list[str] = []
         self._again: threading.Timer | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._cancel_timer()
-        self.is_asked = self._is_answered = self._is_late = False
+        self._is_answered = self._is_late = self._is_interrupted = False
+        self.asked_s = math.inf
         self._number: int = signal.SIGTERM
+
+    @property
+    def was_asked(self) -> bool:
+        """Return whether this process was asked to end, also if its script has caught it."""
+        return self.asked_s < math.inf or self._is_interrupted
 
     def add(self, model: Saved) -> None:
         """Save this model too."""
@@ -74,6 +91,7 @@ class Termination:
             is_ours = _is_main_thread() and signal.getsignal(number) == default
             if is_ours and not (number == signal.SIGINT and _is_interactive()):
                 signal.signal(number, self._handle)
+                send_report(Report(saves=True))
 
     def remove(self, model: Saved) -> None:
         """Leave this model alone from now on; without any, SIGTERM ends the process at once."""
@@ -81,10 +99,11 @@ class Termination:
             return
         self._models.remove(model)
         if not self._models:
-            is_owed = self.is_asked and not (self._is_answered or self._is_late)
+            is_owed = self.asked_s < math.inf and not (self._is_answered or self._is_late)
             number = self._number
             self._reset()
             self._restore_defaults()
+            send_report(Report(saves=False))
             if is_owed:
                 os.kill(os.getpid(), number)
 
@@ -98,14 +117,21 @@ class Termination:
             self._restore_defaults()
             os.kill(os.getpid(), number)
         elif self._is_late and not self._is_answered:
-            raise SystemExit(128 + number)
-        elif self.is_asked and number == signal.SIGINT and not self._is_answered:
+            self._is_answered = True
+            for model in self._models:
+                self.fail(model, f"the step in hand did not end in {grace_s():g} s")
+            raise self._end()
+        elif self.asked_s < math.inf and number == signal.SIGINT and not self._is_answered:
             self._is_answered = True
             self._cancel_timer()
             raise KeyboardInterrupt
-        elif not self.is_asked:
-            self.is_asked, self._number = True, number
-            self._again = threading.Timer(self.LONGEST_WAIT_S, self._send_again)
+        elif self.asked_s == math.inf:
+            self.asked_s, self._number = since_boot_s(), number
+            self.still_saves()
+            if all(model.is_at_end for model in self._models):
+                self._is_answered = True
+                raise self._end()
+            self._again = threading.Timer(grace_s(), self._send_again)
             self._again.name, self._again.daemon = "gossipdp-termination", True
             self._again.start()
 
@@ -134,33 +160,49 @@ class Termination:
         Further signals interrupt neither the checkpoints nor the unwinding of the stack. With
         shards another process may have been asked first; this one's own signal then comes now.
         """
-        self.is_asked = self._is_answered = True
+        self.asked_s, self._is_answered = min(self.asked_s, since_boot_s()), True
         self._cancel_timer()
-        is_told = send_report(Report(saves=True))
+        self.still_saves()
         begun: list[tuple[Saved, Future[Path]]] = []
         for model in self._models:
             try:
                 begun.append((model, model.begin_save()))
             except Exception as error:  # nothing else ends the process any more
-                logger.error("worker %d is stopped; nothing saved: %s", model.rank, error)
+                self.fail(model, error)
         for model, written in begun:
             try:
-                path = written.result()
+                path = model.finish_save(written)
             except Exception as error:
-                logger.error("worker %d is stopped; nothing saved: %s", model.rank, error)
+                self.fail(model, error)
                 continue
-            level = logging.INFO if is_told else logging.WARNING
-            logger.log(level, "worker %d is stopped; saved %s", model.rank, path)
-            send_report(Report(saved=model.place))
-        send_report(Report(saves=False))
-        # A kill may follow soon. At its end the interpreter would look for garbage among all of
-        # torch's objects, for most of a second on a free core: freezing them prevents that.
-        gc.freeze()
-        raise SystemExit(128 + self._number)
+            if not send_report(Report(saved=model.place)):
+                logger.warning("worker %d is stopped; saved %s", model.rank, path)
+        raise self._end()
+
+    def _end(self) -> SystemExit:
+        code = 1 if self.failures else 128 + self._number
+        if self._number != signal.SIGINT:
+            return SystemExit(code)
+        self._reset()  # the script may catch it and go on
+        self._is_interrupted = True
+        return Interrupted(code)
+
+    def still_saves(self) -> None:
+        """Tell the launcher that this process, if it was asked to end, still saves or trains."""
+        if self.was_asked:
+            send_report(Report(saves=True))
+
+    def fail(self, model: Saved, reason: object) -> None:
+        """Have the run's last line and status say that a model's last checkpoint failed."""
+        text = f"the last checkpoint could NOT be saved in {model.place[1]}: {reason}"
+        if not send_report(Report(unsaved=text)):
+            self.failures.append(text)
+            logger.error("worker %d: %s", model.rank, text)
 
     def in_child(self) -> None:
         """Forget the parent's models after a fork."""
         self._models.clear()
+        self.failures.clear()
         self._again = None  # its thread is the parent's
         self._reset()
         self._restore_defaults()
@@ -180,3 +222,16 @@ TERMINATION = Termination()
 """The one of this process."""
 
 os.register_at_fork(after_in_child=TERMINATION.in_child)
+
+
+def _say_failures() -> None:
+    """End with status 1 if a last checkpoint failed; registered first, it runs last at exit."""
+    if TERMINATION.failures:
+        logger.error("ended with status 1: %s", TERMINATION.failures[-1])
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+
+atexit.register(_say_failures)

@@ -16,7 +16,6 @@ from torch import nn
 from gossipdp import Checkpoints, Monitor
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.checkpoint import saved_by
-from gossipdp.parallel.termination import Termination
 
 
 def gossip_strategy(**options: Any) -> Any:
@@ -130,9 +129,8 @@ def terminate(index: int) -> None:
 
 
 @pytest.fixture
-def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def sigterm() -> Iterator[None]:
     """SIGTERM is as it comes, and waited for on a busy machine too."""
-    monkeypatch.setattr(Termination, "LONGEST_WAIT_S", 60.0)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)

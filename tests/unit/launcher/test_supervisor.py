@@ -20,7 +20,6 @@ from gossipdp.launcher.supervisor import (
     GRACE_S,
     MAX_DELAY_S,
     PATIENCE_S,
-    SAVING_PATIENCE_S,
     UNKILLABLE_S,
     Ending,
     Failure,
@@ -325,29 +324,36 @@ def test_an_early_end_by_itself_does_not_complete_the_run(make):
 def test_who_writes_a_last_checkpoint_is_waited_for(make):
     setting = make(begun=True)
     setting.supervisor.end()
-    setting.workers[0].report(saves=True)
     for rank in (1, 2):
         setting.workers[rank].how = KILLED
-    assert setting.step(1, PATIENCE_S + 10)
+    for second in range(0, 600, 20):  # it advances
+        setting.workers[0].report(saves=True)
+        assert setting.step(second)
     assert not setting.workers[0].is_killed
     setting.workers[0].report(saved=(7, "ck"))
+    setting.workers[0].report(unsaved="no room")
     setting.workers[0].report(saves=False)
-    setting.step(PATIENCE_S + 11)
+    setting.step(600)
+    assert not setting.workers[0].is_killed
+    setting.step(600 + PATIENCE_S)
     assert setting.workers[0].is_killed
     assert setting.supervisor.saved == {0: (7, "ck")}
+    assert setting.supervisor.unsaved == {0: "no room"}
 
 
-def test_a_write_without_end_is_not_waited_for(make):
+def test_a_save_that_stands_still_is_not_waited_for(make):
     setting = make(begun=True)
     setting.workers[0].report(saves=True)
     setting.step(0)
-    setting.supervisor.end()
-    setting.step(SAVING_PATIENCE_S - 1)
+    setting.supervisor.end(signal.SIGINT)
+    sent = [worker.signals[-1] for worker in setting.workers.values()]
+    assert sent == [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]
+    setting.step(PATIENCE_S + 29)
     assert not setting.workers[0].is_killed
-    assert setting.step(SAVING_PATIENCE_S + 1), "its end is waited for"
+    assert setting.step(PATIENCE_S + 31), "its end is waited for"
     assert setting.workers[0].is_killed
     setting.workers[0].how = KILLED
-    setting.step(SAVING_PATIENCE_S + 2)
+    setting.step(PATIENCE_S + 32)
     assert 0 not in setting.supervisor.running
 
 

@@ -4,7 +4,11 @@ import errno
 import io
 import logging
 import os
+import signal
+import stat
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +19,17 @@ import safetensors.torch
 import torch
 from checkpointing import steps_saved
 
-from gossipdp import GossipDataParallel
+from gossipdp import GossipDataParallel, RefusedError
+from gossipdp.parallel import checkpoint_files
 from gossipdp.parallel.checkpoint_files import (
     DamagedFileError,
-    GivenUpError,
+    in_use,
     read_tensors,
     remove_unfinished,
     write_tensors,
     written_whole,
 )
+from gossipdp.parallel.termination import TERMINATION
 
 TENSORS = {
     "a": torch.randn(3, 4),
@@ -107,8 +113,14 @@ def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def full(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def raises(number: int) -> Callable[..., None]:
+    def call(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+full = raises(errno.ENOSPC)
 
 
 def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -146,11 +158,81 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_write_that_is_given_up_leaves_nothing(tmp_path):
-    looks = iter([False] * 6 + [True])
-    with pytest.raises(GivenUpError):
-        write_tensors(tmp_path / "file.safetensors", TENSORS, {}, lambda: next(looks))
+def test_each_piece_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 8)
+    sizes, synced, real = [], [], os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda number: synced.append(real(number)))
+
+    def advance() -> None:
+        (unfinished,) = tmp_path.iterdir()
+        sizes.append((unfinished.stat().st_size, len(synced)))
+        if len(sizes) > 5:
+            raise TimeoutError  # it is given up
+
+    with pytest.raises(TimeoutError):
+        write_tensors(tmp_path / "file.safetensors", {"a": torch.ones(12)}, {}, advance)
     assert not list(tmp_path.iterdir())
+    assert [size - sizes[1][0] + 8 for size, _ in sizes[1:]] == [8, 16, 24, 32, 40]
+    assert [count for _, count in sizes] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_file_system_that_synchronizes_no_directory_will_do(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(number: int) -> None:
+        (raises(errno.EINVAL) if stat.S_ISDIR(os.fstat(number).st_mode) else real)(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_tensors(tmp_path / "file.safetensors", TENSORS, {})
+    assert read_tensors(tmp_path / "file.safetensors")[0].keys() == TENSORS.keys()
+
+
+@pytest.mark.parametrize("where", ["full", "file"])
+def test_a_directory_that_cannot_be_used_is_said_at_wrapping(linear, tmp_path, monkeypatch, where):
+    (tmp_path / "file").touch()
+    if where == "full":
+        monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RefusedError, match=f"/{where}' cannot be written to .(No space|File exi)"):
+        linear(tmp_path / where)
+
+
+def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "LOOKS", 3)
+    ready, tell = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
+        holder = os.fork()
+        if holder == 0:
+            with in_use(tmp_path, "first"):
+                loader = os.fork()
+                if loader:
+                    os.write(tell, str(loader).encode())
+                time.sleep(60)
+                os._exit(0)
+    loader = int(os.read(ready, 20))
+    try:
+        with in_use(tmp_path, "first"), in_use(tmp_path, "of another model"):
+            pass
+        named = f"'{tmp_path}' .run first: process {holder} on "
+        with pytest.raises(RefusedError, match=named), in_use(tmp_path, "second"):
+            pass
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    with in_use(tmp_path, "second"):
+        os.kill(loader, signal.SIGKILL)
+    os.close(ready)
+    os.close(tell)
+
+
+def test_a_last_checkpoint_that_fails_is_noted_and_the_average_is_there(
+    linear, tmp_path, monkeypatch
+):
+    model, optimizer = linear(tmp_path, 1)
+    checkpointing.step(model, optimizer)
+    monkeypatch.setattr(os, "fsync", full)
+    assert model.consolidate().gradient_steps == 1
+    assert f"NOT be saved in {tmp_path}: [Errno 28]" in TERMINATION.failures.pop()
 
 
 def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -192,7 +274,7 @@ def test_a_full_disk_is_said_loudly_and_training_goes_on(linear, tmp_path, monke
         step(model, optimizer)
         with pytest.raises(OSError, match="No space left"):
             model.save_checkpoint()
-    assert "a checkpoint could NOT be written: [Errno 28] No space left on device" in caplog.text
+    assert f"NOT be written to {tmp_path}: [Errno 28] No space left on device" in caplog.text
     assert caplog.records[-1].levelno == logging.ERROR
     assert steps_saved(tmp_path) == [1], "the only one is there until the next is"
     assert model.stats().checkpoints_failed == 1

@@ -3,10 +3,12 @@
 import threading
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
 from checkpointing import AtOnce, WhenTold, step, steps_saved
+from clocks import Clock
 from run_processes import VARIABLES, run_python
 from torch import nn
 
@@ -54,11 +56,11 @@ closing = threading.Event()
 
 class Waiting(BackgroundWriter):
     def begin(self, write):
-        return super().begin(lambda is_given_up: (closing.wait(60), write(is_given_up))[1])
+        return super().begin(lambda advance: (closing.wait(60), write(advance))[1])
 
-    def close(self, timeout_s):
+    def wait(self, written):
         closing.set()
-        super().close(60)
+        super().wait(written)
 
 Checkpointer.make_writer = Waiting
 net = nn.Linear(3, 2)
@@ -157,6 +159,41 @@ def test_names_are_taken_once_and_a_new_one_starts_afresh(linear, tmp_path, capl
         model.also_checkpoint(other=schedule)
 
 
+def test_a_write_goes_on_as_long_as_it_advances_and_is_given_up_where_it_stands_still():
+    clock = Clock()
+    writer, pieces, may_go_on = BackgroundWriter(0, clock), SimpleQueue(), threading.Event()
+
+    def write(advance):
+        for _ in range(4):
+            advance()
+            pieces.put(None)
+            assert may_go_on.wait(30)
+            may_go_on.clear()
+        return Path("file")
+
+    def pass_time(seconds):
+        pieces.get(timeout=30)
+        clock.now_s += seconds
+        return writer.has_ended(written)
+
+    written = writer.begin(write)
+    for _ in range(4):
+        assert not pass_time(29)
+        may_go_on.set()
+    writer.wait(written)
+    assert written.result() == Path("file")
+    written = writer.begin(write)
+    assert pass_time(31)
+    assert isinstance(written.exception(), OSError)
+    assert str(written.exception()) == "nothing has reached the disk for 30 s"
+    again = writer.begin(write)  # the first still hangs
+    assert isinstance(again.exception(0), TimeoutError)
+    may_go_on.set()
+    writer._thread.join()
+    assert writer.begin(lambda _: Path("next")).result(30) == Path("next")
+    writer.close()
+
+
 def test_a_writer_leaves_no_thread_behind_that_told_its_end_and_has_not_ended():
     writer, told, may_end = BackgroundWriter(0), threading.Event(), threading.Event()
     may_write = threading.Event()
@@ -177,4 +214,4 @@ def test_a_writer_leaves_no_thread_behind_that_told_its_end_and_has_not_ended():
     threading.Timer(0.05, may_end.set).start()
     assert writer.begin(lambda _: Path("second")).result(30) == Path("second")
     assert not thread.is_alive()
-    writer.close(30.0)
+    writer.close()
