@@ -216,9 +216,10 @@ def usable(directory: Path) -> Iterator[None]:
 def in_use(directory: Path, run_id: str) -> Iterator[None]:
     """Keep the workers of all other runs out of a directory; raise RefusedError if one is there.
 
-    All workers of a run share a lock (flock) on a file that names the run. If a process ends,
-    however it does, its system drops its part, or the NFS server. Only a worker that has the lock
-    alone writes there, and only one that shares it reads. Of a process's models the first has it.
+    All workers of a run share a lock (fcntl's, which forked loaders do not inherit) on a file that
+    names the run. When a process ends, however it does, its system drops its part, or the NFS
+    server. Only a worker that has the lock alone writes there, and only one that shares it reads.
+    Of a process's models the first has it.
     """
     directory = directory.resolve()
     if directory in _in_use:
@@ -228,8 +229,7 @@ def in_use(directory: Path, run_id: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if directory in _in_use:  # not so in a forked child
-            os.close(_in_use.pop(directory))
+        os.close(_in_use.pop(directory))
 
 
 def _lock(directory: Path, run_id: str) -> int:
@@ -239,15 +239,15 @@ def _lock(directory: Path, run_id: str) -> int:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
         opened.callback(os.close, descriptor)
         for _ in range(LOOKS):  # one that only looks may share it for a moment
-            if _flock(descriptor, fcntl.LOCK_EX):
+            if _has_lock(descriptor, fcntl.LOCK_EX):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, own.encode(), 0)
-            if _flock(descriptor, fcntl.LOCK_SH):
+            if _has_lock(descriptor, fcntl.LOCK_SH):
                 holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
                 if holder.startswith(f"run {run_id}:"):
                     opened.pop_all()
                     return descriptor
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                fcntl.lockf(descriptor, fcntl.LOCK_UN)
             time.sleep(LOOK_EVERY_S)
     say_instead_of_traceback()
     raise RefusedError(
@@ -256,19 +256,15 @@ def _lock(directory: Path, run_id: str) -> int:
     )
 
 
-def _flock(descriptor: int, kind: int) -> bool:
+def _has_lock(descriptor: int, kind: int) -> bool:
     """Return whether the lock could be had; so too if the file system has no locks."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, *CANNOT):
             raise
         return error.errno in CANNOT
     return True
-
-
-# A loader's process would keep the lock of a worker that was killed.
-os.register_at_fork(after_in_child=lambda: [*map(os.close, map(_in_use.pop, [*_in_use]))])
 
 
 # A module's plain state_dict, for other programs.

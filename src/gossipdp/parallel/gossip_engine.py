@@ -143,7 +143,7 @@ class GossipEngine(Startup):
         """
         self._give_up_rank(superseded)
         self._join()
-        self._rendezvous.mark_ready(self.rank)
+        self.report_ready()
         self._gradient_steps = self._samples = 0  # its work so far counts under its former rank
 
     @property

@@ -117,6 +117,7 @@ class Session:
                 )
             counting_once = self.batches.counting_once
             self._hooks = Hooks(self.engine, stepped=self.stepped, counting_once=counting_once)
+            self.engine.report_ready()
             opened.pop_all()
 
     def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:

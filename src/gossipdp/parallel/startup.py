@@ -142,6 +142,9 @@ class Startup:
             if self.resumption is None and self.rank > 0:
                 take_state(self._thread, self._loop, self._state, self._network, is_start=True)
             self._call(self._loop.release)
+
+    def report_ready(self) -> None:
+        """Tell the launcher that this worker begins: once all do, the failure of one ends no other."""
         self._rendezvous.mark_ready(self.rank)
 
     def _give_up_rank(self, superseded: SupersededError) -> None:

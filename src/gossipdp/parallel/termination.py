@@ -1,6 +1,5 @@
 """The effect of SIGTERM and Ctrl+C on a process with wrapped models that are saved."""
 
-import atexit
 import logging
 import math
 import os
@@ -58,8 +57,7 @@ class Termination:
     SIGINT before the save. Handlers that the user, a notebook or a launcher installed stay.
 
     A launcher hears that this process will save, that it still does, the step, and a failure; it
-    prints one line for the run. Without one each worker logs its own, and ends with status 1 after
-    a failure.
+    prints one line for the run. Without one each worker logs its own.
 
     Only the main thread of a process may install the handler, which stays for as long as there is
     a model. A signal that no model has answered when the last one is closed ends the process then.
@@ -195,8 +193,8 @@ class Termination:
     def fail(self, model: Saved, reason: object) -> None:
         """Have the run's last line and status say that a model's last checkpoint failed."""
         text = f"the last checkpoint could NOT be saved in {model.place[1]}: {reason}"
+        self.failures.append(text)
         if not send_report(Report(unsaved=text)):
-            self.failures.append(text)
             logger.error("worker %d: %s", model.rank, text)
 
     def in_child(self) -> None:
@@ -222,16 +220,3 @@ TERMINATION = Termination()
 """The one of this process."""
 
 os.register_at_fork(after_in_child=TERMINATION.in_child)
-
-
-def _say_failures() -> None:
-    """End with status 1 if a last checkpoint failed; registered first, it runs last at exit."""
-    if TERMINATION.failures:
-        logger.error("ended with status 1: %s", TERMINATION.failures[-1])
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
-
-
-atexit.register(_say_failures)
