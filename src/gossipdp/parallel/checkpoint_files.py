@@ -199,20 +199,6 @@ _in_use: dict[Path, int] = {}
 
 
 @contextlib.contextmanager
-def usable(directory: Path) -> Iterator[None]:
-    """Make a directory where it is missing; errors of the disk within are RefusedErrors."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        say_instead_of_traceback()
-        raise RefusedError(
-            f"{str(directory)!r} cannot be written to ({error.strerror}): for checkpoints and logs "
-            "name a directory that this process may write to, on a disk with room"
-        ) from error
-
-
-@contextlib.contextmanager
 def in_use(directory: Path, run_id: str) -> Iterator[None]:
     """Keep the workers of all other runs out of a directory; raise RefusedError if one is there.
 
@@ -225,7 +211,14 @@ def in_use(directory: Path, run_id: str) -> Iterator[None]:
     if directory in _in_use:
         yield
         return
-    _in_use[directory] = _lock(directory, run_id)
+    try:
+        _in_use[directory] = _lock(directory, run_id)
+    except OSError as error:
+        say_instead_of_traceback()
+        raise RefusedError(
+            f"{str(directory)!r} cannot be written to ({error.strerror}): for checkpoints and logs "
+            "name a directory that this process may write to, on a disk with room"
+        ) from error
     try:
         yield
     finally:
@@ -235,13 +228,15 @@ def in_use(directory: Path, run_id: str) -> Iterator[None]:
 def _lock(directory: Path, run_id: str) -> int:
     own = f"run {run_id}: process {os.getpid()} on {socket.gethostname()}, {time.ctime()}"
     holder = ""
-    with usable(directory), contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened:
+        directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
         opened.callback(os.close, descriptor)
         for _ in range(LOOKS):  # one that only looks may share it for a moment
             if _has_lock(descriptor, fcntl.LOCK_EX):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, own.encode(), 0)
+                os.fsync(descriptor)  # a full disk is found now, not hours later
             if _has_lock(descriptor, fcntl.LOCK_SH):
                 holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
                 if holder.startswith(f"run {run_id}:"):

@@ -20,7 +20,6 @@ from gossipdp.launcher.reports import Report, send_report
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
-from gossipdp.parallel.checkpoint_files import usable, write_tensors
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
@@ -56,10 +55,7 @@ class Session:
         options = dataclasses.replace(options, checkpoints=replica.own_files(options.checkpoints))
         self._optimizers = optimizers
         self._saves = options.checkpoints.directory is not None
-        if options.checkpoints.directory is not None:
-            with usable(place := Path(options.checkpoints.directory)):  # told now, not hours later
-                write_tensors(place / ".trial", {}, {})
-                (place / ".trial").unlink(missing_ok=True)
+        if self._saves:
             check_savable(  # a parameter of a class of its own is saved as its plain values
                 {name: torch.empty(0, dtype=x.dtype) for name, x in named_tensors(module).items()},
                 "the module",

@@ -144,7 +144,7 @@ class Startup:
             self._call(self._loop.release)
 
     def report_ready(self) -> None:
-        """Tell the launcher that this worker begins: once all do, the failure of one ends no other."""
+        """Tell the launcher that this worker begins: its failure ends no other, once all do."""
         self._rendezvous.mark_ready(self.rank)
 
     def _give_up_rank(self, superseded: SupersededError) -> None:
