@@ -128,10 +128,7 @@ def is_among(tensor: Tensor, held: Iterable[Tensor]) -> bool:
 
 def z_of(tensors: dict[str, Tensor], name: str) -> Tensor:
     z = tensors[f"model/{name}"].double()
-    for key, gain in ((f"pending/{name}", 1.0), (f"c/{name}", 0.5)):
-        if key in tensors:
-            z = z + gain * tensors[key].double()
-    return z
+    return z + 0.5 * tensors[f"c/{name}"].double() if f"c/{name}" in tensors else z
 
 
 TOTAL = BATCH * sum(STEPS + rank for rank in range(NUM_WORKERS))
@@ -143,7 +140,7 @@ def test_as_many_workers_go_on_with_every_bit(workers, directory):
     results = workers(resume_and_look, NUM_WORKERS, (str(directory), 10))
     for rank, (start, total, own, result, _, end) in enumerate(results):
         file = files[rank]
-        names = {name for name in start if name.startswith(("model/", "c/", "pending/"))}
+        names = {name for name in start if name.startswith(("model/", "c/"))}
         assert names == {name for name in file if not name.startswith("training/")}
         for name in names:
             assert torch.equal(start[name], file[name]), name

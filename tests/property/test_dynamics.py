@@ -86,7 +86,7 @@ class FastWorker:
         assert self.segment.c is not None
         momentum = torch.empty_like(self.segment.c)
         for chunk, room in self.segment.split(momentum):
-            chunk.copy_momentum(torch.empty_like(chunk.pending), room)
+            chunk.copy(torch.empty_like(chunk.pending), room)
         return momentum.double()
 
     @property

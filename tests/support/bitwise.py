@@ -15,9 +15,9 @@ def assert_bitwise(one: Any, other: Any) -> None:
             other.contiguous().reshape(-1).view(torch.uint8),
         )
     elif isinstance(one, dict):
-        assert [(type(key), key) for key in one] == [(type(key), key) for key in other]
-        for key in one:
-            assert_bitwise(one[key], other[key])
+        assert [*map(repr, one)] == [*map(repr, other)]
+        for a, b in zip(one.values(), other.values(), strict=True):
+            assert_bitwise(a, b)
     elif isinstance(one, (list, tuple)):
         assert len(one) == len(other)
         for a, b in zip(one, other, strict=True):

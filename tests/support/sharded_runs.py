@@ -80,7 +80,7 @@ def exchanged_by_hand(mesh: DeviceMesh, *, is_sharded: bool) -> Tensor:
             dist.all_gather(both, mine, group=partners)
             chunk.exchange(theta, mine, both[1 - replica], ALPHA_TILDE)
     flat.state.boundary(theta + 0.3)
-    momenta = flat.named([segment.copy_momentum()[1] for segment in flat.state.segments])
+    momenta = flat.named([segment.copy()[1] for segment in flat.state.segments])
     parameters = dict(net.named_parameters())
     gathered = [values(net)]
     for name in sorted(momenta):

@@ -199,10 +199,10 @@ class Chunk:
             state = self.x, self._brought(), self.c
             self.device.write(lambda out: update.read_z(out, *state, left), out)
 
-    def copy_momentum(self, pending: Tensor, c: Tensor | None, /) -> None:
-        """Copy pending and c of one moment to host memory, for a checkpoint."""
+    def copy(self, values: Tensor, c: Tensor | None) -> None:
+        """Copy x + pending (or x) and c of one moment to host memory, for a checkpoint."""
         with self.lock, self.order:
-            self.device.write(lambda out: out.copy_(self._brought()), pending)
+            self.device.write(self._write, values)
             if c is not None and self.c is not None:
                 momentum, left = self.c, self._left(self.theta)
                 self.device.write(lambda out: torch.mul(momentum, left, out=out), c)
@@ -345,11 +345,6 @@ class BufferChunk(Chunk):
     def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
         super().__init__(role, x, pending, c)
         self.seen = torch.zeros_like(pending)
-
-    def copy_momentum(self, pending: Tensor, _: Tensor | None, /) -> None:
-        """Copy the present values minus x to ``pending``; there is no momentum."""
-        with self.lock, self.order:
-            self.device.write(lambda out: out.copy_(self._present(self.x)).sub_(self.x), pending)
 
     # Under the lock.
 

@@ -129,14 +129,14 @@ class Segment:
             if first < end:
                 chunk.forget(slice(first, end))
 
-    def copy_momentum(self) -> tuple[Tensor | None, Tensor | None]:
-        """Copy pending (None: it is zero) and c to host memory; see :class:`.Chunk`."""
-        pending = torch.empty_like(self.pending, device="cpu")
+    def copy(self) -> tuple[Tensor, Tensor | None]:
+        """Copy x + pending, in the precision of the sum, and c to host memory."""
+        dtype = working_dtype(self.x.dtype) if self.role.is_exchanged else self.x.dtype
+        values = torch.empty_like(self.x, dtype=dtype, device="cpu")
         c = None if self.c is None else torch.empty_like(self.c, device="cpu")
         for chunk, part in zip(self.chunks, self._parts, strict=True):
-            if self.role.is_exchanged:
-                chunk.copy_momentum(pending[part], None if c is None else c[part])
-        return pending if pending.any() else None, c
+            chunk.copy(values[part], None if c is None else c[part])
+        return values, c
 
     def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
         """Pair each chunk with its part of another tensor of this segment's length."""

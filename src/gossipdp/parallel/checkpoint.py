@@ -6,10 +6,9 @@ step:
 
     DIRECTORY/worker-RANK/step-NNNNNNNN.safetensors
 
-A file holds ``model/NAME`` (the module's parameters and persistent buffers), ``c/NAME`` (the
-momentum), ``pending/NAME`` (what exchanges brought and the next step adds, where there is any),
-and the training state: its layout and its tensors by number; in its metadata its
-:class:`Facts`.
+A file holds ``model/NAME`` (the module's parameters, with what exchanges brought and the next step
+adds, and its persistent buffers; float32 where the module has 16 bits), ``c/NAME`` (the momentum),
+and the training state: its layout and its tensors by number; in its metadata its :class:`Facts`.
 
 **The rule.** If as many workers start as have saved, each goes on from its own newest whole file,
 bit for bit. If their number differs, all of them start from one mean over the newest whole files of
@@ -42,6 +41,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from gossipdp.dynamics.chunks import working_dtype
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import state_layout
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
@@ -51,7 +51,7 @@ from gossipdp.protocol.members import Member, ProgressEntry, Status
 
 logger = logging.getLogger("gossipdp")
 
-FORMAT = "gossipdp checkpoint 6"
+FORMAT = "gossipdp checkpoint 7"
 _FILE_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 
@@ -195,9 +195,9 @@ def saved_in(directory: Path, *, warns: bool = False) -> dict[int, list[Saved]]:
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Return the layout of a module's tensors by their own names."""
+    """Return the layout of a module's tensors by their own names, in the precision of a file."""
     return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        name: f"{str(working_dtype(tensor.dtype)).removeprefix('torch.')} {tuple(tensor.shape)}"
         for name, tensor in tensors.items()
     }
 
@@ -450,7 +450,7 @@ def _newest_good(
 def _mean_of_z(
     base: Mapping[str, Tensor], files: Iterable[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Average z = x + pending + c/2 over files, one at a time; take integers from the base."""
+    """Average z = x + c/2 over files, one at a time; take integers from the base."""
     kept = {name: tensor for name, tensor in base.items() if name.startswith("model/")}
     sums = {
         name: torch.zeros_like(tensor, dtype=torch.float64)
@@ -461,7 +461,7 @@ def _mean_of_z(
     for tensors in files:
         count += 1
         for name, total in sums.items():
-            for kind, share in (("model", 1.0), ("pending", 1.0), ("c", 0.5)):
+            for kind, share in (("model", 1.0), ("c", 0.5)):
                 part = tensors.get(name.replace("model", kind, 1))
                 if part is not None:
                     total.add_(part, alpha=share)

@@ -410,10 +410,9 @@ class GossipEngine(Startup):
     def capture(self) -> tuple[dict[str, Tensor], Facts]:
         """Copy this worker's state; return its tensors, and the facts of a checkpoint of it.
 
-        x and pending are copied as they are: adding one to the other here could change parameters
-        between a forward and a backward pass of the user's. An exchange may run meanwhile: every
-        chunk is copied before it was exchanged or after, and the files of two workers are of
-        different moments in any case.
+        x stays: to add pending here could change parameters between a forward and a backward pass
+        of the user's. An exchange may run meanwhile: every chunk is copied before it was exchanged
+        or after, and the files of two workers are of different moments in any case.
 
         Raises:
             PoisonedError: the parameters or buffers hold NaN or infinity.
@@ -431,12 +430,7 @@ class GossipEngine(Startup):
             chunk.boundary(0.0, wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
-        kinds = ("pending", "c")
-        flats: dict[str, list[Tensor | None]] = {kind: [] for kind in ("model", *kinds)}
-        for segment in self._state.segments:
-            flats["model"].append(segment.x.to("cpu", copy=True))
-            for kind, copy in zip(kinds, segment.copy_momentum(), strict=True):
-                flats[kind].append(copy)
+        flats = zip(*(segment.copy() for segment in self._state.segments), strict=True)
         protocol = self._protocol
         (progress, _), members = self._call(
             lambda: (protocol.progress.news(), protocol.membership.members())
@@ -457,7 +451,7 @@ class GossipEngine(Startup):
         )
         return {
             f"{kind}/{name}": values.contiguous()
-            for kind, copies in flats.items()
+            for kind, copies in zip(("model", "c"), flats, strict=True)
             for name, values in self._flat.named(copies).items()
         }, facts
 

@@ -409,10 +409,10 @@ class Startup:
         pendings = self._flat.named([s.pending if s.role.is_exchanged else None for s in segments])
         momenta = self._flat.named([s.c for s in segments])
         for name, x in self._flat.named([s.x for s in segments]).items():
-            x.copy_(tensors[f"model/{name}"])
-            pending, c = tensors.get(f"pending/{name}"), tensors.get(f"c/{name}")
-            if pending is not None and name in pendings:
-                pendings[name].copy_(pending)
+            values, c = tensors[f"model/{name}"].to(x.device), tensors.get(f"c/{name}")
+            x.copy_(values)
+            if name in pendings:  # what x has no bits for
+                pendings[name].copy_(values - x)
             if c is not None and name in momenta:
                 momenta[name].copy_(c)
             elif c is not None and name in pendings:  # saved under another method: z goes on

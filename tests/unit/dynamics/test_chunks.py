@@ -46,9 +46,9 @@ def exchanged_once() -> tuple[Chunk, MomentumState]:
 
 def x_and_c(chunk: Chunk) -> MomentumState:
     """Return what a chunk holds, flowed to its phase; its pending is in x."""
-    c, pending = torch.empty(4), torch.empty(4)
-    chunk.copy_momentum(pending, c)
-    return MomentumState((chunk.x + pending).double(), c.double())
+    x, c = torch.empty(4), torch.empty(4)
+    chunk.copy(x, c)
+    return MomentumState(x.double(), c.double())
 
 
 def assert_close(found: MomentumState, expected: MomentumState) -> None:
@@ -211,13 +211,13 @@ def test_a_part_of_buffers_that_was_loaded_holds_what_was_loaded(start):
     assert one.x.tolist() == [7.0, 7.0, *[(start + 2.0) / 2] * 2]
 
 
-def test_a_checkpoint_of_buffers_holds_what_is_missing_to_the_present_values():
+def test_a_checkpoint_of_buffers_holds_the_present_values():
     one, other = buffers(torch.tensor([1.0])), buffers(torch.tensor([5.0]))
     meet(one, other)
-    pending, held = torch.empty(1), torch.empty(1)
-    one.copy_momentum(pending, None)
+    values, held = torch.empty(1), torch.empty(1)
+    one.copy(values, None)
     one.read(held)
-    assert (one.x + pending).item() == held.item() == 3.0
+    assert values.item() == held.item() == 3.0
 
 
 def moment(values: Tensor, steps: int, decay: float = 0.999) -> Chunk:

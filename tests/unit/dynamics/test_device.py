@@ -336,7 +336,7 @@ def exchanged(x: Tensor, device: Device | None) -> list[Tensor]:
             state.boundary(0.1 * number + 0.05)
         held = [segment.x, segment.c]
         if x.dtype is torch.bfloat16:
-            held.append(segment.copy_momentum()[0])
+            held.append(segment.copy()[0])
         return [out, *(each.to("cpu", copy=True) for each in held)]
 
 
@@ -796,7 +796,7 @@ def test_the_order_is_entered_and_left_while_the_lock_is_held():
         lambda: chunk.snapshot_and_exchange(0.4, out, peers, 1.5),
         lambda: chunk.read(out),
         lambda: chunk.read_z(out),
-        lambda: chunk.copy_momentum(out, out),
+        lambda: chunk.copy(out, out),
         lambda: chunk.replace(peers),
     ):
         chunk.order = order()

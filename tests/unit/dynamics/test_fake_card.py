@@ -52,7 +52,7 @@ def test_events_of_chunks(dtype, has_momenta):
     state.boundary(1.0, wait=True)
     state.flow(2.0)
     for segment in state.segments:
-        segment.copy_momentum()
+        segment.copy()
         segment.forget(1, 3)
         segment.swap(segment.x.clone())
     for chunk in state.all_chunks:

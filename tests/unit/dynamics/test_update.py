@@ -328,13 +328,13 @@ def test_momentum_of_long_ago_is_none(dtype):
         assert not chunk.pending.any()
         x = chunk.x.clone()
     assert torch.allclose(x, z, atol=1e-6 if dtype is torch.float32 else 1e-15, rtol=0)
-    pending, c = torch.empty_like(mine), torch.full_like(mine, 7.0)
-    chunk.copy_momentum(pending, c)
+    values, c = torch.empty_like(mine), torch.full_like(mine, 7.0)
+    chunk.copy(values, c)
     assert not c.any()
     chunk.exchange(1000.0, peers, mine, ALPHA_TILDE)
-    chunk.copy_momentum(pending, c)
+    chunk.copy(values, c)
     assert torch.equal(c, (ALPHA_TILDE - 0.5) * mine)
-    assert torch.equal(pending, 0.5 * mine)
+    assert torch.equal(values, x + 0.5 * mine)
 
 
 # The choice.
