@@ -22,7 +22,7 @@ from gossipdp.gossip.processor import IdleWatch
 from gossipdp.gossip.snapshot import Publisher
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
-from gossipdp.launcher.reports import Report, send_report
+from gossipdp.launcher.reports import Report, say_instead_of_traceback, send_report
 from gossipdp.links.frames import SUM_TYPES, ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
@@ -271,6 +271,7 @@ class GossipLoop(LinkHandler):
             case Superseded(reason=reason):
                 raise SupersededError(reason)
             case LeftBehind(stood_still_s=seconds):
+                say_instead_of_traceback()
                 raise PeerLostError(
                     f"worker {self.protocol.rank} stood still for {seconds:.3g} s, and no other "
                     "worker is in the run now: they have ended it, or died. This one's parameters "

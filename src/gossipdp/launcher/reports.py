@@ -19,7 +19,7 @@ from types import TracebackType
 
 import msgspec
 
-from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.errors import PeerLostError, RefusedError, RendezvousError
 
 REPORT_VARIABLE = "GOSSIPDP_REPORT"
 MAX_REPORT_BYTES = 1 << 16
@@ -81,9 +81,9 @@ def send_report(report: Report, variables: Mapping[str, str] = os.environ) -> bo
 
 
 def say_instead_of_traceback() -> None:
-    """Let the launcher print why a run cannot start, in place of a traceback of each worker.
+    """Let the launcher print why a worker cannot take part, in place of a traceback of each.
 
-    It prints an error of the start that the script does not catch. Without a launcher Python shows
+    It prints an error of that kind that the script does not catch. Without a launcher Python shows
     the traceback. An excepthook of the user's own stays.
     """
     if sys.excepthook is sys.__excepthook__:
@@ -91,8 +91,8 @@ def say_instead_of_traceback() -> None:
 
 
 def _say(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-    is_of_start = issubclass(kind, (RefusedError, RendezvousError))
-    if not (is_of_start and send_report(Report(says=str(value)))):
+    is_of_run = issubclass(kind, (PeerLostError, RefusedError, RendezvousError))
+    if not (is_of_run and send_report(Report(says=str(value)))):
         sys.__excepthook__(kind, value, trace)
 
 
