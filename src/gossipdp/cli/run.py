@@ -217,7 +217,7 @@ def run(arguments: RunArguments) -> int:
         ended_by = supervisor.run(look)
         code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
         if ended_by is not None:
-            _tell(stopped_line(supervisor.saved.values()))
+            _tell(stopped_line(supervisor.saved.values(), has_ended=supervisor.is_complete))
         if supervisor.failures and supervisor.begun:  # the lines about them may be hours old
             _tell(f"at the end: {describe(supervisor.failures)}")
         if supervisor.loss and ended_by is None:
@@ -242,17 +242,23 @@ def run(arguments: RunArguments) -> int:
     return code
 
 
-def stopped_line(saved: Iterable[tuple[int, str]]) -> str:
+def stopped_line(saved: Iterable[tuple[int, str]], *, has_ended: bool = False) -> str:
     """Return the line on a run that was stopped, from the (step, directory) of what was saved.
+
+    ``has_ended``: a worker had the run's average before.
 
     Example:
         >>> stopped_line([(163, "ck"), (151, "ck")])
         'stopped at steps 151 to 163; start it again with resume="auto" to go on from ck'
         >>> stopped_line([])
         'stopped; nothing was saved'
+        >>> stopped_line([], has_ended=True)
+        'stopped after the end of the run; nothing more was saved'
     """
     steps = sorted(step for step, _ in saved)
     places = sorted({directory for _, directory in saved})
+    if not steps and has_ended:
+        return "stopped after the end of the run; nothing more was saved"
     if not steps:
         return "stopped; nothing was saved"
     at = f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]} to {steps[-1]}"
