@@ -104,8 +104,9 @@ class Session:
             ]
             if resumption is not None:
                 logger.warning(
-                    "the run goes on from step %d in %s, %s, with world_size %d",
+                    "the run goes on from step %d of worker %d in %s, %s, with world_size %d",
                     resumption.counts.step,
+                    self.engine.rank,
                     saving.directory if saving.resume == "auto" else saving.resume,
                     resumption.start,
                     self.engine.world_size,

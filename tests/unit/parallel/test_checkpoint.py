@@ -192,8 +192,8 @@ def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, is_cut):
         second, _, resumed = run(tmp_path, stop_after=1)
         assert second == whole[8:9]
         warning, goes_on = caplog.messages
-        text = f"the run goes on from step 8 in {tmp_path}, from checkpoints of 1 workers, with"
-        assert goes_on == f"{text} world_size 1"
+        text = f"the run goes on from step 8 of worker 0 in {tmp_path}, from checkpoints of 1"
+        assert goes_on == f"{text} workers, with world_size 1"
         assert str(newest) in warning
         assert "damaged" in warning or "cannot be read" in warning
     resumed.close()
