@@ -4,7 +4,6 @@
 """
 
 import os
-import re
 import signal
 import socket
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import VARIABLES, RunCommand, run_python
+from run_processes import RunCommand
 from waiting import LONGEST_S
 
 from gossipdp.gossip.loop import REPORT_INTERVAL_S
@@ -113,10 +112,6 @@ def test_restarts_and_joins_without_the_host_of_the_store(tmp_path, hosts):
     # A third comes by the word that the first host gave.
     line = next(line for line in first.output.read_text().splitlines() if "--join" in line)
     assert f"--secret-file {secret}" in line
-    words = ["-m", "gossipdp", "run", "--join", line.split()[8], str(tmp_path / "script.py"), "."]
-    strange = VARIABLES | {"GOSSIPDP_SECRET": "another secret of this test"}
-    stranger = run_python(*words, environment=strange, cwd=tmp_path)
-    assert re.findall("the secrets differ|Traceback", stranger.stderr) == ["the secrets differ"]
     first.process.send_signal(signal.SIGKILL)
     first.process.wait()
     survivor = second.workers()[0]
@@ -128,7 +123,7 @@ def test_restarts_and_joins_without_the_host_of_the_store(tmp_path, hosts):
     joiner.wait_for(lambda: len(joiner.workers()) == 1)
     assert joiner.events(joiner.workers()[0])["joined"][1] == "2"
     said = first.output.read_text() + second.output.read_text()
-    assert re.findall("refused .*: (.*)", said) == ["it does not know this run's secret"]
+    assert "refused" not in said
     # Now the only one of the second host dies, and finds the joiner; its supervisor has been told
     # where that is, at the latest so much after it came.
     time.sleep(REPORT_INTERVAL_S + 1.0)

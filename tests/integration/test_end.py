@@ -1,19 +1,15 @@
 """Real workers at the end of a run, and the lines that their users read."""
 
-import hashlib
 import logging
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_processes import VARIABLES, path_before, run_python
+from run_processes import path_before, run_python
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import FOR_EVER_S, wait_until
@@ -23,7 +19,6 @@ from gossipdp import (
     Counting,
     GossipDataParallel,
     Network,
-    PeerLostError,
     WorkerFailedError,
 )
 from gossipdp.links.clock import since_boot_s
@@ -107,41 +102,6 @@ def test_one_that_leaves_without_the_average_is_told_so(workers, tmp_path, budge
     assert said.count("ended without consolidate(), which every worker has to call") == 1
 
 
-def wake_after_the_end(log: Path, trains_on: bool) -> tuple[int, str]:
-    """Let worker 0 end the run while 1 stands still; return the digest of what it saved."""
-    model, step = wrap(log, timeout_s=1.0, counting=Counting(samples_per_step=8))
-    sleeper, saved = log / "sleeper", log / "model.pt"
-    wait_until(lambda: model.stats().exchanges >= 3, "the workers exchange", step)
-    if model.rank == 1:
-        sleeper.write_text(str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-        def go_on() -> None:
-            while trains_on:
-                step()
-                time.sleep(0.01)
-            model.consolidate()
-
-        with pytest.raises(PeerLostError, match=r"stood still for .* that the others saved"):
-            go_on()
-        with pytest.raises(PeerLostError):
-            model.save_averaged(saved)
-        return 0, ""
-    wait_until(sleeper.exists, "worker 1 stands still")
-    wait_until(lambda: has_noticed_a_death(model), "worker 1 counts as dead", step)
-    result = model.consolidate()
-    model.save_averaged(saved)
-    os.kill(int(sleeper.read_text()), signal.SIGCONT)
-    return result.world_size, hashlib.sha256(saved.read_bytes()).hexdigest()
-
-
-@pytest.mark.parametrize("trains_on", [True, False])
-def test_one_that_wakes_after_the_end_says_so_and_saves_nothing(workers, tmp_path, trains_on):
-    (num_averaged, digest), _ = workers(wake_after_the_end, 2, (tmp_path, trains_on))
-    assert num_averaged == 1
-    assert hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest() == digest
-
-
 def forget_long_after_a_death(log: Path) -> None:
     model, step = wrap(log, timeout_s=1.0, counting=Counting(samples_per_step=8))
     wait_until(lambda: model.stats().exchanges > 0, "an exchange", step)
@@ -200,36 +160,25 @@ def test_a_resumed_run_says_where_it_goes_on_and_that_nothing_is_left(workers, t
     assert said.count("batches() of 64 samples yields nothing: the workers have") == 1
 
 
-HEAD = """
+DIES_AT_THE_END = """
 import os, signal, sys, time
 from pathlib import Path
 
+again, deadline_s = Path(sys.argv[1]), time.monotonic() + 120
 if os.environ.get("GOSSIPDP_RESTARTS", "0") != "0":  # a new life, as slow to start as a large model
-    (Path(sys.argv[1]) / "again").touch()
+    again.touch()
     time.sleep(1000)
 
 import torch
-from gossipdp import Checkpoints, GossipDataParallel, Network
+from gossipdp import GossipDataParallel, Network
 
 net = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-directory = Path(sys.argv[1])
-
-def wrap(**options):
-    return GossipDataParallel(net, optimizer, network=Network(timeout_s=1.0), **options)
-
-def step():
-    optimizer.zero_grad()
-    net(torch.ones(8, 4)).sum().backward()
-    optimizer.step()
-"""
-
-
-DIES_AT_THE_END = """
-again, deadline_s = directory / "again", time.monotonic() + 120
-model = wrap(budget_samples=400)
+model = GossipDataParallel(net, optimizer, budget_samples=400, network=Network(timeout_s=1.0))
 for batch in model.batches([torch.ones(8, 4)]):
-    step()
+    optimizer.zero_grad()
+    net(batch).sum().backward()
+    optimizer.step()
 if model.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while not again.exists():
@@ -237,32 +186,6 @@ while not again.exists():
     time.sleep(0.01)
 print(model.rank, model.consolidate().world_size)
 """
-
-GOES_ON = """
-model = wrap(budget_samples=8_000_000, checkpoints=Checkpoints(directory, resume="auto"))
-try:
-    for batch in model.batches([torch.ones(8, 4)]):
-        step()
-        (directory / f"trains-{model.rank}").touch()
-        time.sleep(0.01 if model.rank == 0 else 3)
-except KeyboardInterrupt:
-    print("the script tidies up")
-    raise
-"""
-
-FULL_AT_THE_END = """
-model = wrap(checkpoints=Checkpoints(directory, every_steps=1000))
-step()
-
-def full(*_):
-    raise OSError(28, "No space left on device")
-
-os.fsync = full
-model.consolidate()
-print("the model is there")
-"""
-
-
 # A spare interpreter would import torch, and so would the next one.
 NOTHING_AHEAD = """
 from gossipdp.launcher import spare_interpreter
@@ -270,50 +193,15 @@ spare_interpreter.import_ahead = lambda: False
 """
 
 
-def command(tmp_path: Path, script: str, n: int, *options: str) -> list[str]:
-    """Write the script; return the words with which Python runs it on ``n`` workers."""
-    path, directory = tmp_path / "train.py", tmp_path / "files"
-    (tmp_path / "sitecustomize.py").write_text(NOTHING_AHEAD)
-    path.write_text(HEAD + script)
-    directory.mkdir(exist_ok=True)
-    return ["-m", "gossipdp", "run", "-n", str(n), *options, str(path), str(directory)]
-
-
 def test_a_death_near_the_end_leaves_the_run_complete(tmp_path):
-    words = command(tmp_path, DIES_AT_THE_END, 2, "--max-restarts", "3")
-    done = run_python(*words, environment=path_before(tmp_path))
+    script = tmp_path / "train.py"
+    (tmp_path / "sitecustomize.py").write_text(NOTHING_AHEAD)
+    script.write_text(DIES_AT_THE_END)
+    words = ["run", "-n", "2", "--max-restarts", "3", str(script), str(tmp_path / "again")]
+    done = run_python("-m", "gossipdp", *words, environment=path_before(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 1\n"
     assert "worker 1 is started again (restarts left: 2)" in done.stderr
     assert "gossipdp: worker 1 is ended: the run is complete without it\n" in done.stderr
     assert "restarts left: 1" not in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_ctrl_c_lets_steps_end_saves_and_says_so_in_one_line(tmp_path):
-    files = tmp_path / "files"
-    words = [sys.executable, *command(tmp_path, GOES_ON, 2)]
-    launcher = subprocess.Popen(words, stdout=-1, stderr=-1, text=True, env=VARIABLES)
-    try:
-        wait_until(lambda: len(list(files.glob("trains-*"))) == 2, "both workers train")
-        launcher.send_signal(signal.SIGINT)
-        shown, said = launcher.communicate(timeout=100)
-    finally:
-        launcher.kill()
-    assert launcher.returncode == 128 + signal.SIGINT, said
-    assert "Traceback" not in said
-    starting, stopped = said.splitlines()
-    assert starting.startswith("gossipdp: starting 2 workers")
-    assert stopped.startswith("gossipdp: stopped at step")
-    assert stopped.endswith(f'; start it again with resume="auto" to go on from {files}')
-    assert len(list(files.glob("worker-*/step-*.safetensors"))) == 2
-    assert shown == 2 * "the script tidies up\n"
-
-
-def test_a_last_checkpoint_that_fails_is_in_the_last_line_and_the_status(tmp_path):
-    words = command(tmp_path, FULL_AT_THE_END, 1)
-    for each in (words, words[-2:]):  # by gossipdp run, and alone
-        done = run_python(*each, environment=path_before(tmp_path))
-        assert (done.returncode, done.stdout) == (1, "the model is there\n")
-        why = f"the last checkpoint could NOT be saved in {tmp_path / 'files'}: [Errno 28] No space"
-        assert why in done.stderr.splitlines()[-1]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import RunCommand, run_python, runs
+from run_processes import RunCommand, run_python, runs, wait_until_gone
 from waiting import LONGEST_S, wait_until
 
 from gossipdp_lab.report.run_log import RunLog
@@ -74,8 +74,7 @@ def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
     assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
 
 
-# Light: says that it trains, and that it saves where it is told, notes how it joined, and waits for
-# the end.
+# Light: says that it trains, notes how it joined, and waits for the end.
 TRAINING = """
 import os, sys, time
 from pathlib import Path
@@ -83,7 +82,7 @@ from gossipdp.launcher.reports import Report, send_report
 
 files, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 send_report(Report(begins=True, addresses={rank: ("127.0.0.1", 1000 + rank)}))
-send_report(Report(trains=True, checkpoints=(sys.argv[2], True) if sys.argv[2:] else None))
+send_report(Report(trains=True))
 life = f"{rank}-{os.getpid()}"
 known = Path(os.environ.get("GOSSIPDP_JOIN_FILE", os.devnull)).read_text()
 (files / f"joined-{life}").write_text(known)
@@ -143,20 +142,14 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
     assert said.splitlines()[-1].endswith("worker 1 is started again (restarts left: 1)")
 
 
-@pytest.mark.parametrize("saves", [False, True])
-def test_after_faults_that_kill_all_those_that_save_are_started_again(
-    tmp_path, without_torch, saves
-):
+def test_faults_may_kill_all(tmp_path, without_torch):
     script, files = prepared(tmp_path, TRAINING)
     lines = tmp_path / "log" / "faults-0.jsonl"
     plan = "stop 0.2s 0; slow 2x 2; kill 0 at 1s; kill 1 at 1s; kill 2 at 1s; kill 1 at 1h"
     words = ["-n", "3", "--max-restarts", "1", "--log-dir", str(lines.parent), "--faults", plan]
-    words += [str(script), str(files), *([str(tmp_path)] if saves else [])]
+    words += [str(script), str(files)]
     with RunCommand(tmp_path / "output", words, environment=without_torch) as run:
-        if saves:
-            run.wait_for(lambda: len(list(files.glob("life-*"))) == 6)
-            (files / "end").touch()
-        assert run.process.wait(LONGEST_S) == (0 if saves else 1)
+        assert run.process.wait(LONGEST_S) == 1
     assert {path.read_text() for path in files.glob("joined-*")} == {""}
     said = run.output.read_text()
     for line in (
@@ -164,9 +157,8 @@ def test_after_faults_that_kill_all_those_that_save_are_started_again(
         *("that was --faults, and no other worker runs here", "faults: 5 done, 1 missed"),
     ):
         assert line in said
-    again = "gossipdp: no worker is left: all are started again (restarts left: 0)\n"
-    assert (said.count(again), said.count("started again")) == (saves, saves)
-    assert saves or said.endswith(
+    assert "started again" not in said
+    assert said.endswith(
         "gossipdp: at the end: workers 0, 1, 2 died of signal 9 (SIGKILL)\n"
         "gossipdp: no worker is left, and no checkpoint was saved: all that they trained is lost\n"
     )
@@ -208,3 +200,24 @@ def test_ctrl_c_ends_a_worker_that_stands_still(tmp_path, without_torch):
     assert not runs(worker.pid)
     assert ended.exists(), "it was killed, and could not act on the signal"
     assert "without --max-restarts they stay away" in run.output.read_text()
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+from pathlib import Path
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+(Path(sys.argv[1]) / str(subprocess.Popen(["sleep", "3600"]).pid)).touch()
+time.sleep(3600)
+"""
+
+
+def test_sigterm_ends_workers_that_heed_no_signal_and_what_they_started(tmp_path, without_torch):
+    script, files = prepared(tmp_path, STUBBORN)
+    words = ["-n", "2", str(script), str(files)]
+    with RunCommand(tmp_path / "output", words, environment=without_torch) as run:
+        run.wait_for(lambda: len(list(files.iterdir())) == 2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(LONGEST_S) == 128 + signal.SIGTERM
+    wait_until_gone([int(path.name) for path in files.iterdir()])

@@ -77,13 +77,21 @@ def wait_until_gone(pids: Collection[int]) -> None:
 
 
 class RunCommand:
-    """One ``gossipdp run`` with these words; ``output`` is the file of all that it writes."""
+    """One ``gossipdp run`` with these words; ``output`` is the file of all that it writes.
+
+    ``within``: a command that starts the one that follows it.
+    """
 
     def __init__(
-        self, output: Path, words: Sequence[str], *, environment: Mapping[str, str] = VARIABLES
+        self,
+        output: Path,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str] = VARIABLES,
+        within: Sequence[str] = (),
     ) -> None:
         self.output = output
-        command = [sys.executable, "-m", "gossipdp.cli.main", "run", *words]
+        command = [*within, sys.executable, "-m", "gossipdp.cli.main", "run", *words]
         with output.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 
