@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,13 +11,9 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from waiting import FOR_EVER_S, wait_until
 
-from gossipdp import Checkpoints, Exchange, GossipDataParallel, Network
-from gossipdp.errors import WorkerFailedError
-from gossipdp.parallel import checkpoint
+from gossipdp import Checkpoints, Exchange, GossipDataParallel
 from gossipdp.parallel.checkpoint import saved_in
-from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer, Write
 
 pytestmark = pytest.mark.processes
 
@@ -184,85 +179,6 @@ def test_another_number_of_workers_start_from_one_mean(workers, directory):
         assert result.samples == TOTAL + num_workers * 5 * BATCH
 
 
-def train_until_noticed(kind: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    wait_until(
-        lambda: any(notice.kind == kind for notice in model.stats().noticed),
-        f"{kind} is noticed",
-        lambda: train(model, optimizer, 1),
-    )
-
-
-def outlive(directory: str) -> Any:
-    """Rank 1 saves and dies; rank 0 goes on for longer than the time of grace, here none."""
-    checkpoint.GRACE_S = 0.0
-    model, optimizer = make_model(directory, network=Network(timeout_s=2.0))
-    train(model, optimizer, 10)
-    if model.rank == 1:
-        model.save_checkpoint()
-        os.kill(os.getpid(), signal.SIGKILL)
-    train_until_noticed("lost", model, optimizer)  # without a step, if it came within those 10
-    train(model, optimizer, 11)
-    model.save_checkpoint()
-    model.close()
-
-
-def test_a_survivor_s_checkpoint_says_that_another_has_ended(workers, tmp_path):
-    with pytest.raises(WorkerFailedError, match="worker 1"):
-        workers(outlive, 2, (str(tmp_path),))
-    files = saved_in(tmp_path)
-    assert files[1][0].facts.steps == 10
-    assert files[0][0].facts.steps > 20
-    assert files[0][0].facts.ended == ((1, 0),)
-
-
-class DiesInMidWrite(BackgroundWriter):
-    """Ends the process, where between two pieces more than a megabyte of the 12th step is there."""
-
-    directory: Path
-
-    def begin(self, write: Write) -> Any:
-        def dies() -> None:
-            for path in self.directory.glob(".step-00000012*"):
-                if path.stat().st_size > 1_000_000:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        return super().begin(lambda _: write(dies))
-
-
-def die_in_mid_write_and_go_on(directory: str) -> Any:
-    """Every worker is killed half way through its third checkpoint, and then started with all."""
-    own = Path(directory) / f"worker-{os.environ['RANK']}"
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-        assert sorted(path.stem for path in own.glob("step-*")) == [
-            "step-00000004",
-            "step-00000008",
-        ]
-        (half,) = own.glob(".*")
-        assert half.stat().st_size > 1_000_000
-        return resume_and_look(directory, 5)
-    if os.environ.get("GOSSIPDP_RESTARTS"):  # it is back before the other one has died
-        time.sleep(FOR_EVER_S)
-    Checkpointer.make_writer, DiesInMidWrite.directory = DiesInMidWrite, own
-    model, optimizer = make_model(directory, every_steps=4, keep=5)
-    while True:
-        train(model, optimizer, 1)
-        model._checkpointer._wait_for_writer()  # steps are shorter than a write here
-
-
-def save_die_and_come_back(directory: str) -> None:
-    model, optimizer = make_model(directory, network=Network(timeout_s=2.0))
-    if model.rank == 0:
-        train_until_noticed("restarted", model, optimizer)
-    else:
-        wait_until(
-            lambda: model.stats().exchanges > 0, "an exchange", lambda: train(model, optimizer, 1)
-        )
-        model.save_checkpoint()
-        if model._engine.incarnation == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-    model.consolidate()
-
-
 def end_a_run(directory: str) -> dict[str, Tensor]:
     model, optimizer = make_model(directory, every_steps=100)
     if model._engine.resumption is None:
@@ -276,32 +192,3 @@ def test_a_finished_run_started_again_holds_exactly_its_average(workers, tmp_pat
     (first, *_), again = (workers(end_a_run, 3, (str(tmp_path),)) for _ in range(2))
     for state in again:
         assert all(torch.equal(value, first[name]) for name, value in state.items())
-
-
-def test_who_comes_back_saves_what_is_newer_than_the_files_of_its_earlier_life(workers, tmp_path):
-    model, optimizer = make_model(str(tmp_path))
-    train(model, optimizer, 30)
-    model.save_checkpoint()
-    model.close()
-    resumed, fresh = (make_model(str(tmp_path / each))[0] for each in (".", "other"))
-    starts = [each._engine.settings.start for each in (fresh, resumed)]
-    assert starts == ["afresh", "from checkpoints of 1 workers"]
-    resumed.close()
-    fresh.close()
-    # Rank 1 is new: it numbers its steps on from 30 and has counted none.
-    workers(save_die_and_come_back, 2, (str(tmp_path),), max_restarts=1)
-    newer, older = (saved.facts for saved in saved_in(tmp_path)[1])
-    assert (newer.incarnation, older.incarnation) == (1, 0)
-    assert newer.step > older.step > 30
-
-
-def test_all_killed_in_the_middle_of_a_write_go_on_from_the_checkpoint_before_it(workers, tmp_path):
-    results = workers(die_in_mid_write_and_go_on, 2, (str(tmp_path),), max_restarts=2)
-    for rank, (start, _, own, result, *_) in enumerate(results):
-        assert own.gradient_steps == 8
-        file = tmp_path / f"worker-{rank}" / "step-00000008.safetensors"
-        for name, tensor in safetensors.torch.load_file(file).items():
-            if not name.startswith("training/"):
-                assert torch.equal(start[name], tensor), name
-        assert result.gradient_steps >= 2 * (8 + 5)
-        assert list(file.parent.glob(".*")) == []

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 import os
 import signal
 import time
@@ -18,7 +17,7 @@ from torch import nn
 from waiting import LONGEST_S, wait_until
 
 from gossipdp import GossipDataParallel, Network
-from gossipdp.errors import PoisonedError, WorkerFailedError
+from gossipdp.errors import WorkerFailedError
 from gossipdp.gossip.transfer import Transfers
 
 pytestmark = pytest.mark.processes
@@ -42,7 +41,6 @@ class Worker:
         self.directory = directory
         self.life = int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
         self.began_s = time.monotonic()
-        self.trained = 0  # samples, of this process
         self.seen: dict[str, float] = {}
         generator = torch.Generator().manual_seed(self.model.rank)
         self.inputs = torch.randn(32, 16, generator=generator)
@@ -62,7 +60,6 @@ class Worker:
         loss = nn.functional.cross_entropy(self.model(inputs), self.labels[: len(inputs)])
         loss.backward()
         self.optimizer.step()
-        self.trained += len(inputs)
         for member in self.protocol.membership.members():
             self.note(f"{member.rank} {member.status.name}")
         time.sleep(pause_s)
@@ -91,7 +88,7 @@ class Worker:
         wanted = self.model.stats().exchanges + times
         self.train_until(lambda: self.model.stats().exchanges >= wanted)
 
-    def finish(self, **told: Any) -> None:
+    def finish(self) -> None:
         result = self.model.consolidate()
         stats = self.model.stats()
         flat = torch.cat([value.double().flatten() for value in self.net.state_dict().values()])
@@ -99,18 +96,11 @@ class Worker:
             "rank": self.model.rank,
             "life": self.life,
             "seen": self.seen,
-            "steps": stats.gradient_steps,
-            "own_samples": stats.samples,
-            "trained": self.trained,
-            "exchanges": stats.exchanges_by_neighbour,
             "noticed": [dataclasses.asdict(notice) for notice in stats.noticed],
             "restarts": [member.restarts for member in self.model._engine.view()[0]],
-            "states_donated": stats.states_donated,
             "num_workers": result.world_size,
-            "samples": result.samples,
             "bits": flat.numpy().tobytes().hex()[:4096],
             "is_finite": bool(flat.isfinite().all()),
-            **told,
         }
         path = self.directory / f"end-{self.model.rank}-{self.life}.json"
         path.write_text(json.dumps(diary))
@@ -129,7 +119,6 @@ class Worker:
 
     def die(self, *_: Any) -> None:
         (self.directory / f"death-{self.model.rank}").write_text(repr(time.monotonic()))
-        (self.directory / f"trained-{self.model.rank}").write_text(str(self.trained))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -255,74 +244,6 @@ def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(worker
     assert seen["exchanged"] > seen["went on"]
 
 
-def sleep_with_the_machine(directory: Path) -> None:
-    """Suspend cannot be had in a test; what a worker sees of it is a clock that has run on."""
-    worker = Worker(directory)
-    worker.train_until_exchanged(3)
-    if worker.model.rank == 1:
-        read = time.clock_gettime
-        time.clock_gettime = lambda clock: read(clock) + 3600 * (clock == time.CLOCK_BOOTTIME)
-        worker.train_until_exchanged()
-        (directory / "awake").touch()
-    worker.train_until((directory / "awake").exists)
-    worker.finish()
-
-
-def test_a_worker_whose_machine_slept_goes_on(workers, tmp_path):
-    workers(sleep_with_the_machine, 3, (tmp_path,))
-    ends = diaries(tmp_path)
-    assert [end["num_workers"] for end in ends] == [3, 3, 3]
-    # It says so of itself, takes nobody for silent, and to the others it was not away for long.
-    notices = [(end["rank"], notice) for end in ends for notice in end["noticed"]]
-    assert not [each for rank, each in notices if each["rank"] != rank]
-    long = [(rank, each["kind"]) for rank, each in notices if each["silent_s"] > 3000]
-    assert long == [(1, "stopped")]
-
-
-def die_once(directory: Path, rank: int) -> None:
-    worker = Worker(directory)
-    optimizer_steps = None
-    if worker.model.rank != rank:
-        worker.train_until(lambda: worker.noticed("restarted", rank))
-    elif worker.life == 0:
-        worker.train_until_exchanged(3)
-        worker.die()
-    else:
-        worker.note("took part")
-        # What a joiner takes over: AdamW has counted the donor's steps.
-        optimizer_steps = float(next(iter(worker.optimizer.state.values()))["step"])
-        worker.train_until_exchanged()
-        worker.note("exchanged")
-    worker.finish(optimizer_steps=optimizer_steps)
-
-
-def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(workers, tmp_path):
-    rank = 0
-    workers(die_once, 3, (tmp_path, rank), max_restarts=1)
-    ends = diaries(tmp_path)
-    assert [end["rank"] for end in ends] == [0, 1, 2]
-    # Who comes back counts on from what the others had heard of its earlier life.
-    num_steps = sum(end["steps"] for end in ends)
-    for end in ends:
-        assert end["num_workers"] == 3
-        assert end["samples"] == 32 * num_steps
-        if end["rank"] == rank:
-            assert end["optimizer_steps"] >= 3
-            assert end["seen"]["exchanged"] > death_of(tmp_path, rank)
-        else:
-            kinds = [notice["kind"] for notice in end["noticed"] if notice["rank"] == rank]
-            assert kinds == ["lost", "restarted"]
-    # Of what the dead process trained some may be lost, and none is counted twice.
-    living = sum(end["trained"] for end in ends)
-    dead = int((tmp_path / f"trained-{rank}").read_text())
-    known = {end["samples"] - living for end in ends}
-    assert len(known) == 1
-    assert 0 < known.pop() <= dead
-    second_life = ends[rank]
-    assert 0 < second_life["own_samples"] - second_life["trained"] <= dead
-    assert sum(end["states_donated"] for end in ends) >= 1
-
-
 def kill_two_and_stop_the_third(directory: Path) -> None:
     """Let 1 die, then 0. 1 is back by 2, which stops then: 0 knows from before only dead ones."""
     life = f"{os.environ['RANK']}.{os.environ.get('GOSSIPDP_RESTARTS') or 0}"
@@ -420,41 +341,3 @@ def test_consolidate_goes_on_without_a_training_loop_that_hangs(workers, tmp_pat
     assert one[0] == other[0] == 2
     assert one[2] == other[2]
     assert one[1] >= 1.0
-
-
-def turn_to_nan(directory: Path) -> None:
-    """Ranks 1 and 2 do; the one finds it at the end, and the other in a step."""
-    worker = Worker(directory, graph="complete")
-    rank = worker.model.rank
-    worker.train_until_exchanged()
-    if rank in (1, 2):
-        for parameter in worker.net.parameters():
-            parameter.grad.fill_(math.nan)
-
-        def go_on() -> None:
-            worker.optimizer.step()  # raises itself, if an exchange meanwhile finds what it writes
-            if rank == 1:
-                worker.model.consolidate()  # finds it at last
-            worker.train(LONGEST_S)
-
-        with pytest.raises(PoisonedError, match=f"of worker {rank} hold NaN"):
-            go_on()
-        worker.model.close()
-        return
-    members = worker.protocol.membership.members
-    worker.train_until(lambda: not any(members()[other].is_live for other in (1, 2)))
-    worker.finish(
-        optimizer_is_finite=all(
-            bool(value.isfinite().all())
-            for state in worker.optimizer.state.values()
-            for value in state.values()
-        )
-    )
-
-
-def test_poison_is_not_averaged(workers, tmp_path):
-    workers(turn_to_nan, 4, (tmp_path,))
-    ends = diaries(tmp_path)
-    assert [end["rank"] for end in ends] == [0, 3]
-    assert {end["num_workers"] for end in ends} == {2}
-    assert all(end["optimizer_is_finite"] for end in ends)

@@ -1,18 +1,15 @@
 """Training loops that people write, on workers with unlike data: they mix, and end equal."""
 
 import copy
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from waiting import wait_until
 
 from gossipdp import Exchange, GossipDataParallel
 
@@ -203,25 +200,3 @@ def test_a_loop_mixes_and_its_workers_end_equal(of_workers, name):
     assert sum(each.exchanges_initiated for each in stats) > STEPS, stats
     apart = of_workers[0][name, "none"][2]
     assert ends[0].consensus_distance < apart.consensus_distance / 3
-
-
-def drop_or_stay(ended: Path) -> Any:
-    """Worker 1 drops its model without close() and lives on until worker 0 has ended."""
-    net = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    model = GossipDataParallel(net, optimizer)
-    for _ in range(5):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    if model.rank == 1:
-        del model
-        gc.collect()
-        wait_until(ended.exists, "worker 0 ends without this one")
-        return None
-    world_size = model.consolidate().world_size
-    ended.touch()
-    return world_size
-
-
-def test_a_dropped_model_does_not_hold_up_the_others(workers, tmp_path):
-    assert workers(drop_or_stay, 2, (tmp_path / "ended",)) == [1, None]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import RunCommand, run_python, runs, wait_until_gone
-from waiting import LONGEST_S, wait_until
+from run_processes import RunCommand, run_python, runs
+from waiting import LONGEST_S
 
 from gossipdp_lab.report.run_log import RunLog
 
@@ -168,56 +168,3 @@ def test_faults_may_kill_all(tmp_path, without_torch):
     for each in records[:-1]:
         assert each["missed"] is None
         assert each["at_s"] >= each["planned_s"]
-
-
-# Both train until SIGTERM comes, and have a long time for what they do then.
-ENDLESS = """
-import signal, sys, time
-from pathlib import Path
-from gossipdp.launcher.reports import Report, send_report
-
-def end(*args):
-    Path(sys.argv[1]).touch()
-    sys.exit()
-
-signal.signal(signal.SIGINT, end)  # as a worker that saves is told
-send_report(Report(begins=True, saves=True))
-send_report(Report(trains=True))
-time.sleep(3600)
-"""
-
-
-def test_ctrl_c_ends_a_worker_that_stands_still(tmp_path, without_torch):
-    script, ended = tmp_path / "train.py", tmp_path / "ended"
-    script.write_text(ENDLESS)
-    words = ["-n", "2", "--faults", "stop 1h 1; kill 0", str(script), str(ended)]
-    with RunCommand(tmp_path / "output", words, environment=without_torch) as run:
-        run.wait_for(lambda: "that was --faults, and the others" in run.output.read_text())
-        (worker,) = psutil.Process(run.process.pid).children()
-        wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, "the worker stands still")
-        run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(LONGEST_S) == 130
-    assert not runs(worker.pid)
-    assert ended.exists(), "it was killed, and could not act on the signal"
-    assert "without --max-restarts they stay away" in run.output.read_text()
-
-
-STUBBORN = """
-import signal, subprocess, sys, time
-from pathlib import Path
-
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-(Path(sys.argv[1]) / str(subprocess.Popen(["sleep", "3600"]).pid)).touch()
-time.sleep(3600)
-"""
-
-
-def test_sigterm_ends_workers_that_heed_no_signal_and_what_they_started(tmp_path, without_torch):
-    script, files = prepared(tmp_path, STUBBORN)
-    words = ["-n", "2", str(script), str(files)]
-    with RunCommand(tmp_path / "output", words, environment=without_torch) as run:
-        run.wait_for(lambda: len(list(files.iterdir())) == 2)
-        run.process.send_signal(signal.SIGTERM)
-        assert run.process.wait(LONGEST_S) == 128 + signal.SIGTERM
-    wait_until_gone([int(path.name) for path in files.iterdir()])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from known_average import assert_is_mean, phase_and_starts, phase_by_hand, quietly, x_of, z_of
+from known_average import assert_is_mean, quietly, x_of, z_of
 from threadpoolctl import threadpool_limits
 from torch import nn
 from waiting import wait_until
@@ -229,25 +229,6 @@ def test_loading_drops_what_exchanges_had_brought(workers):
         assert loaded
         assert distance == 0.0
         assert max(errors.values()) < 1e-5
-
-
-def mix_for_a_while() -> tuple[float, float, list[float], int]:
-    _, optimizer, model = wrapped(method="a2cid2", graph="ring", comm_rate=0.2)
-    while model.stats().exchanges < 3:  # few, since the history holds 16
-        train(model, optimizer, 1, pause_s=0.01)
-    phase, now_s, starts = quietly(
-        model, lambda _: wait_for_all(model), lambda: phase_and_starts(model)
-    )
-    model.consolidate()
-    return phase, now_s, starts, model.stats().exchanges_failed
-
-
-def test_the_phase_is_what_the_exchanges_of_a_run_make_of_it(workers):
-    eta = 1 / (2 * math.sqrt(3 / 4))  # ring of four: chi1 = 1, chi2 = 3/4
-    for phase, now_s, starts, num_failed in workers(mix_for_a_while, 4):
-        assert num_failed == 0
-        assert len(starts) >= 3
-        assert math.isclose(phase, phase_by_hand(eta, now_s, starts), rel_tol=1e-9)
 
 
 def end_by_steps_and_by_budget() -> list[tuple[float, list[str]]]:

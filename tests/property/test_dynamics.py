@@ -284,17 +284,6 @@ def test_without_an_exchange_a_boundary_changes_no_bit():
     assert torch.equal(segment.x, values)
 
 
-def test_flow_to_the_end_leaves_z_and_no_momentum():
-    worker, peer = (FastWorker(v, torch.float64, torch.float64) for v in start_values()[:2])
-    mine, peers = worker.snapshots(), peer.snapshots()
-    worker.exchange(mine, peers)
-    z = worker.z
-    for chunk in worker.state.chunks:
-        chunk.boundary(math.inf)
-    assert torch.equal(worker.c, torch.zeros_like(z))
-    assert torch.allclose(worker.segment.x, z, atol=1e-15)
-
-
 def test_every_chunk_covers_its_part_once():
     segments = [
         Segment(torch.arange(101.0), Role.TRAINED, chunk_bytes=64),

@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from waiting import wait_until
 
 from gossipdp import Consolidated, GossipDataParallel
-from gossipdp.links.clock import since_boot_s
 from gossipdp.protocol.pairing import Idle
 
 QUIET_S = 2.0
@@ -98,32 +96,6 @@ def assert_is_mean(average: Tensor, brought: list[Tensor]) -> None:
         assert error.max() <= 0.51, f"a value is {error.max():.2f} of its last digit off"
         return
     torch.testing.assert_close(average.double(), mean, rtol=1e-6, atol=1e-6)
-
-
-def phase_and_starts(model: GossipDataParallel) -> tuple[float, float, list[float]]:
-    """Return the phase, the time at which it was so, and when all exchanges so far began."""
-    engine: Any = model._engine
-    now_s = since_boot_s()
-    stats = model.stats()
-    assert stats.exchanges == len(stats.recent_exchanges)
-    starts = [exchange.started_s for exchange in stats.recent_exchanges]
-    return engine.phase.at(now_s), now_s, starts
-
-
-def phase_by_hand(eta: float, now_s: float, starts: list[float]) -> float:
-    """Return the phase of a worker of rate 1 whose exchanges began at ``starts`` (concepts.md)."""
-    theta, mean_gap_s = 0.0, np.nan
-    for number, (start_s, next_s) in enumerate(
-        zip(starts, [*starts[1:], now_s], strict=True), start=0
-    ):
-        if number > 0:
-            gap_s = start_s - starts[number - 1]
-            if number == 1:
-                mean_gap_s = gap_s
-            else:
-                mean_gap_s += max(0.1, 1 / number) * (min(gap_s, 10 * mean_gap_s) - mean_gap_s)
-            theta += eta * min((next_s - start_s) / mean_gap_s, 4.0)
-    return theta
 
 
 # --- the end of a run ---------------------------------------------------------------------
