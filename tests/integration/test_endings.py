@@ -37,7 +37,8 @@ from gossipdp import Checkpoints, GossipDataParallel, Network, PeerLostError
 files, words = Path(sys.argv[1]), sys.argv[2:]
 net = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-network = Network(timeout_s=1.0, shared_memory="off" if "cut" in words else "auto")
+timeout_s = 1.0 if "brief" in words else 60.0  # so long that no death is noticed by it
+network = Network(timeout_s=timeout_s, shared_memory="off" if "cut" in words else "auto")
 resume = "auto" if "resume" in words else None
 saving = Checkpoints(files / "saved", every_steps=5, resume=resume)
 model = GossipDataParallel(net, optimizer, network=network, checkpoints=saving)
@@ -236,7 +237,7 @@ def test_all_workers_are_killed_without(place):
 
 
 def test_a_worker_is_stopped_for_good(place):
-    run = place.start_two(GOSSIPDP_GRACE_S="1")
+    run = place.start_two(words="brief", GOSSIPDP_GRACE_S="1")
     place.signal(signal.SIGSTOP, 1)
     place.touch("end")
     run.wait_for(lambda: place.has("ended-0"))
@@ -248,7 +249,7 @@ def test_a_worker_is_stopped_for_good(place):
 
 
 def test_a_stopped_worker_goes_on_after_the_end(place):
-    run = place.start_two()
+    run = place.start_two(words="brief")
     place.signal(signal.SIGSTOP, 1)
     place.touch("end-0")
     run.wait_for(lambda: place.has("ended-0"))
@@ -271,7 +272,7 @@ def namespace(kind: str, first: str, last: str = "true") -> list[str]:
 
 def test_the_network_is_cut_until_the_end(place):
     within = namespace("--net", "ip link set lo up")
-    run = place.start_two(words="cut", within=within, TORCH_CPP_LOG_LEVEL="ERROR")
+    run = place.start_two(words="brief cut", within=within, TORCH_CPP_LOG_LEVEL="ERROR")
     place.touch("hold-1")
     run.wait_for(lambda: place.has("holds-1"))
     into = ["nsenter", f"--target={run.process.pid}", "--user", "--net", "--preserve-credentials"]
