@@ -10,22 +10,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from gossipdp.gossip.counters import MAX_WORKERS, Counters
 from gossipdp.observe.events import Event, events_of
 from gossipdp.observe.goodput import SLOW_FACTOR, Progress, goodput_of
-from gossipdp.observe.status import (
-    IDLE_AFTER_S,
-    MemberStatus,
-    NoticeStatus,
-    WorkerStatus,
-)
+from gossipdp.observe.status import IDLE_AFTER_S, MemberStatus, NoticeStatus, WorkerStatus
 
 MAX_COUNTS = 512
 IDLE_AFTER_STEPS = 10.0
@@ -158,17 +152,9 @@ class Speeds:
         return (last - first) / (last_s - first_s) if last_s > first_s else None
 
 
-@dataclass
-class _Source:
-    """An address that is asked; ``failure`` is the reason why it does not answer now."""
-
-    status: WorkerStatus | None = None
-    answered_s: float = -math.inf
-    failure: str = ""
-
-    @property
-    def is_answering(self) -> bool:
-        return self.status is not None and not self.failure
+class _Answer(NamedTuple):
+    status: WorkerStatus
+    at_s: float
 
 
 class StatusBoard:
@@ -180,7 +166,8 @@ class StatusBoard:
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._given = tuple(addresses)
-        self._sources: dict[str, _Source] = {address: _Source() for address in self._given}
+        self._answers: dict[str, _Answer] = {}  # the last of each address
+        self._failures: dict[str, str] = {}  # of the addresses that do not answer now
         self._speeds = Speeds()
         self._progress: dict[int, Progress] = {}
         self._run_id: str | None = None
@@ -193,17 +180,13 @@ class StatusBoard:
     @property
     def all_failed(self) -> bool:
         """Return whether every address that is asked now is known not to answer."""
-        known = (self._sources.get(address) for address in self.addresses())
-        return all(source is not None and source.failure for source in known)
+        return all(address in self._failures for address in self.addresses())
 
     @property
     def failures(self) -> dict[str, str]:
         """Return the reason for each address, given or heard once, that does not answer."""
-        return {
-            address: source.failure
-            for address, source in self._sources.items()
-            if source.failure and (source.status is not None or address in self._given)
-        }
+        known = {*self._given, *self._answers}
+        return {name: failure for name, failure in self._failures.items() if name in known}
 
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses to ask now: those given, and those of workers that may live."""
@@ -216,26 +199,24 @@ class StatusBoard:
     def take(self, answers: Mapping[str, WorkerStatus | Exception], now_s: float) -> None:
         """Take answers and failures, by address; ``now_s`` in seconds, monotonic."""
         for address, answer in answers.items():
-            source = self._sources.setdefault(address, _Source())
             if isinstance(answer, Exception):
-                source.failure = str(answer) or repr(answer)
+                self._failures[address] = str(answer) or repr(answer)
                 continue
             self._run_id = self._run_id or answer.run_id
             if answer.run_id != self._run_id:
-                source.failure = f"it is of another run, {answer.run_id}"
+                self._failures[address] = f"it is of another run, {answer.run_id}"
                 continue
-            source.status, source.answered_s, source.failure = answer, now_s, ""
+            self._answers[address] = _Answer(answer, now_s)
+            self._failures.pop(address, None)
         if all(isinstance(answer, Exception) for answer in answers.values()):
             return  # their present counts are unknown
         own = self._own()
         for rank, member in self._members().items():
-            status, steps, samples, sent = None, member.gradient_steps, member.samples, None
+            steps, samples, sent = member.gradient_steps, member.samples, None
             if rank in own:
-                status = own[rank].status
-                assert status is not None
+                status, is_answering = own[rank]
                 steps, samples = max(steps, status.gradient_steps), max(samples, status.samples)
-                if own[rank].is_answering:
-                    sent = status.all_bytes_sent
+                sent = status.all_bytes_sent if is_answering else None
             self._speeds.note(("samples", rank), now_s, samples)
             self._progress.setdefault(rank, Progress()).note(now_s, steps, samples)
             self._speeds.note(("bytes", rank), now_s, sent)
@@ -246,13 +227,12 @@ class StatusBoard:
         Raises:
             ValueError: no worker has answered yet.
         """
-        latest = max(self._sources.values(), key=lambda source: source.answered_s)
-        about = latest.status
-        if about is None:
+        if not self._answers:
             raise ValueError("no worker has answered yet")
+        about, answered_s = max(self._answers.values(), key=lambda each: each.at_s)
         workers = self._workers(now_s)
         # Who makes no step goes on in time, as long as any worker answers.
-        until_s = now_s if any(each.is_answering for each in workers) else latest.answered_s
+        until_s = now_s if any(each.is_answering for each in workers) else answered_s
         parts = {
             each.rank: self._progress[each.rank].part(
                 -math.inf if each.state in AT_WORK_OR_DONE else until_s
@@ -275,13 +255,13 @@ class StatusBoard:
             # The sum over the ranks here, or the count of the best informed worker if it is larger.
             samples=max(
                 sum(worker.samples for worker in workers),
-                *(each.status.run_samples for each in self._sources.values() if each.status),
+                *(each.status.run_samples for each in self._answers.values()),
             ),
             samples_per_second=sum(speeds) if speeds else None,
             loss=mean_of_known(each.loss for each in present),
             edge_distance=mean_of_known(each.edge_distance for each in present),
             goodput=_known(goodput_of(parts.values())),
-            heard_ago_s=now_s - latest.answered_s,
+            heard_ago_s=now_s - answered_s,
             num_answering=sum(worker.is_answering for worker in workers),
             workers=workers,
             notices=self._notices(now_s),
@@ -289,30 +269,29 @@ class StatusBoard:
 
     # The workers.
 
+    def _present(self) -> list[WorkerStatus]:
+        """Return the answers of those that answer now."""
+        known = self._answers.items()
+        return [each.status for address, each in known if address not in self._failures]
+
     def _views(self) -> Iterator[MemberStatus]:
         """Return the members as all who answer see them; if none does, as all who once did."""
-        known = [source for source in self._sources.values() if source.status is not None]
-        for source in [source for source in known if source.is_answering] or known:
-            assert source.status is not None
-            yield from source.status.members[:MAX_WORKERS]
+        for status in self._present() or [each.status for each in self._answers.values()]:
+            yield from status.members[:MAX_WORKERS]
 
     def _members(self) -> dict[int, MemberStatus]:
         """Return the most advanced record of each worker, by rank."""
         members: dict[int, MemberStatus] = {}
-        for member in self._views():
-            known = members.get(member.rank)
-            if known is None or _order(member) > _order(known):
-                members[member.rank] = member
+        for member in sorted(self._views(), key=_advance):
+            members[member.rank] = member
         return dict(sorted(members.items()))
 
-    def _own(self) -> dict[int, _Source]:
-        """Return, by rank, the address where a worker itself answered last, in its latest life."""
-        own: dict[int, _Source] = {}
-        for source in sorted(self._sources.values(), key=lambda each: each.answered_s):
-            if source.status is not None:
-                known = own.get(source.status.rank, source).status
-                if known is None or source.status.incarnation >= known.incarnation:
-                    own[source.status.rank] = source
+    def _own(self) -> dict[int, tuple[WorkerStatus, bool]]:
+        """Return each worker's own last answer, in its latest life, and whether it answers now."""
+        own: dict[int, tuple[WorkerStatus, bool]] = {}
+        for address, (status, _) in sorted(self._answers.items(), key=lambda each: each[1].at_s):
+            if status.incarnation >= own.get(status.rank, (status,))[0].incarnation:
+                own[status.rank] = status, address not in self._failures
         return own
 
     def _workers(self, now_s: float) -> tuple[JobWorker, ...]:
@@ -323,26 +302,21 @@ class StatusBoard:
             if each.since_step_s is not None:
                 ages[each.rank] = min(each.since_step_s, ages.get(each.rank, math.inf))
         steps = [
-            source.status.step_seconds
-            for source in own.values()
-            if source.is_answering and source.status and source.status.step_seconds > 0
+            status.step_seconds
+            for status, is_answering in own.values()
+            if is_answering and status.step_seconds > 0
         ]
         usual_s = median(steps) if steps else 0.0
         workers = []
         for rank, member in self._members().items():
-            source = own.get(rank, _Source())
-            status, is_answering = source.status, source.is_answering
+            status, is_answering = own.get(rank, (None, False))
             if status is not None and member.incarnation > status.incarnation and not is_answering:
                 status = None  # it is of a former life
             step_s = _known(status.step_seconds if status else None) or 0.0
             age_s = _known(status.since_step_s) if status and is_answering else ages.get(rank)
             idle_after_s = max(IDLE_AFTER_S, IDLE_AFTER_STEPS * (step_s or usual_s))
-            state = _state(
-                member,
-                status if is_answering else None,
-                is_silent=rank in silent,
-                is_idle=age_s is not None and age_s > idle_after_s,
-            )
+            is_idle = age_s is not None and age_s > idle_after_s
+            state = _state(member, status if is_answering else None, rank in silent, is_idle)
             # If steps take long, the speed is that over several of them.
             over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
             own_facts = facts_of(status) if status else {}
@@ -353,9 +327,8 @@ class StatusBoard:
                 "since_step_s": age_s,
                 "loss": status.logged.get("loss") if status else None,
                 "neighbours": None,
+                "silent_s": self._silent_s(rank) if state == "silent" else None,
             }
-            if state == "silent":
-                facts["silent_s"] = self._silent_s(rank)
             for name in ("rank", "incarnation", "restarts", "gradient_steps", "samples"):
                 facts[name] = max(getattr(member, name), own_facts.get(name, 0))
             if state not in GONE:
@@ -372,9 +345,8 @@ class StatusBoard:
         """Return the time since one of those who answer, and are linked to it, heard it last."""
         heard_ago_s = (
             each.heard_ago_s
-            for source in self._sources.values()
-            if source.status is not None and source.is_answering
-            for each in source.status.neighbours
+            for status in self._present()
+            for each in status.neighbours
             if each.rank == rank and each.heard_ago_s is not None
         )
         return min(heard_ago_s, default=None)
@@ -384,16 +356,9 @@ class StatusBoard:
     def _notices(self, now_s: float) -> tuple[NoticeStatus, ...]:
         """Return every event once, however many workers noticed it, oldest first."""
         noticed = (
-            Event.noticed(
-                source.status.rank,
-                source.answered_s - each.ago_s,
-                each.rank,
-                each.kind,
-                each.silent_s,
-            )
-            for source in self._sources.values()
-            if source.status is not None
-            for each in source.status.notices
+            Event.noticed(status.rank, at_s - each.ago_s, each.rank, each.kind, each.silent_s)
+            for status, at_s in self._answers.values()
+            for each in status.notices
         )
         return tuple(
             NoticeStatus(each.rank, each.what, now_s - each.time_s, each.silent_s)
@@ -418,31 +383,26 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _order(member: MemberStatus) -> tuple[int, int, int]:
+def _advance(member: MemberStatus) -> tuple[int, int, int]:
     return (member.incarnation, _ORDER.index(member.state), member.samples)
 
 
 def mark_slow(workers: Iterable[JobWorker]) -> tuple[JobWorker, ...]:
     """Add how each worker's step compares with the median of the others', and mark the slow."""
-    workers = tuple(workers)
-    steps = {each.rank: each.step_seconds for each in workers if each.is_answering}
-    known = {rank: seconds for rank, seconds in steps.items() if seconds}
-    marked = []
+    workers, marked = tuple(workers), []
+    known = {each.rank: s for each in workers if each.is_answering and (s := each.step_seconds)}
     for worker in workers:
         others = [seconds for rank, seconds in known.items() if rank != worker.rank]
         if worker.rank in known and others and worker.state in ("training", "idle"):
             factor = known[worker.rank] / median(others)
             is_slow = factor > SLOW_FACTOR and worker.state == "training"
-            worker = msgspec.structs.replace(
-                worker, step_factor=factor, state="slow" if is_slow else worker.state
-            )
+            state = "slow" if is_slow else worker.state
+            worker = msgspec.structs.replace(worker, step_factor=factor, state=state)
         marked.append(worker)
     return tuple(marked)
 
 
-def _state(
-    member: MemberStatus, own: WorkerStatus | None, *, is_silent: bool, is_idle: bool
-) -> str:
+def _state(member: MemberStatus, own: WorkerStatus | None, is_silent: bool, is_idle: bool) -> str:
     """Return the one word for a worker; ``own`` is its own answer, if there is one."""
     if own is not None:
         if member.state == "lost" and member.incarnation >= own.incarnation:

@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,8 +147,6 @@ _Of_training = CountsRecord | ValuesRecord | ConsolidatingRecord | EndRecord
 _Of_lives = BeganRecord | NoticeRecord | ProcessEndRecord
 Record = StartRecord | _Of_training | _Of_lives
 
-_encoder = msgspec.json.Encoder()
-
 
 # Reading.
 
@@ -232,7 +230,7 @@ class RunLogWriter:
         if not (resumes or (starts and starts[-1].run_id == run_id)):
             before, starts = [], []
         self._first = starts[0] if starts else None
-        self._last_s = _last_time_s(before)
+        self._last_s = max((each.time_s for each in before), default=0.0)
         self._path = path
         self._file = path.open("ab", buffering=0)
         kept = whole_lines(path.read_bytes()) if before else []
@@ -315,7 +313,7 @@ class RunLogWriter:
 
     def _write(self, record: Record) -> None:
         # One write call a line: a reader sees a line whole or not yet.
-        line = _encoder.encode(record) + b"\n"
+        line = msgspec.json.encode(record) + b"\n"
         try:
             if self._file.closed:
                 with self._path.open("ab", buffering=0) as file:
@@ -345,18 +343,15 @@ def write_process_end(path: Path, process_id: int, reason: str) -> None:
         if not starts or starts[-1].process_id != process_id:
             return
         now = since_boot_s(), time.time(), boot_id()
-        time_s = _elapsed_s(starts[0], _last_time_s(records), *now)
+        time_s = _elapsed_s(starts[0], max(each.time_s for each in records), *now)
         lines = whole_lines(path.read_bytes())
         with path.open("r+b", buffering=0) as file:
             file.truncate(sum(map(len, lines)))  # the process may have died in mid-line
             file.seek(0, os.SEEK_END)
-            file.write(_encoder.encode(ProcessEndRecord(round(time_s, 4), reason)) + b"\n")
+            line = msgspec.json.encode(ProcessEndRecord(round(time_s, 4), reason))
+            file.write(line + b"\n")
     except (OSError, ValueError) as error:
         logger.warning("cannot write the end of a worker's process into %s (%s)", path, error)
-
-
-def _last_time_s(records: Sequence[Record]) -> float:
-    return max((each.time_s for each in records), default=0.0)
 
 
 def _elapsed_s(

@@ -57,8 +57,7 @@ def _families(status: WorkerStatus) -> Iterator[tuple[str, Metric, _Samples]]:
         value = getattr(status, name)
         if metric.kind == "word":
             yield name, Metric(metric.help, "gauge"), [({"word": value}, 1)]
-            continue
-        if metric.label:
+        elif metric.label:
             yield name, metric, [({metric.label: key}, each) for key, each in value.items()]
         else:
             yield name, metric, [({}, value)]

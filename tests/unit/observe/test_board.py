@@ -157,19 +157,14 @@ def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard():
     assert worker(seen, 0).silent_s is None
 
 
-def test_a_process_that_was_lost_and_answers_again_is_in_the_same_life():
-    members = (member(0), member(1, incarnation=1), member(2, incarnation=3, restarts=1))
-    seen = Job(0).look({0: status(0, 3, members=members)})
-    assert [each.restarts for each in seen.workers] == [0, 0, 1]
-
-
 def test_a_worker_that_came_back_is_asked_where_it_is_now():
     job = Job(1)
     job.look({1: status(1, 2)})
     job.look({0: status(0, 2, logged={"loss": 7.0}), 1: status(1, 2)})
-    again = member(0, incarnation=1, status_address=address_of(9), samples=120)
+    again = member(0, incarnation=1, restarts=1, status_address=address_of(9), samples=120)
     seen = job.look({0: None, 1: status(1, 2, members=(again, member(1)))})
-    assert (worker(seen, 0).incarnation, worker(seen, 0).loss) == (1, None)
+    came_back = worker(seen, 0)
+    assert (came_back.incarnation, came_back.restarts, came_back.loss) == (1, 1, None)
     assert address_of(9) in job.board.addresses()
     assert address_of(0) not in job.board.addresses()
     life = status(0, 2, incarnation=1, samples=130, members=(again, member(1)))
@@ -303,18 +298,10 @@ def test_once_nobody_answers_the_last_stays_and_says_how_old_it_is():
     assert "Connection refused" in job.board.failures[address_of(0)]
 
 
-@pytest.mark.parametrize(
-    ("facts", "is_over"),
-    [
-        ({"state": "averaging"}, True),
-        ({"budget_samples": 200}, True),
-        ({"budget_samples": 201}, False),
-    ],
-)
-def test_whether_a_run_is_over(facts, is_over):
-    job = Job(0, 1)
-    seen = job.look({0: status(0, 2, **facts), 1: status(1, 2, **facts)})
-    assert seen.is_over is is_over
+def test_a_run_is_over_when_all_average_or_the_budget_is_used_up():
+    for facts in ({"state": "averaging"}, {"budget_samples": 100}):
+        assert Job(0).look({0: status(0, 1, **facts)}).is_over
+    assert not Job(0).look({0: status(0, 1, budget_samples=101)}).is_over
 
 
 def test_a_run_that_was_near_its_end_is_over_soon_after_the_last_answer():
