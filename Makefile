@@ -77,9 +77,10 @@ large: $(VENV)/dev.installed
 cluster-test: $(VENV)/cluster.installed
 	$(BIN)/python -m pytest $(addprefix tests/clusters/,ray_local.py slurm.py) $(ARGS)
 
-# The page of `gossipdp report` in Chromium (apt-get install chromium); screenshots in runs/browser.
+# The pages of `gossipdp report` and of a status port in Chromium (apt-get install chromium);
+# screenshots in runs/browser.
 browser-test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest tests/browser/report_page.py $(ARGS)
+	$(BIN)/python -m pytest tests/browser/pages.py $(ARGS)
 
 # All benchmarks, in less than 20 minutes on two cores; ARGS="memory overlap" for some of them.
 bench: $(VENV)/dev.installed

@@ -223,11 +223,8 @@ def summary(job: JobStatus) -> str:
 
 
 def _head(job: JobStatus) -> Text:
-    graph = (
-        f" on {printable(job.graph)}, comm rate {printable(shown_rate(job.comm_rate))}"
-        if job.graph
-        else ""
-    )
+    rate = printable(shown_rate(job.comm_rate))
+    graph = f" on {printable(job.graph)}, comm rate {rate}" if job.graph else ""
     text = Text(f"run {printable(job.run_id)[:12]}: {printable(job.method)}{graph}\n")
     return text.append(_states(job), style="bold")
 

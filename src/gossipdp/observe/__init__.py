@@ -3,6 +3,6 @@
 log          the lines of a worker's log: writing them, and reading them, also while it grows
 status       a worker's account of itself and of the others, as JSON, and asking for it
 prometheus   the same as metrics
-server       an HTTP server for both
-board        the answers of several workers, put together to a job, for ``gossipdp top``
+server       an HTTP server for both, and for the page of the job in a browser
+board        the answers of several workers, put together to a job, for that and ``gossipdp top``
 """

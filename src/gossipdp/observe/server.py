@@ -6,7 +6,7 @@ strangers do:
 - At most ``MAX_CONNECTIONS`` connections live at once; if there are more, the oldest is ended. Each
   has ``CONNECTION_S`` for its request of at most ``MAX_REQUEST_BYTES``, and as long again to take
   the answer.
-- A page is built at most once in ``REBUILD_S``; a request before that gets the last page built.
+- A page is built at most once in its ``rebuild_s``; a request before that gets the last one built.
 - The server shows the pages that it was given and reads no files.
 - On a loopback address it answers a request only if its Host header, if there is one, holds an
   address or localhost. So no web page can read it through a domain name that leads here.
@@ -29,14 +29,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
+
+import msgspec
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import show_address
 from gossipdp.links import sockets
 from gossipdp.logs import OnceLog
-from gossipdp.observe.status import STATUS_PATH
+from gossipdp.observe.board import GONE, StatusBoard
+from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
+from gossipdp.observe.status import (
+    METRICS_PATH,
+    STATUS_PATH,
+    StatusPoll,
+    WorkerStatus,
+    encode_status,
+    notice_words,
+)
 
 logger = logging.getLogger("gossipdp.observe")
 
@@ -49,6 +61,9 @@ PAUSE_S = 0.2
 LOOK_EVERY_S = 0.1
 """The time between two looks of the accepting thread at whether it must end."""
 JOIN_TIMEOUT_S = 2.0
+# The job is built at most this often, waits this long for the other workers, and forgets what it
+# knew of them if nobody looked for this long.
+JOB_REBUILD_S, JOB_WAIT_S, JOB_PAUSE_S = 1.0, 0.5, 10.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,45 @@ class Page:
 
     content_type: str
     build: Callable[[], bytes]
+    rebuild_s: float = REBUILD_S
+
+
+def pages_of(status: Callable[[], WorkerStatus]) -> dict[str, Page]:
+    """Return a worker's pages: the job for a browser, the JSON that it reads, and its status."""
+    html = resources.files("gossipdp.observe").joinpath("page.html").read_bytes()
+    return {
+        "/": Page("text/html; charset=utf-8", lambda: html),
+        "/job": Page("application/json", JobView(status).build, JOB_REBUILD_S),
+        STATUS_PATH: Page("application/json", lambda: encode_status(status())),
+        METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
+    }
+
+
+class JobView:
+    """The job as ``gossipdp top`` shows it, seen from one worker, while somebody looks at it.
+
+    Args:
+        status: gives the worker's own status; the others are asked at their status ports.
+    """
+
+    def __init__(self, status: Callable[[], WorkerStatus]) -> None:
+        self._status = status
+        self._built_s = -math.inf
+
+    def build(self) -> bytes:
+        """Return the job, and its notices in words, as JSON."""
+        if time.monotonic() > self._built_s + JOB_PAUSE_S:
+            self._board, self._poll = StatusBoard(()), StatusPoll()
+        own = self._status()
+        known = {each.rank: each.status_address for each in own.members if each.state not in GONE}
+        # Those of the look before are asked once more, so that the dead do not count as answering.
+        others = {*self._board.addresses(), *known.values()} - {"", known.get(own.rank)}
+        answers = self._poll.answers(others, JOB_WAIT_S)
+        self._built_s = now_s = time.monotonic()
+        self._board.take({"": own, **answers}, now_s)
+        job = self._board.job(now_s)
+        words = [notice_words(each.kind, each.silent_s) for each in job.notices]
+        return msgspec.json.encode({"job": job, "notice_words": words})
 
 
 class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
@@ -77,12 +131,10 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
         # Not the base class's own socket, which every forked child would keep.
         socketserver.BaseServer.__init__(self, (host, port), _Handler)
         self.socket = sockets.listen(host, port)
-        bound = self.socket.getsockname()
-        self.address: tuple[str, int] = (bound[0], bound[1])
-        self.is_loopback = ipaddress.ip_address(bound[0]).is_loopback
+        self.address: tuple[str, int] = self.socket.getsockname()[:2]
+        self.is_loopback = ipaddress.ip_address(self.address[0]).is_loopback
         self.pages: Mapping[str, Page] = {}
         self._clock = clock
-        self._build_lock = threading.Lock()
         self._built: dict[str, tuple[float, bytes]] = {}
         self._connections: dict[socket.socket, None] = {}  # the oldest first
         self._once = OnceLog(logger)
@@ -92,6 +144,8 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
     def serve(self, pages: Mapping[str, Page]) -> None:
         """Show these pages, each under its path."""
         self.pages = pages
+        # One for each page: the job's waits for other workers, which may ask for this one's status.
+        self._build_locks = {path: threading.Lock() for path in pages}
         name = f"gossipdp-status-{self.address[1]}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -111,10 +165,10 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
 
     def built(self, path: str) -> bytes | None:
         """Return the page under a path, built now if the last one is old; None if that fails."""
-        with self._build_lock:
+        with self._build_locks[path]:
             built_s, body = self._built.get(path, (-math.inf, b""))
             now_s = self._clock()
-            if now_s >= built_s + REBUILD_S:
+            if now_s >= built_s + self.pages[path].rebuild_s:
                 try:
                     body = self.pages[path].build()
                 except Exception as error:
@@ -161,15 +215,6 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
         for connection in list(self._connections)[: max(0, num_oldest)]:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own."""
-        threading.Thread(
-            target=self.process_request_thread,
-            args=(request, client_address),
-            name=f"gossipdp-status-{self.address[1]}-answer",
-            daemon=True,
-        ).start()
 
     def close_request(self, request: Any) -> None:
         """Close a connection."""
@@ -271,8 +316,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.server.is_loopback and not _is_local(self.headers["Host"]):
             # If a web page's domain name was made to lead here, the header holds that name.
             self.send_error(403, explain="ask by an address, or as localhost")
-        elif path == "/":
-            self._send("text/plain; charset=utf-8", "".join(f"{each}\n" for each in pages).encode())
         elif path not in pages:
             self.send_error(404, explain=f"there are {', '.join(pages)}")
         elif (body := self.server.built(path)) is None:

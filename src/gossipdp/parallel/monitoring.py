@@ -29,14 +29,7 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.environment import Environment
 from gossipdp.links.clock import boot_id, since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
-from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
-from gossipdp.observe.status import (
-    METRICS_PATH,
-    STATUS_PATH,
-    NoticeStatus,
-    WorkerStatus,
-    encode_status,
-)
+from gossipdp.observe.status import NoticeStatus, WorkerStatus
 from gossipdp.parallel.checkpoint_files import in_use
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import Options
@@ -90,17 +83,9 @@ class Monitoring:
         ``budget`` returns the samples that all workers are to train on, as far as is known.
         """
         if self.page is not None:
-            from gossipdp.observe.server import Page
+            from gossipdp.observe.server import pages_of
 
-            def status() -> WorkerStatus:
-                return self._status(engine, stats(), budget())
-
-            self.page.show(
-                {
-                    STATUS_PATH: Page("application/json", lambda: encode_status(status())),
-                    METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
-                }
-            )
+            self.page.show(pages_of(lambda: self._status(engine, stats(), budget())))
         asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
         directory = self._options.monitor.log_dir or asked
         if directory is None or not self._is_shown:

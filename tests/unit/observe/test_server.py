@@ -4,16 +4,21 @@ import errno
 import http.client
 import logging
 import os
+import re
 import select
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 from waiting import LONGEST_S, wait_until
 
+from gossipdp.launcher.environment import show_address
 from gossipdp.links.sockets import Listener
 from gossipdp.observe import server as status_server
-from gossipdp.observe.server import Page, StatusServer
+from gossipdp.observe.server import JobView, Page, StatusServer, pages_of
+from gossipdp.observe.status import MemberStatus, WorkerStatus
 
 Serve = Callable[..., StatusServer]
 
@@ -22,10 +27,10 @@ Serve = Callable[..., StatusServer]
 def serve() -> Iterator[Serve]:
     servers: list[StatusServer] = []
 
-    def start(build: Callable[[], bytes] = lambda: b"{}", **options: object) -> StatusServer:
-        server = StatusServer("127.0.0.1", 0, **options)  # type: ignore[arg-type]
+    def start(pages: Any = lambda: b"{}", **options: Any) -> StatusServer:
+        server = StatusServer("127.0.0.1", 0, **options)
         servers.append(server)
-        server.serve({"/status": Page("application/json", build)})
+        server.serve({"/status": Page("application/json", pages)} if callable(pages) else pages)
         return server
 
     yield start
@@ -65,7 +70,6 @@ def test_a_page_is_shown_with_its_type_and_others_are_named(serve):
         assert (response.status, body) == (200, shown)
         assert response.headers["Content-Type"] == "application/json"
         assert response.headers["Content-Length"] == "10"
-    assert get(server, "/")[1] == b"/status\n"
     response, body = get(server, "/secret")
     assert (response.status, body) == (404, b"there are /status\n")
     assert get(server, method="POST")[0].status == 501
@@ -154,7 +158,48 @@ def test_a_page_that_fails_is_an_answer_and_one_warning(serve, caplog):
     with caplog.at_level(logging.WARNING, "gossipdp"):
         assert [get(server)[0].status for _ in range(2)] == [500, 500]
     assert caplog.text.count("cannot show /status") == 1
-    assert get(server, "/")[0].status == 200
+
+
+def account(rank: int, *members: MemberStatus) -> WorkerStatus:
+    about = ("7f", "a2cid2", "ring", 1.0, "node", 1, "training", 300)
+    return WorkerStatus(rank, 0, 3, *about, logged={"loss": rank}, members=members)
+
+
+def test_a_worker_shows_the_whole_job_by_asking_the_others(serve):
+    members: list[MemberStatus] = []
+    servers = [serve(pages_of(lambda at=at: account(at, *members))) for at in range(2)]
+    places = [*(show_address(*each.address) for each in servers), "127.0.0.1:1"]
+    members += [MemberStatus(at, 0, "training", status_address=it) for at, it in enumerate(places)]
+    job = msgspec.json.decode(get(servers[0], "/job")[1])["job"]
+    seen = [(each["state"], each["loss"]) for each in job["workers"]]
+    assert seen == [("training", 0), ("training", 1), ("no answer", None)]
+
+
+def test_the_page_for_a_browser_is_whole_and_takes_no_text_for_markup(serve):
+    response, body = get(serve(pages_of(lambda: account(0))), "/")
+    assert response.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert body.endswith(b"</html>\n")
+    assert not re.findall(rb"https?:|src=|@import|url\(|HTML\b(?<!DOCTYPE HTML)|\.write", body)
+
+
+@pytest.mark.parametrize("pause_s", [LONGEST_S, -1.0])
+def test_a_worker_that_was_lost_is_not_shown_as_one_that_answers(serve, monkeypatch, pause_s):
+    monkeypatch.setattr(status_server, "JOB_PAUSE_S", pause_s)
+    there = serve(pages_of(lambda: account(1)))
+    member = MemberStatus(1, 0, "training", status_address=show_address(*there.address))
+    own = [account(0, member)]
+    view = JobView(lambda: own[0])
+    assert b'"state":"training"' in view.build()
+    if pause_s > 0:  # it is asked once more
+        there.close()
+    own[0] = account(0, msgspec.structs.replace(member, state="lost"))
+    assert b'"state":"lost"' in view.build()
+
+
+def test_a_page_that_waits_delays_no_other(serve):
+    waits = Page("", lambda: get(server)[1])
+    server = serve({"/job": waits, "/status": Page("", lambda: b"mine")})
+    assert get(server, "/job")[1] == b"mine"
 
 
 def test_a_failure_of_the_thread_ends_it_with_a_warning(caplog, monkeypatch):
