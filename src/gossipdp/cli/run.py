@@ -288,7 +288,10 @@ def _num_workers(arguments: RunArguments) -> int:
         )
     if number is None:
         if "RANK" not in with_torchrun_names(os.environ):
-            raise ValueError("-n is missing before the script; say how many workers to start")
+            raise ValueError(
+                "-n is missing: say how many workers to start. Options come before the script, as "
+                "in gossipdp run -n 4 train.py: what follows the script is the script's"
+            )
         return 1
     if number % num_shards:
         raise ValueError(

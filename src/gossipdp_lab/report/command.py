@@ -42,8 +42,8 @@ def run(arguments: ReportArguments) -> int:
     page = render(run_log, directory.absolute().name)
     try:
         output.write_text(page, "utf-8")
-    except OSError as error:
-        error.filename = str(output)  # a full disk names none
-        raise
+    except OSError as error:  # such as a full disk, which names no file
+        reason = f"{output} cannot be written: {error.strerror}"
+        raise ValueError(f"{reason}; name a file elsewhere with --output") from None
     sys.stdout.write(f"report: {output} ({len(page.encode()) / 1e3:.0f} kB, opens offline)\n")
     return 0
