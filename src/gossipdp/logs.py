@@ -51,11 +51,6 @@ def configure(level: str | None = None) -> None:
 
     Raises:
         ValueError: the level, or GOSSIPDP_LOG, is not one of :data:`LEVELS`.
-
-    Example:
-        >>> configure("info")
-        >>> logging.getLogger("gossipdp").level == logging.INFO
-        True
     """
     global _handler  # noqa: PLW0603 (one handler a process)
     name = "the log level"
@@ -80,12 +75,7 @@ def configure(level: str | None = None) -> None:
 
 
 def printable(text: str, most: int = 200) -> str:
-    r"""Return at most ``most`` letters of a foreign text, without control characters.
-
-    Example:
-        >>> printable("rank 3\x1b[2J")
-        'rank 3?[2J'
-    """
+    r"""Return at most ``most`` letters of a foreign text, without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
 
 

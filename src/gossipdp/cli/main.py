@@ -69,11 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         SystemExit: tyro has shown help (0), or a mistake in the words of the call (2).
-
-    Example:
-        >>> main(["--version"])
-        gossipdp 0.3.0.dev0
-        0
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--version"]:

@@ -113,14 +113,7 @@ FLAGS = ("-h", "--help")
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words after ``gossipdp run`` into its own options and the script with its words.
-
-    Example:
-        >>> split_script(["-n", "4", "train.py", "--lr", "0.1", "-n", "2"])
-        (['-n', '4'], ['train.py', '--lr', '0.1', '-n', '2'])
-        >>> split_script(["-n4", "-m", "package.train"])
-        (['-n', '4'], ['-m', 'package.train'])
-    """
+    """Split the words after ``gossipdp run`` into its own options and the script with its words."""
     options: list[str] = []
     rest = list(words)
     while rest and rest[0] != "-m" and rest[0].startswith("-"):
@@ -246,14 +239,6 @@ def stopped_line(saved: Iterable[tuple[int, str]], *, has_ended: bool = False) -
     """Return the line on a run that was stopped, from the (step, directory) of what was saved.
 
     ``has_ended``: a worker had the run's average before.
-
-    Example:
-        >>> stopped_line([(163, "ck"), (151, "ck")])
-        'stopped at steps 151 to 163; start it again with resume="auto" to go on from ck'
-        >>> stopped_line([])
-        'stopped; nothing was saved'
-        >>> stopped_line([], has_ended=True)
-        'stopped after the end of the run; nothing more was saved'
     """
     steps = sorted(step for step, _ in saved)
     places = sorted({directory for _, directory in saved})

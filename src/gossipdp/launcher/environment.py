@@ -146,10 +146,6 @@ class Environment:
         Raises:
             ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, a value is
                 not a number, or GOSSIPDP_JOIN holds no addresses.
-
-        Example:
-            >>> Environment.read({}).world_size
-            1
         """
         if variables is None:
             variables = all_variables()
@@ -260,12 +256,7 @@ class Environment:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address leads to this machine alone.
-
-    Example:
-        >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("10.0.0.1")
-        (True, True, False)
-    """
+    """Return whether a host's name or address leads to this machine alone."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -294,12 +285,7 @@ def shard_run_id(run_id: str, shard: int, num_shards: int) -> str:
 
 
 def check_secret(secret: bytes, name: str = "the secret") -> bytes:
-    """Return ``secret``; raise ValueError if it is so short that it could be guessed.
-
-    Example:
-        >>> check_secret(b"0123456789abcdef")
-        b'0123456789abcdef'
-    """
+    """Return ``secret``; raise ValueError if it is so short that it could be guessed."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
             f"{name} has {len(secret)} bytes; give at least {MIN_SECRET_BYTES}, for example from "
@@ -309,16 +295,7 @@ def check_secret(secret: bytes, name: str = "the secret") -> bytes:
 
 
 def read_addresses(name: str, text: str) -> tuple[tuple[str, int], ...]:
-    """Return the (host, port) pairs that ``text``, the value of ``name``, lists.
-
-    Example:
-        >>> read_addresses("GOSSIPDP_JOIN", "10.0.0.1:4000, [::1]:4001")
-        (('10.0.0.1', 4000), ('::1', 4001))
-        >>> read_addresses("--join", "10.0.0.1")
-        Traceback (most recent call last):
-        ...
-        ValueError: --join is '10.0.0.1'; write HOST:PORT, or several with commas between them
-    """
+    """Return the (host, port) pairs that ``text``, the value of ``name``, lists."""
     if not text.strip():
         return ()
     addresses = []

@@ -22,10 +22,6 @@ def with_torchrun_names(variables: Mapping[str, str]) -> dict[str, str]:
 
     Raises:
         ValueError: a variable of Slurm has an unknown form.
-
-    Example:
-        >>> with_torchrun_names({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"})["RANK"]
-        '2'
     """
     given = {name: value for name, value in variables.items() if value}
     if "RANK" in given:
@@ -70,12 +66,7 @@ def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a list in Slurm's short form.
-
-    Example:
-        >>> first_host("gpu[003-007,12],cpu1"), first_host("rack[0-1]node[4,6]"), first_host("vm")
-        ('gpu003', 'rack0node4', 'vm')
-    """
+    """Return the first host of a list in Slurm's short form."""
     match = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", hosts)
     if match is None:
         raise ValueError(f"no host in the Slurm host list {hosts!r}; set MASTER_ADDR yourself")
@@ -83,12 +74,7 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks of each node, from Slurm's short form.
-
-    Example:
-        >>> tasks_per_node("4(x2),3")
-        [4, 4, 3]
-    """
+    """Return the number of tasks of each node, from Slurm's short form."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

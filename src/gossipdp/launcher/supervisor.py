@@ -219,12 +219,7 @@ class ReplicaProcess(WorkerProcess):
 
 
 def exit_reason(code: int) -> str:
-    """Return an exit code in words, none for 0; a negative code is minus the signal.
-
-    Example:
-        >>> exit_reason(-9)
-        'died of signal 9 (SIGKILL)'
-    """
+    """Return an exit code in words, none for 0; a negative code is minus the signal."""
     if code >= 0:
         return f"ended with exit code {code}" if code else ""
     names = {each.value: each.name for each in signal.Signals}
@@ -232,12 +227,7 @@ def exit_reason(code: int) -> str:
 
 
 def shown_rank(rank: int) -> str:
-    """Return a rank for people; a negative one stands for a worker that has none yet.
-
-    Example:
-        >>> shown_rank(3), shown_rank(-1), shown_rank(-2)
-        ('3', '+0', '+1')
-    """
+    """Return a rank for people; a negative one stands for a worker that has none yet."""
     return str(rank) if rank >= 0 else f"+{-1 - rank}"
 
 

@@ -121,15 +121,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 
 
 class Speeds:
-    """The speeds of counters, by key, from their latest values.
-
-    Example:
-        >>> speeds = Speeds()
-        >>> for at_s in range(4):
-        ...     speeds.note("bytes", at_s, 30 * at_s)
-        >>> speeds.since("bytes", 1.0)
-        30.0
-    """
+    """The speeds of counters, by key, from their latest values."""
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, deque[tuple[float, int]]] = {}

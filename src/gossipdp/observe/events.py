@@ -65,12 +65,6 @@ def events_of(notices: Iterable[Event]) -> list[Event]:
 
     A worker that was stopped itself notices late what happened meanwhile, but knows since when. So
     two notices are of one event if their own times agree, or their times since when.
-
-    Example:
-        >>> times_s = [5.0, 6.0, 20.0]
-        >>> notices = [Event.noticed(by, at_s, 3, "lost", None) for by, at_s in enumerate(times_s)]
-        >>> [(event.time_s, event.witnesses) for event in events_of(notices)]
-        [(5.0, (0, 1)), (20.0, (2,))]
     """
     events: dict[tuple[int, str], list[Event]] = {}
     prompt_s: dict[tuple[int, str], float] = {}  # the last notice that was not late

@@ -122,10 +122,6 @@ def goodput_of(parts: Iterable[Part]) -> float:
 
     A worker of unknown full speed, such as one that has just been started again, counts with the
     median of the others'.
-
-    Example:
-        >>> goodput_of([Part(1000, 10.0, 100.0), Part(250, 10.0, 100.0)])
-        0.625
     """
     parts = [part for part in parts if part.seconds > 0]
     speeds = [part.full_samples_per_second for part in parts]
@@ -144,10 +140,6 @@ def lost_seconds_per_fault(parts: Iterable[Part], num_faults: int) -> float:
     """Return (1 - goodput) Σ T / faults, in seconds of one worker; NaN without a fault.
 
     All that is lost is laid to the faults, also what evaluations and saving took.
-
-    Example:
-        >>> lost_seconds_per_fault([Part(1000, 10.0, 100.0), Part(250, 10.0, 100.0)], 3)
-        2.5
     """
     parts = list(parts)
     if num_faults == 0:

@@ -22,19 +22,7 @@ _Samples: TypeAlias = list[tuple[dict[str, object], float | None]]
 
 
 def metrics_text(status: WorkerStatus) -> bytes:
-    """Return the page.
-
-    Example:
-        >>> status = WorkerStatus(
-        ...     3, 0, 4, "7f", "gossip", "ring", 1.0, "node", 1, "training", 80, samples=9
-        ... )
-        >>> for line in metrics_text(status).decode().splitlines():
-        ...     if "gossipdp_samples_total" in line:
-        ...         print(line)
-        # HELP gossipdp_samples_total Samples that this worker trained on.
-        # TYPE gossipdp_samples_total counter
-        gossipdp_samples_total{rank="3"} 9.0
-    """
+    """Return the page."""
     lines = []
     for field, metric, samples in _families(status):
         stem = f"{field.removesuffix('_s')}_seconds" if field.endswith("_s") else field

@@ -85,14 +85,7 @@ class NoticeStatus(msgspec.Struct, frozen=True):
 
 
 def notice_words(kind: str, silent_s: float | None = None) -> str:
-    """Return a notice in words, for people; they complete "worker 3 ...".
-
-    Example:
-        >>> notice_words("answered", 8.21)
-        'answers again after 8.2 s of silence'
-        >>> notice_words("lost")
-        'is no longer heard; the others go on without it'
-    """
+    """Return a notice in words, for people; they complete "worker 3 ..."."""
     silence = "" if silent_s is None else f"{silent_s:.1f} s"
     words = {
         "joined": "joined the run",

@@ -43,10 +43,6 @@ def chunk_bytes_for(model_bytes: int, *, is_on_accelerator: bool = False) -> int
 
     Raises:
         ValueError: GOSSIPDP_CHUNK_MIB is not a whole number from 1 to 64.
-
-    Example:
-        >>> [chunk_bytes_for(1 << bits) >> 20 for bits in (20, 29, 40)]
-        [1, 2, 4]
     """
     if (given := os.environ.get(CHUNK_VARIABLE)) is not None:
         if not given.isdecimal() or not 1 <= int(given) <= frames.MAX_CHUNK_BYTES >> 20:

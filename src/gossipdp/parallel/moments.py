@@ -71,10 +71,6 @@ def steps_between(decay: float) -> float:
     """Return the gradient steps after which a moment travels again by default, if not before.
 
     ``decay``: the share of it that a step keeps, so that it remembers 1 / (1 - decay) steps.
-
-    Example:
-        >>> [round(steps_between(decay), 1) for decay in (0.9, 0.95, 0.99, 0.999)]
-        [2.5, 5.0, 25.0, 250.0]
     """
     return SHARE_OF_MEMORY / max(1.0 - decay, 1e-9)
 

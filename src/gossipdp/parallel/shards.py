@@ -54,13 +54,7 @@ def as_dtensor(tensor: Tensor) -> "DTensor | None":
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return a tensor's values in this process: itself, or a DTensor's own part, not copied.
-
-    Example:
-        >>> tensor = torch.ones(2)
-        >>> local(tensor) is tensor
-        True
-    """
+    """Return a tensor's values in this process: itself, or a DTensor's own part, not copied."""
     sharded = as_dtensor(tensor)
     if sharded is None:
         return tensor

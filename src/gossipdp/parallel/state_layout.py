@@ -120,11 +120,6 @@ def pack(state: Any, inline_bytes: int = 0, *, place: str = "state") -> tuple[by
 
     Raises:
         ValueError: something else is in it; the message names its place.
-
-    Example:
-        >>> layout, tensors = pack({"step": 3, "mean": [torch.ones(2), None]})
-        >>> decode(layout).unpack(tensors)
-        {'step': 3, 'mean': [tensor([1., 1.]), None]}
     """
     packer = _Packer(inline_bytes)
     layout = msgspec.msgpack.encode(packer.pack(state, place, 0))

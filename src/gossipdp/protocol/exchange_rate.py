@@ -75,10 +75,6 @@ def affordable_rate(
         held_s: the part of d for which the worker's own limit held its bytes back.
         processor: (seconds of an exchange, idle share) pairs: p / l with c, q / l with i.
         most_taken: m.
-
-    Example:
-        >>> affordable_rate(step_s=0.1, exchange_s=0.2)
-        (0.25, 'link')
     """
     allowed: dict[Bound, float] = {"ceiling": CEILING}
     is_limited = exchange_s > HYSTERESIS * (exchange_s - held_s)

@@ -267,12 +267,6 @@ def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int,
 
     Raises:
         ValueError: there are no records, or the rank or its incarnation is out of bounds.
-
-    Example:
-        >>> first_incarnation([Member(0, 2, 7), Member(1, 0, 8)], None)
-        (2, 0)
-        >>> first_incarnation([Member(0, 2, 7), Member(1, 0, 8)], 0)
-        (0, 3)
     """
     known = {member.rank: member.incarnation for member in members}
     if not known:

@@ -58,10 +58,6 @@ def tree(ranks: Sequence[int], *, has_suspects: bool = False) -> dict[int, int |
 
     It is the binary heap over the members in their order. If some of them, the last ones, are
     suspect, the root has one child, with the heap below it, so there is a way round any bad link.
-
-    Example:
-        >>> tree(range(4))
-        {0: None, 1: 0, 2: 0, 3: 1}
     """
     root, *others = ranks
     parents: dict[int, int | None] = {root: None}

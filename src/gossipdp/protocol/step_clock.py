@@ -37,12 +37,6 @@ class StepClock:
 
     Until four steps have ended there is no step duration, and no tick: the first steps
     (compilation, cold caches) say nothing about the later ones.
-
-    Example:
-        >>> clock = StepClock(0.5, Random(0))
-        >>> [clock.step(now=float(second)) for second in range(6)][-1]
-        >>> clock.step_seconds
-        1.0
     """
 
     def __init__(self, rate_per_step: float, random: Random) -> None:
