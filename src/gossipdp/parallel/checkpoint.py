@@ -44,12 +44,7 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import working_dtype
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import state_layout
-from gossipdp.parallel.checkpoint_files import (
-    DamagedFileError,
-    in_use,
-    read_metadata,
-    read_tensors,
-)
+from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
 from gossipdp.parallel.options import PathLike
 from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, ProgressEntry, Status
@@ -380,11 +375,10 @@ def _files_to_go_on_from(
         source is not None and directory is not None and source.resolve() == directory.resolve()
     )
     if directory is not None and not goes_on_there and _holds_files(directory):
-        with in_use(directory, ""):  # raises a better error if that run is alive
-            raise ValueError(
-                f"{str(directory)!r} holds checkpoints of another run; go on from them with "
-                "resume='auto', or choose another directory"
-            )
+        raise ValueError(
+            f"{str(directory)!r} holds checkpoints of another run; go on from them with "
+            "resume='auto', or choose another directory"
+        )
     if source is None:
         return None
     if by_rank := saved_in(source, warns=True):

@@ -20,6 +20,7 @@ from gossipdp.launcher.reports import Report, send_report
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
+from gossipdp.parallel.checkpoint_files import in_use
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
@@ -220,23 +221,26 @@ class Session:
 def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resumption | None:
     """Find the checkpoint that the run goes on from; one step for all processes of a replica.
 
-    A process that was killed may have written one checkpoint more, or less, than the others.
+    A process that was killed may have written one checkpoint more, or less, than the others. A run
+    that lives would remove files meanwhile, so it is looked for first; this one has no name yet.
     """
     saving, environment = options.checkpoints, replica.environment
+    directory = None if saving.directory is None else Path(saving.directory)
     newest_step = math.inf
-    while True:
-        resumption = find_resumption(
-            saving.resume,
-            None if saving.directory is None else Path(saving.directory),
-            rank=environment.rank,
-            world_size=environment.world_size,
-            layout=layout_of(named_tensors(module)),
-            newest_step=newest_step,
-        )
-        (steps,) = replica.gather(-1 if resumption is None else resumption.counts.step)
-        if len(set(steps)) == 1:
-            return resumption
-        newest_step = min(steps)
+    with contextlib.nullcontext() if directory is None else in_use(directory, ""):
+        while True:
+            resumption = find_resumption(
+                saving.resume,
+                directory,
+                rank=environment.rank,
+                world_size=environment.world_size,
+                layout=layout_of(named_tensors(module)),
+                newest_step=newest_step,
+            )
+            (steps,) = replica.gather(-1 if resumption is None else resumption.counts.step)
+            if len(set(steps)) == 1:
+                return resumption
+            newest_step = min(steps)
 
 
 def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
