@@ -273,10 +273,11 @@ class StatusBoard:
 
     def _members(self) -> dict[int, MemberStatus]:
         """Return the most advanced record of each worker, by rank."""
-        members: dict[int, MemberStatus] = {}
-        for member in sorted(self._views(), key=_advance):
-            members[member.rank] = member
-        return dict(sorted(members.items()))
+        latest_last = sorted(
+            self._views(),
+            key=lambda each: (each.incarnation, _ORDER.index(each.state), each.samples),
+        )
+        return dict(sorted({each.rank: each for each in latest_last}.items()))
 
     def _own(self) -> dict[int, tuple[WorkerStatus, bool]]:
         """Return each worker's own last answer, in its latest life, and whether it answers now."""
@@ -373,10 +374,6 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _advance(member: MemberStatus) -> tuple[int, int, int]:
-    return (member.incarnation, _ORDER.index(member.state), member.samples)
 
 
 def mark_slow(workers: Iterable[JobWorker]) -> tuple[JobWorker, ...]:

@@ -142,6 +142,9 @@ class WorkerStatus(Counters, frozen=True):
     notices: tuple[NoticeStatus, ...] = ()
 
 
+# Built by the importing thread: msgspec (0.22) crashes if two threads need a struct's types first.
+msgspec.json.Decoder(WorkerStatus)
+
 # JSON has neither NaN nor infinity, so they become null.
 encode_status = msgspec.json.Encoder().encode
 

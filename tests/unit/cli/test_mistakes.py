@@ -15,7 +15,6 @@ WORDS = [
     ("", "Expected one of {run, plan,", "gossipdp --help"),
     ("bogus", "Unrecognized options: bogus", "Available subcommands: run, plan, top, tls-init"),
     ("plan 3 --bogus 1", "Unrecognized options: 3", "gossipdp plan --help"),
-    ("plan --workers x", "Error parsing --workers", "['x']"),
     ("run --nodes 2", "Perhaps you meant:", "--nnodes INT"),
     ("run -n two train.py", "Error parsing -n/--nproc-per-node/--workers", "['two']"),
     ("tls-init", "Missing from gossipdp tls-init", "gossipdp tls-init --help"),
@@ -58,7 +57,6 @@ MISTAKES = [
     ("run -n 3 --nproc-per-replica 2 train.py", "-n is 3; it counts processes"),
     ("run --nproc-per-replica 2 train.py", "--nproc-per-replica needs -n"),
     ("run -n 2 --nnodes 2 train.py", "several hosts need one --rendezvous HOST:PORT"),
-    ("run -n 2 --nnodes 2 --rendezvous a:1 --port 5 train.py", "--port is for one host"),
     ("run -n 2 --node-rank 1 train.py", "--node-rank without --nnodes"),
     (
         "run -n 2 --nnodes 2 --node-rank 2 --rendezvous 127.0.0.1:1 train.py",
@@ -72,7 +70,6 @@ MISTAKES = [
     ("run -n 2 --secret-file short train.py", "short has 4 bytes; give at least 16"),
     ("run -n 2 --status-port 70000 train.py", "--status-port is 70000; it must be in 0..65535"),
     ("run -n 2 --faults 'kil 1' train.py", "--faults: 'kil 1': 'kil' is no fault; write kill ["),
-    ("run -n 2 --faults '' train.py", "--faults: '': an empty clause"),
     ("run -n 4 --nproc-per-replica 2 --faults 'kill 2' train.py", "no rank 2 among 2 workers"),
     ("run -n 2 --tls . train.py", "cert.pem: No such file or directory; gossipdp tls-init DIR"),
     # plan
@@ -82,10 +79,7 @@ MISTAKES = [
     ("plan --workers 4 --comm-rate 0", "comm rate 0.0 is not"),
     ("plan --graph ring --workers 4 --comm-rate 1e300", "is 5e+299, but must be positive, from"),
     # demo
-    ("demo --graph circle", "circle"),
-    ("demo --graph hypercube --workers 6", "hypercube"),
     ("demo --faults 'slow 2'", "--faults: 'slow 2': say how many times slower: 4x"),
-    ("demo --faults 'kill 4 at 5s'", "no rank 4 among 4 workers; choose 0 to 3"),
     ("demo --faults 'kill 0 at 5s' --method allreduce", "--method allreduce"),
     ("demo --compare --workload digits", "--compare does not go with --workload"),
     ("demo --seconds 9 --samples 99", "--samples and --seconds both say when the run ends"),

@@ -237,9 +237,8 @@ def test_the_shortest_standstill_that_anybody_heard_counts():
 def test_steps_that_take_long_everywhere_are_no_standstill():
     job = Job(0)
     members = (member(0), member(1, since_step_s=20.0))
-    assert worker(job.look({0: status(0, 2, members=members, step_seconds=4.0)}), 1).state == (
-        "no answer"
-    )
+    seen = job.look({0: status(0, 2, members=members, step_seconds=4.0)})
+    assert worker(seen, 1).state == "no answer"
 
 
 def test_counts_that_fall_or_are_unknown_begin_anew():
