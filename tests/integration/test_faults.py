@@ -263,6 +263,8 @@ def kill_two_and_stop_the_third(directory: Path) -> None:
     if life == "0.1":
         os.kill(int((directory / "began-2.0").read_text()), signal.SIGCONT)
     worker.train_until((directory / "joined-0.1").exists)
+    # The stop may have lasted for longer than the time-out: the end would be without worker 2.
+    worker.train_until(lambda: worker.protocol.membership.live() == (0, 1, 2))
     worker.finish()
 
 
