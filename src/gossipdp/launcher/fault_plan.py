@@ -109,15 +109,7 @@ class Event:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Clauses, in the order of their text.
-
-    Example:
-        >>> plan = FaultPlan.parse("kill every 1m; stop 500ms 2 at 9s")
-        >>> str(plan)
-        'kill every 1m; stop 0.5s 2 at 9s'
-        >>> [(event.at_s, event.clause) for event in itertools.islice(plan.events(4), 3)]
-        [(9.0, 1), (60.0, 0), (120.0, 0)]
-    """
+    """Clauses, in the order of their text."""
 
     clauses: tuple[Clause, ...] = ()
 

@@ -493,9 +493,10 @@ class Supervisor:
         self._plan.close()
 
     def _kill_due_at(self, kill_at: float) -> float:
+        """Return when all are killed: later, if a worker said lately that it saves or has saved."""
         lives = [] if self._is_killing else [self._lives[each] for each in self.running]
         heard = [(max(kill_at, each.saves_s + PATIENCE_S), each.saves) for each in lives]
-        return max([kill_at, *(at + saves * self._grace_s for at, saves in heard)])
+        return max((at + saves * self._grace_s for at, saves in heard), default=kill_at)
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""

@@ -77,7 +77,9 @@ class Page:
 
 def pages_of(status: Callable[[], WorkerStatus]) -> dict[str, Page]:
     """Return a worker's pages: the job for a browser, the JSON that it reads, and its status."""
-    html = resources.files("gossipdp.observe").joinpath("page.html").read_bytes()
+    files = resources.files("gossipdp.observe")
+    style, html = (files.joinpath(name).read_bytes() for name in ("style.css", "page.html"))
+    html = html.replace(b"/* style.css */", style)
     return {
         "/": Page("text/html; charset=utf-8", lambda: html),
         "/job": Page("application/json", JobView(status).build, JOB_REBUILD_S),

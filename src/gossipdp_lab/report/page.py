@@ -57,12 +57,13 @@ def render(run_log: RunLog, name: str) -> str:
     # No number that page.js reads is NaN.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     files = resources.files("gossipdp_lab.report")
+    styles = resources.files("gossipdp.observe").joinpath("style.css"), files.joinpath("page.css")
     view = RunView(run_log)
     distance = view.consensus_distance
     return environment.get_template("page.html").render(
         name=name,
         version=gossipdp.__version__,
-        style=Markup(files.joinpath("page.css").read_text("utf-8")),
+        style=Markup("".join(each.read_text("utf-8") for each in styles)),
         script=Markup(files.joinpath("page.js").read_text("utf-8")),
         sections=SECTIONS,
         subtitle=_subtitle(view),
@@ -141,8 +142,7 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
             asked_for = f"set by itself: {bounds.most_common(1)[0][0]}" if bounds else ""
         tiles.append(("exchanges", number(view.num_exchanges), f"{view.log.num_ranks} workers"))
         tiles.append(("comm rate", rate, asked_for))
-    distance = view.consensus_distance
-    if distance is None:
+    if (distance := view.consensus_distance) is None:
         return [*tiles, ("consensus distance", "unknown", "no worker came to the end")]
     return [*tiles, ("consensus distance", number(distance), "exact, at the end")]
 
