@@ -15,7 +15,7 @@ def assert_bitwise(one: Any, other: Any) -> None:
             other.contiguous().reshape(-1).view(torch.uint8),
         )
     elif isinstance(one, dict):
-        assert [*map(repr, one)] == [*map(repr, other)]
+        assert [(type(key), repr(key)) for key in one] == [(type(key), repr(key)) for key in other]
         for a, b in zip(one.values(), other.values(), strict=True):
             assert_bitwise(a, b)
     elif isinstance(one, (list, tuple)):

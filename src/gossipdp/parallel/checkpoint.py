@@ -20,8 +20,8 @@ that resumes from it, or averages it with the others', is thrown back. So each c
 lives that had ended by then, and a checkpoint of a life that a newer one calls ended is passed
 over.
 
-- A death of the last ``GRACE_S`` does not count, nor one after this worker was asked to end: when a
-  whole run is ended, the workers that save last have seen the others die.
+- A death of the last ``ENDS_WITHIN_S`` does not count, nor one after this worker was asked to end:
+  when a whole run is ended, the workers that save last have seen the others die.
 - Two halves of a cut network call each other dead; both trained on, and both count.
 - A worker that was taken for dead by mistake, or started again, goes on under a higher incarnation:
   its later checkpoints are not of the life that ended.
@@ -55,7 +55,7 @@ FORMAT = "gossipdp checkpoint 7"
 _FILE_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 
-GRACE_S = 10.0
+ENDS_WITHIN_S = 10.0
 """The longest time from the end of a run's first worker, if the whole run is ended, until the last
 one is asked to end."""
 BEFORE_THIS_RUN = -1
@@ -88,6 +88,10 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int = 0
     ended: tuple[EndedLife, ...] = ()
     num_means: int = 0
+
+
+# Of this module, so that the importing thread builds the types: see observe/status.py.
+_decode_facts = msgspec.json.Decoder(Facts).decode
 
 
 class Counts(NamedTuple):
@@ -154,7 +158,7 @@ def _facts(path: Path) -> Facts:
             "go on with the version that wrote it, or move it away"
         )
     try:
-        return msgspec.json.decode(metadata.get("facts", ""), type=Facts)
+        return _decode_facts(metadata.get("facts", ""))
     except msgspec.MsgspecError as error:
         raise DamagedFileError(f"{path} is damaged: {error}") from error
 
@@ -208,7 +212,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
 def ended_lives(
     members: Iterable[Member], notices: Iterable[Notice], now_s: float
 ) -> tuple[EndedLife, ...]:
-    """Return the lives that ended more than ``GRACE_S`` ago, as one worker knows them.
+    """Return the lives that ended more than ``ENDS_WITHIN_S`` ago, as one worker knows them.
 
     Args:
         members: its view.
@@ -220,7 +224,7 @@ def ended_lives(
         (member.rank, incarnation)
         for member in members
         if (incarnation := member.incarnation - (member.status is not Status.DEAD)) >= 0
-        and now_s - died_s.get(member.rank, -math.inf) >= GRACE_S
+        and now_s - died_s.get(member.rank, -math.inf) >= ENDS_WITHIN_S
     )
 
 

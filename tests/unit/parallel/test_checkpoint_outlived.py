@@ -9,7 +9,7 @@ import torch
 
 from gossipdp.parallel.checkpoint import (
     BEFORE_THIS_RUN,
-    GRACE_S,
+    ENDS_WITHIN_S,
     Facts,
     Resumption,
     encode,
@@ -56,11 +56,11 @@ def test_lives_that_ended_long_enough_ago_are_named():
     ]
     now_s = 1000.0
     notices = [
-        Notice(2, "lost", now_s - GRACE_S),
-        Notice(5, "lost", now_s - 3 * GRACE_S),
-        Notice(5, "restarted", now_s - 2 * GRACE_S),
-        Notice(5, "lost", now_s - 0.9 * GRACE_S),
-        Notice(4, "lost", now_s - 2 * GRACE_S),
+        Notice(2, "lost", now_s - ENDS_WITHIN_S),
+        Notice(5, "lost", now_s - 3 * ENDS_WITHIN_S),
+        Notice(5, "restarted", now_s - 2 * ENDS_WITHIN_S),
+        Notice(5, "lost", now_s - 0.9 * ENDS_WITHIN_S),
+        Notice(4, "lost", now_s - 2 * ENDS_WITHIN_S),
     ]
     # 3 died before this worker could notice.
     assert ended_lives(members, notices, now_s) == ((0, 1), (2, 0), (3, 1), (4, 2))
