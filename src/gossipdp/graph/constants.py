@@ -254,6 +254,12 @@ class LiveGraph:
 
     Args:
         constants: The original graph with its rates.
+
+    Example:
+        >>> from gossipdp.graph import build_graph
+        >>> live = LiveGraph(Constants.of(build_graph("ring", 4)))
+        >>> live.constants({0, 1, 3}).edges
+        ((0, 1), (0, 3), (1, 3))
     """
 
     def __init__(self, constants: Constants) -> None:

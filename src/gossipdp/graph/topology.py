@@ -211,6 +211,10 @@ def without(graph: Graph, dead: Iterable[int]) -> Graph:
 
     Raises:
         ValueError: A dead rank is not in the graph, or no worker is left.
+
+    Example:
+        >>> without(build_graph("star", 5), [0]).edges
+        [(1, 2), (1, 4), (2, 3), (3, 4)]
     """
     ranks = sorted(set(dead))
     name = graph.name
@@ -242,6 +246,10 @@ def attach(graph: Graph, joiners: Iterable[int]) -> Graph:
     Args:
         graph: A connected graph or an empty one; it is not changed.
         joiners: Ranks that are not in it.
+
+    Example:
+        >>> attach(build_graph("ring", 4), [4]).edges
+        [(0, 1), (0, 3), (0, 4), (1, 2), (1, 4), (2, 3)]
     """
     added = sorted(set(joiners))
     joined = _copy(graph)

@@ -387,14 +387,6 @@ def without_launcher_variables() -> Iterator[None]:
 
     This is the process's environment: threads see it too, and processes that are started meanwhile
     inherit it. A second one within the first does nothing.
-
-    Example:
-        >>> os.environ["SLURM_PROCID"] = "3"
-        >>> with without_launcher_variables():
-        ...     "SLURM_PROCID" in os.environ, all_variables()["SLURM_PROCID"]
-        (False, '3')
-        >>> os.environ.pop("SLURM_PROCID")
-        '3'
     """
     taken = {
         name: value
