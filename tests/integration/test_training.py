@@ -80,6 +80,7 @@ def train_and_consolidate(method: str, graph: str, optimizer_name: str, options:
     z = quietly(model, lambda _: wait_for_all(model), lambda: z_of(model))
     own, middle = flat(net), None
     if method == "none":  # all stand still, so the average in mid training is that of the end
+        wait_for_all(model)  # one that is still held back gives nothing
         with model.averaged():
             middle = flat(net)
         assert torch.equal(flat(net), own)
