@@ -124,7 +124,7 @@ def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Fau
         if is_calm:
             assert worker.proposals_unanswered == 0, f"rank {worker.rank} was stuck"
             assert worker.exchanges_failed == 0
-        assert not worker.pairing._waiting.parked
+        assert not worker.pairing._parked
     assert network.left.keys() == network.workers.keys()
     for record in network.exchanges.values():
         assert len({end.alpha_tilde for end in record.ends.values()}) == 1
@@ -168,7 +168,7 @@ class WaitingDownward(Pairing):
     def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
         state = self.state
         if isinstance(state, Proposing) and state.peer != peer:
-            self.park(peer, proposal)
+            self._parked[peer] = proposal
             return []
         return super().asked(peer, proposal)
 

@@ -25,7 +25,7 @@ other message with a foreign id is dropped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from gossipdp.protocol.actions import Begin, Send, Stop, Withdrawn
@@ -81,21 +81,6 @@ class Exchanging:
 State: TypeAlias = Idle | Proposing | Exchanging
 
 
-@dataclass
-class _Waiting:
-    """The peers that asked in vain, in the order in which they asked."""
-
-    parked: dict[int, Propose] = field(default_factory=dict)
-    refused: dict[int, None] = field(default_factory=dict)
-    sent_free: int | None = None  # at most one FREE is unanswered
-
-    def forget(self, peer: int) -> None:
-        self.parked.pop(peer, None)
-        self.refused.pop(peer, None)
-        if self.sent_free == peer:
-            self.sent_free = None
-
-
 class Pairing:
     """The pairing state machine of one worker.
 
@@ -126,7 +111,11 @@ class Pairing:
         self.state: State = Idle()
         self.available: dict[int, float] = {}
         """Neighbours that can exchange now, with their lambda."""
-        self._waiting = _Waiting()
+        # The peers that asked in vain, in the order in which they asked.
+        self._parked: dict[int, Propose] = {}
+        self._refused: dict[int, None] = {}
+        self.freed: int | None = None
+        """The peer that has a FREE to answer."""
         self.backlog = 0
         """Demands not served yet, at most :data:`MAX_BACKLOG`."""
         self._counter = 0
@@ -141,11 +130,6 @@ class Pairing:
         """Return whether a proposal of this worker is open, or an exchange that it asked for."""
         state = self.state
         return isinstance(state, Proposing) or (isinstance(state, Exchanging) and state.initiator)
-
-    @property
-    def freed(self) -> int | None:
-        """Return the peer that has a FREE to answer."""
-        return self._waiting.sent_free
 
     # --- demands and their end -------------------------------------------------------------
 
@@ -234,7 +218,7 @@ class Pairing:
 
     def lost(self, peer: int) -> list[PairingAction]:
         """Forget the link to ``peer``, which is gone, and all its messages."""
-        had_free = self._waiting.sent_free == peer
+        had_free = self.freed == peer
         self._unlink(peer)
         state = self.state
         if isinstance(state, Exchanging) and state.peer == peer:
@@ -243,9 +227,9 @@ class Pairing:
 
     def unanswered(self, peer: int) -> list[PairingAction]:
         """Go on without the answer of ``peer`` to a proposal or FREE."""
-        had_free = self._waiting.sent_free == peer
+        had_free = self.freed == peer
         if had_free:
-            self._waiting.sent_free = None
+            self.freed = None
         self.available.pop(peer, None)
         return self._without_answer(peer, had_free)
 
@@ -258,8 +242,10 @@ class Pairing:
         return []
 
     def _unlink(self, peer: int) -> None:
-        self.available.pop(peer, None)
-        self._waiting.forget(peer)
+        for table in (self.available, self._parked, self._refused):
+            table.pop(peer, None)
+        if self.freed == peer:
+            self.freed = None
 
     # --- messages --------------------------------------------------------------------------
 
@@ -269,29 +255,33 @@ class Pairing:
         Raises:
             ProtocolError: it breaks the rules; report the link to ``peer`` as lost.
         """
+        state = self.state
         match message:
             case Propose():
                 return self.asked(peer, message)
             case Accept():
                 return self._on_accept(peer, message)
-            case Busy():
-                return self._on_busy(peer, message)
             case Free():
                 return self._on_free(peer)
-            case Pass():
-                return self._on_pass(peer)
-            case Cancel(id=id):
-                return self._on_cancel(peer, id)
-            case Abort(id=id, reason=reason):
-                return self._on_abort(peer, id, reason)
+            case Busy(id=id):
+                if isinstance(state, Proposing) and (state.peer, state.id) == (peer, id):
+                    return self._ask_others(state.untried)
+            case Pass() if self.freed == peer:
+                self.freed = None
+                return self._free_oldest() if isinstance(state, Idle) else []
+            case Cancel(id=id) if self._is_in(peer, id) and id.initiator != self.rank:
+                return [Withdrawn(peer, id), *self._become_idle()]
+            case Abort(id=id, reason=reason) if self._is_in(peer, id):
+                self._unlink(peer)
+                return [Stop(peer, id, f"the peer aborted: {reason}"), *self._become_idle()]
+        return []
 
     def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
         """Accept, refuse or park the proposal of ``peer``."""
         if proposal.id.initiator != peer:
             return []
-        waiting = self._waiting
-        if waiting.sent_free == peer:
-            waiting.sent_free = None
+        if self.freed == peer:
+            self.freed = None
         state = self.state
         if not self.answers:
             return self.refuse(peer, proposal)
@@ -304,7 +294,7 @@ class Pairing:
                 return []  # crossing: the peer will accept ours and forgets this one
             return self.accept(peer, proposal)
         if peer < self.rank:
-            self.park(peer, proposal)
+            self._parked[peer] = proposal
             return []
         return self.refuse(peer, proposal)
 
@@ -317,7 +307,7 @@ class Pairing:
             raise ProtocolError(
                 f"it accepts with a gain of {accept.alpha_tilde:g}, where {proposed:g} was proposed"
             )
-        self._waiting.refused.pop(peer, None)  # it is served: others have waited longer
+        self._refused.pop(peer, None)  # it is served: others have waited longer
         self.state = Exchanging(peer, state.id, initiator=True)
         return [
             # Take the gain of ACCEPT, with which the peer has begun: this worker's own may have
@@ -326,12 +316,6 @@ class Pairing:
             *self._refuse_parked(),
         ]
 
-    def _on_busy(self, peer: int, busy: Busy) -> list[PairingAction]:
-        state = self.state
-        if isinstance(state, Proposing) and state.peer == peer and state.id == busy.id:
-            return self._ask_others(state.untried)
-        return []
-
     def _on_free(self, peer: int) -> list[PairingAction]:
         state = self.state
         if isinstance(state, Proposing) and state.peer == peer:
@@ -339,23 +323,6 @@ class Pairing:
         if isinstance(state, Idle) and peer in self._draw():
             return self._propose_next([peer])
         return [Send(peer, Pass())]
-
-    def _on_pass(self, peer: int) -> list[PairingAction]:
-        if self._waiting.sent_free != peer:
-            return []
-        self._waiting.sent_free = None
-        return self._free_oldest() if isinstance(self.state, Idle) else []
-
-    def _on_cancel(self, peer: int, id: ExchangeId) -> list[PairingAction]:
-        if not self._is_in(peer, id) or id.initiator == self.rank:
-            return []
-        return [Withdrawn(peer, id), *self._become_idle()]
-
-    def _on_abort(self, peer: int, id: ExchangeId, reason: str) -> list[PairingAction]:
-        if not self._is_in(peer, id):
-            return []
-        self._unlink(peer)
-        return [Stop(peer, id, f"the peer aborted: {reason}"), *self._become_idle()]
 
     def _is_in(self, peer: int, id: ExchangeId) -> bool:
         state = self.state
@@ -396,10 +363,9 @@ class Pairing:
         return self._ask_others(dict.fromkeys([*state.untried, *self._draw()]))
 
     def _ask_others(self, order: Iterable[int]) -> list[PairingAction]:
-        parked = self._waiting.parked
-        if parked and self.answers:
-            peer = next(iter(parked))
-            return self.accept(peer, parked[peer])
+        if self._parked and self.answers:
+            peer = next(iter(self._parked))
+            return self.accept(peer, self._parked[peer])
         asks = self._asks and self.answers
         return self._propose_next(order if asks else ()) or self._free_oldest()
 
@@ -409,23 +375,17 @@ class Pairing:
         return self._propose_next(self._draw()) or self._free_oldest()
 
     def _free_oldest(self) -> list[PairingAction]:
-        waiting = self._waiting
-        if not self.answers or waiting.sent_free is not None or not waiting.refused:
+        if not self.answers or self.freed is not None or not self._refused:
             return []
-        peer = next(iter(waiting.refused))
-        del waiting.refused[peer]
-        waiting.sent_free = peer
-        return [Send(peer, Free())]
-
-    def park(self, peer: int, proposal: Propose) -> None:
-        """Keep a proposal until the own one is answered."""
-        self._waiting.parked[peer] = proposal
+        self.freed = next(iter(self._refused))
+        del self._refused[self.freed]
+        return [Send(self.freed, Free())]
 
     def accept(self, peer: int, proposal: Propose) -> list[PairingAction]:
         """Accept the proposal of ``peer`` and exchange with it."""
         alpha_tilde = min(proposal.alpha_tilde, self.alpha_tilde)
-        self._waiting.parked.pop(peer, None)
-        self._waiting.refused.pop(peer, None)
+        self._parked.pop(peer, None)
+        self._refused.pop(peer, None)
         self.state = Exchanging(peer, proposal.id, initiator=False)
         return [
             Send(peer, Accept(proposal.id, alpha_tilde)),
@@ -435,10 +395,10 @@ class Pairing:
 
     def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
         """Say BUSY, and FREE later, when it is the turn of ``peer``."""
-        self._waiting.refused.setdefault(peer)
+        self._refused.setdefault(peer)
         return [Send(peer, Busy(proposal.id, is_closed=not self.answers))]
 
     def _refuse_parked(self) -> list[PairingAction]:
-        refused = list(self._waiting.parked.items())
-        self._waiting.parked.clear()
+        refused = list(self._parked.items())
+        self._parked.clear()
         return [action for peer, proposal in refused for action in self.refuse(peer, proposal)]
