@@ -188,7 +188,8 @@ class Consolidation:
         self._offered: dict[Process, BeginEpoch] = {}  # the last of each leader
         self._found: tuple[int, Average] | None = None
         self._told: tuple[Process, Epoch] | None = None
-        self._origin: Epoch | None = None  # of the sums and results that are here
+        self.origin: Epoch | None = None
+        """The epoch whose sums and results are here."""
         self._num_results = 0  # chunks of it that are here
         self._squared_distance = 0.0  # of this worker's input to them
         self._held: Average | None = None
@@ -258,7 +259,7 @@ class Consolidation:
                 case NewerEpoch():
                     pass
                 case PullResults(origin=origin):
-                    if origin == self._origin:
+                    if origin == self.origin:
                         self._pulled_by(peer, message)
                 case Release():
                     self._take_release(message.epoch)
@@ -291,7 +292,7 @@ class Consolidation:
         """
         self._vain_ticks += 1
         if self._is_taking_part:
-            own = () if self._attempt is None else (self._attempt.epoch, self._origin)
+            own = () if self._attempt is None else (self._attempt.epoch, self.origin)
             self._watch(heard, {peer for epoch in own if epoch for peer in moving.get(epoch, ())})
         return self._settle()
 
@@ -315,14 +316,9 @@ class Consolidation:
         current = self.current
         if current is not None and current.epoch == epoch:
             current.accuse(rank, reason)
-        elif epoch == self._origin and rank != self.rank:
+        elif epoch == self.origin and rank != self.rank:
             self._participants.leave_out(rank, reason)
         return self._settle()
-
-    @property
-    def origin(self) -> Epoch | None:
-        """Return the epoch whose sums and results are here."""
-        return self._origin
 
     def accepts_result(self, peer: int, origin: Epoch, chunk: int) -> bool:
         """Return whether this Result frame is the next one expected from ``peer``."""
@@ -330,7 +326,7 @@ class Consolidation:
         return (
             attempt is not None
             and attempt.source == peer
-            and self._origin == origin
+            and self.origin == origin
             and self._num_results == chunk < self.total_chunks
         )
 
@@ -484,7 +480,7 @@ class Consolidation:
             attempt.is_refused = True
             self._say_held(attempt)
             return
-        if self._origin != average.origin:
+        if self.origin != average.origin:
             self._begin_origin(average.origin)
         for rank in self._hearers(attempt):
             self._say(rank, begin)
@@ -513,9 +509,9 @@ class Consolidation:
 
     def _begin_origin(self, origin: Epoch) -> None:
         """Begin with no chunk of a result; let those of another result go."""
-        if self._origin is not None:
-            self._actions.append(Forget(self._origin))
-        self._origin = origin
+        if self.origin is not None:
+            self._actions.append(Forget(self.origin))
+        self.origin = origin
         self._num_results = 0
         self._squared_distance = 0.0
         self._held = None
@@ -679,10 +675,10 @@ class Consolidation:
 
     def _send_results(self) -> None:
         for peer, pull in self._pulled.items():
-            assert self._origin is not None
+            assert self.origin is not None
             stop = min(pull.stop, self._num_results)
             for chunk in range(pull.next, stop):
-                self._actions.append(SendResult(peer, self._origin, chunk))
+                self._actions.append(SendResult(peer, self.origin, chunk))
             pull.next = max(pull.next, stop)
 
     # --- the end ---------------------------------------------------------------------------

@@ -157,20 +157,22 @@ class Reduction:
         """Take in a message of another member of this sum."""
         match message:
             case PullPartials(start=start, stop=stop) if peer == self.parent:
-                self.pulled(start, stop)
-            case Progressed(count=count):
-                self.progressed(peer, count)
-            case Stalled():
-                self.accused(peer, message)
-            case _:  # from a worker that is not its parent in this tree
+                self._next = start if self._next is None else self._next
+                self._granted = max(self._granted, min(stop, self.num_chunks))
+                self.advance()
+            case Progressed(count=count):  # below a child, or anywhere by a parent's word
+                if peer == self.parent and count > self._parent_count:
+                    self._parent_count = count
+                    self.moved(peer)
+                elif peer in self.children and count > self.children[peer].count:
+                    self.children[peer].count = count
+                    self.moved(peer)
+            case Stalled(rank=rank) if self._blame is not None:
+                is_its_own = rank == peer and peer in self.parents
+                if is_its_own or self.parents.get(rank) == peer:
+                    self._blame.said(peer, message)
+            case _:  # from a worker at another place in this tree
                 pass
-
-    def pulled(self, start: int, stop: int) -> None:
-        """Take the parent's word on how many chunks it has room for."""
-        if self._next is None:
-            self._next = start
-        self._granted = max(self._granted, min(stop, self.num_chunks))
-        self.advance()
 
     def accepts(self, peer: int, chunk: int) -> bool:
         """Return whether this Partial frame is the next one expected from ``peer``."""
@@ -201,15 +203,6 @@ class Reduction:
         self._moved.add(peer)
         if peer in self.children:
             self.children[peer].quiet_ticks = 0
-
-    def progressed(self, peer: int, count: int) -> None:
-        """Take the word of ``peer`` that payload moves: below a child, or anywhere for a parent."""
-        if peer == self.parent and count > self._parent_count:
-            self._parent_count = count
-            self.moved(peer)
-        elif peer in self.children and count > self.children[peer].count:
-            self.children[peer].count = count
-            self.moved(peer)
 
     def link_lost(self, peer: int) -> None:
         """Wait for a parent to say where to go on: chunks on their way to it are lost."""
@@ -271,12 +264,6 @@ class Reduction:
             self._blame.said(self.rank, said)
         else:
             self._say(self.epoch.leader, said)
-
-    def accused(self, accuser: int, said: Stalled) -> None:
-        """Take the word of a member that one of its children, or it itself, gives nothing."""
-        is_its_own = said.rank == accuser and accuser in self.parents
-        if self._blame is not None and (is_its_own or self.parents.get(said.rank) == accuser):
-            self._blame.said(accuser, said)
 
     def _pull(self, rank: int, child: _Child) -> None:
         self._say(rank, PullPartials(self.epoch, child.landed, child.stop))

@@ -72,24 +72,24 @@ def test_a_leaf_sends_what_it_is_asked_for_and_begins_anew_only_on_a_new_link():
     leaf = Sum(1, 2)
     leaf.sum.advance()
     assert leaf.asked() == [], "its parent has no room yet"
-    leaf.sum.pulled(0, 2)
+    leaf.sum.receive(0, pull(0, 2))
     assert leaf.asked() == [SendPartial(0, EPOCH, 0), SendPartial(0, EPOCH, 1)]
-    leaf.sum.pulled(0, 2)
+    leaf.sum.receive(0, pull(0, 2))
     assert leaf.asked() == [], "a repetition"
-    leaf.sum.pulled(1, 3)
+    leaf.sum.receive(0, pull(1, 3))
     assert leaf.asked() == [SendPartial(0, EPOCH, 2)]
     leaf.sum.link_lost(0)
     leaf.sum.advance()
     assert leaf.asked() == [], "where to begin is for its parent to say"
-    leaf.sum.pulled(1, 4)
+    leaf.sum.receive(0, pull(1, 4))
     assert leaf.asked() == [SendPartial(0, EPOCH, chunk) for chunk in (1, 2, 3)]
-    leaf.sum.pulled(4, 100)
+    leaf.sum.receive(0, pull(4, 100))
     assert len(leaf.asked()) == 9 - 4, "as many as there are"
 
 
 def test_an_inner_member_sends_what_both_children_gave_and_stays_within_its_window():
     inner = Sum(1, 5)
-    inner.sum.pulled(0, WINDOW)
+    inner.sum.receive(0, pull(0, WINDOW))
     assert inner.asked() == [Send(3, pull(0, WINDOW)), Send(4, pull(0, WINDOW))]
     assert inner.sum.accepts(4, 0)
     assert not inner.sum.accepts(4, 1), "out of order"
@@ -111,7 +111,7 @@ def test_an_inner_member_sends_what_both_children_gave_and_stays_within_its_wind
 
 def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():
     inner = Sum(1, 5)
-    inner.sum.pulled(0, 1)
+    inner.sum.receive(0, pull(0, 1))
     said = inner.ticks(STALLED_AFTER - 1, awaited=[3])
     assert not [each for each in said if isinstance(each, Stalled)]
     (named,) = (each for each in inner.ticks(1, awaited=[3]) if isinstance(each, Stalled))
@@ -123,13 +123,13 @@ def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():
 @pytest.mark.parametrize("how", ["payload", "a chunk", "a word of what is below", "not its turn"])
 def test_a_child_that_brings_the_sum_further_is_not_named(how):
     inner = Sum(1, 5, num_chunks=100)
-    inner.sum.pulled(0, 100)
+    inner.sum.receive(0, pull(0, 100))
     for count in range(1, 50):
         match how:
             case "a chunk":
                 inner.sum.landed(3, count - 1)
             case "a word of what is below":
-                inner.sum.progressed(3, count)
+                inner.sum.receive(3, Progressed(EPOCH, count))
         said = inner.ticks(
             1, moving=[3] if how == "payload" else [], awaited=[] if how == "not its turn" else [3]
         )
@@ -138,10 +138,10 @@ def test_a_child_that_brings_the_sum_further_is_not_named(how):
 
 def test_a_word_that_does_not_count_up_is_no_progress():
     inner = Sum(1, 5)
-    inner.sum.pulled(0, 1)
+    inner.sum.receive(0, pull(0, 1))
     said = []
     for _ in range(STALLED_AFTER + 1):
-        inner.sum.progressed(3, 1)
+        inner.sum.receive(3, Progressed(EPOCH, 1))
         said += inner.ticks(1, awaited=[3])
     assert [each.rank for each in said if isinstance(each, Stalled)] == [3]
 
@@ -150,10 +150,10 @@ def test_payload_below_is_told_to_the_parent_and_that_of_all_to_the_children():
     inner = Sum(1, 5)
     assert inner.ticks(1) == [], "nothing moves, nothing is said"
     assert inner.ticks(1, moving=[3])[0] == Progressed(EPOCH, 1)
-    inner.sum.progressed(0, 7)
+    inner.sum.receive(0, Progressed(EPOCH, 7))
     assert inner.ticks(1) == [Progressed(EPOCH, 7), Progressed(EPOCH, 7)], "on to both children"
     root = Sum(0, 3)
-    root.sum.progressed(1, 3)
+    root.sum.receive(1, Progressed(EPOCH, 3))
     assert root.ticks(1) == [Progressed(EPOCH, 1), Progressed(EPOCH, 1)]
     assert root.ticks(1) == []
 
@@ -224,5 +224,5 @@ def test_what_was_said_of_an_earlier_attempt_does_not_count():
 )
 def test_only_a_parent_and_the_worker_itself_may_accuse(accuser, rank, counts):
     root = Sum(0, 5)
-    root.sum.accused(accuser, stalled(rank))
+    root.sum.receive(accuser, stalled(rank))
     assert bool(root.blame._said) is counts
