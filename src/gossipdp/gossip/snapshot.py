@@ -115,8 +115,7 @@ class Publisher:
             self._others_due_s = now + LOOK_AT_OTHERS_EVERY_S
             self._members = tuple(membership.members())
             self._progress = protocol.progress.by_rank()
-            times = {rank: protocol.progress.stepped_at(rank) for rank in self._progress}
-            self._stepped_s = {rank: at_s for rank, at_s in times.items() if at_s is not None}
+            self._stepped_s = dict(protocol.progress.stepped_at)
         links = self._links.values()
         step_seconds, rate = protocol.clock.step_seconds, protocol.exchange_rate
         return LoopSnapshot(

@@ -142,11 +142,6 @@ class FailureDetector:
         # Nothing is due before this time; None: not worked out. A sign of life only defers it.
         self._quiet_until: float | None = None
 
-    @property
-    def watched(self) -> frozenset[int]:
-        """Return the peers whose silence this worker acts upon."""
-        return frozenset(self._watches)
-
     # --- inputs ----------------------------------------------------------------------------
 
     def watch(self, peers: Collection[int], now: float) -> None:
@@ -275,12 +270,9 @@ class FailureDetector:
     def next_deadline(self) -> float:
         """Return when :meth:`poll` has something to do; signs of life only defer it."""
         if self._quiet_until is None:
-            until = math.inf
-            for question in self._questions.values():
-                until = min(until, question.deadline)
-            for peer, watch in self._watches.items():
-                until = min(until, self._due_at(peer, watch))
-            self._quiet_until = until
+            dues = [question.deadline for question in self._questions.values()]
+            dues += [self._due_at(peer, watch) for peer, watch in self._watches.items()]
+            self._quiet_until = min(dues, default=math.inf)
         return self._quiet_until
 
     # --- one inquiry, one answer -----------------------------------------------------------

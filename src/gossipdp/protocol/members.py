@@ -315,7 +315,8 @@ class Progress:
         self._entries: dict[tuple[int, int], ProgressEntry] = {}
         self._changed_at: dict[tuple[int, int], int] = {}
         self._by_version: dict[int, ProgressEntry] = {}  # in ascending order of version
-        self._stepped_at: dict[int, float] = {}
+        self.stepped_at: dict[int, float] = {}
+        """By rank, when its steps last grew in this view."""
 
     def add(
         self, samples: int, steps: int = 1, now: float = 0.0, *, is_stopped: bool = False
@@ -350,18 +351,13 @@ class Progress:
                 # The usual case where workers share memory, as in the simulator.
                 if known is entry:
                     continue
-                is_old = entry.samples <= known.samples and entry.steps <= known.steps
-                if is_old and entry.is_stopped <= known.is_stopped:
+                samples = max(known.samples, entry.samples)
+                steps = max(known.steps, entry.steps)
+                is_stopped = known.is_stopped or entry.is_stopped
+                merged = ProgressEntry(*process, samples, steps, is_stopped)
+                if merged == known:
                     continue
-                if (
-                    entry.samples < known.samples
-                    or entry.steps < known.steps
-                    or entry.is_stopped < known.is_stopped
-                ):
-                    samples = max(known.samples, entry.samples)
-                    steps = max(known.steps, entry.steps)
-                    is_stopped = known.is_stopped or entry.is_stopped
-                    entry = ProgressEntry(*process, samples, steps, is_stopped)
+                entry = entry if merged == entry else merged  # so that views share it
             elif len(self._entries) >= MAX_PROCESSES:
                 continue
             if process != self._own:
@@ -390,10 +386,6 @@ class Progress:
             totals[entry.rank] = (samples + entry.samples, steps + entry.steps)
         return totals
 
-    def stepped_at(self, rank: int) -> float | None:
-        """Return when the steps of ``rank`` last grew in this view; None if it has made none."""
-        return self._stepped_at.get(rank)
-
     def _store(self, entry: ProgressEntry, known: ProgressEntry | None, now: float) -> None:
         """Put ``entry`` in the place of ``known``."""
         process = (entry.rank, entry.process_id)
@@ -405,7 +397,7 @@ class Progress:
             self.total_steps -= known.steps
             del self._by_version[self._changed_at[process]]
         if known is None or entry.steps > known.steps:
-            self._stepped_at[entry.rank] = now
+            self.stepped_at[entry.rank] = now
         self.version += 1
         self._entries[process] = self._by_version[self.version] = entry
         self._changed_at[process] = self.version

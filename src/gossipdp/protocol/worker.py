@@ -172,7 +172,7 @@ class WorkerProtocol:
             rank=rank,
             incarnation=incarnation,
             policy=policy_type(Random(random.getrandbits(64))),
-            alpha_tilde=self.alpha_tilde,
+            alpha_tilde=self.neighbourhood.alpha_tilde,
             moments_due=moments_due,
         )
         self.consolidation = Consolidation(
@@ -226,11 +226,6 @@ class WorkerProtocol:
     def neighbours(self) -> frozenset[int]:
         """Return the workers with which the graph lets this one exchange."""
         return frozenset(self.neighbourhood.rates)
-
-    @property
-    def alpha_tilde(self) -> float:
-        """Return the gain of an exchange on the momentum copy, on the live workers' graph."""
-        return self.neighbourhood.alpha_tilde
 
     @property
     def incarnation(self) -> int:
@@ -659,9 +654,13 @@ class WorkerProtocol:
                 case Begin():
                     self._begin(action, now)
                     outward.append(action)
-                case Send():
-                    self._note_question(action.peer, action.message, now)
-                    outward.append(self.peers.wrap(action.peer, action.message, now))
+                case Send(peer=peer, message=message):
+                    if isinstance(message, Propose):
+                        self.peers.proposed(peer, message.id, now)
+                        self._proposal_due = now + self.peers.wait_s(peer)
+                    elif isinstance(message, Free):
+                        self._free_due = now + self.peers.wait_s(peer)
+                    outward.append(self.peers.wrap(peer, message, now))
                 case Seek(peer=peer) if (member := self.membership.get(peer)) is not None:
                     outward.append(Reach(peer, member.host, member.port))
                 case Seek():
@@ -680,14 +679,6 @@ class WorkerProtocol:
             self._quiet_until = self.peers.quiet_until(now)
         return outward
 
-    def _note_question(self, peer: int, message: Message, now: float) -> None:
-        """Note when the wait for the answer to a proposal, or to FREE, ends."""
-        if isinstance(message, Propose):
-            self.peers.proposed(peer, message.id, now)
-            self._proposal_due = now + self.peers.wait_s(peer)
-        elif isinstance(message, Free):
-            self._free_due = now + self.peers.wait_s(peer)
-
     def _review_members(self, now: float) -> list[_Inner]:
         """Follow the membership view: deaths, neighbours, this worker's own life."""
         actions: list[_Inner] = []
@@ -698,7 +689,7 @@ class WorkerProtocol:
                 case CloseIfSilent():
                     actions += self._close_if_silent(found)
                 case Rebuilt():
-                    self.pairing.alpha_tilde = self.alpha_tilde
+                    self.pairing.alpha_tilde = self.neighbourhood.alpha_tilde
                     self._set_clock_rate()
                     self.peers.has_changed = True
                     actions.append(found)
@@ -790,13 +781,10 @@ class WorkerProtocol:
         self.peers.has_changed, self._quiet_until = False, -math.inf
         self._watch(now)
         rates = self.neighbourhood.rates
-        live = filter(self._is_live, rates)
+        known = {peer: self.membership.get(peer) for peer in rates}
+        live = [peer for peer, member in known.items() if member is None or member.is_live]
         weights = {peer: rates[peer] for peer in self.peers.can_exchange(live, now)}
         return [] if weights == self.pairing.available else self.pairing.set_available(weights)
-
-    def _is_live(self, peer: int) -> bool:
-        member = self.membership.get(peer)
-        return member is None or member.is_live
 
     def _watch(self, now: float) -> None:
         """Have the failure detector watch those whose silence matters."""

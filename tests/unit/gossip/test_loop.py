@@ -129,7 +129,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
     worker = Worker()
     link, flowed_to = worker.links[1], 0.0
     gain, peers = 0.55, X.flip(0).contiguous()
-    assert gain != worker.loop.protocol.alpha_tilde
+    assert gain != worker.loop.protocol.neighbourhood.alpha_tilde
     state = MomentumState(X.double(), torch.zeros(8).double())
     for number in (1, 2, 3):
         worker.now = float(number)

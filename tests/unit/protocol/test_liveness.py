@@ -155,7 +155,7 @@ def test_a_new_link_to_the_asked_carries_the_question_again():
 def test_only_the_watched_are_judged():
     made = detector(1, 2)
     made.watch([2, 3], 5.0)
-    assert made.watched == {2, 3}
+    assert made._watches.keys() == {2, 3}
     assert made.next_deadline() == ASKED_AT  # rank 2, since the beginning
     made.poll(TIMEOUT_S, nobody)
     assert made.poll(TIMEOUT_S, nobody) == []

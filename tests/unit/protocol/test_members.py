@@ -238,12 +238,12 @@ def test_old_news_with_something_new_in_it_takes_nothing_back():
 
 def test_when_a_rank_stepped_last():
     progress = Progress(0, 11)
-    assert progress.stepped_at(1) is None
+    assert progress.stepped_at == {}
     progress.merge_all([ProgressEntry(1, 5, 10, 1)], 3.0)
     progress.merge_all([ProgressEntry(1, 5, 11, 1)], 4.0)
-    assert progress.stepped_at(1) == 3.0
+    assert progress.stepped_at == {1: 3.0}
     progress.add(1, now=5.0)
-    assert progress.stepped_at(0) == 5.0
+    assert progress.stepped_at[0] == 5.0
 
 
 # --- joining -------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def test_bad_timeouts_are_refused(timeout_s):
 
 def test_gain_follows_the_method():
     constants = Constants.of(build_graph("ring", 6))
-    assert make_worker().alpha_tilde == constants.alpha_tilde
-    assert make_worker(method="gossip").alpha_tilde == 0.5
+    assert make_worker().pairing.alpha_tilde == constants.alpha_tilde
+    assert make_worker(method="gossip").pairing.alpha_tilde == 0.5
 
 
 def test_only_linked_neighbours_are_available():
