@@ -273,7 +273,7 @@ class LoneOwner(LinkOwner):
         self.tag = run_tag("run")
         self.clock = lambda: 0.0
         self.scratch = memoryview(bytearray(4096))
-        self.memory = SlotMemory(OnceLog(logging.getLogger()), may_share=may_share, pin=handler.pin)
+        self.memory = SlotMemory(OnceLog(logging.getLogger()), may_share=may_share, handler=handler)
         self.to_read: dict[Any, None] = {}
         self.to_write: dict[TcpLink, None] = {}
         self.limit, self.held = None, dict[TcpLink, None]()

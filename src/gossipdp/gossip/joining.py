@@ -22,7 +22,6 @@ import msgspec
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.reports import say_instead_of_traceback
 from gossipdp.links.clock import since_boot_s
-from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import FIRST_VISITOR_RANK, LAST_VISITOR_RANK, Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler
 from gossipdp.links.sockets import listen
@@ -61,19 +60,6 @@ class _Visitor(LinkHandler):
             return
         if isinstance(message, Members) and self.answer is None:
             self.answer = message
-
-    def chunk_buffer(
-        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
-    ) -> memoryview | None:
-        return None
-
-    def chunk(
-        self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
-    ) -> None:
-        pass
-
-    def writable(self, link: Link) -> None:
-        pass
 
     def refused(self, peer: int | None, refusal: Refusal) -> None:
         self.refusal = refusal

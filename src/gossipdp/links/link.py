@@ -115,7 +115,7 @@ class Link(abc.ABC):
 
 
 class LinkHandler(abc.ABC):
-    """The receiver of a transport's events; see the module for their order."""
+    """The receiver of a transport's events, in the module's order; by default it takes no chunk."""
 
     @abc.abstractmethod
     def link_up(self, link: Link) -> None:
@@ -129,7 +129,6 @@ class LinkHandler(abc.ABC):
     def control(self, link: Link, data: bytes) -> None:
         """Take a control frame that arrived."""
 
-    @abc.abstractmethod
     def chunk_buffer(
         self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
     ) -> memoryview | None:
@@ -139,9 +138,9 @@ class LinkHandler(abc.ABC):
         ``length``, the link ends, for the peer's layout is not ours. To end the link for a chunk
         that no worker sends, raise :class:`.FrameError`.
         """
+        return None
 
-    @abc.abstractmethod
-    def chunk(
+    def chunk(  # noqa: B027
         self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
     ) -> None:
         """Take a chunk that arrived whole: ``payload`` is the buffer from ``chunk_buffer``, filled.
@@ -150,8 +149,7 @@ class LinkHandler(abc.ABC):
         That is valid until this method returns, and a write there would end the process.
         """
 
-    @abc.abstractmethod
-    def writable(self, link: Link) -> None:
+    def writable(self, link: Link) -> None:  # noqa: B027
         """Take note that chunks left and ``queued_chunks`` is under the transport's bound."""
 
     @abc.abstractmethod

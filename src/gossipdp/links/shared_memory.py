@@ -31,7 +31,7 @@ import os
 import secrets
 import struct
 from collections.abc import Callable
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from gossipdp.links import sockets
 from gossipdp.links.frames import (
@@ -42,6 +42,7 @@ from gossipdp.links.frames import (
     FrameType,
     Header,
 )
+from gossipdp.links.link import LinkHandler
 from gossipdp.logs import OnceLog
 
 # A bound on the memory mapped for a peer; slots are a few chunks.
@@ -58,12 +59,6 @@ _F_SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTFORK = 10
-
-
-class Pin(Protocol):
-    """The type of :meth:`.LinkHandler.pin`."""
-
-    def __call__(self, memory: memoryview, /, *, is_peers: bool) -> object: ...
 
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -198,16 +193,18 @@ class PeerMemory:
     Args:
         peer: the peer's rank.
         send: queues a frame on the link: its type, its payload and the segment that it names.
-        pin: as :meth:`.LinkHandler.pin`; called when a segment is read first.
+        handler: pins a segment when it is read first.
 
     Attributes:
         offered, ready: numbers of the last segments of ours that the peer was offered, and that it
             has mapped; 0: none.
     """
 
-    def __init__(self, peer: int, send: Callable[[FrameType, bytes, int], None], pin: Pin) -> None:
+    def __init__(
+        self, peer: int, send: Callable[[FrameType, bytes, int], None], handler: LinkHandler
+    ) -> None:
         self.peer = peer
-        self._pin = pin
+        self._handler = handler
         self.offered = self.ready = 0
         self._send = send
         self._segments: dict[int, memoryview] = {}
@@ -244,7 +241,7 @@ class PeerMemory:
         while min(self._segments) < frame.segment:
             self._drop_oldest()
         if frame.segment not in self._pins:
-            self._pins[frame.segment] = self._pin(memory, is_peers=True)
+            self._pins[frame.segment] = self._handler.pin(memory, is_peers=True)
         return memory[frame.offset : frame.offset + frame.length]
 
     def close(self) -> None:
@@ -266,14 +263,14 @@ class SlotMemory:
     Args:
         log: for what does not work.
         may_share: True if peers may read it in place, if the system has sealed memory.
-        pin: as :meth:`.LinkHandler.pin`.
+        handler: pins the memory.
 
     Attributes:
         segment: the memory that peers may read; None: they may not, or there is none yet.
     """
 
-    def __init__(self, log: OnceLog, *, may_share: bool, pin: Pin) -> None:
-        self._pin = pin
+    def __init__(self, log: OnceLog, *, may_share: bool, handler: LinkHandler) -> None:
+        self._handler = handler
         self._pinned: object = None
         self.segment: SharedSegment | None = None
         self._memory: memoryview | None = None
@@ -291,7 +288,7 @@ class SlotMemory:
             memory = segment.memory
         else:
             memory = _Mapping(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
-        self._memory, self._pinned = memory, self._pin(memory, is_peers=False)
+        self._memory, self._pinned = memory, self._handler.pin(memory, is_peers=False)
         # A link whose peer reads nothing may end here, and the memory be abandoned at once.
         if segment is not None:
             for peer in list(self._peers):

@@ -127,7 +127,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         may_share = shared_memory == "auto" and max_bytes_per_s is None
         with sockets.descriptors_guard:
             self._epoll = select.epoll()
-            self.memory = SlotMemory(self._log, may_share=may_share, pin=handler.pin)
+            self.memory = SlotMemory(self._log, may_share=may_share, handler=handler)
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             sockets.register(self)
             self._closed = False

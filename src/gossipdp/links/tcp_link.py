@@ -109,7 +109,7 @@ class TcpLink(Link):
         self.stream = stream
         self.connection = stream.connection
         self.dialler = dialler
-        self.peer_memory = PeerMemory(peer_identity.rank, self._send_small, owner.handler.pin)
+        self.peer_memory = PeerMemory(peer_identity.rank, self._send_small, owner.handler)
         self.can_read = self.can_write = True
         self.hung_up = False
         self.last_heard_s = owner.clock()

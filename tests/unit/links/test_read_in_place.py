@@ -102,7 +102,7 @@ def chunk_at(segment: int, offset: int, length: int) -> Header:
 
 
 def test_a_place_lies_inside_a_segment_that_was_offered():
-    peer = PeerMemory(1, lambda *_: None, Recorder().pin)
+    peer = PeerMemory(1, lambda *_: None, Recorder())
     memory = bytes(range(200))
     peer.map(1, memoryview(memory))
     assert peer.find(chunk_at(1, 64, 136)) == memory[64:200]
@@ -113,7 +113,7 @@ def test_a_place_lies_inside_a_segment_that_was_offered():
 
 def test_an_older_segment_goes_when_a_chunk_names_a_newer():
     confirmed: list[int] = []
-    peer = PeerMemory(1, lambda _kind, _data, number: confirmed.append(number), Recorder().pin)
+    peer = PeerMemory(1, lambda _kind, _data, number: confirmed.append(number), Recorder())
     for number in (1, 2, 1):
         peer.map(number, memoryview(bytes([number]) * 64))
     assert confirmed == [1, 2]

@@ -317,7 +317,7 @@ def test_memory_of_another_user_is_not_mapped(world, caplog):
         offer = bytes.fromhex(process.stdout.readline())
         with pytest.raises(ValueError, match="another user"):
             map_offered(offer)
-        peer = PeerMemory(1, lambda *_: None, Recorder().pin)
+        peer = PeerMemory(1, lambda *_: None, Recorder())
         first.transport.memory.take(peer, offer)
     text = "cannot share memory with rank 1: the memory offered is another user's"
     assert [record.message for record in caplog.records] == [text]
