@@ -29,12 +29,13 @@ class Net(nn.Module):
         torch.manual_seed(int(os.environ["RANK"]))
         self.hidden = nn.Linear(8, 30000)
         self.last = nn.Linear(30000, 2)
-        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("running_mean", torch.zeros(8))
+        self.register_buffer("running_var", torch.ones(8))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.mean.mul_(0.9).add_(inputs.mean(dim=0), alpha=0.1)
+            self.running_mean.mul_(0.9).add_(inputs.mean(dim=0), alpha=0.1)
             self.count.add_(1)
         return self.last(self.hidden(inputs).tanh())
 

@@ -55,14 +55,14 @@ class Role(enum.Enum):
     TRAINED = "trained"
     """Parameters that optimizers change: exchanged, and counted in distances."""
     BUFFER = "buffer"
-    """Float buffers, such as BatchNorm's statistics: exchanged by plain averaging, without c."""
+    """BatchNorm's statistics: exchanged by plain averaging, without c."""
     COPIED = "copied"
-    """Integer buffers, and float ones with infinities from the start, such as attention masks:
-    never averaged; at the end all workers take those of the lowest rank."""
+    """Other buffers, such as queues, masks and counters: each worker's own; at the end all workers
+    take those of the lowest rank."""
     UNOPTIMIZED = "following"
     """Parameters of no optimizer, such as target networks: averaged when the average is made."""
     FROZEN = "frozen"
-    """Parameters that never change: sent once, at the start."""
+    """A large frozen base: left where it is, neither sent nor saved, and no part of a state."""
     MOMENT = "moment"
     """Moments that an optimizer keeps of trained parameters: averaged by some exchanges, never at
     the end. Each worker holds, saves and gives its own, as a part of its optimizer's state."""

@@ -155,7 +155,7 @@ class State:
         segments, moments: as given.
         chunks: those that every exchange averages; their ``index`` is their place here.
         averaged_chunks: those and the following ones: the average of all workers consists of them.
-        copied_chunks: those of integer buffers, numbered on from there.
+        copied_chunks: those of other buffers, numbered on from there.
         all_chunks: all that a starting worker is given, by ``index``.
         moment_chunks: those of moments, numbered on from there.
     """
@@ -179,8 +179,7 @@ class State:
         following = [chunk for chunk in chunks if chunk.role is Role.UNOPTIMIZED]
         self.averaged_chunks = self.chunks + following
         self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
-        frozen = [chunk for chunk in chunks if chunk.role is Role.FROZEN]
-        self.all_chunks = self.averaged_chunks + self.copied_chunks + frozen
+        self.all_chunks = self.averaged_chunks + self.copied_chunks
         self.moment_chunks = [chunk for segment in self.moments for chunk in segment.chunks]
         for index, chunk in enumerate(self.all_chunks + self.moment_chunks):
             chunk.index = index

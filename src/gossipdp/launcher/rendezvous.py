@@ -36,6 +36,7 @@ from gossipdp.launcher.store import (
     have_begun,
     ready_key,
 )
+from gossipdp.links.handshake import UNLIKE_BASES
 from gossipdp.logs import printable
 from gossipdp.rules import port_number
 
@@ -66,7 +67,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     ``tensors`` are the names and shapes of the exchanged tensors, in order. The device is not among
     them: a CPU and a CUDA worker can train together. The others are short texts that an error can
-    show.
+    show. ``base`` is the digest of the frozen parameters that are left where they are.
     """
 
     tensors: Tensors
@@ -75,15 +76,19 @@ class Settings(msgspec.Struct, frozen=True):
     comm_rate: str
     wire_format: str
     start: str = "afresh"
+    base: str = ""
 
     @property
     def model(self) -> str:
         """Return the fingerprint of ``tensors``, in parts, so that a refusal can name a part."""
         names, shapes = [name for name, _ in self.tensors], [shape for _, shape in self.tensors]
-        return f"tensors={len(names)} names_and_types={_digest(names)} shapes={_digest(shapes)}"
+        return (
+            f"tensors={len(names)} names_and_types={_digest(names)} shapes={_digest(shapes)} "
+            f"base={self.base or 'none'}"
+        )
 
     def difference_of_models(self, reference: Tensors) -> str | None:
-        """Return the first tensor that differs from worker 0's in words; None if all agree."""
+        """Return the first difference from worker 0's model in words; it has these tensors."""
         pairs = itertools.zip_longest(self.tensors, reference)
         for index, (one, other) in enumerate(pairs):
             if one != other:
@@ -94,7 +99,7 @@ class Settings(msgspec.Struct, frozen=True):
                     f"the models differ, first in tensor {index}: {shown[0]} here and {shown[1]} "
                     "on worker 0"
                 )
-        return None
+        return f"the frozen bases differ: {UNLIKE_BASES}"
 
 
 def _digest(values: list[str] | list[tuple[int, ...]]) -> str:

@@ -130,9 +130,17 @@ class Refusal:
             return _SENTENCES[self.field].format(ours=ours, theirs=theirs)
         if self.field == "model":
             label, ours, theirs = _differing_parts(ours, theirs)
+            if label == "model (base)":
+                return f"the frozen bases differ: {UNLIKE_BASES}"
         return f"{label} differs: the other worker has {ours!r}, this one {theirs!r}"
 
 
+UNLIKE_BASES = (
+    "frozen parameters of more than twice the trained size are neither sent nor saved, so all "
+    "workers must hold the same. Load the same weights on each, or call torch.manual_seed() with "
+    "one seed before you build the model, or wrap with exchange=Exchange(frozen=True), which sends "
+    "them"
+)
 _SENTENCES = {
     "secret": "the secrets differ; give all workers of a run the same --secret-file. A run that "
     "was started without one made a secret of its own, and no other worker can join it",

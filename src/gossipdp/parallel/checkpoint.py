@@ -74,7 +74,8 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     this worker's own, in all of its lives. ``progress`` holds every life that it knew of, which
     together make the progress of the run. ``run_id`` and ``incarnation`` name the life that saved,
     and ``ended`` those that it knew to have ended. ``num_means`` counts how often the run has
-    started from a mean; a worker that joins does not know it and says 0.
+    started from a mean; a worker that joins does not know it and says 0. ``base`` is the digest of
+    the frozen base, which no file holds; "" if there is none.
     """
 
     rank: int
@@ -88,6 +89,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int = 0
     ended: tuple[EndedLife, ...] = ()
     num_means: int = 0
+    base: str = ""
 
 
 # Of this module, so that the importing thread builds the types: see observe/status.py.
@@ -263,6 +265,7 @@ class Resumption:
 
     Attributes:
         num_means: goes into the files of this run; see :class:`Facts`.
+        base: the digest of the frozen base on which the files were trained.
         start: says how the run starts, for all workers to compare.
         counts: those from which this worker goes on.
         progress: the lives that count in the run's progress.
@@ -273,6 +276,7 @@ class Resumption:
     """
 
     num_means: int
+    base: str
     start: str
     counts: Counts
     progress: tuple[ProgressEntry, ...]
@@ -360,6 +364,7 @@ def find_resumption(
     logger.info("worker %d resumes from worker %d's step %d in %s", rank, base, facts.step, source)
     return Resumption(
         num_means=num_means + (not is_same_number),
+        base=facts.base,
         start=f"from {'' if is_same_number else 'the mean of '}checkpoints of {first.world_size} "
         "workers",
         counts=Counts(step, facts.steps, facts.samples) if base == rank else Counts(step),
@@ -441,7 +446,7 @@ def _newest_good(
         }
         found = layout_of(model)
         for name in sorted(found | layout):
-            there, here = found.get(name, "absent"), layout.get(name, "absent")
+            there, here = (each.get(name, "absent or frozen") for each in (found, layout))
             if there != here:
                 raise ValueError(
                     f"{saved.path} is of another model: {name!r} is {there} there and {here} here"

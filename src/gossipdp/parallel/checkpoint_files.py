@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -271,7 +271,9 @@ def check_name(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{str(path)!r} names no format: let it end in .pt, .pth or .safetensors")
 
 
-def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
+def copied_state(
+    module: nn.Module, *, is_kept: bool = True, without: Collection[str] = ()
+) -> dict[str, Any]:
     """Copy a module's ``state_dict`` to host memory; tied parameters stay one tensor.
 
     All processes of a replica call it together: they gather sharded tensors, one at a time. With
@@ -280,6 +282,8 @@ def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
     copies: dict[tuple[Any, ...], Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict().items():
+        if name in without:
+            continue
         sharded = as_dtensor(value) if isinstance(value, Tensor) else None
         if sharded is not None:
             # Tied ones are gathered again: a process without a part of them cannot see the tie.

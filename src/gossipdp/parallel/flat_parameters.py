@@ -16,8 +16,9 @@ from gossipdp.errors import ModelChangedError
 from gossipdp.links import frames
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel.moments import Periods, Place, decay_of
+from gossipdp.parallel.options import Exchange
 from gossipdp.parallel.shards import as_sharded, local, reshard
-from gossipdp.parallel.views import AVERAGED_DTYPES, MOST_UNOPTIMIZED, View, views_of
+from gossipdp.parallel.views import MOST_UNOPTIMIZED, View, digest_of, sample, views_of
 
 logger = logging.getLogger("gossipdp")
 
@@ -60,7 +61,8 @@ class FlatParameters:
     Every parameter keeps its identity, shape and strides (channels_last stays so); its memory
     becomes a 64-byte aligned piece of a segment, with a storage of its own over it. Tied
     parameters are moved once. Non-persistent buffers are caches that the module makes itself; they
-    stay where they are. Optimizers' parameter groups say which boundary covers which parameter.
+    stay where they are, and so does a large frozen base. Optimizers' parameter groups say which
+    boundary covers which parameter.
 
     A shard of a DTensor is not moved: FSDP gathers parameters from memory of its own, so that
     memory becomes a segment. Every parameter has one, even if this process holds none of its
@@ -69,12 +71,13 @@ class FlatParameters:
     Args:
         module, optimizers: the user's.
         momentum: whether trained parameters carry c (method ``a2cid2``).
-        exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
+        exchange: which frozen parameters and which buffers are averaged.
         moments: the tensors of each optimizer's state that travel; by default none.
         chunk_bytes: the size of a chunk; by default one that grows with the model.
 
     Attributes:
         state: the flat segments, cut into chunks.
+        base_digest: of a sample of the frozen base, which must be alike; "": there is none.
         moment_places: for each of the state's moments, the place of each parameter's part.
 
     Raises:
@@ -89,14 +92,17 @@ class FlatParameters:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         momentum: bool,
-        exchange_frozen: bool = False,
+        exchange: Exchange = Exchange(),  # noqa: B008
         moments: Sequence[Periods] = (),
         chunk_bytes: int | None = None,
     ) -> None:
         self._module = module
         self._optimizers = list(optimizers)
         self._num_optimized = [_num_parameters(optimizer) for optimizer in optimizers]
-        self._views = views_of(module, optimizers, exchange_frozen)
+        views = views_of(module, optimizers, exchange)
+        self._views = [view for view in views if view.role is not Role.FROZEN]
+        self._base = [view for view in views if view.role is Role.FROZEN]
+        self.base_digest = digest_of(self._base)
         if chunk_bytes is None:
             tensors = [view.tensor for view in self._views]
             chunk_bytes = chunk_bytes_for(
@@ -117,16 +123,13 @@ class FlatParameters:
         self._flats = [segment.x for segment in self.state.segments]
         # Every boundary looks at these.
         self._held = [(view, *held) for view in self._views for held in view.owners]
-        untrained = (Role.FROZEN, Role.UNOPTIMIZED)
         self._frozen = [
-            view for view in self._views if view.role in untrained and not view.requires_grad
+            view
+            for view in views
+            if view.is_parameter and view.role is not Role.TRAINED and not view.requires_grad
         ]
         self._num_checks = 0
-        self._watched = [
-            view
-            for view in self._views
-            if view.role is Role.FROZEN and view.tensor.dtype in AVERAGED_DTYPES
-        ]
+        self._watched = self._base
         self._seen: list[Tensor] = []
 
     def _move(self, momentum: bool, chunk_bytes: int) -> Iterator[Segment]:
@@ -193,12 +196,22 @@ class FlatParameters:
         device: a CPU and a CUDA worker may train together.
         """
         lines = []
-        for view in self._views:
+        for view in self._views + self._base:
             dtype = str(view.tensor.dtype).removeprefix("torch.")
-            strides = "" if view.tensor.is_contiguous() else f", strides {view.stride}"
-            text = f"{view.name} ({dtype}, {view.role.value}, segment {view.segment}{strides})"
-            lines.append((text, tuple(view.shape)))
+            place = "" if view.role is Role.FROZEN else f", segment {view.segment}"
+            if place and not view.tensor.is_contiguous():
+                place += f", strides {view.stride}"
+            lines.append((f"{view.name} ({dtype}, {view.role.value}{place})", tuple(view.shape)))
         return lines
+
+    def frozen_names(self) -> set[str]:
+        """Return all names in the module of what is left alone."""
+        held = {id(view.held) for view in self._base}
+        named = (
+            *self._module.named_parameters(remove_duplicate=False),
+            *self._module.named_buffers(remove_duplicate=False),
+        )
+        return {name for name, tensor in named if id(tensor) in held}
 
     def check(self) -> None:
         """Find, at a boundary, the tensors that were moved or replaced since wrapping.
@@ -239,24 +252,22 @@ class FlatParameters:
 
     @torch.no_grad()
     def _watch_frozen(self) -> None:
-        """Warn once if parameters that should be frozen change; look at a few values of each."""
-        seen = [
-            view.tensor.flatten()[:: max(1, view.tensor.numel() // 4)] for view in self._watched
-        ]
+        """Warn once if something of the frozen base changes; look at a few values of each."""
+        seen = [sample(local(view.held), 4) for view in self._watched]
         for view, before, now in zip(self._watched, self._seen, seen, strict=False):
             if not torch.equal(before, now):
                 logger.warning(
-                    "parameter %r changes although it is in no optimizer. Since more than %g times "
-                    "as many parameters are in none as are trained, it was taken for frozen. It is "
-                    "not averaged, and workers will not end equal: wrap with "
-                    "exchange=Exchange(frozen=True)",
+                    "%r changes although no optimizer trains it. Since more than %g times as many "
+                    "values as are trained belong to none, it was taken for a frozen base: it is "
+                    "neither averaged nor saved in checkpoints, and workers will not end equal. "
+                    "Wrap with exchange=Exchange(frozen=True)",
                     view.name,
                     MOST_UNOPTIMIZED,
                     extra=OF_RUN,
                 )
                 self._watched = []
                 return
-        self._seen = [values.clone() for values in seen]
+        self._seen = seen
 
     def _adopt_replacement(self, view: View, owner: dict[str, Tensor | None], key: str) -> None:
         new = owner.get(key)
@@ -274,6 +285,12 @@ class FlatParameters:
     def _adopt_storage(self, view: View) -> None:
         flat = self._flats[view.segment]
         tensor = view.tensor
+        if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+            raise ModelChangedError(
+                f"{view.name!r} was moved to memory that processes share (by share_memory(), or a "
+                "queue of torch.multiprocessing), and exchanges need it where it was: share "
+                "copies, such as those of model.state_dict(), and renew them"
+            )
         if (tensor.dtype, tensor.device, tensor.shape) != (flat.dtype, flat.device, view.shape):
             raise ModelChangedError(
                 f"{view.name!r} was {flat.dtype} {tuple(view.shape)} on {flat.device} when the "

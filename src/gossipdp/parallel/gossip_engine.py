@@ -70,6 +70,7 @@ class GossipEngine(Startup):
 
     Attributes:
         is_consolidating: ``consolidate()`` was called.
+        frozen_names: returns the names of what is left alone.
         end_asked_s: says when this process was asked to end (SIGTERM); infinity: not yet.
     """
 
@@ -89,7 +90,7 @@ class GossipEngine(Startup):
             module,
             optimizers,
             momentum=options.method == "a2cid2",
-            exchange_frozen=options.exchange.frozen,
+            exchange=options.exchange,
             moments=chosen_moments(choice, optimizers),
         )
         self._moments = Moments(
@@ -99,7 +100,7 @@ class GossipEngine(Startup):
             finish=flat.state.device.finish,
         )
         super().__init__(flat, optimizers, options, replica, resumption=resumption, page=page)
-        self.module = module
+        self.module, self.frozen_names = module, flat.frozen_names
         self.is_consolidating = self._is_closed = False
         self.end_asked_s: Callable[[], float] = lambda: math.inf
         self._num_means = 0 if resumption is None else resumption.num_means
@@ -448,6 +449,7 @@ class GossipEngine(Startup):
             incarnation=protocol.incarnation,
             ended=(*self._ended_before, *ended),
             num_means=self._num_means,
+            base=self._flat.base_digest,
         )
         return {
             f"{kind}/{name}": values.contiguous()

@@ -250,7 +250,13 @@ def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> N
         known = [each for each in signature(wrapper).parameters if each != "unknown"]
         near = get_close_matches(name, known, 1)
         problem = f"there is no argument {name!r}"
-        if name in OF_DDP:
+        if name == "broadcast_buffers":
+            problem += (
+                ": it is of DistributedDataParallel. Exchanges average BatchNorm's statistics, "
+                "and every other buffer is its worker's own until the end: leave it out, or for no "
+                "average either give exchange=gossipdp.Exchange(buffers=())"
+            )
+        elif name in OF_DDP:
             problem += (
                 ": it is of DistributedDataParallel, which averages gradients within each backward "
                 "pass. Leave it out: the module is on its device, and exchanges need no hint"

@@ -373,8 +373,8 @@ class GossipDataParallel(nn.Module):
         """Within ``with model.averaged():`` the module holds the average of all live workers.
 
         The other workers go on training: each sends its parameters as they are at that moment
-        (x + c/2, and float buffers). This worker's own parameters are untouched, go on serving
-        exchanges, and are back at the end. Do not step the optimizer within. The sums go up a
+        (x + c/2, and BatchNorm's statistics). This worker's own parameters are untouched, go on
+        serving exchanges, and are back at the end. Do not step the optimizer within. Sums go up a
         binary tree over the workers: each worker sends one model at most, and this one holds two
         more copies. They are computed in float32 where parameters have 16 bits. If a worker dies
         meanwhile, this one asks again without it. One that lives and gives no state (it joins, is
@@ -474,12 +474,13 @@ class GossipDataParallel(nn.Module):
         """
         self._checkpointer.register(others)
 
-    def save_averaged(self, path: str | os.PathLike[str]) -> None:
+    def save_averaged(self, path: str | os.PathLike[str], *, base: bool = True) -> None:
         """Save the average of all live workers as the module's plain ``state_dict``.
 
         A name that ends in ``.pt`` or ``.pth`` gives what ``torch.load(path, weights_only=True)``
         loads; one in ``.safetensors`` what ``safetensors.torch.load_file`` does, with a tied
-        parameter under each of its names. The file appears whole or not at all. Before
+        parameter under each of its names. With ``base=False`` a large frozen base is left out, and
+        the file holds its adapters alone. The file appears whole or not at all. Before
         :meth:`consolidate` the other workers go on training, as in :meth:`averaged`; after it, and
         within :meth:`averaged`, the module holds the average and is saved as it is. With shards all
         processes of the replica call it, and the first gathers the whole model and writes it.
@@ -496,7 +497,8 @@ class GossipDataParallel(nn.Module):
         check_name(path)
         is_writer = self._session.replica.environment.shard == 0
         with contextlib.nullcontext() if self._consolidated else self.averaged():
-            state = copied_state(self.module, is_kept=is_writer)
+            without = () if base else self._engine.frozen_names()
+            state = copied_state(self.module, is_kept=is_writer, without=without)
         if is_writer:
             engine = self._engine
             end = self._consolidated

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
@@ -61,6 +61,12 @@ def _moments(name: str, given: Any) -> bool | dict[str, int]:
     return periods or False
 
 
+def _buffers(name: str, given: Any) -> tuple[str, ...]:
+    if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+        raise ValueError(f"{name} is {given!r}: give names of buffers, such as ['queue'], or ()")
+    return tuple(given)
+
+
 @dataclass(frozen=True)
 class Exchange(Checked):
     """The content of an exchange, and its bearing on training; ``GossipDataParallel(exchange=)``.
@@ -72,7 +78,12 @@ class Exchange(Checked):
             nor under ``amsgrad=True`` (a maximum keeps one worker's outlier for ever). A mapping
             names such tensors, of their parameter's shape, and their periods in exchanges:
             ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a parameter in memory.
-        frozen: exchange frozen parameters too, so that they may be unfrozen later.
+        frozen: exchange frozen parameters too, so that they may be unfrozen later. Without it, a
+            frozen base of more than twice the trained size is neither sent nor saved.
+        buffers: names of the buffers that are averaged, or patterns of names (``*.scale``); ``()``:
+            none. By default the running statistics of BatchNorm and its like, with the names
+            ``*.running_mean`` and ``*.running_var``. Every other buffer is its worker's own until
+            the end, when all take the lead's.
         pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
             two exchanges behind the comm rate; never for the dead or silent).
 
@@ -82,6 +93,7 @@ class Exchange(Checked):
 
     moments: bool | Mapping[str, int] = option(True, _moments)
     frozen: bool = False
+    buffers: Collection[str] | None = option(None, _buffers)
     pace: Literal["free", "strict"] = option("free", partial(one_of, ("free", "strict")))
 
 

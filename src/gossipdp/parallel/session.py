@@ -57,8 +57,9 @@ class Session:
         self._optimizers = optimizers
         self._saves = options.checkpoints.directory is not None
         if self._saves:
+            held = named_tensors(module, optimizers, options.exchange)
             check_savable(  # a parameter of a class of its own is saved as its plain values
-                {name: torch.empty(0, dtype=x.dtype) for name, x in named_tensors(module).items()},
+                {name: torch.empty(0, dtype=x.dtype) for name, x in held.items()},
                 "the module",
                 "change its type, or register it as a buffer with persistent=False, or wrap "
                 "without a directory for checkpoints",
@@ -66,7 +67,9 @@ class Session:
             for optimizer in optimizers:
                 self._check_savable(optimizer)
         # A worker that joins a running job takes a live worker's state, and adds its own files.
-        resumption = None if environment.is_joining else _resumption(module, options, replica)
+        resumption = None
+        if not environment.is_joining:
+            resumption = _resumption(module, optimizers, options, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
         self.monitoring = Monitoring(options, environment)
@@ -218,7 +221,12 @@ class Session:
             close()
 
 
-def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resumption | None:
+def _resumption(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: Options,
+    replica: Replica,
+) -> Resumption | None:
     """Find the checkpoint that the run goes on from; one step for all processes of a replica.
 
     A process that was killed may have written one checkpoint more, or less, than the others. A run
@@ -234,7 +242,7 @@ def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resump
                 directory,
                 rank=environment.rank,
                 world_size=environment.world_size,
-                layout=layout_of(named_tensors(module)),
+                layout=layout_of(named_tensors(module, optimizers, options.exchange)),
                 newest_step=newest_step,
             )
             (steps,) = replica.gather(-1 if resumption is None else resumption.counts.step)

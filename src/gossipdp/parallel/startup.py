@@ -26,7 +26,7 @@ from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
-from gossipdp.links.handshake import Identity
+from gossipdp.links.handshake import UNLIKE_BASES, Identity
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, tls_files
@@ -110,10 +110,13 @@ class Startup:
         self.resumption = resumption
         self._page = page
         self.between_steps = BetweenSteps(optimizers)
+        if resumption is not None and resumption.base != flat.base_digest:
+            raise ValueError(f"the checkpoints are of another frozen base: {UNLIKE_BASES}")
         self._secret = network.secret.encode() if network.secret else None
         self.before = Counts() if resumption is None else resumption.counts
         self.settings = Settings(
             tensors=(*flat.description(), *flat.state.description()),
+            base=flat.base_digest,
             method=options.method,
             graph="",
             comm_rate=shown_rate(options.asked_comm_rate),

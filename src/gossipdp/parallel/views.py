@@ -1,15 +1,18 @@
 """A module's parameters and buffers, and the part that each has in exchanges."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import refusal
-from gossipdp.dynamics.update import is_finite
+from gossipdp.parallel.options import Exchange
 from gossipdp.parallel.shards import local
 
 AVERAGED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -17,6 +20,10 @@ MOST_UNOPTIMIZED = 2.0
 """Parameters of no optimizer are averaged at the end if they are at most so many times as large as
 the trained ones: this includes an EMA or a target network, and excludes an adapter's frozen base.
 """
+STATISTICS = ("running_mean", "running_var")
+"""Buffers that are averaged by default, in a module that has both: torch's norms and their like."""
+SAMPLED_VALUES = 4096
+"""Of each frozen tensor of the base, for its digest."""
 
 
 @dataclass(slots=True)
@@ -46,6 +53,21 @@ class View:
         return isinstance(self.held, nn.Parameter)
 
     @property
+    def is_float(self) -> bool:
+        return self.tensor.dtype in AVERAGED_DTYPES
+
+    @property
+    def is_number(self) -> bool:
+        """True unless the values are integers, as packed weights are."""
+        return self.is_plain and (self.tensor.is_floating_point() or self.tensor.is_complex())
+
+    @property
+    def is_plain(self) -> bool:
+        """True if flat memory of its type can hold it: no quantized or packed values."""
+        is_own_kind = type(self.held) not in (Tensor, nn.Parameter) and not self.is_shard
+        return not _is_packed(self.tensor) and (self.is_float or not is_own_kind)
+
+    @property
     def is_shard(self) -> bool:
         return self.tensor is not self.held
 
@@ -68,25 +90,65 @@ class View:
 
 
 def views_of(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange_frozen: bool
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    exchange: Exchange,
 ) -> list[View]:
     """Return every distinct parameter and persistent buffer, in the module's own order.
+
+    An empty buffer stays where it is, as one that is not persistent does.
 
     Raises:
         ValueError: optimizers and module do not fit together, or a tensor cannot be moved.
     """
-    optimizer_of = _optimizer_of(module, optimizers, exchange_frozen)
-    views = list(_views(module, optimizer_of, exchange_frozen))
+    views = list(_views(module, _optimizer_of(module, optimizers, exchange.frozen), exchange))
+    base = {id(view.held) for view in views if view.role is Role.FROZEN}
     for view in views:
-        if (reason := refusal(device := view.tensor.device)) is not None:
+        if (
+            id(view.held) not in base
+            and (reason := refusal(device := view.tensor.device)) is not None
+        ):
             raise ValueError(f"{view.name!r} is on {device}. {reason}")
-    _check_memory(module)
+    names = [view.name for view in views if not view.is_parameter]
+    for pattern in exchange.buffers or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"Exchange(buffers=...) names {pattern!r}, and the module has no such persistent "
+                f"buffer; it has {', '.join(names) or 'none'}"
+            )
+    _check_memory(module, base)
     return views
 
 
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return every distinct parameter and persistent buffer by its first name."""
-    return {view.name: view.tensor for view in _views(module, {}, exchange_frozen=False)}
+def named_tensors(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange
+) -> dict[str, Tensor]:
+    """Return by its first name everything that checkpoints hold."""
+    views = _views(module, _optimizer_of(module, optimizers, exchange.frozen), exchange)
+    return {view.name: view.tensor for view in views if view.role is not Role.FROZEN}
+
+
+def sample(tensor: Tensor, num_values: int) -> Tensor:
+    """Return some values of a tensor, evenly spread, as bytes in host memory."""
+    if _is_wrapper(tensor):
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        return torch.cat([sample(getattr(tensor, name), num_values) for name in names])
+    values = tensor.detach().resolve_conj().resolve_neg()
+    values = values.int_repr() if values.is_quantized else values
+    if values.is_meta or not values.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    stride = -(-values.numel() // num_values)
+    places = torch.arange(0, values.numel(), stride, device=values.device)
+    values = values[torch.unravel_index(places, values.shape)] if values.dim() else values.view(1)
+    return values.cpu().view(torch.uint8)
+
+
+def digest_of(base: Sequence[View]) -> str:
+    """Return a digest of a sample of frozen values, which must be alike; "" if there are none."""
+    digest = hashlib.sha256()
+    for view in base:
+        digest.update(sample(view.tensor, SAMPLED_VALUES).numpy().tobytes())
+    return digest.hexdigest()[:16] if base else ""
 
 
 def _optimizer_of(
@@ -120,9 +182,7 @@ def _optimizer_of(
     return optimizer_of
 
 
-def _views(
-    module: nn.Module, optimizer_of: dict[int, int], exchange_frozen: bool
-) -> Iterator[View]:
+def _views(module: nn.Module, optimizer_of: dict[int, int], exchange: Exchange) -> Iterator[View]:
     """Yield every distinct parameter and persistent buffer, in the module's own order."""
     views: dict[int, View] = {}
     for prefix, submodule in module.named_modules():
@@ -134,55 +194,72 @@ def _views(
         ]
         for owner, key in places:
             held = owner[key]
-            if held is None:
+            name = f"{prefix}.{key}" if prefix else key
+            if held is None or (owner is submodule._buffers and not held.numel()):
+                if held is not None and _is_observer(submodule):
+                    raise ValueError(
+                        f"{name!r} takes its shape from the first batch: let the module see one, "
+                        "then make the optimizer and wrap"
+                    )
                 continue
             if id(held) in views:
                 views[id(held)].owners.append((owner, key))
                 continue
-            name = f"{prefix}.{key}" if prefix else key
             index = optimizer_of.get(id(held))
             tensor = local(held)
+            role = (
+                _role(name, held, index is not None, exchange.frozen)
+                if isinstance(held, nn.Parameter)
+                else _role_of_buffer(name, submodule, key, exchange.buffers)
+            )
             views[id(held)] = View(
                 name=name,
                 held=held,
                 tensor=tensor,
                 owners=[(owner, key)],
-                role=_role(name, held, index is not None, exchange_frozen),
+                role=role,
                 optimizer_index=index or 0,
                 is_optimized=index is not None,
                 requires_grad=held.requires_grad,
                 shape=tensor.shape,
                 # The strides of a dense copy: the tensor's own, unless it overlaps itself.
-                stride=torch.empty_like(tensor, device="meta").stride(),
+                stride=tensor.stride()
+                if _is_packed(tensor)
+                else torch.empty_like(tensor, device="meta").stride(),
             )
-    _set_following(list(views.values()))
+    _set_following(list(views.values()), exchange.frozen)
     yield from views.values()
 
 
-def _set_following(views: Sequence[View]) -> None:
+def _set_following(views: Sequence[View], exchange_frozen: bool) -> None:
     """Let the parameters of no optimizer be averaged in the end, unless they are a frozen base.
 
     Their size decides, and not whether they change: so all workers decide alike, also those that
-    join a running job.
+    join a running job. Integer buffers of such a size are the packed weights of a quantized base.
     """
     trained = sum(view.tensor.nbytes for view in views if view.role is Role.TRAINED)
-    others = [
-        view for view in views if view.role is Role.FROZEN and view.tensor.dtype in AVERAGED_DTYPES
-    ]
-    if sum(view.tensor.nbytes for view in others) <= MOST_UNOPTIMIZED * trained:
+    parameters = [view for view in views if view.role is Role.FROZEN]
+    packed = [view for view in views if view.role is Role.COPIED and not view.is_number]
+    for others in (parameters, [] if exchange_frozen else packed):
+        is_small = sum(view.tensor.nbytes for view in others) <= MOST_UNOPTIMIZED * trained
         for view in others:
-            view.role = Role.UNOPTIMIZED
+            if not (is_small and view.is_plain):
+                view.role = Role.FROZEN
+            elif view.is_parameter:
+                view.role = Role.UNOPTIMIZED if view.is_float else Role.COPIED
 
 
-def _check_memory(module: nn.Module) -> None:
+def _check_memory(module: nn.Module, left_alone: Collection[int]) -> None:
     """Refuse tensors that share memory: wrapping gives each parameter its own.
 
-    Two buffers may overlap: views of one table of constants stay equal.
+    Two buffers may overlap: views of one table of constants stay equal. So may those left alone.
     """
     regions = []
     for name, held in [*module.named_parameters(), *module.named_buffers()]:
         tensor = local(held)
-        is_parameter = isinstance(held, nn.Parameter)
+        if _is_wrapper(tensor):
+            continue
+        is_parameter = isinstance(held, nn.Parameter) and id(held) not in left_alone
         # On a GPU every tensor says that it is shared.
         is_shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
         if is_parameter and is_shared:
@@ -212,11 +289,35 @@ def _check_memory(module: nn.Module) -> None:
         furthest = region
 
 
+def _is_wrapper(tensor: Tensor) -> bool:
+    """Return whether the values lie in other tensors, as those of quantized weights do."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    return tensor.is_quantized or _is_wrapper(tensor)
+
+
+def _is_observer(module: nn.Module) -> bool:
+    """Return whether quantization-aware training watches values with it; its buffers grow later."""
+    return any(each.__module__.startswith("torch.ao.quant") for each in type(module).__mro__)
+
+
+def _role_of_buffer(name: str, owner: nn.Module, key: str, buffers: Collection[str] | None) -> Role:
+    tensor = owner._buffers[key]
+    assert tensor is not None
+    has_average = tensor.dtype in AVERAGED_DTYPES
+    if buffers is None:
+        has_both = all(owner._buffers.get(each) is not None for each in STATISTICS)
+        is_averaged = key in STATISTICS and has_both and has_average
+    else:
+        is_averaged = any(fnmatchcase(name, pattern) for pattern in buffers)
+    if is_averaged and not has_average:
+        raise ValueError(f"Exchange(buffers=...) names {name!r}: {tensor.dtype} has no average")
+    return Role.BUFFER if is_averaged else Role.COPIED
+
+
 def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:
-    if not isinstance(tensor, nn.Parameter):
-        # A buffer of infinities, such as a mask, is a constant and has no average.
-        is_averaged = tensor.is_floating_point() and is_finite(local(tensor))
-        return Role.BUFFER if is_averaged else Role.COPIED
     if not (exchange_frozen or (tensor.requires_grad and is_optimized)):
         return Role.FROZEN
     if not tensor.is_floating_point():

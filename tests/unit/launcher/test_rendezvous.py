@@ -133,6 +133,7 @@ def test_a_given_secret_and_run_id_are_kept_and_not_published():
         ({}, {}, {"wire_format": "bfloat16"}, "wire_format is 'bfloat16' here and 'float32'"),
         ({}, {}, {"tensors": OTHER_SHAPE}, "first in tensor 1: output.bias of shape (5,) here and"),
         ({}, {}, {"tensors": SETTINGS.tensors[:1]}, "first in tensor 1: none here and output.bias"),
+        ({}, {}, {"base": "5f"}, "the frozen bases differ: frozen parameters of more than twice"),
         ({"secret": b"a"}, {"secret": b"b"}, {}, "the secret differs from worker 0's"),
         ({"secret": b"a"}, {}, {}, "GOSSIPDP_SECRET is not set here and set on worker 0"),
         ({}, {"secret": b"b"}, {}, "GOSSIPDP_SECRET is set here and not set on worker 0"),

@@ -102,6 +102,9 @@ def test_of_a_fingerprint_the_parts_that_differ_are_named():
     assert str(dialler.refusal) == (
         "model (shapes, optimizers) differs: the other worker has '99 88', this one '22 44'"
     )
+    assert str(Refusal("model", "shapes=1 base=2", "shapes=1 base=3")).startswith(
+        "the frozen bases"
+    )
 
 
 def test_wrong_secret_is_said_as_such_on_both_sides():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpointing import AtOnce, step, steps_saved
 from mixed_net import Net
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -207,12 +208,37 @@ def test_another_model_or_optimizer_is_refused(run, wrap, tmp_path):
     run(tmp_path, stop_after=5)
     net, other = Net(), nn.Linear(2, 2)
     for module, trained, message in [
-        (other, other, r"is of another model: 'bias' is absent there and float"),
-        (net, net.head, r"does not fit optimizer 0, a SGD; make the optimizer as it was"),
+        (other, other, r"is of another model: 'bias' is absent or frozen there and float"),
+        (net, net.conv, r"does not fit optimizer 0, a SGD; make the optimizer as it was"),
     ]:
         optimizer = torch.optim.SGD(trained.parameters(), 0.1)
         with pytest.raises(ValueError, match=message):
             wrap(module, optimizer, checkpoints=Checkpoints(resume=tmp_path))
+
+
+def test_a_frozen_base_is_in_no_checkpoint_and_another_one_is_refused(wrap, tmp_path):
+    def wrapped(seed: int) -> Any:
+        torch.manual_seed(seed)
+        net = nn.ModuleDict({"base": nn.Linear(512, 512), "adapter": nn.Linear(4, 2)})
+        net["base"].requires_grad_(False)
+        optimizer = torch.optim.SGD(net["adapter"].parameters(), 0.1)
+        return wrap(net, optimizer, checkpoints=Checkpoints(tmp_path, resume="auto"))
+
+    model = wrapped(0)
+    with torch.no_grad():
+        model.module["adapter"].weight.fill_(7.0)
+    model.save_checkpoint()
+    for base, names in (True, {"base.weight", "base.bias"}), (False, set()):
+        model.save_averaged(tmp_path / "average.safetensors", base=base)
+        found = load_file(tmp_path / "average.safetensors")
+        assert found.keys() == {"adapter.weight", "adapter.bias"} | names
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
+    model.close()
+    (path,) = tmp_path.glob("worker-0/*.safetensors")
+    assert path.stat().st_size < 20_000  # most of it the random states; the base is a megabyte
+    with pytest.raises(ValueError, match=r"are of another frozen base: .* call torch.manual_seed"):
+        wrapped(1)
+    assert (wrapped(0).module["adapter"].weight == 7.0).all()
 
 
 def test_poison_is_not_saved(linear, tmp_path, caplog):

@@ -37,7 +37,8 @@ class Net(nn.Module):
             trained = DTensor.from_local(trained, mesh, [Shard(0)], run_check=False)
         self.trained = nn.Parameter(trained)
         self.following = nn.Parameter(torch.zeros(5, **place), requires_grad=False)
-        self.register_buffer("mean", torch.zeros(3, **place))
+        self.register_buffer("running_mean", torch.zeros(3, **place))
+        self.register_buffer("running_var", torch.ones(3, **place))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=CARD))
 
 

@@ -5,11 +5,15 @@ import pytest
 import torch
 from mixed_net import Net
 from torch import nn
+from torch.ao.quantization import PerChannelMinMaxObserver
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.testing._internal.two_tensor import TwoTensor
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import LEAST_HUGE_BYTES
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.flat_parameters import ALIGNMENT_BYTES, FlatParameters, chunk_bytes_for
+from gossipdp.parallel.options import Exchange
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -95,15 +99,46 @@ def test_roles():
     }
 
 
-def test_a_mask_of_infinities_is_copied_and_not_averaged():
-    module = nn.Linear(2, 2)
-    module.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
-    module.register_buffer("mean", torch.zeros(3))
-    state = flatten(module).state
-    roles = {segment.role: segment for segment in state.segments}
-    assert torch.equal(roles[Role.COPIED].x[:9].view(3, 3), module.mask)
-    assert roles[Role.BUFFER].x.isfinite().all()
-    assert module.mask.isneginf().any()
+def test_only_statistics_of_norms_are_averaged_and_others_by_name():
+    """A queue, a mask, u of spectral norm, a counter, an fp8 scale; an empty one stays."""
+    net = nn.Sequential(nn.BatchNorm1d(3), spectral_norm(nn.Linear(3, 3)), nn.Linear(9, 9))
+    for name, value in {
+        "queue": torch.randn(3, 4),
+        "mask": torch.full((3, 3), -torch.inf).triu(1),
+        "at": torch.tensor(7),
+        "scale": torch.tensor([0.5]).to(torch.float8_e4m3fn),
+        "empty": torch.zeros(0),
+        "running_mean": torch.ones(2),  # without a variance it is no norm's
+    }.items():
+        net.register_buffer(name, value)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def averaged(**options):
+        segments = flatten(net, exchange=Exchange(**options)).state.segments
+        starts = {s.x.untyped_storage().data_ptr() + s.x.nbytes: s for s in segments}
+        return {
+            name
+            for name, buffer in net.named_buffers()
+            for end, s in starts.items()
+            if s.role is Role.BUFFER and end - s.x.nbytes <= buffer.data_ptr() < end
+        }
+
+    assert averaged() == {"0.running_mean", "0.running_var"}
+    assert averaged(buffers=["queue", "0.*_var"]) == {"queue", "0.running_var"}
+    assert averaged(buffers=()) == set()
+    for name, value in net.state_dict().items():
+        assert torch.equal(value.float(), before[name].float()), name
+    for names, message in (["at"], "'at': torch.int64 has no average"), (["x"], "no such persis"):
+        with pytest.raises(ValueError, match=message):
+            averaged(buffers=names)
+    flat = flatten(net)
+    net.empty.resize_(5).fill_(2.0)
+    flat.check()
+    net.empty_observer = PerChannelMinMaxObserver()
+    with pytest.raises(
+        ValueError, match=r"'empty_observer.min_val' takes its shape from the first"
+    ):
+        flatten(net)
 
 
 def test_channels_last_stays_and_is_part_of_the_description():
@@ -200,7 +235,7 @@ def test_unfreezing_is_found_unless_frozen_parameters_are_exchanged():
     with pytest.raises(ModelChangedError, match=r"frozen\.weight.*Exchange\(frozen=True"):
         flat.check()
     net = Net()
-    flat = flatten(net, exchange_frozen=True)
+    flat = flatten(net, exchange=Exchange(frozen=True))
     net.frozen.requires_grad_(True)
     flat.check()
 
@@ -219,14 +254,19 @@ def test_views_of_parameters_in_a_state_dict_become_views_of_the_others():
     assert torch.equal(values["copy"], query)
 
 
-def test_a_frozen_base_is_not_averaged_and_what_moves_in_it_is_told(caplog):
-    """An adapter of 8 values over a base of 64; the script moves the base all the same."""
-    net = nn.ModuleDict(
-        {"base": nn.Linear(8, 8, bias=False), "adapter": nn.Linear(8, 1, bias=False)}
-    )
-    net["base"].requires_grad_(False)
+def adapted(base: nn.Module) -> nn.ModuleDict:
+    """Return an adapter of 8 values over a frozen base."""
+    adapter = nn.Linear(8, 1, bias=False)
+    return nn.ModuleDict({"base": base.requires_grad_(False), "adapter": adapter})
+
+
+def test_a_frozen_base_is_left_alone_and_what_moves_in_it_is_told(caplog):
+    net = adapted(nn.Linear(8, 8, bias=False))
+    place = net["base"].weight.data_ptr()
     flat = flatten(net)
-    assert {segment.role for segment in flat.state.segments} == {Role.TRAINED, Role.FROZEN}
+    assert {segment.role for segment in flat.state.segments} == {Role.TRAINED}
+    assert net["base"].weight.data_ptr() == place
+    assert flat.frozen_names() == {"base.weight"}
     flat.check()
     flat.check()
     assert not caplog.records
@@ -235,5 +275,45 @@ def test_a_frozen_base_is_not_averaged_and_what_moves_in_it_is_told(caplog):
     flat.check()
     flat.check()
     (record,) = caplog.records
-    assert "parameter 'base.weight' changes although it is in no optimizer" in caplog.text
-    assert "wrap with exchange=Exchange(frozen=True)" in record.getMessage()
+    assert "'base.weight' changes although no optimizer trains it" in caplog.text
+    assert "Wrap with exchange=Exchange(frozen=True)" in record.getMessage()
+
+
+class Packed(nn.Module):
+    """Weights in integers, as a quantized layer has them, and of a class of their own."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("qweight", values.to(torch.int8))
+        self.weight = nn.Parameter(TwoTensor(values, values + 1), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda values: nn.Linear(40, 40, bias=False).requires_grad_(False), Packed]
+)
+def test_the_digest_tells_bases_apart(make):
+    def digest_of(seed: int, **changes: object) -> str:
+        torch.manual_seed(seed)
+        net = adapted(make(torch.randn(40, 40) * 9))
+        if changes:
+            next(iter(net["base"].state_dict().values()))[3, 5] += 1
+        before = {name: value.clone() for name, value in net["base"].state_dict().items()}
+        flat = flatten(net)
+        after = net["base"].state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert len(flat.state.segments) == 1
+        return flat.base_digest
+
+    assert digest_of(0) == digest_of(0) != digest_of(1)
+    assert digest_of(0) != digest_of(0, changed=True)
+    assert flatten(nn.Linear(2, 2)).base_digest == ""
+
+
+def test_shared_memory_after_wrapping_is_refused():
+    net = nn.Linear(3, 2)
+    flat = flatten(net)
+    net.share_memory()
+    with pytest.raises(
+        ModelChangedError, match=r"'weight' was moved to memory that processes shar"
+    ):
+        flat.check()

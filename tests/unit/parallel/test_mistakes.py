@@ -207,6 +207,10 @@ def test_what_a_wrapped_model_cannot_do_is_refused(tmp_path, arguments, call, me
             (name, f"no argument '{name}': it is of DistributedDataParallel.* Leave it out")
             for name in ("device_ids", "output_device", "find_unused_parameters", "static_graph")
         ),
+        (
+            "broadcast_buffers",
+            r"or for no average either give exchange=gossipdp.Exchange\(buffers=",
+        ),
         ("pace", r"no argument 'pace': give exchange=gossipdp\.Exchange\(pace=\.\.\.\)"),
         ("batch_dim", r"give counting=gossipdp\.Counting\(batch_dim="),
         ("timeout_s", r"give network=gossipdp\.Network\(timeout_s="),
