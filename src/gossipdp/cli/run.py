@@ -5,9 +5,11 @@ this launcher assigned: ``torchrun --nproc-per-node 4 -m gossipdp run train.py``
 """
 
 import dataclasses
+import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +39,8 @@ NOT_INHERITED = (
     *("GOSSIPDP_REPLICA", "GOSSIPDP_REPLICAS", "GOSSIPDP_STORE"),
     *("GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
 )
+SAY_WAITS_AFTER_S = 5.0
+"""The time that workers have to end after the average, before a line says who has not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +158,7 @@ def run(arguments: RunArguments) -> int:
     given = {**os.environ, **_common_variables(arguments, num_workers)}
     plan = _plan(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
     others_may_join = plan.first_rank == 0 and bool(secret or tls)
-    num_shown = -1
+    num_shown, waits_since_s = -1, math.inf
     inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
     num_spares = min(arguments.spares, arguments.max_restarts) * arguments.nproc_per_replica
     spares = Spares(script, inherited, num_spares, _tell)
@@ -173,7 +177,13 @@ def run(arguments: RunArguments) -> int:
             write_process_end(path, failure.process_id, failure.ending.reason)
 
     def look() -> None:
-        nonlocal num_shown
+        nonlocal num_shown, waits_since_s
+        if supervisor.is_complete and not supervisor.ending:
+            waits_since_s = min(waits_since_s, time.monotonic())
+            if time.monotonic() - waits_since_s > SAY_WAITS_AFTER_S:
+                waits_since_s = math.nan  # said once
+                who = " and ".join(f"worker {shown_rank(rank)}" for rank in supervisor.ranks)
+                _tell(f"the run is complete; waiting for {who} to end, unless Ctrl+C ends it")
         spares.follow(supervisor)
         known = [network.addresses for network in plan.join_infos]
         if others_may_join and num_shown < plan.num_meetings and all(known):
@@ -210,7 +220,8 @@ def run(arguments: RunArguments) -> int:
         ended_by = supervisor.run(look)
         code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
         if ended_by is not None:
-            _tell(stopped_line(supervisor.saved.values(), has_ended=supervisor.is_complete))
+            num_replicas = num_workers // arguments.nproc_per_replica
+            _tell(stopped_line(supervisor.saved, num_replicas, has_ended=supervisor.is_complete))
         if supervisor.failures and supervisor.begun:  # the lines about them may be hours old
             _tell(f"at the end: {describe(supervisor.failures)}")
         if supervisor.loss and ended_by is None:
@@ -235,18 +246,20 @@ def run(arguments: RunArguments) -> int:
     return code
 
 
-def stopped_line(saved: Iterable[tuple[int, str]], *, has_ended: bool = False) -> str:
-    """Return the line on a run that was stopped, from the (step, directory) of what was saved.
+def stopped_line(
+    saved: Mapping[int, tuple[int, str]], num_workers: int, *, has_ended: bool = False
+) -> str:
+    """Return the line on a run that was stopped, from each worker's (step, directory) if it saved.
 
     ``has_ended``: a worker had the run's average before.
     """
-    steps = sorted(step for step, _ in saved)
-    places = sorted({directory for _, directory in saved})
-    if not steps and has_ended:
-        return "stopped after the end of the run; nothing more was saved"
+    steps = sorted(step for step, _ in saved.values())
+    places = sorted({directory for _, directory in saved.values()})
     if not steps:
-        return "stopped; nothing was saved"
+        return f"stopped{' after the end of the run' * has_ended}; nothing more was saved"
     at = f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]} to {steps[-1]}"
+    if len(saved) < num_workers:
+        at += f", which {len(saved)} of {num_workers} workers saved"
     return f'stopped at {at}; start it again with resume="auto" to go on from {", ".join(places)}'
 
 

@@ -357,6 +357,11 @@ class Supervisor:
         return bool(self._dues or self._num_restarts_left) and has_others and not is_over
 
     @property
+    def ranks(self) -> list[int]:
+        """Return the ranks of the workers that run."""
+        return [self._lives[local_rank].rank for local_rank in self.running]
+
+    @property
     def _dues(self) -> list[float]:
         return [lives.due for lives in self._lives if lives.due is not None]
 

@@ -21,7 +21,8 @@ lives that had ended by then, and a checkpoint of a life that a newer one calls 
 over.
 
 - A death of the last ``ENDS_WITHIN_S`` does not count, nor one after this worker was asked to end:
-  when a whole run is ended, the workers that save last have seen the others die.
+  when a whole run is ended, the workers that save last have seen the others die. After the average
+  every death counts: the run is complete without that worker.
 - Two halves of a cut network call each other dead; both trained on, and both count.
 - A worker that was taken for dead by mistake, or started again, goes on under a higher incarnation:
   its later checkpoints are not of the life that ended.

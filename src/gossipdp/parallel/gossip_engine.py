@@ -437,7 +437,8 @@ class GossipEngine(Startup):
             lambda: (protocol.progress.news(), protocol.membership.members())
         )
         # If all are asked to end, one may have saved and ended while another was still in its step.
-        now_s = min(self._loop.clock(), self.end_asked_s())
+        # After the average, whoever died is not in it, however late that was.
+        now_s = min(self._loop.clock(), self.end_asked_s()) if self.lead is None else math.inf
         ended = ended_lives(members, self._loop.snapshot.noticed, now_s)
         facts = Facts(
             rank=self.rank,

@@ -1,5 +1,6 @@
 """SIGTERM: one more checkpoint of every model, between two steps, and the end of the process."""
 
+import math
 import os
 import signal
 import sys
@@ -141,6 +142,15 @@ def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monk
     with pytest.raises(SystemExit):
         step(model, optimizer)
     assert judged == [asked_s]
+
+
+def test_whoever_died_before_the_average_has_not_made_it(linear, tmp_path, monkeypatch):
+    model, optimizer = linear(tmp_path, every_steps=5)
+    step(model, optimizer)
+    judged: list[float] = []
+    monkeypatch.setattr(gossip_engine, "ended_lives", lambda *_: judged.append(_[2]) or ())
+    model.consolidate()
+    assert judged[-1] == math.inf > judged[0]
 
 
 def test_a_signal_that_comes_after_another_process_s_breaks_into_no_save(terminable):
