@@ -39,8 +39,8 @@ NOT_INHERITED = (
     *("GOSSIPDP_REPLICA", "GOSSIPDP_REPLICAS", "GOSSIPDP_STORE"),
     *("GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
 )
-SAY_WAITS_AFTER_S = 5.0
-"""The time that workers have to end after the average, before a line says who has not."""
+SAY_WAITS_AFTER_S = 10.0
+"""The time that workers have to end after another has, before a line says which have not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,8 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal num_shown, waits_since_s
-        if supervisor.is_complete and not supervisor.ending:
+        some_ended = len(supervisor.running) < plan.num_local
+        if supervisor.is_complete and some_ended and not supervisor.ending:
             waits_since_s = min(waits_since_s, time.monotonic())
             if time.monotonic() - waits_since_s > SAY_WAITS_AFTER_S:
                 waits_since_s = math.nan  # said once
