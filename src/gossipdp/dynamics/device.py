@@ -382,7 +382,7 @@ class AcceleratorDevice(QueuedDevice):
         return _Event(self._device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def is_pinned(self, values: Tensor) -> bool:
         # Not torch's is_pinned(): the driver may remember pages that are no longer there.

@@ -89,10 +89,10 @@ class Lattice:
 
     def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
         integer, self._bound = _INTEGERS[dtype]
-        self._points = torch.empty(most_blocks, BLOCK, dtype=dtype)
-        self._k = torch.empty(most_blocks, BLOCK, dtype=integer)
-        self._other = torch.empty(most_blocks, BLOCK, dtype=integer)
-        self._low = torch.empty(most_blocks, BLOCK, dtype=torch.uint8)
+        self._points = torch.empty(most_blocks, BLOCK, dtype=dtype, device="cpu")
+        self._k = torch.empty(most_blocks, BLOCK, dtype=integer, device="cpu")
+        self._other = torch.empty_like(self._k)
+        self._low = torch.empty_like(self._k, dtype=torch.uint8)
 
     def fits(self, largest: Tensor, exponents: Tensor) -> bool:
         """Return True if blocks with these largest values can be coded: |k| fits the integers."""
@@ -154,8 +154,8 @@ class LatticeSteps:
 
     def __init__(self, num_blocks: int, dtype: torch.dtype) -> None:
         self.num_blocks = num_blocks
-        self._reach = torch.zeros(num_blocks)
-        self._largest = torch.zeros(num_blocks)
+        self._reach = torch.zeros(num_blocks, device="cpu")
+        self._largest = torch.zeros(num_blocks, device="cpu")
         self._mantissa_bits = _MANTISSA_BITS[dtype]
 
     def exponents(self) -> Tensor:

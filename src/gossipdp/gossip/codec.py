@@ -132,7 +132,7 @@ class Codec:
         self._slot_bytes = -(-most // PAGE_BYTES) * PAGE_BYTES
         num_bytes = (self.window + 1) * self._slot_bytes
         if allocate is None:
-            own = tensor_bytes(torch.empty(num_bytes, dtype=torch.uint8))
+            own = tensor_bytes(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
             allocate = lambda _: own  # noqa: E731
         self._allocate = partial(allocate, num_bytes)
         self._memory = memoryview(b"")
@@ -152,7 +152,8 @@ class Codec:
         }
         self._exponents: dict[int, Tensor] = {}
         # A frame is not empty, even if nothing is coded.
-        self._needed = torch.zeros(max(1, sum(blocks.values())), dtype=torch.int8)
+        num_needed = max(1, sum(blocks.values()))
+        self._needed = torch.zeros(num_needed, dtype=torch.int8, device="cpu")
         self.preface_landing = tensor_bytes(torch.zeros_like(self._needed))
         """Room for the preface that the peer's :meth:`start` returned."""
         self._code_slots: dict[torch.dtype, list[_CodeSlot]] = {}
@@ -357,9 +358,9 @@ class _CodeSlot:
     """The record of an open coded chunk; tensors flat, of whole blocks."""
 
     def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
-        self.snapshot = torch.zeros(most_blocks * BLOCK, dtype=dtype)
-        self.differences = torch.zeros(most_blocks * BLOCK, dtype=torch.int8)
-        self.sizes = torch.zeros(0)
+        self.snapshot = torch.zeros(most_blocks * BLOCK, dtype=dtype, device="cpu")
+        self.differences = torch.zeros_like(self.snapshot, dtype=torch.int8)
+        self.sizes = torch.zeros(0, device="cpu")
         self.fits = False
 
 
@@ -369,9 +370,9 @@ class _Scratch:
 
     def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
         self.lattice = Lattice(most_blocks, dtype)
-        self.codes = torch.zeros(most_blocks * BLOCK, dtype=torch.uint8)
-        self.delta = torch.zeros(most_blocks * BLOCK, dtype=dtype)
-        self.zeros = torch.zeros(most_blocks * BLOCK, dtype=dtype)
+        self.delta = torch.zeros(most_blocks * BLOCK, dtype=dtype, device="cpu")
+        self.codes = torch.zeros_like(self.delta, dtype=torch.uint8)
+        self.zeros = torch.zeros_like(self.delta)
 
 
 def _blocks(flat: Tensor, chunk: Chunk) -> Tensor:

@@ -261,7 +261,7 @@ class Sums:
         """Return room for a chunk, in the precision in which it is summed and travels."""
         chunk = self._chunks[index]
         dtype = chunk.pending.dtype if index < self._num_averaged else chunk.x.dtype
-        return torch.empty(chunk.num_elements, dtype=dtype)
+        return torch.empty(chunk.num_elements, dtype=dtype, device="cpu")
 
     def _squared_distance(self, chunk: Chunk, result: Tensor) -> float:
         """Return the squared distance of this worker's own values to the result."""

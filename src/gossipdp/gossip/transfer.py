@@ -104,7 +104,8 @@ class _Sender:
 
     def __post_init__(self) -> None:
         # Rows that begin where numbers of any type may.
-        self._slots = torch.empty(SLOTS, -(-self.most_bytes // 64) * 64, dtype=torch.uint8)
+        size = SLOTS, -(-self.most_bytes // 64) * 64
+        self._slots = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._next = next(self.pieces, None)
 
     @property
@@ -269,11 +270,11 @@ class Transfers:
         if fetch.unfold is not None:
             if not 0 < layout_bytes <= MAX_LAYOUT_BYTES:
                 raise ValueError(f"the layout of its optimizers' state takes {layout_bytes} bytes")
-            layout = torch.empty(layout_bytes, dtype=torch.uint8)
+            layout = torch.empty(layout_bytes, dtype=torch.uint8, device="cpu")
             yield from _pieces([layout])
             yield from _pieces(fetch.unfold(layout.numpy().tobytes()))
             fetch.unfold = None
-        slot = torch.empty(self._most_bytes, dtype=torch.uint8)
+        slot = torch.empty(self._most_bytes, dtype=torch.uint8, device="cpu")
         for chunk in self._chunks:
             room = slot[: chunk.x.nbytes]
             yield room

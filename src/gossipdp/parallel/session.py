@@ -59,7 +59,7 @@ class Session:
         if self._saves:
             held = named_tensors(module, optimizers, options.exchange)
             check_savable(  # a parameter of a class of its own is saved as its plain values
-                {name: torch.empty(0, dtype=x.dtype) for name, x in held.items()},
+                {name: torch.empty(0, dtype=x.dtype, device="cpu") for name, x in held.items()},
                 "the module",
                 "change its type, or register it as a buffer with persistent=False, or wrap "
                 "without a directory for checkpoints",

@@ -257,8 +257,9 @@ class Replica:
         """Return each value as all processes of the replica give it, by shard."""
         if self._group is None:
             return ((value,) for value in values)
-        rows = torch.zeros(self.environment.num_shards, len(values), dtype=torch.float64)
-        rows[self.environment.shard] = torch.tensor(values, dtype=torch.float64)
+        size = self.environment.num_shards, len(values)
+        rows = torch.zeros(size, dtype=torch.float64, device="cpu")
+        rows[self.environment.shard] = rows.new_tensor(values)
         try:
             dist.all_reduce(rows, group=self._group)
         except RuntimeError as error:

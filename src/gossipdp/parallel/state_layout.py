@@ -247,7 +247,8 @@ class StateLayout:
     def rooms(self) -> list[Tensor]:
         """Allocate a flat tensor for each that is described; the caller has bounded the bytes."""
         return [
-            torch.empty(math.prod(each.shape), dtype=DTYPES[each.dtype]) for each in self.tensors
+            torch.empty(math.prod(each.shape), dtype=DTYPES[each.dtype], device="cpu")
+            for each in self.tensors
         ]
 
     def unpack(self, tensors: Sequence[Tensor]) -> Any:

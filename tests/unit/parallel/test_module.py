@@ -134,6 +134,19 @@ def test_one_worker_is_bitwise_the_plain_loop(wrap, step_function, optimizer_nam
     assert_bitwise_equal(*trained)
 
 
+def test_another_default_device_changes_nothing(wrap_sgd, tmp_path):
+    net = nn.Linear(3, 2)
+    before, inputs = net.weight.detach().clone(), torch.ones(4, 3)
+    with torch.device("meta"):
+        saving = Checkpoints(tmp_path)
+        model, optimizer = wrap_sgd(net, wire_format="lattice8", checkpoints=saving)
+        model(inputs).sum().backward()
+        optimizer.step()
+        model.save_averaged(model.save_checkpoint().with_suffix(".pt"))
+        assert model.consolidate().samples == 4
+    torch.testing.assert_close(net.weight, before - 0.4)
+
+
 @pytest.mark.parametrize("order", ["compile, wrap", "wrap, compile", "compile()"])
 def test_compiled_in_any_order_there_is_one_graph_for_training(wrap, tmp_path, order):
     """Whatever is due between two forward passes; and the bits are those of the plain module."""
