@@ -185,6 +185,10 @@ class State:
             chunk.index = index
             chunk.device = self.device
             chunk.order = self.device.order()
+        self._exchanged: dict[int | None, list[Segment]] = {}
+        for segment in self.segments + self.moments:
+            for covering in (None, segment.optimizer_index) if segment.role.is_exchanged else ():
+                self._exchanged.setdefault(covering, []).append(segment)
         self._helpers: list[threading.Thread] = []
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 
@@ -270,11 +274,7 @@ class State:
             optimizer_index: only the chunks of that optimizer (None: all).
             wait: wait for a chunk in use instead of leaving it for the next boundary.
         """
-        segments = [
-            segment
-            for segment in self.segments + self.moments
-            if segment.role.is_exchanged and optimizer_index in (None, segment.optimizer_index)
-        ]
+        segments = self._exchanged.get(optimizer_index, [])
         if self._credit is not None:
             skipped = self._queued_boundary(segments, theta, self._credit)
             if not wait:

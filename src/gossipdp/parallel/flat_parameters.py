@@ -121,8 +121,10 @@ class FlatParameters:
                 self._lay_out(index, segment, moment, chunk_bytes)
         self.state = State(segments, moments=[segment for segment, _ in self.moment_places])
         self._flats = [segment.x for segment in self.state.segments]
-        # Every boundary looks at these.
-        self._held = [(view, *held) for view in self._views for held in view.owners]
+        # The boundary of an optimizer looks at its own, that of the first also at those of none.
+        self._views_of: list[list[View]] = [[] for _ in optimizers]
+        for view in self._views:
+            self._views_of[view.optimizer_index].append(view)
         self._frozen = [
             view
             for view in views
@@ -213,8 +215,10 @@ class FlatParameters:
         )
         return {name for name, tensor in named if id(tensor) in held}
 
-    def check(self) -> None:
+    def check(self, optimizer_index: int | None = None) -> None:
         """Find, at a boundary, the tensors that were moved or replaced since wrapping.
+
+        It looks at those that the boundary of this optimizer covers (None: at all).
 
         A tensor whose storage was exchanged for another of the same kind (``param.data = ...``, a
         buffer assigned in ``forward``) is copied into its view and bound to it again. That does not
@@ -225,26 +229,29 @@ class FlatParameters:
             ModelChangedError: parameters moved to another device or precision, replaced by new
                 objects (``assign=True``), unfrozen, or added to an optimizer after wrapping.
         """
-        for view in self._views:
+        for view in self._views if optimizer_index is None else self._views_of[optimizer_index]:
             if view.is_shard:
                 _check_shard(view)
             elif view.tensor.data_ptr() != view.data_ptr:
                 self._adopt_storage(view)
-        for view, owner, key in self._held:
-            if owner.get(key) is not view.held:
-                self._adopt_replacement(view, owner, key)
+            for owner, key in view.owners:
+                if owner.get(key) is not view.held:
+                    self._adopt_replacement(view, owner, key)
+        for index in range(len(self._optimizers)) if optimizer_index is None else [optimizer_index]:
+            now, expected = _num_parameters(self._optimizers[index]), self._num_optimized[index]
+            if now != expected:
+                raise ModelChangedError(
+                    f"the optimizer held {expected} parameters when the module was wrapped and "
+                    f"holds {now} now; add parameter groups before wrapping"
+                )
+        if optimizer_index:
+            return
         for view in self._frozen:
             if view.held.requires_grad:
                 raise ModelChangedError(
                     f"parameter {view.name!r} was frozen when the module was wrapped and is "
                     "trainable now; workers would not average it. Wrap with "
                     "exchange=Exchange(frozen=True), or unfreeze before wrapping"
-                )
-        for optimizer, expected in zip(self._optimizers, self._num_optimized, strict=True):
-            if _num_parameters(optimizer) != expected:
-                raise ModelChangedError(
-                    f"the optimizer held {expected} parameters when the module was wrapped and "
-                    f"holds {_num_parameters(optimizer)} now; add parameter groups before wrapping"
                 )
         self._num_checks += 1
         if self._watched and self._num_checks in (1, 2, 3, 10, 100, 1000):

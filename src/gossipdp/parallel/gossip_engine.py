@@ -202,7 +202,7 @@ class GossipEngine(Startup):
                 "optimizer.step() within model.averaged(): the module holds the average there, "
                 "and a step on it would be lost"
             )
-        self._flat.check()
+        self._flat.check(optimizer_index)
         self._moments.stepped(optimizer_index)
         self._state.boundary(self._theta(), optimizer_index)
         if optimizer_index == 0:

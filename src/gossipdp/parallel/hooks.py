@@ -185,10 +185,10 @@ def _steps_around() -> list[torch.optim.Optimizer]:
 
 def _callers(method: Any) -> list[Any]:
     """Return the objects whose ``method`` runs now in this thread, innermost first."""
-    owners = []
+    owners, code = [], method.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is method.__code__:
+        if frame.f_code is code:
             owners.append(frame.f_locals["self"])
         frame = frame.f_back
     return owners

@@ -202,6 +202,19 @@ def test_several_optimizers_and_steps_of_the_first_count(wrap):
     assert model.stats().gradient_steps == 3
 
 
+def test_a_boundary_looks_at_what_its_optimizer_trains(wrap):
+    parts = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in parts]
+    wrap(parts, optimizers)
+    kept = [parts[0].running_mean, *(part.weight for part in parts)]
+    places = [each.data_ptr() for each in kept]
+    for each in kept:
+        each.data = each.data.clone()
+    for number, seen in ((2, [3]), (0, [0, 1, 3]), (1, [0, 1, 2, 3])):
+        optimizers[number].step()
+        assert [i for i, each in enumerate(kept) if each.data_ptr() == places[i]] == seen
+
+
 def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wrap, monkeypatch):
     """Between a step of the first and another's, a backward pass may still need its parameters."""
     net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
