@@ -526,6 +526,17 @@ class GossipDataParallel(nn.Module):
             )
         return self.module.load_state_dict(state_dict, strict=strict)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load as a part of another module, as in ``torch.compile(model)``: see :meth:`state_dict`.
+
+        Names with ``module.``, which DDP gives its own, fit too.
+        """
+        inner = f"{prefix}module."
+        if not any(inner + name in state_dict for name in self.module.state_dict()):
+            for name in [each for each in state_dict if each.startswith(prefix)]:
+                state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GossipDataParallel":
         """Let ``.to()`` and its like pass if they change nothing; else raise at once."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -202,6 +202,17 @@ def test_several_optimizers_and_steps_of_the_first_count(wrap):
     assert model.stats().gradient_steps == 3
 
 
+@pytest.mark.parametrize("outer", [nn.Sequential, torch.compile])
+@pytest.mark.parametrize("name", ["module", "_orig_mod", "net"])
+def test_a_module_loads_what_it_saved_of_a_wrapper_within(wrap_sgd, outer, name):
+    whole = outer(wrap_sgd(nn.ModuleDict({name: nn.Linear(2, 2)}))[0])
+    within = next(iter(whole._modules))
+    for of_ddp in (within, f"{within}.module"):
+        saved = {name: value + 1 for name, value in whole.state_dict().items()}
+        whole.load_state_dict({name.replace(within, of_ddp, 1): saved[name] for name in saved})
+        torch.testing.assert_close(dict(whole.state_dict()), saved)
+
+
 def test_a_boundary_looks_at_what_its_optimizer_trains(wrap):
     parts = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 2))
     optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in parts]
