@@ -1,5 +1,6 @@
 """The hooks of the wrapper in the user's optimizers and module, and their removal."""
 
+import contextlib
 import logging
 import sys
 import weakref
@@ -195,7 +196,7 @@ def _callers(method: Any) -> list[Any]:
 
 
 class _LoadedHook:
-    """The hook after loading; a copy of the module brings it along, but is not what trains.
+    """The hook after loading; a copy of the module has another one, as it is not what trains.
 
     One load goes through many parts, and the outermost one alone reports it: the part whose
     ``load_state_dict`` was called, or the wrapped module if that part contains it.
@@ -203,16 +204,13 @@ class _LoadedHook:
 
     def __init__(
         self,
-        part: "weakref.ref[nn.Module] | None" = None,
-        wrapped: "weakref.ref[nn.Module] | None" = None,
-        loaded: Callable[[Iterable[Tensor]], None] | None = None,
+        part: Callable[[], nn.Module | None] = lambda: None,  # as modules that 0.2 saved have it
+        wrapped: Callable[[], nn.Module | None] = lambda: None,
+        loaded: Callable[[Iterable[Tensor]], None] = lambda _: None,
     ) -> None:
-        self._part, self._wrapped = part, wrapped
-        self._loaded = loaded
+        self._part, self._wrapped, self._loaded = part, wrapped, loaded
 
     def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
-        if self._part is None or self._wrapped is None or self._loaded is None:
-            return
         wrapped, root = self._wrapped(), next(iter(_callers(nn.Module.load_state_dict)), module)
         if wrapped is None or module is not self._part():
             return
@@ -221,8 +219,8 @@ class _LoadedHook:
             self._loaded([*module.parameters(), *module.buffers()])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Give a copied or saved module a hook that does nothing."""
-        return _LoadedHook, ()
+        """Give a copied or saved module a hook that does nothing, and needs no gossipdp."""
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 OF_DDP = signature(nn.parallel.DistributedDataParallel).parameters

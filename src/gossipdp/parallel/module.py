@@ -535,7 +535,7 @@ class GossipDataParallel(nn.Module):
         if not any(inner + name in state_dict for name in self.module.state_dict()):
             for name in [each for each in state_dict if each.startswith(prefix)]:
                 state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GossipDataParallel":
         """Let ``.to()`` and its like pass if they change nothing; else raise at once."""

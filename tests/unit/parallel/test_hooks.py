@@ -4,6 +4,8 @@ import copy
 import gc
 import io
 import logging
+import subprocess
+import sys
 import threading
 import weakref
 from typing import Any
@@ -189,7 +191,15 @@ def test_a_scheduler_that_counts_steps_gets_a_warning_that_names_another(caplog)
     assert "gossipdp.ProgressLR(optimizer, model, shape)" in record.getMessage()
 
 
-def test_the_module_can_be_saved_and_copied_whole(wrap_sgd):
+WITHOUT_US = """
+import sys, torch
+sys.modules["gossipdp"] = None
+net = torch.load("net.pt", weights_only=False)
+print(net.load_state_dict(net.state_dict()), net[1].num_batches_tracked.item())
+"""
+
+
+def test_the_module_can_be_saved_and_copied_whole(wrap_sgd, tmp_path):
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model, optimizer = wrap_sgd(net, budget_samples=40)
     mean = torch.optim.swa_utils.AveragedModel(model)
@@ -197,10 +207,11 @@ def test_the_module_can_be_saved_and_copied_whole(wrap_sgd):
         model(inputs).sum().backward()
         optimizer.step()
         mean.update_parameters(model)
-    file = io.BytesIO()
-    torch.save(model.module, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    torch.save(model.module, tmp_path / "net.pt")
+    loaded = torch.load(tmp_path / "net.pt", weights_only=False)
+    command = [sys.executable, "-c", WITHOUT_US]
+    there = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert there.stdout == "<All keys matched successfully> 10\n"
     for other in (loaded, copy.deepcopy(model.module), copy.deepcopy(model)):
         assert not isinstance(other, GossipDataParallel)
         pairs = zip(other.parameters(), net.parameters(), strict=True)
