@@ -301,8 +301,8 @@ class _Kept:
 
     def _state_of(self, place: Place) -> Mapping[str, Any]:
         # Without making an entry: the state is a defaultdict.
-        state: Mapping[str, Any] = self._optimizer.state.get(place.parameter, {})
-        return state
+        state = self._optimizer.state.get(place.parameter)
+        return state if isinstance(state, dict) else {}
 
     @torch.no_grad()
     def _take_in(self) -> bool:

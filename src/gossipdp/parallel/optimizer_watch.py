@@ -89,7 +89,8 @@ class OptimizerWatch:
         if self._looks_for_memory:
             self._warn_of_memory()
         state = self._optimizer.state
-        num_kept = len(state), len(next(iter(state.values()), ()))
+        of_one = (values for values in state.values() if isinstance(values, dict))
+        num_kept = len(state), len(next(of_one, ()))
         if num_kept == self._num_kept:
             return
         self._num_kept = num_kept
@@ -105,7 +106,8 @@ class OptimizerWatch:
 
         ``n_iter`` counts since the state was empty, so a step alone never counts past its maximum.
         """
-        kept = max((state.get("n_iter", 0) for state in self._optimizer.state.values()), default=0)
+        states = [each for each in self._optimizer.state.values() if isinstance(each, dict)]
+        kept = max((state.get("n_iter", 0) for state in states), default=0)
         if kept <= self._optimizer.param_groups[0]["max_iter"]:
             return
         self._looks_for_memory = False
@@ -155,9 +157,10 @@ class OptimizerWatch:
         for attribute, value in vars(self._optimizer).items():
             if attribute != "state":
                 yield from ((attribute, None, tensor) for tensor in _tensors(value))
-        for parameter, state in self._optimizer.state.items():
+        for parameter, state in self._optimizer.state.items():  # or what is of all, by its name
             owner = self._names.get(id(parameter))
-            for key, value in state.items() if isinstance(state, dict) else ():
+            named = state if isinstance(state, dict) else {"state" if owner else parameter: state}
+            for key, value in named.items():
                 yield from ((str(key), owner, tensor) for tensor in _tensors(value))
 
     def _report(self, key: str, name: str) -> None:

@@ -24,10 +24,14 @@ INLINE_BYTES = 256
 def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the optimizers' states as they are now, not copied; of a DTensor, its own part."""
     states = [optimizer.state_dict() for optimizer in optimizers]
+    return {"optimizers": [each | {"state": _own_parts(each["state"])} for each in states]}
+
+
+def _own_parts(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the state with parts of DTensors; parameters have numbers, other state has names."""
     return {
-        "optimizers": [
-            each | {"state": tree_map_only(Tensor, _own_part, each["state"])} for each in states
-        ]
+        name: tree_map_only(Tensor, _own_part, held) if isinstance(name, int) else held
+        for name, held in state.items()
     }
 
 
@@ -239,8 +243,12 @@ def _load(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     names = [name for group in values["param_groups"] for name in group["params"]]
     by_name = dict(zip(names, parameters, strict=False))
-    state = {name: _sharded(held, by_name[name]) for name, held in values["state"].items()}
+    state = {
+        name: _sharded(held, by_name[name]) if name in by_name else held
+        for name, held in values["state"].items()
+    }
     values = {**values, "state": state}
+    of_none = {name: optimizer.state.get(name) for name in state if name not in by_name}
     before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(values)
     for group, old in zip(optimizer.param_groups, before, strict=True):
@@ -251,6 +259,8 @@ def _load(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         if name in state:
             loaded = optimizer.state[parameter]
             optimizer.state[parameter] = _as_saved(state[name], loaded)
+    for name, old_one in of_none.items():
+        optimizer.state[name] = _as_saved(state[name], old_one)
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:

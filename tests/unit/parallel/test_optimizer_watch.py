@@ -23,7 +23,7 @@ class Own(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.num_steps += 1
+        self.num_steps = self.state["step"] = self.num_steps + 1
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -85,6 +85,12 @@ class MastersAside(Own):
             parameter.data.copy_(master)
 
 
+class MastersTogether(MastersAside):
+    """The same, with the copies in its state, and of no parameter."""
+
+    masters = property(lambda self: self.state["all"], lambda self, all: self.state.update(all=all))
+
+
 class Average(Own):
     """Keeps an average, begun before the step."""
 
@@ -134,6 +140,7 @@ def train(wrap: Any, make: Make, steps: int = 3, dtype: Any = torch.float32, **o
         (EarlyLookahead, "slow", torch.float32),
         (Masters, "master", torch.bfloat16),
         (MastersAside, "masters", torch.bfloat16),
+        (MastersTogether, "all", torch.bfloat16),
         (MastersAside, "masters", torch.float32),  # in memory that was the parameters'
         (Average, "average", torch.float64),
         (FlatStart, "p0", torch.float32),

@@ -32,6 +32,8 @@ class Keeper(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.state["step"] = self.state.get("step", 0) + 1
+        self.state["of all"] = [torch.randn(2), "text"]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
