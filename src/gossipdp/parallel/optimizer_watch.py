@@ -16,6 +16,8 @@ MAX_SAMPLES = 256
 # Two or three values may agree by chance.
 MIN_VALUES = 4
 TOLERANCE = 0.01
+# A smaller weight decay makes no moment as large as its parameter.
+LEAST_DECAY = 0.5
 # Two optimizers may hold each other.
 MAX_DEPTH = 6
 # Their steps never read the copy, so training is sound; it stays each worker's own.
@@ -38,8 +40,9 @@ class OptimizerWatch:
 
     .. math:: \min_t \lVert s - b - t (a - b) \rVert \le 0.01 \, \lVert b - \bar b \rVert
 
-    A parameter proves nothing if it is constant, if the step was larger than itself, or if its
-    gradient looks like it: an ordinary momentum would then look like a copy. The watch looks after
+    A parameter proves nothing if it is constant, if the step was larger than itself, or if a moment
+    of its gradient looks like it at some scale: under a loss of 5 b^2 Adam's first momentum is b,
+    and so is SGD's with a weight decay of 1 and no other gradient. The watch looks after
     an optimizer's first step, and again when its state gets further tensors.
 
     L-BFGS takes the difference of two steps' gradients for curvature along its own step. An
@@ -135,10 +138,15 @@ class OptimizerWatch:
             )
 
     def _find_copy(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        decays = {
+            self._names[id(parameter)]: float(group.get("weight_decay") or 0.0)
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        }
         telling = {
             name: (before[name], values)
             for name, values in after.items()
-            if _is_telling(self._parameters[name], before[name], values)
+            if _is_telling(self._parameters[name], decays[name], before[name], values)
         }
         by_size: dict[int, list[str]] = {}
         for name in telling:
@@ -206,13 +214,25 @@ def _sample(tensor: Tensor) -> Tensor:
     return values[:: -(-values.numel() // MAX_SAMPLES) or 1].to("cpu", torch.float64, copy=True)
 
 
-def _is_telling(parameter: Tensor, before: Tensor, after: Tensor) -> bool:
+def _is_telling(parameter: Tensor, decay: float, before: Tensor, after: Tensor) -> bool:
     """Return whether a tensor that looks like this parameter must be a copy of it."""
     spread = _spread(before)
     if before.numel() < MIN_VALUES or spread == 0.0 or float((after - before).norm()) > spread:
         return False
-    gradient = next(_tensors(parameter.grad), None)
-    return gradient is None or not _is_between(_sample(gradient), before, after)
+    if (held := next(_tensors(parameter.grad), None)) is None:
+        return True
+    gradient = _sample(held)
+    moments = [gradient, gradient.abs(), gradient**2]
+    if decay >= LEAST_DECAY:
+        moments.append(gradient + decay * before)
+    return not any(_is_like(moment, before, after) for moment in moments)
+
+
+def _is_like(moment: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Return whether values lie on the way, scaled and shifted as fits ``before`` best."""
+    centred = moment - moment.mean()
+    scale = float(centred @ before) / max(float(centred @ centred), 1e-300)
+    return _is_between(before.mean() + scale * centred, before, after)
 
 
 def _is_between(held: Tensor, before: Tensor, after: Tensor) -> bool:

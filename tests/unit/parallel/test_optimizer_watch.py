@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -247,15 +248,25 @@ def test_a_parameter_that_begins_at_a_constant_proves_nothing(wrap, start):
     train(wrap, make)
 
 
-def test_a_gradient_that_looks_like_the_parameter_proves_nothing(wrap):
-    """As in half the square of the parameters: a momentum would begin as their copy."""
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (partial(torch.optim.SGD, momentum=0.9, dampening=0.9), lambda p: p.square() / 2),
+        (partial(torch.optim.Adam, lr=1e-3), lambda p: 5 * p.square()),
+        (partial(torch.optim.SGD, momentum=0.9, weight_decay=1.0), lambda p: 0 * p),
+        (partial(torch.optim.Adagrad, lr=1e-3), lambda p: p.abs() ** 1.5 / 1.5),
+    ],
+)
+def test_a_gradient_that_looks_like_the_parameter_proves_nothing(wrap, make, loss):
+    """As under a penalty of its square: a moment would begin as the parameter's copy."""
     net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, dampening=0.9)
+    weight = nn.init.uniform_(net[0].weight)
+    optimizer = make(net.parameters())
     wrap(net, optimizer)
-    before = net[0].weight.detach().clone()
-    sum(each.square().sum() / 2 for each in net.parameters()).backward()
+    before = weight.detach().clone()
+    sum(loss(each).sum() for each in net.parameters()).backward()
     optimizer.step()
-    assert torch.allclose(optimizer.state[net[0].weight]["momentum_buffer"], before)
+    assert any(torch.allclose(each, before) for each in optimizer.state[weight].values())
 
 
 class OfOldMemory(torch.optim.SGD):
