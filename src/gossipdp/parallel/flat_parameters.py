@@ -280,11 +280,17 @@ class FlatParameters:
         new = owner.get(key)
         if view.is_shard and type(new) is nn.Parameter:
             return  # FSDP has gathered it, for a forward pass without a backward pass
-        if view.is_parameter or new is None or _kind(new) != _kind(view.tensor):
+        if new is None:
             raise ModelChangedError(
-                f"{'parameter' if view.is_parameter else 'buffer'} {view.name!r} was replaced "
-                "after wrapping (load_state_dict(assign=True)?), so the optimizer and the other "
-                "workers do not see it. Load without assign, or wrap after loading"
+                f"{view.name!r} was removed, or set to None, after wrapping, and the other workers "
+                "have it: do so before wrapping"
+            )
+        self._refuse_change(view, local(new))
+        if view.is_parameter:
+            raise ModelChangedError(
+                f"parameter {view.name!r} was replaced by another object after wrapping (as "
+                "load_state_dict(assign=True) does), so the optimizer and the other workers do not "
+                "see it. Load without assign, or wrap after loading"
             )
         view.tensor.copy_(new)
         owner[key] = view.tensor
@@ -298,12 +304,7 @@ class FlatParameters:
                 "queue of torch.multiprocessing), and exchanges need it where it was: share "
                 "copies, such as those of model.state_dict(), and renew them"
             )
-        if (tensor.dtype, tensor.device, tensor.shape) != (flat.dtype, flat.device, view.shape):
-            raise ModelChangedError(
-                f"{view.name!r} was {flat.dtype} {tuple(view.shape)} on {flat.device} when the "
-                f"module was wrapped and is {tensor.dtype} {tuple(tensor.shape)} on "
-                f"{tensor.device} now. Call .to() before wrapping, or wrap again"
-            )
+        self._refuse_change(view, tensor)
         for layout in (torch.channels_last, torch.channels_last_3d):
             here, there = (
                 each.is_contiguous(memory_format=layout) for each in (view.of(flat), tensor)
@@ -316,6 +317,26 @@ class FlatParameters:
         with torch.no_grad():
             view.of(flat).copy_(tensor)
         self._bind(view, flat)
+
+    def _refuse_change(self, view: View, now: Tensor) -> None:
+        """Raise if a tensor has another shape, type or device than when it was wrapped."""
+        flat = self._flats[view.segment]
+        aspects = {
+            "shape": (tuple(view.shape), tuple(now.shape)),
+            "type": (flat.dtype, now.dtype),
+            "device": (flat.device, now.device),
+        }
+        changes = [f"{each} from {a} to {b}" for each, (a, b) in aspects.items() if a != b]
+        if changes:
+            advice = "Call .to(), .half() and the like before wrapping, or wrap again"
+            if view.shape != now.shape:
+                advice = "Give it its last shape before wrapping"
+                if not view.is_parameter:
+                    advice += "; or register it with persistent=False: then it is this worker's own"
+            raise ModelChangedError(
+                f"{view.name!r} has changed its {' and its '.join(changes)} since the module was "
+                f"wrapped, and exchanges need it as it was. {advice}"
+            )
 
     @torch.no_grad()
     def swap(self, flats: Sequence[Tensor]) -> None:
@@ -392,7 +413,3 @@ def _check_shard(view: View) -> None:
             "exchanges do not see it. Call .to(), load with assign=True and shard before wrapping, "
             "or wrap again"
         )
-
-
-def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
-    return tensor.dtype, tensor.device, tensor.shape

@@ -66,7 +66,7 @@ class Hooks:
         self._indices = {optimizer: index for index, optimizer in enumerate(optimizers)}
         self._module = module
         self._engine, self._stepped, self._counting_once = engine, stepped, counting_once
-        self._parameters = {id(parameter) for parameter in module.parameters()}
+        self._parameters = {id(each): name for name, each in module.named_parameters()}
         self._num_boundaries = 0
         # The number of boundaries when an optimizer's step began: the optimizer may be a shell
         # around another, whose step then has had its boundary.
@@ -145,9 +145,12 @@ class Hooks:
     def _refuse_new_parameters(self) -> None:
         for name, parameter in self._module.named_parameters() if self._has_grown else ():
             if parameter.requires_grad and id(parameter) not in self._parameters:
+                is_old = name in self._parameters.values()
+                change = "replaced by another object" if is_old else "added to the module"
+                cause = " (by load_state_dict(assign=True)?)" if is_old else ""
                 raise ModelChangedError(
-                    f"parameter {name!r} was added to the module after wrapping, so workers "
-                    "neither exchange nor average it. Add it, and give it to an optimizer, before "
+                    f"parameter {name!r} was {change} after wrapping{cause}, so workers neither "
+                    "exchange nor average it. Do so, and give it to an optimizer, before "
                     "wrapping; or close() the wrapper and wrap again"
                 )
         self._has_grown = False

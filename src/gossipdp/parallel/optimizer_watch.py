@@ -217,7 +217,9 @@ def _sample(tensor: Tensor) -> Tensor:
 def _is_telling(parameter: Tensor, decay: float, before: Tensor, after: Tensor) -> bool:
     """Return whether a tensor that looks like this parameter must be a copy of it."""
     spread = _spread(before)
-    if before.numel() < MIN_VALUES or spread == 0.0 or float((after - before).norm()) > spread:
+    if before.shape != after.shape or before.numel() < MIN_VALUES or spread == 0.0:
+        return False
+    if float((after - before).norm()) > spread:
         return False
     if (held := next(_tensors(parameter.grad), None)) is None:
         return True

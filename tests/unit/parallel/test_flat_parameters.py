@@ -1,3 +1,4 @@
+import copy
 import gc
 import weakref
 
@@ -221,10 +222,29 @@ def test_other_objects_and_groups_are_found_and_freezing_is_no_change():
     optimizer.add_param_group({"params": [net.frozen.weight]})
     with pytest.raises(ModelChangedError, match="add parameter groups before wrapping"):
         flat.check()
-    net = nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True),
+            "parameter 'weight' was replaced by another object .*Load without assign",
+        ),
+        (
+            lambda net: setattr(net, "running_mean", torch.zeros(5)),
+            r"'running_mean' has changed its shape from \(4,\) to \(5,\) .*persistent=False",
+        ),
+        (lambda net: net.double(), r"type from torch\.float32 to torch\.float64 .*Call \.to\(\)"),
+        (lambda net: net.to("meta"), "'weight' has changed its device from cpu to meta"),
+        (lambda net: delattr(net, "running_mean"), "'running_mean' was removed"),
+    ],
+)
+def test_a_refusal_says_what_has_changed(change, message):
+    net = nn.BatchNorm1d(4)
     flat = flatten(net)
-    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
-    with pytest.raises(ModelChangedError, match=r"weight.*replaced.*without assign"):
+    change(net)
+    with pytest.raises(ModelChangedError, match=message):
         flat.check()
 
 

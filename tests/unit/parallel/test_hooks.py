@@ -342,5 +342,5 @@ def test_a_new_head_that_takes_the_old_ones_place_is_an_error_at_its_own_step(wr
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     wrap(net, sgd(net))
     net[1] = nn.Linear(2, 1)
-    with pytest.raises(ModelChangedError, match=r"'1\.weight' was added"):
+    with pytest.raises(ModelChangedError, match=r"'1\.weight' was replaced by another"):
         sgd(net[1]).step()
