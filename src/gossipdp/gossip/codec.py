@@ -152,8 +152,7 @@ class Codec:
         }
         self._exponents: dict[int, Tensor] = {}
         # A frame is not empty, even if nothing is coded.
-        num_needed = max(1, sum(blocks.values()))
-        self._needed = torch.zeros(num_needed, dtype=torch.int8, device="cpu")
+        self._needed = torch.zeros(max(1, sum(blocks.values())), dtype=torch.int8, device="cpu")
         self.preface_landing = tensor_bytes(torch.zeros_like(self._needed))
         """Room for the preface that the peer's :meth:`start` returned."""
         self._code_slots: dict[torch.dtype, list[_CodeSlot]] = {}

@@ -24,8 +24,6 @@ logger = logging.getLogger("gossipdp")
 
 ALIGNMENT_BYTES = 64
 CHUNK_VARIABLE = "GOSSIPDP_CHUNK_MIB"
-
-
 CUTS = {False: (256, 1 << 22), True: (4, 1 << 25)}
 """A model is cut into at least so many chunks, of at most so many bytes: in host memory, and on an
 accelerator.
@@ -216,9 +214,7 @@ class FlatParameters:
         return {name for name, tensor in named if id(tensor) in held}
 
     def check(self, optimizer_index: int | None = None) -> None:
-        """Find, at a boundary, the tensors that were moved or replaced since wrapping.
-
-        It looks at those that the boundary of this optimizer covers (None: at all).
+        """Find, at a boundary of this optimizer (None: of all), what was moved or replaced.
 
         A tensor whose storage was exchanged for another of the same kind (``param.data = ...``, a
         buffer assigned in ``forward``) is copied into its view and bound to it again. That does not
@@ -280,17 +276,13 @@ class FlatParameters:
         new = owner.get(key)
         if view.is_shard and type(new) is nn.Parameter:
             return  # FSDP has gathered it, for a forward pass without a backward pass
-        if new is None:
+        if new is not None:
+            self._refuse_change(view, local(new))
+        if view.is_parameter or new is None:
+            change = "removed" if new is None else "replaced by another object"
             raise ModelChangedError(
-                f"{view.name!r} was removed, or set to None, after wrapping, and the other workers "
-                "have it: do so before wrapping"
-            )
-        self._refuse_change(view, local(new))
-        if view.is_parameter:
-            raise ModelChangedError(
-                f"parameter {view.name!r} was replaced by another object after wrapping (as "
-                "load_state_dict(assign=True) does), so the optimizer and the other workers do not "
-                "see it. Load without assign, or wrap after loading"
+                f"{view.name!r} was {change} after wrapping, and the optimizer and the other "
+                "workers have the old one. Load without assign=True; change it before wrapping"
             )
         view.tensor.copy_(new)
         owner[key] = view.tensor
@@ -319,23 +311,17 @@ class FlatParameters:
         self._bind(view, flat)
 
     def _refuse_change(self, view: View, now: Tensor) -> None:
-        """Raise if a tensor has another shape, type or device than when it was wrapped."""
+        """Raise if a tensor has not the shape, type and device that it had."""
         flat = self._flats[view.segment]
-        aspects = {
-            "shape": (tuple(view.shape), tuple(now.shape)),
-            "type": (flat.dtype, now.dtype),
-            "device": (flat.device, now.device),
-        }
-        changes = [f"{each} from {a} to {b}" for each, (a, b) in aspects.items() if a != b]
+        then = tuple(view.shape), flat.dtype, flat.device
+        pairs = zip(then, (tuple(now.shape), now.dtype, now.device), strict=True)
+        changes = [f"from {old} to {new}" for old, new in pairs if old != new]
         if changes:
             advice = "Call .to(), .half() and the like before wrapping, or wrap again"
             if view.shape != now.shape:
-                advice = "Give it its last shape before wrapping"
-                if not view.is_parameter:
-                    advice += "; or register it with persistent=False: then it is this worker's own"
+                advice = "Register a buffer that grows with persistent=False; parameters may not"
             raise ModelChangedError(
-                f"{view.name!r} has changed its {' and its '.join(changes)} since the module was "
-                f"wrapped, and exchanges need it as it was. {advice}"
+                f"{view.name!r} has changed {', '.join(changes)} since wrapping. {advice}"
             )
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import signature
 from types import FrameType
@@ -145,13 +146,11 @@ class Hooks:
     def _refuse_new_parameters(self) -> None:
         for name, parameter in self._module.named_parameters() if self._has_grown else ():
             if parameter.requires_grad and id(parameter) not in self._parameters:
-                is_old = name in self._parameters.values()
-                change = "replaced by another object" if is_old else "added to the module"
-                cause = " (by load_state_dict(assign=True)?)" if is_old else ""
+                change = "replaced" if name in self._parameters.values() else "added to the module"
                 raise ModelChangedError(
-                    f"parameter {name!r} was {change} after wrapping{cause}, so workers neither "
-                    "exchange nor average it. Do so, and give it to an optimizer, before "
-                    "wrapping; or close() the wrapper and wrap again"
+                    f"parameter {name!r} was {change} after wrapping, so workers neither exchange "
+                    "nor average it. Add it, and give it to an optimizer, before wrapping (load "
+                    "without assign=True); or close() the wrapper and wrap again"
                 )
         self._has_grown = False
 
@@ -198,6 +197,7 @@ def _callers(method: Any) -> list[Any]:
     return owners
 
 
+@dataclass(eq=False)
 class _LoadedHook:
     """The hook after loading; a copy of the module has another one, as it is not what trains.
 
@@ -205,21 +205,17 @@ class _LoadedHook:
     ``load_state_dict`` was called, or the wrapped module if that part contains it.
     """
 
-    def __init__(
-        self,
-        part: Callable[[], nn.Module | None] = lambda: None,  # as modules that 0.2 saved have it
-        wrapped: Callable[[], nn.Module | None] = lambda: None,
-        loaded: Callable[[Iterable[Tensor]], None] = lambda _: None,
-    ) -> None:
-        self._part, self._wrapped, self._loaded = part, wrapped, loaded
+    part: Callable[[], nn.Module | None] = lambda: None  # as in modules that 0.2 has saved
+    wrapped: Callable[[], nn.Module | None] = lambda: None
+    loaded: Callable[[Iterable[Tensor]], None] = lambda _: None
 
     def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
-        wrapped, root = self._wrapped(), next(iter(_callers(nn.Module.load_state_dict)), module)
-        if wrapped is None or module is not self._part():
+        wrapped, root = self.wrapped(), next(iter(_callers(nn.Module.load_state_dict)), module)
+        if wrapped is None or module is not self.part():
             return
         is_either_within = root in set(wrapped.modules()) or wrapped in set(root.modules())
         if module in (root, wrapped) or not is_either_within:
-            self._loaded([*module.parameters(), *module.buffers()])
+            self.loaded([*module.parameters(), *module.buffers()])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give a copied or saved module a hook that does nothing, and needs no gossipdp."""

@@ -527,10 +527,7 @@ class GossipDataParallel(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as a part of another module, as in ``torch.compile(model)``: see :meth:`state_dict`.
-
-        Names with ``module.``, which DDP gives its own, fit too.
-        """
+        """Load, as a part of another module, the names of :meth:`state_dict`, or those of DDP."""
         inner = f"{prefix}module."
         if not any(inner + name in state_dict for name in self.module.state_dict()):
             for name in [each for each in state_dict if each.startswith(prefix)]:

@@ -16,8 +16,7 @@ MAX_SAMPLES = 256
 # Two or three values may agree by chance.
 MIN_VALUES = 4
 TOLERANCE = 0.01
-# A smaller weight decay makes no moment as large as its parameter.
-LEAST_DECAY = 0.5
+MOST_SCALE = 2.0  # of a moment to its gradient
 # Two optimizers may hold each other.
 MAX_DEPTH = 6
 # Their steps never read the copy, so training is sound; it stays each worker's own.
@@ -41,9 +40,8 @@ class OptimizerWatch:
     .. math:: \min_t \lVert s - b - t (a - b) \rVert \le 0.01 \, \lVert b - \bar b \rVert
 
     A parameter proves nothing if it is constant, if the step was larger than itself, or if a moment
-    of its gradient looks like it at some scale: under a loss of 5 b^2 Adam's first momentum is b,
-    and so is SGD's with a weight decay of 1 and no other gradient. The watch looks after
-    an optimizer's first step, and again when its state gets further tensors.
+    of its gradient may look like it: under a loss of 5 b^2 Adam's first momentum is b. The watch
+    looks after an optimizer's first step, and again when its state gets further tensors.
 
     L-BFGS takes the difference of two steps' gradients for curvature along its own step. An
     exchange between them moves the parameters too, and the optimizer can diverge by it.
@@ -92,8 +90,7 @@ class OptimizerWatch:
         if self._looks_for_memory:
             self._warn_of_memory()
         state = self._optimizer.state
-        of_one = (values for values in state.values() if isinstance(values, dict))
-        num_kept = len(state), len(next(of_one, ()))
+        num_kept = len(state), len(next((of for of in state.values() if isinstance(of, dict)), ()))
         if num_kept == self._num_kept:
             return
         self._num_kept = num_kept
@@ -138,15 +135,12 @@ class OptimizerWatch:
             )
 
     def _find_copy(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        decays = {
-            self._names[id(parameter)]: float(group.get("weight_decay") or 0.0)
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        }
+        groups = self._optimizer.param_groups
+        decay = max(float(group.get("weight_decay") or 0.0) for group in groups)
         telling = {
             name: (before[name], values)
             for name, values in after.items()
-            if _is_telling(self._parameters[name], decays[name], before[name], values)
+            if _is_telling(self._parameters[name], decay, before[name], values)
         }
         by_size: dict[int, list[str]] = {}
         for name in telling:
@@ -224,9 +218,7 @@ def _is_telling(parameter: Tensor, decay: float, before: Tensor, after: Tensor) 
     if (held := next(_tensors(parameter.grad), None)) is None:
         return True
     gradient = _sample(held)
-    moments = [gradient, gradient.abs(), gradient**2]
-    if decay >= LEAST_DECAY:
-        moments.append(gradient + decay * before)
+    moments = (gradient, gradient.abs(), gradient**2, gradient + decay * before)
     return not any(_is_like(moment, before, after) for moment in moments)
 
 
@@ -234,7 +226,7 @@ def _is_like(moment: Tensor, before: Tensor, after: Tensor) -> bool:
     """Return whether values lie on the way, scaled and shifted as fits ``before`` best."""
     centred = moment - moment.mean()
     scale = float(centred @ before) / max(float(centred @ centred), 1e-300)
-    return _is_between(before.mean() + scale * centred, before, after)
+    return abs(scale) <= MOST_SCALE and _is_between(before.mean() + scale * centred, before, after)
 
 
 def _is_between(held: Tensor, before: Tensor, after: Tensor) -> bool:

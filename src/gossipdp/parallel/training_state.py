@@ -243,24 +243,18 @@ def _load(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     names = [name for group in values["param_groups"] for name in group["params"]]
     by_name = dict(zip(names, parameters, strict=False))
-    state = {
-        name: _sharded(held, by_name[name]) if name in by_name else held
-        for name, held in values["state"].items()
-    }
+    state = {name: _sharded(own, by_name.get(name, own)) for name, own in values["state"].items()}
     values = {**values, "state": state}
-    of_none = {name: optimizer.state.get(name) for name in state if name not in by_name}
+    before_of = {name: optimizer.state.get(name) for name in state if name not in by_name}
     before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(values)
     for group, old in zip(optimizer.param_groups, before, strict=True):
         for key, value in group.items():
             if isinstance(value, Tensor) and isinstance(old.get(key), Tensor):
                 group[key] = value.to(old[key].device)
-    for name, parameter in zip(names, parameters, strict=True):
-        if name in state:
-            loaded = optimizer.state[parameter]
-            optimizer.state[parameter] = _as_saved(state[name], loaded)
-    for name, old_one in of_none.items():
-        optimizer.state[name] = _as_saved(state[name], old_one)
+    for name, saved in state.items():
+        key = by_name.get(name, name)
+        optimizer.state[key] = _as_saved(saved, before_of.get(name, optimizer.state[key]))
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:

@@ -191,12 +191,9 @@ def test_a_scheduler_that_counts_steps_gets_a_warning_that_names_another(caplog)
     assert "gossipdp.ProgressLR(optimizer, model, shape)" in record.getMessage()
 
 
-WITHOUT_US = """
-import sys, torch
-sys.modules["gossipdp"] = None
+WITHOUT_US = """import sys, torch; sys.modules["gossipdp"] = None
 net = torch.load("net.pt", weights_only=False)
-print(net.load_state_dict(net.state_dict()), net[1].num_batches_tracked.item())
-"""
+print(net.load_state_dict(net.state_dict()), net[1].num_batches_tracked.item())"""
 
 
 def test_the_module_can_be_saved_and_copied_whole(wrap_sgd, tmp_path):
@@ -342,5 +339,5 @@ def test_a_new_head_that_takes_the_old_ones_place_is_an_error_at_its_own_step(wr
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     wrap(net, sgd(net))
     net[1] = nn.Linear(2, 1)
-    with pytest.raises(ModelChangedError, match=r"'1\.weight' was replaced by another"):
+    with pytest.raises(ModelChangedError, match=r"'1\.weight' was replaced after"):
         sgd(net[1]).step()

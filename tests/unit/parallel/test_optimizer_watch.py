@@ -181,6 +181,7 @@ ORDINARY: dict[str, Make] = {
     "fused": lambda net: torch.optim.AdamW(net.parameters(), fused=True),
     "sums from 1": lambda net: torch.optim.Adagrad(net.parameters(), initial_accumulator_value=1),
     "none": lambda net: Own(net.parameters()),
+    "rate 0": lambda net: torch.optim.SGD(net.parameters(), 0.0),
 }
 
 
@@ -288,12 +289,3 @@ def test_a_first_step_without_an_effect_gets_a_warning(wrap, caplog):
     assert torch.equal(net[0].weight, make_net()[0].weight)
     (record,) = caplog.records
     assert record.getMessage().startswith("the first step of the OfOldMemory changed no parameter")
-
-
-def test_a_learning_rate_of_zero_gets_none(wrap, caplog):
-    for make in (
-        lambda net: torch.optim.SGD(net.parameters(), 0.0),
-        lambda net: torch.optim.AdamW(net.parameters(), 0.0),
-    ):
-        train(wrap, make)
-    assert not caplog.records
