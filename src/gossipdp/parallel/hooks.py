@@ -222,6 +222,17 @@ class _LoadedHook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+_REFUSED = {
+    "DistributedDataParallel": "averages gradients itself: give its .module",
+    "FullyShardedDataParallel": "keeps each process's part in a form of its own, which exchanges "
+    "would destroy: shard with torch.distributed.fsdp.fully_shard instead (docs/shards.md)",
+    "SyncBatchNorm": "makes workers wait for one another in each forward pass: use BatchNorm, "
+    "whose running statistics exchanges average",
+    "ScriptModule": "does not let exchanges hold its parameters: use the plain module, under "
+    "torch.compile if you like, and script model.module after consolidate()",
+}
+"""Reasons and remedies for classes of torch's. The names suffice, and import nothing."""
+
 OF_DDP = signature(nn.parallel.DistributedDataParallel).parameters
 """Its arguments' names."""
 
@@ -281,6 +292,12 @@ def checked_optimizers(
                 f"the second argument is a torch.optim.Optimizer, or a list of them, and a "
                 f"{type(each).__name__} is none: {WRAPPING}"
             )
+        if type(each).__name__ == "ZeroRedundancyOptimizer":
+            raise ValueError(
+                "a ZeroRedundancyOptimizer spreads its state over processes that step together, "
+                f"and each worker steps alone: give {type(vars(each)['optim']).__name__} itself, "
+                "or shard with torch.distributed.fsdp.fully_shard (docs/shards.md)"
+            )
         try:
             each.register_step_post_hook(lambda *_: None).remove()
         except AttributeError as error:
@@ -295,15 +312,16 @@ def checked_optimizers(
 
 
 def check_unwrapped(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raise ValueError for a module in a wrapper of this ``kind``, or that averages by itself."""
-    for each in module.modules():
+    """Raise ValueError for a module in a wrapper of this ``kind``, or with parts that cannot be."""
+    for name, each in module.named_modules():
         if isinstance(each, kind):
             raise ValueError("the module is wrapped already: use that wrapper, or give its .module")
-        if isinstance(each, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                "the module is within DistributedDataParallel, which averages gradients itself: "
-                "give its .module"
-            )
+        for base in type(each).__mro__:
+            if base.__module__.startswith("torch.") and base.__name__ in _REFUSED:
+                raise ValueError(
+                    f"the module holds a {base.__name__} ({name or 'itself'}), which "
+                    f"{_REFUSED[base.__name__]}"
+                )
         if each in _wrapped:
             raise ValueError(
                 "the module is wrapped already: use that wrapper, or close() it before"

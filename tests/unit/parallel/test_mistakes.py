@@ -1,11 +1,14 @@
 """Refusals at the call: a ValueError that names the value and what to give instead."""
 
 import contextlib
+import pkgutil
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from process_group import process_group
 from torch import nn
 
 from gossipdp import (
@@ -71,6 +74,7 @@ def with_a_buffer(dtype: torch.dtype) -> nn.Module:
 NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
 FROZEN = nn.Linear(3, 2).requires_grad_(False)
 LOADER = [torch.ones(4, 2)]
+CPU = {"device_id": torch.device("cpu")}
 SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
 
 
@@ -142,6 +146,28 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
 def test_what_cannot_be_meant_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about old parts of it
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("nn.parallel.DistributedDataParallel", {}, r"averages gradients itself: give its \.mod"),
+        ("distributed.fsdp.FullyShardedDataParallel", CPU, "shard with .*fully_shard instead"),
+        ("nn.SyncBatchNorm.convert_sync_batchnorm", {}, r"Norm \(0\), .*: use BatchNorm, who"),
+        ("jit.script", {}, r"ScriptModule .* script model\.module after consolidate"),
+        ("distributed.optim.ZeroRedundancyOptimizer", {"lr": 0.1}, "give SGD itself, or shard"),
+    ],
+)
+def test_what_exchanges_would_spoil_is_refused(kind, options, message):
+    with process_group("gloo", dist.HashStore(), 1):
+        make, net, optimizer = pkgutil.resolve_name(f"torch.{kind}"), nn.BatchNorm1d(2), None
+        if "lr" in options:
+            optimizer = make(net.parameters(), torch.optim.SGD, **options)
+        else:
+            net, message = nn.Sequential(make(net, **options)), f"the module holds a .*{message}"
+        with pytest.raises(ValueError, match=message):
+            wrap(net, optimizer)
 
 
 def twice(model: GossipDataParallel) -> None:
