@@ -31,8 +31,10 @@ def all_reduce_beside_a_rendezvous(rendezvous_first: bool) -> tuple:
     from gossipdp.launcher.rendezvous import Rendezvous, Settings
 
     def reduce() -> float:
-        dist.init_process_group("gloo")
-        total = torch.tensor([float(os.environ["RANK"])])
+        told = () if rendezvous_first else ("RANK", "WORLD_SIZE")  # to the group, as by mp.spawn
+        told = {name.lower(): int(os.environ.pop(name)) for name in told}
+        dist.init_process_group("gloo", **told)
+        total = torch.tensor([float(dist.get_rank())])
         dist.all_reduce(total)
         return total.item()
 

@@ -141,14 +141,14 @@ class Environment:
         """Read the environment from variables, by default from those of this process.
 
         :func:`without_launcher_variables` hides none of these. Without RANK and WORLD_SIZE, also
-        of Slurm or Kubernetes, it is one worker alone.
+        of Slurm, Kubernetes or torch's process group, it is one worker alone.
 
         Raises:
-            ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, a value is
-                not a number, or GOSSIPDP_JOIN holds no addresses.
+            ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are known, a value
+                is no number or differs from the group's, or GOSSIPDP_JOIN holds no addresses.
         """
         if variables is None:
-            variables = all_variables()
+            variables = _with_process_group(all_variables())
         shard, num_shards = 0, 1
         if variables.get("GOSSIPDP_REPLICAS"):
             shard, num_shards = _number(variables, "RANK", 0), _number(variables, "WORLD_SIZE", 1)
@@ -164,9 +164,9 @@ class Environment:
         if missing and (given.get("RANK") or given.get("WORLD_SIZE")) and not join:
             present = [name for name in REQUIRED if name not in missing]
             raise ValueError(
-                f"{', '.join(present)} set, but not {', '.join(missing)}: start the workers with "
-                "`gossipdp run`, torchrun or srun, or set all four; set neither RANK nor "
-                "WORLD_SIZE to train with one worker"
+                f"{', '.join(present)} set (in the environment, or by init_process_group), but not "
+                f"{', '.join(missing)}: start the workers with `gossipdp run`, torchrun or srun, "
+                "or set all four; set neither RANK nor WORLD_SIZE to train with one worker"
             )
         local_rank = _number(given, "LOCAL_RANK", 0)
         first_port = _number(given, "GOSSIPDP_PORT", 0)
@@ -364,6 +364,24 @@ def _shard_variables(given: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": str(bool(stores)),
     }
+
+
+def _with_process_group(variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Add the rank and size of torch's process group, which may be the only one to know them.
+
+    A group of this process alone says nothing: some frameworks begin one on each worker.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return variables
+    group = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    for name, number in group.items():
+        if (said := _number(variables, name, number)) != number:
+            raise ValueError(
+                f"{name} is {said} in the environment and {number} in torch.distributed's process "
+                "group: give both the same, or remove RANK and WORLD_SIZE from os.environ"
+            )
+    return with_torchrun_names(variables) | {name: str(group[name]) for name in group}
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -299,6 +299,8 @@ class Rendezvous:
             raise RefusedError(
                 f"another worker already has RANK {rank}; give each worker its own, 0 to "
                 f"{self._environment.world_size - 1}, and each run its own store or GOSSIPDP_RUN_ID"
+                "; if the script starts processes, as a loader does with multiprocessing_context="
+                "'spawn', let its training begin below `if __name__ == \"__main__\":`"
             )
         if rank == 0:
             reference = self._reference(settings, secret)

@@ -7,7 +7,6 @@ workers have begun. ``torch`` is imported only when a store is opened.
 
 import ipaddress
 import logging
-import os
 import socket
 import threading
 import time
@@ -151,20 +150,32 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
     deadline = time.monotonic() + timeout_s
     error: OSError | None = None
     # TCPStore's own attempt cannot be interrupted and logs a C++ trace for every failure.
-    while not hosts_it:
+    while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             host = "the launcher" if environment.agent_store else "worker 0"
-            detail = os.strerror(error.errno) if error is not None and error.errno else "no answer"
+            detail = (error and error.strerror) or "no answer"
             raise RendezvousError(
                 f"worker {environment.rank} could not reach the store at {address[0]}:{address[1]} "
                 f"within {timeout_s:g} s ({detail}); {host} hosts it: check that it runs, and "
                 "MASTER_ADDR and MASTER_PORT"
             )
         try:
-            socket.create_connection(address, min(left_s, CONNECT_S)).close()
+            if hosts_it:
+                socket.getaddrinfo(*address)
+            else:
+                socket.create_connection(address, min(left_s, CONNECT_S)).close()
             break
         except OSError as failed:
+            if isinstance(failed, socket.gaierror) and error is None:
+                logger.warning(
+                    "worker %d does not find MASTER_ADDR %r (%s), and tries again for %g s: a name "
+                    "that is right may come late, as in Kubernetes; correct a wrong one",
+                    environment.rank,
+                    address[0],
+                    failed.strerror,
+                    timeout_s,
+                )
             error = failed
             time.sleep(min(0.1, left_s))
     try:

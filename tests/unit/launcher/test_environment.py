@@ -1,6 +1,7 @@
 import ipaddress
 import logging
 import os
+import sys
 from unittest import mock
 
 import pytest
@@ -183,6 +184,37 @@ JOIN = {"GOSSIPDP_JOIN": "10.0.0.1:4000"}
 def test_a_bad_value_is_named(variables, message):
     with pytest.raises(ValueError, match=message):
         Environment.read(variables)
+
+
+MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+SHARD = MASTER | {"RANK": "1", "WORLD_SIZE": "2", "GOSSIPDP_REPLICA": "2", "GOSSIPDP_REPLICAS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "group", "found"),
+    [
+        (MASTER, (2, 4), (2, 4, 0)),
+        (MASTER, None, (0, 1, 0)),
+        (TORCHRUN, (3, 4), (3, 4, 0)),
+        (TORCHRUN, (0, 1), (3, 4, 0)),  # some frameworks begin a group on each worker
+        (SLURM, (1, 2), (1, 2, 0)),  # one task a node spawned them
+        (SHARD | {"GOSSIPDP_STORE": "[::1]:7"}, (1, 2), (2, 3, 1)),
+        (TORCHRUN, (2, 4), "RANK is 3 in the environment and 2 in torch.* remove RANK and WORLD"),
+        (MASTER | {"WORLD_SIZE": "1"}, (3, 4), "WORLD_SIZE is 1 in the environment and 4 in"),
+        ({}, (1, 2), r"init_process_group\), but not MASTER_ADDR, MASTER_PORT: start"),
+    ],
+)
+def test_a_process_group_of_several_says_who_this_is(variables, group, found):
+    dist = mock.Mock(get_rank=lambda: group[0], get_world_size=lambda: group[1])
+    dist.is_initialized.return_value = group is not None
+    modules = mock.patch.dict(sys.modules, {"torch.distributed": dist})
+    with modules, mock.patch.dict(os.environ, variables, clear=True):
+        if isinstance(found, str):
+            with pytest.raises(ValueError, match=found):
+                Environment.read()
+        else:
+            environment = Environment.read()
+            assert (environment.rank, environment.world_size, environment.shard) == found
 
 
 OF_OTHERS = {"GROUP_RANK": "0", "ROLE_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}

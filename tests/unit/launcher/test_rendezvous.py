@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -188,8 +189,17 @@ def test_who_never_arrives_is_named(caplog):
 def test_two_workers_of_one_rank_are_refused():
     store = HashStore()
     Alone(environment(0, 1), store).meet()
-    with pytest.raises(RefusedError, match="another worker already has RANK 0"):
+    with pytest.raises(RefusedError, match=r"another worker already has RANK 0.*__main__"):
         Alone(environment(0, 1), store).meet()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_with_an_unknown_name_is_named_at_once(rank, monkeypatch, caplog):
+    unknown = mock.Mock(side_effect=socket.gaierror(-2, "unknown here"))
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(RendezvousError, match=r"at store:0 within 0\.2 s \(unknown here\); wor"):
+        connect(environment(rank), 0.2)
+    assert caplog.text.count(f"worker {rank} does not find MASTER_ADDR 'store' (unknown here)") == 1
 
 
 def test_a_store_that_goes_away_is_one_clear_error():
