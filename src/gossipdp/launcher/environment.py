@@ -148,7 +148,7 @@ class Environment:
                 is no number or differs from the group's, or GOSSIPDP_JOIN holds no addresses.
         """
         if variables is None:
-            variables = _with_process_group(all_variables())
+            variables = _with_process_group({**os.environ, **_taken_out})
         shard, num_shards = 0, 1
         if variables.get("GOSSIPDP_REPLICAS"):
             shard, num_shards = _number(variables, "RANK", 0), _number(variables, "WORLD_SIZE", 1)
@@ -367,10 +367,7 @@ def _shard_variables(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_process_group(variables: Mapping[str, str]) -> Mapping[str, str]:
-    """Add the rank and size of torch's process group, which may be the only one to know them.
-
-    A group of this process alone says nothing: some frameworks begin one on each worker.
-    """
+    """Add the rank and size of torch's process group, unless that is of this process alone."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return variables
@@ -392,11 +389,6 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{name} is {text!r}; it must be a whole number") from None
-
-
-def all_variables() -> Mapping[str, str]:
-    """Return the environment with the variables that others do not see."""
-    return {**os.environ, **_taken_out}
 
 
 @contextmanager

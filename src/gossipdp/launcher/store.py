@@ -154,11 +154,10 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             host = "the launcher" if environment.agent_store else "worker 0"
-            detail = (error and error.strerror) or "no answer"
             raise RendezvousError(
                 f"worker {environment.rank} could not reach the store at {address[0]}:{address[1]} "
-                f"within {timeout_s:g} s ({detail}); {host} hosts it: check that it runs, and "
-                "MASTER_ADDR and MASTER_PORT"
+                f"within {timeout_s:g} s ({(error and error.strerror) or 'no answer'}); {host} "
+                "hosts it: check that it runs, and MASTER_ADDR and MASTER_PORT"
             )
         try:
             if hosts_it:
@@ -169,12 +168,9 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
         except OSError as failed:
             if isinstance(failed, socket.gaierror) and error is None:
                 logger.warning(
-                    "worker %d does not find MASTER_ADDR %r (%s), and tries again for %g s: a name "
-                    "that is right may come late, as in Kubernetes; correct a wrong one",
-                    environment.rank,
-                    address[0],
-                    failed.strerror,
-                    timeout_s,
+                    "worker %d does not find MASTER_ADDR %r (%s), and tries again for %g s: "
+                    "correct the name, unless it only comes late, as in Kubernetes",
+                    *(environment.rank, address[0], failed.strerror, timeout_s),
                 )
             error = failed
             time.sleep(min(0.1, left_s))

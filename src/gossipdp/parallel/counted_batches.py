@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -25,6 +26,10 @@ Batch = TypeVar("Batch")
 STEPS_WITHOUT_SAMPLES = 3
 """If so many steps count no sample, something is wrong with the loop."""
 ROUNDS_WITHOUT_STEP = 200  # in a row; accumulation makes fewer
+COUNTS_OTHERWISE = (
+    "a batch counts as %s samples, and the loader's batch_size is %s: if that is wrong, wrap with "
+    "counting=Counting(samples_per_step=...)"
+)
 IN_AN_OWN_ORDER = (
     "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(model.worker_seed))"
 )
@@ -45,7 +50,7 @@ class CountedBatches:
         self._samples_per_step = options.counting.samples_per_step
         self._batch_dim = options.counting.batch_dim
         self._is_repeat = self._may_repeat = False
-        self._is_closed = self._is_sampler_looked_at = False
+        self._is_closed = self._is_looked_at = False
         self._counted = self._all_counted = 0
         self._rounds_since_step: float = 0
         # The first two count the calls of epochs() that are over. The third is of the last call,
@@ -88,8 +93,7 @@ class CountedBatches:
         is_counted = self._checkpointer.is_within_batches or self._is_repeat
         if self._samples_per_step is not None or is_counted:
             return
-        found = _first_tensor(batch)
-        if found is not None:
+        for found in _path(batch)[-1:]:
             if self._may_repeat and any(each() is found for each in self._forwarded):
                 return
             self._forwarded.append(weakref.ref(found))
@@ -212,12 +216,17 @@ class CountedBatches:
     def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, each counted, pass after pass without end."""
         self._counted = 0
-        if not self._is_sampler_looked_at:
-            self._is_sampler_looked_at = True
+        is_new, self._is_looked_at = not self._is_looked_at, True
+        if is_new:
             self._check_sampler(loader)
+        usual, samples = getattr(loader, "batch_size", None), None
         while True:
-            for batch in self._position.epoch(loader):
-                self._count(batch)
+            for number, batch in enumerate(self._position.epoch(loader)):
+                if number == 1 and is_new:  # the first batch was not the last, so it was full
+                    is_new = False
+                    if samples != usual and usual is not None:
+                        logger.warning(COUNTS_OTHERWISE, samples, usual, extra=OF_RUN)
+                samples = self._count(batch, usual)
                 yield batch
             if self._position.batch == 0:
                 raise ValueError(
@@ -247,10 +256,10 @@ class CountedBatches:
             logger.warning("%s %s", problem, IN_AN_OWN_ORDER, extra=OF_RUN)
             return
 
-    def _count(self, batch: Any) -> None:
+    def _count(self, batch: Any, usual: int | None) -> int | None:
         if self._samples_per_step is not None:
-            return
-        samples = _batch_size(batch, self._batch_dim)
+            return usual
+        samples = _batch_size(batch, self._batch_dim, usual)
         if samples is None:
             raise ValueError(
                 f"a batch of type {type(batch).__name__} holds no tensor with a dimension "
@@ -258,25 +267,42 @@ class CountedBatches:
                 "counting=Counting(samples_per_step=...)"
             )
         self._counted += samples
+        return samples
 
 
-def _batch_size(batch: Any, batch_dim: int) -> int | None:
-    """Return the size of a batch's first tensor along ``batch_dim``; None where there is none."""
-    found = _first_tensor(batch)
-    return found.shape[batch_dim] if found is not None and found.dim() > batch_dim else None
+def _batch_size(batch: Any, batch_dim: int, usual: int | None = None) -> int | None:
+    """Return a batch's size: of its first tensor along ``batch_dim``; None where there is none.
 
-
-def _first_tensor(value: Any) -> Tensor | None:
-    """Return the first tensor in mappings, lists, tuples and dataclasses, or None."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif not isinstance(value, (list, tuple)):
+    It is a list's length if two of three hold: its items look like images, or have unlike lengths;
+    it cannot be a pair of inputs and targets; its length is the ``usual`` size.
+    """
+    *holders, first = _path(batch) or [None]
+    if holders and isinstance(holders[-1], PackedSequence):
+        return int(holders[-1].batch_sizes[0])
+    if first is None or first.dim() <= batch_dim:
         return None
-    return next((t for t in map(_first_tensor, value) if t is not None), None)
+    size: int = first.shape[batch_dim]
+    are_images = batch_dim == 0 and first.dim() == 3 and size <= 4  # channels
+    for holder in reversed(holders) if size != usual else ():
+        samples = [_path(each)[-1:] for each in holder] if isinstance(holder, (list, tuple)) else []
+        if all(samples) and len({(each.dim(), each.dtype) for (each,) in samples}) == 1:
+            differ = len({each.shape[batch_dim] for (each,) in samples}) > 1
+            is_pair = holder is batch and len(holder) <= 2 and not isinstance(holder[0], Mapping)
+            if (are_images or differ) + (not is_pair) + (len(samples) == usual) >= 2:
+                return len(samples)
+    return size
+
+
+def _path(value: Any) -> list[Any]:
+    """Return what leads to the first tensor in mappings, lists, tuples and dataclasses, and it."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner: Iterable[Any] = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = (getattr(value, field.name) for field in dataclasses.fields(value))
+    return next(([value, *path] for path in map(_path, inner) if path), [])
 
 
 def dataset_size(loader: Any) -> int:

@@ -224,8 +224,8 @@ class _LoadedHook:
 
 _REFUSED = {
     "DistributedDataParallel": "averages gradients itself: give its .module",
-    "FullyShardedDataParallel": "keeps each process's part in a form of its own, which exchanges "
-    "would destroy: shard with torch.distributed.fsdp.fully_shard instead (docs/shards.md)",
+    "FullyShardedDataParallel": "keeps its parts in a form that exchanges would destroy: shard "
+    "with torch.distributed.fsdp.fully_shard instead (docs/shards.md)",
     "SyncBatchNorm": "makes workers wait for one another in each forward pass: use BatchNorm, "
     "whose running statistics exchanges average",
     "ScriptModule": "does not let exchanges hold its parameters: use the plain module, under "
@@ -241,7 +241,7 @@ def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> N
     """Raise if the first argument is no module that can be wrapped, or a keyword is unknown.
 
     Raises:
-        ValueError: the module is none, or holds no values yet.
+        ValueError: the module is none, holds no values yet or a refused part, or is wrapped.
         TypeError: there is no such keyword.
     """
     if not isinstance(module, nn.Module):
@@ -254,6 +254,15 @@ def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> N
                 f"{name!r} has no shape yet: let the module see a batch once, then make the "
                 "optimizer and wrap"
             )
+    for name, each in module.named_modules():
+        if isinstance(each, wrapper) or each in _wrapped:
+            raise ValueError("the module is wrapped already: close() that, and give its .module")
+        for base in type(each).__mro__:
+            if base.__module__.startswith("torch.") and base.__name__ in _REFUSED:
+                raise ValueError(
+                    f"the module holds a {base.__name__} ({name or 'itself'}), which "
+                    f"{_REFUSED[base.__name__]}"
+                )
     for name in unknown:
         known = [each for each in signature(wrapper).parameters if each != "unknown"]
         near = get_close_matches(name, known, 1)
@@ -294,9 +303,8 @@ def checked_optimizers(
             )
         if type(each).__name__ == "ZeroRedundancyOptimizer":
             raise ValueError(
-                "a ZeroRedundancyOptimizer spreads its state over processes that step together, "
-                f"and each worker steps alone: give {type(vars(each)['optim']).__name__} itself, "
-                "or shard with torch.distributed.fsdp.fully_shard (docs/shards.md)"
+                "a ZeroRedundancyOptimizer shares its state with processes that step at once: give "
+                f"{type(vars(each)['optim']).__name__} itself, or use fully_shard (docs/shards.md)"
             )
         try:
             each.register_step_post_hook(lambda *_: None).remove()
@@ -309,23 +317,6 @@ def checked_optimizers(
     if not optimizers:
         raise ValueError("give at least one optimizer")
     return optimizers
-
-
-def check_unwrapped(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raise ValueError for a module in a wrapper of this ``kind``, or with parts that cannot be."""
-    for name, each in module.named_modules():
-        if isinstance(each, kind):
-            raise ValueError("the module is wrapped already: use that wrapper, or give its .module")
-        for base in type(each).__mro__:
-            if base.__module__.startswith("torch.") and base.__name__ in _REFUSED:
-                raise ValueError(
-                    f"the module holds a {base.__name__} ({name or 'itself'}), which "
-                    f"{_REFUSED[base.__name__]}"
-                )
-        if each in _wrapped:
-            raise ValueError(
-                "the module is wrapped already: use that wrapper, or close() it before"
-            )
 
 
 def warn_of_steps_alone(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -25,11 +25,11 @@ from gossipdp.parallel.checkpoint_files import (
 )
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.counted_batches import dataset_size
-from gossipdp.parallel.hooks import check_arguments, check_unwrapped, checked_optimizers
+from gossipdp.parallel.hooks import check_arguments, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Counting, Exchange, Monitor, Network, Options
 from gossipdp.parallel.session import Session, close_at_exit
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
-from gossipdp.rules import WireFormatName
+from gossipdp.rules import WireFormatName, at_least_1, whole_number
 
 Batch = TypeVar("Batch")
 
@@ -129,7 +129,7 @@ class GossipDataParallel(nn.Module):
         **unknown: NoReturn,  # typed so that type checkers refuse it where it is written
     ) -> None:
         super().__init__()
-        check_arguments(module, unknown, type(self))
+        check_arguments(module, unknown, GossipDataParallel)
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
         options = Options(
             graph=graph,
@@ -145,7 +145,6 @@ class GossipDataParallel(nn.Module):
             checkpoints=checkpoints or Checkpoints(),
             monitor=monitor or Monitor(),
         )
-        check_unwrapped(module, GossipDataParallel)
         optimizers = checked_optimizers(optimizer)
         self.module = module
         self._options = options
@@ -228,8 +227,8 @@ class GossipDataParallel(nn.Module):
         loop over :meth:`batches` or :meth:`epochs` has counted them already, so you may call the
         module itself, or a compiled one, instead.
         """
-        if self.training and torch.is_grad_enabled():
-            self._session.begin_forward((args, kwargs))
+        if (self.training or self.module.training) and torch.is_grad_enabled():
+            self._session.begin_forward((*args, *kwargs.values()))
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -319,9 +318,8 @@ class GossipDataParallel(nn.Module):
                 "epochs() sets the budget itself, and there is one already: wrap without "
                 "budget_samples="
             )
-        if num_epochs < 1:
-            raise ValueError(f"num_epochs is {num_epochs}; it must be at least 1")
-        size = dataset_size(loader) if samples is None else samples
+        num_epochs = at_least_1("num_epochs", num_epochs)
+        size = dataset_size(loader) if samples is None else whole_number("samples", samples)
         if size < 1:
             raise ValueError(
                 f"an epoch of {size} samples never ends, or never begins; give samples="

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -76,6 +77,9 @@ class Batch:
     inputs: Tensor
 
 
+IMAGES = [torch.ones(3, size, 20) for size in range(16, 21)]
+
+
 @pytest.mark.parametrize(
     ("batch", "batch_dim", "samples"),
     [
@@ -83,13 +87,53 @@ class Batch:
         (torch.ones(7, 3, 2), 1, 3),
         ({"text": "a", "x": [torch.ones(4, 3)]}, 0, 4),
         (Batch("a", torch.ones(6, 3)), 0, 6),
+        ((IMAGES, [{}] * 5), 0, 5),
+        (((torch.ones(5, 3), torch.ones(5)), (torch.ones(7, 3), torch.ones(7))), 0, 5),
+        (IMAGES[:1], 0, 3),
+        ([(each, {}) for each in IMAGES], 0, 5),
+        (IMAGES, 0, 5),
+        ([{"image": IMAGES[1]}, {"image": IMAGES[0]}], 0, 2),
+        ({"sequences": [torch.ones(7, 2), torch.ones(9, 2)]}, 0, 2),
+        (pack_sequence([torch.ones(7, 2), torch.ones(4, 2)]), 0, 2),
+        ([torch.ones(4, 9, 2), torch.ones(4, 9, 1)], 0, 4),  # inputs and targets
+        (([torch.ones(8, 2), torch.ones(8, 3)], torch.ones(8)), 0, 8),  # inputs of two parts
     ],
 )
-def test_the_first_tensor_tells_the_samples(small, batch, batch_dim, samples):
+def test_the_first_tensor_or_the_length_of_a_list_tells_the_samples(
+    small, batch, batch_dim, samples
+):
     model, net, optimizer = small(budget_samples=samples, counting=Counting(batch_dim=batch_dim))
     for _ in model.batches([batch]):
         step(net, optimizer, torch.ones(1, 3))
-    assert (model.stats().samples, model.stats().gradient_steps) == (samples, 1)
+    model.count_batch(batch)
+    step(net, optimizer, torch.ones(1, 3))
+    assert (model.stats().samples, model.stats().gradient_steps) == (2 * samples, 2)
+
+
+class Sized(list[Any]):
+    """Batches of one pass, and the size that each has by what their loader says."""
+
+    batch_size = 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "says"),
+    [
+        (IMAGES[:2], 2, False),
+        ((torch.ones(2, 3), torch.ones(2, 3)), 2, False),
+        ({"spectra": [torch.ones(80, 7), torch.ones(80, 9)]}, 2, False),
+        (torch.ones(6, 3), 6, True),
+        (IMAGES, 5, True),
+    ],
+)
+def test_a_loader_s_batch_size_is_heeded(small, batch, samples, says, caplog):
+    """It says which of two counts is meant; one that differs from it is said once."""
+    model, net, optimizer = small(budget_samples=6 * samples)
+    for _ in model.batches(Sized([batch, batch])):
+        step(net, optimizer, torch.ones(1, 3))
+    assert model.stats().gradient_steps == 6
+    said = f"a batch counts as {samples} samples, and the loader's batch_size is 2: if"
+    assert [each.startswith(said) for each in caplog.messages] == [True] * says
 
 
 def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(small):
@@ -192,10 +236,10 @@ def test_how_long_an_epoch_is_may_be_given(small):
     model, _, optimizer = small()
     with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
         model.epochs(DataLoader(Endless(), batch_size=4), 2)
-    for _, batches in model.epochs(DataLoader(Endless(), batch_size=4), 2, samples=8):
+    for _, batches in model.epochs(DataLoader(Endless(), batch_size=4), 2.0, samples=8.0):
         for inputs in batches:
             step(model, optimizer, inputs)
-    assert model.stats().samples == 16
+    assert (model.stats().samples, str(model._batches.budget_samples)) == (16, "16")
 
 
 def train_epochs(small: Wrap, *counts: int, break_after: int = -1) -> tuple[Any, list[list[int]]]:

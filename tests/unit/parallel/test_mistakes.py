@@ -156,7 +156,7 @@ def test_what_cannot_be_meant_is_refused(call, message):
         ("distributed.fsdp.FullyShardedDataParallel", CPU, "shard with .*fully_shard instead"),
         ("nn.SyncBatchNorm.convert_sync_batchnorm", {}, r"Norm \(0\), .*: use BatchNorm, who"),
         ("jit.script", {}, r"ScriptModule .* script model\.module after consolidate"),
-        ("distributed.optim.ZeroRedundancyOptimizer", {"lr": 0.1}, "give SGD itself, or shard"),
+        ("distributed.optim.ZeroRedundancyOptimizer", {"lr": 0.1}, "give SGD itself, or use fully"),
     ],
 )
 def test_what_exchanges_would_spoil_is_refused(kind, options, message):
@@ -191,6 +191,8 @@ BUDGET = {"budget_samples": 4}
         (BUDGET, lambda m: m.epochs(LOADER, 1, samples=4), "wrap without budget_samples="),
         ({}, lambda m: m.epochs(LOADER, 2), r"give epochs\(\.\.\., samples=\)"),
         ({}, lambda m: m.epochs(LOADER, 0, samples=8), "num_epochs is 0; it must be at least 1"),
+        ({}, lambda m: m.epochs(LOADER, 1.5, samples=8), "num_epochs is 1.5; it must be a whole"),
+        ({}, lambda m: m.epochs(LOADER, 1, samples=7.5), "samples is 7.5; it must be a whole"),
         ({}, lambda m: m.epochs(LOADER, 1, samples=0), "an epoch of 0 samples never .* samples="),
         ({}, lambda m: m.load_state_dict(m.state_dict(), assign=True), "assign=True .* without it"),
         ({}, lambda m: m.to("cpu").to(torch.float64), r"Call \.to\(\), .* before wrapping"),

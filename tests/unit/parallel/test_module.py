@@ -355,9 +355,13 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap, wrap_
     optimizer.step()
     assert model.stats().samples == 7
     net(torch.ones(7, 2)).sum().backward()
-    model.count_batch({"labels": [torch.ones(5)]})
+    model.eval().count_batch({"labels": [torch.ones(5)]})
     optimizer.step()
     assert model.stats().samples == 12
+    net.train()
+    model(torch.ones(5, 2)).sum().backward()
+    optimizer.step()
+    assert (model.training, model.stats().samples) == (False, 17)
     model.close()
     given = wrap(net, optimizer, counting=Counting(samples_per_step=3))
     given.count_batch(torch.ones(7, 2))
