@@ -47,11 +47,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(dist):
     wheel = contents(dist / f"{NAME}-py3-none-any.whl")
     assert "gossipdp/py.typed" in wheel
-    assert {name.split("/")[0] for name in wheel} == {
-        "gossipdp",
-        "gossipdp_lab",
-        f"{NAME}.dist-info",
-    }
+    tops = {name.split("/")[0] for name in wheel}
+    assert tops == {"gossipdp", "gossipdp_lab", f"{NAME}.dist-info"}
     assert not [name for name in wheel if "test" in Path(name).name or "__pycache__" in name]
     source = ROOT / "src"
     shipped = {name for name in wheel if name.endswith(".py")}

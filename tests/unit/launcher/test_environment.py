@@ -2,6 +2,7 @@ import ipaddress
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -208,13 +209,11 @@ def test_a_process_group_of_several_says_who_this_is(variables, group, found):
     dist = mock.Mock(get_rank=lambda: group[0], get_world_size=lambda: group[1])
     dist.is_initialized.return_value = group is not None
     modules = mock.patch.dict(sys.modules, {"torch.distributed": dist})
-    with modules, mock.patch.dict(os.environ, variables, clear=True):
-        if isinstance(found, str):
-            with pytest.raises(ValueError, match=found):
-                Environment.read()
-        else:
-            environment = Environment.read()
-            assert (environment.rank, environment.world_size, environment.shard) == found
+    is_error = isinstance(found, str)
+    refused = pytest.raises(ValueError, match=found) if is_error else nullcontext()
+    with modules, mock.patch.dict(os.environ, variables, clear=True), refused:
+        environment = Environment.read()
+        assert (environment.rank, environment.world_size, environment.shard) == found
 
 
 OF_OTHERS = {"GROUP_RANK": "0", "ROLE_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}

@@ -44,10 +44,7 @@ def test_what_a_clause_means(text, clause):
         ("stop 2", "say for how long; write stop DURATION [RANK]"),
         ("stop 0s", "the duration is 0"),
         ("slow 2", "say how many times slower: 4x"),
-        (
-            "slow 1x",
-            "above 1x and up to 100x; write slow FACTORx [RANK] [at TIME | every TIME] [fo",
-        ),
+        ("slow 1x", "above 1x and up to 100x; write slow FACTORx [RANK] [at TIME | every TIME]"),
         ("slow 4x for 0.1ms", "the duration is 0"),
         ("kill 4", "'kill 4': there is no rank 4 among 4 workers; choose 0 to 3"),
     ],

@@ -428,8 +428,7 @@ def test_who_waits_for_a_restart_when_all_end_stays_away(make):
     setting.crash(0)
     setting.step(10)
     setting.supervisor.end()
-    setting.workers[1].how = setting.workers[2].how = Ending("ended as asked")
-    assert not setting.step(20)
+    assert setting.step(10.5), "the others save"
     assert setting.restarted == []
 
 
@@ -449,9 +448,7 @@ def test_a_worker_that_cannot_be_started_again_ends_no_other(make):
     assert setting.step(1.0, 2.0, 3.0)
     assert setting.supervisor.running.keys() == {1, 2}
     (failure,) = setting.supervisor.failures
-    assert failure.ending.reason == (
-        "could not be started (OSError: [Errno 24] Too many open files)"
-    )
+    assert failure.ending.reason.startswith("could not be started (OSError: [Errno 24] Too many")
 
 
 def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch):
@@ -482,10 +479,8 @@ def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make):
             setting.step(now)
         return now - died_at
 
-    delays = [delay(0) for _ in range(10)]
-    assert delays == pytest.approx(
-        [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *3 * [MAX_DELAY_S]], abs=0.06
-    )
+    expected = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *3 * [MAX_DELAY_S]]
+    assert [delay(0) for _ in range(10)] == pytest.approx(expected, abs=0.06)
     assert delay(1) == pytest.approx(0.1, abs=0.06)
     assert setting.workers[0].environment.num_restarts == 10
 
@@ -692,7 +687,8 @@ def test_a_replica_begins_when_all_of_its_processes_do(replicas):
     second.report(begins=True)
     assert replica.take_reports() == [Report(begins=True)]
     first.report(trains=True)
-    assert replica.take_reports() == [Report(trains=True)]
+    second.report(says="do this")
+    assert replica.take_reports() == [Report(trains=True), Report(says="do this")]
     assert replica.take_reports() == []
 
 
@@ -703,12 +699,6 @@ def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(mak
     setting.workers[2].report(says="do this")
     setting.step(1)
     assert setting.sentences == ["do this", "do that"]
-
-
-def test_a_sentence_of_any_process_is_passed_on(replicas):
-    replica = replicas.start(0)
-    replicas.processes["0.1"].report(says="do this")
-    assert replica.take_reports() == [Report(says="do this")]
 
 
 def test_who_comes_back_joins_the_network_of_its_own_shard(replicas):

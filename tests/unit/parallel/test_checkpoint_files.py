@@ -42,9 +42,7 @@ TENSORS = {
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return alike and torch.equal(
-        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
-    )
+    return alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
 def test_a_file_is_what_the_library_reads_and_keeps_every_bit(tmp_path):

@@ -77,63 +77,45 @@ class Batch:
     inputs: Tensor
 
 
-IMAGES = [torch.ones(3, size, 20) for size in range(16, 21)]
+TIME_FIRST, IMAGES = torch.ones(7, 3, 2), [torch.ones(3, size, 20) for size in range(16, 21)]
+EPISODE = ((torch.ones(5, 3), torch.ones(5)), (torch.ones(7, 3), torch.ones(7)))
 
 
 @pytest.mark.parametrize(
-    ("batch", "batch_dim", "samples"),
+    ("batch", "size", "samples"),
     [
-        (torch.ones(7, 3), 0, 7),
-        (torch.ones(7, 3, 2), 1, 3),
-        ({"text": "a", "x": [torch.ones(4, 3)]}, 0, 4),
-        (Batch("a", torch.ones(6, 3)), 0, 6),
-        ((IMAGES, [{}] * 5), 0, 5),
-        (((torch.ones(5, 3), torch.ones(5)), (torch.ones(7, 3), torch.ones(7))), 0, 5),
-        (IMAGES[:1], 0, 3),
-        ([(each, {}) for each in IMAGES], 0, 5),
-        (IMAGES, 0, 5),
-        ([{"image": IMAGES[1]}, {"image": IMAGES[0]}], 0, 2),
-        ({"sequences": [torch.ones(7, 2), torch.ones(9, 2)]}, 0, 2),
-        (pack_sequence([torch.ones(7, 2), torch.ones(4, 2)]), 0, 2),
-        ([torch.ones(4, 9, 2), torch.ones(4, 9, 1)], 0, 4),  # inputs and targets
-        (([torch.ones(8, 2), torch.ones(8, 3)], torch.ones(8)), 0, 8),  # inputs of two parts
+        (torch.ones(7, 3), None, 7),
+        (TIME_FIRST, 3, 3),
+        ({"text": "a", "x": [torch.ones(4, 3)]}, None, 4),
+        (Batch("a", torch.ones(6, 3)), 6, 6),
+        ((IMAGES, [{}] * 5), None, 5),
+        ([(each, {}) for each in IMAGES], None, 5),
+        (IMAGES, 5, 5),
+        (IMAGES[:1], None, 3),
+        (IMAGES[:2], 2, 2),
+        ([{"image": IMAGES[1]}, {"image": IMAGES[0]}], None, 2),
+        ({"spectra": [torch.ones(80, 7), torch.ones(80, 9)]}, 2, 2),
+        ({"sequences": [torch.ones(7, 2), torch.ones(9, 2)]}, None, 2),
+        (pack_sequence([torch.ones(7, 2), torch.ones(4, 2)]), 2, 2),
+        ([torch.ones(4, 9, 2), torch.ones(4, 9, 1)], None, 4),  # inputs and targets
+        ([torch.ones(2, 9), torch.ones(2, 9)], 2, 2),
+        (([torch.ones(8, 2), torch.ones(8, 3)], torch.ones(8)), 8, 8),  # inputs of two parts
+        (EPISODE, None, 5),
+        (torch.ones(6, 3), 2, 6),
+        (IMAGES, 2, 5),
     ],
 )
-def test_the_first_tensor_or_the_length_of_a_list_tells_the_samples(
-    small, batch, batch_dim, samples
-):
-    model, net, optimizer = small(budget_samples=samples, counting=Counting(batch_dim=batch_dim))
-    for _ in model.batches([batch]):
+def test_a_batch_counts_its_first_tensor_or_a_list_of_samples(small, batch, size, samples, caplog):
+    """The loader's size says which of the two is meant; a count that differs is said once."""
+    counting = Counting(batch_dim=int(batch is TIME_FIRST))
+    model, net, optimizer = small(budget_samples=6 * samples, counting=counting)
+    loader = type("Sized", (list,), {"batch_size": size})([batch, batch])
+    for _ in model.batches(loader):
         step(net, optimizer, torch.ones(1, 3))
-    model.count_batch(batch)
-    step(net, optimizer, torch.ones(1, 3))
-    assert (model.stats().samples, model.stats().gradient_steps) == (2 * samples, 2)
-
-
-class Sized(list[Any]):
-    """Batches of one pass, and the size that each has by what their loader says."""
-
-    batch_size = 2
-
-
-@pytest.mark.parametrize(
-    ("batch", "samples", "says"),
-    [
-        (IMAGES[:2], 2, False),
-        ((torch.ones(2, 3), torch.ones(2, 3)), 2, False),
-        ({"spectra": [torch.ones(80, 7), torch.ones(80, 9)]}, 2, False),
-        (torch.ones(6, 3), 6, True),
-        (IMAGES, 5, True),
-    ],
-)
-def test_a_loader_s_batch_size_is_heeded(small, batch, samples, says, caplog):
-    """It says which of two counts is meant; one that differs from it is said once."""
-    model, net, optimizer = small(budget_samples=6 * samples)
-    for _ in model.batches(Sized([batch, batch])):
-        step(net, optimizer, torch.ones(1, 3))
-    assert model.stats().gradient_steps == 6
-    said = f"a batch counts as {samples} samples, and the loader's batch_size is 2: if"
-    assert [each.startswith(said) for each in caplog.messages] == [True] * says
+    assert (model.stats().samples, model.stats().gradient_steps) == (6 * samples, 6)
+    said = f"a batch counts as {samples} samples, and the loader's batch_size is {size}: "
+    warned = [each.startswith(said) for each in caplog.messages]
+    assert warned == [True] * (size not in (None, samples))
 
 
 def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(small):
@@ -263,17 +245,13 @@ def train_epochs(small: Wrap, *counts: int, break_after: int = -1) -> tuple[Any,
     return model, found
 
 
-def test_a_second_call_of_epochs_lengthens_the_run(small):
-    model, found = train_epochs(small, 2, 1)
-    assert found == [[0, 0, 1, 1], [2, 2]]
-    assert model.progress() == 1.0
-    assert model.consolidate().samples == 60
-
-
-def test_a_loop_that_was_broken_off_goes_on_where_it_was(small):
-    model, found = train_epochs(small, 2, 3, break_after=3)
-    assert found == [[0, 0, 1], [1, 2, 2]]
-    assert model.consolidate().samples == 60
+def test_a_second_call_of_epochs_lengthens_the_run_or_goes_on_where_it_was_broken_off(small):
+    for counts, stop, expected in (
+        ((2, 1), -1, [[0, 0, 1, 1], [2, 2]]),
+        ((2, 3), 3, [[0, 0, 1], [1, 2, 2]]),
+    ):
+        model, found = train_epochs(small, *counts, break_after=stop)
+        assert (found, model.progress(), model.consolidate().samples) == (expected, 1.0, 60)
 
 
 @pytest.mark.parametrize("ends", [GossipDataParallel.consolidate, GossipDataParallel.close])

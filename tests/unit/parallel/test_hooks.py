@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gossipdp import GossipDataParallel, ProgressLR
+from gossipdp import Checkpoints, GossipDataParallel, Monitor, ProgressLR
 from gossipdp.dynamics.state import State
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel import gossip_engine, session
@@ -225,8 +225,6 @@ def threads() -> list[str]:
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle):
-    from gossipdp import Checkpoints, Monitor
-
     net = nn.Linear(2, 1)
     optimizer = sgd(net)
     model = GossipDataParallel(

@@ -38,11 +38,8 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randn(6, 2, 5, 5, generator=generator),
-        torch.randint(0, 3, (6,), generator=generator),
-    )
+    seeded = torch.Generator().manual_seed(step)
+    return torch.randn(6, 2, 5, 5, generator=seeded), torch.randint(0, 3, (6,), generator=seeded)
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -172,12 +169,10 @@ def test_compiled_in_any_order_there_is_one_graph_for_training(wrap, tmp_path, o
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("make_optimizer", "fused"), [(torch.optim.SGD, False), (torch.optim.AdamW, True)]
-)
-def test_a_step_that_grad_scaler_skips_is_no_boundary(wrap, make_optimizer, fused):
+@pytest.mark.parametrize(("kind", "fused"), [(torch.optim.SGD, False), (torch.optim.AdamW, True)])
+def test_a_step_that_grad_scaler_skips_is_no_boundary(wrap, kind, fused):
     net = nn.Linear(2, 1)
-    optimizer = make_optimizer(net.parameters(), 0.1, fused=fused)
+    optimizer = kind(net.parameters(), 0.1, fused=fused)
     model = wrap(net, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for value in (1.0, math.inf, 1.0):

@@ -56,11 +56,8 @@ def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(tmp
     model = train(tmp_path)
     log, stats = model._monitoring._log, model._engine.stats()
     assert log is not None
-    notices = (
-        Notice(1, "lost", 5.0, 1),
-        Notice(2, "lost", 5.5, 2),
-        Notice(1, "answered", 6.0, 3, 1.2),
-    )
+    lost = Notice(1, "lost", 5.0, 1), Notice(2, "lost", 5.5, 2)
+    notices = (*lost, Notice(1, "answered", 6.0, 3, 1.2))
     for number in (1, 1, 3, 3):
         log._stats = lambda number=number: replace(stats, noticed=notices[:number])
         log.write_last(lambda: None)

@@ -61,6 +61,9 @@ def test_a_worker_tells_how_far_it_is(make, method):
     assert [(each.rank, each.state, each.status_address) for each in status.members] == [
         (0, "training", address)
     ]
+    shown = lambda: ask_anew(model, address).members[0].since_step_s  # noqa: E731
+    wait_until(lambda: shown() is not None, "the gossip thread has looked at progress")
+    assert shown() >= 0
     model.consolidate()
     with pytest.raises(ConnectionRefusedError):
         ask(address)
@@ -114,16 +117,6 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
         full_name = f"gossipdp_{name}_total" if metric.kind == "counter" else f"gossipdp_{name}"
         assert f"# HELP {full_name} {metric.help}\n# TYPE {full_name} {metric.kind}\n" in metrics
         assert re.search(rf"^{full_name}{{.*}} {value}\.0$", metrics, re.MULTILINE), name
-
-
-def test_the_age_of_a_worker_s_last_step_is_shown(make):
-    model, address = make(monitor=Monitor(status_port=0))
-    train(model, 1)
-    # The gossip thread looks at progress now and then.
-    wait_until(
-        lambda: ask_anew(model, address).members[0].since_step_s is not None, "its age is shown"
-    )
-    assert ask_anew(model, address).members[0].since_step_s >= 0
 
 
 def ask_anew(model: GossipDataParallel, address: str) -> Any:
