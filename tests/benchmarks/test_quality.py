@@ -113,10 +113,7 @@ def test_a_second_call_goes_on_where_the_first_was_stopped(tmp_path, monkeypatch
 
     monkeypatch.setattr(quality, "run", fake)
     benchmark = QualityBenchmark(
-        rows="ddp,ddp_bf16,none",
-        data="disjoint",
-        seeds=2,
-        runs=tmp_path / "runs.jsonl",
+        rows="ddp,ddp_bf16,none", data="disjoint", seeds=2, runs=tmp_path / "runs.jsonl"
     )
     monkeypatch.setattr(support.report, "RESULTS", tmp_path)
     measure_all(replace(benchmark, minutes=0.0))

@@ -15,15 +15,7 @@ import race_worker
 import torch
 from race import Campaign, Race, check, measure_rows, missing_rows, settings_of, tune
 from race_report import Run, lost_seconds, share_of_calm
-from race_run import (
-    RESTART_DELAY_S,
-    Fault,
-    Job,
-    Point,
-    RaceResult,
-    final_model,
-    present_model,
-)
+from race_run import RESTART_DELAY_S, Fault, Job, Point, RaceResult, final_model, present_model
 from race_worker import Life, make_save
 from support.finished_runs import FinishedRuns
 from support.provenance import Provenance

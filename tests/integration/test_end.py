@@ -14,13 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import FOR_EVER_S, wait_until
 
-from gossipdp import (
-    Checkpoints,
-    Counting,
-    GossipDataParallel,
-    Network,
-    WorkerFailedError,
-)
+from gossipdp import Checkpoints, Counting, GossipDataParallel, Network, WorkerFailedError
 from gossipdp.links.clock import since_boot_s
 
 pytestmark = pytest.mark.processes

@@ -20,15 +20,6 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.members import MAX_INCARNATION, MAX_RANK, Member, ProgressEntry, Status
-from gossipdp.protocol.messages import (
-    Accept,
-    Envelope,
-    Heartbeat,
-    Propose,
-    ProtocolError,
-    decode,
-    encode,
-)
 from gossipdp.protocol.participants import PASS_OVER_AFTER
 from gossipdp.protocol.reduction import GRACE, STALLED_AFTER, TICKS_PER_TIMEOUT
 from gossipdp_lab.simulate.network import Conditions, make_workers
@@ -110,13 +101,13 @@ class _Network(FaultyNetwork):
             return "refused"
         return super().sends(rank, begin)
 
-    def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
+    def carries(self, rank: int, peer: int, envelope: say.Envelope) -> say.Envelope | Loss:
         self.num_sent[rank] += 1
         if rank != self.adversary.rank:
             return envelope
         try:
-            return decode(encode(self._lie(peer, envelope)))
-        except (ProtocolError, msgspec.ValidationError, ValueError):
+            return say.decode(say.encode(self._lie(peer, envelope)))
+        except (say.ProtocolError, msgspec.ValidationError, ValueError):
             return "link lost"
 
     def after(self, rank: int, actions: Collection[Any]) -> None:
@@ -127,7 +118,7 @@ class _Network(FaultyNetwork):
     def _lies(self, about: str) -> bool:
         return about in self.adversary.lies and self.random.random() < self.adversary.share
 
-    def _lie(self, peer: int, told: Envelope) -> Envelope:
+    def _lie(self, peer: int, told: say.Envelope) -> say.Envelope:
         random, message = self.random, told.message
         members, progress = list(told.members), list(told.progress)
         if self._lies("members"):
@@ -140,10 +131,12 @@ class _Network(FaultyNetwork):
             ]
         if self._lies("progress"):
             progress += [self._progress() for _ in range(random.choices([1, 4, 64], [90, 9, 1])[0])]
-        if self._lies("gains") and isinstance(message, Propose | Accept):
+        if self._lies("gains") and isinstance(message, say.Propose | say.Accept):
             gain = random.choice([0.5, 3.0, 1e3, 1e9, 1e300, float("nan")])
             message = msgspec.structs.replace(message, alpha_tilde=gain)
-        if self._lies("ids") and isinstance(message, Propose | Accept | say.Busy | say.Cancel):
+        if self._lies("ids") and isinstance(
+            message, say.Propose | say.Accept | say.Busy | say.Cancel
+        ):
             id = msgspec.structs.replace(
                 message.id,
                 initiator=random.choice([message.id.initiator, random.randrange(NUM_WORKERS)]),
@@ -151,7 +144,7 @@ class _Network(FaultyNetwork):
                 counter=random.choice([0, message.id.counter + 1, 2**62]),
             )
             message = msgspec.structs.replace(message, id=id)
-        if self._lies("ids") and isinstance(message, Heartbeat):
+        if self._lies("ids") and isinstance(message, say.Heartbeat):
             suspect = random.randrange(NUM_WORKERS)
             message = random.choice(
                 [
@@ -164,7 +157,7 @@ class _Network(FaultyNetwork):
         if self._lies("epochs"):
             message = self._consolidation(peer)
         # What is longer than an envelope may be ends the link at once, and nothing is learnt.
-        return Envelope(message, tuple(members[:256]), tuple(progress[:256]))
+        return say.Envelope(message, tuple(members[:256]), tuple(progress[:256]))
 
     def _member(self) -> Member:
         random = self.random

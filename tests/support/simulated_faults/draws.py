@@ -5,18 +5,7 @@ from itertools import pairwise
 from random import Random
 
 from gossipdp.protocol.worker import Method
-from simulated_faults.schedule import (
-    BrokenExchange,
-    Crash,
-    Cut,
-    EndingFault,
-    Fault,
-    FaultSchedule,
-    Join,
-    Partition,
-    Restart,
-    Stall,
-)
+from simulated_faults import schedule
 
 SIZES = (
     *(8, 8, 8, 8, 8, 8, 8, 9, 9, 9, 10, 10, 10, 11, 12, 12, 12, 12, 13, 14, 15),
@@ -32,7 +21,7 @@ METHODS: tuple[Method, ...] = ("a2cid2", "a2cid2", "gossip")
 POLICIES = ("fresh", "fresh", "fresh", "fresh", "available", "poisson", "scheduled")
 
 
-def draw_schedule(seed: int, *, largest: int = 64) -> FaultSchedule:
+def draw_schedule(seed: int, *, largest: int = 64) -> schedule.FaultSchedule:
     """Draw the schedule of a seed, with at most ``largest`` workers at first.
 
     Not drawn, since no invariant could hold:
@@ -64,7 +53,7 @@ def draw_schedule(seed: int, *, largest: int = 64) -> FaultSchedule:
     num_faults = 2 + int(random.expovariate(1 / (1 + num_workers / 4)))
     num_begins = num_workers * faulty_s / 0.25
     exchanges = sorted(random.sample(range(int(num_begins)), k=random.randint(0, 6)))
-    return FaultSchedule(
+    return schedule.FaultSchedule(
         seed=seed,
         graph=graph,
         num_workers=num_workers,
@@ -83,7 +72,8 @@ def draw_schedule(seed: int, *, largest: int = 64) -> FaultSchedule:
             sorted(random.sample(range(int(4 * num_begins)), k=random.randint(0, 8)))
         ),
         broken_exchanges=tuple(
-            BrokenExchange(begin, random.uniform(0.0, 1.5) * transfer_s) for begin in exchanges
+            schedule.BrokenExchange(begin, random.uniform(0.0, 1.5) * transfer_s)
+            for begin in exchanges
         ),
         ending=_draw_ending(random, num_workers),
         done_within_s=random.choice([0.0, 0.5, 2.0]),
@@ -92,47 +82,49 @@ def draw_schedule(seed: int, *, largest: int = 64) -> FaultSchedule:
 
 def _draw_faults(
     random: Random, num_workers: int, faulty_s: float, timeout_s: float, num_faults: int
-) -> tuple[Fault, ...]:
+) -> tuple[schedule.Fault, ...]:
     immortal = set(random.sample(range(num_workers), 2))
     mortal = [rank for rank in range(num_workers) if rank not in immortal]
-    faults: list[Fault] = []
+    faults: list[schedule.Fault] = []
     for _ in range(num_faults):
         at_s = random.uniform(0.2, faulty_s)
         kind = random.choice(["crash", "crash", "join", "stall", "stall", "partition", "cut"])
         if kind == "crash":
             rank = random.choice(mortal)
-            faults.append(Crash(at_s, rank))
+            faults.append(schedule.Crash(at_s, rank))
             again_s = at_s + random.choice([0.0, 0.05, 0.5, 2.0]) * timeout_s * random.random()
             if random.random() < 0.6 and again_s < faulty_s:
-                faults.append(Restart(again_s, rank, random.randrange(num_workers)))
+                faults.append(schedule.Restart(again_s, rank, random.randrange(num_workers)))
         elif kind == "join":
-            faults.append(Join(at_s, random.randrange(num_workers)))
+            faults.append(schedule.Join(at_s, random.randrange(num_workers)))
         elif kind == "stall":
             # Just short of the time-out, just beyond it, for long; sometimes all at once.
             duration_s = timeout_s * random.choice([0.3, 0.9, 1.1, 3.0]) * random.uniform(0.9, 1.1)
             is_total = random.random() < 0.1
             ranks = range(num_workers) if is_total else [random.randrange(num_workers)]
-            faults += [Stall(at_s, rank, duration_s) for rank in ranks]
+            faults += [schedule.Stall(at_s, rank, duration_s) for rank in ranks]
         elif kind == "partition":
             faults.append(_draw_partition(random, num_workers, at_s, timeout_s))
         else:
             first, second = random.sample(range(num_workers), 2)
-            faults.append(Cut(at_s, first, second))
+            faults.append(schedule.Cut(at_s, first, second))
     faults.sort(key=lambda fault: fault.at_s)
     return tuple(_without_overlap(faults))
 
 
-def _without_overlap(faults: list[Fault]) -> Iterator[Fault]:
+def _without_overlap(faults: list[schedule.Fault]) -> Iterator[schedule.Fault]:
     heals_at_s = 0.0
     for fault in faults:
-        if isinstance(fault, Partition):
+        if isinstance(fault, schedule.Partition):
             if fault.at_s <= heals_at_s:
                 continue
             heals_at_s = fault.at_s + fault.duration_s
         yield fault
 
 
-def _draw_partition(random: Random, num_workers: int, at_s: float, timeout_s: float) -> Partition:
+def _draw_partition(
+    random: Random, num_workers: int, at_s: float, timeout_s: float
+) -> schedule.Partition:
     duration_s = timeout_s * random.choice([0.5, 1.5, 5.0]) * random.uniform(0.8, 1.2)
     ranks = list(range(num_workers))
     if random.random() < 0.5:
@@ -140,17 +132,17 @@ def _draw_partition(random: Random, num_workers: int, at_s: float, timeout_s: fl
     marks = random.sample(range(1, num_workers), random.choice([1, 1, 2]))
     bounds = [0, *sorted(marks), num_workers]
     groups = [tuple(sorted(ranks[begin:end])) for begin, end in pairwise(bounds)]
-    return Partition(at_s, duration_s, tuple(groups))
+    return schedule.Partition(at_s, duration_s, tuple(groups))
 
 
-def _draw_ending(random: Random, num_workers: int) -> tuple[EndingFault, ...]:
+def _draw_ending(random: Random, num_workers: int) -> tuple[schedule.EndingFault, ...]:
     """About 15 frames a worker are sent without faults."""
     num_cuts = random.choice([0, 0, 1, 3, 6])
     num_crashes = min(random.choice([0, 0, 1, 2, 3]), num_workers - 1)
     frames = random.sample(range(15 * num_workers), num_cuts + num_crashes)
-    cuts = [EndingFault(frame, "cut") for frame in frames[:num_cuts]]
+    cuts = [schedule.EndingFault(frame, "cut") for frame in frames[:num_cuts]]
     crashes = [
-        EndingFault(frame, random.choice(["sender crashes", "receiver crashes"]))
+        schedule.EndingFault(frame, random.choice(["sender crashes", "receiver crashes"]))
         for frame in frames[num_cuts:]
     ]
     return tuple(sorted([*cuts, *crashes], key=lambda ending: ending.frame))

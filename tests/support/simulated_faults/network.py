@@ -8,17 +8,7 @@ from random import Random
 from typing import Any, Literal, TypeAlias
 
 from gossipdp.gossip.sums import Outcome, Sums
-from gossipdp.protocol.actions import (
-    Begin,
-    Finished,
-    Reach,
-    Rebuilt,
-    Send,
-    Stop,
-    Superseded,
-    Unlink,
-    Withdrawn,
-)
+from gossipdp.protocol import actions as do
 from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
@@ -270,7 +260,7 @@ class FaultyNetwork(VirtualNetwork):
         self._num_sent += 1
         return "link lost" if number in self._lost_at_messages else envelope
 
-    def sends(self, rank: int, begin: Begin) -> Data:
+    def sends(self, rank: int, begin: do.Begin) -> Data:
         """Which data ``rank`` sends in an exchange; the peer closes the link to refuse."""
         return "all"
 
@@ -350,7 +340,7 @@ class FaultyNetwork(VirtualNetwork):
         ):
             super().deliver(wire, rank, peer, envelope)
 
-    def send_data(self, wire: Wire, rank: int, begin: Begin, data: object) -> None:
+    def send_data(self, wire: Wire, rank: int, begin: do.Begin, data: object) -> None:
         sent, peer = self.sends(rank, begin), begin.peer
         if sent == "all":
             super().send_data(wire, rank, begin, data)
@@ -473,23 +463,23 @@ class FaultyNetwork(VirtualNetwork):
     def act(self, rank: int, action: Action) -> None:
         now = self.engine.now
         match action:
-            case Send() | Begin() | Withdrawn():
+            case do.Send() | do.Begin() | do.Withdrawn():
                 super().act(rank, action)
-            case Stop():
+            case do.Stop():
                 self._end(rank, "stopped")
                 self.cut(rank, action.peer, by=rank)
-            case Unlink(peer=peer):
+            case do.Unlink(peer=peer):
                 self.cut(rank, peer, by=rank)
-            case Reach(peer=peer):
+            case do.Reach(peer=peer):
                 self._dial(rank, peer)
-            case Rebuilt():
+            case do.Rebuilt():
                 self._faulty_payload.rebuilt(rank, action, now)
                 for peer in sorted(action.neighbours | action.dead):
                     self._want(rank, peer)
-            case Superseded():
+            case do.Superseded():
                 self.superseded.append(rank)
                 self.crash(rank)
-            case Finished():
+            case do.Finished():
                 self._sums(rank).on_end(partial(self._ended, rank))
                 self._sums(rank).perform(action)
                 self.left[rank] = now

@@ -16,19 +16,10 @@ from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.objectives import Quadratic
 from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate.population import Population, Training
+from simulated_faults import schedule as faults
 from simulated_faults.averaged_rows import AveragedRows
 from simulated_faults.ledger import InvariantBroken, Ledger
 from simulated_faults.rows import FaultyRows
-from simulated_faults.schedule import (
-    Crash,
-    Cut,
-    Fault,
-    FaultSchedule,
-    Join,
-    Partition,
-    Restart,
-    Stall,
-)
 from simulated_faults.watched_network import WatchedNetwork
 
 DIMENSION = 4
@@ -62,7 +53,9 @@ class Outcome:
     num_consolidated: int
 
 
-def run_schedule(schedule: FaultSchedule, log: Callable[[str], None] | None = None) -> Outcome:
+def run_schedule(
+    schedule: faults.FaultSchedule, log: Callable[[str], None] | None = None
+) -> Outcome:
     """Run a schedule; an invariant that breaks ends the run, and is in the outcome.
 
     Args:
@@ -95,7 +88,7 @@ def run_schedule(schedule: FaultSchedule, log: Callable[[str], None] | None = No
 class _Run:
     """A run under way."""
 
-    def __init__(self, schedule: FaultSchedule, log: Callable[[str], None] | None) -> None:
+    def __init__(self, schedule: faults.FaultSchedule, log: Callable[[str], None] | None) -> None:
         self.schedule = schedule
         self.log = log
         self.random = Random(f"{schedule.seed} run")
@@ -173,24 +166,24 @@ class _Run:
 
     # --- faults ----------------------------------------------------------------------------
 
-    def _inject(self, fault: Fault) -> None:
+    def _inject(self, fault: faults.Fault) -> None:
         network, now = self.network, self.network.engine.now
         if self.log is not None:
             self.log(f"{now:.6f} FAULT {fault}")
         match fault:
-            case Crash(rank=rank):
+            case faults.Crash(rank=rank):
                 if rank not in network.crashed:
                     network.crash(rank)
-            case Restart(rank=rank, asked=asked):
+            case faults.Restart(rank=rank, asked=asked):
                 if rank in network.crashed:
                     self._start(rank, asked)
-            case Join(asked=asked):
+            case faults.Join(asked=asked):
                 self._start(None, asked)
-            case Stall(rank=rank, duration_s=duration_s):
+            case faults.Stall(rank=rank, duration_s=duration_s):
                 network.stall(rank, duration_s)
-            case Partition(duration_s=duration_s, groups=groups):
+            case faults.Partition(duration_s=duration_s, groups=groups):
                 network.partition(groups, now + duration_s)
-            case Cut(first=first, second=second):
+            case faults.Cut(first=first, second=second):
                 network.cut(first, second)
 
     def _start(self, rank: int | None, asked: int) -> None:

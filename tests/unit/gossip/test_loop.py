@@ -22,20 +22,9 @@ from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
+from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Notice, Reach, Send, Withdrawn
 from gossipdp.protocol.members import Member, Status
-from gossipdp.protocol.messages import (
-    Accept,
-    AskLife,
-    Busy,
-    Envelope,
-    ExchangeId,
-    Propose,
-    RequestState,
-    TellLife,
-    decode,
-    encode,
-)
 
 X = torch.arange(8.0)
 
@@ -52,7 +41,7 @@ class FakeLink(MemoryLink):
 
     @property
     def said(self) -> list[object]:
-        return [decode(data).message for data in self.controls]
+        return [say.decode(data).message for data in self.controls]
 
     def send_chunk(self, frame_type, key, payload):
         super().send_chunk(frame_type, key, payload)
@@ -83,7 +72,7 @@ class Worker:
         self.links = {peer: FakeLink(peer) for peer in (1, 2)}
         for link in self.links.values():
             self.loop.link_up(link)
-        self.is_held_at_first = Busy in self.answers_to_a_proposal(2)
+        self.is_held_at_first = say.Busy in self.answers_to_a_proposal(2)
         self.loop.release()
 
     @staticmethod
@@ -106,8 +95,8 @@ class Worker:
         """Return the messages sent to ``peer`` at once when it asks for an exchange."""
         link = self.links[peer]
         link.controls.clear()
-        proposal = Propose(ExchangeId(peer, 0, 99), 0.6)
-        self.loop.control(link, encode(Envelope(proposal)))
+        proposal = say.Propose(say.ExchangeId(peer, 0, 99), 0.6)
+        self.loop.control(link, say.encode(say.Envelope(proposal)))
         return [type(each) for each in link.said]
 
     @property
@@ -118,7 +107,7 @@ class Worker:
 def test_nobody_exchanges_before_it_has_parameters():
     worker = Worker()
     assert worker.is_held_at_first
-    assert Accept in worker.answers_to_a_proposal(2)
+    assert say.Accept in worker.answers_to_a_proposal(2)
     assert worker.loop.transfers.has_state
     worker.loop.hold()  # while others are loaded, as right after the start
     assert not worker.loop.transfers.has_state
@@ -133,7 +122,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
     state = MomentumState(X.double(), torch.zeros(8).double())
     for number in (1, 2, 3):
         worker.now = float(number)
-        worker.loop.perform([Begin(1, ExchangeId(1, 0, number), gain, False)])
+        worker.loop.perform([Begin(1, say.ExchangeId(1, 0, number), gain, False)])
         theta = worker.phase.at(worker.now + 0.5)
         state, flowed_to = state.flow(1.0, theta - flowed_to), theta
         key = ChunkKey(1, 0, number, 0)
@@ -154,11 +143,11 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
 
 def test_a_worker_that_finds_poison_in_itself_exchanges_no_more():
     worker = Worker(x=torch.full((8,), math.nan))
-    worker.loop.perform([Begin(1, ExchangeId(0, 0, 1), 0.6, True)])
+    worker.loop.perform([Begin(1, say.ExchangeId(0, 0, 1), 0.6, True)])
     worker.loop.writable(worker.links[1])
     assert "worker 0 hold NaN" in str(worker.loop.poisoned)
     assert not worker.links[1].chunks
-    assert Busy in worker.answers_to_a_proposal(2)
+    assert say.Busy in worker.answers_to_a_proposal(2)
 
 
 def test_what_went_over_a_link_counts_when_it_has_ended():
@@ -178,7 +167,7 @@ def test_no_link_that_has_ended_is_kept():
     for counter in range(5):
         link = FakeLink(1, leaves_at_once=False)
         worker.loop.link_up(link)
-        worker.loop.control(link, encode(Envelope(RequestState(counter, 0, False))))
+        worker.loop.control(link, say.encode(say.Envelope(say.RequestState(counter, 0, False))))
         worker.beat(1, moving=[link])
         worker.loop.link_down(link, "lost")
         ended.append(weakref.ref(link))
@@ -201,19 +190,19 @@ def test_what_an_old_address_refuses_is_not_laid_to_the_new_one():
     worker.loop.dial_failed(1, old, refused_connection=True)
     assert worker.loop.protocol.membership.get(1) == back
     worker.loop.turn(0.0)
-    assert not [each for each in worker.links[2].said if isinstance(each, AskLife)]
+    assert not [each for each in worker.links[2].said if isinstance(each, say.AskLife)]
     worker.loop.dial_failed(1, new, refused_connection=True)
     worker.loop.turn(0.0)
-    (question,) = (each for each in worker.links[2].said if isinstance(each, AskLife))
-    no = Envelope(TellLife(1, question.counter, is_heard=False))
-    worker.loop.control(worker.links[2], encode(no))
+    (question,) = (each for each in worker.links[2].said if isinstance(each, say.AskLife))
+    no = say.Envelope(say.TellLife(1, question.counter, is_heard=False))
+    worker.loop.control(worker.links[2], say.encode(no))
     worker.loop.turn(0.0)
     assert worker.loop.protocol.membership.get(1).status is Status.DEAD
 
 
 def test_what_nobody_says_ends_its_link_and_is_logged_once(caplog):
     worker = Worker()
-    too_small = encode(Envelope(Propose(ExchangeId(1, 0, 1), 0.49999999999999994)))
+    too_small = say.encode(say.Envelope(say.Propose(say.ExchangeId(1, 0, 1), 0.49999999999999994)))
     for _ in range(3):
         link = FakeLink(1)
         worker.loop.link_up(link)
@@ -229,7 +218,7 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
     """It held both ends for ever, and then the end of the whole run."""
     worker = Worker()
     link = worker.links[1]
-    worker.loop.control(link, encode(Envelope(Propose(ExchangeId(1, 0, 1), 0.6))))
+    worker.loop.control(link, say.encode(say.Envelope(say.Propose(say.ExchangeId(1, 0, 1), 0.6))))
     for _ in range(12):
         link.bytes_received += 10_000  # news of many workers, on every heartbeat
         worker.beat(1, moving=[] if moves == "nothing" else [link])
@@ -264,11 +253,11 @@ def test_for_a_peer_that_is_dialled_for_ever_the_last_messages_wait():
     """A firewall drops its packets, so that no dial is refused, and words are said again."""
     worker = Worker()
     for counter in range(100):
-        ask = Envelope(AskLife(2, counter))
+        ask = say.Envelope(say.AskLife(2, counter))
         worker.loop.perform([Send(7, ask)])
     assert len(worker.loop._outbox[7]) == MAX_WAITING
     worker.loop.link_up(late := FakeLink(7))
-    asked = [each.counter for each in late.said if isinstance(each, AskLife)]
+    asked = [each.counter for each in late.said if isinstance(each, say.AskLife)]
     assert asked == list(range(100 - MAX_WAITING, 100))
     assert not worker.loop._outbox
 
@@ -291,7 +280,7 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
     worker = Worker(chunk_bytes=4)
     link = worker.links[1]
     link.leaves_at_once = False
-    worker.loop.perform([Begin(1, ExchangeId(0, 0, 1), 0.5, True)])
+    worker.loop.perform([Begin(1, say.ExchangeId(0, 0, 1), 0.5, True)])
     worker.loop.writable(link)
     slots = link.chunks[:]
     assert len(slots) == FORMATS["full"].window
@@ -309,7 +298,7 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
 def test_the_end_that_was_asked_sends_nothing_before_the_initiator_s_first_byte():
     """Else a proposal that was withdrawn would cost the link, with half a chunk on it."""
     worker = Worker()
-    link, id = worker.links[1], ExchangeId(1, 0, 1)
+    link, id = worker.links[1], say.ExchangeId(1, 0, 1)
     for worker.now in (0.0, 10.0):
         worker.phase.start_exchange(worker.now)
         worker.phase.end_exchange(worker.now)
@@ -330,17 +319,17 @@ def test_a_link_whose_key_is_old_ends_when_its_peer_asks_and_nothing_is_under_wa
     """Closed in the middle, it has brought one end chunks that the other never gets."""
     worker = Worker()
     link, key = worker.links[1], ChunkKey(1, 0, 99, 0)
-    assert Accept in worker.answers_to_a_proposal(1)
+    assert say.Accept in worker.answers_to_a_proposal(1)
     worker.loop.protocol.hold(worker.now)
     worker.loop.writable(link)
     link.is_aging = True
-    assert worker.answers_to_a_proposal(1) == [Busy], "the peer's chunk is yet to come"
+    assert worker.answers_to_a_proposal(1) == [say.Busy], "the peer's chunk is yet to come"
     room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, X.nbytes)
     worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
     worker.loop.writable(link)
     link.leaves_at_once = False
     link.send_chunk(FrameType.STATE_CHUNK, key, memoryview(b"state"))
-    assert worker.answers_to_a_proposal(1) == [Busy], "the peer has yet to read it"
+    assert worker.answers_to_a_proposal(1) == [say.Busy], "the peer has yet to read it"
     link.drain()
     worker.answers_to_a_proposal(1)
     assert link.closed_for.startswith("its TLS key has protected half of what one may")

@@ -13,14 +13,7 @@ from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.sums import Sums
 from gossipdp.links.frames import ChunkKey, FrameType
-from gossipdp.protocol.actions import (
-    Commit,
-    DataAction,
-    FinishChunk,
-    Forget,
-    SendPartial,
-    SendResult,
-)
+from gossipdp.protocol import actions as do
 from gossipdp.protocol.messages import Epoch
 from gossipdp.protocol.reduction import Blame, Reduction, tree
 
@@ -80,7 +73,7 @@ class Member:
         )
         self.reduction.advance()
 
-    def perform(self, actions: list[DataAction]) -> None:
+    def perform(self, actions: list[do.DataAction]) -> None:
         for action in actions:
             self.sums.perform(action)
         while self.sums.pump():
@@ -129,7 +122,7 @@ class Member:
         return ChunkKey(EPOCH.leader, EPOCH.process_tag, EPOCH.number, index)
 
     def outcome(self) -> list[Tensor]:
-        self.perform([Commit(EPOCH, 0.25, 3)])
+        self.perform([do.Commit(EPOCH, 0.25, 3)])
         assert self.sums.outcome is not None
         return self.sums.outcome.values
 
@@ -142,7 +135,7 @@ def test_sums_of_bfloat16_parameters_are_in_float32():
     root = Member(0, torch.full((2,), 256.0, dtype=torch.bfloat16))
     root.land(PARTIAL, 1, torch.tensor([0.25, 0.75]))
     root.land(PARTIAL, 2, torch.tensor([0.5, 0.5]))
-    root.perform([FinishChunk(EPOCH, 0, 3)])
+    root.perform([do.FinishChunk(EPOCH, 0, 3)])
     mean = torch.tensor([256.75, 257.25]) / 3.0
     ((kind, index, distance),) = [each for each in root.said if each[0] == "finished"]
     assert (kind, index) == ("finished", 0)
@@ -158,7 +151,7 @@ def test_the_mean_of_equal_workers_is_what_they_hold():
     root = Member(0, x)
     for child in (1, 2):
         root.land(PARTIAL, child, x)
-    root.perform([FinishChunk(EPOCH, 0, 3)])
+    root.perform([do.FinishChunk(EPOCH, 0, 3)])
     assert torch.equal(root.outcome()[0], x)
 
 
@@ -176,10 +169,10 @@ def test_integers_are_those_of_the_leader_and_floats_the_mean():
 
 def test_a_sum_that_is_sent_again_has_the_same_values():
     member = Member(1, torch.tensor([1.0, 2.0]))
-    member.perform([SendPartial(0, EPOCH, 0)])
+    member.perform([do.SendPartial(0, EPOCH, 0)])
     member.x.x.add_(1.0)  # as it would, were it read again
     member.sums.link_lost(0)
-    member.perform([SendPartial(0, EPOCH, 0)])
+    member.perform([do.SendPartial(0, EPOCH, 0)])
     payload = torch.tensor([1.0, 2.0]).numpy().tobytes()
     assert member.links[0].sent == [(PARTIAL, 0, payload)] * 2
 
@@ -196,13 +189,13 @@ def test_poison_that_arrives_is_not_taken(kind, poison):
     assert worker.links[peer].closed_for == reason
     if kind is PARTIAL:
         worker.land(PARTIAL, 2, torch.ones(2))
-        worker.perform([FinishChunk(EPOCH, 0, 2)])
+        worker.perform([do.FinishChunk(EPOCH, 0, 2)])
         assert worker.outcome()[0].tolist() == [1.0, 1.0]
 
 
 def test_poison_of_its_own_is_not_given():
     member = Member(1, torch.tensor([1.0, float("nan")]))
-    member.perform([SendPartial(0, EPOCH, 0)])
+    member.perform([do.SendPartial(0, EPOCH, 0)])
     ((word, rank, reason),) = member.said
     assert (word, rank) == ("cannot give", 1)
     assert reason.endswith("hold NaN or infinity")
@@ -216,7 +209,7 @@ def test_a_sum_that_overflows_is_neither_sent_nor_finished():
     for peer in (1, 2):
         root.land(PARTIAL, peer, torch.full((2,), 1e38))
     root.said.clear()
-    root.perform([FinishChunk(EPOCH, 0, 3)])
+    root.perform([do.FinishChunk(EPOCH, 0, 3)])
     assert [each[:2] for each in root.said] == [("cannot give", 0)]
     assert root.num_poisoned == 1
 
@@ -226,9 +219,9 @@ def test_an_old_result_is_not_sent_in_place_of_a_new_one():
     worker = Member(1, torch.ones(2))
     link: Any = worker.links[2]
     link.queued_chunks = 100
-    worker.perform([SendResult(2, EPOCH, 1)])
+    worker.perform([do.SendResult(2, EPOCH, 1)])
     worker.consolidation.origin = epoch(2)
-    worker.perform([Forget(EPOCH)])
+    worker.perform([do.Forget(EPOCH)])
     link.queued_chunks = 0
     worker.perform([])
     assert link.sent == []
@@ -241,11 +234,11 @@ def test_what_arrives_of_a_sum_that_was_given_up_is_left_alone():
     root.land(PARTIAL, 2, torch.tensor([3.0, 3.0]))
     root.said.clear()
     root.lands(PARTIAL, 1, torch.tensor([5.0, 5.0]))
-    root.perform([Forget(EPOCH)])
+    root.perform([do.Forget(EPOCH)])
     root.begin(epoch(2))
     link: Any = root.links[1]
     root.sums.landed(link, PARTIAL, root.key(0))
     assert root.said == []
-    root.perform([FinishChunk(epoch(2), 0, 1), FinishChunk(EPOCH, 0, 1)])
+    root.perform([do.FinishChunk(epoch(2), 0, 1), do.FinishChunk(EPOCH, 0, 1)])
     assert [each[:2] for each in root.said] == [("finished", 0)]
     assert not root.sums._slots.keys() - {epoch(2)}

@@ -9,15 +9,7 @@ from links import MemoryLink
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError
-from gossipdp.gossip.transfer import (
-    CHUNK_BYTES,
-    MAX_BREAKS,
-    SLOTS,
-    NoStateYetError,
-    Offer,
-    Transfers,
-    TurnedAwayError,
-)
+from gossipdp.gossip import transfer
 from gossipdp.links.frames import FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.messages import OfferState, RequestState, StateRefused
@@ -49,7 +41,7 @@ class End:
         self.now = 0.0
         self.refusal: str | None = None
         self.unsent: list[tuple[int, object]] = []
-        self.transfers = Transfers(
+        self.transfers = transfer.Transfers(
             self.state.all_chunks,
             links=self.links,
             send=self.send,
@@ -58,7 +50,7 @@ class End:
         )
         self.transfers.has_state = True
         self.transfers.offer = lambda key: self.optimizers
-        self.optimizers: Offer | None = None
+        self.optimizers: transfer.Offer | None = None
         self.ended: list[object] = []
         self.rooms: list[torch.Tensor] = []
         self.is_stepping = False
@@ -84,7 +76,7 @@ class End:
         tensors = [
             torch.full((size,), fill + index, dtype=torch.uint8) for index, size in enumerate(sizes)
         ]
-        self.optimizers = Offer(text, tensors, copy)
+        self.optimizers = transfer.Offer(text, tensors, copy)
         return tensors
 
     def fetch_whole(self, peer):
@@ -164,7 +156,7 @@ def test_who_has_no_state_yet_is_asked_again(ends):
     giver.transfers.has_state = False
     taker.fetch(0)
     deliver(giver, taker)
-    assert isinstance(taker.ended.pop(), NoStateYetError)
+    assert isinstance(taker.ended.pop(), transfer.NoStateYetError)
     giver.transfers.has_state = True
     taker.fetch(0)
     deliver(giver, taker)
@@ -199,7 +191,7 @@ def test_no_turn_of_a_donor_looks_at_more_than_a_few_chunks(ends, what):
         giver.keep(3)
         optimizers = giver.optimizers
         looked_at = Counted(optimizers.tensors * 6000)
-        giver.optimizers = Offer(optimizers.layout, looked_at, optimizers.copy)
+        giver.optimizers = transfer.Offer(optimizers.layout, looked_at, optimizers.copy)
         request = RequestState(1, 0, True)
     total = len(looked_at)
     link = giver.links[1]
@@ -208,10 +200,10 @@ def test_no_turn_of_a_donor_looks_at_more_than_a_few_chunks(ends, what):
     while num_sent < total:
         giver.transfers.pump()
         most, looked_at.num_seen = max(most, looked_at.num_seen), 0
-        assert link.queued_chunks <= SLOTS
+        assert link.queued_chunks <= transfer.SLOTS
         num_sent += link.queued_chunks
         link.queue.clear()
-    assert most <= SLOTS + 1
+    assert most <= transfer.SLOTS + 1
 
 
 @pytest.mark.parametrize("at", [1, 3, 5])
@@ -225,7 +217,7 @@ def test_a_lost_link_costs_nothing_but_time(ends, at):
     assert has_taken(giver, taker)
 
 
-SIZES = (1, CHUNK_BYTES, 0, 2 * CHUNK_BYTES + 5)
+SIZES = (1, transfer.CHUNK_BYTES, 0, 2 * transfer.CHUNK_BYTES + 5)
 TEXT = ",".join(map(str, SIZES)).encode()
 
 
@@ -268,7 +260,7 @@ def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
 
 def test_what_is_given_takes_two_chunks_of_memory(ends):
     giver, taker = ends
-    giver.keep(9 * CHUNK_BYTES, text=str(9 * CHUNK_BYTES).encode())
+    giver.keep(9 * transfer.CHUNK_BYTES, text=str(9 * transfer.CHUNK_BYTES).encode())
     taker.fetch_whole(0)
     places = set()
     while deliver(giver, taker, at_most=1):
@@ -329,10 +321,10 @@ def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends
         deliver(giver, taker, at_most=4)
         relink(giver, taker)
         num_breaks += 1
-        assert num_breaks <= MAX_BREAKS
-    assert num_breaks == MAX_BREAKS
+        assert num_breaks <= transfer.MAX_BREAKS
+    assert num_breaks == transfer.MAX_BREAKS
     (error,) = taker.ended
-    assert isinstance(error, TurnedAwayError)
+    assert isinstance(error, transfer.TurnedAwayError)
     assert "its link broke 5 times" in str(error)
 
 
@@ -347,7 +339,7 @@ def test_who_has_nothing_to_give_says_so(ends, caplog):
     assert giver.transfers.num_chunks_sent == 0
     giver.refusal = None
 
-    def broken(key: object) -> Offer:
+    def broken(key: object) -> transfer.Offer:
         raise ValueError("its state cannot be described")
 
     giver.transfers.offer = broken
@@ -377,7 +369,7 @@ def test_a_state_that_is_under_way_goes_on_where_consolidation_begins(ends, at):
         assert torch.equal(chunk.x, values)
     taker.fetch(0)
     deliver(giver, taker)
-    assert isinstance(taker.ended[1], TurnedAwayError)
+    assert isinstance(taker.ended[1], transfer.TurnedAwayError)
     assert "it consolidates" in str(taker.ended[1])
 
 

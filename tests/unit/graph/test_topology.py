@@ -5,13 +5,7 @@ import numpy as np
 import pytest
 
 from gossipdp.graph import topology
-from gossipdp.graph.topology import (
-    GRAPH_NAMES,
-    attach,
-    build_graph,
-    torus_shape,
-    without,
-)
+from gossipdp.graph.topology import GRAPH_NAMES, attach, build_graph, torus_shape, without
 
 
 def edges(graph):

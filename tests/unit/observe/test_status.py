@@ -18,18 +18,8 @@ from gossipdp.launcher.environment import show_address
 from gossipdp.observe import status
 from gossipdp.observe.prometheus import metrics_text
 from gossipdp.observe.server import Page, StatusServer
-from gossipdp.observe.status import (
-    MemberStatus,
-    NeighbourStatus,
-    NoticeStatus,
-    StatusPoll,
-    WorkerStatus,
-    ask,
-    decode_status,
-    encode_status,
-)
 
-STATUS = WorkerStatus(
+STATUS = status.WorkerStatus(
     rank=1,
     incarnation=0,
     num_workers=3,
@@ -51,25 +41,25 @@ STATUS = WorkerStatus(
     bytes_sent=1000,
     shared_bytes_sent=2000,
     members=(
-        MemberStatus(0, 0, "training", status_address="10.0.0.1:9400"),
-        MemberStatus(1, 0, "training"),
-        MemberStatus(2, 1, "lost", is_silent=True),
+        status.MemberStatus(0, 0, "training", status_address="10.0.0.1:9400"),
+        status.MemberStatus(1, 0, "training"),
+        status.MemberStatus(2, 1, "lost", is_silent=True),
     ),
     neighbours=(
-        NeighbourStatus(0, True, is_linked=True, heard_ago_s=0.1, exchange_seconds=0.02),
-        NeighbourStatus(2, is_neighbour=True),
-        NeighbourStatus(3, is_linked=True),
+        status.NeighbourStatus(0, True, is_linked=True, heard_ago_s=0.1, exchange_seconds=0.02),
+        status.NeighbourStatus(2, is_neighbour=True),
+        status.NeighbourStatus(3, is_linked=True),
     ),
-    notices=(NoticeStatus(2, "lost", 3.5, 4.5),),
+    notices=(status.NoticeStatus(2, "lost", 3.5, 4.5),),
 )
 
 
 def test_a_reader_ignores_what_it_does_not_know_and_nan_is_unknown():
-    assert decode_status(encode_status(STATUS)) == STATUS
-    fields = msgspec.json.decode(encode_status(STATUS)) | {"mood": "good"}
-    assert decode_status(msgspec.json.encode(fields)) == STATUS
+    assert status.decode_status(status.encode_status(STATUS)) == STATUS
+    fields = msgspec.json.decode(status.encode_status(STATUS)) | {"mood": "good"}
+    assert status.decode_status(msgspec.json.encode(fields)) == STATUS
     poisoned = msgspec.structs.replace(STATUS, edge_distance=math.nan, logged={"loss": math.inf})
-    decoded = decode_status(encode_status(poisoned))
+    decoded = status.decode_status(status.encode_status(poisoned))
     assert math.isnan(decoded.edge_distance)
     assert decoded.logged == {"loss": None}
 
@@ -77,7 +67,7 @@ def test_a_reader_ignores_what_it_does_not_know_and_nan_is_unknown():
 def test_threads_that_decode_first_find_the_types_built():
     fresh, called = load_script(Path(status.__file__)), []
     sys.setprofile(lambda frame, *_: called.append(frame.f_code.co_name))
-    fresh.decode_status(encode_status(STATUS))
+    fresh.decode_status(status.encode_status(STATUS))
     sys.setprofile(None)
     assert {"decode", "get_class_annotations"} & {*called} == {"decode"}  # the latter is msgspec's
 
@@ -87,7 +77,7 @@ def test_threads_that_decode_first_find_the_types_built():
 )
 def test_what_is_no_status_is_refused(data):
     with pytest.raises(ValueError, match="no worker's status"):
-        decode_status(data)
+        status.decode_status(data)
 
 
 def test_prometheus_reads_all_of_it():
@@ -141,14 +131,14 @@ def show() -> Iterator[Show]:
 
 
 def test_a_worker_is_asked_and_what_answers_something_else_is_none(show, monkeypatch):
-    assert ask(show(encode_status(STATUS))) == STATUS
+    assert status.ask(show(status.encode_status(STATUS))) == STATUS
     monkeypatch.setattr(status, "STATUS_PATH", "/elsewhere")
     with pytest.raises(ValueError, match="answers 404"):
-        ask(show(b"{}"))
+        status.ask(show(b"{}"))
     monkeypatch.undo()
     monkeypatch.setattr(status, "MAX_STATUS_BYTES", 100)
     with pytest.raises(ValueError, match="more than 100 bytes"):
-        ask(show(b" " * 101))
+        status.ask(show(b" " * 101))
 
 
 def test_what_is_no_http_and_nobody():
@@ -164,12 +154,12 @@ def test_what_is_no_http_and_nobody():
         thread = threading.Thread(target=shout)
         thread.start()
         with pytest.raises(ValueError, match="no worker's status port"):
-            ask(address)
+            status.ask(address)
         thread.join()
         with pytest.raises(TimeoutError):
-            ask(address, timeout_s=0.05)
+            status.ask(address, timeout_s=0.05)
     with pytest.raises(ConnectionRefusedError):
-        ask(address)
+        status.ask(address)
 
 
 @pytest.mark.parametrize("piece", [b"more: headers\r\n", b"\r\n more of the body"])
@@ -196,7 +186,7 @@ def test_one_that_hangs_delays_no_other():
     release = threading.Event()
     asked: list[str] = []
 
-    def slow_ask(address: str) -> WorkerStatus:
+    def slow_ask(address: str) -> status.WorkerStatus:
         asked.append(address)
         if address == "slow:1":
             release.wait(LONGEST_S)
@@ -204,7 +194,7 @@ def test_one_that_hangs_delays_no_other():
             raise ConnectionRefusedError(111, "refused")
         return STATUS
 
-    with StatusPoll(slow_ask) as poll:
+    with status.StatusPoll(slow_ask) as poll:
         answers: dict[str, object] = {}
         addresses = ["quick:1", "slow:1", "gone:1"]
         wait_until(

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from consolidation import begin, epoch, ticks, view, worker
 
+from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import (
     Commit,
     FinishChunk,
@@ -17,29 +18,12 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.members import Status
-from gossipdp.protocol.messages import (
-    MAX_DISTANCE2,
-    Average,
-    BeginEpoch,
-    CommitEpoch,
-    Committed,
-    ConsolidationMessage,
-    Distance,
-    Envelope,
-    Held,
-    NewerEpoch,
-    PullPartials,
-    PullResults,
-    Release,
-    decode,
-    encode,
-)
 from gossipdp.protocol.reduction import REPEAT_AFTER
 
 
-def pull_results(number: int, start: int) -> PullResults:
+def pull_results(number: int, start: int) -> say.PullResults:
     """Ask for the chunks, of two, that are not here."""
-    return PullResults(epoch(number), epoch(number), start, 2)
+    return say.PullResults(epoch(number), epoch(number), start, 2)
 
 
 def test_alone_without_a_message():
@@ -58,9 +42,9 @@ def test_an_infinite_distance_is_the_largest_that_can_be_said():
     machine = worker(0, num_chunks=1, num_copied_chunks=1)
     machine.review(view(1))
     commit, _ = machine.chunk_finished(epoch(1), 0, math.inf)
-    assert commit == Commit(epoch(1), MAX_DISTANCE2, 1)
-    told = Envelope(Distance(epoch(1), MAX_DISTANCE2))
-    assert decode(encode(told)) == told
+    assert commit == Commit(epoch(1), say.MAX_DISTANCE2, 1)
+    told = say.Envelope(say.Distance(epoch(1), say.MAX_DISTANCE2))
+    assert say.decode(say.encode(told)) == told
 
 
 def test_an_inner_worker_from_begin_to_release():
@@ -72,16 +56,16 @@ def test_an_inner_worker_from_begin_to_release():
         Send(4, start),
         Send(0, pull_results(1, 0)),
     ]
-    assert machine.receive(0, PullPartials(epoch(1), 0, 1)) == [
-        Send(3, PullPartials(epoch(1), 0, 1)),
-        Send(4, PullPartials(epoch(1), 0, 1)),
+    assert machine.receive(0, say.PullPartials(epoch(1), 0, 1)) == [
+        Send(3, say.PullPartials(epoch(1), 0, 1)),
+        Send(4, say.PullPartials(epoch(1), 0, 1)),
     ]
     assert machine.partial_landed(4, epoch(1), 0) == []
     assert machine.partial_landed(3, epoch(1), 1) == [], "out of order"
     assert machine.partial_landed(3, epoch(1), 0) == [SendPartial(0, epoch(1), 0)]
-    assert machine.receive(0, PullPartials(epoch(1), 1, 2)) == [
-        Send(3, PullPartials(epoch(1), 1, 2)),
-        Send(4, PullPartials(epoch(1), 1, 2)),
+    assert machine.receive(0, say.PullPartials(epoch(1), 1, 2)) == [
+        Send(3, say.PullPartials(epoch(1), 1, 2)),
+        Send(4, say.PullPartials(epoch(1), 1, 2)),
     ]
     machine.partial_landed(3, epoch(1), 1)
     assert machine.partial_landed(4, epoch(1), 1)[0] == SendPartial(0, epoch(1), 1)
@@ -100,18 +84,18 @@ def test_an_inner_worker_from_begin_to_release():
         SendResult(3, epoch(1), 1),
         SendResult(4, epoch(1), 1),
     ]
-    assert machine.receive(4, Distance(epoch(1), 4.0)) == []
-    assert machine.receive(3, Distance(epoch(1), 2.0)) == [Send(0, Distance(epoch(1), 7.0))]
-    assert machine.receive(0, CommitEpoch(epoch(1), 0.5)) == [
+    assert machine.receive(4, say.Distance(epoch(1), 4.0)) == []
+    assert machine.receive(3, say.Distance(epoch(1), 2.0)) == [Send(0, say.Distance(epoch(1), 7.0))]
+    assert machine.receive(0, say.CommitEpoch(epoch(1), 0.5)) == [
         Commit(epoch(1), 0.5, 5),
-        Send(3, CommitEpoch(epoch(1), 0.5)),
-        Send(4, CommitEpoch(epoch(1), 0.5)),
+        Send(3, say.CommitEpoch(epoch(1), 0.5)),
+        Send(4, say.CommitEpoch(epoch(1), 0.5)),
     ]
-    assert machine.receive(3, Committed(epoch(1))) == []
-    assert machine.receive(4, Committed(epoch(1))) == [Send(0, Committed(epoch(1)))]
-    assert machine.receive(0, Release(epoch(1))) == [
-        Send(3, Release(epoch(1))),
-        Send(4, Release(epoch(1))),
+    assert machine.receive(3, say.Committed(epoch(1))) == []
+    assert machine.receive(4, say.Committed(epoch(1))) == [Send(0, say.Committed(epoch(1)))]
+    assert machine.receive(0, say.Release(epoch(1))) == [
+        Send(3, say.Release(epoch(1))),
+        Send(4, say.Release(epoch(1))),
         Finished(),
     ]
 
@@ -120,9 +104,9 @@ def test_a_lower_epoch_is_not_followed_and_its_leader_is_told():
     machine = worker(2)
     machine.review(view(3))
     machine.receive(0, begin(5, 0, 1, 2))
-    assert machine.receive(0, begin(4, 0, 1, 2)) == [Send(0, NewerEpoch(epoch(5)))]
+    assert machine.receive(0, begin(4, 0, 1, 2)) == [Send(0, say.NewerEpoch(epoch(5)))]
     assert machine.receive(1, begin(6, 1, 2)) == [], "lower leader wins"
-    assert machine.receive(1, CommitEpoch(epoch(4, 1), 0.0)) == []
+    assert machine.receive(1, say.CommitEpoch(epoch(4, 1), 0.0)) == []
 
 
 def test_a_death_begins_a_new_epoch_under_the_next_lowest():
@@ -140,11 +124,11 @@ def test_of_two_results_the_later_one_stays():
     machine.review(view(3))
     machine.receive(0, begin(2, 0, 1, 2))
     machine.result_landed(0, epoch(2), 0, 2.0)
-    older, held, newer = (Average(epoch(number), 3, None) for number in (1, 2, 4))
-    assert machine.receive(0, begin(3, 0, 1, 2, average=older)) == [Send(0, Held(epoch(3), held))]
+    old, held, newer = (say.Average(epoch(number), 3, None) for number in (1, 2, 4))
+    assert machine.receive(0, begin(3, 0, 1, 2, average=old)) == [Send(0, say.Held(epoch(3), held))]
     assert machine.receive(0, begin(5, 0, 1, 2, average=newer)) == [
         Forget(epoch(2)),
-        Send(0, PullResults(epoch(5), epoch(4), 0, 1)),
+        Send(0, say.PullResults(epoch(5), epoch(4), 0, 1)),
     ]
 
 
@@ -154,7 +138,7 @@ def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked():
         machine = Consolidation(2, 102, 1, is_linked=lambda rank, linked=linked: linked)  # type: ignore[misc]
         machine.review(view(4))
         assert machine.receive(1, begin(7, 0, 2)) == [], "not its parent"
-        chain = BeginEpoch(forged.epoch, forged.members, None, has_suspects=True)
+        chain = say.BeginEpoch(forged.epoch, forged.members, None, has_suspects=True)
         assert (machine.receive(1, chain) != []) is not linked
         if linked:
             assert machine.receive(0, chain) != []
@@ -164,7 +148,7 @@ def test_a_child_that_joined_before_its_parent_says_once_more_what_it_wants():
     machine = Consolidation(3, 103, 1, is_linked=lambda rank: True)
     machine.review(view(4))
     start = begin(1, 0, 1, 2, 3)
-    wants = Send(1, PullResults(epoch(1), epoch(1), 0, 1))
+    wants = Send(1, say.PullResults(epoch(1), epoch(1), 0, 1))
     assert machine.receive(0, start) == [wants], "by the word of its leader"
     assert machine.receive(1, start) == [wants]
     assert machine.receive(1, start) == [], "a repetition"
@@ -176,14 +160,14 @@ def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_
     machine.partial_landed(1, epoch(1), 0)
     machine.chunk_finished(epoch(1), 0, 0.0)
     sent = [SendResult(1, epoch(1), chunk) for chunk in range(3)]
-    asks = PullResults(epoch(1), epoch(1), 0, 2)
+    asks = say.PullResults(epoch(1), epoch(1), 0, 2)
     assert machine.receive(1, asks)[-2:] == sent[:2]
     assert machine.receive(1, asks) == [], "they are on their way"
-    assert machine.receive(1, PullResults(epoch(1), epoch(1), 1, 9)) == sent[2:]
-    again = machine.receive(1, PullResults(epoch(2), epoch(1), 0, 9))
+    assert machine.receive(1, say.PullResults(epoch(1), epoch(1), 1, 9)) == sent[2:]
+    again = machine.receive(1, say.PullResults(epoch(2), epoch(1), 0, 9))
     assert [each for each in again if isinstance(each, SendResult)] == sent
     machine.link_lost(1)
-    again = machine.receive(1, PullResults(epoch(2), epoch(1), 1, 9))
+    again = machine.receive(1, say.PullResults(epoch(2), epoch(1), 1, 9))
     assert [each for each in again if isinstance(each, SendResult)] == sent[1:]
 
 
@@ -191,9 +175,9 @@ def test_who_has_led_stays_while_one_lives_that_was_no_member():
     """One that is lower came: it leads from now on."""
     machine = worker(1, num_chunks=0)
     machine.review(view(3, worker0=Status.DEAD))
-    assert Commit(epoch(1, 1), 0.0, 2) in machine.receive(2, Distance(epoch(1, 1), 0.0))
+    assert Commit(epoch(1, 1), 0.0, 2) in machine.receive(2, say.Distance(epoch(1, 1), 0.0))
     machine.review(view(3))
-    assert machine.receive(2, Committed(epoch(1, 1))) == []
+    assert machine.receive(2, say.Committed(epoch(1, 1))) == []
     assert not machine.is_finished
 
 
@@ -201,11 +185,11 @@ def test_a_member_stays_while_one_lives_that_was_no_member():
     machine = worker(1, num_chunks=0)
     machine.review(view(2))
     machine.receive(0, begin(1, 0, 1))
-    assert Send(0, Committed(epoch(1))) in machine.receive(0, CommitEpoch(epoch(1), 0.0))
+    assert Send(0, say.Committed(epoch(1))) in machine.receive(0, say.CommitEpoch(epoch(1), 0.0))
     machine.review(view(3))
-    assert machine.receive(0, Release(epoch(1))) == []
+    assert machine.receive(0, say.Release(epoch(1))) == []
     machine.review(view(3, worker2=Status.DEAD))
-    assert machine.receive(0, Release(epoch(1))) == [Finished()]
+    assert machine.receive(0, say.Release(epoch(1))) == [Finished()]
 
 
 def test_a_new_epoch_begins_with_nothing_of_the_last():
@@ -220,7 +204,7 @@ def test_a_new_epoch_begins_with_nothing_of_the_last():
         machine.partial_landed(1, epoch(2), chunk)
     assert SendResult(1, epoch(2), 0) in machine.chunk_finished(epoch(2), 0, 1.0)
     machine.chunk_finished(epoch(2), 1, 1.0)
-    assert Commit(epoch(2), 2.0, 2) in machine.receive(1, Distance(epoch(2), 2.0))
+    assert Commit(epoch(2), 2.0, 2) in machine.receive(1, say.Distance(epoch(2), 2.0))
 
 
 def test_what_was_asked_in_vain_is_asked_again():
@@ -242,7 +226,7 @@ def test_a_sum_that_was_given_up_takes_nothing_more():
     assert machine.chunk_finished(epoch(1), 0, 0.0) == []
     assert machine.partial_landed(2, epoch(2), 0) == [
         FinishChunk(epoch(2), 0, 2),
-        Send(2, PullPartials(epoch(2), 1, 1)),
+        Send(2, say.PullPartials(epoch(2), 1, 1)),
     ], "divided by those that are left"
 
 
@@ -251,4 +235,4 @@ def test_a_member_list_that_makes_no_sense_does_not_decode(ranks):
     members = [[rank, 1] for rank in ranks]
     data = msgspec.msgpack.encode(["BeginEpoch", [1, 0, 7], members, None])
     with pytest.raises(msgspec.ValidationError, match="members of an epoch"):
-        msgspec.msgpack.decode(data, type=ConsolidationMessage)
+        msgspec.msgpack.decode(data, type=say.ConsolidationMessage)

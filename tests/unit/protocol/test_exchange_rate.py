@@ -70,11 +70,7 @@ def test_before_it_knows_an_exchange_it_starts_at_one_a_step():
         ({"duration_s": 0.001, "processor_s": 0.004, "idle": (0.0, 1.0)}, 1.0, "processor"),
         ({"duration_s": 0.001, "processor_s": 0.001, "idle": (0.0, 1.0)}, 2.0, "processor"),
         # A step whose container lets it run for two fifths of the time is so much shorter.
-        (
-            {"duration_s": 0.001, "processor_s": 0.004, "idle": (0.0, 1.0, 0.4)},
-            0.5,
-            "processor",
-        ),
+        ({"duration_s": 0.001, "processor_s": 0.004, "idle": (0.0, 1.0, 0.4)}, 0.5, "processor"),
         # While training runs Python, the Python of gossip stops it, and arrays do not.
         (
             {"duration_s": 0.001, "processor_s": 0.02, "arrays_s": 0.01, "idle": (1.0, 0.0)},

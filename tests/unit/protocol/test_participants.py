@@ -3,17 +3,8 @@
 import pytest
 from consolidation import begin, begun, epoch, process, ticks, view, worker
 
+from gossipdp.protocol import messages as say
 from gossipdp.protocol.members import Status
-from gossipdp.protocol.messages import (
-    Average,
-    BeginEpoch,
-    Distance,
-    Held,
-    LeftOut,
-    NewerEpoch,
-    Progressed,
-    Stalled,
-)
 from gossipdp.protocol.participants import MAX_EPOCHS, MAX_RESTARTS, PASS_OVER_AFTER
 from gossipdp.protocol.reduction import GRACE, STALLED_AFTER
 
@@ -29,9 +20,11 @@ def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing():
     (again,) = begun(ticks(machine, 2)) - {begin(1, 0, 1, 2)}
     reason = "worker 0 had nothing of it for 1.5 time-outs"
     members = (process(0), process(1))
-    assert again == BeginEpoch(epoch(2), members, None, left_out=(LeftOut(process(2), reason),))
+    assert again == say.BeginEpoch(
+        epoch(2), members, None, left_out=(say.LeftOut(process(2), reason),)
+    )
     assert machine.left_out == {2: reason}
-    assert machine.receive(2, NewerEpoch(epoch(9, 2))) == [], "it has no say any more"
+    assert machine.receive(2, say.NewerEpoch(epoch(9, 2))) == [], "it has no say any more"
 
 
 @pytest.mark.parametrize("how", ["chunks", "what moves elsewhere", "new epochs"])
@@ -45,7 +38,7 @@ def test_a_leader_under_which_anything_moves_is_not_passed_over(how):
             case "chunks":
                 machine.result_landed(0, epoch(1), number - 2, 0.0)
             case "what moves elsewhere":
-                machine.receive(0, Progressed(epoch(1), number))
+                machine.receive(0, say.Progressed(epoch(1), number))
             case "new epochs":
                 machine.receive(0, begin(number, 0, 1, 2))
         ticks(machine, 1)
@@ -58,7 +51,7 @@ def test_a_leader_whose_count_stands_still_is_passed_over():
     machine.receive(0, begin(1, 0, 1, 2))
     for _ in range(PASS_OVER_AFTER + 1):
         assert machine.left_out == {}
-        machine.receive(0, Progressed(epoch(1), 7))
+        machine.receive(0, say.Progressed(epoch(1), 7))
         ticks(machine, 1)
     assert set(machine.left_out) == {0}
 
@@ -87,7 +80,7 @@ def test_who_has_a_leader_begin_anew_again_and_again_is_left_out():
     machine = worker(0)
     machine.review(view(3))
     for number in range(2, 2 * MAX_RESTARTS + 4, 2):
-        machine.receive(2, NewerEpoch(epoch(number, 2)))
+        machine.receive(2, say.NewerEpoch(epoch(number, 2)))
     assert set(machine.left_out) == {2}
     assert "restart" in machine.left_out[2]
 
@@ -102,13 +95,13 @@ def test_a_worker_that_cannot_give_says_so_and_is_left_out():
     leader.review(view(3))
     leader.receive(2, said.message)
     (again,) = begun(ticks(leader, GRACE)) - {begin(1, 0, 1, 2)}
-    assert again.left_out == (LeftOut(process(2), "its parameters hold NaN or infinity"),)
+    assert again.left_out == (say.LeftOut(process(2), "its parameters hold NaN or infinity"),)
 
 
 def test_who_holds_the_result_and_does_not_send_it_is_left_out():
     machine = worker(1, num_chunks=1)
     machine.review(view(3, worker0=Status.DEAD))
-    machine.receive(2, Held(epoch(1, 1), Average(epoch(1), 3, 0.25)))
+    machine.receive(2, say.Held(epoch(1, 1), say.Average(epoch(1), 3, 0.25)))
     ticks(machine, STALLED_AFTER)
     assert set(machine.left_out) == {2}
 
@@ -117,12 +110,12 @@ def test_accuser_and_accused_come_last_in_the_next_tree():
     machine = worker(0)
     machine.review(view(8))
     stalled = begin(1, *range(8))
-    machine.receive(3, Stalled(epoch(1), 6, True, "not a child of it"))
-    machine.receive(3, Stalled(epoch(1), 7, True, "nothing came"))
+    machine.receive(3, say.Stalled(epoch(1), 6, True, "not a child of it"))
+    machine.receive(3, say.Stalled(epoch(1), 7, True, "nothing came"))
     (second,) = begun(ticks(machine, GRACE)) - {stalled}
     assert [rank for rank, _ in second.members] == [0, 1, 2, 4, 5, 6, 3, 7]
     assert second.has_suspects
-    machine.receive(5, Distance(epoch(1), 0.0))
-    machine.receive(4, Stalled(epoch(2), 7, True, "nothing came again"))
+    machine.receive(5, say.Distance(epoch(1), 0.0))
+    machine.receive(4, say.Stalled(epoch(2), 7, True, "nothing came again"))
     (third,) = begun(ticks(machine, GRACE)) - {second}
-    assert third.left_out == (LeftOut(process(7), "nothing came again"),)
+    assert third.left_out == (say.LeftOut(process(7), "nothing came again"),)

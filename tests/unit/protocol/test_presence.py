@@ -7,15 +7,7 @@ from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, sai
 
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.actions import (
-    LeftBehind,
-    Notice,
-    Reach,
-    Rebuilt,
-    Send,
-    Superseded,
-    Unlink,
-)
+from gossipdp.protocol.actions import LeftBehind, Notice, Reach, Rebuilt, Send, Superseded, Unlink
 from gossipdp.protocol.liveness import FailureDetector
 from gossipdp.protocol.members import MAX_INCARNATION, Member, Membership, Progress, Status
 from gossipdp.protocol.messages import AskLife, AskMembers, Envelope, Members, TellLife

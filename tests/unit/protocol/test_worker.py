@@ -5,18 +5,9 @@ from driven_worker import TIMEOUT_S, ask, make_worker, member, run, said
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
+from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Send, Stop
 from gossipdp.protocol.members import ProgressEntry, Status
-from gossipdp.protocol.messages import (
-    Accept,
-    Busy,
-    Cancel,
-    Envelope,
-    ExchangeId,
-    Free,
-    Heartbeat,
-    Propose,
-)
 from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
 from gossipdp.protocol.peers import FIRST_WAIT_S
 from gossipdp.protocol.worker import WorkerProtocol
@@ -57,17 +48,17 @@ def test_who_is_no_neighbour_is_answered_too():
     worker = make_worker(0, 2)
     worker.link_up(3, 0.0)
     actions = worker.receive(3, ask(3), 0.1)
-    assert isinstance(said(actions, 3)[0], Accept)
+    assert isinstance(said(actions, 3)[0], say.Accept)
     assert any(isinstance(action, Begin) for action in actions)
 
 
 def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_anew():
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)
-    worker.finished(ExchangeId(0, 0, 1), 0.2)
+    worker.finished(say.ExchangeId(0, 0, 1), 0.2)
     worker.receive(2, ask(2), 0.3)
-    worker.failed(ExchangeId(2, 0, 1), 0.4)
-    worker.failed(ExchangeId(2, 0, 1), 0.4)
+    worker.failed(say.ExchangeId(2, 0, 1), 0.4)
+    worker.failed(say.ExchangeId(2, 0, 1), 0.4)
     assert (worker.exchanges_initiated, worker.exchanges_answered) == (0, 1)
     assert worker.exchanges_failed == 1
     assert worker.pairing.available.keys() == {0}
@@ -105,9 +96,9 @@ def test_a_silent_peer_is_neither_chosen_nor_waited_for():
     actions = run(worker, 0.1, TIMEOUT_S + 0.1, {other})
     assert worker.peers.silent == {first.peer}
     assert worker.peers.live == {other}
-    assert isinstance(said(actions, other)[0], Propose)
-    late = worker.receive(first.peer, Envelope(Accept(first.id, 0.5)), TIMEOUT_S + 1)
-    assert Cancel(first.id) in said(late)
+    assert isinstance(said(actions, other)[0], say.Propose)
+    late = worker.receive(first.peer, say.Envelope(say.Accept(first.id, 0.5)), TIMEOUT_S + 1)
+    assert say.Cancel(first.id) in said(late)
     assert worker.peers.silent == frozenset()
     assert first.peer in worker.pairing.available
 
@@ -117,11 +108,11 @@ def test_who_does_not_answer_is_left_out_until_it_does_and_keeps_its_link():
     first = ask_others(worker, 0.1)
     other = 2 - first.peer
     assert said(run(worker, 0.1, 0.1 + 0.99 * FIRST_WAIT_S, {other})) == []
-    assert isinstance(said(run(worker, 0.1, 0.11 + FIRST_WAIT_S, {other}), other)[0], Propose)
+    assert isinstance(said(run(worker, 0.1, 0.11 + FIRST_WAIT_S, {other}), other)[0], say.Propose)
     assert worker.pairing.available.keys() == {other}
     assert worker.peers.live == {0, 2}
-    late = worker.receive(first.peer, Envelope(Accept(first.id, 0.5)), 0.2 + FIRST_WAIT_S)
-    assert said(late) == [Cancel(first.id)]
+    late = worker.receive(first.peer, say.Envelope(say.Accept(first.id, 0.5)), 0.2 + FIRST_WAIT_S)
+    assert said(late) == [say.Cancel(first.id)]
     assert worker.pairing.available.keys() == {0, 2}
 
 
@@ -133,20 +124,20 @@ def test_a_free_that_is_not_answered_keeps_nobody_else_waiting():
     worker.receive(5, ask(5), 0.2)
     worker.link_up(5, 0.2)
     worker.receive(5, ask(5), 0.2)
-    assert said(worker.finished(id, 0.3)) == [Free()]
+    assert said(worker.finished(id, 0.3)) == [say.Free()]
     actions = run(worker, 0.3, 0.31 + FIRST_WAIT_S, {0, 5})
-    assert said(actions, 5) == [Free()]
+    assert said(actions, 5) == [say.Free()]
     assert worker.pairing.available.keys() == {0}
 
 
 def test_a_closed_worker_is_left_out_until_it_frees():
     worker = make_worker(0, 2)
     first = ask_others(worker, 0.1)
-    worker.receive(first.peer, Envelope(Busy(first.id, is_closed=True)), 0.11)
+    worker.receive(first.peer, say.Envelope(say.Busy(first.id, is_closed=True)), 0.11)
     assert worker.pairing.available.keys() == {2 - first.peer}
     worker.heard(first.peer, 1.0)
     assert worker.pairing.available.keys() == {2 - first.peer}
-    worker.receive(first.peer, Envelope(Free()), 1.1)
+    worker.receive(first.peer, say.Envelope(say.Free()), 1.1)
     assert worker.pairing.available.keys() == {0, 2}
 
 
@@ -156,10 +147,10 @@ def test_who_is_asked_less_than_its_half_asks_more():
     for step in range(1, 201):
         now = float(step)
         actions = worker.step(1, now)
-        while any(isinstance(message, Propose) for message in said(actions)):
+        while any(isinstance(message, say.Propose) for message in said(actions)):
             state = worker.pairing.state
             assert isinstance(state, Proposing)
-            worker.receive(state.peer, Envelope(Accept(state.id, 0.5)), now)
+            worker.receive(state.peer, say.Envelope(say.Accept(state.id, 0.5)), now)
             actions = worker.finished(state.id, now)
             num_exchanges += step > 40  # it begins with none owed
     assert num_exchanges == pytest.approx(160, abs=8)
@@ -173,7 +164,7 @@ def test_the_dead_and_departed_are_not_available_but_the_done_are():
         (Status.DEAD, False),
     ]:
         worker = make_worker(0, 2)
-        worker.receive(2, Envelope(Heartbeat(), (member(0, status),)), 0.1)
+        worker.receive(2, say.Envelope(say.Heartbeat(), (member(0, status),)), 0.1)
         assert (0 in worker.pairing.available) is is_available
 
 
@@ -192,14 +183,14 @@ def test_news_is_told_once_a_link_and_anew_on_a_new_one():
 def test_for_whom_there_is_no_link_no_news_is_gathered():
     """The leader of an average of n says the same to all of them, before it is linked to any."""
     worker = make_worker()
-    worker.receive(0, Envelope(Heartbeat(), (member(3),)), 1.0)
-    assert worker.peers.wrap(5, Heartbeat(), 1.0) == Send(5, Envelope(Heartbeat()))
+    worker.receive(0, say.Envelope(say.Heartbeat(), (member(3),)), 1.0)
+    assert worker.peers.wrap(5, say.Heartbeat(), 1.0) == Send(5, say.Envelope(say.Heartbeat()))
 
 
 def test_news_does_not_wait_for_the_heartbeat():
     worker = make_worker(0, 2)
     run(worker, 0.0, 1.0, {0, 2})
-    actions = worker.receive(0, Envelope(Heartbeat(), (member(3, Status.DONE),)), 1.0)
+    actions = worker.receive(0, say.Envelope(say.Heartbeat(), (member(3, Status.DONE),)), 1.0)
     told = [
         action.message.members
         for action in actions + run(worker, 1.0, 1.06, {0, 2})
@@ -213,11 +204,11 @@ def test_own_progress_is_told_with_each_message_that_of_others_four_times_a_seco
     own, of_others = [], []
     for tenth in range(1, 31):
         now = tenth / 10
-        news = Envelope(Heartbeat(), progress=(ProgressEntry(2, 79, 5 * tenth, tenth),))
+        news = say.Envelope(say.Heartbeat(), progress=(ProgressEntry(2, 79, 5 * tenth, tenth),))
         worker.receive(2, news, now)
         worker.progress.add(8, now=now)  # a step would have it ask itself
         actions = worker.receive(0, ask(0, tenth), now)
-        worker.finished(ExchangeId(0, 0, tenth), now)
+        worker.finished(say.ExchangeId(0, 0, tenth), now)
         told = [a.message.progress for a in actions if isinstance(a, Send) and a.peer == 0]
         own += [entry.samples for entries in told for entry in entries if entry.rank == 1]
         of_others += [entry.samples for entries in told for entry in entries if entry.rank == 2]
@@ -231,45 +222,47 @@ def test_method_none_answers_busy_and_never_asks():
     for step in range(100):
         worker.step(1, step * 0.01)
     assert worker.pairing.backlog == 0
-    assert isinstance(said(worker.receive(0, ask(0), 1.1))[0], Busy)
+    assert isinstance(said(worker.receive(0, ask(0), 1.1))[0], say.Busy)
     worker.hold(1.2)
     worker.release(1.3)
-    assert isinstance(said(worker.receive(0, ask(0, 2), 1.4))[0], Busy)
+    assert isinstance(said(worker.receive(0, ask(0, 2), 1.4))[0], say.Busy)
 
 
 def test_hold_and_release():
     worker = make_worker(0, 2)
     state = ask_others(worker, 0.1)
     worker.hold(0.2)
-    assert said(worker.receive(state.peer, Envelope(Accept(state.id, 0.5)), 0.3)) == [
-        Cancel(state.id)
+    assert said(worker.receive(state.peer, say.Envelope(say.Accept(state.id, 0.5)), 0.3)) == [
+        say.Cancel(state.id)
     ]
     other = 2 - state.peer
-    assert isinstance(said(worker.receive(other, ask(other), 0.4))[0], Busy)
+    assert isinstance(said(worker.receive(other, ask(other), 0.4))[0], say.Busy)
     assert worker.clock.is_paused
     (propose,) = said(worker.release(0.5))
-    assert isinstance(propose, Propose)
+    assert isinstance(propose, say.Propose)
     assert not worker.clock.is_paused
 
 
 def test_done_asks_no_more_but_answers():
     worker = make_worker(0, 2)
-    worker.receive(0, Envelope(Heartbeat(), (member(0),)), 0.1)
+    worker.receive(0, say.Envelope(say.Heartbeat(), (member(0),)), 0.1)
     worker.done(0.1)
     assert worker.membership.own.status is Status.DONE
     assert worker.pairing.tick() == []
     assert worker.clock.is_paused
-    assert isinstance(said(worker.receive(0, ask(0), 0.2))[0], Accept)
+    assert isinstance(said(worker.receive(0, ask(0), 0.2))[0], say.Accept)
     assert isinstance(worker.pairing.state, Exchanging)
 
 
 def test_done_is_announced_once_its_own_proposal_is_settled():
     worker = make_worker(0, 2)
-    worker.receive(0, Envelope(Heartbeat(), (member(0),)), 0.1)  # who trains, and is waited for
+    worker.receive(
+        0, say.Envelope(say.Heartbeat(), (member(0),)), 0.1
+    )  # who trains, and is waited for
     state = ask_others(worker, 0.1)
     worker.done(0.2)
     assert worker.membership.own.status is Status.ALIVE
-    worker.receive(state.peer, Envelope(Accept(state.id, 0.5)), 0.3)
+    worker.receive(state.peer, say.Envelope(say.Accept(state.id, 0.5)), 0.3)
     assert worker.membership.own.status is Status.ALIVE
     worker.finished(state.id, 0.4)
     assert worker.membership.own.status is Status.DONE

@@ -5,20 +5,9 @@ import inspect
 import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 
+from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Notice, Send, Stop, Unlink
 from gossipdp.protocol.members import Member, ProgressEntry, Status
-from gossipdp.protocol.messages import (
-    AskLife,
-    BeginEpoch,
-    Busy,
-    Envelope,
-    Epoch,
-    ExchangeId,
-    Heartbeat,
-    NewerEpoch,
-    decode,
-    encode,
-)
 from gossipdp.protocol.pairing import Exchanging
 from gossipdp.protocol.worker import WorkerProtocol
 
@@ -33,7 +22,7 @@ def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives():
     worker.progressed(4.0)
     assert of_type(run(worker, 4.0, 4.0 + 0.99 * TIMEOUT_S, [0, 2]), Stop) == []
     (stop,) = of_type(run(worker, 8.9, 4.1 + TIMEOUT_S, [0, 2]), Stop)
-    assert (stop.peer, stop.id) == (0, ExchangeId(0, 0, 1))
+    assert (stop.peer, stop.id) == (0, say.ExchangeId(0, 0, 1))
     assert "nothing of it" in stop.reason
     assert worker.exchanges_failed == 1
     assert worker.peers.live == {2}, "its link is closed"
@@ -46,7 +35,7 @@ def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer():
         worker.link_up(0, now)
         actions = worker.receive(0, ask(0, counter), now)
         if not of_type(actions, Begin):
-            assert isinstance(said(actions, 0)[0], Busy)
+            assert isinstance(said(actions, 0)[0], say.Busy)
             assert worker.pairing.available.keys() == {2}
         before = now
         while isinstance(worker.pairing.state, Exchanging) or now < before + 1.0:
@@ -60,8 +49,8 @@ def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer():
 
 def test_an_epoch_out_of_all_order_closes_the_link():
     worker = make_worker(0, 2)
-    epoch = Epoch(2**40, 0, 7)
-    actions = worker.receive(2, Envelope(NewerEpoch(epoch)), 0.2)
+    epoch = say.Epoch(2**40, 0, 7)
+    actions = worker.receive(2, say.Envelope(say.NewerEpoch(epoch)), 0.2)
     assert [action.peer for action in of_type(actions, Unlink)] == [2]
 
 
@@ -78,10 +67,10 @@ GIVEN = {
     "reason": "a test",
     "peer": 0,
     "envelope": tell(),
-    "message": Heartbeat(),
-    "id": ExchangeId(0, 0, 1),
-    "epoch": Epoch(1, 0, 70),
-    "origin": Epoch(1, 0, 70),
+    "message": say.Heartbeat(),
+    "id": say.ExchangeId(0, 0, 1),
+    "epoch": say.Epoch(1, 0, 70),
+    "origin": say.Epoch(1, 0, 70),
     "chunk": 0,
     "squared_distance": 0.0,
     "rank": 0,
@@ -107,7 +96,7 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first):
         actions += told
         assert worker.next_deadline(now) > now, "it settled: all that was due was looked at"
     actions += run(worker, now, now + 0.4 * TIMEOUT_S, [])
-    asked = [each for each in said(actions, 0) if isinstance(each, AskLife)]
+    asked = [each for each in said(actions, 0) if isinstance(each, say.AskLife)]
     assert [each for each in asked if each.suspect == 2] == []
     assert worker.peers.silent == frozenset()
     assert worker.membership.live() == tuple(range(6))
@@ -142,7 +131,7 @@ def test_poison_answers_busy_and_gives_nothing():
     assert isinstance(stop, Stop)
     assert not worker.can_donate
     worker.release(0.6)
-    assert isinstance(said(worker.receive(2, ask(2), 0.7), 2)[0], Busy)
+    assert isinstance(said(worker.receive(2, ask(2), 0.7), 2)[0], say.Busy)
 
 
 # --- a training loop that hangs ------------------------------------------------------------
@@ -157,7 +146,7 @@ def test_the_average_goes_on_without_one_whose_training_hangs():
     assert not worker.consolidation.has_begun
     assert worker.consolidation.missing() == (0,)
     actions = run(worker, 30.9, 31.2, [0, 2])
-    (begun,) = (each for each in said(actions, 2) if isinstance(each, BeginEpoch))
+    (begun,) = (each for each in said(actions, 2) if isinstance(each, say.BeginEpoch))
     assert [rank for rank, _ in begun.members] == [1, 2]
     assert worker.membership.get(0) == member(0), "nobody is declared dead"
     assert worker.answer_joiner(1).is_ending
@@ -190,9 +179,9 @@ def test_news_of_a_thousand_travels_in_parts_that_all_arrive():
         other.heard(1, now)
         for action in [*worker.heard(2, now), *worker.poll(now)]:
             if isinstance(action, Send) and action.peer == 2:
-                data = encode(action.message)
+                data = say.encode(action.message)
                 assert len(data) < MAX_CONTROL_BYTES
-                other.receive(1, decode(data), now)
+                other.receive(1, say.decode(data), now)
     assert len(other.membership.members()) == 1006
 
 
@@ -203,6 +192,6 @@ def test_a_joiner_is_told_of_the_living_of_thousands_in_one_message():
     for each in many[:-1]:
         worker.membership.declare_dead(each.rank)
     answer = worker.answer_joiner(1)
-    assert len(encode(Envelope(answer))) < MAX_CONTROL_BYTES
-    told = {each.rank for each in decode(encode(Envelope(answer))).message.members}
+    assert len(say.encode(say.Envelope(answer))) < MAX_CONTROL_BYTES
+    told = {each.rank for each in say.decode(say.encode(say.Envelope(answer))).message.members}
     assert told >= {0, 1, 2, 3, 4, 5, many[-1].rank}, "so that it takes the rank after the highest"
