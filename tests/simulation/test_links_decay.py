@@ -98,9 +98,7 @@ def test_saturated_links_stop_available_and_not_fresh(graph, num_workers, comm_r
         ("path", 1.5, 0.5, ConstantTime(STEP_S)),
     ],
 )
-def test_a2cid2_is_stable_whatever_rate_the_links_sustain(
-    graph, transfer_steps, jitter, compute_time
-):
+def test_a2cid2_is_stable_whatever_the_links_sustain(graph, transfer_steps, jitter, compute_time):
     trace = run(
         graph,
         16,

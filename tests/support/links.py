@@ -126,9 +126,7 @@ class World:
         self._tls_files = tls_files
 
     def identity(self, rank: int, **changes: Any) -> Identity:
-        plain = Identity(
-            rank, 0, 1000 + rank, "run", "model", "a2cid2", "ring of 4", "1.0", "float32"
-        )
+        plain = Identity(rank, 0, 1000 + rank, "run", "model", "a2cid2", "ring", "1.0", "float32")
         return msgspec.structs.replace(plain, **changes)
 
     def tcp(self, rank: int, *, secret: bytes = b"secret", port: int = 0, **changes: Any) -> Node:

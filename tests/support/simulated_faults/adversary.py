@@ -146,14 +146,8 @@ class _Network(FaultyNetwork):
             message = msgspec.structs.replace(message, id=id)
         if self._lies("ids") and isinstance(message, say.Heartbeat):
             suspect = random.randrange(NUM_WORKERS)
-            message = random.choice(
-                [
-                    say.Free(),
-                    say.Pass(),
-                    say.AskLife(suspect, 5),
-                    say.TellLife(suspect, 5, is_heard=False),
-                ]
-            )
+            lives = say.AskLife(suspect, 5), say.TellLife(suspect, 5, is_heard=False)
+            message = random.choice([say.Free(), say.Pass(), *lives])
         if self._lies("epochs"):
             message = self._consolidation(peer)
         # What is longer than an envelope may be ends the link at once, and nothing is learnt.

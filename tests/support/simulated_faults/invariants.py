@@ -198,9 +198,7 @@ class Invariants:
             for rank in live:
                 worker = self._network.workers[rank]
                 view = worker.membership.live()
-                self._expect(
-                    view == tuple(live), "views converge", rank, f"{view} instead of {live}"
-                )
+                self._expect(view == tuple(live), "views converge", rank, f"{view}, not {live}")
                 assert graph is not None
                 self._expect(
                     worker.neighbourhood.rates == graph.neighbours(rank),

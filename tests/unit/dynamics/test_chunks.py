@@ -340,9 +340,7 @@ def test_a_helper_s_error_reaches_the_boundary(helped, monkeypatch):
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
-def test_with_the_helpers_that_the_system_gives_a_boundary_is_whole(
-    helped, monkeypatch, num_threads
-):
+def test_with_the_helpers_that_there_are_a_boundary_is_whole(helped, monkeypatch, num_threads):
     start, started = threading.Thread.start, []
 
     def start_few(thread: threading.Thread) -> None:

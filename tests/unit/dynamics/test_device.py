@@ -5,7 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from random import Random
 
@@ -60,16 +60,12 @@ class World:
         with self.main():
             self.device.finish()
 
-    @contextmanager
-    def main(self) -> Iterator[None]:
-        with self._as(MAIN):
-            yield
+    def main(self) -> AbstractContextManager[None]:
+        return self._as(MAIN)
 
-    @contextmanager
-    def gossip(self) -> Iterator[None]:
+    def gossip(self) -> AbstractContextManager[None]:
         """Work as the gossip thread, without the wait at its end."""
-        with self._as(GOSSIP):
-            yield
+        return self._as(GOSSIP)
 
     @contextmanager
     def _as(self, stream: str) -> Iterator[None]:
@@ -182,10 +178,8 @@ def same(one: object, other: object) -> bool:
 @pytest.mark.parametrize(
     ("dtype", "wire"),
     [
-        (torch.float32, torch.float32),
+        *((each, each) for each in (torch.float32, torch.bfloat16, torch.float64)),
         (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float64, torch.float64),
     ],
 )
 def test_all_is_in_order_and_the_bits_are_those_of_host_memory(dtype, wire):
@@ -245,13 +239,8 @@ def test_two_boundaries_of_one_thread_need_no_mark():
         assert world.boundary() == 0
 
 
-CUDA = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.cuda,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    ],
-)
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NEEDS_CUDA])
 
 
 @pytest.mark.parametrize("place", ["cpu", CUDA])
@@ -666,7 +655,7 @@ def test_an_interrupt_just_after_pages_were_locked_unlocks_them(driver):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@NEEDS_CUDA
 def test_a_refusal_of_the_driver_leaves_no_error_behind():
     device = device_of({torch.device("cuda:0")})
     values = torch.arange(4096, dtype=torch.float32)

@@ -72,10 +72,8 @@ class Computes:
 
     def boundary(self, chunk: Chunk, decay: float) -> None:
         share, _ = flow_of(decay)
-        operations = update.boundary_operations(
-            chunk.x, chunk.pending, chunk.c, share, **self.options
-        )
-        update.at_once(*operations)
+        made = update.boundary_operations(chunk.x, chunk.pending, chunk.c, share, **self.options)
+        update.at_once(*made)
 
 
 def flow_of(decay: float) -> tuple[float, float]:
@@ -154,9 +152,7 @@ def test_an_exchange_is_the_reference_s(computes, dtype, wire, momentum, decay):
 
 
 @each_exchange
-def test_at_once_or_one_after_the_other_is_the_same_to_the_bit(
-    computes, dtype, wire, momentum, decay
-):
+def test_at_once_or_one_after_the_other_is_bitwise_the_same(computes, dtype, wire, momentum, decay):
     for length in LENGTHS:
         apart = random_chunk(length, length, dtype, momentum)
         at_once = copy_of(apart)

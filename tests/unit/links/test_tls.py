@@ -84,9 +84,7 @@ def test_files_that_cannot_be_used_are_named(
         Tls(dataclasses.replace(files, **{name: path}))
 
 
-@pytest.mark.parametrize(
-    ("days", "fault"), [((-10, -1), "has expired"), ((1, 10), "not yet valid")]
-)
+@pytest.mark.parametrize(("days", "fault"), [((-10, -1), "has expired"), ((1, 10), "yet valid")])
 def test_an_own_certificate_out_of_its_time(authority, days, fault):
     with pytest.raises(ValueError, match=f"{fault}; every other worker would refuse it"):
         Tls(authority.issue(*days))

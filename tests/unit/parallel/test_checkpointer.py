@@ -24,9 +24,7 @@ def trained(linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return linear(tmp_path, 2)
 
 
-def test_one_that_is_due_while_the_last_is_written_is_taken_after_that(
-    linear, tmp_path, monkeypatch
-):
+def test_one_that_is_due_while_the_last_is_written_is_taken_after(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
     model, optimizer = linear(tmp_path, 2)
     writer = model._checkpointer._writer

@@ -188,8 +188,7 @@ def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given
 
 def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch):
     """Each was flowed to another phase before; z, which the flow leaves alone, is as it was."""
-    chunk_bytes_for = "gossipdp.parallel.flat_parameters.chunk_bytes_for"
-    monkeypatch.setattr(chunk_bytes_for, lambda *_, **__: 1 << 12)
+    monkeypatch.setattr("gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda *_, **__: 4096)
     monkeypatch.setattr(State, "drop_momentum", lambda _: None)  # as one worker alone does
     net = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

@@ -56,8 +56,7 @@ def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(tmp
     model = train(tmp_path)
     log, stats = model._monitoring._log, model._engine.stats()
     assert log is not None
-    lost = Notice(1, "lost", 5.0, 1), Notice(2, "lost", 5.5, 2)
-    notices = (*lost, Notice(1, "answered", 6.0, 3, 1.2))
+    notices = (Notice(1, "lost", 5, 1), Notice(2, "lost", 5.5, 2), Notice(1, "answered", 6, 3, 1.2))
     for number in (1, 1, 3, 3):
         log._stats = lambda number=number: replace(stats, noticed=notices[:number])
         log.write_last(lambda: None)
@@ -138,9 +137,7 @@ def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path):
     assert [step.loss for step in read(tmp_path).counts] == [2.0]
 
 
-def test_what_goes_wrong_in_the_log_ends_neither_its_thread_nor_the_run(
-    tmp_path, caplog, monkeypatch
-):
+def test_what_goes_wrong_in_the_log_ends_neither_thread_nor_run(tmp_path, caplog, monkeypatch):
     asked = threading.Event()
 
     def fail(self: RunLogWriter) -> float:

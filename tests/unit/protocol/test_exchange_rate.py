@@ -91,13 +91,8 @@ def test_the_smallest_bound_holds(taken, expected, bound):
 def test_a_rate_that_trembles_stays():
     rate = rate_after(0.2)
     assert rate.rate == 0.25
-    for step_s in (
-        0.85 * STEP_S,
-        1.2 * STEP_S,
-        1.01 * STEP_S / HYSTERESIS,
-        0.99 * STEP_S * HYSTERESIS,
-    ):
-        assert not rate.stepped(step_s)
+    for factor in (0.85, 1.2, 1.01 / HYSTERESIS, 0.99 * HYSTERESIS):
+        assert not rate.stepped(factor * STEP_S)
     assert rate.rate == 0.25
     assert rate.stepped(1.3 * STEP_S)
     assert rate.rate == pytest.approx(1.3 * 0.25)

@@ -248,11 +248,7 @@ def test_when_a_rank_stepped_last():
 
 # --- joining -------------------------------------------------------------------------------
 
-KNOWN = [
-    Member(0, 2, 7, Status.DEAD),
-    Member(1, 0, 8, Status.ALIVE),
-    Member(5, 1, 3, Status.JOINING),
-]
+KNOWN = [Member(0, 2, 7, Status.DEAD), Member(1, 0, 8), Member(5, 1, 3, Status.JOINING)]
 
 
 @pytest.mark.parametrize(

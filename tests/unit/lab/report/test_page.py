@@ -33,15 +33,8 @@ from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView, spans_of
 
 SECTIONS = [
-    "timeline",
-    "loss",
-    "consensus",
-    "exchanges",
-    "links",
-    "faults",
-    "workers",
-    "configuration",
-]
+    "timeline", "loss", "consensus", "exchanges", "links", "faults", "workers", "configuration",
+]  # fmt: skip
 NUMBERS = {"d", "points", "x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "width", "height"}
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -120,14 +113,9 @@ def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) ->
                     bytes_received=1000 * total,
                 )
             )
-        configuration = {
-            "graph": "ring <4>",
-            "method": method,
-            "comm_rate": 1.0,
-            "parameters": 1234,
-        }
+        settings = {"graph": "ring <4>", "method": method, "comm_rate": 1.0, "parameters": 1234}
         workers[rank] = WorkerLog(
-            StartRecord(rank, num_workers, 100 + rank, 1.7e9 + 0.1 * rank, configuration, 50.0, 2),
+            StartRecord(rank, num_workers, 100 + rank, 1.7e9 + 0.1 * rank, settings, 50.0, 2),
             tuple(records),
             EndRecord(13.0, 600, 4800, 0.002, num_workers),
             (BeganRecord(100, 50.1, 0.1), *([BeganRecord(200, 57.9, 7.9)] if rank == 1 else [])),
@@ -398,9 +386,7 @@ def goodput_run(**ends: bool) -> RunLog:
     """Make 12 s of two workers, 400 samples/s each; worker 1 is away from 4 to 8 s."""
     log = a_run(2)
     for rank, worker in log.workers.items():
-        counts = [
-            replace(each, samples=80 * (index + 1)) for index, each in enumerate(worker.counts)
-        ]
+        counts = [replace(each, samples=80 * index) for index, each in enumerate(worker.counts, 1)]
         counts = counts[:-5] if rank == 1 and ends.get("is_dead") else counts
         changes: Any = {"counts": tuple(counts), "num_restarts": int(rank == 1)}
         if rank == 0:

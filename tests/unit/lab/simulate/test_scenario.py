@@ -88,11 +88,7 @@ def test_measured_durations_are_of_the_whole_exchange():
         (ConstantTime, {"step_s": 0.0}, "step_s is 0.0"),
         (LognormalTime, {"spread": -0.1}, "spread is -0.1"),
         (LognormalTime, {"spread": 10.0}, "spread is 10.0; it must be .* below 3"),
-        (
-            partial(SlowedTime, ConstantTime()),
-            {"factors": {3: 0.0}},
-            "slow factor of rank 3 is 0.0",
-        ),
+        (partial(SlowedTime, ConstantTime()), {"factors": {3: 0.0}}, "factor of rank 3 is 0.0"),
         (LinkModel, {"jitter": math.nan}, "jitter is nan"),
         (LinkModel, {"durations_s": [0.1, -0.1]}, "each of durations_s is -0.1"),
         (LinkModel, {"overrides": {(0, 1): Link(), (1, 0): Link()}}, "given twice"),

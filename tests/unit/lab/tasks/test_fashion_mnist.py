@@ -57,11 +57,7 @@ IMAGES = np.zeros((2, 28, 28), np.uint8)
         ("train-labels-idx1-ubyte", idx(np.full(8, 10, np.uint8)), "is it Fashion-MNIST"),
         ("train-images-idx3-ubyte", idx(np.zeros((8, 28, 27), np.uint8)), "is it Fashion-MNIST"),
         ("t10k-images-idx3-ubyte.gz", b"no gzip", "cannot be decompressed"),
-        (
-            "t10k-images-idx3-ubyte.gz",
-            gzip.compress(idx(IMAGES), mtime=0)[:-9],
-            "cannot be decompressed",
-        ),
+        ("t10k-images-idx3-ubyte.gz", gzip.compress(idx(IMAGES), mtime=0)[:-9], "be decompressed"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, name, content, message):

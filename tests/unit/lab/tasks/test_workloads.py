@@ -177,10 +177,7 @@ def test_every_recipe_has_options_and_a_class():
     [
         (lambda: make_workload("mnist"), "no workload 'mnist'; choose one of digits, pystdlib"),
         (lambda: make_workload("digits", batch_size=0), "batch_size is 0"),
-        (
-            lambda: Digits(network="transformer"),
-            "unknown network 'transformer'; choose one of: conv",
-        ),
+        (lambda: Digits(network="transformer"), "unknown network 'transformer'; choose one of"),
         (lambda: Digits(dirichlet_alpha=0.0), r"dirichlet_alpha is 0\.0; it must be a positive"),
         (lambda: Digits(disjoint=True, dirichlet_alpha=1.0), "exclude each other"),
         (lambda: Digits().train_loader(4, 4, 0), "rank is 4; with 4 workers"),
