@@ -141,7 +141,6 @@ _annotated: Any = Annotated  # to mypy, a class in a variable is no type
 
 
 def _arguments_of(command: str) -> Any:
-    """Return the class of a subcommand's arguments."""
     module = importlib.import_module(COMMANDS[command])
     return getattr(module, command.title().replace("-", "") + "Arguments")
 

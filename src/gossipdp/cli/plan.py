@@ -25,7 +25,7 @@ from gossipdp.rules import (
 )
 
 if TYPE_CHECKING:
-    from gossipdp.graph import Constants, Graph
+    from gossipdp.graph import Constants
 
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
 
@@ -80,8 +80,12 @@ def run(arguments: PlanArguments) -> int:
     if "numpy" not in sys.modules:
         # Many small matrices: on a busy machine the threads of a BLAS cost up to 20 times the work.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    graph, own_rate = _graph(arguments), _own_rate(arguments)
-    comm_rate = arguments.comm_rate
+    if arguments.workers is None:
+        raise ValueError("the number of workers is missing: pass --workers, such as --workers 64")
+    from gossipdp.graph import Constants, build_graph
+
+    graph = build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
+    own_rate, comm_rate = _own_rate(arguments), arguments.comm_rate
     if comm_rate == "auto":
         if own_rate is None:
             raise ValueError(
@@ -89,8 +93,6 @@ def run(arguments: PlanArguments) -> int:
                 "or a number"
             )
         comm_rate = own_rate.comm_rate
-    from gossipdp.graph import Constants
-
     with Console(stderr=True).status("eigenvalues and resistances"):
         constants = Constants.of(graph, comm_rate)
     console = Console()
@@ -116,21 +118,17 @@ class OwnRate(NamedTuple):
     exchange_seconds: float
     step_seconds: float
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Return the mean speed, over exchanges and the time between them."""
-        return self.exchange_bytes * self.comm_rate / self.step_seconds
-
     def text(self) -> str:
         """Return it in sentences."""
         rate, num_steps = self.comm_rate, self.exchange_seconds / self.step_seconds
         often = f", one in {1 / rate:.3g} steps" if rate < 1 else ""
+        bytes_per_second = self.exchange_bytes * rate / self.step_seconds
         return (
             f'comm_rate="auto" here: {rate:.3g} exchanges a step{often}. {BOUNDS[self.bound]}\n'
             f"An exchange sends {self.exchange_bytes / 1e6:.3g} MB each way and takes "
             f"{self.exchange_seconds:.3g} s, {num_steps:.3g} gradient steps.\n"
-            f"A worker sends {self.bytes_per_second / 1e6:.3g} MB/s "
-            f"({self.bytes_per_second * 8e-6:.3g} Mbit/s) on average, and receives as much.\n"
+            f"A worker sends {bytes_per_second / 1e6:.3g} MB/s "
+            f"({bytes_per_second * 8e-6:.3g} Mbit/s) on average, and receives as much.\n"
             f"Training does not wait: {1 / self.step_seconds:.3g} steps/s. On a busy processor the "
             "rate is lower."
         )
@@ -151,14 +149,6 @@ def _own_rate(arguments: PlanArguments) -> OwnRate | None:
     held_s = 0.0 if limit is None else max(0.0, num_bytes * 8e-6 / limit - link_s)
     exchange_s, step_s = arguments.latency_ms / 1e3 + link_s + held_s, step_ms / 1e3
     return OwnRate(*affordable_rate(step_s, exchange_s, held_s), num_bytes, exchange_s, step_s)
-
-
-def _graph(arguments: PlanArguments) -> Graph:
-    from gossipdp.graph import build_graph
-
-    if arguments.workers is None:
-        raise ValueError("the number of workers is missing: pass --workers, such as --workers 64")
-    return build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
 
 
 def _table(name: str, comm_rate: float, constants: Constants) -> Table:
@@ -187,9 +177,8 @@ def _table(name: str, comm_rate: float, constants: Constants) -> Table:
         ("expected speed-up", constants.expected_speedup, "sqrt(chi1 / chi2), ratio of the bounds"),
     ]
     for quantity, value, meaning in rows:
-        table.add_row(
-            quantity, f"{value:,d}" if isinstance(value, int) else f"{value:.6g}", meaning
-        )
+        shown = f"{value:,d}" if isinstance(value, int) else f"{value:.6g}"
+        table.add_row(quantity, shown, meaning)
     return table
 
 

@@ -285,20 +285,15 @@ def _workers(workers: Sequence[JobWorker], width: int, max_workers: int) -> list
         if sum(widths) + GAP * (len(widths) - 1) > width:
             for row in rows:
                 row.pop(heading, None)
-    table = _table(rows, [STYLES.get(each.state) for each in shown])
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", pad_edge=False)
+    for heading in rows[0]:
+        table.add_column(heading, justify="left" if heading in TEXTS else "right", no_wrap=True)
+    for row, each in zip(rows, shown, strict=True):  # no markup: hosts may have "["
+        table.add_row(*map(Text, row.values()), style=STYLES.get(each.state))
     hidden = [each.state for each in workers if each not in shown]
     if not hidden:
         return [table]
     return [table, Text(f"and {len(hidden)} more: {_counted(hidden)}", style="dim")]
-
-
-def _table(rows: Sequence[Mapping[str, str]], styles: Sequence[str | None]) -> Table:
-    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", pad_edge=False)
-    for heading in rows[0]:
-        table.add_column(heading, justify="left" if heading in TEXTS else "right", no_wrap=True)
-    for row, style in zip(rows, styles, strict=True):
-        table.add_row(*map(Text, row.values()), style=style)  # no markup: hosts may have "["
-    return table
 
 
 def _worker(worker: JobWorker) -> dict[str, str]:
@@ -309,21 +304,22 @@ def _worker(worker: JobWorker) -> dict[str, str]:
         state = f"idle {_duration(worker.since_step_s)}"
     elif state == "silent" and worker.silent_s is not None:
         state = f"silent {_duration(worker.silent_s)}"
-    linked = worker.neighbours
+    linked, seconds = worker.neighbours, worker.step_seconds
+    is_long = seconds is not None and seconds >= 1
     links = "-" if linked is None else " ".join(map(str, linked)) or "none"
     place = f"{printable(worker.host)} ({worker.process_id})" if worker.host else "-"
     return {
         "worker": str(worker.rank),
         "state": f"{state}, life {worker.restarts + 1}" if worker.restarts else state,
         "steps": f"{worker.gradient_steps:,}",
-        "step": _milliseconds(worker.step_seconds),
+        "step": _show(seconds, ".2f", 1, " s") if is_long else _show(seconds, ".1f", 1e3, " ms"),
         "samples/s": _show(worker.samples_per_second, ",.0f"),
         "goodput": _show(worker.goodput, ".0%"),
         "loss": _show(worker.loss, ".4f"),
         "distance": _show(worker.edge_distance, ".2g"),
         "exchanges": _show(worker.exchanges, ",.0f"),
         "rate": _rate(worker),
-        "sent": _megabytes(worker.bytes_sent_per_second),
+        "sent": _show(worker.bytes_sent_per_second, ".1f", 1e-6, " MB/s"),
         "waited": "-" if worker.waited_seconds is None else _duration(worker.waited_seconds),
         "links": f"{len(linked)} workers" if linked and len(linked) > 4 else links,
         "where": f"{place} {printable(worker.status_address)}".strip(),
@@ -337,18 +333,8 @@ def _rate(worker: JobWorker) -> str:
     return f"{_show(worker.aimed_comm_rate, '.2g')} {printable(worker.comm_rate_bound)}"
 
 
-def _show(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    if seconds is not None and seconds >= 1:
-        return f"{seconds:.2f} s"
-    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"
-
-
-def _megabytes(per_second: float | None) -> str:
-    return "-" if per_second is None else f"{per_second / 1e6:.1f} MB/s"
+def _show(value: float | None, form: str, scale: float = 1, unit: str = "") -> str:
+    return "-" if value is None else f"{scale * value:{form}}{unit}"
 
 
 def _duration(seconds: float) -> str:

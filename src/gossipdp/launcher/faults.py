@@ -95,7 +95,6 @@ class _Slow:
     stands_still: bool = False
 
     def turn(self, now: float) -> None:
-        """Begin the next turn if this one is over."""
         if now < self.turn_ends_s:
             return
         passed_s = now - self.turn_began_s

@@ -34,7 +34,6 @@ from gossipdp.launcher.supervisor import (
     UNKILLABLE_S,
     Ending,
     Failure,
-    ReplicaProcess,
     Supervisor,
     WorkerProcess,
     describe,
@@ -119,14 +118,16 @@ def launch(
             f"{type(error).__name__}: {error}"
         ) from error
     start_fork_server()
+    last_lives: dict[int, ForkedWorker] = {}
 
     def start_process(own: Mapping[str, str]) -> ForkedWorker:
         number = int(own["LOCAL_RANK"])
         variables = {**os.environ, **own, **(environment or {})}
-        return ForkedWorker(number, payload, variables, num_threads(world_size))
+        process = ForkedWorker(number, payload, variables, num_threads(world_size))
+        last_lives[number] = process
+        return process
 
-    num_replicas = world_size // nproc_per_replica
-    plan = LaunchPlan.on_one_host(num_replicas, num_shards=nproc_per_replica)
+    plan = LaunchPlan.on_one_host(world_size // nproc_per_replica, num_shards=nproc_per_replica)
     supervisor = Supervisor(
         plan,
         start_process,
@@ -154,11 +155,7 @@ def launch(
     if supervisor.failures:
         texts = describe(supervisor.failures), supervisor.loss
         raise WorkerFailedError("\n\n".join(filter(None, texts)))
-    processes: list[WorkerProcess] = []
-    for rank in range(num_replicas):
-        worker = supervisor.workers[rank]
-        processes += worker.processes if isinstance(worker, ReplicaProcess) else [worker]
-    return [process.result for process in processes if isinstance(process, ForkedWorker)]
+    return [last_lives[number].result for number in range(world_size)]
 
 
 def start_fork_server(also: Sequence[str] = ()) -> None:

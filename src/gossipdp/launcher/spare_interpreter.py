@@ -10,10 +10,7 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
-from typing import Any
 
 PROGRAM = "from gossipdp.launcher.spare_interpreter import main; main()"
 
@@ -47,15 +44,11 @@ def main() -> None:
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
     else:
         sys.argv = words
-        run_file(os.path.join(os.getcwd(), words[0]), variables)
-
-
-def run_file(path: str, variables: dict[str, Any]) -> None:
-    """Run a script in these variables, which are those of ``__main__``."""
-    variables |= {"__file__": path, "__loader__": SourceFileLoader("__main__", path)}
-    with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec")
-    exec(code, variables)
+        path = os.path.join(os.getcwd(), words[0])
+        variables |= {"__file__": path, "__loader__": SourceFileLoader("__main__", path)}
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, variables)
 
 
 def import_ahead() -> bool:
@@ -64,26 +57,19 @@ def import_ahead() -> bool:
     The first optimizer imports ``torch._dynamo``. What the imports write is lost: a script may not
     want it, and this process may never become one.
     """
-    with _errors_silenced():
-        try:
-            import torch
-
-            from gossipdp import GossipDataParallel  # noqa: F401
-
-            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-        except Exception:
-            return False
-    return True
-
-
-@contextmanager
-def _errors_silenced() -> Iterator[None]:
-    """Discard what is written to standard error meanwhile, also by libraries in C."""
     kept = os.dup(2)
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 2)
     try:
-        yield
+        import torch
+
+        from gossipdp import GossipDataParallel  # noqa: F401
+
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    except Exception:
+        return False
+    else:
+        return True
     finally:
         sys.stderr.flush()
         os.dup2(kept, 2)
