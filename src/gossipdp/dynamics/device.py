@@ -243,23 +243,12 @@ class QueuedDevice(Device, abc.ABC):
         return slot
 
 
-@final
-class Order:
-    """Rule 1, for one lock; entered and left by its holder.
-
-    If Ctrl+C throws a holder out before it has left the mark, the next one makes up for it.
-    """
+class _Turns:
+    """Whoever leaves it leaves the mark, unless Ctrl+C comes before: then ``_is_left`` is False."""
 
     def __init__(self, device: QueuedDevice) -> None:
-        self._device, self._mark = device, device.mark()
+        self.device, self._mark = device, device.mark()
         self._is_left = True
-
-    def __enter__(self) -> None:
-        """Queue all that follows behind the work of the holders before."""
-        if not self._is_left:
-            self._device.finish_all()
-        self._is_left = False
-        self._mark.precede()
 
     def __exit__(self, *_: object) -> None:
         self._mark.leave()
@@ -267,24 +256,31 @@ class Order:
 
 
 @final
-class Credit:
+class Order(_Turns):
+    """Rule 1, for one lock; entered and left by its holder.
+
+    If Ctrl+C throws a holder out before it has left the mark, the next one makes up for it.
+    """
+
+    def __enter__(self) -> None:
+        """Queue all that follows behind the work of the holders before."""
+        if not self._is_left:
+            self.device.finish_all()
+        self._is_left = False
+        self._mark.precede()
+
+
+@final
+class Credit(_Turns):
     """Rule 5: the host is at most one boundary ahead of the device. The main thread's.
 
     Entered before a boundary, it waits until the work of the boundary before is done. If Ctrl+C
     throws the thread out before the mark is left, the next boundary waits for all of the stream.
     """
 
-    def __init__(self, device: QueuedDevice) -> None:
-        self.device, self._mark = device, device.mark()
-        self._is_left = True
-
     def __enter__(self) -> None:
         self._mark.wait() if self._is_left else self.device.finish()
         self._is_left = False
-
-    def __exit__(self, *_: object) -> None:
-        self._mark.leave()
-        self._is_left = True
 
 
 @final

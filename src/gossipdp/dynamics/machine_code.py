@@ -159,16 +159,13 @@ def _keep(symbol: str, code: bytes) -> None:
         part = folder / f"{symbol}.{os.getpid()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            try:
-                part.write_bytes(_checksum(code) + code)
-                part.replace(folder / f"{symbol}.code")
-            except OSError:
-                part.unlink(missing_ok=True)
-                raise
+            part.write_bytes(_checksum(code) + code)
+            part.replace(folder / f"{symbol}.code")
+            return
         except OSError as error:
             problem = error
-        else:
-            return
+            with suppress(OSError):
+                part.unlink()
     logger.warning(
         "compiled kernels cannot be kept on disk, so each start compiles them: %s", problem
     )

@@ -92,8 +92,7 @@ class Phase:
             self._speed = self._speed_of(eta, worker_rate)
 
     def _advance(self, now_s: float) -> None:
-        """Move theta forward to its value at ``now_s``, since the last exchange start."""
-        if self._last_start_s is None or self._num_gaps == 0 or self._mean_gap_s <= 0:
+        if self._last_start_s is None or self._num_gaps == 0:
             return
         periods = min((now_s - self._last_start_s) / self._mean_gap_s, MAX_PERIODS)
         if periods > self._counted_periods:

@@ -236,9 +236,7 @@ class Constants:
 
     @cached_property
     def _spectrum(self) -> Spectrum:
-        positions = np.searchsorted(self.workers, np.array(self.edges).reshape(-1, 2))
-        rates = np.array(self.rates)
-        return _spectrum_of(len(self.workers), positions.tobytes(), rates.tobytes())
+        return _spectrum_of(self.workers, self.edges, self.rates)
 
 
 class LiveGraph:
@@ -310,21 +308,17 @@ class Spectrum(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _spectrum_of(num_workers: int, positions: bytes, rates: bytes) -> Spectrum:
+def _spectrum_of(
+    workers: tuple[int, ...], edges: tuple[tuple[int, int], ...], rates: tuple[float, ...]
+) -> Spectrum:
     """Compute the spectrum by one eigendecomposition: L^+ = sum_k>1 v_k v_k^T / lambda_k.
 
     It takes 0.01 s for 256 workers, 0.4 s for 1,024 and 3 s for 2,048 (one core). Cached, since
     every run of a study asks for the same spectra.
-
-    Args:
-        num_workers: n.
-        positions: of each edge the places of its two ends, as bytes of an (edges, 2) array.
-        rates: lambda_ij of each edge, as bytes.
     """
-    edges, weights = np.frombuffer(positions, np.intp).reshape(-1, 2), np.frombuffer(rates)
-    left, right = edges[:, 0], edges[:, 1]
-    laplacian = np.zeros((num_workers, num_workers))
-    laplacian[left, right] = laplacian[right, left] = -weights
+    left, right = np.searchsorted(workers, np.array(edges)).T
+    laplacian = np.zeros((len(workers), len(workers)))
+    laplacian[left, right] = laplacian[right, left] = -np.array(rates)
     np.fill_diagonal(laplacian, -laplacian.sum(axis=1))
     values, vectors = np.linalg.eigh(laplacian)
     # The first eigenvector is the constant one; its eigenvalue is zero but for rounding.

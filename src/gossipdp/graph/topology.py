@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterable
 from itertools import combinations, pairwise
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -180,7 +180,6 @@ def _from_networkx(graph: nx.Graph[int]) -> Graph:
 
 
 def _sized_name(kind: str, num_workers: int, num_edges: int) -> str:
-    """Return the name of a graph that was given none."""
     return f"{kind} ({count(num_workers, 'worker')}, {count(num_edges, 'edge')})"
 
 
@@ -314,31 +313,27 @@ def _torus(num_workers: int) -> Edges:
 
 
 def _random_regular(num_workers: int, stream: random.Random) -> Edges:
-    import networkx as nx  # takes a tenth of a second
-
     degree = min(RANDOM_REGULAR_DEGREE, num_workers - 1)
+    name = f"random-regular of {num_workers} workers"
     return _until_connected(
-        f"random-regular of {num_workers} workers",
-        lambda: nx.random_regular_graph(degree, num_workers, seed=stream),
+        name, lambda nx: nx.random_regular_graph(degree, num_workers, seed=stream)
     )
 
 
 def _erdos_renyi(num_workers: int, stream: random.Random) -> Edges:
-    import networkx as nx  # takes a tenth of a second
-
     # Twice the threshold of connectedness, so that a first draw fails with probability about 1/n.
     probability = min(1.0, 2.0 * math.log(num_workers) / num_workers)
+    name = f"erdos-renyi of {num_workers} workers"
     return _until_connected(
-        f"erdos-renyi of {num_workers} workers",
-        lambda: nx.gnp_random_graph(num_workers, probability, seed=stream),
+        name, lambda nx: nx.gnp_random_graph(num_workers, probability, seed=stream)
     )
 
 
-def _until_connected(name: str, draw: Callable[[], nx.Graph[int]]) -> Edges:
-    import networkx as nx
+def _until_connected(name: str, draw: Callable[[Any], nx.Graph[int]]) -> Edges:
+    import networkx as nx  # takes a tenth of a second
 
     for _ in range(MAX_RESAMPLES):
-        drawn = draw()
+        drawn = draw(nx)
         if nx.is_connected(drawn):
             return drawn.edges
     raise ValueError(

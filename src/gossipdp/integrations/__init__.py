@@ -72,13 +72,10 @@ def single_process(seed: int = 0) -> Iterator[Worker]:
         (0, 1, True)
     """
     environment = Environment.read()
-    with without_launcher_variables():
-        yield Worker(environment.rank, environment.world_size, _seed(environment, seed))
-
-
-def _seed(environment: Environment, seed: int) -> int:
-    """Return a different seed for each worker and each of its lives: ranks up to four million."""
-    if environment.needs_rank:
-        return secrets.randbelow(NUM_SEEDS)
+    # Different for each worker and each of its lives, for ranks up to four million.
     lives = environment.num_restarts + environment.restart_count
-    return ((seed * 1_000_003 + environment.rank) * 1_009 + lives) % NUM_SEEDS
+    own_seed = ((seed * 1_000_003 + environment.rank) * 1_009 + lives) % NUM_SEEDS
+    if environment.needs_rank:
+        own_seed = secrets.randbelow(NUM_SEEDS)
+    with without_launcher_variables():
+        yield Worker(environment.rank, environment.world_size, own_seed)

@@ -140,24 +140,19 @@ class Meeting:
 
 
 class _Worker:
-    """The actor of one worker."""
-
     def work(
         self, meeting: Any, rank: int, function: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
         channel = ReportChannel()
         os.environ.update(_import_ray().get(meeting.variables.remote(rank)))
         os.environ.update(report_variables(channel.sender))
-        threading.Thread(
-            target=_pass_on, args=(channel, meeting), name="gossipdp reports", daemon=True
-        ).start()
+
+        def pass_on() -> None:
+            while True:
+                select.select([channel.receiver], [], [])
+                for report in channel.take():
+                    if report.addresses is not None:
+                        meeting.note_addresses.remote(report.addresses)
+
+        threading.Thread(target=pass_on, name="gossipdp reports", daemon=True).start()
         return function(*args)
-
-
-def _pass_on(channel: ReportChannel, meeting: Any) -> None:
-    """Pass the reported addresses on to the meeting, as long as this process lives."""
-    while True:
-        select.select([channel.receiver], [], [])
-        for report in channel.take():
-            if report.addresses is not None:
-                meeting.note_addresses.remote(report.addresses)

@@ -100,12 +100,12 @@ def test_numpy_ranks_become_ints():
 
 def test_a_disconnected_random_graph_is_drawn_again():
     draws = iter([nx.empty_graph(3), nx.empty_graph(3), nx.path_graph(3)])
-    assert list(topology._until_connected("test", lambda: next(draws))) == [(0, 1), (1, 2)]
+    assert list(topology._until_connected("test", lambda _: next(draws))) == [(0, 1), (1, 2)]
 
 
 def test_draws_are_bounded():
     with pytest.raises(ValueError, match=r"'test': none of 100 draws .* another seed"):
-        topology._until_connected("test", lambda: nx.empty_graph(3))
+        topology._until_connected("test", lambda _: nx.empty_graph(3))
 
 
 class TestWithout:
