@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from functools import partial
 from random import Random
 
 from gossipdp.dynamics.phase import Phase
@@ -70,6 +70,7 @@ class GossipLoop(LinkHandler):
 
     Attributes:
         codec: turns chunks into their ``wire_format`` and back.
+        its_thread: makes the context in which its thread must turn this loop.
         snapshot: the state for other threads to read, replaced whole at the end of each turn.
         poisoned: the error that stopped this worker's exchanges, if any; any thread may read it.
     """
@@ -86,6 +87,7 @@ class GossipLoop(LinkHandler):
     ) -> None:
         self.protocol = protocol
         self._state, self._phase = state, phase
+        self.its_thread = state.device.gossip_thread
         self.transport = make_transport(self)
         self.poisoned: PoisonedError | None = None
         self.clock = clock
@@ -106,12 +108,16 @@ class GossipLoop(LinkHandler):
             state.all_chunks,
             links=self._links,
             send=self._send,
-            refusal=self._refusal_to_give,
+            refusal=lambda: (
+                None if protocol.can_donate else str(self.poisoned or "it has none to give now")
+            ),
             clock=clock,
         )
-        self.sums = Sums(
-            state, protocol, self._links, self.perform, clock, poisoned=self._poisoned_at_end
+        at_end = (
+            ", or their sum with those of the others, hold NaN or infinity: they are not averaged"
         )
+        poisoned = partial(self._found_poison, at_end)
+        self.sums = Sums(state, protocol, self._links, self.perform, clock, poisoned=poisoned)
         self._idle_watch: IdleWatch | None = None
         self._is_busy = False  # sums have work left for the next turn
         self._owners: dict[FrameType, Transfers | Sums] = {
@@ -129,10 +135,6 @@ class GossipLoop(LinkHandler):
         self.hold()
 
     # Calls of the loop's owner.
-
-    def its_thread(self) -> AbstractContextManager[object]:
-        """Return the context in which its thread must turn this loop."""
-        return self._state.device.gossip_thread()
 
     def watch_this_thread(self) -> None:
         """Watch the idle time of the training thread, which calls this once."""
@@ -198,11 +200,6 @@ class GossipLoop(LinkHandler):
         error = f"the parameters of worker {self.protocol.rank}{where_and_outcome}"
         self.poison(PoisonedError(f"{error}. Lower the learning rate or clip gradients"))
 
-    def _poisoned_at_end(self) -> None:
-        self._found_poison(
-            ", or their sum with those of the others, hold NaN or infinity: they are not averaged"
-        )
-
     def poison(self, error: PoisonedError) -> None:
         """Stop exchanging for good: this worker's parameters are poisoned, as ``error`` says."""
         self.poisoned = error
@@ -217,7 +214,7 @@ class GossipLoop(LinkHandler):
         if self.protocol.consolidation.is_finished and self.sums.outcome is not None:
             on_end(self.sums.outcome)  # asked again after an interrupt
             return
-        self.sums.on_end(on_end)
+        self.sums.on_end = on_end
         self.perform(self.protocol.done(self.clock(), timeout_s))
 
     def close(self) -> None:
@@ -225,17 +222,14 @@ class GossipLoop(LinkHandler):
         self.transfers.end(PeerLostError("this worker is closing"))
         self.sums.end("this worker is closing")
         self._stop_exchange()
-        self._say_farewell()
-        self.snapshot = self._publisher.snapshot(self.clock())
-        self.transport.close()
-
-    def _say_farewell(self) -> None:
-        """Let RELEASE and LEFT go out after consolidation, or others would take us for dead."""
+        # Let RELEASE and LEFT go out after consolidation, or others would take us for dead.
         deadline_s = self.clock() + FAREWELL_S
         while self.protocol.consolidation.is_finished and self.clock() < deadline_s:
             if not any(link.queued_bytes for link in self._links.values()):
-                return
+                break
             self.transport.poll(FAREWELL_S / 10)
+        self.snapshot = self._publisher.snapshot(self.clock())
+        self.transport.close()
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Do the protocol's actions, in order."""
@@ -337,7 +331,17 @@ class GossipLoop(LinkHandler):
         try:
             envelope = decode(data)
         except ProtocolError as error:
-            self._refuse(link, error)
+            self._log.warn_once(
+                "message",
+                str(link.peer),
+                "worker %d closes its link to worker %d, which sent a message it cannot accept: "
+                "%s. They exchange nothing while that goes on. If both run the same version of "
+                "gossipdp, please report it",
+                self.protocol.rank,
+                link.peer,
+                printable(str(error)),
+            )
+            link.close(str(error))
             return
         if isinstance(envelope.message, Propose) and self._renews(link):
             return
@@ -356,20 +360,6 @@ class GossipLoop(LinkHandler):
         if link.is_aging and is_idle and not link.queued_chunks:
             link.close("its TLS key has protected half of what one may; a new link takes its place")
         return link.closed
-
-    def _refuse(self, link: Link, error: ProtocolError) -> None:
-        """End a link whose peer sent a message against the rules."""
-        self._log.warn_once(
-            "message",
-            str(link.peer),
-            "worker %d closes its link to worker %d, which sent a message it cannot accept: %s. "
-            "They exchange nothing while that goes on. If both run the same version of gossipdp, "
-            "please report it",
-            self.protocol.rank,
-            link.peer,
-            printable(str(error)),
-        )
-        link.close(str(error))
 
     def _send(self, peer: int, message: TransferMessage) -> None:
         envelope = self.protocol.peers.wrap(peer, message, self.clock()).message
@@ -515,8 +505,3 @@ class GossipLoop(LinkHandler):
         if self._exchange is not None:
             self._exchange = None
             self._phase.end_exchange(self.clock(), is_withdrawn=is_withdrawn)
-
-    # States.
-
-    def _refusal_to_give(self) -> str | None:
-        return None if self.protocol.can_donate else str(self.poisoned or "it has none to give now")

@@ -27,23 +27,6 @@ class Idle(NamedTuple):
     ran: float = 1.0
 
 
-class _Used(NamedTuple):
-    """The processor time that a group has used, and the periods in which it wanted and had it."""
-
-    seconds: float = 0.0
-    periods: int = 0
-    throttled: int = 0
-
-
-class _Seen(NamedTuple):
-    at_s: float
-    thread_ran_s: float
-    thread_busy_s: float
-    idle_ticks: int
-    all_ticks: int
-    used: _Used
-
-
 @final
 class Quota:
     """The cores that the control groups of this process let it use, as a container's limit does.
@@ -59,17 +42,17 @@ class Quota:
             if cores < self.cores:
                 self.cores, self._group = cores, group
 
-    def used(self) -> _Used:
-        """Return what was used so far; the time of this process alone in the first version.
+    def used(self) -> tuple[float, int, int]:
+        """Return what was used so far in seconds, and the periods: all, and those throttled.
 
-        Without a limit it does not matter.
+        In the first version the time is that of this process alone; without a limit none matters.
         """
         if self.cores == math.inf:
-            return _Used()
+            return 0.0, 0, 0
         lines = (self._group / "cpu.stat").read_text("ascii").splitlines()
         stat = {name: int(number) for name, number in map(str.split, lines)}
         used_s = stat["usage_usec"] / 1e6 if "usage_usec" in stat else time.process_time()
-        return _Used(used_s, stat.get("nr_periods", 0), stat.get("nr_throttled", 0))
+        return used_s, stat.get("nr_periods", 0), stat.get("nr_throttled", 0)
 
 
 def _limits() -> Iterator[tuple[float, Path]]:
@@ -120,7 +103,7 @@ class IdleWatch:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         self._quota = Quota()
-        self._seen: _Seen | None = None
+        self._seen: tuple[float, ...] = ()  # all that look() compares, the time first
 
     def look(self, now_s: float) -> Idle | None:
         """Return what was idle since the last look.
@@ -128,25 +111,21 @@ class IdleWatch:
         None at the first look, less than a second after the last one, and if the thread has ended.
         """
         before = self._seen
-        if before is not None and now_s < before.at_s + LOOK_EVERY_S:
+        if before and now_s < before[0] + LOOK_EVERY_S:
             return None
         try:
-            self._seen = seen = _Seen(now_s, *self._times_s(), *self._ticks(), self._quota.used())
+            self._seen = (now_s, *self._times_s(), *self._ticks(), *self._quota.used())
         except OSError:  # the thread has ended
             return None
-        if before is None:
+        if not before:
             return None
-        lasted_s = now_s - before.at_s
-        ran_s = seen.thread_ran_s - before.thread_ran_s
-        busy_s = seen.thread_busy_s - before.thread_busy_s
+        lasted_s, ran_s, busy_s, idle_ticks, ticks, used_s, periods, throttled_periods = (
+            now - then for now, then in zip(self._seen, before, strict=True)
+        )
         thread = 1 - busy_s / lasted_s
-        ticks = seen.all_ticks - before.all_ticks
-        idle_ticks = seen.idle_ticks - before.idle_ticks
         cores = len(self._cores) * idle_ticks / ticks if ticks > 0 else thread
-        used_s = seen.used.seconds - before.used.seconds
         cores = min(1.0, cores, max(0.0, self._quota.cores - used_s / lasted_s))
-        periods = seen.used.periods - before.used.periods
-        throttled = (seen.used.throttled - before.used.throttled) / max(1, periods)
+        throttled = throttled_periods / max(1, periods)
         ran = ran_s / busy_s if busy_s > 0 else 1.0
         return Idle((1 - throttled) * cores, thread, 1 - throttled * (1 - ran))
 

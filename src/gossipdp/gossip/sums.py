@@ -75,7 +75,7 @@ class Sums:
 
     ``links`` is the loop's own table, by peer, which it keeps up to date. ``poisoned`` is called if
     this worker's own values are of no use to the last average. ``outcome`` is the committed result
-    of consolidation.
+    of consolidation; ``on_end`` is called with it when this worker may leave.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Sums:
         poisoned: Callable[[], None],
     ) -> None:
         self.outcome: Outcome | None = None
-        self._on_end: Callable[[Outcome], None] | None = None
+        self.on_end: Callable[[Outcome], None] | None = None
         self._asked: Future[Average] | None = None
         self._protocol = protocol
         self._links = links
@@ -117,10 +117,6 @@ class Sums:
         self._asked = asked = Future[Average]()
         self._perform(self._protocol.average(self._clock()))
         return asked
-
-    def on_end(self, callback: Callable[[Outcome], None]) -> None:
-        """Call ``callback`` in the loop's thread when this worker may leave."""
-        self._on_end = callback
 
     def end(self, reason: str) -> None:
         """Fail this worker's own request, because it closes."""
@@ -166,8 +162,8 @@ class Sums:
                 self.outcome = Outcome(values, num_members, left_out, distance, lead)
             case Finished():
                 assert self.outcome is not None
-                assert self._on_end is not None
-                self._on_end(self.outcome)
+                assert self.on_end is not None
+                self.on_end(self.outcome)
 
     # Sending, and other work that takes a pass.
 
@@ -264,7 +260,6 @@ class Sums:
         return torch.empty(chunk.num_elements, dtype=dtype, device="cpu")
 
     def _squared_distance(self, chunk: Chunk, result: Tensor) -> float:
-        """Return the squared distance of this worker's own values to the result."""
         if chunk.role is not Role.TRAINED:
             return 0.0
         own = torch.empty_like(result)

@@ -108,24 +108,23 @@ class _Sender:
         self._slots = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._next = next(self.pieces, None)
 
-    @property
-    def has_read_all(self) -> bool:
-        """Return whether every piece was copied and handed to the link."""
-        return self._next is None
+    def pump(self) -> bool:
+        """Send pieces as long as a slot is free: its last one has left, and fewer are queued.
 
-    def pump(self) -> None:
-        """Send pieces as long as a slot is free: its last one has left, and fewer are queued."""
+        Return whether every piece was handed to the link.
+        """
         link = self.link
         while self._next is not None and link.queued_chunks < SLOTS:
             num_bytes, read = self._next
             slot = self._slots[self.num_sent % SLOTS][:num_bytes]
             if not read(slot):
-                return
+                break
             incarnation = link.peer_identity.incarnation
             key = ChunkKey(link.peer, incarnation, self.request.counter, self.num_sent)
             self.num_sent += 1
             self._next = next(self.pieces, None)
             link.send_chunk(FrameType.STATE_CHUNK, key, tensor_bytes(slot))
+        return self._next is None
 
 
 @dataclass(eq=False)
@@ -367,9 +366,9 @@ class Transfers:
             if sender.link.closed:
                 continue
             before = sender.num_sent
-            sender.pump()
+            has_read_all = sender.pump()
             self.num_chunks_sent += sender.num_sent - before
-            if not sender.has_read_all:
+            if not has_read_all:
                 continue
             if sender.request.wants_optimizers and sender.num_sent > before:
                 self.num_given += 1

@@ -90,7 +90,6 @@ class Opening:
             handshake.receive(bytes(room[:count]))
 
     def _begin_stream(self) -> None:
-        """Choose the stream that carries the handshake."""
         dialler = self.handshake.dialler
         if self._tls is None:
             self.stream = PlainStream(self.connection)

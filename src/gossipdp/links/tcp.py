@@ -459,7 +459,14 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def _write(self, acknowledge: bool) -> bool:
         """Write on every link that has output and room; return True if there was one."""
         if self.limit is not None:
-            self._let_on(self.limit)
+            now = self.clock()
+            if self.held:
+                self.held_s += now - self._looked_s
+                if self.limit.opens_at(now) <= now:  # who has waited longest goes on
+                    link = next(iter(self.held))
+                    del self.held[link]
+                    self.to_write[link] = None
+            self._looked_s = now
         had_output = any(link.has_output for link in self.to_write)
         for link in list(self.to_write):
             # Remove it only afterwards: if the handler raises, the rest is written next time.
@@ -467,17 +474,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             if not (link.has_output or link.owes):
                 self.to_write.pop(link, None)
         return had_output
-
-    def _let_on(self, limit: SendLimit) -> None:
-        """If a portion is there, let the link that the limit has held longest go on."""
-        now = self.clock()
-        if self.held:
-            self.held_s += now - self._looked_s
-            if limit.opens_at(now) <= now:
-                link = next(iter(self.held))
-                del self.held[link]
-                self.to_write[link] = None
-        self._looked_s = now
 
     def _collect_events(self, timeout_s: float) -> None:
         """Sleep, then turn events into flags before any callback runs.

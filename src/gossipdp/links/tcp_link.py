@@ -292,7 +292,6 @@ class TcpLink(Link):
         return count
 
     def _came(self, count: int) -> None:
-        """Take note of so many bytes of the payload."""
         self._payload_rest -= count
         if self._landing is not None and self._frame is not None and self._frame.key is not None:
             self.chunk_bytes_received[self._frame.frame_type] += count

@@ -480,7 +480,7 @@ class FaultyNetwork(VirtualNetwork):
                 self.superseded.append(rank)
                 self.crash(rank)
             case do.Finished():
-                self._sums(rank).on_end(partial(self._ended, rank))
+                self._sums(rank).on_end = partial(self._ended, rank)
                 self._sums(rank).perform(action)
                 self.left[rank] = now
             case _:

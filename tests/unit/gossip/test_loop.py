@@ -237,7 +237,7 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
         Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2)
     )
     ends = []
-    worker.loop.sums.on_end(ends.append)
+    worker.loop.sums.on_end = ends.append
     worker.loop.perform(protocol.done(worker.now))
     epoch = protocol.consolidation.current.epoch
     key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, 0)
