@@ -150,7 +150,7 @@ def test_no_modules_import_each_other_in_a_circle():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (388, 5), "cli": (1168, 6), "dynamics": (2527, 11), "gossip": (2652, 11),
+        ".": (388, 5), "cli": (1165, 6), "dynamics": (2527, 11), "gossip": (2642, 11),
         "graph": (700, 3), "integrations": (575, 5), "launcher": (3477, 13), "links": (3011, 12),
         "observe": (1699, 8), "parallel": (7628, 24), "protocol": (5534, 18),
     },

@@ -203,7 +203,11 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
     if height is not None:
         others = OTHER_LINES + (1 + len(notices) if notices else 0) + (2 if is_stale else 0)
         max_workers = max(3, height - others)
-    parts: list[RenderableType] = [_head(job), _progress(job, width), Text("")]
+    rate = printable(shown_rate(job.comm_rate))
+    graph = f" on {printable(job.graph)}, comm rate {rate}" if job.graph else ""
+    head = Text(f"run {printable(job.run_id)[:12]}: {printable(job.method)}{graph}\n")
+    head.append(_states(job), style="bold")
+    parts: list[RenderableType] = [head, _progress(job, width), Text("")]
     parts += _workers(job.workers, width, max_workers)
     if notices:
         parts.append(Text(""))
@@ -220,13 +224,6 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
 def summary(job: JobStatus) -> str:
     """Return the page in one line."""
     return f"{_states(job)} · {_progress_facts(job)}"
-
-
-def _head(job: JobStatus) -> Text:
-    rate = printable(shown_rate(job.comm_rate))
-    graph = f" on {printable(job.graph)}, comm rate {rate}" if job.graph else ""
-    text = Text(f"run {printable(job.run_id)[:12]}: {printable(job.method)}{graph}\n")
-    return text.append(_states(job), style="bold")
 
 
 def _states(job: JobStatus) -> str:

@@ -154,7 +154,13 @@ class GossipLoop(LinkHandler):
             # Chunks are signs of life too: a link may be too busy with them for a heartbeat.
             if link.last_heard_s > self.protocol.peers.last_heard(peer) + self._heard_every_s:
                 self.perform(self.protocol.heard(peer, link.last_heard_s))
-        self._note_progress(now)
+        self.sums.note_progress()
+        # Heartbeats alone are no progress. Bytes count, not chunks: on a slow link one chunk may
+        # take longer than the time-out.
+        exchange = self._exchange
+        if exchange is not None and exchange.bytes_moved > self._progress:
+            self._progress = exchange.bytes_moved
+            self.protocol.progressed(now)
         self.perform(self.protocol.poll(now))
         rate, watch = self.protocol.exchange_rate, self._idle_watch
         if rate is not None and watch is not None and (idle := watch.look(now)) is not None:
@@ -435,17 +441,6 @@ class GossipLoop(LinkHandler):
         self._held_before_s = self.transport.held_s
         if self.protocol.exchange_rate is not None:
             self._processor_before = time.thread_time(), self.codec.busy_s
-
-    def _note_progress(self, now: float) -> None:
-        """Tell the protocol if the exchange or a sum makes progress; heartbeats alone are none.
-
-        Bytes count, not chunks: on a slow link one chunk may take longer than the time-out.
-        """
-        self.sums.note_progress()
-        exchange = self._exchange
-        if exchange is not None and exchange.bytes_moved > self._progress:
-            self._progress = exchange.bytes_moved
-            self.protocol.progressed(now)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Run a step of the exchange; if it finds poison, end the exchange before that spreads."""

@@ -209,21 +209,16 @@ class Sums:
         if values is None:
             return
         values.div_(action.divisor)
-        if not is_average and self._is_own(index, values, action.divisor):
-            self._chunks[index].read_z(values)
+        if not is_average:
+            # If the mean is this worker's own values but for the rounding of the sum, it is these:
+            # so equal workers, as of a finished run started again, keep theirs bit for bit.
+            own = torch.empty_like(values)
+            self._chunks[index].read_z(own)
+            rounding = action.divisor * torch.finfo(values.dtype).eps
+            if torch.allclose(values, own, rtol=rounding, atol=0.0):
+                values.copy_(own)
         distance = 0.0 if is_average else self._squared_distance(self._chunks[index], values)
         self._perform(self._protocol.chunk_finished(epoch, index, distance, self._clock()))
-
-    def _is_own(self, index: int, mean: Tensor, num_workers: int) -> bool:
-        """Return whether a mean is this worker's own values but for the rounding of the sum.
-
-        Then it is these: so the mean of equal workers, as of a finished run that was started again,
-        is what they hold, bit for bit.
-        """
-        own = torch.empty_like(mean)
-        self._chunks[index].read_z(own)
-        rounding = num_workers * torch.finfo(mean.dtype).eps
-        return torch.allclose(mean, own, rtol=rounding, atol=0.0)
 
     def _values(self, epoch: Epoch, index: int) -> Tensor | None:
         """Return the sum or result of one chunk; to a sum this worker's own values are added.
