@@ -304,7 +304,7 @@ def test_a_turn_does_a_few_chunks_and_says_that_work_is_left():
             sums.perform(action)
 
     sums = data_side.Sums(state, worker, {}, perform, clock, poisoned=pytest.fail)
-    sums.on_end(performed.append)
+    sums.on_end = performed.append
     perform(worker.done(0.0))
     turns = 0
     while not worker.consolidation.is_finished:
