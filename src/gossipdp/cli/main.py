@@ -110,7 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: list[str], command: str) -> tuple[Any, str | None]:
-    """Return the arguments of the subcommand, and ``--log-level``."""
     script: list[str] = []
     if command == "run":  # its options end where the script begins
         start = words.index(command) + 1

@@ -265,7 +265,6 @@ def stopped_line(
 
 
 def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) -> str:
-    """Return the line that says how to add a worker, or a replica, to the run."""
     shown = ",".join(show_address(*each) for each in addresses)
     noun = "worker" if len(addresses) == 1 else "replica"
     words = [f"to add a {noun}: gossipdp run --join {shown}"]
@@ -374,7 +373,6 @@ def _plan(
 
 
 def _fault_plan(arguments: RunArguments, num_processes: int) -> FaultPlan | None:
-    """Read ``--faults``; its ranks are known unless the workers join a run."""
     if arguments.faults is None:
         return None
     num_workers: int | None = num_processes // arguments.nproc_per_replica * arguments.nnodes

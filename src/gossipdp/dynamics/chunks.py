@@ -259,7 +259,6 @@ class Chunk:
     # Under the lock.
 
     def _brought(self) -> Tensor:
-        """Return what exchanges have brought that x has not yet."""
         return self.pending
 
     def _mine(self, mine: Tensor) -> Tensor:

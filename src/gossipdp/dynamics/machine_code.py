@@ -136,7 +136,6 @@ def _origin() -> str:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield the places for machine code, the first one first."""
     yield Path(importlib.util.cache_from_source(str(_SOURCE))).parent
     with suppress(RuntimeError):  # the user has no home
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gossipdp"

@@ -67,7 +67,6 @@ def _add_zero(total: Any, value: Any) -> Any:
 
 
 def _get(values: Any, i: Any) -> Any:
-    """Read one value as float32."""
     raise NotImplementedError
 
 

@@ -330,7 +330,6 @@ class Transfers:
             self._advance(fetch)
 
     def _awaited(self, link: Link, counter: int) -> _Fetch | None:
-        """Return the fetch if a frame with this counter belongs to it."""
         fetch = self._fetch
         if fetch is None or (fetch.peer, fetch.counter) != (link.peer, counter):
             return None

@@ -206,7 +206,6 @@ def _seconds(text: str) -> float | None:
 
 
 def _shown(seconds: float) -> str:
-    """Return a time as it is written; whole hours and minutes in their unit."""
     for unit in ("h", "m"):
         if seconds and seconds % UNITS_S[unit] == 0:
             return f"{seconds / UNITS_S[unit]:.15g}{unit}"

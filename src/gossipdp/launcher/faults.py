@@ -272,7 +272,6 @@ class FaultInjector:
         self._write(record)
 
     def _obstacle(self, event: Event, place: int) -> str:
-        """Return why this worker cannot take the fault, "" if it can."""
         clause, target = self._plan.clauses[event.clause], self._targets[place]
         if target.process is None or place in self._kills:
             return "it does not run"
@@ -296,7 +295,6 @@ class FaultInjector:
         self._tell(now, f"worker {self._targets[place].rank} at full speed")
 
     def _send_signals(self) -> None:
-        """Stop the workers that are to stand still, and continue the others."""
         slow = {place for place, each in self._slow.items() if each.stands_still}
         stand_still = self._stops.keys() | slow
         for place in self._stopped.keys() - stand_still:
@@ -313,7 +311,6 @@ class FaultInjector:
             self._write(self._say_record(event, place, None, missed=reason))
 
     def _say_record(self, event: Event, place: int, at_s: float | None, **more: Any) -> FaultRecord:
-        """Return the record of an event on the worker at that place, and show it."""
         clause, rank = self._plan.clauses[event.clause], self._targets[place].rank
         factor = clause.factor if clause.kind == "slow" else None
         record = FaultRecord(event.at_s, at_s, rank, clause.kind, clause.for_s, factor, **more)

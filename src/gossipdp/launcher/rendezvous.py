@@ -413,7 +413,6 @@ class Rendezvous:
             pause_s = min(0.1, pause_s * 1.5)
 
     def _present(self, store: "Store") -> tuple[list[int], list[int]]:
-        """Return the ranks that have arrived, and those that have not."""
         ranks = range(self._environment.world_size)
         present = [rank for rank in ranks if store.check([self._arrival(rank)])]
         return present, [rank for rank in ranks if rank not in present]

@@ -77,7 +77,6 @@ class Spares:
         self._say(f"no spare interpreter is kept any more: {reason}")
 
     def _message(self, variables: Mapping[str, str]) -> bytes:
-        """Return what turns the environment of a spare into this one."""
         changes = {
             "set": dict(variables.items() - self._variables.items()),
             "removed": list(self._variables.keys() - variables.keys()),

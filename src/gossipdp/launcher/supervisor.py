@@ -613,7 +613,6 @@ class Supervisor:
             self._fail(local_rank, Failure(0, Ending(reason)), now)
 
     def _resume(self, now: float) -> None:
-        """Start all workers, which have died, as the run did when it began."""
         self.begun = self._starts_over = self._some_ended_well = False
         self._end_at = None
         self.failures.clear()

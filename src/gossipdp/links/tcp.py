@@ -303,7 +303,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def _begin(
         self, connection: socket.socket, there: tuple[str, int], dialler: bool, wanted: int | None
     ) -> Opening:
-        """List a new socket as an opening, under the guard of :mod:`.sockets`."""
         handshake = Handshake(
             self.identity, self._secret, dialler=dialler, wanted_rank=wanted, admit=self._admit
         )
@@ -393,7 +392,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         return None
 
     def _abandon(self, opening: Opening, reason: str) -> None:
-        """End an opening, and log the reason."""
         who = opening.who
         if opening.handshake.dialler:
             rank = opening.handshake.wanted_rank

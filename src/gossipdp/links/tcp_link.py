@@ -500,7 +500,6 @@ class TcpLink(Link):
         self._owner.handler.writable(self)
 
     def _header_of(self, frame: _Queued) -> bytes:
-        """Return the next header, with the number of chunks read so far."""
         header = pack_header(
             self._owner.tag,
             frame.frame_type,

@@ -262,7 +262,6 @@ class StatusBoard:
     # The workers.
 
     def _present(self) -> list[WorkerStatus]:
-        """Return the answers of those that answer now."""
         known = self._answers.items()
         return [each.status for address, each in known if address not in self._failures]
 
@@ -272,7 +271,6 @@ class StatusBoard:
             yield from status.members[:MAX_WORKERS]
 
     def _members(self) -> dict[int, MemberStatus]:
-        """Return the most advanced record of each worker, by rank."""
         latest_last = sorted(
             self._views(),
             key=lambda each: (each.incarnation, _ORDER.index(each.state), each.samples),
@@ -366,7 +364,6 @@ def facts_of(record: Counters) -> dict[str, Any]:
 
 
 def _known(value: Any) -> Any:
-    """Return None for NaN, the number that is not known yet."""
     return None if value != value else value  # noqa: PLR0124
 
 

@@ -348,7 +348,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _is_local(host: str | None) -> bool:
-    """Return whether a Host header is absent, an address or localhost."""
     try:
         name = urlsplit(f"//{(host or '').strip()}").hostname
         return name in (None, "localhost") or bool(ipaddress.ip_address(str(name)))

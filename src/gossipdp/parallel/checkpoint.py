@@ -406,7 +406,6 @@ def _files_to_go_on_from(
 
 
 def _holds_files(directory: Path) -> bool:
-    """Return whether there are checkpoints, whole or not."""
     return any(directory.glob("worker-*/step-*.safetensors"))
 
 

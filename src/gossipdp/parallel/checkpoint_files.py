@@ -156,7 +156,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Open a file; give it and its metadata."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file, dict(file.metadata() or {})

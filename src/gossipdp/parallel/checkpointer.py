@@ -270,7 +270,6 @@ class Checkpointer:
 
     @property
     def _is_written(self) -> bool:
-        """Return whether no write is under way."""
         return self._written is None or self._writer.has_ended(self._written)
 
     @property
@@ -305,7 +304,6 @@ class Checkpointer:
     # The content.
 
     def _draft(self, states: dict[str, Any] | None) -> Write:
-        """Copy the content of a checkpoint; return the function that writes it."""
         assert self._directory is not None
         started_s = time.perf_counter()
         captured, facts = self._engine.capture()

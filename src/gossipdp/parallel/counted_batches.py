@@ -170,7 +170,6 @@ class CountedBatches:
             )
 
     def _say_if_ended(self, loop: str) -> None:
-        """Warn about a loop without a step, once a run."""
         if not self.finished:
             return
         if self._engine.is_stopped:

@@ -150,7 +150,6 @@ class _Order:
         return getattr(self._loader, "_iterator", None) is not None
 
     def _generators(self) -> dict[str, Any]:
-        """Return each distinct random generator, by the place where it is held."""
         found: dict[str, Any] = {}
         # Not at the top: the name ``numpy.random`` makes numpy import it, and cython with it.
         arrays = numpy.random.Generator, numpy.random.RandomState

@@ -311,7 +311,6 @@ class FlatParameters:
         self._bind(view, flat)
 
     def _refuse_change(self, view: View, now: Tensor) -> None:
-        """Raise if a tensor has not the shape, type and device that it had."""
         flat = self._flats[view.segment]
         then = tuple(view.shape), flat.dtype, flat.device
         pairs = zip(then, (tuple(now.shape), now.dtype, now.device), strict=True)

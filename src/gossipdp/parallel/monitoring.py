@@ -273,7 +273,6 @@ class RunLogging:
             self._wake.clear()
 
     def _look(self, finally_: bool = False) -> None:
-        """Write all that is new and due."""
         try:
             self._write_new(finally_)
         except Exception as error:
@@ -334,7 +333,6 @@ class RunLogging:
 
 
 def _one_loss(loss: Tensor | float) -> Tensor | float:
-    """Return a loss as a number, or apart from its graph if it is on a device."""
     if not isinstance(loss, Tensor):
         try:
             return float(loss)
@@ -347,7 +345,6 @@ def _one_loss(loss: Tensor | float) -> Tensor | float:
 
 
 def _mean_loss(losses: Sequence[float]) -> float:
-    """Return the mean of the losses; NaN if there is none."""
     return sum(losses) / len(losses) if losses else math.nan
 
 
@@ -405,7 +402,6 @@ def describe(engine: GossipEngine) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer's kind and the numbers of its first group."""
     group = optimizer.param_groups[0]
     numbers = [
         f"{name}={value:g}" if isinstance(value, int | float) else f"{name}={value}"

@@ -230,7 +230,6 @@ def _is_like(moment: Tensor, before: Tensor, after: Tensor) -> bool:
 
 
 def _is_between(held: Tensor, before: Tensor, after: Tensor) -> bool:
-    """Return whether values lie on the way from ``before`` to ``after``."""
     step = after - before
     size = float(step @ step)
     along = min(1.0, max(0.0, float((held - before) @ step) / size)) if size else 0.0

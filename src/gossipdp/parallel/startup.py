@@ -170,7 +170,6 @@ class Startup:
             self._work_out.close()
 
     def _take_place(self, rank: int, num_workers: int, incarnation: int) -> None:
-        """Take a rank among the workers that the run began with, or beyond them."""
         options = self.options
         self.rank, self.world_size, self.incarnation = rank, num_workers, incarnation
         if self._page is not None:
@@ -424,7 +423,6 @@ class Startup:
             chunk.restored()
 
     def _call(self, function: Callable[[], Result]) -> Result:
-        """Return a function's result, in the gossip thread."""
         return self._thread.call(function).result()
 
 

@@ -198,7 +198,6 @@ class _Packer:
 
 
 def _key(value: Any, place: str) -> bool | int | float | str | None:
-    """Return a number, a text or None as a value of Python's own class."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -295,7 +294,6 @@ class StateLayout:
 
 
 def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a value with its tensors in place of their layouts."""
     match value:
         case TensorLayout():
             return value.fill(tensors)

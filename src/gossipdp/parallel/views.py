@@ -57,11 +57,6 @@ class View:
         return self.tensor.dtype in AVERAGED_DTYPES
 
     @property
-    def is_number(self) -> bool:
-        """True unless the values are integers, as packed weights are."""
-        return self.is_plain and (self.tensor.is_floating_point() or self.tensor.is_complex())
-
-    @property
     def is_plain(self) -> bool:
         """True if flat memory of its type can hold it: no quantized or packed values."""
         is_own_kind = type(self.held) not in (Tensor, nn.Parameter) and not self.is_shard
@@ -239,7 +234,12 @@ def _set_following(views: Sequence[View], exchange_frozen: bool) -> None:
     """
     trained = sum(view.tensor.nbytes for view in views if view.role is Role.TRAINED)
     parameters = [view for view in views if view.role is Role.FROZEN]
-    packed = [view for view in views if view.role is Role.COPIED and not view.is_number]
+    packed = [
+        view
+        for view in views
+        if view.role is Role.COPIED
+        and (not view.is_plain or not (view.held.is_floating_point() or view.held.is_complex()))
+    ]
     for others in (parameters, [] if exchange_frozen else packed):
         is_small = sum(view.tensor.nbytes for view in others) <= MOST_UNOPTIMIZED * trained
         for view in others:

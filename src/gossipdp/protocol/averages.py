@@ -251,7 +251,6 @@ class LiveAverages:
         self._join(ask, None)
 
     def _join(self, ask: AskAverage, blame: Blame | None) -> None:
-        """Take part in a sum, in place of an older one of the same caller."""
         self._forget(ask.epoch.leader)
         reduction = Reduction(
             ask.epoch,
@@ -300,7 +299,6 @@ class LiveAverages:
         self._actions.append(AverageEnded(request.sum.epoch, count, reasons))
 
     def _repeat(self, request: _Request, peer: int) -> None:
-        """Repeat to ``peer`` all that it may have missed."""
         if peer in request.sum.children:
             if peer not in request.told:
                 self._say(peer, request.ask)

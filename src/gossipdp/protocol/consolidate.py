@@ -422,7 +422,6 @@ class Consolidation:
         self._join(begin, source)
 
     def _hear_of(self, epoch: Epoch) -> bool:
-        """Return whether ``epoch`` is higher than all others."""
         is_higher = self.highest is None or epoch.order > self.highest.order
         if is_higher:
             self.highest = epoch
@@ -546,7 +545,6 @@ class Consolidation:
         pull.stop = max(pull.stop, min(message.stop, self.total_chunks))
 
     def _repeat(self, attempt: _Attempt, peer: int) -> None:
-        """Repeat to ``peer`` all that it may have missed."""
         if attempt.is_refused:
             if peer == attempt.epoch.leader:
                 self._say_held(attempt)

@@ -184,5 +184,4 @@ class ExchangeRate:
 
 
 def _last() -> deque[float]:
-    """Return a queue that keeps the last values, of which the median counts."""
     return deque(maxlen=LAST_COSTS)

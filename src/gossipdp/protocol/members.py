@@ -387,7 +387,6 @@ class Progress:
         return totals
 
     def _store(self, entry: ProgressEntry, known: ProgressEntry | None, now: float) -> None:
-        """Put ``entry`` in the place of ``known``."""
         process = (entry.rank, entry.process_id)
         self.total_samples += entry.samples
         self.total_steps += entry.steps

@@ -235,7 +235,6 @@ class Presence:
     # --- notices ---------------------------------------------------------------------------
 
     def _compare(self, life: _Life, member: Member, now: float) -> None:
-        """Notice what the new record ``member`` says that the last one did not."""
         before, rank = life.member, member.rank
         if member.status is Status.DEAD:
             if before is None or before.status is not Status.DEAD:

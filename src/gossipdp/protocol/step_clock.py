@@ -126,5 +126,4 @@ class StepClock:
         return None if ahead > 1.0 else self._last_step + max(0.0, ahead) * self.step_seconds
 
     def _gap(self, least: float = 0.5, most: float = 1.5) -> float:
-        """Draw a gap, from ``least`` to ``most`` of the mean."""
         return self._random.uniform(least, most) / self._rate if self._rate > 0.0 else math.inf

@@ -342,7 +342,6 @@ class WorkerProtocol:
         return actions
 
     def _take(self, peer: int, message: Message, now: float) -> Sequence[_Inner]:
-        """Pass a message to the part of this worker that it is for."""
         rests = self.peers.rests(peer, now) and peer not in self.pairing.available
         if isinstance(message, Propose) and rests:
             return [Send[ExchangeMessage](peer, Busy(message.id, is_closed=True))]
@@ -562,7 +561,6 @@ class WorkerProtocol:
         return self._break(link.peer, link.reason) if self.peers.is_silent(link.peer) else []
 
     def _break(self, peer: int, reason: str) -> list[_Inner]:
-        """Close the link to ``peer``, which is silent or broke the rules."""
         return [*self._drop_link(peer), Unlink(peer, reason)]
 
     def _waits_end_at(self) -> float:
@@ -787,5 +785,4 @@ class WorkerProtocol:
         return [] if weights == self.pairing.available else self.pairing.set_available(weights)
 
     def _watch(self, now: float) -> None:
-        """Have the failure detector watch those whose silence matters."""
         self.detector.watch(self._presence.watched(is_held="hold" in self._closed_for), now)
