@@ -2,8 +2,8 @@
 
 A state is one stream of chunks. First the optimizers' state, if it is wanted: a small layout that
 describes it, then its tensors as they lie, copied between two steps. Then the parameters:
-z = x + pending + c/2 of every exchanged chunk, integer buffers and frozen parameters, each read
-under its chunk's lock. So the donor trains on, its main thread is not asked, and a transfer takes
+z = x + pending + c/2 of every averaged chunk, and the other buffers, each read under its chunk's
+lock. So the donor trains on, its main thread is not asked, and a transfer takes
 ``SLOTS`` chunks of memory, whatever the state's size. The taker lands all where it will stay.
 
 A worker takes one state at a time. A fetch is answered exactly once, by ``on_end``: with None, or

@@ -399,9 +399,9 @@ class GossipDataParallel(nn.Module):
         other at the ends of different models, both raise after three time-outs, unless
         ``timeout_s`` is given.
 
-        Afterwards parameters and float buffers are equal on all workers that were averaged, bit for
-        bit, integer buffers are those of the lowest rank, and the wrapper is closed: further steps
-        train this module alone.
+        Afterwards parameters and buffers are equal on all workers that were averaged, bit for bit:
+        those that exchanges do not average are the lowest rank's. The wrapper is closed: further
+        steps train this module alone.
 
         Raises:
             RuntimeError: it was called before, or workers wait for each other as above.
