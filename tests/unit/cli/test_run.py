@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from gossipdp.cli.main import main
-from gossipdp.cli.run import NOT_INHERITED, RunArguments, _common_variables, _join_line, run
+from gossipdp.cli.run import (
+    NOT_INHERITED,
+    RunArguments,
+    _common_variables,
+    _join_line,
+    run,
+    stopped_line,
+)
 from gossipdp.launcher import launch_plan, spares
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -50,6 +57,22 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs():
     assert _join_line(RunArguments(workers=4), [("10.0.0.1", 4), ("::1", 5)]) == (
         "to add a replica: gossipdp run --join 10.0.0.1:4,[::1]:5 --nproc-per-replica 2 SCRIPT"
     )
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_workers", "has_ended", "line"),
+    [
+        ([], 2, False, "stopped; nothing more was saved"),
+        ([], 2, True, "stopped after the end of the run; nothing more was saved"),
+        ([7, 7], 2, False, "stopped at step 7; start"),
+        ([9, 7], 2, True, "stopped at steps 7 to 9; start"),
+        ([7], 3, False, "stopped at step 7, which 1 of 3 workers saved; start"),
+    ],
+)
+def test_the_line_on_a_stop_says_who_saved_which_steps(steps, num_workers, has_ended, line):
+    saved = {rank: (step, "here") for rank, step in enumerate(steps)}
+    whole = f'{line} it again with resume="auto" to go on from here' if steps else line
+    assert stopped_line(saved, num_workers, has_ended=has_ended) == whole
 
 
 @pytest.mark.parametrize("option", ["--nnodes", "--node-rank", "--port"])
