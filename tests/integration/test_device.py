@@ -128,9 +128,8 @@ def test_training_on_a_device(kinds, wire_format, workers, tmp_path):
         assert result["distance"] < 1.0
         assert result["stats"].exchanges > 5
         assert result["stats"].checkpoints == 1
-        assert result["names"] == [
-            "mean", "count", "hidden.weight", "hidden.bias", "last.weight", "last.bias",
-        ]  # fmt: skip
+        layers = ["hidden.weight", "hidden.bias", "last.weight", "last.bias"]
+        assert result["names"] == ["running_mean", "running_var", "count", *layers]
         if kind != "host":
             assert result["stats"].kernels == "torch on the device"
         assert (result["queued"] > 1000) == (kind == "stand-in")
