@@ -152,7 +152,7 @@ BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
         ".": (388, 5), "cli": (1162, 6), "dynamics": (2524, 11), "gossip": (2641, 11),
         "graph": (700, 3), "integrations": (575, 5), "launcher": (3470, 13), "links": (3008, 12),
-        "observe": (1695, 8), "parallel": (7612, 24), "protocol": (5523, 18),
+        "observe": (1695, 8), "parallel": (7603, 24), "protocol": (5523, 18),
     },
     "src/gossipdp_lab": {
         ".": (320, 3), "demo": (1317, 7), "report": (1212, 6), "simulate": (3387, 19),

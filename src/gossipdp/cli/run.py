@@ -158,7 +158,7 @@ def run(arguments: RunArguments) -> int:
     given = {**os.environ, **_common_variables(arguments, num_workers)}
     plan = _plan(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
     others_may_join = plan.first_rank == 0 and bool(secret or tls)
-    num_shown, waits_since_s = -1, math.inf
+    num_shown, say_waits_at_s = -1, 0.0
     inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
     num_spares = min(arguments.spares, arguments.max_restarts) * arguments.nproc_per_replica
     spares = Spares(script, inherited, num_spares, _tell)
@@ -177,12 +177,12 @@ def run(arguments: RunArguments) -> int:
             write_process_end(path, failure.process_id, failure.ending.reason)
 
     def look() -> None:
-        nonlocal num_shown, waits_since_s
+        nonlocal num_shown, say_waits_at_s
         some_ended = len(supervisor.running) < plan.num_local
         if supervisor.is_complete and some_ended and not supervisor.ending:
-            waits_since_s = min(waits_since_s, time.monotonic())
-            if time.monotonic() - waits_since_s > SAY_WAITS_AFTER_S:
-                waits_since_s = math.nan  # said once
+            say_waits_at_s = say_waits_at_s or time.monotonic() + SAY_WAITS_AFTER_S
+            if time.monotonic() > say_waits_at_s:
+                say_waits_at_s = math.inf  # said once
                 who = " and ".join(f"worker {shown_rank(rank)}" for rank in supervisor.ranks)
                 _tell(f"the run is complete; waiting for {who} to end, unless Ctrl+C ends it")
         spares.follow(supervisor)

@@ -276,7 +276,8 @@ def copied_state(
     """Copy a module's ``state_dict`` to host memory; tied parameters stay one tensor.
 
     All processes of a replica call it together: they gather sharded tensors, one at a time. With
-    ``is_kept=False`` this process takes part in the gathering and keeps nothing.
+    ``is_kept=False`` this process takes part in the gathering and keeps nothing. Names in
+    ``without`` are left out.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
     state: dict[str, Any] = {}

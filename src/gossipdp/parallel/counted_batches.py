@@ -93,10 +93,10 @@ class CountedBatches:
         is_counted = self._checkpointer.is_within_batches or self._is_repeat
         if self._samples_per_step is not None or is_counted:
             return
-        for found in _path(batch)[-1:]:
-            if self._may_repeat and any(each() is found for each in self._forwarded):
+        if path := _path(batch):
+            if self._may_repeat and any(each() is path[-1] for each in self._forwarded):
                 return
-            self._forwarded.append(weakref.ref(found))
+            self._forwarded.append(weakref.ref(path[-1]))
         self._counted += _batch_size(batch, self._batch_dim) or 1
 
     def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:

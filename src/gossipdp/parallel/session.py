@@ -19,7 +19,7 @@ from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.reports import Report, send_report
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
+from gossipdp.parallel.checkpoint import Layout, Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpoint_files import in_use
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.counted_batches import CountedBatches
@@ -56,8 +56,8 @@ class Session:
         options = dataclasses.replace(options, checkpoints=replica.own_files(options.checkpoints))
         self._optimizers = optimizers
         self._saves = options.checkpoints.directory is not None
+        held = named_tensors(module, optimizers, options.exchange)
         if self._saves:
-            held = named_tensors(module, optimizers, options.exchange)
             check_savable(  # a parameter of a class of its own is saved as its plain values
                 {name: torch.empty(0, dtype=x.dtype, device="cpu") for name, x in held.items()},
                 "the module",
@@ -67,9 +67,8 @@ class Session:
             for optimizer in optimizers:
                 self._check_savable(optimizer)
         # A worker that joins a running job takes a live worker's state, and adds its own files.
-        resumption = None
-        if not environment.is_joining:
-            resumption = _resumption(module, optimizers, options, replica)
+        is_joining = environment.is_joining
+        resumption = None if is_joining else _resumption(layout_of(held), options, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
         self.monitoring = Monitoring(options, environment)
@@ -221,12 +220,7 @@ class Session:
             close()
 
 
-def _resumption(
-    module: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    options: Options,
-    replica: Replica,
-) -> Resumption | None:
+def _resumption(layout: Layout, options: Options, replica: Replica) -> Resumption | None:
     """Find the checkpoint that the run goes on from; one step for all processes of a replica.
 
     A process that was killed may have written one checkpoint more, or less, than the others. A run
@@ -242,7 +236,7 @@ def _resumption(
                 directory,
                 rank=environment.rank,
                 world_size=environment.world_size,
-                layout=layout_of(named_tensors(module, optimizers, options.exchange)),
+                layout=layout,
                 newest_step=newest_step,
             )
             (steps,) = replica.gather(-1 if resumption is None else resumption.counts.step)

@@ -85,9 +85,7 @@ class View:
 
 
 def views_of(
-    module: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    exchange: Exchange,
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange
 ) -> list[View]:
     """Return every distinct parameter and persistent buffer, in the module's own order.
 
@@ -99,11 +97,9 @@ def views_of(
     views = list(_views(module, _optimizer_of(module, optimizers, exchange.frozen), exchange))
     base = {id(view.held) for view in views if view.role is Role.FROZEN}
     for view in views:
-        if (
-            id(view.held) not in base
-            and (reason := refusal(device := view.tensor.device)) is not None
-        ):
-            raise ValueError(f"{view.name!r} is on {device}. {reason}")
+        reason = None if view.role is Role.FROZEN else refusal(view.tensor.device)
+        if reason is not None:
+            raise ValueError(f"{view.name!r} is on {view.tensor.device}. {reason}")
     names = [view.name for view in views if not view.is_parameter]
     for pattern in exchange.buffers or ():
         if not any(fnmatchcase(name, pattern) for name in names):
