@@ -26,6 +26,7 @@ from support.rows import (
     RowPlan,
     average_parameters,
     missing_package,
+    trained,
 )
 from torch import Tensor, nn
 
@@ -91,7 +92,7 @@ class WeightedBfloat16DDP(Bfloat16DDP):
 
 def _flat(net: nn.Module) -> Tensor:
     """Return a copy of its parameters, one after the other."""
-    return nn.utils.parameters_to_vector(net.parameters()).detach()
+    return nn.utils.parameters_to_vector(trained(net)).detach()
 
 
 class OuterNesterov:
@@ -114,7 +115,7 @@ class OuterNesterov:
         self._optimizer.step()
         # Copied: the network's parameters become views of what they are read from.
         after = self._anchor.detach().clone()
-        nn.utils.vector_to_parameters(after, self._net.parameters())
+        nn.utils.vector_to_parameters(after, trained(self._net))
 
     def state(self) -> dict[str, Any]:
         """Return the content of a checkpoint."""
@@ -167,7 +168,7 @@ class Bfloat16LocalSgd(LocalSgd):
         dist.all_reduce(drift)
         self._base += drift
         # Copied: the network's parameters become views of what they are read from.
-        nn.utils.vector_to_parameters(self._base.clone(), self.net.parameters())
+        nn.utils.vector_to_parameters(self._base.clone(), trained(self.net))
 
 
 class DiLoCo(LocalSgd):

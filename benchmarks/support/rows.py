@@ -193,7 +193,8 @@ class DistributedDataParallel(OneOptimizer):
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
         dist.init_process_group("gloo")
-        self.model = nn.parallel.DistributedDataParallel(net)
+        # All begin alike; a broadcast would also send what is frozen.
+        self.model = nn.parallel.DistributedDataParallel(net, init_sync=False)
 
     def account(self) -> dict[str, float]:
         return {"exchanges": self.steps}
@@ -274,9 +275,14 @@ def missing_package(needs: Mapping[str, str]) -> str | None:
     return None
 
 
+def trained(net: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are not frozen."""
+    return [parameter for parameter in net.parameters() if parameter.requires_grad]
+
+
 @torch.no_grad()
 def average_parameters(net: nn.Module, share: float) -> None:
     """Make all workers' parameters their average, in which this worker's weigh ``share``."""
-    flat = nn.utils.parameters_to_vector(net.parameters()) * share
+    flat = nn.utils.parameters_to_vector(trained(net)) * share
     dist.all_reduce(flat)
-    nn.utils.vector_to_parameters(flat, net.parameters())
+    nn.utils.vector_to_parameters(flat, trained(net))
