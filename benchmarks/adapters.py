@@ -1,7 +1,7 @@
 """Adapters beside a large frozen base, on unequal machines behind home lines: loss at equal time.
 
     python examples/lora.py base.pt --make
-    python benchmarks/adapters.py base.pt        writes benchmarks/results/adapters.{jsonl,json,md,png}
+    python benchmarks/adapters.py base.pt     writes benchmarks/results/adapters.{jsonl,json,md,png}
 
 Model and data are those of examples/lora.py. Three network namespaces (root) stand for machines,
 each behind 20 Mbit/s each way and 30 ms from every other. A step of eight windows takes 0.5, 0.75
@@ -9,9 +9,9 @@ and 1.5 s: a timed wait, in which this machine computes the gradients. All that 
 given to it: batches or steps by speed, and no first broadcast of the base.
 
 Rows of gossipdp are the command that a user would type, one on each machine. In one of them the
-second machine's worker is killed (SIGKILL) after a third of the time; its launcher starts it again.
-Learning rates are tuned by factors of two, with a seed that no row of the table has; synchronous
-rows take as many steps as a trial says fit into the time.
+second machine's worker is killed (SIGKILL) after a third of the time, and its launcher starts it
+again. Learning rates are tuned by factors of two, on a third of the time and a seed that the table
+does not have. The best of those runs says how many steps fit into the time, average included.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import itertools
 import json
 import math
 import os
-import resource
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,10 @@ FIELDS = ("row", "rate", "seed", "seconds", "kills", "units")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: what tells it from others. units: steps, or averages, of a synchronous row."""
+    """One run: what tells it from others.
+
+    units: steps of all workers, or of a synchronous row averages; 0: what fits if nothing delays.
+    """
 
     row: str
     rate: float
@@ -74,16 +76,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self, rank: int) -> RowPlan:
         """Return the arguments of a worker's row."""
         sizes, periods = self.name.batch_sizes(BATCH, SPEEDS), self.name.periods(SPEEDS)
-        samples = self.units * sum(size * each for size, each in zip(sizes, periods, strict=True))
+        unit = sum(size * each for size, each in zip(sizes, periods, strict=True))
         options = self.name.gossip_options("complete", "free")
         if options:
             from gossipdp import Network
 
             options |= {"network": Network(shared_memory="off")}
-            samples = round(self.seconds / STEP_S * sum(SPEEDS)) * BATCH
+            unit = BATCH
         return RowPlan(
             rank=rank,
-            samples=samples,
+            samples=unit * (self.units or round(self.seconds / STEP_S * sum(SPEEDS))),
             seed=self.seed,
             batch_sizes=sizes,
             periods=periods,
@@ -155,11 +157,9 @@ def run(job: Job, base: Path, hosts: EmulatedHosts) -> dict[str, Any]:
                     raise TimeoutError(f"{job.row} did not end")
                 path = folder / f"steps-{VICTIM}"
                 if job.kills and killed_s == math.inf and path.exists():
-                    first, last = (
-                        path.read_text().splitlines()[place].split() for place in (0, -1)
-                    )
-                    if now > float(first[0]) + job.seconds / 3:
-                        os.kill(int(last[-1]), signal.SIGKILL)
+                    first, *_, last = path.read_text().splitlines()
+                    if now > float(first.split()[0]) + job.seconds / 3:
+                        os.kill(int(last.split()[-1]), signal.SIGKILL)
                         killed_s = now
         finally:
             for machine in machines:
@@ -225,14 +225,28 @@ def measured(job: Job, runs: Simulations, base: Path, hosts: EmulatedHosts) -> d
     return known
 
 
-def in_time(job: Job, runs: Simulations, base: Path, hosts: EmulatedHosts) -> Job:
-    """Return the run with as many units as fit into its seconds, by a trial."""
-    if job.name.gossip_options("complete"):
-        return job
-    units = max(1, TRIAL_STEPS // (job.name.period or 1))
-    trial = msgspec.structs.replace(job, units=units, rate=FIRST_RATES[0], seed=0, kills=False)
-    took_s = measured(trial, runs, base, hosts)["trained_s"]
-    return msgspec.structs.replace(job, units=max(1, int(job.seconds / (took_s / units))))
+def in_time(job: Job, trial: dict[str, Any], took: str = "ended_s") -> Job:
+    """Return the run with as many units as fit into its seconds, by another run of its row."""
+    units = trial["units"] or sum(trial["steps"])
+    return msgspec.structs.replace(job, units=int(units * job.seconds / trial[took]))
+
+
+def tuned(row: str, options: argparse.Namespace, *place: Any) -> Job:
+    """Return the row's run in the whole time, at its best learning rate."""
+    job = Job(row=row, rate=FIRST_RATES[0], seed=0, seconds=options.seconds * TUNING_SHARE)
+    if not job.name.gossip_options("complete"):
+        trial = msgspec.structs.replace(job, units=max(1, TRIAL_STEPS // (job.name.period or 1)))
+        # Without its average, of which a short run has too much.
+        job = in_time(job, measured(trial, *place), "trained_s")
+    tried: dict[float, dict[str, Any]] = {}
+    while not (options.quick and tried):
+        rate = next_rate({each: loss_of(tried[each]) for each in tried}, FIRST_RATES)
+        if rate is None:
+            break
+        tried[rate] = measured(msgspec.structs.replace(job, rate=rate), *place)
+    best = best_rate({each: loss_of(tried[each]) for each in tried})
+    job = msgspec.structs.replace(job, rate=best, seconds=options.seconds)
+    return in_time(job, tried[best])
 
 
 def measure(options: argparse.Namespace, report: Report) -> dict[str, list[dict[str, Any]]]:
@@ -241,18 +255,8 @@ def measure(options: argparse.Namespace, report: Report) -> dict[str, list[dict[
     found: dict[str, list[dict[str, Any]]] = {}
     with EmulatedHosts(len(SLOWNESS), MBITS_PER_S, DELAY_MS) as hosts:
         place = runs, options.base, hosts
-        jobs = {}
-        for row in ROWS:
-            tuning = options.seconds * TUNING_SHARE
-            job = Job(row=row, rate=0.0, seed=0, seconds=tuning)
-            tried: dict[float, float] = {}
-            while not options.quick and (rate := next_rate(tried, FIRST_RATES)) is not None:
-                one = in_time(msgspec.structs.replace(job, rate=rate), *place)
-                tried[rate] = loss_of(measured(one, *place))
-            rate = best_rate(tried or {FIRST_RATES[0]: 0.0})
-            job = msgspec.structs.replace(job, rate=rate, seconds=options.seconds)
-            jobs[job.name.label] = in_time(job, *place)
-        jobs[KILLED] = msgspec.structs.replace(job, kills=True)  # the last row's
+        jobs = {(job := tuned(row, options, *place)).name.label: job for row in ROWS}
+        jobs[KILLED] = msgspec.structs.replace([*jobs.values()][-1], kills=True)
         for seed in range(1, options.rounds + 1):
             for label, job in jobs.items():
                 one = measured(msgspec.structs.replace(job, seed=seed), *place)
@@ -304,22 +308,18 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for label, (run, *_) in found.items():
-        values = [
-            math.nan if each is None else each / math.log(2) for each in run["losses_over_time"]
-        ]
-        left.plot([WINDOW_S * (index + 0.5) for index in range(len(values))], values, label=label)
+        losses = [each or math.nan for each in run["losses_over_time"]]
+        times_s = [WINDOW_S * (index + 0.5) for index in range(len(losses))]
+        left.plot(times_s, [each / math.log(2) for each in losses], label=label)
     left.set(xlabel="seconds", ylabel="training loss of all workers, bits a byte")
     left.legend(fontsize=8, frameon=False)
     killed = found[KILLED][0]
     for rank, counts in enumerate(killed["exchanges_over_time"]):
         times_s = [WINDOW_S * (index + 0.5) for index in range(len(counts) - 1)]
-        rates = [count / WINDOW_S for count in counts[:-1]]
-        right.plot(
-            times_s, rates, label=f"machine {rank + 1}, {STEP_S * SLOWNESS[rank]:g} s a step"
-        )
-    right.axvline(
-        killed["killed_s"], color="0.5", linestyle="--", label=f"machine {VICTIM + 1}: kill -9"
-    )
+        label = f"machine {rank + 1}, {STEP_S * SLOWNESS[rank]:g} s a step"
+        right.plot(times_s, [count / WINDOW_S for count in counts[:-1]], label=label)
+    line = {"color": "0.5", "linestyle": "--", "label": f"machine {VICTIM + 1}: kill -9"}
+    right.axvline(killed["killed_s"], **line)
     right.set(xlabel="seconds", ylabel="exchanges a second", ylim=(0, None))
     right.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
@@ -329,29 +329,20 @@ def wrapping() -> dict[str, float]:
     """Return what wrapping a base of 256 MB takes: MB at its peak and after, MB of a checkpoint."""
     from gossipdp import Checkpoints, GossipDataParallel
 
-    def held_mb() -> float:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+    def held_mb(name: str) -> float:
+        (line,) = re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(line) * 1024 / 1e6
 
     base, adapter = nn.Linear(8_000, 8_000), nn.Linear(8_000, 4, bias=False)
     net = nn.Sequential(base.requires_grad_(False), adapter)
     optimizer = torch.optim.AdamW(adapter.parameters())
     small = nn.Linear(4, 4)
     GossipDataParallel(small, torch.optim.AdamW(small.parameters())).close()  # code, loaded once
-    before = peak = held_mb()
-    is_over = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_over.wait(0.0005):
-            peak = max(peak, held_mb())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = held_mb("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
         model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(folder))
-        is_over.set()
-        thread.join()
-        after = held_mb()
+        peak, after = held_mb("VmHWM"), held_mb("VmRSS")
         net(torch.randn(2, 8_000)).sum().backward()
         optimizer.step()
         model.save_checkpoint()

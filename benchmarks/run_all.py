@@ -50,7 +50,6 @@ BENCHMARKS = (
     Benchmark("memory", ("--rounds", "1"), 35),
     Benchmark("shards", ("--rounds", "1"), 90),
     Benchmark("startup", ("--rounds", "2"), 70),
-    Benchmark("faults", ("--rounds", "2"), 90),
     Benchmark("independence", ("--real", "--rounds", "1", "--events", "stop"), 150),
     # The tables in the order in which they matter, should time run out.
     Benchmark("time_to_loss", ("slow_link", "--steps", "128", "--rows", FEW_ROWS), 160),

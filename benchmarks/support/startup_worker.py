@@ -3,7 +3,8 @@
     gossipdp run -n 4 --max-restarts 1 benchmarks/support/startup_worker.py PATH SPARE_S
 
 Worker 0 kills itself SPARE_S after its first exchange; its next process writes the seconds from
-then to its own first exchange to PATH. Nothing is imported here that a plain script would not
+then to its own first exchange to PATH. The others write those until they noticed it. Nothing is
+imported here that a plain script would not
 import.
 """
 
@@ -23,6 +24,7 @@ def main() -> None:
     import torch
 
     from gossipdp import GossipDataParallel
+    from gossipdp.links.clock import since_boot_s
 
     path, spare_s = Path(sys.argv[1]), float(sys.argv[2])
     net = torch.nn.Linear(8, 8, bias=False)
@@ -40,14 +42,17 @@ def main() -> None:
             time.sleep(STEP_S)
             optimizer.step()
 
+    death = path.with_suffix(".death")
     if os.environ["RANK"] != "0":
         until(path.exists)
+        noticed_s = model.stats().noticed[0].at_s - float(death.read_text("utf-8"))
+        path.with_suffix(f".noticed{os.environ['RANK']}").write_text(str(noticed_s), "utf-8")
     else:
         until(lambda: model.stats().exchanges > 0)
-        exchanged_s, death = time.monotonic(), path.with_suffix(".death")
+        exchanged_s = since_boot_s()
         if not death.exists():
-            until(lambda: time.monotonic() > exchanged_s + spare_s)  # a spare gets ready
-            death.write_text(str(time.monotonic()), "utf-8")
+            until(lambda: since_boot_s() > exchanged_s + spare_s)  # a spare gets ready
+            death.write_text(str(since_boot_s()), "utf-8")
             os.kill(os.getpid(), signal.SIGKILL)
         written = path.with_suffix(".new")
         written.write_text(str(exchanged_s - float(death.read_text("utf-8"))), "utf-8")

@@ -1,34 +1,14 @@
-"""The simulated benchmark of quality: its model's gradients, its search, its memory of runs."""
+"""The simulated benchmark of quality: its search, its memory of runs."""
 
 import math
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from quality_simulated import Runs, Setting, as_row, result_of, tables, tune
-from support.byte_model import ByteModel
 from support.finished_runs import MOST_WIDENINGS
-from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_gradients_written_by_hand_are_those_of_autograd():
-    objective = ByteModel(batch_size=4)
-    source = objective.begin(3, seed=5)
-    model = objective.make_model()
-    x = source.start + 0.1 * torch.randn(source.start.shape, generator=torch.Generator())
-    found = objective.begin(3, seed=5).gradients([2, 0], x[[2, 0]])
-    for place, rank in enumerate((2, 0)):
-        torch.nn.utils.vector_to_parameters(x[rank], model.parameters())
-        contexts, targets = objective.split(source.windows(rank))
-        loss = F.cross_entropy(model(contexts), targets)
-        expected = torch.autograd.grad(loss, list(model.parameters()))
-        torch.testing.assert_close(found.losses[place], loss.detach())
-        torch.testing.assert_close(
-            found.values[place], torch.cat([each.flatten() for each in expected])
-        )
 
 
 @pytest.mark.parametrize("best", [-5, 0, 4])
