@@ -44,7 +44,6 @@ OVERLAPS = ("resnet18", "launch-bound", "resnet18-shared-core")
 # Rows that send at each step need minutes over a slow link.
 FEW_ROWS = "ddp_bf16,local_sgd@16,diloco@64,a2cid2_lattice8@4"
 BENCHMARKS = (
-    Benchmark("update", (), 20),
     Benchmark("exchange", (), 25),
     Benchmark("overlap", ("--rounds", "2", *(f"--only={name}" for name in OVERLAPS)), 140),
     Benchmark("memory", ("--rounds", "1"), 35),

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from gossipdp import GossipDataParallel, ProgressLR
 
 CONTEXT, WIDTH, HEADS, DEPTH, RANK, ROWS = 64, 256, 4, 4, 16, 400_000
-LEARNING_RATE = 4e-3
+LEARNING_RATE = 0.016
 
 
 class Block(nn.Module):
@@ -126,38 +126,36 @@ if __name__ == "__main__":
     parser.add_argument("base", type=Path, help="the file of the base")
     parser.add_argument("--make", action="store_true", help="make it")
     parser.add_argument("--steps", type=int, default=400, help="of making it")
-    parser.add_argument("--samples", type=int, default=16_000, help="of all workers together")
+    parser.add_argument("--samples", type=int, default=6_000, help="of all workers together")
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.make:
         make_base(options.base, options.steps)
-        raise SystemExit
-    if not options.base.exists():
-        raise SystemExit(f"there is no {options.base}; --make makes it")
-
-    net = adapted(options.base)
-    text, held_out = prose()
-    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
-    model = GossipDataParallel(net, optimizer, budget_samples=options.samples)
-    schedule = ProgressLR(optimizer, model, "one_cycle")
-    with torch.no_grad():
-        before = loss_of(net, text, held_out).item()
-    generator = torch.Generator().manual_seed(model.worker_seed)
-    batches = [torch.randint(held_out[0] - CONTEXT, (8,), generator=generator) for _ in range(1000)]
-    for starts in model.batches(batches):
-        optimizer.zero_grad()
-        loss_of(net, text, starts).backward()
-        optimizer.step()
-        schedule.step()
-    stats = model.stats()
-    model.consolidate()
-    model.save_averaged("adapters.pt", base=False)
-    if model.is_lead:
+    elif not options.base.exists():
+        parser.error(f"there is no {options.base}; --make makes it")
+    else:
+        net = adapted(options.base)
+        text, held_out = prose()
+        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+        model = GossipDataParallel(net, optimizer, budget_samples=options.samples)
+        schedule = ProgressLR(optimizer, model, "one_cycle")
+        with torch.no_grad():
+            before = loss_of(net, text, held_out).item()
+        order = torch.Generator().manual_seed(model.worker_seed)
+        most = int(held_out[0]) - CONTEXT
+        batches = [torch.randint(most, (8,), generator=order) for _ in range(1000)]
+        for starts in model.batches(batches):
+            optimizer.zero_grad()
+            loss_of(net, text, starts).backward()
+            optimizer.step()
+            schedule.step()
+        exchanges = model.stats().exchanges
+        model.consolidate()
         with torch.no_grad():
             after = loss_of(net, text, held_out).item()
-        print(
-            f"{sum(each.numel() for each in net.parameters()):,} values, of which "
-            f"{sum(each.numel() for each in trained):,} train; {stats.exchanges} exchanges; "
-            f"loss {before:.2f} to {after:.2f}"
-        )
+        if model.is_lead:
+            model.save_averaged("adapters.pt", base=False)
+            total = sum(parameter.numel() for parameter in net.parameters())
+            print(f"{total:,} values, {sum(each.numel() for each in trained):,} of them trained")
+            print(f"{exchanges} exchanges; held-out loss {before:.3f} before, {after:.3f} after")

@@ -148,7 +148,10 @@ LOOKS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
         "end.samples, accuracy_of(ema, *valid), options.output.joinpath('best.pt').exists()",
         lambda a, b: a == b and 2 * 1440 <= a[0] < 4 * 1440 and a[1] > 0.3 and a[2],
     ),
-    "examples/lora.py": ("whole / thin", lambda a, b: min(a, b) > 3),
+    "examples/lora.py": (
+        "before, after, sorted(torch.load('adapters.pt'))[::4]",
+        lambda a, b: a == b and a[1] < a[0] and all("up" in n or "down" in n for n in a[2]),
+    ),
 }
 
 
@@ -213,8 +216,9 @@ def seen(
     text = (ROOT / complete).read_text()
     programs[complete] = [(text, ["--epochs", "1"]), (text, ["--epochs", "2"])]
     scripts[lora] = (ROOT / lora).read_text()
-    small = other(lora, "DEPTH, RANK = 64, 128, 4, 4, 4", "DEPTH, RANK = 32, 64, 4, 1, 2")
-    programs[lora] = [(small, ["--samples", "640"])]
+    small = other(lora, "= 64, 256, 4, 4, 16, 400_000", "= 32, 32, 4, 1, 2, 4_000")
+    make = ["base.pt", "--make", "--steps", "40"]
+    programs[lora] = [(small, make), (small, ["base.pt", "--samples", "1600"])]
     directory = tmp_path_factory.mktemp("your-script")
     return workers(run_programs, 2, (programs, directory), timeout_s=280)
 
