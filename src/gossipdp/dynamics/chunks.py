@@ -101,6 +101,7 @@ class Chunk:
         has_pending: True if the next boundary has anything to add. Known zeros are not added: with
             no exchange, training is bitwise that of the plain loop.
         is_compiled: True if numba's loops compute here.
+        is_square: True if the values are means of squares, of float32: never negative.
         device: where the values live.
         lock: guards pending, c, the phases and the flags; see the module.
         order: entered under the lock, so that a device does the holders' work in their order.
@@ -116,6 +117,7 @@ class Chunk:
         self.theta_c = -math.inf
         self.has_pending = False
         self.is_compiled = False
+        self.is_square = False
         self.device = Device()
         self._snapshot_at = 0
         self.lock = threading.Lock()
@@ -234,6 +236,20 @@ class Chunk:
         with self.lock, self.order:
             there = self._mine(mine), self.device.load(1, peers)
             squared_norm = self._exchange(*there, self._flow(theta), alpha_tilde)
+            self._exchanged(squared_norm, theta)
+            return squared_norm
+
+    def exchange_coded(
+        self, theta: float, delta: tuple[Tensor, Tensor], distances: Tensor, alpha_tilde: float
+    ) -> float:
+        """Do the same with whole differences and the exponents of their steps; compiled.
+
+        Writes the largest delta of each block to ``distances``.
+        """
+        with self.lock, self.order:
+            numbers = *self._flow(theta), alpha_tilde
+            coded = *delta, distances, *numbers
+            squared_norm = update.exchange_coded(self.pending, self.c, *coded)
             self._exchanged(squared_norm, theta)
             return squared_norm
 

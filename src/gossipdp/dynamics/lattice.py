@@ -16,6 +16,13 @@ integers' range, and |k_x - k_y| <= 128. A checksum over the part of k that did 
 the lowest byte, shows if decoding found the sender's k. It takes in all of that part: if two agree
 to the last bit and one then turns a weight of 1/2 to -1/2, they are just 2**24 steps apart.
 
+The checksum has 64 bits. For each block it holds two sums modulo 2**32: of a = k >> 8, and of a
+with its upper bits mixed into the lower ones, each times a weight of its place, odd and
+pseudo-random. The blocks' sums are chained by an odd factor. If decoding went wrong in one place of
+a block, or in two by one wrap each, the sums always differ; of other patterns they miss 1 in 2**64,
+or 1 in 2**48 where all a are off by multiples of 2**16. The weights are the same in every run: this
+is no defence against an enemy.
+
 The idea: Davies, Gurunathan, Moshrefi, Ashkboos, Alistarh, "New Bounds for Distributed Mean
 Estimation and Variance Reduction", ICLR 2021; for gossip: Nadiradze et al., "Asynchronous
 Decentralized SGD with Quantized and Local Updates" (SwarmSGD), NeurIPS 2021. Departures: a step
@@ -26,13 +33,12 @@ gradients, both end where float32 rounding ends; with gradients whose size varie
 block, the consensus distance is 1.11 times the exact exchange's without dither, 1.34 with it.
 """
 
-import zlib
+import functools
 
 import torch
 from torch import Tensor
 
-BLOCK = 512
-"""Number of values that share a step. With half or a quarter, error and failures change little."""
+from gossipdp.dynamics.machine_code import BLOCK, loop
 
 MARGIN = 4.0
 SHRINK = 0.8
@@ -43,93 +49,74 @@ follows half as fast. The error was 10%, 8%, 5% and 11% of the distance, root me
 LARGEST_EXPONENT = 120
 SMALLEST_EXPONENT = -120
 _FARTHEST = 127 * 2.0**LARGEST_EXPONENT  # a code bridges no more; 4 times it is no float32
-_MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
+CARRY = 0x9E3779B97F4A7C15  # odd: 2**64 over the golden ratio
+_MANTISSA_BITS = 24
 # The part of a value that rounding both ends to bfloat16 may hide: at most 2**-8 of each of the
 # two, and half of that as a rule.
 _HIDDEN_BY_BFLOAT16 = 2.0**-8
 
-# The type of k, and the bound on |k|, for each precision.
-_INTEGERS = {
-    torch.float32: (torch.int32, 2.0**30),
-    torch.float64: (torch.int64, 2.0**62),
-}
-
 
 def num_blocks(num_elements: int) -> int:
-    """Return the blocks for ``num_elements`` values, the last one filled up with zeros."""
+    """Return the blocks of ``num_elements`` values; the last one may be shorter."""
     return -(-num_elements // BLOCK)
 
 
-def power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 2**exponents, -126 to 127, put together from bits and so exact; shape (blocks, 1)."""
-    return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32).to(dtype).unsqueeze(1)
+@functools.cache
+def weights() -> Tensor:
+    """Return what each place of a block counts in the two sums: odd; int32, 2 BLOCK of them."""
+    found, state = [], 0
+    for _ in range(2 * BLOCK):  # splitmix64 (Steele, Lea, Flood, OOPSLA 2014)
+        state = (state + CARRY) % 2**64
+        mixed = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) % 2**64
+        found.append((mixed >> 32 | 1) - 2**31)
+    return torch.tensor(found, dtype=torch.int32, device="cpu")
+
+
+def encode(values: Tensor, exponents: Tensor, codes: Tensor, sizes: Tensor) -> int | None:
+    """Write the codes (uint8) of float32 ``values``, and the largest size of each block.
+
+    Shapes: of values and codes (n,); of ``exponents`` (int8), those of the steps, and of ``sizes``
+    (blocks,).
+
+    Returns:
+        The checksum; None if a block's values do not fit, or are not finite: so is its size then.
+
+    >>> step, codes = torch.tensor([-4], dtype=torch.int8), torch.empty(3, dtype=torch.uint8)
+    >>> checksum = encode(torch.full((3,), 3.03), step, codes, torch.empty(1))
+    >>> differences = torch.empty(3, dtype=torch.int8)
+    >>> decode(codes, step, torch.full((3,), -2.0), differences) == checksum
+    True
+    >>> differences.tolist()  # of 1/16 each
+    [-80, -80, -80]
+    """
+    word = torch.zeros(1, dtype=torch.int64, device="cpu")
+    fits = loop("encode")(values, exponents, codes, sizes, weights(), word) == 0.0
+    return int(word) if fits else None
+
+
+def decode(codes: Tensor, exponents: Tensor, near: Tensor, differences: Tensor) -> int:
+    """Write k of ``near``, which fits, minus k of the codes; return the latter's checksum.
+
+    The ``differences`` (int8) are right if the checksum is the sender's, and only then: see the
+    module.
+    """
+    word = torch.zeros(1, dtype=torch.int64, device="cpu")
+    loop("decode")(near, exponents, codes, differences, weights(), word)
+    return int(word)
+
+
+def difference(differences: Tensor, exponents: Tensor) -> Tensor:
+    """Return s times the whole ``differences``, float32; exact."""
+    steps = ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)  # put together from bits
+    return differences * steps.repeat_interleave(BLOCK)[: len(differences)]
 
 
 def largest(values: Tensor) -> Tensor:
     """Return the largest absolute value of each block, or NaN if it has one; shape (blocks,)."""
-    return values.abs().amax(dim=1)
-
-
-class Lattice:
-    """Coder and decoder of values of one precision, with its scratch memory.
-
-    Shapes: ``values`` and ``near`` (blocks, BLOCK), finite and of ``dtype``; codes the same and
-    uint8; differences the same and int8; ``exponents``, of the steps, (blocks,) and int8.
-
-    >>> lattice = Lattice(1, torch.float32)
-    >>> x, step = torch.full((1, BLOCK), 3.03), torch.tensor([-4], dtype=torch.int8)
-    >>> codes = torch.empty(1, BLOCK, dtype=torch.uint8)
-    >>> differences = torch.empty(1, BLOCK, dtype=torch.int8)
-    >>> checksum = lattice.encode(x, step, codes)
-    >>> checksum == lattice.decode(codes, step, torch.full((1, BLOCK), -2.0), differences)
-    True
-    >>> float(lattice.difference(differences, step, torch.empty(1, BLOCK))[0, 0])
-    -5.0
-    """
-
-    def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
-        integer, self._bound = _INTEGERS[dtype]
-        self._points = torch.empty(most_blocks, BLOCK, dtype=dtype, device="cpu")
-        self._k = torch.empty(most_blocks, BLOCK, dtype=integer, device="cpu")
-        self._other = torch.empty_like(self._k)
-        self._low = torch.empty_like(self._k, dtype=torch.uint8)
-
-    def fits(self, largest: Tensor, exponents: Tensor) -> bool:
-        """Return True if blocks with these largest values can be coded: |k| fits the integers."""
-        points = largest.unsqueeze(1) * power_of_two(-exponents, largest.dtype)
-        return bool((points < self._bound).all())
-
-    def encode(self, values: Tensor, exponents: Tensor, codes: Tensor) -> int:
-        """Write the codes of ``values``, which fit; return the checksum."""
-        k = self._rounded(values, exponents)
-        codes.copy_(k)  # modulo 256
-        return self._checksum(k)
-
-    def decode(self, codes: Tensor, exponents: Tensor, near: Tensor, differences: Tensor) -> int:
-        """Write k of ``near``, which fits, minus k of the codes; return the latter's checksum.
-
-        The differences are right if and, but for 1 case in 2**32, only if the checksum is the
-        sender's.
-        """
-        k = self._rounded(near, exponents)
-        low = self._low[: len(near)].copy_(k)
-        # From -128 to 127: the shorter way round the circle of 256.
-        torch.sub(low, codes, out=differences.view(torch.uint8))
-        k -= self._other[: len(near)].copy_(differences)
-        return self._checksum(k)
-
-    def difference(self, differences: Tensor, exponents: Tensor, out: Tensor) -> Tensor:
-        """Write s times the whole ``differences`` to ``out``, of ``dtype``; return it."""
-        return out.copy_(differences).mul_(power_of_two(exponents, out.dtype))
-
-    def _rounded(self, values: Tensor, exponents: Tensor) -> Tensor:
-        points = self._points[: len(values)]
-        torch.mul(values, power_of_two(-exponents, values.dtype), out=points)
-        return self._k[: len(values)].copy_(points.round_())
-
-    def _checksum(self, k: Tensor) -> int:
-        above = torch.bitwise_right_shift(k, 8, out=self._other[: len(k)])
-        return zlib.crc32(above.numpy().data)
+    whole = values.new_zeros(num_blocks(len(values)) * BLOCK)
+    whole[: len(values)] = values
+    return whole.view(-1, BLOCK).abs().amax(dim=1)
 
 
 class LatticeSteps:
@@ -149,14 +136,12 @@ class LatticeSteps:
 
     Args:
         num_blocks: blocks of the chunk.
-        dtype: the precision of the values that are coded.
     """
 
-    def __init__(self, num_blocks: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._reach = torch.zeros(num_blocks, device="cpu")
         self._largest = torch.zeros(num_blocks, device="cpu")
-        self._mantissa_bits = _MANTISSA_BITS[dtype]
 
     def exponents(self) -> Tensor:
         """Return the exponents of the steps that this worker needs: int8, of shape (blocks,).
@@ -164,24 +149,23 @@ class LatticeSteps:
         They are not finer than the values' own rounding, as that gains nothing.
         """
         by_reach = torch.frexp(self._reach / 127).exponent
-        by_rounding = torch.frexp(self._largest).exponent - self._mantissa_bits
+        by_rounding = torch.frexp(self._largest).exponent - _MANTISSA_BITS
         by_reach[self._reach == 0] = SMALLEST_EXPONENT
         by_rounding[self._largest == 0] = SMALLEST_EXPONENT
         return clamped(torch.maximum(by_reach, by_rounding))
 
-    def learn(self, difference: Tensor, sizes: Tensor, *, is_rounded: bool = False) -> None:
+    def learn(self, distances: Tensor, sizes: Tensor, *, is_rounded: bool = False) -> None:
         """Learn from an exchange that was applied.
 
         Args:
-            difference: that of the two snapshots, of shape (blocks, BLOCK).
+            distances: the largest differences of the two snapshots, of shape (blocks,).
             sizes: the largest absolute values of this worker's snapshot, of shape (blocks,).
             is_rounded: True if the snapshots were repeated in bfloat16, which hides differences.
         """
         hidden = _HIDDEN_BY_BFLOAT16 * sizes if is_rounded else 0.0
-        distance = (largest(difference) + hidden).float()
-        reach = torch.maximum(MARGIN * distance, SHRINK * self._reach)
+        reach = torch.maximum(MARGIN * (distances + hidden), SHRINK * self._reach)
         self._reach = reach.clamp_(max=_FARTHEST)  # infinity would not shrink
-        self._largest = sizes.float()
+        self._largest = sizes
 
 
 def clamped(exponents: Tensor) -> Tensor:

@@ -59,6 +59,9 @@ COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 MOST_AT_ONCE = 1 << 24
 """Values of one pass that needs scratch."""
 
+CODED = ("encode", "decode", "exchange_coded", "encode_squares", "decode_squares")
+"""Loops of the 8-bit codes."""
+
 LEAST_COMPILED_VALUES = 1_000_000
 """With fewer values to exchange, loading compiled loops costs more time than they ever save."""
 
@@ -216,6 +219,25 @@ def snapshot_and_exchange(
     return exchange(pending, c, out, peers, share, left, alpha_tilde)
 
 
+def exchange_coded(
+    pending: Tensor,
+    c: Tensor | None,
+    differences: Tensor,
+    exponents: Tensor,
+    distances: Tensor,
+    share: float,
+    left: float,
+    alpha_tilde: float,
+) -> float:
+    """Flow, then apply delta, whole ``differences`` (int8) times their steps; compiled.
+
+    Writes the largest delta of each block to ``distances``, and returns the squared norm.
+    """
+    momentum, numbers = (_or(c, pending), c is not None), (share, left, alpha_tilde)
+    coded = differences, exponents, distances
+    return loop("exchange_coded")(pending, *momentum, *coded, *numbers)
+
+
 def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, left: float = 1.0) -> None:
     """Write x + pending + left c/2: the flow ends there, and its mean over workers is conserved."""
     torch.add(x, pending, out=out)
@@ -308,7 +330,8 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
     So no later call is slow. For the errors see :func:`~gossipdp.dynamics.machine_code.loop`.
     """
     for name in machine_code.ARGUMENTS:
-        loop(name, x, wire)
+        if name not in CODED:
+            loop(name, x, wire)
 
 
 def _or(values: Tensor | None, instead: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 All arrays are addresses of ``size`` values. Those of ``pending``, ``c``, ``base`` and ``m`` are
 float32; those of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16.
-Without a ``c`` (or ``base``), ``has_c`` is False and any address takes its place.
+Without a ``c``, ``has_c`` is False and any address takes its place.
+
+The loops of :mod:`~gossipdp.dynamics.lattice` have arrays of one value a block besides.
 
 Rounding: the loops that hold delta are compiled without fast-math, so no operation is fused or
 reordered and delta is the exact negative of the other end's. Only :func:`_add_square` and
@@ -26,8 +28,10 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-_F32, _F64, _U32, _U16 = np.float32, np.float64, np.uint32, np.uint16
+_F32, _F64, _U64, _U32, _U16 = np.float32, np.float64, np.uint64, np.uint32, np.uint16
+_I8, _U8, _I16, _I32, _I64 = np.int8, np.uint8, np.int16, np.int32, np.int64
 _HALF = _F32(0.5)
+BLOCK, CARRY, MOST_POINTS = 512, _U64(0x9E3779B97F4A7C15), _F32(2.0**30)
 
 
 def compiled(name: str, arguments: Iterable[str], symbol: str) -> Any:
@@ -42,6 +46,13 @@ def compiled(name: str, arguments: Iterable[str], symbol: str) -> Any:
         "number": types.float64,
         "float32": pointer(types.float32),
         "bfloat16": pointer(types.uint16),
+        "uint8": pointer(types.uint8),
+        "int8": pointer(types.int8),
+        "block_int8": pointer(types.int8),
+        "block_int16": pointer(types.int16),
+        "block_float32": pointer(types.float32),
+        "weights": pointer(types.int32),
+        "word": pointer(types.int64),
     }
     signature = tuple(kinds[each] for each in arguments)
     # A wrapper for Python would need numba wherever the code is loaded.
@@ -219,3 +230,141 @@ def boundary(size: int, x: Any, pending: Any, c: Any, has_c: bool, share: float)
         for i in range(size):
             moved = _get(x, i) + pending[i]
             pending[i] = moved - _put(x, i, moved)
+
+
+@numba.njit(inline="always")
+def _power_of_two(exponent: Any) -> Any:
+    return _U32(_I32(exponent + _I32(127)) << _I32(23)).view(_F32)
+
+
+@numba.njit(inline="always")
+def _rounded(value: Any, scale: Any) -> Any:
+    return _I32(np.rint(_F32(value * scale)))
+
+
+@numba.njit(inline="always")
+def _chained(total: Any, first: Any, second: Any) -> Any:
+    return total * CARRY + _U64((_I64(first) << _I64(32)) + _I64(second))
+
+
+# Each result of int32 is cast: numba would go on in int64, of which half as many fit a register.
+
+
+def encode(
+    size: int, values: Any, exponents: Any, codes: Any, sizes: Any, weights: Any, word: Any
+) -> Any:
+    """Write codes, sizes and checksum; return 0 if all blocks fit."""
+    total, worst = _U64(0), 0.0
+    for block in range((size + BLOCK - 1) // BLOCK):
+        start = block * BLOCK
+        stop = min(start + BLOCK, size)
+        most = _I32(0)  # bits are in the order of the sizes, with infinity and NaN last
+        for i in range(start, stop):
+            most = max(most, _I32(_F32(values[i]).view(_I32) & _I32(0x7FFFFFFF)))
+        sizes[block] = _I32(most).view(_F32)
+        scale = _power_of_two(-_I32(exponents[block]))
+        if not sizes[block] * scale < MOST_POINTS:
+            worst = 1.0
+            continue
+        first, second = _I32(0), _I32(0)
+        for i in range(start, stop):
+            k = _rounded(values[i], scale)
+            codes[i] = _U8(k)
+            above, place = _I32(k >> _I32(8)), i - start
+            first = _I32(first + _I32(above * weights[place]))
+            mixed = _I32(above ^ _I32(above >> _I32(13)))
+            second = _I32(second + _I32(mixed * weights[BLOCK + place]))
+        total = _chained(total, first, second)
+    word[0] = _I64(total)
+    return worst
+
+
+def decode(
+    size: int, near: Any, exponents: Any, codes: Any, differences: Any, weights: Any, word: Any
+) -> None:
+    """Write k of ``near`` minus k of the codes, and the latter's checksum."""
+    total = _U64(0)
+    for block in range((size + BLOCK - 1) // BLOCK):
+        start = block * BLOCK
+        scale = _power_of_two(-_I32(exponents[block]))
+        first, second = _I32(0), _I32(0)
+        for i in range(start, min(start + BLOCK, size)):
+            k = _rounded(near[i], scale)
+            apart = _I8(_U8(k) - codes[i])
+            differences[i] = apart
+            above, place = _I32(_I32(k - _I32(apart)) >> _I32(8)), i - start
+            first = _I32(first + _I32(above * weights[place]))
+            mixed = _I32(above ^ _I32(above >> _I32(13)))
+            second = _I32(second + _I32(mixed * weights[BLOCK + place]))
+        total = _chained(total, first, second)
+    word[0] = _I64(total)
+
+
+@numba.njit(inline="always")
+def _level(bits: Any) -> Any:
+    return min(_I32(_I32(bits + _I32(1 << 19)) >> _I32(20)), _I32(0x7F6))
+
+
+def encode_squares(size: int, values: Any, tops: Any, codes: Any) -> None:
+    """Write the code of values that are finite and not negative."""
+    for block in range((size + BLOCK - 1) // BLOCK):
+        start = block * BLOCK
+        stop = min(start + BLOCK, size)
+        most = _I32(0)
+        for i in range(start, stop):
+            most = max(most, _F32(values[i]).view(_I32))
+        top = _level(most)
+        tops[block] = _I16(top)
+        for i in range(start, stop):
+            level = max(_I32(_level(_F32(values[i]).view(_I32)) - top + _I32(255)), _I32(1))
+            codes[i] = _U8(level if values[i] > _F32(0.0) else _I32(0))
+
+
+def decode_squares(size: int, out: Any, tops: Any, codes: Any) -> None:
+    """Write the values of a code."""
+    for block in range((size + BLOCK - 1) // BLOCK):
+        start = block * BLOCK
+        lowest = _I32(min(max(_I32(tops[block]), _I32(0)), _I32(0x7F6)) - _I32(255))
+        for i in range(start, min(start + BLOCK, size)):
+            level = _I32(max(_I32(lowest + _I32(codes[i])), _I32(0)) << _I32(20))
+            out[i] = _I32(level if codes[i] > _U8(0) else _I32(0)).view(_F32)
+
+
+def exchange_coded(
+    size: int,
+    pending: Any,
+    c: Any,
+    has_c: bool,
+    differences: Any,
+    exponents: Any,
+    distances: Any,
+    share: float,
+    left: float,
+    alpha_tilde: float,
+) -> Any:
+    """Flow, then apply delta = step times difference, which is finite; return its squared norm.
+
+    Writes the largest delta of each block to ``distances``.
+    """
+    q, s, g = _F32(share), _F32(left), _F32(alpha_tilde - 0.5)
+    squared_norm = 0.0
+    for block in range((size + BLOCK - 1) // BLOCK):
+        start = block * BLOCK
+        stop = min(start + BLOCK, size)
+        step = _power_of_two(_I32(exponents[block]))
+        most, squares = _I32(0), _I32(0)
+        for i in range(start, stop):
+            apart = _I32(differences[i])
+            most = max(most, _I32(abs(apart)))
+            squares = _I32(squares + _I32(apart * apart))
+        if has_c:
+            for i in range(start, stop):
+                delta, momentum = step * _F32(_I32(differences[i])), c[i]
+                pending[i] = (pending[i] + q * momentum) - _HALF * delta
+                c[i] = s * momentum - g * delta
+        else:
+            for i in range(start, stop):
+                pending[i] = pending[i] - _HALF * (step * _F32(_I32(differences[i])))
+        distances[block] = step * _F32(most)
+        squared_norm += _F64(step) * _F64(step) * _F64(squares)
+    return squared_norm

@@ -32,12 +32,22 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import Chunk, Role
-from gossipdp.dynamics.lattice import BLOCK, Lattice, LatticeSteps, clamped, largest, num_blocks
+from gossipdp.dynamics.lattice import (
+    LatticeSteps,
+    clamped,
+    decode,
+    difference,
+    encode,
+    largest,
+    num_blocks,
+)
+from gossipdp.dynamics.machine_code import loop
+from gossipdp.dynamics.squares import coded_bytes, decode_squares, encode_squares
 from gossipdp.dynamics.state import State
-from gossipdp.dynamics.update import is_finite
+from gossipdp.dynamics.update import CODED, is_finite
 
 PAGE_BYTES = 4096
-_CHECKSUM = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<q")
 
 Allocate: TypeAlias = Callable[[int], memoryview]
 _Given = ParamSpec("_Given")
@@ -107,7 +117,7 @@ class Codec:
     of any type: the arithmetic sees a tensor, the link bytes.
 
     A *certain* chunk travels as values, which the peer can always read. Any other is *coded*: a
-    checksum of 4 bytes, and one byte a value. Before the first chunk each end sends the step of
+    checksum of 8 bytes, and one byte a value. Before the first chunk each end sends the step of
     every block that it needs; the larger of the two is used. From each exchange the steps of the
     next are learnt. A chunk that is too small for a code is certain.
 
@@ -138,29 +148,29 @@ class Codec:
         self._memory = memoryview(b"")
         self._slot_of: dict[int, int] = {}
         self._renew()
-        self._prepare_codes([chunk for chunk in state.chunks if not self.is_certain(chunk)])
+        self._prepare_codes(
+            [chunk for chunk in state.chunks if not self.is_certain(chunk)],
+            [chunk for chunk in state.moment_chunks if self._is_square(chunk)],
+        )
         dtypes = {self._dtype(chunk) for chunk in state.chunks}
         if wire_format.is_coded:  # the code's difference, and repeats
             dtypes |= {torch.float32, torch.bfloat16}
         for dtype in dtypes:
             state.compile_for(dtype)
 
-    def _prepare_codes(self, coded: Sequence[Chunk]) -> None:
-        blocks = {chunk.index: num_blocks(chunk.num_elements) for chunk in coded}
-        self._steps = {
-            chunk.index: LatticeSteps(blocks[chunk.index], chunk.pending.dtype) for chunk in coded
-        }
+    def _prepare_codes(self, coded: Sequence[Chunk], squares: Sequence[Chunk]) -> None:
+        self._steps = {each.index: LatticeSteps(num_blocks(each.num_elements)) for each in coded}
         self._exponents: dict[int, Tensor] = {}
+        blocks = sum(steps.num_blocks for steps in self._steps.values())
         # A frame is not empty, even if nothing is coded.
-        self._needed = torch.zeros(max(1, sum(blocks.values())), dtype=torch.int8, device="cpu")
+        self._needed = torch.zeros(max(1, blocks), dtype=torch.int8, device="cpu")
         self.preface_landing = tensor_bytes(torch.zeros_like(self._needed))
         """Room for the preface that the peer's :meth:`start` returned."""
-        self._code_slots: dict[torch.dtype, list[_CodeSlot]] = {}
-        self._scratch: dict[torch.dtype, _Scratch] = {}
-        for dtype in {chunk.pending.dtype for chunk in coded}:
-            most = max(blocks[chunk.index] for chunk in coded if chunk.pending.dtype == dtype)
-            self._code_slots[dtype] = [_CodeSlot(most, dtype) for _ in range(self.window)]
-            self._scratch[dtype] = _Scratch(most, dtype)
+        most = max((each.num_elements for each in (*coded, *squares)), default=0)
+        self._code_slots = [_CodeSlot(most) for _ in range(self.window if coded else 0)]
+        self._values = torch.zeros(most, device="cpu")
+        for name in CODED if most else ():
+            loop(name)
 
     def _renew(self) -> None:
         """Ask for the memory again; if it is another one, the former content is lost."""
@@ -192,10 +202,17 @@ class Codec:
         """Return whether the peer can always read the chunk; else it sends a verdict on each."""
         if not self._format.is_coded or chunk.role is not Role.TRAINED:
             return True
+        if chunk.pending.dtype != torch.float32:
+            return True
         return _CHECKSUM.size + chunk.num_elements > chunk.pending.nbytes
+
+    def _is_square(self, chunk: Chunk) -> bool:
+        return self._format.is_coded and chunk.is_square
 
     def num_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk on its way, unless it must be repeated."""
+        if self._is_square(chunk):
+            return coded_bytes(chunk.num_elements)
         if self.is_certain(chunk):
             return chunk.num_elements * self._dtype(chunk).itemsize
         return _CHECKSUM.size + chunk.num_elements
@@ -239,6 +256,10 @@ class Codec:
         """
         if not self.is_certain(chunk):
             self._encode_difference(chunk, theta)
+        elif self._is_square(chunk):
+            snapshot = self._values[: chunk.num_elements]
+            chunk.snapshot(theta, snapshot)
+            encode_squares(snapshot, torch.frombuffer(self.room(chunk), dtype=torch.uint8))
         elif not chunk.snapshot(theta, self._tensor(chunk, self._dtype(chunk))):
             raise PoisonFound(ours=True)
 
@@ -255,6 +276,12 @@ class Codec:
         Raises:
             PoisonFound: our own snapshot holds NaN or infinity.
         """
+        if self._is_square(chunk):
+            if not is_encoded:
+                self.encode(chunk, theta)
+            values = self._values[: chunk.num_elements]
+            decode_squares(torch.frombuffer(payload, dtype=torch.uint8), values)
+            return chunk.exchange(theta, values, values, gain)
         mine = self._tensor(chunk, self._dtype(chunk))
         peers = torch.frombuffer(payload, dtype=mine.dtype)
         if is_encoded:
@@ -268,57 +295,45 @@ class Codec:
 
     def _encode_difference(self, chunk: Chunk, theta: float) -> None:
         """Code a snapshot; if the steps do not fit it, it is neither coded nor decoded."""
-        slot, scratch = self._code_slot(chunk), self._scratch[chunk.pending.dtype]
-        chunk.snapshot(theta, slot.snapshot[: chunk.num_elements])
-        snapshot = _blocks(slot.snapshot, chunk)
-        slot.snapshot[chunk.num_elements : snapshot.numel()] = 0
-        slot.sizes = largest(snapshot)
-        if not torch.isfinite(slot.sizes).all():
-            raise PoisonFound(ours=True)
-        slot.fits = scratch.lattice.fits(slot.sizes, self._exponents[chunk.index])
-        if slot.fits:
-            codes = _blocks(scratch.codes, chunk)
-            checksum = scratch.lattice.encode(snapshot, self._exponents[chunk.index], codes)
-            room = self.room(chunk)
+        slot, room = self._code_slot(chunk), self.room(chunk)
+        snapshot = slot.snapshot[: chunk.num_elements]
+        chunk.snapshot(theta, snapshot)
+        codes = torch.frombuffer(room, dtype=torch.uint8, offset=_CHECKSUM.size)
+        slot.sizes = torch.empty(num_blocks(chunk.num_elements), device="cpu")
+        checksum = encode(snapshot, self._exponents[chunk.index], codes, slot.sizes)
+        slot.fits = checksum is not None
+        if checksum is not None:
             _CHECKSUM.pack_into(room, 0, checksum)
-            torch.frombuffer(room, dtype=torch.uint8, offset=_CHECKSUM.size).copy_(
-                scratch.codes[: chunk.num_elements]
-            )
+        elif not torch.isfinite(slot.sizes).all():
+            raise PoisonFound(ours=True)
 
     @_timed
     def decode(self, chunk: Chunk, payload: memoryview) -> bool:
         """Decode the peer's code against our snapshot; return whether that could be done."""
-        slot, scratch = self._code_slot(chunk), self._scratch[chunk.pending.dtype]
+        slot, size = self._code_slot(chunk), chunk.num_elements
         if not slot.fits:
             return False
-        codes = _blocks(scratch.codes, chunk)
-        scratch.codes[: chunk.num_elements] = torch.frombuffer(
-            payload, dtype=torch.uint8, offset=_CHECKSUM.size
-        )
-        scratch.codes[chunk.num_elements : codes.numel()] = 0
-        checksum = scratch.lattice.decode(
-            codes,
-            self._exponents[chunk.index],
-            _blocks(slot.snapshot, chunk),
-            _blocks(slot.differences, chunk),
-        )
+        codes = torch.frombuffer(payload, dtype=torch.uint8, offset=_CHECKSUM.size)
+        near, differences = slot.snapshot[:size], slot.differences[:size]
+        checksum = decode(codes, self._exponents[chunk.index], near, differences)
         return _CHECKSUM.unpack_from(payload) == (checksum,)
 
     @_timed
     def exchange_decoded(self, chunk: Chunk, theta: float, gain: float) -> float:
         """Apply what was decoded; return the squared norm of the difference.
 
-        The other end has exactly the negative of it; here it is exchanged against zero.
+        The other end has exactly the negative of it.
         """
-        slot, scratch = self._code_slot(chunk), self._scratch[chunk.pending.dtype]
-        delta = scratch.lattice.difference(
-            _blocks(slot.differences, chunk),
-            self._exponents[chunk.index],
-            _blocks(scratch.delta, chunk),
-        )
-        self._steps[chunk.index].learn(delta, slot.sizes)
-        flat = delta.view(-1)[: chunk.num_elements]
-        return chunk.exchange(theta, flat, scratch.zeros[: chunk.num_elements], gain)
+        slot = self._code_slot(chunk)
+        coded = slot.differences[: chunk.num_elements], self._exponents[chunk.index]
+        if chunk.is_compiled:
+            distances = torch.empty_like(slot.sizes)
+            squared_norm = chunk.exchange_coded(theta, coded, distances, gain)
+        else:  # against zero
+            delta, zeros = difference(*coded), self._values[: chunk.num_elements].zero_()
+            distances, squared_norm = largest(delta), chunk.exchange(theta, delta, zeros, gain)
+        self._steps[chunk.index].learn(distances, slot.sizes)
+        return squared_norm
 
     def repeat(self, chunk: Chunk) -> memoryview:
         """Return our snapshot in bfloat16, to be sent.
@@ -341,42 +356,24 @@ class Codec:
         peers = torch.frombuffer(payload, dtype=torch.bfloat16)
         squared_norm = chunk.exchange(theta, mine, peers, gain)
         if math.isfinite(squared_norm):
-            delta = _blocks(self._scratch[chunk.pending.dtype].delta, chunk)
-            delta.view(-1)[: chunk.num_elements].copy_(mine).sub_(peers)
-            delta.view(-1)[chunk.num_elements :] = 0
+            distances = largest(mine.float() - peers)
             sizes = self._code_slot(chunk).sizes
-            self._steps[chunk.index].learn(delta, sizes, is_rounded=True)
+            self._steps[chunk.index].learn(distances, sizes, is_rounded=True)
         return squared_norm
 
     def _code_slot(self, chunk: Chunk) -> "_CodeSlot":
-        return self._code_slots[chunk.pending.dtype][self._slot_of[chunk.index]]
+        return self._code_slots[self._slot_of[chunk.index]]
 
 
 @final
 class _CodeSlot:
-    """The record of an open coded chunk; tensors flat, of whole blocks."""
+    """The record of an open coded chunk."""
 
-    def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
-        self.snapshot = torch.zeros(most_blocks * BLOCK, dtype=dtype, device="cpu")
-        self.differences = torch.zeros_like(self.snapshot, dtype=torch.int8)
+    def __init__(self, most_values: int) -> None:
+        self.snapshot = torch.empty(most_values, device="cpu")
+        self.differences = torch.empty(most_values, dtype=torch.int8, device="cpu")
         self.sizes = torch.zeros(0, device="cpu")
         self.fits = False
-
-
-@final
-class _Scratch:
-    """The memory for the work on one coded chunk."""
-
-    def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
-        self.lattice = Lattice(most_blocks, dtype)
-        self.delta = torch.zeros(most_blocks * BLOCK, dtype=dtype, device="cpu")
-        self.codes = torch.zeros_like(self.delta, dtype=torch.uint8)
-        self.zeros = torch.zeros_like(self.delta)
-
-
-def _blocks(flat: Tensor, chunk: Chunk) -> Tensor:
-    """Return the part of ``flat`` that a chunk takes, as (blocks, BLOCK)."""
-    return flat[: num_blocks(chunk.num_elements) * BLOCK].view(-1, BLOCK)
 
 
 def make_codec(name: str, state: State, allocate: Allocate | None = None) -> Codec:
