@@ -43,8 +43,6 @@ ARGUMENTS = {
     "boundary": "x float32 float32 bool number",
     "encode": "float32 block_int8 uint8 block_float32 weights word",
     "decode": "float32 block_int8 uint8 int8 weights word",
-    "encode_squares": "float32 block_int16 uint8",
-    "decode_squares": "float32 block_int16 uint8",
     "exchange_coded": "float32 float32 bool int8 block_int8 block_float32 number number number",
 }
 """By loop, its arguments after ``size``: numbers, and arrays by their precision; ``x`` and ``wire``
@@ -59,7 +57,6 @@ _ARRAYS = {
     "uint8": (torch.uint8, 1),
     "int8": (torch.int8, 1),
     "block_int8": (torch.int8, BLOCK),
-    "block_int16": (torch.int16, BLOCK),
     "block_float32": (torch.float32, BLOCK),
     "weights": (torch.int32, 0),
     "word": (torch.int64, 0),

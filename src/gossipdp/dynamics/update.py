@@ -59,8 +59,8 @@ COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 MOST_AT_ONCE = 1 << 24
 """Values of one pass that needs scratch."""
 
-CODED = ("encode", "decode", "exchange_coded", "encode_squares", "decode_squares")
-"""Loops of the 8-bit codes."""
+CODED = ("encode", "decode", "exchange_coded")
+"""Loops of the 8-bit code."""
 
 LEAST_COMPILED_VALUES = 1_000_000
 """With fewer values to exchange, loading compiled loops costs more time than they ever save."""

@@ -42,7 +42,6 @@ from gossipdp.dynamics.lattice import (
     num_blocks,
 )
 from gossipdp.dynamics.machine_code import loop
-from gossipdp.dynamics.squares import coded_bytes, decode_squares, encode_squares
 from gossipdp.dynamics.state import State
 from gossipdp.dynamics.update import CODED, is_finite
 
@@ -148,17 +147,14 @@ class Codec:
         self._memory = memoryview(b"")
         self._slot_of: dict[int, int] = {}
         self._renew()
-        self._prepare_codes(
-            [chunk for chunk in state.chunks if not self.is_certain(chunk)],
-            [chunk for chunk in state.moment_chunks if self._is_square(chunk)],
-        )
+        self._prepare_codes([chunk for chunk in state.chunks if not self.is_certain(chunk)])
         dtypes = {self._dtype(chunk) for chunk in state.chunks}
         if wire_format.is_coded:  # the code's difference, and repeats
             dtypes |= {torch.float32, torch.bfloat16}
         for dtype in dtypes:
             state.compile_for(dtype)
 
-    def _prepare_codes(self, coded: Sequence[Chunk], squares: Sequence[Chunk]) -> None:
+    def _prepare_codes(self, coded: Sequence[Chunk]) -> None:
         self._steps = {each.index: LatticeSteps(num_blocks(each.num_elements)) for each in coded}
         self._exponents: dict[int, Tensor] = {}
         blocks = sum(steps.num_blocks for steps in self._steps.values())
@@ -166,9 +162,9 @@ class Codec:
         self._needed = torch.zeros(max(1, blocks), dtype=torch.int8, device="cpu")
         self.preface_landing = tensor_bytes(torch.zeros_like(self._needed))
         """Room for the preface that the peer's :meth:`start` returned."""
-        most = max((each.num_elements for each in (*coded, *squares)), default=0)
+        most = max((each.num_elements for each in coded), default=0)
         self._code_slots = [_CodeSlot(most) for _ in range(self.window if coded else 0)]
-        self._values = torch.zeros(most, device="cpu")
+        self._zeros = torch.zeros(most, device="cpu")
         for name in CODED if most else ():
             loop(name)
 
@@ -206,13 +202,8 @@ class Codec:
             return True
         return _CHECKSUM.size + chunk.num_elements > chunk.pending.nbytes
 
-    def _is_square(self, chunk: Chunk) -> bool:
-        return self._format.is_coded and chunk.is_square
-
     def num_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk on its way, unless it must be repeated."""
-        if self._is_square(chunk):
-            return coded_bytes(chunk.num_elements)
         if self.is_certain(chunk):
             return chunk.num_elements * self._dtype(chunk).itemsize
         return _CHECKSUM.size + chunk.num_elements
@@ -256,10 +247,6 @@ class Codec:
         """
         if not self.is_certain(chunk):
             self._encode_difference(chunk, theta)
-        elif self._is_square(chunk):
-            snapshot = self._values[: chunk.num_elements]
-            chunk.snapshot(theta, snapshot)
-            encode_squares(snapshot, torch.frombuffer(self.room(chunk), dtype=torch.uint8))
         elif not chunk.snapshot(theta, self._tensor(chunk, self._dtype(chunk))):
             raise PoisonFound(ours=True)
 
@@ -276,12 +263,6 @@ class Codec:
         Raises:
             PoisonFound: our own snapshot holds NaN or infinity.
         """
-        if self._is_square(chunk):
-            if not is_encoded:
-                self.encode(chunk, theta)
-            values = self._values[: chunk.num_elements]
-            decode_squares(torch.frombuffer(payload, dtype=torch.uint8), values)
-            return chunk.exchange(theta, values, values, gain)
         mine = self._tensor(chunk, self._dtype(chunk))
         peers = torch.frombuffer(payload, dtype=mine.dtype)
         if is_encoded:
@@ -330,7 +311,7 @@ class Codec:
             distances = torch.empty_like(slot.sizes)
             squared_norm = chunk.exchange_coded(theta, coded, distances, gain)
         else:  # against zero
-            delta, zeros = difference(*coded), self._values[: chunk.num_elements].zero_()
+            delta, zeros = difference(*coded), self._zeros[: chunk.num_elements]
             distances, squared_norm = largest(delta), chunk.exchange(theta, delta, zeros, gain)
         self._steps[chunk.index].learn(distances, slot.sizes)
         return squared_norm
