@@ -44,7 +44,7 @@ class Sums(FaultyNetwork):
         num_chunks: int = NUM_CHUNKS,
         chunk_s: Callable[[int], float] | None = None,
     ) -> None:
-        constants = Constants.of(build_graph(graph, num_workers, seed=seed))
+        constants = Constants.of(build_graph(graph, num_workers))
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(num_workers, num_chunks, generator=generator, dtype=torch.float64)
         population = Population(start, num_chunks, momentum=True)

@@ -45,13 +45,10 @@ class PlanArguments:
     """Workers."""
 
     graph: str = DEFAULT_GRAPH
-    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
+    """ring, path, star, complete, exponential or torus."""
 
     comm_rate: float | Literal["auto"] = 1.0
     """Exchanges per worker per gradient step; auto: as many as the links allow."""
-
-    seed: int = 0
-    """Seed of the random graphs."""
 
     parameters: float | None = option(None, positive_number)
     """Trained parameters of the model."""
@@ -84,7 +81,7 @@ def run(arguments: PlanArguments) -> int:
         raise ValueError("the number of workers is missing: pass --workers, such as --workers 64")
     from gossipdp.graph import Constants, build_graph
 
-    graph = build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
+    graph = build_graph(arguments.graph, arguments.workers)
     own_rate, comm_rate = _own_rate(arguments), arguments.comm_rate
     if comm_rate == "auto":
         if own_rate is None:

@@ -238,16 +238,12 @@ class Chunk:
             return squared_norm
 
     def exchange_coded(
-        self, theta: float, delta: tuple[Tensor, Tensor], distances: Tensor, alpha_tilde: float
+        self, theta: float, coded: tuple[Tensor, Tensor, Tensor], alpha_tilde: float
     ) -> float:
-        """Do the same with whole differences and the exponents of their steps; compiled.
-
-        Writes the largest delta of each block to ``distances``.
-        """
+        """Do the same with a coded delta: see :func:`.update.exchange_coded`."""
         with self.lock, self.order:
             numbers = *self._flow(theta), alpha_tilde
-            coded = *delta, distances, *numbers
-            squared_norm = update.exchange_coded(self.pending, self.c, *coded)
+            squared_norm = update.exchange_coded(self.pending, self.c, coded, *numbers)
             self._exchanged(squared_norm, theta)
             return squared_norm
 

@@ -41,28 +41,16 @@ ARGUMENTS = {
         "wire x float32 float32 bool wire float32 float32 number number number"
     ),
     "boundary": "x float32 float32 bool number",
-    "encode": "float32 block_int8 uint8 block_float32 weights word",
-    "decode": "float32 block_int8 uint8 int8 weights word",
+    "encode": "float32 block_int8 uint8 block_float32 any_int32 any_int64",
+    "decode": "float32 block_int8 uint8 int8 any_int32 any_int64",
     "exchange_coded": "float32 float32 bool int8 block_int8 block_float32 number number number",
 }
 """By loop, its arguments after ``size``: numbers, and arrays by their precision; ``x`` and ``wire``
-are the precisions of parameters and of snapshots."""
+are the precisions of parameters and of snapshots. ``block``: one value for each block; ``any``: as
+many as the loop reads."""
 BLOCK = 512
 """Values of a block of :mod:`~gossipdp.dynamics.lattice`: with half or a quarter, error and
 failures change little."""
-
-_ARRAYS = {
-    "float32": (torch.float32, 1),
-    "bfloat16": (torch.bfloat16, 1),
-    "uint8": (torch.uint8, 1),
-    "int8": (torch.int8, 1),
-    "block_int8": (torch.int8, BLOCK),
-    "block_float32": (torch.float32, BLOCK),
-    "weights": (torch.int32, 0),
-    "word": (torch.int64, 0),
-}
-"""By kind, the precision of an array, and for how many values it has one (0: it has as many as the
-loop reads)."""
 
 CHECKSUM_BYTES = 16
 
@@ -74,7 +62,9 @@ class Loop:
 
     def __init__(self, function: Callable[..., object], kinds: Sequence[str]) -> None:
         self._function = function
-        self._arrays = [_ARRAYS.get(kind) for kind in kinds]
+        parts = [kind.rpartition("_") for kind in kinds]
+        self._dtypes = [getattr(torch, name, None) for _, _, name in parts]
+        self._per = [{"": 1, "block": BLOCK, "any": 0}[prefix] for prefix, _, _ in parts]
         self._unused = ctypes.c_double()
 
     def __call__(self, *arguments: Tensor | float) -> float:
@@ -92,9 +82,8 @@ class Loop:
         first = arguments[0]
         size = first.numel() if isinstance(first, Tensor) else -1
         yield size
-        for array, each in zip(self._arrays, arguments, strict=True):
+        for dtype, per, each in zip(self._dtypes, self._per, arguments, strict=True):
             if isinstance(each, Tensor):
-                dtype, per = array or (None, 0)
                 is_short = per > 0 and each.numel() != -(-size // per)
                 if each.dtype is not dtype or is_short or not each.is_contiguous():
                     raise TypeError(

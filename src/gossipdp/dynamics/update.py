@@ -59,9 +59,6 @@ COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 MOST_AT_ONCE = 1 << 24
 """Values of one pass that needs scratch."""
 
-CODED = ("encode", "decode", "exchange_coded")
-"""Loops of the 8-bit code."""
-
 LEAST_COMPILED_VALUES = 1_000_000
 """With fewer values to exchange, loading compiled loops costs more time than they ever save."""
 
@@ -220,22 +217,13 @@ def snapshot_and_exchange(
 
 
 def exchange_coded(
-    pending: Tensor,
-    c: Tensor | None,
-    differences: Tensor,
-    exponents: Tensor,
-    distances: Tensor,
-    share: float,
-    left: float,
-    alpha_tilde: float,
+    pending: Tensor, c: Tensor | None, coded: tuple[Tensor, Tensor, Tensor], *numbers: float
 ) -> float:
-    """Flow, then apply delta, whole ``differences`` (int8) times their steps; compiled.
+    """Do the same with delta in whole numbers (int8), and the exponents of their steps; compiled.
 
-    Writes the largest delta of each block to ``distances``, and returns the squared norm.
+    The third tensor takes the largest delta of each block.
     """
-    momentum, numbers = (_or(c, pending), c is not None), (share, left, alpha_tilde)
-    coded = differences, exponents, distances
-    return loop("exchange_coded")(pending, *momentum, *coded, *numbers)
+    return loop("exchange_coded")(pending, _or(c, pending), c is not None, *coded, *numbers)
 
 
 def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, left: float = 1.0) -> None:
@@ -330,8 +318,7 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
     So no later call is slow. For the errors see :func:`~gossipdp.dynamics.machine_code.loop`.
     """
     for name in machine_code.ARGUMENTS:
-        if name not in CODED:
-            loop(name, x, wire)
+        loop(name, x, wire)
 
 
 def _or(values: Tensor | None, instead: Tensor) -> Tensor:

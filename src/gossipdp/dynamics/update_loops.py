@@ -50,8 +50,8 @@ def compiled(name: str, arguments: Iterable[str], symbol: str) -> Any:
         "int8": pointer(types.int8),
         "block_int8": pointer(types.int8),
         "block_float32": pointer(types.float32),
-        "weights": pointer(types.int32),
-        "word": pointer(types.int64),
+        "any_int32": pointer(types.int32),
+        "any_int64": pointer(types.int64),
     }
     signature = tuple(kinds[each] for each in arguments)
     # A wrapper for Python would need numba wherever the code is loaded.
@@ -241,11 +241,6 @@ def _rounded(value: Any, scale: Any) -> Any:
     return _I32(np.rint(_F32(value * scale)))
 
 
-@numba.njit(inline="always")
-def _chained(total: Any, first: Any, second: Any) -> Any:
-    return total * CARRY + _U64((_I64(first) << _I64(32)) + _I64(second))
-
-
 # Each result of int32 is cast: numba would go on in int64, of which half as many fit a register.
 
 
@@ -273,7 +268,7 @@ def encode(
             first = _I32(first + _I32(above * weights[place]))
             mixed = _I32(above ^ _I32(above >> _I32(13)))
             second = _I32(second + _I32(mixed * weights[BLOCK + place]))
-        total = _chained(total, first, second)
+        total = total * CARRY + _U64((_I64(first) << _I64(32)) + _I64(second))
     word[0] = _I64(total)
     return worst
 
@@ -295,7 +290,7 @@ def decode(
             first = _I32(first + _I32(above * weights[place]))
             mixed = _I32(above ^ _I32(above >> _I32(13)))
             second = _I32(second + _I32(mixed * weights[BLOCK + place]))
-        total = _chained(total, first, second)
+        total = total * CARRY + _U64((_I64(first) << _I64(32)) + _I64(second))
     word[0] = _I64(total)
 
 

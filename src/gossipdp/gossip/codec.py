@@ -11,7 +11,8 @@ full          as they are held                                 4 (float32)      
 bfloat16      rounded to bfloat16; those of 2 bytes as they    2                    2**-8 of the
               are                                                                   value
 lattice8      a code of the difference to the peer             1; 3 in a chunk      a few percent
-              (:mod:`~gossipdp.dynamics.lattice`)              that is repeated     of the distance
+              (:mod:`~gossipdp.dynamics.lattice`); those of    that is repeated     of the distance
+              8 bytes as they are
 ============  ===============================================  ===================  ===============
 
 Buffers of floating point (BatchNorm's statistics) always travel as they are held. Their values
@@ -31,19 +32,10 @@ from typing import Concatenate, ParamSpec, TypeAlias, TypeVar, final
 import torch
 from torch import Tensor
 
+from gossipdp.dynamics import lattice
 from gossipdp.dynamics.chunks import Chunk, Role
-from gossipdp.dynamics.lattice import (
-    LatticeSteps,
-    clamped,
-    decode,
-    difference,
-    encode,
-    largest,
-    num_blocks,
-)
-from gossipdp.dynamics.machine_code import loop
 from gossipdp.dynamics.state import State
-from gossipdp.dynamics.update import CODED, is_finite
+from gossipdp.dynamics.update import compile_loops, is_finite
 
 PAGE_BYTES = 4096
 _CHECKSUM = struct.Struct("<q")
@@ -155,7 +147,10 @@ class Codec:
             state.compile_for(dtype)
 
     def _prepare_codes(self, coded: Sequence[Chunk]) -> None:
-        self._steps = {each.index: LatticeSteps(num_blocks(each.num_elements)) for each in coded}
+        self._steps = {
+            each.index: lattice.LatticeSteps(lattice.num_blocks(each.num_elements))
+            for each in coded
+        }
         self._exponents: dict[int, Tensor] = {}
         blocks = sum(steps.num_blocks for steps in self._steps.values())
         # A frame is not empty, even if nothing is coded.
@@ -165,8 +160,8 @@ class Codec:
         most = max((each.num_elements for each in coded), default=0)
         self._code_slots = [_CodeSlot(most) for _ in range(self.window if coded else 0)]
         self._zeros = torch.zeros(most, device="cpu")
-        for name in CODED if most else ():
-            loop(name)
+        if coded:
+            compile_loops(torch.float32, torch.float32)
 
     def _renew(self) -> None:
         """Ask for the memory again; if it is another one, the former content is lost."""
@@ -196,9 +191,8 @@ class Codec:
 
     def is_certain(self, chunk: Chunk) -> bool:
         """Return whether the peer can always read the chunk; else it sends a verdict on each."""
-        if not self._format.is_coded or chunk.role is not Role.TRAINED:
-            return True
-        if chunk.pending.dtype != torch.float32:
+        is_coded = self._format.is_coded and chunk.role is Role.TRAINED
+        if not is_coded or chunk.pending.dtype != torch.float32:
             return True
         return _CHECKSUM.size + chunk.num_elements > chunk.pending.nbytes
 
@@ -224,7 +218,9 @@ class Codec:
 
     def agree(self, preface: memoryview) -> None:
         """Take in the peer's preface: the larger of both ends' steps holds."""
-        agreed = torch.maximum(self._needed, clamped(torch.frombuffer(preface, dtype=torch.int8)))
+        agreed = torch.maximum(
+            self._needed, lattice.clamped(torch.frombuffer(preface, dtype=torch.int8))
+        )
         sizes = [steps.num_blocks for steps in self._steps.values()]
         parts = torch.split(agreed[: sum(sizes)], sizes)
         self._exponents = dict(zip(self._steps, parts, strict=True))
@@ -280,8 +276,8 @@ class Codec:
         snapshot = slot.snapshot[: chunk.num_elements]
         chunk.snapshot(theta, snapshot)
         codes = torch.frombuffer(room, dtype=torch.uint8, offset=_CHECKSUM.size)
-        slot.sizes = torch.empty(num_blocks(chunk.num_elements), device="cpu")
-        checksum = encode(snapshot, self._exponents[chunk.index], codes, slot.sizes)
+        slot.sizes = torch.empty(lattice.num_blocks(chunk.num_elements), device="cpu")
+        checksum = lattice.encode(snapshot, self._exponents[chunk.index], codes, slot.sizes)
         slot.fits = checksum is not None
         if checksum is not None:
             _CHECKSUM.pack_into(room, 0, checksum)
@@ -296,7 +292,7 @@ class Codec:
             return False
         codes = torch.frombuffer(payload, dtype=torch.uint8, offset=_CHECKSUM.size)
         near, differences = slot.snapshot[:size], slot.differences[:size]
-        checksum = decode(codes, self._exponents[chunk.index], near, differences)
+        checksum = lattice.decode(codes, self._exponents[chunk.index], near, differences)
         return _CHECKSUM.unpack_from(payload) == (checksum,)
 
     @_timed
@@ -309,10 +305,13 @@ class Codec:
         coded = slot.differences[: chunk.num_elements], self._exponents[chunk.index]
         if chunk.is_compiled:
             distances = torch.empty_like(slot.sizes)
-            squared_norm = chunk.exchange_coded(theta, coded, distances, gain)
+            squared_norm = chunk.exchange_coded(theta, (*coded, distances), gain)
         else:  # against zero
-            delta, zeros = difference(*coded), self._zeros[: chunk.num_elements]
-            distances, squared_norm = largest(delta), chunk.exchange(theta, delta, zeros, gain)
+            delta, zeros = lattice.difference(*coded), self._zeros[: chunk.num_elements]
+            distances, squared_norm = (
+                lattice.largest(delta),
+                chunk.exchange(theta, delta, zeros, gain),
+            )
         self._steps[chunk.index].learn(distances, slot.sizes)
         return squared_norm
 
@@ -337,7 +336,7 @@ class Codec:
         peers = torch.frombuffer(payload, dtype=torch.bfloat16)
         squared_norm = chunk.exchange(theta, mine, peers, gain)
         if math.isfinite(squared_norm):
-            distances = largest(mine.float() - peers)
+            distances = lattice.largest(mine.float() - peers)
             sizes = self._code_slot(chunk).sizes
             self._steps[chunk.index].learn(distances, sizes, is_rounded=True)
         return squared_norm

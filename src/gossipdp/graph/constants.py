@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float64]
 
-# Rounding of the eigenvalues that the checks allow.
-SPECTRUM_TOLERANCE = 1e-6
-
 # Beyond these, chi1 chi2 is zero or infinite in double precision.
-LEAST_RATE, LARGEST_RATE = 1e-100, 1e100
+LEAST_RATE, LARGEST_RATE = 1e-90, 1e90
 
 MAX_CACHED = 64
 """The most graphs that a `LiveGraph` keeps, one for each set of live workers."""
@@ -36,7 +33,7 @@ WORTHWHILE_SPEEDUP = 1.1
 
 @dataclass(frozen=True)
 class Constants:
-    """Workers, edges and rates lambda_ij, checked, with all that derives from them.
+    """Workers, edges and rates lambda_ij, with all that derives from them; made by :meth:`of`.
 
         L     = sum_(i,j) lambda_ij (e_i - e_j)(e_i - e_j)^T
         chi1  = 1 / lambda_2(L)
@@ -102,50 +99,16 @@ class Constants:
         Raises:
             ValueError: ``graph`` is not valid, or ``comm_rate`` is not a positive number.
         """
-        if not (math.isfinite(comm_rate) and comm_rate > 0):
+        if not LEAST_RATE <= comm_rate <= LARGEST_RATE:
             raise ValueError(
-                f"comm rate {comm_rate} is not a positive number: it is the exchanges per worker "
-                "per gradient step, such as 1.0 (to train without exchanges, use method 'none')"
+                f"comm rate {comm_rate} is not a positive number of ordinary size: it is the "
+                "exchanges per worker per gradient step, such as 1.0 (to train without exchanges, "
+                "use method 'none')"
             )
         graph = checked_graph(graph)
         edges = tuple(graph.edges)
         rates = tuple(comm_rate / max(len(graph[i]), len(graph[j])) for i, j in edges)
         return cls(tuple(sorted(graph)), edges, rates)
-
-    def __post_init__(self) -> None:
-        if list(self.workers) != sorted(set(self.workers)) or not self.workers:
-            raise ValueError(f"workers {self.workers} must be ascending ranks, at least one")
-        if list(self.edges) != sorted(set(self.edges)) or any(i >= j for i, j in self.edges):
-            raise ValueError("edges must be distinct pairs (i, j) with i < j, ascending")
-        if len(self.rates) != len(self.edges):
-            raise ValueError(f"{len(self.edges)} edges need as many rates, not {len(self.rates)}")
-        for edge, rate in zip(self.edges, self.rates, strict=True):
-            if not LEAST_RATE <= rate <= LARGEST_RATE:
-                raise ValueError(
-                    f"the rate of edge {edge} is {rate:g}, but must be positive, from "
-                    f"{LEAST_RATE:g} to {LARGEST_RATE:g}"
-                )
-        graph = Graph(self.workers, self.edges)
-        if len(graph) > len(self.workers):
-            raise ValueError(f"edges name ranks that are not among the workers {self.workers}")
-        checked_graph(graph)
-        self._check_spectrum()
-
-    def _check_spectrum(self) -> None:
-        if not self.edges:
-            return
-        lambda_2, resistances = self._spectrum
-        # Foster's theorem: over any connected graph, sum lambda_ij R_ij = n - 1.
-        foster = float(np.dot(self.rates, resistances)) / (len(self.workers) - 1)
-        if not (
-            lambda_2 > 0
-            and abs(foster - 1.0) < SPECTRUM_TOLERANCE
-            and 0.5 * resistances.max() <= self.chi1 * (1.0 + SPECTRUM_TOLERANCE)
-        ):
-            raise ValueError(
-                f"rates from {min(self.rates):.3g} to {max(self.rates):.3g} are too far apart for "
-                "the constants to be computed: bring the rates of the edges closer together"
-            )
 
     @cached_property
     def chi1(self) -> float:

@@ -1,8 +1,8 @@
 """Graphs of workers: the named topologies, and the graph after deaths.
 
 A graph is undirected, connected and simple; its nodes are ranks and its edges are the pairs of
-workers that may exchange. The same name, number of workers and seed give the same graph in
-every process.
+workers that may exchange. The same name and number of workers give the same graph in every
+process.
 """
 
 from __future__ import annotations
@@ -10,21 +10,14 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-import random
 from collections.abc import Callable, Iterable
 from itertools import combinations, pairwise
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import networkx as nx
 
-
-RANDOM_REGULAR_DEGREE = 4
-"""Even, so that a random-regular graph exists for odd numbers of workers too."""
-
-MAX_RESAMPLES = 100
-"""The most draws of a random graph until one is connected."""
 
 Edges = Iterable[tuple[int, int]]
 
@@ -62,7 +55,7 @@ class Graph(dict[int, set[int]]):
         return sorted((i, j) for i, others in self.items() for j in others if i < j)
 
 
-def build_graph(graph: str | Graph | nx.Graph[int], num_workers: int, *, seed: int = 0) -> Graph:
+def build_graph(graph: str | Graph | nx.Graph[int], num_workers: int) -> Graph:
     """Build, or check and copy, the graph of ``num_workers`` workers.
 
     ==============  =============================================================================
@@ -71,20 +64,16 @@ def build_graph(graph: str | Graph | nx.Graph[int], num_workers: int, *, seed: i
     star            rank 0 with everyone
     complete        everyone with everyone
     exponential     rank i with i + 2^k mod n for every 2^k < n; the half hop n/2 is one edge
-    hypercube       ranks that differ in one bit; n must be a power of two
     torus           rows x columns, both closed to rings, as square as n allows (`torus_shape`);
                     for a prime n that is 1 x n, which is the ring
-    random-regular  four random neighbours each (all others where n <= 5), drawn from ``seed``
-    erdos-renyi     every edge with probability min(1, 2 ln(n) / n), drawn from ``seed``
     ==============  =============================================================================
 
-    The two random graphs are drawn again, from the same stream of numbers, until connected.
+    networkx makes others, such as a hypercube or random graphs.
 
     Args:
         graph: One of `GRAPH_NAMES`, or a networkx graph whose nodes are the ranks 0..n-1. Only
             the nodes and edges of a networkx graph count: rates come from `Constants.of`.
         num_workers: n, at least 1. One worker has no edges.
-        seed: Seed of the random graphs; the others ignore it.
 
     Returns:
         A new graph of the ranks 0..n-1, whose ``name`` says its kind.
@@ -114,7 +103,7 @@ def build_graph(graph: str | Graph | nx.Graph[int], num_workers: int, *, seed: i
         raise ValueError(f"graph {graph!r} of {num_workers} workers: there must be at least 1")
     shape = "{} x {}, ".format(*torus_shape(num_workers)) if graph == "torus" else ""
     name = f"{graph} ({shape}{count(num_workers, 'worker')})"
-    return Graph(range(num_workers), _BUILDERS[graph](num_workers, random.Random(seed)), name)
+    return Graph(range(num_workers), _BUILDERS[graph](num_workers), name)
 
 
 def checked_graph(graph: Graph | nx.Graph[int]) -> Graph:
@@ -291,18 +280,6 @@ def _circulant(num_workers: int, hops: Iterable[int]) -> Edges:
     return ((rank, (rank + hop) % num_workers) for rank in range(num_workers) for hop in hops)
 
 
-def _hypercube(num_workers: int) -> Edges:
-    dimension = num_workers.bit_length() - 1
-    if num_workers != 1 << dimension:
-        raise ValueError(
-            f"graph 'hypercube' of {num_workers} workers: their number must be a power of two. "
-            f"Use {1 << dimension} or {2 << dimension} workers, or graph 'exponential', which "
-            "mixes about as well with any number"
-        )
-    bits = [1 << power for power in range(dimension)]
-    return ((rank, rank ^ bit) for rank in range(num_workers) for bit in bits)
-
-
 def _torus(num_workers: int) -> Edges:
     rows, columns = torus_shape(num_workers)
     for rank in range(num_workers):
@@ -312,45 +289,13 @@ def _torus(num_workers: int) -> Edges:
         yield from ((rank, other) for other in (right, below) if other != rank)
 
 
-def _random_regular(num_workers: int, stream: random.Random) -> Edges:
-    degree = min(RANDOM_REGULAR_DEGREE, num_workers - 1)
-    name = f"random-regular of {num_workers} workers"
-    return _until_connected(
-        name, lambda nx: nx.random_regular_graph(degree, num_workers, seed=stream)
-    )
-
-
-def _erdos_renyi(num_workers: int, stream: random.Random) -> Edges:
-    # Twice the threshold of connectedness, so that a first draw fails with probability about 1/n.
-    probability = min(1.0, 2.0 * math.log(num_workers) / num_workers)
-    name = f"erdos-renyi of {num_workers} workers"
-    return _until_connected(
-        name, lambda nx: nx.gnp_random_graph(num_workers, probability, seed=stream)
-    )
-
-
-def _until_connected(name: str, draw: Callable[[Any], nx.Graph[int]]) -> Edges:
-    import networkx as nx  # takes a tenth of a second
-
-    for _ in range(MAX_RESAMPLES):
-        drawn = draw(nx)
-        if nx.is_connected(drawn):
-            return drawn.edges
-    raise ValueError(
-        f"graph {name!r}: none of {MAX_RESAMPLES} draws is connected. Use another seed or graph"
-    )
-
-
-_BUILDERS: dict[str, Callable[[int, random.Random], Edges]] = {
-    "ring": lambda n, _: _circulant(n, [1]),
-    "path": lambda n, _: pairwise(range(n)),
-    "star": lambda n, _: ((0, rank) for rank in range(1, n)),
-    "complete": lambda n, _: combinations(range(n), 2),
-    "exponential": lambda n, _: _circulant(n, (1 << power for power in range(n.bit_length()))),
-    "hypercube": lambda n, _: _hypercube(n),
-    "torus": lambda n, _: _torus(n),
-    "random-regular": _random_regular,
-    "erdos-renyi": _erdos_renyi,
+_BUILDERS: dict[str, Callable[[int], Edges]] = {
+    "ring": lambda n: _circulant(n, [1]),
+    "path": lambda n: pairwise(range(n)),
+    "star": lambda n: ((0, rank) for rank in range(1, n)),
+    "complete": lambda n: combinations(range(n), 2),
+    "exponential": lambda n: _circulant(n, (1 << power for power in range(n.bit_length()))),
+    "torus": _torus,
 }
 
 GRAPH_NAMES: tuple[str, ...] = tuple(_BUILDERS)

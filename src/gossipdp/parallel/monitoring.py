@@ -375,7 +375,7 @@ def _text(text: str) -> str:
 def describe(engine: GossipEngine) -> dict[str, Any]:
     """Return the configuration of one worker for its log, in plain values that JSON can hold."""
     options = engine.options
-    graph = build_graph(options.graph, engine.world_size, seed=options.seed)
+    graph = build_graph(options.graph, engine.world_size)
     parameters = list(engine.module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     described: dict[str, Any] = {

@@ -174,7 +174,7 @@ class Startup:
         self.rank, self.world_size, self.incarnation = rank, num_workers, incarnation
         if self._page is not None:
             self._page.bind(rank)
-        graph = build_graph(options.graph, num_workers, seed=options.seed)
+        graph = build_graph(options.graph, num_workers)
         self.graph = graph.name
         # The phase is measured in communication periods, so eta is that of comm rate 1.
         unit = Constants.of(graph)

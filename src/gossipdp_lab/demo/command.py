@@ -33,7 +33,7 @@ def check(arguments: DemoArguments) -> None:
 
     from gossipdp.graph import build_graph
 
-    build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
+    build_graph(arguments.graph, arguments.workers)
 
 
 def run(arguments: DemoArguments) -> int:

@@ -16,7 +16,7 @@ class SimulateArguments:
     """Simulate runs on a virtual clock, to choose graph and method."""
 
     graph: str = DEFAULT_GRAPH
-    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
+    """ring, path, star, complete, exponential or torus;
     several with commas."""
 
     workers: int = option(16, at_least_1)

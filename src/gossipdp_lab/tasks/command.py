@@ -57,7 +57,7 @@ def run(arguments: TrainArguments) -> int:
             "--max-restarts has no effect with --method allreduce, where a death ends the run: "
             "leave it out, or choose one of: a2cid2, gossip, none"
         )
-    build_graph(options.graph, arguments.workers, seed=options.seed)
+    build_graph(options.graph, arguments.workers)
 
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         from gossipdp_lab.tasks.training import train

@@ -28,7 +28,7 @@ class RunOptions:
     """a2cid2; gossip: plain pairwise averaging; allreduce: DDP; none: workers train apart."""
 
     graph: str = DEFAULT_GRAPH
-    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
+    """ring, path, star, complete, exponential or torus."""
 
     comm_rate: float | Literal["auto"] = option("auto", comm_rate)
     """Exchanges per worker per gradient step; auto: as many as there is room for."""

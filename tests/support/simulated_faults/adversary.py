@@ -42,7 +42,7 @@ MOST_ITEMS = 200_000
 """In all tables of one honest worker."""
 MOST_MESSAGES_PER_S = 400.0
 """That one honest worker sends, all news and answers to lies included."""
-GRAPHS = ("ring", "exponential", "complete", "random-regular")
+GRAPHS = ("ring", "exponential", "complete", "torus")
 LIES = ("stall", "lengths", "members", "deaths", "progress", "gains", "epochs", "ids")
 
 
@@ -204,7 +204,7 @@ class _Network(FaultyNetwork):
 def run_adversary(adversary: Adversary) -> list[str]:
     """Run a schedule: training, then consolidation; return what was out of bounds, in words."""
     random = Random(f"{adversary.seed} run")
-    constants = Constants.of(build_graph(adversary.graph, NUM_WORKERS, seed=adversary.seed))
+    constants = Constants.of(build_graph(adversary.graph, NUM_WORKERS))
     workers = make_workers(constants, seed=adversary.seed, timeout_s=TIMEOUT_S, num_chunks=3)
     network = _Network(
         adversary,

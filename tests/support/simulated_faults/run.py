@@ -93,7 +93,7 @@ class _Run:
         self.log = log
         self.random = Random(f"{schedule.seed} run")
         self.constants = Constants.of(
-            build_graph(schedule.graph, schedule.num_workers, seed=schedule.seed),
+            build_graph(schedule.graph, schedule.num_workers),
             1.0 if schedule.comm_rate == "auto" else schedule.comm_rate,
         )
         self.live_graph = LiveGraph(self.constants)

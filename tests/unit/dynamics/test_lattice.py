@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gossipdp.dynamics import update
 from gossipdp.dynamics.lattice import (
     CARRY,
     LatticeSteps,
@@ -156,6 +157,26 @@ def test_what_does_not_fit_is_said():
         checksum, _, sizes = encoded(values, fine)
         assert checksum is None
         assert sizes.isfinite().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("has_c", [True, False])
+def test_a_coded_exchange_is_the_reference_s(has_c):
+    size, generator = 2 * BLOCK + 7, torch.Generator().manual_seed(3)
+    pending, c = torch.randn(2, size, generator=generator)
+    differences = torch.randint(-128, 128, (size,), generator=generator).to(torch.int8)
+    exponents, distances = torch.tensor([-9, -12, 3], dtype=torch.int8), torch.empty(3)
+    delta = difference(differences, exponents).double()
+    share, left, alpha_tilde = 0.3, 0.6, 1.7
+    wanted = pending.double() - 0.5 * delta + (share * c.double() if has_c else 0.0)
+    wanted_c = left * c.double() - (alpha_tilde - 0.5) * delta
+    coded = differences, exponents, distances
+    numbers = share, left, alpha_tilde
+    norm = update.exchange_coded(pending, c if has_c else None, coded, *numbers)
+    assert norm == pytest.approx(float(delta @ delta), rel=1e-12)
+    torch.testing.assert_close(pending.double(), wanted, rtol=1e-6, atol=1e-6)
+    if has_c:
+        torch.testing.assert_close(c.double(), wanted_c, rtol=1e-6, atol=1e-6)
+    assert distances.tolist() == [float(part.abs().max()) for part in delta.split(BLOCK)]
 
 
 # Steps.

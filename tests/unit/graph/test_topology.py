@@ -4,7 +4,6 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from gossipdp.graph import topology
 from gossipdp.graph.topology import GRAPH_NAMES, attach, build_graph, torus_shape, without
 
 
@@ -14,12 +13,7 @@ def edges(graph):
 
 @pytest.mark.parametrize(
     ("name", "num_workers"),
-    [
-        (name, num_workers)
-        for name in GRAPH_NAMES
-        for num_workers in (1, 2, 3, 4, 5, 8, 13, 16, 64)
-        if name != "hypercube" or num_workers.bit_count() == 1
-    ],
+    [(name, num_workers) for name in GRAPH_NAMES for num_workers in (1, 2, 3, 4, 5, 8, 13, 16, 64)],
 )
 def test_every_graph_is_simple_connected_and_on_ranks(name, num_workers):
     graph = build_graph(name, num_workers)
@@ -32,24 +26,11 @@ def test_every_graph_is_simple_connected_and_on_ranks(name, num_workers):
     assert str(num_workers) in graph.name
 
 
-@pytest.mark.parametrize("name", GRAPH_NAMES)
-def test_the_same_seed_gives_the_same_graph(name):
-    assert build_graph(name, 16, seed=5) == build_graph(name, 16, seed=5)
-
-
-@pytest.mark.parametrize("name", ["random-regular", "erdos-renyi"])
-def test_another_seed_gives_another_random_graph(name):
-    assert edges(build_graph(name, 16, seed=0)) != edges(build_graph(name, 16, seed=1))
-
-
 def test_shapes_of_the_regular_graphs():
     assert edges(build_graph("ring", 5)) == [(0, 1), (0, 4), (1, 2), (2, 3), (3, 4)]
     assert edges(build_graph("path", 4)) == [(0, 1), (1, 2), (2, 3)]
     assert edges(build_graph("star", 4)) == [(0, 1), (0, 2), (0, 3)]
     assert edges(build_graph("complete", 3)) == [(0, 1), (0, 2), (1, 2)]
-    hypercube = nx.Graph(build_graph("hypercube", 16))
-    assert nx.is_isomorphic(hypercube, nx.hypercube_graph(4))
-    assert set(map(len, build_graph("random-regular", 15).values())) == {4}
 
 
 @pytest.mark.parametrize("num_workers", range(1, 31))
@@ -98,16 +79,6 @@ def test_numpy_ranks_become_ints():
     assert edges(built) == [(0, 1), (1, 2)]
 
 
-def test_a_disconnected_random_graph_is_drawn_again():
-    draws = iter([nx.empty_graph(3), nx.empty_graph(3), nx.path_graph(3)])
-    assert list(topology._until_connected("test", lambda _: next(draws))) == [(0, 1), (1, 2)]
-
-
-def test_draws_are_bounded():
-    with pytest.raises(ValueError, match=r"'test': none of 100 draws .* another seed"):
-        topology._until_connected("test", lambda _: nx.empty_graph(3))
-
-
 class TestWithout:
     def test_neighbours_of_the_dead_are_joined_in_a_ring(self):
         assert edges(without(build_graph("ring", 5), [2])) == [(0, 1), (0, 4), (1, 3), (3, 4)]
@@ -116,7 +87,7 @@ class TestWithout:
         assert edges(star) == [(1, 2), (1, 4), (2, 3), (3, 4)]
 
     def test_the_order_of_deaths_does_not_matter(self):
-        graph = build_graph("random-regular", 20, seed=3)
+        graph = build_graph("exponential", 20)
         dead = [3, 17, 4, 8, 9]
         shuffled = random.Random(0).sample(dead, len(dead))
         assert edges(without(graph, dead)) == edges(without(graph, [*shuffled, 3]))
