@@ -157,9 +157,9 @@ def run(job: Job, base: Path, hosts: EmulatedHosts) -> dict[str, Any]:
                     raise TimeoutError(f"{job.row} did not end")
                 path = folder / f"steps-{VICTIM}"
                 if job.kills and killed_s == math.inf and path.exists():
-                    first, *_, last = path.read_text().splitlines()
-                    if now > float(first.split()[0]) + job.seconds / 3:
-                        os.kill(int(last.split()[-1]), signal.SIGKILL)
+                    lines = path.read_text().splitlines() or ["inf 0"]
+                    if now > float(lines[0].split()[0]) + job.seconds / 3:
+                        os.kill(int(lines[-1].split()[-1]), signal.SIGKILL)
                         killed_s = now
         finally:
             for machine in machines:
