@@ -308,10 +308,8 @@ class Codec:
             squared_norm = chunk.exchange_coded(theta, (*coded, distances), gain)
         else:  # against zero
             delta, zeros = lattice.difference(*coded), self._zeros[: chunk.num_elements]
-            distances, squared_norm = (
-                lattice.largest(delta),
-                chunk.exchange(theta, delta, zeros, gain),
-            )
+            distances = lattice.largest(delta)
+            squared_norm = chunk.exchange(theta, delta, zeros, gain)
         self._steps[chunk.index].learn(distances, slot.sizes)
         return squared_norm
 
