@@ -1,6 +1,6 @@
 """The events of :mod:`~gossipdp.dynamics.update` as loops that numba compiles, one pass each.
 
-All arrays are addresses of ``size`` values. Those of ``pending``, ``c``, ``base`` and ``m`` are
+All arrays are addresses of ``size`` values. Those of ``pending`` and ``c`` are
 float32; those of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16.
 Without a ``c``, ``has_c`` is False and any address takes its place.
 
