@@ -61,10 +61,8 @@ def main() -> None:
     report = Report("startup", "The start of a killed worker", quick)
     measure_kill()  # compiles what is kept on disk, and is not counted
     kills = [measure_kill() for _ in range(rounds)]
-    back_s, noticed_s = (
-        Spread.of(back for back, _ in kills),
-        Spread.of(one for _, all_ in kills for one in all_),
-    )
+    back_s = Spread.of(back for back, _ in kills)
+    noticed_s = Spread.of(each for _, noticed in kills for each in noticed)
     spares = [measure_spare() for _ in range(rounds)]
     own_mb, cpu_s = (Spread.of(values) for values in zip(*spares, strict=True))
     report.tables.append(

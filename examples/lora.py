@@ -158,4 +158,4 @@ if __name__ == "__main__":
             model.save_averaged("adapters.pt", base=False)
             total = sum(parameter.numel() for parameter in net.parameters())
             print(f"{total:,} values, {sum(each.numel() for each in trained):,} of them trained")
-            print(f"{exchanges} exchanges; held-out loss {before:.3f} before, {after:.3f} after")
+            print(f"{exchanges} exchanges; {before:.3f} nats a byte before, {after:.3f} after")

@@ -4,8 +4,7 @@
 
 Worker 0 kills itself SPARE_S after its first exchange; its next process writes the seconds from
 then to its own first exchange to PATH. The others write those until they noticed it. Nothing is
-imported here that a plain script would not
-import.
+imported here that a plain script would not import.
 """
 
 from __future__ import annotations

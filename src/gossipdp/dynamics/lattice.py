@@ -98,8 +98,8 @@ def encode(values: Tensor, exponents: Tensor, codes: Tensor, sizes: Tensor) -> i
 def decode(codes: Tensor, exponents: Tensor, near: Tensor, differences: Tensor) -> int:
     """Write k of ``near``, which fits, minus k of the codes; return the latter's checksum.
 
-    The ``differences`` (int8) are right if the checksum is the sender's, and only then: see the
-    module.
+    The ``differences`` (int8) are right if the checksum is the sender's, but for the few patterns
+    that the module names; and only then.
     """
     word = torch.zeros(1, dtype=torch.int64, device="cpu")
     loop("decode")(near, exponents, codes, differences, weights(), word)

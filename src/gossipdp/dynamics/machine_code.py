@@ -84,8 +84,8 @@ class Loop:
         yield size
         for dtype, per, each in zip(self._dtypes, self._per, arguments, strict=True):
             if isinstance(each, Tensor):
-                is_short = per > 0 and each.numel() != -(-size // per)
-                if each.dtype is not dtype or is_short or not each.is_contiguous():
+                has_other = per > 0 and each.numel() != -(-size // per)
+                if each.dtype is not dtype or has_other or not each.is_contiguous():
                     raise TypeError(
                         f"a loop over {size} {dtype} was given {each.shape} {each.dtype}"
                     )

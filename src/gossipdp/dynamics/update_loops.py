@@ -1,10 +1,9 @@
 """The events of :mod:`~gossipdp.dynamics.update` as loops that numba compiles, one pass each.
 
-All arrays are addresses of ``size`` values. Those of ``pending`` and ``c`` are
-float32; those of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16.
-Without a ``c``, ``has_c`` is False and any address takes its place.
-
-The loops of :mod:`~gossipdp.dynamics.lattice` have arrays of one value a block besides.
+All arrays are addresses of ``size`` values. Those of ``pending`` and ``c`` are float32; those of
+``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16. Without a ``c``,
+``has_c`` is False and any address takes its place. The loops of :mod:`~gossipdp.dynamics.lattice`
+have arrays of one value a block besides, and its constants: this file's text names what is kept.
 
 Rounding: the loops that hold delta are compiled without fast-math, so no operation is fused or
 reordered and delta is the exact negative of the other end's. Only :func:`_add_square` and

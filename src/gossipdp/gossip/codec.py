@@ -34,8 +34,9 @@ from torch import Tensor
 
 from gossipdp.dynamics import lattice
 from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.machine_code import loop
 from gossipdp.dynamics.state import State
-from gossipdp.dynamics.update import compile_loops, is_finite
+from gossipdp.dynamics.update import is_finite
 
 PAGE_BYTES = 4096
 _CHECKSUM = struct.Struct("<q")
@@ -159,9 +160,8 @@ class Codec:
         """Room for the preface that the peer's :meth:`start` returned."""
         most = max((each.num_elements for each in coded), default=0)
         self._code_slots = [_CodeSlot(most) for _ in range(self.window if coded else 0)]
-        self._zeros = torch.zeros(most, device="cpu")
-        if coded:
-            compile_loops(torch.float32, torch.float32)
+        for name in ("encode", "decode", "exchange_coded") if coded else ():
+            loop(name)  # now, so that no exchange is slow
 
     def _renew(self) -> None:
         """Ask for the memory again; if it is another one, the former content is lost."""
@@ -307,9 +307,9 @@ class Codec:
             distances = torch.empty_like(slot.sizes)
             squared_norm = chunk.exchange_coded(theta, (*coded, distances), gain)
         else:  # against zero
-            delta, zeros = lattice.difference(*coded), self._zeros[: chunk.num_elements]
+            delta = lattice.difference(*coded)
             distances = lattice.largest(delta)
-            squared_norm = chunk.exchange(theta, delta, zeros, gain)
+            squared_norm = chunk.exchange(theta, delta, torch.zeros_like(delta), gain)
         self._steps[chunk.index].learn(distances, slot.sizes)
         return squared_norm
 
