@@ -364,7 +364,7 @@ class RowKind:
         return self.row is Gossip and self.method != "none"
 
 
-LATTICE8 = {"wire_format": "lattice8"}
+FULL, LATTICE8 = {"wire_format": "full"}, {"wire_format": "lattice8"}
 KINDS = {
     "ddp": RowKind("DDP, float32", DistributedDataParallel),
     "ddp_bf16": RowKind("DDP, bf16 hook", Bfloat16DDP),
@@ -387,14 +387,12 @@ KINDS = {
     "decent_dp": RowKind("Decent-DP", DecentDP, needs=DECENT_DP),
     "none": RowKind("no exchange, one average at the end", Gossip, "none"),
     "gossipdp": RowKind("gossipdp, defaults", Gossip, is_default=True),
-    "gossipdp_lattice8": RowKind(
-        "gossipdp, defaults, lattice8", Gossip, options=LATTICE8, is_default=True
-    ),
-    "gossip": RowKind("gossipdp, gossip", Gossip, "gossip", period="may"),
+    "gossipdp_full": RowKind("gossipdp, defaults, float32", Gossip, options=FULL, is_default=True),
+    "gossip": RowKind("gossipdp, gossip", Gossip, "gossip", FULL, period="may"),
     "gossip_lattice8": RowKind(
         "gossipdp, gossip, lattice8", Gossip, "gossip", LATTICE8, period="may"
     ),
-    "a2cid2": RowKind("gossipdp, a2cid2", Gossip, period="may"),
+    "a2cid2": RowKind("gossipdp, a2cid2", Gossip, options=FULL, period="may"),
     "a2cid2_lattice8": RowKind("gossipdp, a2cid2, lattice8", Gossip, "a2cid2", LATTICE8, "may"),
 }
 """By the name that the command takes, without its period."""

@@ -20,8 +20,8 @@ DEFAULT_GRAPH = "exponential"
 """Trains as well as any other with 4 to 64 workers (benchmarks/results/graphs.md), and costs each
 worker about 2 log2 n links. Up to 5 workers it is complete."""
 
-WireFormatName = Literal["full", "bfloat16", "lattice8"]
-"""The names of ``FORMATS`` in ``gossip/codec.py``, which imports torch."""
+WireFormatName = Literal["auto", "full", "bfloat16", "lattice8"]
+"""``auto``, and the names of ``FORMATS`` in ``gossip/codec.py``, which imports torch."""
 
 
 def one_of(choices: tuple[str, ...], name: str, value: Any) -> Any:

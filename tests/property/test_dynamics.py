@@ -72,10 +72,6 @@ class FastWorker:
         for chunk, one, other in zip(self.state.chunks, mine, peers, strict=True):
             chunk.exchange(self.theta, one, other, ALPHA_TILDE)
 
-    def exchange_at_once(self, peers: list[Tensor]) -> None:
-        for chunk, other in zip(self.state.chunks, peers, strict=True):
-            chunk.snapshot_and_exchange(self.theta, torch.empty_like(other), other, ALPHA_TILDE)
-
     @property
     def x(self) -> Tensor:
         return self.segment.x.double() + self.segment.pending.double()
@@ -114,7 +110,7 @@ def run_fast(script, dtype=torch.float64, wire=torch.float64):
             if amount > 1.5:
                 fast.boundary()
             fast.exchange(mine, peers)
-            peer.exchange_at_once(mine)
+            peer.exchange(peers, mine)
     for each in workers:
         each.state.flow(each.theta)
     return workers

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
 
-BYTES_OF_A_VALUE: dict[WireFormatName, int] = {"full": 4, "bfloat16": 2, "lattice8": 1}
+BYTES_OF_A_VALUE: dict[WireFormatName, int] = {
+    "auto": 1,
+    "full": 4,
+    "bfloat16": 2,
+    "lattice8": 1,
+}
 BOUNDS: dict[Bound, str] = {
     "ceiling": "4 a step is the most: more was not tried.",
     "link": "The link is the bound: exchanges fill half of a worker's time.",
@@ -53,8 +58,8 @@ class PlanArguments:
     parameters: float | None = option(None, positive_number)
     """Trained parameters of the model."""
 
-    wire_format: WireFormatName = "full"
-    """full, bfloat16 or lattice8: 4, 2 or 1 bytes a parameter."""
+    wire_format: WireFormatName = "auto"
+    """full, bfloat16 or lattice8: 4, 2 or 1 bytes a parameter; auto: lattice8 over a network."""
 
     step_ms: float | None = option(None, positive_number)
     """Duration of a gradient step."""

@@ -191,8 +191,8 @@ MAX_NOTICES = 5
 # The head of the page, the gap, the table's heading, and a line for workers that do not fit.
 OTHER_LINES = 7
 GAP = 2  # between columns
-LEFT_OUT_FIRST = ("where", "waited", "sent", "distance", "links", "exchanges", "goodput")
-TEXTS = ("worker", "state", "links", "where")
+LEFT_OUT_FIRST = ("where", "wire", "waited", "sent", "distance", "links", "exchanges", "goodput")
+TEXTS = ("worker", "state", "wire", "links", "where")
 
 
 def draw(job: JobStatus, width: int, height: int | None) -> Group:
@@ -316,6 +316,7 @@ def _worker(worker: JobWorker) -> dict[str, str]:
         "distance": _show(worker.edge_distance, ".2g"),
         "exchanges": _show(worker.exchanges, ",.0f"),
         "rate": _rate(worker),
+        "wire": printable(", ".join(sorted(set(worker.wire_formats.values())))) or "-",
         "sent": _show(worker.bytes_sent_per_second, ".1f", 1e-6, " MB/s"),
         "waited": "-" if worker.waited_seconds is None else _duration(worker.waited_seconds),
         "links": f"{len(linked)} workers" if linked and len(linked) > 4 else links,

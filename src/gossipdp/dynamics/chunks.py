@@ -247,18 +247,6 @@ class Chunk:
             self._exchanged(squared_norm, theta)
             return squared_norm
 
-    def snapshot_and_exchange(
-        self, theta: float, out: Tensor, peers: Tensor, alpha_tilde: float
-    ) -> float:
-        """Take the :meth:`snapshot`, always whole, and :meth:`exchange`, in one pass."""
-        with self.lock, self.order:
-            theirs = self.device.load(1, peers)  # first: it may drop slots
-            there = self.device.there(out), theirs
-            squared_norm = self._snapshot_and_exchange(*there, self._flow(theta), alpha_tilde)
-            self.device.store(out)
-            self._exchanged(squared_norm, theta)
-            return squared_norm
-
     def replace(self, values: Tensor) -> None:
         """Set x to these values and all else to zero, while the main thread only waits."""
         with self.lock, self.order:
@@ -299,13 +287,6 @@ class Chunk:
     ) -> float:
         numbers, compiled = (*flow, alpha_tilde), self.is_compiled
         return update.exchange(self.pending, self.c, mine, peers, *numbers, compiled=compiled)
-
-    def _snapshot_and_exchange(
-        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
-    ) -> float:
-        state, numbers = (self.x, self.pending, self.c), (*flow, alpha_tilde)
-        compiled = self.is_compiled
-        return update.snapshot_and_exchange(out, *state, peers, *numbers, compiled=compiled)
 
     def _flow(self, theta: float) -> tuple[float, float]:
         """Return the share of c that the flow to ``theta`` adds to x, and the share it leaves."""
@@ -386,12 +367,6 @@ class BufferChunk(Chunk):
             self.pending.copy_(update.carry_on(average, mine, self._present(x)))
             self.seen.copy_(x)
         return squared_norm
-
-    def _snapshot_and_exchange(
-        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
-    ) -> float:
-        self._write(out)
-        return self._exchange(out, peers, flow, alpha_tilde)
 
     def _forget(self, part: slice) -> None:
         super()._forget(part)

@@ -101,12 +101,6 @@ class InboxChunk(Chunk):
         update.write_snapshot(out, self.x, self._brought(), self.c, share)
         return update.finite_sum(out)
 
-    def _snapshot_and_exchange(
-        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
-    ) -> float:
-        update.write_snapshot(out, self.x, self._brought(), self.c, flow[0])
-        return self._exchange(out, peers, flow, alpha_tilde)
-
     def _forget(self, part: slice) -> None:
         super()._forget(part)
         self.taken[part].zero_()

@@ -120,7 +120,7 @@ def largest(values: Tensor) -> Tensor:
 
 
 class LatticeSteps:
-    r"""One worker's estimate of its distance to its peers, for each block of one chunk.
+    r"""One worker's estimate of its distance to its peers, for each block.
 
     It keeps the *reach* of each block, the distance that the next code is to bridge:
 
@@ -135,11 +135,10 @@ class LatticeSteps:
     the first exchange shows the distance.
 
     Args:
-        num_blocks: blocks of the chunk.
+        num_blocks: blocks of all chunks, one after the other.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
         self._reach = torch.zeros(num_blocks, device="cpu")
         self._largest = torch.zeros(num_blocks, device="cpu")
 
@@ -154,18 +153,21 @@ class LatticeSteps:
         by_rounding[self._largest == 0] = SMALLEST_EXPONENT
         return clamped(torch.maximum(by_reach, by_rounding))
 
-    def learn(self, distances: Tensor, sizes: Tensor, *, is_rounded: bool = False) -> None:
-        """Learn from an exchange that was applied.
+    def learn(
+        self, blocks: slice, distances: Tensor, sizes: Tensor, *, is_rounded: bool = False
+    ) -> None:
+        """Learn from a chunk that was applied.
 
         Args:
+            blocks: those of the chunk.
             distances: the largest differences of the two snapshots, of shape (blocks,).
             sizes: the largest absolute values of this worker's snapshot, of shape (blocks,).
             is_rounded: True if the snapshots were repeated in bfloat16, which hides differences.
         """
         hidden = _HIDDEN_BY_BFLOAT16 * sizes if is_rounded else 0.0
-        reach = torch.maximum(MARGIN * (distances + hidden), SHRINK * self._reach)
-        self._reach = reach.clamp_(max=_FARTHEST)  # infinity would not shrink
-        self._largest = sizes
+        reach = torch.maximum(MARGIN * (distances + hidden), SHRINK * self._reach[blocks])
+        self._reach[blocks] = reach.clamp_(max=_FARTHEST)  # infinity would not shrink
+        self._largest[blocks] = sizes
 
 
 def clamped(exponents: Tensor) -> Tensor:

@@ -37,9 +37,6 @@ ARGUMENTS = {
     "flow": "float32 float32 number",
     "snapshot": "wire x float32 float32 bool number",
     "exchange": "float32 float32 bool wire wire number number number",
-    "snapshot_and_exchange": (
-        "wire x float32 float32 bool wire float32 float32 number number number"
-    ),
     "boundary": "x float32 float32 bool number",
     "encode": "float32 block_int8 uint8 block_float32 any_int32 any_int64",
     "decode": "float32 block_int8 uint8 int8 any_int32 any_int64",

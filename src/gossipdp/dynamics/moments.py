@@ -102,12 +102,6 @@ class MomentChunk(Chunk):
             self.weight *= 0.5
         return 0.0
 
-    def _snapshot_and_exchange(
-        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
-    ) -> float:
-        self._snapshot(out, flow[0])
-        return self._exchange(out, peers, flow, alpha_tilde)
-
     def _reset(self) -> None:
         self.weight = 1.0
         super()._reset()

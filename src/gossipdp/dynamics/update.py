@@ -194,28 +194,6 @@ def exchange(
     return squared_norm
 
 
-def snapshot_and_exchange(
-    out: Tensor,
-    x: Tensor,
-    pending: Tensor,
-    c: Tensor | None,
-    peers: Tensor,
-    share: float,
-    left: float,
-    alpha_tilde: float,
-    *,
-    compiled: bool = False,
-) -> float:
-    """Do both, once the peer's snapshot is here; return as :func:`exchange` does."""
-    if compiled:
-        state = out, x, pending, _or(c, pending), c is not None
-        kept, numbers = (scratch(pending, 0), scratch(pending, 1)), (share, left, alpha_tilde)
-        both = loop("snapshot_and_exchange", x.dtype, out.dtype)
-        return both(*state, peers, *kept, *numbers)
-    write_snapshot(out, x, pending, c, share)
-    return exchange(pending, c, out, peers, share, left, alpha_tilde)
-
-
 def exchange_coded(
     pending: Tensor, c: Tensor | None, coded: tuple[Tensor, Tensor, Tensor], *numbers: float
 ) -> float:

@@ -170,53 +170,6 @@ def exchange(
     return squared_norm
 
 
-def snapshot_and_exchange(
-    size: int,
-    out: Any,
-    x: Any,
-    pending: Any,
-    c: Any,
-    has_c: bool,
-    peers: Any,
-    kept_pending: Any,
-    kept_c: Any,
-    share: float,
-    left: float,
-    alpha_tilde: float,
-) -> Any:
-    """Do both in one pass; if delta turns out not to be finite, put back the old values.
-
-    The old values go to two arrays that stay in the cache from chunk to chunk. That costs less than
-    a pass that only looks: most of the chunk's five arrays are no longer in the cache by then.
-    """
-    q, s, g = _F32(share), _F32(left), _F32(alpha_tilde - 0.5)
-    squared_norm = _F64(0.0)
-    if has_c:
-        for i in range(size):
-            before, momentum = pending[i], c[i]
-            kept_pending[i] = before
-            kept_c[i] = momentum
-            flowed = before + q * momentum
-            delta = _put(out, i, _get(x, i) + flowed) - _get(peers, i)
-            pending[i] = flowed - _HALF * delta
-            c[i] = s * momentum - g * delta
-            squared_norm = _add_square(squared_norm, delta)
-    else:
-        for i in range(size):
-            before = pending[i]
-            kept_pending[i] = before
-            delta = _put(out, i, _get(x, i) + before) - _get(peers, i)
-            pending[i] = before - _HALF * delta
-            squared_norm = _add_square(squared_norm, delta)
-    if not np.isfinite(squared_norm):
-        for i in range(size):
-            pending[i] = kept_pending[i]
-        if has_c:
-            for i in range(size):
-                c[i] = kept_c[i]
-    return squared_norm
-
-
 def boundary(size: int, x: Any, pending: Any, c: Any, has_c: bool, share: float) -> None:
     """Flow, then x += pending; pending keeps the remainder of rounding x."""
     q = _F32(share)

@@ -15,12 +15,17 @@ lattice8      a code of the difference to the peer             1; 3 in a chunk  
               8 bytes as they are
 ============  ===============================================  ===================  ===============
 
+``auto`` is full where both ends share memory, else lattice8: a worker that asks for an exchange
+chooses, and its first frame shows which it is. In shared memory no byte travels, and a code takes
+twice the processor time of a copy; over TCP both take about the same. Arrays of a device stay full.
+
 Buffers of floating point (BatchNorm's statistics) always travel as they are held. Their values
 differ too much in size to share a step, and a variance must not turn negative. For the same reasons
 the optimizers' moments travel in bfloat16 where parameters are coded: rounded so, what is positive
 stays positive. Integer buffers and frozen parameters are not exchanged.
 """
 
+import itertools
 import math
 import struct
 import time
@@ -50,6 +55,7 @@ _Result = TypeVar("_Result")
 class WireFormat:
     """One form in which chunks travel."""
 
+    name: str
     rounded: Collection[Role] = ()
     """Roles whose values travel in bfloat16, rounded as the snapshot is taken."""
     is_coded: bool = False
@@ -61,11 +67,11 @@ class WireFormat:
 
 
 FORMATS = {
-    "full": WireFormat(),
-    "bfloat16": WireFormat(rounded=(Role.TRAINED, Role.MOMENT)),
+    "full": WireFormat("full"),
+    "bfloat16": WireFormat("bfloat16", rounded=(Role.TRAINED, Role.MOMENT)),
     # A coded chunk closes after the way there and back, so more are open. Codes wait here and not
     # in the link's queue, where verdicts would wait behind them.
-    "lattice8": WireFormat(rounded=(Role.MOMENT,), is_coded=True, window=6, most_queued=2),
+    "lattice8": WireFormat("lattice8", (Role.MOMENT,), is_coded=True, window=6, most_queued=2),
 }
 
 
@@ -114,25 +120,29 @@ class Codec:
     next are learnt. A chunk that is too small for a code is certain.
 
     Args:
-        wire_format: one of ``FORMATS``.
+        name: one of ``FORMATS``, or ``auto``.
         state: whose chunks.
         allocate: the transport's, so that peers of the same host can read the slots in place.
             None: memory that no other process sees.
+
+    Attributes:
+        forms: those that exchanges may have: by whether they are coded.
+        form: that of the present exchange.
     """
 
-    def __init__(
-        self, wire_format: WireFormat, state: State, allocate: Allocate | None = None
-    ) -> None:
+    def __init__(self, name: str, state: State, allocate: Allocate | None = None) -> None:
         self.is_timed, self.busy_s = False, 0.0
         """The processor time spent on arrays so far, in which other threads may run Python. It is
         counted only on demand, since each look at the clock is a system call."""
-        self.window = wire_format.window
-        self.most_queued = wire_format.most_queued
-        self._format = wire_format
+        names = ("full", "lattice8") if name == "auto" else (name,)
+        self.forms = {FORMATS[each].is_coded: FORMATS[each] for each in names}
+        self.form = FORMATS[names[0]]
+        self._is_on_device = state.device.is_queued
+        self._most_window = max(form.window for form in self.forms.values())
         chunks = state.chunks + state.moment_chunks
         most = max((max(c.x.nbytes, c.pending.nbytes) for c in chunks), default=1)
         self._slot_bytes = -(-most // PAGE_BYTES) * PAGE_BYTES
-        num_bytes = (self.window + 1) * self._slot_bytes
+        num_bytes = (self._most_window + 1) * self._slot_bytes
         if allocate is None:
             own = tensor_bytes(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
             allocate = lambda _: own  # noqa: E731
@@ -140,26 +150,30 @@ class Codec:
         self._memory = memoryview(b"")
         self._slot_of: dict[int, int] = {}
         self._renew()
-        self._prepare_codes([chunk for chunk in state.chunks if not self.is_certain(chunk)])
-        dtypes = {self._dtype(chunk) for chunk in state.chunks}
-        if wire_format.is_coded:  # the code's difference, and repeats
+        coded = [chunk for chunk in state.chunks if True in self.forms and _fits_code(chunk)]
+        dtypes = {
+            self._dtype(chunk, each) for chunk in state.chunks for each in self.forms.values()
+        }
+        if coded:  # the code's difference, and repeats
             dtypes |= {torch.float32, torch.bfloat16}
         for dtype in dtypes:
             state.compile_for(dtype)
+        self._prepare_codes(coded)
 
     def _prepare_codes(self, coded: Sequence[Chunk]) -> None:
-        self._steps = {
-            each.index: lattice.LatticeSteps(lattice.num_blocks(each.num_elements))
-            for each in coded
+        sizes = [lattice.num_blocks(each.num_elements) for each in coded]
+        ends = list(itertools.accumulate(sizes))
+        self._blocks = {
+            chunk.index: slice(end - size, end)
+            for chunk, size, end in zip(coded, sizes, ends, strict=True)
         }
-        self._exponents: dict[int, Tensor] = {}
-        blocks = sum(steps.num_blocks for steps in self._steps.values())
         # A frame is not empty, even if nothing is coded.
-        self._needed = torch.zeros(max(1, blocks), dtype=torch.int8, device="cpu")
+        self._steps = lattice.LatticeSteps(max(1, sum(sizes)))
+        self._needed = self._exponents = self._steps.exponents()
         self.preface_landing = tensor_bytes(torch.zeros_like(self._needed))
         """Room for the preface that the peer's :meth:`start` returned."""
         most = max((each.num_elements for each in coded), default=0)
-        self._code_slots = [_CodeSlot(most) for _ in range(self.window if coded else 0)]
+        self._code_slots = [_CodeSlot(most) for _ in range(self._most_window if coded else 0)]
         for name in ("encode", "decode", "exchange_coded") if coded else ():
             loop(name)  # now, so that no exchange is slow
 
@@ -183,18 +197,23 @@ class Codec:
             self._tensors[key] = torch.frombuffer(room, dtype=dtype)
         return self._tensors[key]
 
-    def _dtype(self, chunk: Chunk) -> torch.dtype:
+    def _dtype(self, chunk: Chunk, form: WireFormat | None = None) -> torch.dtype:
         """Return the precision in which a certain chunk travels."""
         is_wide = chunk.x.dtype.itemsize > torch.bfloat16.itemsize
-        is_rounded = is_wide and chunk.role in self._format.rounded
+        is_rounded = is_wide and chunk.role in (form or self.form).rounded
         return torch.bfloat16 if is_rounded else chunk.x.dtype
 
     def is_certain(self, chunk: Chunk) -> bool:
         """Return whether the peer can always read the chunk; else it sends a verdict on each."""
-        is_coded = self._format.is_coded and chunk.role is Role.TRAINED
-        if not is_coded or chunk.pending.dtype != torch.float32:
-            return True
-        return _CHECKSUM.size + chunk.num_elements > chunk.pending.nbytes
+        return not self.form.is_coded or chunk.index not in self._blocks
+
+    def chooses_code(self, is_shared: bool) -> bool:
+        """Return whether an exchange that this worker asks for is coded.
+
+        ``is_shared``: the peer reads our memory in place.
+        """
+        is_cheap = not (is_shared or self._is_on_device)
+        return True in self.forms and (is_cheap or False not in self.forms)
 
     def num_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk on its way, unless it must be repeated."""
@@ -202,35 +221,31 @@ class Codec:
             return chunk.num_elements * self._dtype(chunk).itemsize
         return _CHECKSUM.size + chunk.num_elements
 
-    def start(self, chunks: Sequence[Chunk]) -> memoryview | None:
+    def start(self, chunks: Sequence[Chunk], *, is_coded: bool) -> memoryview | None:
         """Begin an exchange of these chunks, in their order.
 
         Returns:
             The preface, which the peer must have before the first chunk; None if there is none.
         """
         self._renew()
-        self._slot_of = {chunk.index: place % self.window for place, chunk in enumerate(chunks)}
-        if not self._format.is_coded:
+        self.form = form = self.forms[is_coded]
+        self._slot_of = {chunk.index: place % form.window for place, chunk in enumerate(chunks)}
+        if not is_coded:
             return None
-        if self._steps:
-            torch.cat([steps.exponents() for steps in self._steps.values()], out=self._needed)
+        self._needed = self._steps.exponents()
         return tensor_bytes(self._needed)
 
     def agree(self, preface: memoryview) -> None:
         """Take in the peer's preface: the larger of both ends' steps holds."""
-        agreed = torch.maximum(
-            self._needed, lattice.clamped(torch.frombuffer(preface, dtype=torch.int8))
-        )
-        sizes = [steps.num_blocks for steps in self._steps.values()]
-        parts = torch.split(agreed[: sum(sizes)], sizes)
-        self._exponents = dict(zip(self._steps, parts, strict=True))
+        theirs = lattice.clamped(torch.frombuffer(preface, dtype=torch.int8))
+        self._exponents = torch.maximum(self._needed, theirs)
 
     def room(self, chunk: Chunk, *, lands: bool = False, repeats: bool = False) -> memoryview:
         """Return where a chunk's bytes are before they leave, or (``lands``) where the peer's land.
 
         ``repeats``: those of a chunk that could not be decoded and is sent again in bfloat16.
         """
-        slot = self.window if lands else self._slot_of[chunk.index]
+        slot = self._most_window if lands else self._slot_of[chunk.index]
         repeated = chunk.num_elements * torch.bfloat16.itemsize
         return self._bytes(slot, repeated if repeats else self.num_bytes(chunk))
 
@@ -249,24 +264,10 @@ class Codec:
     # Certain chunks.
 
     @_timed
-    def exchange(
-        self, chunk: Chunk, theta: float, payload: memoryview, gain: float, *, is_encoded: bool
-    ) -> float:
-        """Apply a certain chunk of the peer's; return the squared norm of the difference.
-
-        If the peer's came first (not ``is_encoded``), the snapshot is taken in the same pass.
-
-        Raises:
-            PoisonFound: our own snapshot holds NaN or infinity.
-        """
+    def exchange(self, chunk: Chunk, theta: float, payload: memoryview, gain: float) -> float:
+        """Apply a certain chunk of the peer's; return the squared norm of the difference."""
         mine = self._tensor(chunk, self._dtype(chunk))
-        peers = torch.frombuffer(payload, dtype=mine.dtype)
-        if is_encoded:
-            return chunk.exchange(theta, mine, peers, gain)
-        squared_norm = chunk.snapshot_and_exchange(theta, mine, peers, gain)
-        if not math.isfinite(squared_norm) and not is_finite(mine):
-            raise PoisonFound(ours=True)
-        return squared_norm
+        return chunk.exchange(theta, mine, torch.frombuffer(payload, dtype=mine.dtype), gain)
 
     # Coded chunks.
 
@@ -277,7 +278,8 @@ class Codec:
         chunk.snapshot(theta, snapshot)
         codes = torch.frombuffer(room, dtype=torch.uint8, offset=_CHECKSUM.size)
         slot.sizes = torch.empty(lattice.num_blocks(chunk.num_elements), device="cpu")
-        checksum = lattice.encode(snapshot, self._exponents[chunk.index], codes, slot.sizes)
+        exponents = self._exponents[self._blocks[chunk.index]]
+        checksum = lattice.encode(snapshot, exponents, codes, slot.sizes)
         slot.fits = checksum is not None
         if checksum is not None:
             _CHECKSUM.pack_into(room, 0, checksum)
@@ -292,7 +294,8 @@ class Codec:
             return False
         codes = torch.frombuffer(payload, dtype=torch.uint8, offset=_CHECKSUM.size)
         near, differences = slot.snapshot[:size], slot.differences[:size]
-        checksum = lattice.decode(codes, self._exponents[chunk.index], near, differences)
+        exponents = self._exponents[self._blocks[chunk.index]]
+        checksum = lattice.decode(codes, exponents, near, differences)
         return _CHECKSUM.unpack_from(payload) == (checksum,)
 
     @_timed
@@ -301,16 +304,16 @@ class Codec:
 
         The other end has exactly the negative of it.
         """
-        slot = self._code_slot(chunk)
-        coded = slot.differences[: chunk.num_elements], self._exponents[chunk.index]
-        if chunk.is_compiled:
+        slot, blocks = self._code_slot(chunk), self._blocks[chunk.index]
+        coded = slot.differences[: chunk.num_elements], self._exponents[blocks]
+        if not chunk.device.is_queued:
             distances = torch.empty_like(slot.sizes)
             squared_norm = chunk.exchange_coded(theta, (*coded, distances), gain)
         else:  # against zero
             delta = lattice.difference(*coded)
             distances = lattice.largest(delta)
             squared_norm = chunk.exchange(theta, delta, torch.zeros_like(delta), gain)
-        self._steps[chunk.index].learn(distances, slot.sizes)
+        self._steps.learn(blocks, distances, slot.sizes)
         return squared_norm
 
     def repeat(self, chunk: Chunk) -> memoryview:
@@ -336,7 +339,7 @@ class Codec:
         if math.isfinite(squared_norm):
             distances = lattice.largest(mine.float() - peers)
             sizes = self._code_slot(chunk).sizes
-            self._steps[chunk.index].learn(distances, sizes, is_rounded=True)
+            self._steps.learn(self._blocks[chunk.index], distances, sizes, is_rounded=True)
         return squared_norm
 
     def _code_slot(self, chunk: Chunk) -> "_CodeSlot":
@@ -354,6 +357,6 @@ class _CodeSlot:
         self.fits = False
 
 
-def make_codec(name: str, state: State, allocate: Allocate | None = None) -> Codec:
-    """Return the codec of the form ``name``, one of ``FORMATS``, for all exchanges."""
-    return Codec(FORMATS[name], state, allocate)
+def _fits_code(chunk: Chunk) -> bool:
+    is_float32 = chunk.role is Role.TRAINED and chunk.pending.dtype == torch.float32
+    return is_float32 and _CHECKSUM.size + chunk.num_elements <= chunk.pending.nbytes

@@ -49,6 +49,10 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     exchanges_by_neighbour: Annotated[
         dict[Rank, int], Metric("Completed exchanges per neighbour.", label="neighbour")
     ] = {}
+    wire_formats: Annotated[
+        dict[Rank, str],
+        Metric("Form of the last exchange with each neighbour.", "word", label="neighbour"),
+    ] = {}
     achieved_comm_rate: Annotated[
         float, Metric("2 * exchanges_initiated / gradient_steps.", "gauge")
     ] = math.nan
@@ -72,7 +76,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.0
     chunks_exchanged: Annotated[int, Metric("Chunks (1 to 4 MiB) in completed exchanges.")] = 0
     chunks_repeated: Annotated[
-        int, Metric("Chunks sent again in bfloat16, under wire_format lattice8.")
+        int, Metric("Chunks sent again in bfloat16, in exchanges in lattice8.")
     ] = 0
     waited_seconds: Annotated[float, Metric("Time that training waited for others.")] = 0.0
     bytes_sent: Annotated[int, Metric("Bytes sent on all links, headers included.")] = 0

@@ -6,11 +6,11 @@ of the two snapshots is applied. The end that was asked sends and applies nothin
 initiator's first frame, which confirms the exchange: until then the initiator may withdraw. The
 extra memory is the window's. The :mod:`codec <gossipdp.gossip.codec>` turns chunks into bytes.
 
-Frames: ``EXCHANGE_STEPS`` (only if the codec has something to say first), then for each chunk
-``EXCHANGE_CHUNK``. If the codec cannot be certain that the peer can read it, the peer answers with
-a byte in ``EXCHANGE_VERDICT``; if either verdict is no, both send the same snapshot again in
-bfloat16, ``EXCHANGE_REPEAT``. :mod:`~gossipdp.protocol.confirmation` says when a chunk is applied,
-and why no slot is needed twice.
+Frames: ``EXCHANGE_STEPS`` (if the exchange is coded: the initiator chooses, and its first frame
+shows it), then for each chunk ``EXCHANGE_CHUNK``. If the codec cannot be certain that the peer can
+read it, the peer answers with a byte in ``EXCHANGE_VERDICT``; if either verdict is no, both send
+the same snapshot again in bfloat16, ``EXCHANGE_REPEAT``. :mod:`~gossipdp.protocol.confirmation`
+says when a chunk is applied, and why no slot is needed twice.
 """
 
 import math
@@ -38,6 +38,7 @@ class CompletedExchange:
         started_s, ended_s: from the agreement to the last chunk applied here, by
             :func:`~gossipdp.links.clock.since_boot_s`.
         half_squared_distance: half the squared distance to the peer, over trained parameters.
+        wire_format: full, bfloat16 or lattice8.
     """
 
     peer: int
@@ -45,6 +46,7 @@ class CompletedExchange:
     started_s: float
     ended_s: float
     half_squared_distance: float
+    wire_format: str = "full"
 
 
 @final
@@ -81,16 +83,20 @@ class Exchange:
         self._codec = codec
         self._alpha_tilde = alpha_tilde
         self._theta = theta
-        self._confirmation = Confirmation(
-            [codec.is_certain(chunk) for chunk in self._chunks], codec.window
-        )
         self._is_confirmed = id.initiator != link.peer
         self._num_encoded = 0
         # The number of slot frames handed to the link, and that number at each slot's last frame.
         self._num_handed = 0
-        self._handed_of_slot = [0] * codec.window
-        self._preface = codec.start(self._chunks)
-        self._has_agreed = self._preface is None
+        self._start(codec.chooses_code(link.is_shared))
+
+    def _start(self, is_coded: bool) -> None:
+        """Take this form; the end that was asked takes the initiator's at the first frame."""
+        codec = self._codec
+        self._preface = codec.start(self._chunks, is_coded=is_coded)
+        self._has_agreed = not is_coded
+        certain = [codec.is_certain(chunk) for chunk in self._chunks]
+        self._confirmation = Confirmation(certain, codec.form.window)
+        self._handed_of_slot = [0] * codec.form.window
 
     @property
     def num_chunks(self) -> int:
@@ -129,8 +135,8 @@ class Exchange:
         while (
             self._has_agreed
             and confirmation.may_send
-            and self.link.queued_of(*EXCHANGE_TYPES) < self._codec.most_queued
-            and self._has_left(confirmation.num_sent % self._codec.window)
+            and self.link.queued_of(*EXCHANGE_TYPES) < self._codec.form.most_queued
+            and self._has_left(confirmation.num_sent % self._codec.form.window)
         ):
             index = confirmation.num_sent
             self._encode(index)
@@ -155,7 +161,7 @@ class Exchange:
     def _hand(self, frame_type: FrameType, index: int, payload: memoryview) -> None:
         if frame_type in SHARED_TYPES:
             self._num_handed += 1
-            self._handed_of_slot[index % self._codec.window] = self._num_handed
+            self._handed_of_slot[index % self._codec.form.window] = self._num_handed
         key = ChunkKey(self.id.initiator, self.id.incarnation, self.id.counter, index)
         self.link.send_chunk(frame_type, key, payload)
 
@@ -165,6 +171,10 @@ class Exchange:
         """Return whether a frame belongs to this exchange and may come now."""
         if key.id != (self.id.initiator, self.id.incarnation, self.id.counter):
             return False
+        if not self._is_confirmed:
+            is_coded = frame_type is FrameType.EXCHANGE_STEPS
+            is_first = is_coded or frame_type is FrameType.EXCHANGE_CHUNK
+            return is_first and key.index == 0 and is_coded in self._codec.forms
         match frame_type:
             case FrameType.EXCHANGE_STEPS:
                 return not self._has_agreed
@@ -183,6 +193,8 @@ class Exchange:
         """
         if not self.expects(frame_type, key):
             return None
+        if not self._is_confirmed:
+            self._start(frame_type is FrameType.EXCHANGE_STEPS)
         self._is_confirmed = True
         if frame_type is FrameType.EXCHANGE_STEPS:
             return self._codec.preface_landing
@@ -217,12 +229,11 @@ class Exchange:
                 self._applied(index, codec.exchange_repeated(*what))
 
     def _values_landed(self, index: int, payload: memoryview) -> None:
-        """Apply the peer's values; if they came first, take our snapshot in the same pass."""
+        """Apply the peer's values to our snapshot, which may have yet to be taken."""
+        self._encode(index)
         self._confirmation.code(index, decoded=True)
         what = self._chunks[index], self._theta, payload, self._alpha_tilde
-        squared_norm = self._codec.exchange(*what, is_encoded=index < self._num_encoded)
-        self._num_encoded = max(self._num_encoded, index + 1)
-        self._applied(index, squared_norm)
+        self._applied(index, self._codec.exchange(*what))
 
     def _code_landed(self, index: int, payload: memoryview) -> None:
         """Decode the peer's code and send the verdict; both verdicts decide what follows."""

@@ -16,7 +16,7 @@ from random import Random
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import State
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
-from gossipdp.gossip.codec import PoisonFound, make_codec
+from gossipdp.gossip.codec import Codec, PoisonFound
 from gossipdp.gossip.exchange import CompletedExchange, Exchange
 from gossipdp.gossip.processor import IdleWatch
 from gossipdp.gossip.snapshot import Publisher
@@ -101,7 +101,7 @@ class GossipLoop(LinkHandler):
         self._exchange_started_s = 0.0
         self._held_before_s = 0.0
         self._processor_before = 0.0, 0.0  # as the exchange began: of this thread, of the codec
-        self.codec = make_codec(wire_format, state, self.transport.allocate)
+        self.codec = Codec(wire_format, state, self.transport.allocate)
         # A device's arrays take none of this thread's time, and are launched by Python.
         self.codec.is_timed = protocol.exchange_rate is not None and not state.device.is_queued
         self.transfers = Transfers(
@@ -466,6 +466,7 @@ class GossipLoop(LinkHandler):
             self._exchange_started_s,
             now,
             half_squared_distance=0.5 * exchange.squared_distance,
+            wire_format=self.codec.form.name,
         )
         self._publisher.exchanged(completed, exchange.num_applied, exchange.num_repeated)
         self._stop_exchange()

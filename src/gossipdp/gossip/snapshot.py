@@ -65,6 +65,7 @@ class Publisher:
         self._protocol = protocol
         self._links = links
         self._by_neighbour: dict[int, int] = {}
+        self._wire_formats: dict[int, str] = {}
         self._recent: deque[CompletedExchange] = deque(maxlen=RECENT_EXCHANGES)
         self._edge_distance = math.nan
         self._exchange_seconds = 0.0
@@ -81,6 +82,7 @@ class Publisher:
         """Count an exchange that was completed here."""
         num_before = self._by_neighbour.get(exchange.peer, 0)
         self._by_neighbour = {**self._by_neighbour, exchange.peer: num_before + 1}
+        self._wire_formats = {**self._wire_formats, exchange.peer: exchange.wire_format}
         self._recent.append(exchange)
         self._edge_distance = fmean(each.half_squared_distance for each in self._recent)
         self._exchange_seconds += exchange.ended_s - exchange.started_s
@@ -125,6 +127,7 @@ class Publisher:
                 exchanges_answered=protocol.exchanges_answered,
                 exchanges_failed=protocol.exchanges_failed,
                 exchanges_by_neighbour=self._by_neighbour,
+                wire_formats=self._wire_formats,
                 aimed_comm_rate=protocol.neighbourhood.graph.comm_rate
                 if rate is None
                 else rate.rate,

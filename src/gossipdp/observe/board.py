@@ -76,6 +76,7 @@ class JobWorker(msgspec.Struct, frozen=True):
     achieved_comm_rate: float | None = None
     aimed_comm_rate: float | None = None
     comm_rate_bound: str = "fixed"
+    wire_formats: dict[int, str] = {}
     waited_seconds: float | None = None
     neighbours: tuple[int, ...] | None = None
     restarts: int = 0

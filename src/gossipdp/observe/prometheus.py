@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from gossipdp.gossip.counters import Metric, metrics_of
 from gossipdp.observe.status import MemberState, WorkerStatus
@@ -43,12 +43,13 @@ def _families(status: WorkerStatus) -> Iterator[tuple[str, Metric, _Samples]]:
     yield "info", Metric("The run of this worker; always 1.", "gauge"), [(about, 1)]
     for name, metric in metrics_of(WorkerStatus).items():
         value = getattr(status, name)
+        samples: list[tuple[dict[str, object], Any]] = [({}, value)]
+        if metric.label:
+            samples = [({metric.label: key}, each) for key, each in value.items()]
         if metric.kind == "word":
-            yield name, Metric(metric.help, "gauge"), [({"word": value}, 1)]
-        elif metric.label:
-            yield name, metric, [({metric.label: key}, each) for key, each in value.items()]
-        else:
-            yield name, metric, [({}, value)]
+            metric = Metric(metric.help, "gauge")
+            samples = [({**labels, "word": word}, 1) for labels, word in samples]
+        yield name, metric, samples
     neighbours = status.neighbours
     yield (
         "neighbour_exchange_seconds",

@@ -70,7 +70,8 @@ class GossipDataParallel(nn.Module):
             the control).
         wire_format: the form of parameters in exchanges: ``full`` (as they are), ``bfloat16``
             (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
-            The same on all workers; the values held and averaged at the end stay exact.
+            ``auto``: lattice8 over TCP; full in memory that both workers share, and on a GPU. The
+            same on all workers; the values held and averaged at the end stay exact.
         budget_samples: samples that all workers together train on; ends :meth:`batches` and
             scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.
         seed: of the exchanges' timing and of :attr:`worker_seed`; the same on all workers.
@@ -117,7 +118,7 @@ class GossipDataParallel(nn.Module):
         graph: Any = "exponential",
         comm_rate: float | Literal["auto"] | None = None,
         method: Literal["a2cid2", "gossip", "none"] = "a2cid2",
-        wire_format: WireFormatName = "full",
+        wire_format: WireFormatName = "auto",
         budget_samples: int | None = None,
         seed: int = 0,
         mesh: DeviceMesh | None = None,

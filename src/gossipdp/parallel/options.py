@@ -209,7 +209,7 @@ class Options(Checked):
     graph: Any = DEFAULT_GRAPH
     comm_rate: float | str | None = option(None, comm_rate)
     method: str = option("a2cid2", partial(one_of, METHODS))
-    wire_format: str = option("full", partial(one_of, get_args(WireFormatName)))
+    wire_format: str = option("auto", partial(one_of, get_args(WireFormatName)))
     budget_samples: int | None = option(None, at_least_1)
     seed: int = option(0, whole_number)
     mesh: Any = None
@@ -239,7 +239,7 @@ class Options(Checked):
             return
         moments = self.exchange.moments
         for name, given, default in (
-            ("wire_format", self.wire_format, "full"),
+            ("wire_format", self.wire_format, "auto"),
             ("moments", moments if isinstance(moments, dict) else True, True),
         ):
             if given != default:

@@ -22,7 +22,9 @@ def test_an_exchange_right_after_a_boundary_waits_for_the_next(role):
     (chunk,) = State([Segment(torch.full((3,), 6.0), role)]).chunks
 
     def exchange() -> None:
-        chunk.snapshot_and_exchange(0.0, torch.empty(3), torch.full((3,), 2.0), 0.5)
+        mine = torch.empty(3)
+        chunk.snapshot(0.0, mine)
+        chunk.exchange(0.0, mine, torch.full((3,), 2.0), 0.5)
 
     exchange()
     chunk.lock = lock = CallingLock(after=exchange)  # type: ignore[assignment]
@@ -106,7 +108,7 @@ def meet(one: Chunk, other: Chunk) -> None:
     assert one.snapshot(0.0, mine)
     assert other.snapshot(0.0, theirs)
     one.exchange(0.0, mine, theirs, 0.5)
-    other.snapshot_and_exchange(0.0, theirs, mine, 0.5)
+    other.exchange(0.0, theirs, mine, 0.5)
 
 
 def test_buffers_are_averaged_and_both_ends_hold_the_same_bits():
@@ -155,7 +157,7 @@ def test_what_forward_passes_change_in_buffers_counts_whole(num_exchanges):
         if random.random() < 0.2:
             pair[0].boundary(0.0)
         pair[0].exchange(0.0, out[0], out[1], 0.5)
-        pair[1].snapshot_and_exchange(0.0, out[1], out[0], 0.5)
+        pair[1].exchange(0.0, out[1], out[0], 0.5)
         expected[one] -= delta / 2
         expected[other] += delta / 2
 
@@ -249,7 +251,6 @@ def test_an_optimizer_without_steps_gives_nothing_and_takes_nothing(steps):
         assert torch.equal(end.x, expected)
 
 
-@pytest.mark.parametrize("is_together", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "steps", "value"),
     [
@@ -258,19 +259,14 @@ def test_an_optimizer_without_steps_gives_nothing_and_takes_nothing(steps):
         (torch.float16, 15, 1000.0),  # v / (1 - beta^t) is beyond what float16 holds
     ],
 )
-def test_a_moment_that_cannot_be_sent_gives_nothing_and_takes_nothing(
-    dtype, steps, value, is_together
-):
+def test_a_moment_that_cannot_be_sent_gives_nothing_and_takes_nothing(dtype, steps, value):
     held = torch.tensor([1.0, value, 1.0], dtype=dtype)
     one = moment(torch.ones(3, dtype=dtype), steps=400)
     other = moment(held.clone(), steps)
     mine, theirs = torch.empty_like(held), torch.empty_like(held)
     assert one.snapshot(0.0, mine)
-    if is_together:
-        assert other.snapshot_and_exchange(0.0, theirs, mine, 0.5) == 0.0
-    else:
-        assert other.snapshot(0.0, theirs)
-        assert other.exchange(0.0, theirs, mine, 0.5) == 0.0
+    assert other.snapshot(0.0, theirs)
+    assert other.exchange(0.0, theirs, mine, 0.5) == 0.0
     assert not theirs.any()
     assert one.exchange(0.0, mine, theirs, 0.5) == 0.0
     for end, expected in ((one, torch.ones_like(held)), (other, held)):

@@ -126,12 +126,9 @@ def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
         for chunk, out in zip(chunks, outs, strict=True):
             peers = random_values(random, chunk, out.dtype)
             with world.gossip():
-                if random.random() < 0.5:
-                    seen.append(chunk.snapshot(theta, out))
-                    world.boundary() if random.random() < 0.5 else None
-                    seen.append(chunk.exchange(theta, out, peers, ALPHA_TILDE))
-                else:
-                    seen.append(chunk.snapshot_and_exchange(theta, out, peers, ALPHA_TILDE))
+                seen.append(chunk.snapshot(theta, out))
+                world.boundary() if random.random() < 0.5 else None
+                seen.append(chunk.exchange(theta, out, peers, ALPHA_TILDE))
             peers.zero_()  # the link's next chunk lands there
             seen.append(out.clone())
             out.fill_(7.0)
@@ -214,8 +211,6 @@ def exchange_beside_steps(device: ClockedDevice) -> None:
                 chunk.snapshot(theta, out)
                 step()
                 chunk.exchange(theta, out, peers, ALPHA_TILDE)
-                step()
-                chunk.snapshot_and_exchange(theta, out, peers, ALPHA_TILDE)
         world.phase.end_exchange(world.now_s)
         step()
 
@@ -782,7 +777,6 @@ def test_the_order_is_entered_and_left_while_the_lock_is_held():
         lambda: chunk.flow(0.2),
         lambda: chunk.snapshot(0.3, out),
         lambda: chunk.exchange(0.3, out, peers, 1.5),
-        lambda: chunk.snapshot_and_exchange(0.4, out, peers, 1.5),
         lambda: chunk.read(out),
         lambda: chunk.read_z(out),
         lambda: chunk.copy(out, out),

@@ -10,7 +10,7 @@ from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import AcceleratorDevice
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.codec import FORMATS, make_codec
+from gossipdp.gossip.codec import FORMATS, Codec
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 
 ON_CARD = pytest.mark.usefixtures("card")
@@ -48,7 +48,6 @@ def test_events_of_chunks(dtype, has_momenta):
             assert torch.equal(mine, torch.ones_like(mine))
             chunk.boundary(theta + 0.02)
             chunk.exchange(theta + 0.03, mine, peers, 1.5)
-            chunk.snapshot_and_exchange(theta + 0.04, mine, peers, 1.5)
     state.boundary(1.0, wait=True)
     state.flow(2.0)
     for segment in state.segments:
@@ -74,18 +73,17 @@ def test_events_of_chunks(dtype, has_momenta):
 @ON_CARD
 def test_each_form_in_which_chunks_travel(dtype, wire_format):
     state = state_of(dtype, has_momenta=True)
-    codec = make_codec(wire_format, state)
+    codec = Codec(wire_format, state)
     decoded = []
     for _ in range(2):  # the first shows a code the distance
         chunks = state.carried([1])
-        if (preface := codec.start(chunks)) is not None:
+        if (preface := codec.start(chunks, is_coded=codec.chooses_code(False))) is not None:
             codec.agree(memoryview(bytearray(preface)))
         for chunk in chunks:
             codec.encode(chunk, 0.0)
             payload = memoryview(bytearray(codec.room(chunk)))
             if codec.is_certain(chunk):
-                for is_encoded in (True, False):
-                    codec.exchange(chunk, 0.0, payload, 1.5, is_encoded=is_encoded)
+                codec.exchange(chunk, 0.0, payload, 1.5)
                 continue
             decoded.append(codec.decode(chunk, payload))
             if decoded[-1]:
@@ -111,8 +109,6 @@ def test_the_host_reads_few_numbers(card, dtype):
         # A trained chunk's check for NaN arrives with the snapshot.
         assert reads(chunk.snapshot, 0.1, mine) == (0 if is_trained else 1)
         assert reads(chunk.exchange, 0.1, mine, peers, 1.5) == (2 if is_moment else 1)
-        both = reads(chunk.snapshot_and_exchange, 0.1, mine, peers, 1.5)
-        assert both == (3 if is_moment else 1)
         assert reads(chunk.boundary, 0.2) == 0
         assert reads(chunk.read_z, mine) == 0
 
@@ -126,13 +122,10 @@ def test_the_launches_and_waits_of_a_model_of_a_billion_parameters(card):
     state = State([Segment(x, Role.TRAINED, chunk_bytes=chunk_bytes)])
     mine, peers = torch.zeros(2, chunk_bytes // 4)
 
-    def exchange(theta: float, *, is_ahead: bool) -> None:
+    def exchange(theta: float) -> None:
         for chunk in state.chunks:
-            if is_ahead:
-                chunk.snapshot(theta, mine)
-                chunk.exchange(theta, mine, peers, 1.5)
-            else:
-                chunk.snapshot_and_exchange(theta, mine, peers, 1.5)
+            chunk.snapshot(theta, mine)
+            chunk.exchange(theta, mine, peers, 1.5)
 
     def cost(use: Callable[[], object]) -> tuple[int, int]:
         """Return the launches of all chunks of the model, and the host's waits."""
@@ -141,7 +134,7 @@ def test_the_launches_and_waits_of_a_model_of_a_billion_parameters(card):
         launches, waits = card.num_launches - before[0], card.num_waits - before[1]
         return tuple(n if n < 3 else n // 3 * num_chunks for n in (launches, waits))
 
-    exchange(0.1, is_ahead=True)  # makes scratch and slots
+    exchange(0.1)  # makes scratch and slots
     assert num_chunks == 120
     # Launches: x and the inbox, in one run. The host waits for the boundary before alone.
     assert cost(lambda: state.boundary(0.2)) == (2, 1)
@@ -149,7 +142,4 @@ def test_the_launches_and_waits_of_a_model_of_a_billion_parameters(card):
     # Launches: three for the snapshot, its sum, their ways out; the peer's way in, the difference
     # and its norm, the flow, pending, two for c. Waits: for the snapshot's arrival, for
     # the norm, and for a slot, which has long been free.
-    ahead = cost(lambda: exchange(0.3, is_ahead=True))
-    assert ahead == (13 * num_chunks, 3 * num_chunks)
-    behind = cost(lambda: exchange(0.4, is_ahead=False))
-    assert behind == (11 * num_chunks, 3 * num_chunks)
+    assert cost(lambda: exchange(0.3)) == (13 * num_chunks, 3 * num_chunks)

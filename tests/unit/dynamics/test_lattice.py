@@ -17,6 +17,8 @@ from gossipdp.dynamics.lattice import (
 )
 from gossipdp.dynamics.machine_code import BLOCK
 
+ALL = slice(None)
+
 
 def encoded(x, exponents):
     """Return checksum, codes and sizes."""
@@ -137,7 +139,7 @@ def test_a_weight_that_changes_after_all_agreed_is_found_out(old, x, y):
     steps = LatticeSteps(1)
     values = torch.full((BLOCK,), old)
     for _ in range(60):
-        steps.learn(torch.zeros(1), values.abs().amax().view(1))
+        steps.learn(ALL, torch.zeros(1), values.abs().amax().view(1))
     ours, theirs = values.clone(), values.clone()
     ours[:7], theirs[:7] = x, y
     assert not code(ours, theirs, steps.exponents())[1]
@@ -187,21 +189,21 @@ def test_steps_grow_at_once_and_shrink_slowly():
     size = torch.tensor([1.0, 1.0])
     assert bool((steps.exponents() < -60).all()), "nothing is known: as if the two agreed"
     distances = torch.tensor([0.0, 1.0])
-    steps.learn(distances, size)
+    steps.learn(ALL, distances, size)
     # 4/127 is between 2**-5 and 2**-4; the other block's values are rounded at 2**-23.
     assert steps.exponents().tolist() == [-23, -4]
-    steps.learn(distances / 1000, size)
+    steps.learn(ALL, distances / 1000, size)
     assert steps.exponents()[1] == -5
     for _ in range(100):
-        steps.learn(distances / 1e9, size)
+        steps.learn(ALL, distances / 1e9, size)
     assert steps.exponents().tolist() == [-23, -23]
-    steps.learn(1000 * distances, size)
+    steps.learn(ALL, 1000 * distances, size)
     assert steps.exponents()[1] == 5
 
 
 def test_after_a_repeat_the_step_covers_what_bfloat16_may_hide():
     steps = LatticeSteps(1)
-    steps.learn(torch.zeros(1), torch.tensor([3.0]), is_rounded=True)
+    steps.learn(ALL, torch.zeros(1), torch.tensor([3.0]), is_rounded=True)
     assert 127 * 2.0 ** int(steps.exponents()[0]) > 4 * 3 * 2**-8
 
 
@@ -210,11 +212,11 @@ def test_after_a_repeat_the_step_covers_what_bfloat16_may_hide():
 def test_one_huge_difference_is_forgotten_in_time(distance, size):
     """Four times it is beyond float32; the steps must not stay there."""
     steps, sizes = LatticeSteps(1), torch.tensor([1.0])
-    steps.learn(torch.tensor([distance]), torch.tensor([size]))
+    steps.learn(ALL, torch.tensor([distance]), torch.tensor([size]))
     assert int(steps.exponents()[0]) == 120
     assert float(steps._reach[0]) == 127 * 2.0**120
     distances = torch.tensor([0.25])
     for _ in range(500):
-        steps.learn(distances, sizes)
+        steps.learn(ALL, distances, sizes)
     # 4 times 0.25 is 1, and 1/127 is between 2**-7 and 2**-6.
     assert steps.exponents().tolist() == [-6]

@@ -64,12 +64,6 @@ class Computes:
         numbers = *flow_of(decay), alpha_tilde
         return update.exchange(chunk.pending, chunk.c, mine, peers, *numbers, **self.options)
 
-    def snapshot_and_exchange(
-        self, chunk: Chunk, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
-    ) -> float:
-        state, numbers = (chunk.x, chunk.pending, chunk.c), (*flow_of(decay), alpha_tilde)
-        return update.snapshot_and_exchange(out, *state, peers, *numbers, **self.options)
-
     def boundary(self, chunk: Chunk, decay: float) -> None:
         share, _ = flow_of(decay)
         made = update.boundary_operations(chunk.x, chunk.pending, chunk.c, share, **self.options)
@@ -151,21 +145,6 @@ def test_an_exchange_is_the_reference_s(computes, dtype, wire, momentum, decay):
         assert torch.equal(chunk.x, before.x)
 
 
-@each_exchange
-def test_at_once_or_one_after_the_other_is_bitwise_the_same(computes, dtype, wire, momentum, decay):
-    for length in LENGTHS:
-        apart = random_chunk(length, length, dtype, momentum)
-        at_once = copy_of(apart)
-        mine, out = torch.empty(length, dtype=wire), torch.empty(length, dtype=wire)
-        peers = snapshot_of(length, 7, wire)
-        computes.snapshot(apart, mine, decay)
-        norm_apart = computes.exchange(apart, mine, peers, decay, ALPHA_TILDE)
-        norm = computes.snapshot_and_exchange(at_once, out, peers, decay, ALPHA_TILDE)
-        assert torch.equal(mine, out)
-        assert same_bits(apart, at_once)
-        assert norm == pytest.approx(norm_apart, rel=1e-12)
-
-
 @each_boundary
 def test_a_boundary_moves_everything_and_keeps_the_remainder(computes, dtype, momentum, decay):
     for length in LENGTHS:
@@ -225,11 +204,6 @@ def test_a_peer_s_poison_is_not_applied(name, wire, length, place, case):
     assert computes.snapshot(chunk, mine, 0.7)
     assert not math.isfinite(computes.exchange(chunk, mine, peers, 0.7, ALPHA_TILDE))
     assert same_bits(chunk, before)
-    out = torch.empty_like(mine)
-    norm = computes.snapshot_and_exchange(chunk, out, peers, 0.7, ALPHA_TILDE)
-    assert not math.isfinite(norm)
-    assert same_bits(chunk, before)
-    assert torch.equal(out, mine)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +217,7 @@ def test_our_own_poison_is_found_and_not_applied(computes, dtype, wire, where):
         before = copy_of(chunk)
         out, peers = torch.empty(MOST, dtype=wire), snapshot_of(MOST, 7, wire)
         assert not computes.snapshot(chunk, out, 0.7)
-        out.zero_()
-        norm = computes.snapshot_and_exchange(chunk, out, peers, 0.7, ALPHA_TILDE)
-        assert not math.isfinite(norm)
+        assert not math.isfinite(computes.exchange(chunk, out, peers, 0.7, ALPHA_TILDE))
         assert torch.isfinite(out).sum() == MOST - 1
         assert same_bits(chunk, before)
 

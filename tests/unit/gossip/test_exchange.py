@@ -12,7 +12,7 @@ from links import MemoryLink
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.codec import FORMATS, PoisonFound, make_codec
+from gossipdp.gossip.codec import FORMATS, Codec, PoisonFound
 from gossipdp.gossip.exchange import Exchange
 from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType
 from gossipdp.protocol.messages import ExchangeId
@@ -47,7 +47,7 @@ def x_and_z(state: State) -> tuple[torch.Tensor, torch.Tensor]:
 def pair(name: str, make=make_state, **options):
     """Make two workers' states, and their codecs."""
     states = [make(seed, **options) for seed in (0, 1)]
-    return states, [make_codec(name, state) for state in states]
+    return states, [Codec(name, state) for state in states]
 
 
 def deliver(link: MemoryLink, to: Exchange) -> None:
@@ -60,10 +60,10 @@ def deliver(link: MemoryLink, to: Exchange) -> None:
     to.landed(frame_type, key, room)
 
 
-def start(states, alpha_tilde=1.3, codecs=None, id=ID, moments=()):
+def start(states, alpha_tilde=1.3, codecs=None, id=ID, moments=(), *, kinds=2 * (MemoryLink,)):
     """Begin an exchange between two, in their wire formats (by default new full ones)."""
-    codecs = codecs or [make_codec("full", state) for state in states]
-    links = [MemoryLink(peer) for peer, _ in zip((1, 0), states, strict=False)]
+    codecs = codecs or [Codec("full", state) for state in states]
+    links = [kind(peer) for kind, peer, _ in zip(kinds, (1, 0), states, strict=False)]
     return links, [
         Exchange(state, codec, link, id, alpha_tilde=alpha_tilde, theta=0.0, moments=moments)
         for state, codec, link in zip(states, codecs, links, strict=True)
@@ -73,6 +73,11 @@ def start(states, alpha_tilde=1.3, codecs=None, id=ID, moments=()):
 def exchange(states, codecs, random: Random, *, alpha_tilde=1.3, id=ID, moments=()):
     """Run one whole exchange, frames and turns of the two ends in an order that is drawn."""
     links, exchanges = start(states, alpha_tilde, codecs, id, moments)
+    run(links, exchanges, random)
+    return links, exchanges
+
+
+def run(links, exchanges, random: Random):
     idle = 0
     while not all(each.is_finished for each in exchanges):
         end = random.randrange(2)
@@ -84,12 +89,11 @@ def exchange(states, codecs, random: Random, *, alpha_tilde=1.3, id=ID, moments=
             before = -1
         idle = 0 if links[end].queued_bytes != before else idle + 1
         assert idle < 100, "nothing moves any more"
-    return links, exchanges
 
 
 def test_the_time_on_arrays_is_counted_on_demand_alone():
     states = [make_state(0), make_state(1)]
-    codecs = [make_codec("full", state) for state in states]
+    codecs = [Codec("full", state) for state in states]
     codecs[1].is_timed = True
     exchange(states, codecs, Random(0))
     assert codecs[0].busy_s == 0.0
@@ -195,11 +199,8 @@ def race(segment: Segment, state: State, seed: int) -> None:
                 for chunk, differences in segment.split(total):
                     mine = torch.empty(chunk.num_elements)
                     peers = torch.full_like(mine, float(2 * random.randint(-2, 2)))
-                    if random.random() < 0.5:
-                        assert chunk.snapshot(0.0, mine)
-                        norm = chunk.exchange(0.0, mine, peers, 1.5)
-                    else:
-                        norm = chunk.snapshot_and_exchange(0.0, mine, peers, 1.5)
+                    assert chunk.snapshot(0.0, mine)
+                    norm = chunk.exchange(0.0, mine, peers, 1.5)
                     # All are equal, and torch.dot, in float32 on one thread, drifts 3e-4 with them.
                     assert norm == pytest.approx(float((mine - peers).square().sum()), rel=1e-3)
                     differences += mine - peers
@@ -266,6 +267,37 @@ def test_every_format_conserves_the_mean_of_z(name):
     assert torch.allclose(after[3700:], before[3700:], rtol=0, atol=1e-14)
     assert distances[1] == pytest.approx(distances[0], rel=1e-5 if name == "full" else 1e-2)
     assert distances[-1] < 1e-3 * distances[0]
+
+
+class SharedLink(MemoryLink):
+    is_shared = True
+
+
+@pytest.mark.parametrize("initiators", [MemoryLink, SharedLink])
+@pytest.mark.parametrize("others", [MemoryLink, SharedLink])
+def test_by_default_a_link_of_shared_memory_takes_values_and_any_other_codes(initiators, others):
+    """Both ends take the form of the one that asked, even if the other would ask for another."""
+    states, codecs = pair("auto", mixed_state)
+    before = sum(x_and_z(state)[1] for state in states)
+    wanted, distances = "full" if initiators is SharedLink else "lattice8", []
+    for counter in range(6):
+        links, ends = start(states, codecs=codecs, kinds=(initiators, others))
+        run(links, ends, Random(counter))
+        assert [codec.form.name for codec in codecs] == [wanted] * 2
+        assert links[0].bytes_sent == links[1].bytes_sent
+        distances.append(ends[0].squared_distance)
+    assert torch.allclose(sum(x_and_z(state)[1] for state in states), before, rtol=0, atol=3e-6)
+    assert ends[0].num_repeated == 0
+    assert distances[-1] < 1e-3 * distances[0]
+
+
+def test_a_worker_whose_arrays_are_a_device_s_asks_for_values():
+    codec = Codec("auto", make_state(0))
+    assert codec.chooses_code(is_shared=False)
+    assert not codec.chooses_code(is_shared=True)
+    codec._is_on_device = True
+    assert not codec.chooses_code(is_shared=False)
+    assert Codec("lattice8", make_state(0)).chooses_code(is_shared=True)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -396,14 +428,14 @@ def test_the_end_that_knows_the_distance_decides_on_the_steps():
     _, ends = exchange(states, codecs, Random(0))
     assert all(end.num_repeated == end.num_chunks for end in ends)
     states[1].segments[0].x.add_(make_state(2).segments[0].x)  # as far apart as before
-    codecs[1] = make_codec("lattice8", states[1])
+    codecs[1] = Codec("lattice8", states[1])
     _, ends = exchange(states, codecs, Random(0), id=ExchangeId(0, 0, 2))
     assert [end.num_repeated for end in ends] == [0, 0]
 
 
 def test_a_distance_beyond_the_steps_is_repeated_and_learnt():
     states = [make_state(0, chunk_bytes=2048), make_state(0, chunk_bytes=2048)]
-    codecs = [make_codec("lattice8", state) for state in states]
+    codecs = [Codec("lattice8", state) for state in states]
     random = Random(0)
     exchange(states, codecs, random)
     _, ends = exchange(states, codecs, random)
@@ -430,7 +462,7 @@ def test_hostile_steps_and_codes_end_in_a_repeat_or_in_nothing_applied():
     assert frame_type is FrameType.EXCHANGE_STEPS
     assert ends[0].landing(CHUNK, ChunkKey(0, 0, 1, 0)) is None, "steps come first"
     for step in (-128, -10, 127):
-        codec = make_codec("lattice8", states[0])
+        codec = Codec("lattice8", states[0])
         ends[0] = Exchange(states[0], codec, links[0], ID, alpha_tilde=1.3, theta=0.0)
         ends[0].pump()
         links[0].queue.clear()

@@ -63,7 +63,8 @@ def give(model: GossipDataParallel, value: float) -> None:
     for segment in moments_of(model):
         for chunk in segment.chunks:
             out = torch.empty_like(chunk.x)
-            chunk.snapshot_and_exchange(0.0, out, torch.full_like(out, value), 0.5)
+            chunk.snapshot(0.0, out)
+            chunk.exchange(0.0, out, torch.full_like(out, value), 0.5)
 
 
 def averaged(own: Tensor, value: float, age: int, decay: float = 0.999) -> Tensor:
@@ -283,7 +284,8 @@ def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap):
     before = [parameter.detach().clone() for parameter in net.parameters()]
     for chunk in model._engine._state.chunks:  # all is exchanged all the same
         out = torch.empty_like(chunk.x)
-        chunk.snapshot_and_exchange(0.0, out, torch.zeros_like(out), 0.5)
+        chunk.snapshot(0.0, out)
+        chunk.exchange(0.0, out, torch.zeros_like(out), 0.5)
     for parameter in head:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -413,7 +415,8 @@ def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_o
     for segment, is_shared in ((first, True), (second, False)):
         (chunk,) = segment.chunks
         out = torch.empty_like(chunk.x)
-        assert chunk.snapshot_and_exchange(0.0, out, torch.ones_like(out), 0.5) == 0.0
+        chunk.snapshot(0.0, out)
+        assert chunk.exchange(0.0, out, torch.ones_like(out), 0.5) == 0.0
         assert bool(out.any()) == is_shared
     before = [value["sum"].clone() for value in unknown.state.values()]
     stepped(unknown, 1)
@@ -470,7 +473,8 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(wrap, caplog
         for chunk in state.carried([DEFAULT_PERIOD]):
             out = torch.empty_like(chunk.x)
             peers = torch.zeros_like(out)
-            assert math.isfinite(chunk.snapshot_and_exchange(0.0, out, peers, 0.5))
+            chunk.snapshot(0.0, out)
+            assert math.isfinite(chunk.exchange(0.0, out, peers, 0.5))
             assert out.isfinite().all()
         stepped(optimizer, 1)
     assert len(state.carried([DEFAULT_PERIOD])) > len(state.chunks)
