@@ -101,6 +101,7 @@ class Chunk:
         has_pending: True if the next boundary has anything to add. Known zeros are not added: with
             no exchange, training is bitwise that of the plain loop.
         is_compiled: True if numba's loops compute here.
+        is_square: True if the values are means of squares: float32, and never negative.
         device: where the values live.
         lock: guards pending, c, the phases and the flags; see the module.
         order: entered under the lock, so that a device does the holders' work in their order.
@@ -115,7 +116,7 @@ class Chunk:
         self.theta = 0.0
         self.theta_c = -math.inf
         self.has_pending = False
-        self.is_compiled = False
+        self.is_compiled = self.is_square = False
         self.device = Device()
         self._snapshot_at = 0
         self.lock = threading.Lock()

@@ -40,11 +40,15 @@ ARGUMENTS = {
     "boundary": "x float32 float32 bool number",
     "encode": "float32 block_int8 uint8 block_float32 any_int32 any_int64",
     "decode": "float32 block_int8 uint8 int8 any_int32 any_int64",
+    "encode_squares": "float32 block_int16 uint8",
+    "decode_squares": "float32 block_int16 uint8",
     "exchange_coded": "float32 float32 bool int8 block_int8 block_float32 number number number",
 }
 """By loop, its arguments after ``size``: numbers, and arrays by their precision; ``x`` and ``wire``
 are the precisions of parameters and of snapshots. ``block``: one value for each block; ``any``: as
 many as the loop reads."""
+CODED = [name for name, arguments in ARGUMENTS.items() if "block" in arguments]
+"""The loops of the 8-bit codes."""
 BLOCK = 512
 """Values of a block of :mod:`~gossipdp.dynamics.lattice`: with half or a quarter, error and
 failures change little."""

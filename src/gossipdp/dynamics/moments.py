@@ -58,6 +58,7 @@ class MomentChunk(Chunk):
         super().__init__(role, x, pending, c)
         self.weight = 1.0
         self._moment = moment
+        self.is_square = moment.name == "exp_avg_sq" and x.dtype == torch.float32
         self._gives = False  # in this exchange; the gossip thread's
 
     # Under the lock. Each method reads the mass once, as the main thread may change it.

@@ -295,9 +295,8 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
 
     So no later call is slow. For the errors see :func:`~gossipdp.dynamics.machine_code.loop`.
     """
-    for name, arguments in machine_code.ARGUMENTS.items():
-        if "block" not in arguments:  # those of codes are loaded where codes are
-            loop(name, x, wire)
+    for name in machine_code.ARGUMENTS.keys() - machine_code.CODED:
+        loop(name, x, wire)
 
 
 def _or(values: Tensor | None, instead: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from numba import types
 from numba.extending import overload
 
 _F32, _F64, _U64, _U32, _U16 = np.float32, np.float64, np.uint64, np.uint32, np.uint16
-_I8, _U8, _I32, _I64 = np.int8, np.uint8, np.int32, np.int64
+_I8, _U8, _I16, _I32, _I64 = np.int8, np.uint8, np.int16, np.int32, np.int64
 _HALF = _F32(0.5)
 BLOCK, CARRY, MOST_POINTS = 512, _U64(0x9E3779B97F4A7C15), _F32(2.0**30)
 
@@ -48,6 +48,7 @@ def compiled(name: str, arguments: Iterable[str], symbol: str) -> Any:
         "uint8": pointer(types.uint8),
         "int8": pointer(types.int8),
         "block_int8": pointer(types.int8),
+        "block_int16": pointer(types.int16),
         "block_float32": pointer(types.float32),
         "any_int32": pointer(types.int32),
         "any_int64": pointer(types.int64),
@@ -244,6 +245,36 @@ def decode(
             second = _I32(second + _I32(mixed * weights[BLOCK + place]))
         total = total * CARRY + _U64((_I64(first) << _I64(32)) + _I64(second))
     word[0] = _I64(total)
+
+
+@numba.njit(inline="always")
+def _level(bits: Any) -> Any:
+    return min(_I32(_I32(bits + _I32(1 << 19)) >> _I32(20)), _I32(0x7F6))
+
+
+def encode_squares(size: int, values: Any, tops: Any, codes: Any) -> None:
+    """Write the code of values that are finite and not negative."""
+    for block in range((size + BLOCK - 1) // BLOCK):
+        start = block * BLOCK
+        stop = min(start + BLOCK, size)
+        most = _I32(0)
+        for i in range(start, stop):
+            most = max(most, _F32(values[i]).view(_I32))
+        top = _level(most)
+        tops[block] = _I16(top)
+        for i in range(start, stop):
+            level = max(_I32(_level(_F32(values[i]).view(_I32)) - top + _I32(255)), _I32(1))
+            codes[i] = _U8(level if values[i] > _F32(0.0) else _I32(0))
+
+
+def decode_squares(size: int, values: Any, tops: Any, codes: Any) -> None:
+    """Write the values of a code."""
+    for block in range((size + BLOCK - 1) // BLOCK):
+        start = block * BLOCK
+        lowest = _I32(min(max(_I32(tops[block]), _I32(0)), _I32(0x7F6)) - _I32(255))
+        for i in range(start, min(start + BLOCK, size)):
+            level = _I32(max(_I32(lowest + _I32(codes[i])), _I32(0)) << _I32(20))
+            values[i] = _I32(level if codes[i] > _U8(0) else _I32(0)).view(_F32)
 
 
 def exchange_coded(

@@ -21,8 +21,9 @@ twice the processor time of a copy; over TCP both take about the same. Arrays of
 
 Buffers of floating point (BatchNorm's statistics) always travel as they are held. Their values
 differ too much in size to share a step, and a variance must not turn negative. For the same reasons
-the optimizers' moments travel in bfloat16 where parameters are coded: rounded so, what is positive
-stays positive. Integer buffers and frozen parameters are not exchanged.
+the optimizers' moments travel in bfloat16 where parameters are coded, and Adam's second moment in
+8 bits by its logarithm (:mod:`~gossipdp.dynamics.squares`): so what is positive stays positive.
+Integer buffers and frozen parameters are not exchanged.
 """
 
 import itertools
@@ -37,9 +38,9 @@ from typing import Concatenate, ParamSpec, TypeAlias, TypeVar, final
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics import lattice
+from gossipdp.dynamics import lattice, squares
 from gossipdp.dynamics.chunks import Chunk, Role
-from gossipdp.dynamics.machine_code import loop
+from gossipdp.dynamics.machine_code import CODED, loop
 from gossipdp.dynamics.state import State
 from gossipdp.dynamics.update import is_finite
 
@@ -151,6 +152,8 @@ class Codec:
         self._slot_of: dict[int, int] = {}
         self._renew()
         coded = [chunk for chunk in state.chunks if True in self.forms and _fits_code(chunk)]
+        most = max((chunk.num_elements for chunk in state.moment_chunks), default=0)
+        self._squares = torch.zeros(most, device="cpu")
         dtypes = {
             self._dtype(chunk, each) for chunk in state.chunks for each in self.forms.values()
         }
@@ -161,20 +164,18 @@ class Codec:
         self._prepare_codes(coded)
 
     def _prepare_codes(self, coded: Sequence[Chunk]) -> None:
-        sizes = [lattice.num_blocks(each.num_elements) for each in coded]
-        ends = list(itertools.accumulate(sizes))
-        self._blocks = {
-            chunk.index: slice(end - size, end)
-            for chunk, size, end in zip(coded, sizes, ends, strict=True)
-        }
+        sizes = (lattice.num_blocks(each.num_elements) for each in coded)
+        ends = list(itertools.accumulate(sizes, initial=0))
+        parts = itertools.starmap(slice, itertools.pairwise(ends))
+        self._blocks = {chunk.index: part for chunk, part in zip(coded, parts, strict=True)}
         # A frame is not empty, even if nothing is coded.
-        self._steps = lattice.LatticeSteps(max(1, sum(sizes)))
+        self._steps = lattice.LatticeSteps(max(1, ends[-1]))
         self._needed = self._exponents = self._steps.exponents()
         self.preface_landing = tensor_bytes(torch.zeros_like(self._needed))
         """Room for the preface that the peer's :meth:`start` returned."""
         most = max((each.num_elements for each in coded), default=0)
         self._code_slots = [_CodeSlot(most) for _ in range(self._most_window if coded else 0)]
-        for name in ("encode", "decode", "exchange_coded") if coded else ():
+        for name in CODED if coded else ():
             loop(name)  # now, so that no exchange is slow
 
     def _renew(self) -> None:
@@ -207,16 +208,18 @@ class Codec:
         """Return whether the peer can always read the chunk; else it sends a verdict on each."""
         return not self.form.is_coded or chunk.index not in self._blocks
 
-    def chooses_code(self, is_shared: bool) -> bool:
-        """Return whether an exchange that this worker asks for is coded.
+    def _is_square(self, chunk: Chunk) -> bool:
+        return self.form.is_coded and chunk.is_square
 
-        ``is_shared``: the peer reads our memory in place.
-        """
+    def chooses_code(self, is_shared: bool) -> bool:
+        """Return whether an exchange that this worker asks for, over such a link, is coded."""
         is_cheap = not (is_shared or self._is_on_device)
         return True in self.forms and (is_cheap or False not in self.forms)
 
     def num_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk on its way, unless it must be repeated."""
+        if self._is_square(chunk):
+            return squares.coded_bytes(chunk.num_elements)
         if self.is_certain(chunk):
             return chunk.num_elements * self._dtype(chunk).itemsize
         return _CHECKSUM.size + chunk.num_elements
@@ -258,6 +261,10 @@ class Codec:
         """
         if not self.is_certain(chunk):
             self._encode_difference(chunk, theta)
+        elif self._is_square(chunk):
+            values = self._squares[: chunk.num_elements]
+            chunk.snapshot(theta, values)
+            squares.encode(values, torch.frombuffer(self.room(chunk), dtype=torch.uint8))
         elif not chunk.snapshot(theta, self._tensor(chunk, self._dtype(chunk))):
             raise PoisonFound(ours=True)
 
@@ -266,8 +273,13 @@ class Codec:
     @_timed
     def exchange(self, chunk: Chunk, theta: float, payload: memoryview, gain: float) -> float:
         """Apply a certain chunk of the peer's; return the squared norm of the difference."""
-        mine = self._tensor(chunk, self._dtype(chunk))
-        return chunk.exchange(theta, mine, torch.frombuffer(payload, dtype=mine.dtype), gain)
+        if self._is_square(chunk):
+            mine = peers = self._squares[: chunk.num_elements]  # a moment takes the peer's alone
+            squares.decode(torch.frombuffer(payload, dtype=torch.uint8), peers)
+        else:
+            mine = self._tensor(chunk, self._dtype(chunk))
+            peers = torch.frombuffer(payload, dtype=mine.dtype)
+        return chunk.exchange(theta, mine, peers, gain)
 
     # Coded chunks.
 

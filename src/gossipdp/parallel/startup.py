@@ -44,8 +44,8 @@ from gossipdp.protocol.exchange_rate import (
     ExchangeRate,
 )
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
-from gossipdp.protocol.moments_due import MomentsDue
 from gossipdp.protocol.neighbours import Place
+from gossipdp.protocol.pairing import MomentsDue
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.rules import shown_rate
 

@@ -5,8 +5,7 @@
     members       who lives, is done, left or died; how much each has trained; how a worker joins
     step_clock    when to ask: even ticks in units of the worker's own gradient steps
     neighbours    the graph over the live workers, and the order in which to ask neighbours
-    pairing       one exchange at a time: who exchanges with whom, and when
-    moments_due   when the optimizer's moments travel along
+    pairing       one exchange at a time: who exchanges with whom, when, and with which moments
     confirmation  when a chunk that travels in a code may be applied
     peers         links, silence, who can exchange now, and the news that travels with messages
     liveness      who is dead: silence or a refused dial, and questions to others

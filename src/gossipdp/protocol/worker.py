@@ -59,7 +59,6 @@ from gossipdp.protocol.messages import (
     ProtocolError,
     ReductionMessage,
 )
-from gossipdp.protocol.moments_due import MomentsDue
 from gossipdp.protocol.neighbours import (
     Fresh,
     Neighbourhood,
@@ -67,7 +66,7 @@ from gossipdp.protocol.neighbours import (
     WorkOut,
     at_once,
 )
-from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction, Proposing
+from gossipdp.protocol.pairing import Exchanging, MomentsDue, Pairing, PairingAction, Proposing
 from gossipdp.protocol.peers import Peers
 from gossipdp.protocol.presence import CloseIfSilent, Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction

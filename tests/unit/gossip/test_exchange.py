@@ -369,7 +369,9 @@ def test_an_exchange_carries_the_moments_that_are_due(name, dtype):
                 if not is_due:
                     assert torch.equal(after, before[end][index])
                 else:
-                    assert torch.allclose(after, mean, rtol=2**-8)
+                    # A code of squares may be off by a sixteenth of what the peer has.
+                    is_coded = name == "lattice8" and index == 1
+                    assert torch.allclose(after, mean, rtol=2**-4 if is_coded else 2**-8)
         for state in states:  # what steps do meanwhile, on each worker in its own way
             state.boundary(0.0)
             for segment in state.moments:

@@ -1,5 +1,7 @@
 """Every transition of the pairing state machine, one at a time."""
 
+import itertools
+import math
 from collections.abc import Mapping
 from random import Random
 
@@ -18,7 +20,14 @@ from gossipdp.protocol.messages import (
     ProtocolError,
 )
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
-from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, Pairing, Proposing
+from gossipdp.protocol.pairing import (
+    MAX_BACKLOG,
+    Exchanging,
+    Idle,
+    MomentsDue,
+    Pairing,
+    Proposing,
+)
 
 
 class InRankOrder(NeighbourPolicy):
@@ -329,3 +338,44 @@ def test_an_accept_with_more_than_was_proposed_is_refused():
         pairing.receive(2, Accept(own(1), 0.91))
     pairing.lost(2)
     assert pairing.state == Proposing(8, Propose(own(2), 0.9), ())
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "comm_rate", "between"),
+    [
+        (250, 4.0, 4),
+        (250, 1.0, 4),
+        (250, 1 / 8, 4),
+        # Sooner, where so many steps have passed.
+        (2.5, 4.0, 4),
+        (2.5, 1.0, 3),
+        (16, 1 / 8, 2),
+        (5, 1 / 8, 1),
+    ],
+)
+def test_one_exchange_in_four_carries_moments_and_more_where_these_are_rare(
+    num_steps, comm_rate, between
+):
+    moments = MomentsDue([4], num_steps)
+    number, carrying, due = 0, [], 0.0
+    for _ in range(240):
+        moments.step()
+        due += comm_rate
+        while due >= 1.0:
+            due -= 1.0
+            number += 1
+            if moments.now():
+                carrying.append(number)
+            moments.began(moments.now())
+    assert {after - before for before, after in itertools.pairwise(carrying)} == {between}
+
+
+def test_exchanges_that_peers_asked_for_count_and_each_period_has_its_own_count():
+    moments = MomentsDue([4, 2], math.inf)
+    moments.began(())
+    assert moments.now() == (2,)
+    moments.began((2,))
+    moments.began(())
+    assert moments.now() == (2, 4)
+    moments.began((4,))
+    assert moments.now() == (2,)
