@@ -316,7 +316,7 @@ def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers
     [
         ({"method": "gossip"}, "method", ("gossip", "a2cid2")),
         ({"comm_rate": 2.0}, "comm_rate", ("2", "auto")),
-        ({"wire_format": "lattice8"}, "wire_format", ("lattice8", "full")),
+        ({"wire_format": "lattice8"}, "wire_format", ("lattice8", "auto")),
         ({"exchange": Exchange(moments={"momentum_buffer": 4})}, "tensors", None),
     ],
 )

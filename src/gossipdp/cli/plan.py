@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
 
-BYTES_OF_A_VALUE: dict[WireFormatName, int] = {
-    "auto": 1,
-    "full": 4,
-    "bfloat16": 2,
-    "lattice8": 1,
-}
+BYTES_OF_A_VALUE = {"auto": 1, "full": 4, "bfloat16": 2, "lattice8": 1}
 BOUNDS: dict[Bound, str] = {
     "ceiling": "4 a step is the most: more was not tried.",
     "link": "The link is the bound: exchanges fill half of a worker's time.",

@@ -7,8 +7,7 @@ of it, and 0 is zero alone. So for v >= 2**-31 times the largest of its block
 
     |decoded - v| <= v / 16,    and for its root  |sqrt(decoded) - sqrt(v)| <= sqrt(v) / 30;
 
-smaller ones but zero are raised to about that size. What is decoded is finite and not negative. The
-values are coded, not a difference: each end takes in what the other has sent.
+smaller ones but zero are raised to about that size. What is decoded is finite and not negative.
 """
 
 from torch import Tensor, int16

@@ -175,8 +175,13 @@ class Codec:
         """Room for the preface that the peer's :meth:`start` returned."""
         most = max((each.num_elements for each in coded), default=0)
         self._code_slots = [_CodeSlot(most) for _ in range(self._most_window if coded else 0)]
-        for name in CODED if coded else ():
-            loop(name)  # now, so that no exchange is slow
+        if False not in self.forms:
+            self.load()
+
+    def load(self) -> None:
+        """Load the loops of codes, or compile them, so that no exchange is slow."""
+        for name in CODED if self._code_slots else ():
+            loop(name)
 
     def _renew(self) -> None:
         """Ask for the memory again; if it is another one, the former content is lost."""

@@ -278,6 +278,9 @@ class Startup:
             since_boot_s,
             wire_format=options.wire_format,
         )
+        hosts = {each.host for each in protocol.membership.members() if each.host}
+        if hosts != {host} or network.shared_memory == "off":
+            self._loop.codec.load()
         self._thread, self._has_thread = GossipThread(self._loop), True
         self.between_steps.attach(self._state.device.mark(), self._loop.transport.wake)
         self._loop.transfers.offer = self.between_steps.offer

@@ -96,7 +96,9 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
         for index, (name, metric) in enumerate(metrics_of(Counters).items())
     }
     words = [name for name, metric in metrics_of(Counters).items() if metric.kind == "word"]
+    labelled = [name for name in words if metrics_of(Counters)[name].label]
     counted |= {name: f"as {name}" for name in words}
+    counted |= {name: {7: f"as {name}"} for name in labelled}
     own = {"gradient_steps": 1, "samples": 8}  # the log counts these itself
     stats = Stats(rank=0, world_size=1, **counted)
     monkeypatch.setattr(Checkpointer, "stats", lambda self: stats)
@@ -109,7 +111,9 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
     assert {name: getattr(status, name) for name in counted} == counted
     assert {name: getattr(last, name) for name in counted} == counted | own
     for name in words:
-        assert re.search(rf'^gossipdp_{name}{{.*,word="as {name}"}} 1\.0$', metrics, re.MULTILINE)
+        label = ',neighbour="7"' if name in labelled else ""
+        line = rf'^gossipdp_{name}{{.*{label},word="as {name}"}} 1\.0$'
+        assert re.search(line, metrics, re.MULTILINE)
     for name, metric in metrics_of(Counters).items():
         if name in words:
             continue
