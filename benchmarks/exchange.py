@@ -1,31 +1,36 @@
-"""The speed of exchanges on one machine, side by side with gloo.
+"""The speed of exchanges on one machine, side by side with gloo, and what whole exchanges cost.
 
     python benchmarks/exchange.py                  writes benchmarks/results/exchange.{json,md}
 
-Two processes, each pinned to a core of its own, give each other as many megabytes at once: wants
-two quiet cores. Every way is a :class:`Transfer`, which gets everything ready once, and then, when
-its turn comes in every round, prepares, runs (which alone is timed) and verifies what this very run
-has brought. GB/s is per direction, over the wall time of the slower process.
+Whole exchanges are those of two workers that train: their wall time, and the processor time of all
+threads but the training thread, by size, link, form, and whether training waits or computes.
+
+Of the bytes alone: two processes, each pinned to a core of its own, give each other as many
+megabytes at once, which wants two quiet cores. Every way is a :class:`Transfer`, which gets
+everything ready once, and then, when its turn comes in every round, prepares, runs (which alone is
+timed) and verifies what this very run has brought. GB/s is per direction, over the wall time of the
+slower process.
 """
 
 from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from support.meeting import Meeting
 from support.report import Report, Spread, Table, asked, run_script
-from torch import Tensor
+from torch import Tensor, nn
 
-from gossipdp import launch
+from gossipdp import GossipDataParallel, Network, launch
 from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
@@ -277,6 +282,85 @@ def row_of(name: str, num_values: int, *ends: list[tuple[float, float]]) -> dict
     }
 
 
+class Way(NamedTuple):
+    """The size of a model, the form of its exchanges, its links, and what training does."""
+
+    num_values: int
+    link: str
+    wire_format: Any
+    training: str
+
+    @property
+    def step_s(self) -> float:
+        """Return how long a step lasts: long enough for four exchanges."""
+        return max(0.02, 4e-8 * self.num_values)
+
+
+def whole_exchange(way: Way, num_steps: int) -> tuple[int, float, float]:
+    """Take part, as one of two workers; return the number of exchanges, (wall s, CPU s) of one."""
+    torch.set_num_threads(1)
+    net = nn.Linear(way.num_values // 100, 100, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    network = Network(shared_memory="auto" if way.link == "shared memory" else "off")
+    model = GossipDataParallel(
+        net, optimizer, comm_rate=4.0, wire_format=way.wire_format, network=network
+    )
+    sample, filler = torch.randn(1, way.num_values // 100), torch.randn(400, 400)
+
+    def train(seconds: float) -> None:
+        end_s = time.perf_counter() + seconds
+        while (began_s := time.perf_counter()) < end_s:
+            optimizer.zero_grad()
+            model(sample).square().mean().backward()
+            optimizer.step()
+            while (left_s := began_s + way.step_s - time.perf_counter()) > 0:
+                time.sleep(left_s) if way.training == "waits" else filler @ filler
+
+    def counts() -> tuple[float, ...]:
+        stats, others_s = model.stats(), time.process_time() - time.thread_time()
+        return stats.exchanges, stats.exchange_seconds, others_s
+
+    train(num_steps / 3 * way.step_s)  # the first exchange shows a code the distance
+    before = counts()
+    train(num_steps * way.step_s)
+    number, wall_s, cpu_s = (now - then for now, then in zip(counts(), before, strict=True))
+    model.close()
+    return int(number), wall_s / max(1, number), cpu_s / max(1, number)
+
+
+def whole_table(quick: bool) -> tuple[Table, list[dict[str, Any]]]:
+    """Measure whole exchanges; return the table, and a row for each way."""
+    sizes = [50_000] if quick else [50_000, 1_000_000, 11_250_000, 100_000_000]
+    links, forms = ("shared memory", "TCP")[int(quick) :], ("full", "lattice8")
+    parts = itertools.product(sizes, links, forms, ("waits", "computes"))
+    ways = list(itertools.starmap(Way, parts))
+    steps = {way: 6 if quick else 4 + int(2.0 / way.step_s) for way in ways}
+    rows = []
+    for way in ways:
+        ends = launch(whole_exchange, world_size=2, args=(way, steps[way]), timeout_s=600.0)
+        number, wall_s, cpu_s = ends[0]
+        rows.append(
+            way._asdict() | {"number": number, "wall_ms": 1e3 * wall_s, "cpu_ms": 1e3 * cpu_s}
+        )
+    lines = [
+        (
+            f"{size:,}",
+            link,
+            form,
+            *(
+                f"{row[key]:.1f}"
+                for row in rows
+                if (row["num_values"], row["link"], row["wire_format"]) == (size, link, form)
+                for key in ("wall_ms", "cpu_ms")
+            ),
+        )
+        for size, link, form in itertools.product(sizes, links, forms)
+    ]
+    head = ("values", "link", "form", "wall ms", "CPU ms", "busy: wall ms", "busy: CPU ms")
+    note = "One exchange, the mean of at least 16 (unless --quick), of one run each."
+    return Table("Whole exchanges of two workers", head, lines, note), rows
+
+
 def main() -> None:
     quick, rounds = asked(__doc__, rounds=5)
     megabytes = 2.0 if quick else 45.0
@@ -295,7 +379,9 @@ def main() -> None:
             "What every round brought was verified.",
         )
     )
-    report.write({"rows": found, "megabytes": megabytes})
+    table, whole = whole_table(quick)
+    report.tables.append(table)
+    report.write({"rows": found, "megabytes": megabytes, "whole": whole})
 
 
 if __name__ == "__main__":

@@ -43,5 +43,6 @@ def test_every_way_brings_what_it_should_and_a_quick_run_writes_to_runs(
     stored = json.loads(Path("runs/benchmarks/exchange.json").read_text())
     assert all(row["median_gbps"] > 0 for row in stored["result"]["rows"])
     assert [row["name"] for row in stored["result"]["rows"]] == list(CONTENDERS)
+    assert all(row["number"] > 0 for row in stored["result"]["whole"])
     assert stored["provenance"]["command"] == "python benchmarks/exchange.py --quick --rounds 1"
     assert "a TCP link through TLS" in capsys.readouterr().out
