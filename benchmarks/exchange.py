@@ -357,7 +357,8 @@ def whole_table(quick: bool) -> tuple[Table, list[dict[str, Any]]]:
         for size, link, form in itertools.product(sizes, links, forms)
     ]
     head = ("values", "link", "form", "wall ms", "CPU ms", "busy: wall ms", "busy: CPU ms")
-    note = "One exchange, the mean of at least 16 (unless --quick), of one run each."
+    fewest = min(row["number"] for row in rows)
+    note = f"One exchange: the mean of {fewest} at least, of one run each."
     return Table("Whole exchanges of two workers", head, lines, note), rows
 
 

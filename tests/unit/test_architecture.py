@@ -150,21 +150,21 @@ def test_no_modules_import_each_other_in_a_circle():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (388, 5), "cli": (1165, 6), "dynamics": (2617, 12), "gossip": (2650, 11),
+        ".": (388, 5), "cli": (1160, 6), "dynamics": (2616, 12), "gossip": (2655, 11),
         "graph": (608, 3), "integrations": (575, 5), "launcher": (3470, 13), "links": (3008, 12),
-        "observe": (1697, 8), "parallel": (7604, 24), "protocol": (5516, 17),
+        "observe": (1697, 8), "parallel": (7607, 24), "protocol": (5516, 17),
     },
     "src/gossipdp_lab": {
         ".": (320, 3), "demo": (1317, 7), "report": (1212, 6), "simulate": (3387, 19),
         "tasks": (1664, 9),
     },
     "tests": {
-        ".": (229, 1), "benchmarks": (1704, 14), "browser": (95, 1), "chaos": (1509, 7),
+        ".": (229, 1), "benchmarks": (1705, 14), "browser": (95, 1), "chaos": (1509, 7),
         "clusters": (365, 2), "fuzz": (676, 3), "integration": (4233, 27), "mutants": (300, 2),
-        "property": (1351, 8), "simulation": (1046, 6), "support": (4955, 34), "unit": (25530, 126),
+        "property": (1351, 8), "simulation": (1046, 6), "support": (4955, 34), "unit": (25556, 126),
     },
     "benchmarks": {
-        ".": (5576, 18), "reproduction": (1105, 5), "support": (2812, 18),
+        ".": (5523, 17), "reproduction": (1105, 5), "support": (2812, 18),
     },
 }  # fmt: skip
 

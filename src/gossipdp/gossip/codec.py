@@ -17,7 +17,7 @@ lattice8      a code of the difference to the peer             1; 3 in a chunk  
 
 ``auto`` is full where both ends share memory, else lattice8: a worker that asks for an exchange
 chooses, and its first frame shows which it is. In shared memory no byte travels, and a code takes
-twice the processor time of a copy; over TCP both take about the same. Arrays of a device stay full.
+twice the processor time of values; over TCP up to 1.5 times. Arrays of a device stay full.
 
 Buffers of floating point (BatchNorm's statistics) always travel as they are held. Their values
 differ too much in size to share a step, and a variance must not turn negative. For the same reasons
