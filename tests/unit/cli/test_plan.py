@@ -56,11 +56,8 @@ LINKS = "--workers 4 --parameters 25.6e6 --step-ms 100"  # 102.4 MB
     ("more", "expected"),
     [
         # 8.2 s on the link; half of the time, so one in 164 steps of 0.1 s.
-        (
-            "--link-mbps 100 --wire-format full",
-            ("one in 164 steps", "The link is the bound", "102 MB", "6.25 MB/s"),
-        ),
-        ("--link-mbps 100", ("one in 41 steps", "25.6 MB", "50 Mbit/s")),
+        ("--link-mbps 100 --wire-format full", ("one in 164 steps", "102 MB", "6.25 MB/s")),
+        ("--link-mbps 100", ("one in 41 steps", "The link is the bound", "25.6 MB", "50 Mbit/s")),
         ("--link-mbps 25 --latency-ms 8000", ("one in 324 steps",)),
         ("--link-mbps 50 --max-megabits-per-s 25", ("one in 164 steps", "limit on sent bytes")),
         ("--link-mbps 25 --max-megabits-per-s 50", ("one in 164 steps", "The link is the bound")),

@@ -127,12 +127,6 @@ def test_many_wraps_are_found_out(seed, num_wraps):
     assert not code(x, y, torch.zeros(2, dtype=torch.int8))[1]
 
 
-def test_weights_are_odd_and_no_two_of_a_sum_are_alike():
-    for part in weights().long().split(BLOCK):
-        assert bool((part % 2 == 1).all())
-        assert len({abs(each) for each in part.tolist()}) == BLOCK
-
-
 @pytest.mark.parametrize(("old", "x", "y"), [(0.5, 0.5, -0.5), (0.9, 1.0, 0.0), (0.1, 1.0, 0.0)])
 def test_a_weight_that_changes_after_all_agreed_is_found_out(old, x, y):
     """The step is then the values' own rounding, and they are 2**24 steps apart or more."""

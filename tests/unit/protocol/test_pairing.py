@@ -20,14 +20,7 @@ from gossipdp.protocol.messages import (
     ProtocolError,
 )
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
-from gossipdp.protocol.pairing import (
-    MAX_BACKLOG,
-    Exchanging,
-    Idle,
-    MomentsDue,
-    Pairing,
-    Proposing,
-)
+from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, MomentsDue, Pairing, Proposing
 
 
 class InRankOrder(NeighbourPolicy):
