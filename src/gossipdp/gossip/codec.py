@@ -15,9 +15,9 @@ lattice8      a code of the difference to the peer             1; 3 in a chunk  
               8 bytes as they are
 ============  ===============================================  ===================  ===============
 
-``auto`` is full where both ends share memory, else lattice8: a worker that asks for an exchange
-chooses, and its first frame shows which it is. In shared memory no byte travels, and a code takes
-twice the processor time of values; over TCP up to 1.5 times. Arrays of a device stay full.
+``auto`` is full where both ends share memory, and for arrays of a device; else lattice8, once its
+loops are loaded. A worker that asks for an exchange chooses, and its first frame shows it. A code
+takes twice the processor time of values where no byte travels, over TCP up to 1.5 times.
 
 Buffers of floating point (BatchNorm's statistics) always travel as they are held. Their values
 differ too much in size to share a step, and a variance must not turn negative. For the same reasons
@@ -138,7 +138,7 @@ class Codec:
         names = ("full", "lattice8") if name == "auto" else (name,)
         self.forms = {FORMATS[each].is_coded: FORMATS[each] for each in names}
         self.form = FORMATS[names[0]]
-        self._is_on_device = state.device.is_queued
+        self._is_on_device, self._has_loops = state.device.is_queued, False
         self._most_window = max(form.window for form in self.forms.values())
         chunks = state.chunks + state.moment_chunks
         most = max((max(c.x.nbytes, c.pending.nbytes) for c in chunks), default=1)
@@ -154,9 +154,7 @@ class Codec:
         coded = [chunk for chunk in state.chunks if True in self.forms and _fits_code(chunk)]
         most = max((chunk.num_elements for chunk in state.moment_chunks), default=0)
         self._squares = torch.zeros(most, device="cpu")
-        dtypes = {
-            self._dtype(chunk, each) for chunk in state.chunks for each in self.forms.values()
-        }
+        dtypes = {self._dtype(c, form) for c in state.chunks for form in self.forms.values()}
         if coded:  # the code's difference, and repeats
             dtypes |= {torch.float32, torch.bfloat16}
         for dtype in dtypes:
@@ -182,6 +180,7 @@ class Codec:
         """Load the loops of codes, or compile them, so that no exchange is slow."""
         for name in CODED if self._code_slots else ():
             loop(name)
+        self._has_loops = True
 
     def _renew(self) -> None:
         """Ask for the memory again; if it is another one, the former content is lost."""
@@ -218,7 +217,7 @@ class Codec:
 
     def chooses_code(self, is_shared: bool) -> bool:
         """Return whether an exchange that this worker asks for, over such a link, is coded."""
-        is_cheap = not (is_shared or self._is_on_device)
+        is_cheap = self._has_loops and not (is_shared or self._is_on_device)
         return True in self.forms and (is_cheap or False not in self.forms)
 
     def num_bytes(self, chunk: Chunk) -> int:

@@ -75,9 +75,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         float, Metric("Time with an exchange under way, in the background.")
     ] = 0.0
     chunks_exchanged: Annotated[int, Metric("Chunks (1 to 4 MiB) in completed exchanges.")] = 0
-    chunks_repeated: Annotated[
-        int, Metric("Chunks sent again in bfloat16, in exchanges in lattice8.")
-    ] = 0
+    chunks_repeated: Annotated[int, Metric("Chunks sent again in bfloat16, in lattice8.")] = 0
     waited_seconds: Annotated[float, Metric("Time that training waited for others.")] = 0.0
     bytes_sent: Annotated[int, Metric("Bytes sent on all links, headers included.")] = 0
     bytes_received: Annotated[int, Metric("Bytes received on all links, headers included.")] = 0

@@ -260,7 +260,7 @@ class Startup:
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
         identity = self._identity(host, run_id, self.rank, process_id)
-        num_processes = self.replica.environment.num_shards
+        limit = network.max_bytes_per_s(self.replica.environment.num_shards)
         self._loop = GossipLoop(
             protocol,
             self._state,
@@ -271,7 +271,7 @@ class Startup:
                 secret,
                 listener,
                 tls=self._tls,
-                max_bytes_per_s=network.max_bytes_per_s(num_processes),
+                max_bytes_per_s=limit,
                 clock=since_boot_s,
                 shared_memory=network.shared_memory,
             ),
@@ -279,7 +279,7 @@ class Startup:
             wire_format=options.wire_format,
         )
         hosts = {each.host for each in protocol.membership.members() if each.host}
-        if hosts != {host} or network.shared_memory == "off":
+        if hosts != {host} or network.shared_memory == "off" or limit is not None:
             self._loop.codec.load()
         self._thread, self._has_thread = GossipThread(self._loop), True
         self.between_steps.attach(self._state.device.mark(), self._loop.transport.wake)

@@ -96,9 +96,8 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
         for index, (name, metric) in enumerate(metrics_of(Counters).items())
     }
     words = [name for name, metric in metrics_of(Counters).items() if metric.kind == "word"]
-    labelled = [name for name in words if metrics_of(Counters)[name].label]
     counted |= {name: f"as {name}" for name in words}
-    counted |= {name: {7: f"as {name}"} for name in labelled}
+    counted |= {name: {7: f"as {name}"} for name in words if metrics_of(Counters)[name].label}
     own = {"gradient_steps": 1, "samples": 8}  # the log counts these itself
     stats = Stats(rank=0, world_size=1, **counted)
     monkeypatch.setattr(Checkpointer, "stats", lambda self: stats)
