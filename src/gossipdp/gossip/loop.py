@@ -286,8 +286,6 @@ class GossipLoop(LinkHandler):
     def link_up(self, link: Link) -> None:
         self._links[link.peer] = link
         self._dialer.linked(link.peer)
-        if link.peer_identity.host != self.protocol.membership.own.host:
-            self.codec.load()  # from disk: who knew of other hosts at its start has compiled them
         self.perform(self.protocol.link_up(link.peer, self.clock()))
         for data in self._outbox.pop(link.peer, ()):
             link.send_control(data)

@@ -24,6 +24,7 @@ from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
+from gossipdp.launcher.environment import is_loopback
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import UNLIKE_BASES, Identity
@@ -278,9 +279,8 @@ class Startup:
             since_boot_s,
             wire_format=options.wire_format,
         )
-        hosts = {each.host for each in protocol.membership.members() if each.host}
-        if hosts != {host} or network.shared_memory == "off" or limit is not None:
-            self._loop.codec.load()
+        if not is_loopback(host) or network.shared_memory == "off" or limit is not None:
+            self._loop.codec.load()  # now, since compiling takes seconds
         self._thread, self._has_thread = GossipThread(self._loop), True
         self.between_steps.attach(self._state.device.mark(), self._loop.transport.wake)
         self._loop.transfers.offer = self.between_steps.offer
