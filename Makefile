@@ -82,9 +82,10 @@ cluster-test: $(VENV)/cluster.installed
 browser-test: $(VENV)/dev.installed
 	$(BIN)/python -m pytest tests/browser/pages.py $(ARGS)
 
-# Short forms of the benchmarks, one after the other, half an hour on two cores; ARGS=--quick to see
+# Short forms of the benchmarks, one after the other, over half an hour; ARGS=--quick to see
 # that all works. Figures to be quoted want a script's own defaults, and a machine that rests.
-BENCHMARKS = exchange.py "overlap.py --rounds 2" "memory.py --rounds 1" "shards.py --rounds 1" \
+BENCHMARKS = exchange.py "memory.py --rounds 1" "shards.py --rounds 1" \
+	"overlap.py --rounds 2 --only resnet18 --only launch-bound --only resnet18-shared-core" \
 	"startup.py --rounds 2" "independence.py --real --rounds 1 --events stop" \
 	"time_to_loss.py slow_link --steps 128 --rows ddp_bf16,local_sgd@16,gossipdp" \
 	"time_to_loss.py slow --steps 128" "time_to_loss.py equal --steps 128" \

@@ -46,7 +46,7 @@ from torch import nn
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
 NAME, KILLED = "adapters", "gossipdp, defaults, one killed"
-ROWS = ("ddp", "ddp_bf16_by_speed", "local_sgd_by_speed@16", "gossipdp", "gossipdp_full")
+ROWS = ("ddp", "ddp_bf16_by_speed", "local_sgd_by_speed@16", "gossipdp_full", "gossipdp")
 STEP_S, SLOWNESS, BATCH = 0.5, (1.0, 1.5, 3.0), 8
 SPEEDS = [1 / each for each in SLOWNESS]
 MBITS_PER_S, DELAY_MS, VICTIM = 20.0, 30.0, 1

@@ -150,7 +150,7 @@ def test_no_modules_import_each_other_in_a_circle():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (388, 5), "cli": (1160, 6), "dynamics": (2616, 12), "gossip": (2652, 11),
+        ".": (388, 5), "cli": (1160, 6), "dynamics": (2616, 12), "gossip": (2653, 11),
         "graph": (608, 3), "integrations": (575, 5), "launcher": (3470, 13), "links": (3008, 12),
         "observe": (1697, 8), "parallel": (7607, 24), "protocol": (5516, 17),
     },

@@ -17,7 +17,7 @@ lattice8      a code of the difference to the peer             1; 3 in a chunk  
 
 ``auto`` is full where both ends share memory, and for arrays of a device; else lattice8, once its
 loops are loaded. A worker that asks for an exchange chooses, and its first frame shows it. A code
-takes twice the processor time of values where no byte travels, over TCP up to 1.5 times.
+takes about twice the processor time of values where no byte travels, over TCP up to 1.5 times.
 
 Buffers of floating point (BatchNorm's statistics) always travel as they are held. Their values
 differ too much in size to share a step, and a variance must not turn negative. For the same reasons

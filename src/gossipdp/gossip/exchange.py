@@ -193,8 +193,9 @@ class Exchange:
         """
         if not self.expects(frame_type, key):
             return None
-        if not self._is_confirmed:
-            self._start(frame_type is FrameType.EXCHANGE_STEPS)
+        is_coded = frame_type is FrameType.EXCHANGE_STEPS
+        if not self._is_confirmed and is_coded != self._codec.form.is_coded:
+            self._start(is_coded)
         self._is_confirmed = True
         if frame_type is FrameType.EXCHANGE_STEPS:
             return self._codec.preface_landing
