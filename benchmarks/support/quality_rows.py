@@ -388,6 +388,9 @@ KINDS = {
     "none": RowKind("no exchange, one average at the end", Gossip, "none"),
     "gossipdp": RowKind("gossipdp, defaults", Gossip, is_default=True),
     "gossipdp_full": RowKind("gossipdp, defaults, float32", Gossip, options=FULL, is_default=True),
+    "gossipdp_shared": RowKind(
+        "gossipdp, defaults, one host", Gossip, options={"shared_memory": "auto"}, is_default=True
+    ),
     "gossip": RowKind("gossipdp, gossip", Gossip, "gossip", FULL, period="may"),
     "gossip_lattice8": RowKind(
         "gossipdp, gossip, lattice8", Gossip, "gossip", LATTICE8, period="may"

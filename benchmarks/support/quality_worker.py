@@ -35,8 +35,6 @@ from gossipdp_lab.tasks.workload import learning_rate_factor
 TIMEOUT_S = 7_200.0
 MEETING, AVERAGE = "meeting", "average.pt"
 PORT_IN_NAMESPACE = 29_400
-# No time-out of a starved machine is to change a result.
-GOSSIP_NETWORK = gossipdp.Network(shared_memory="off", timeout_s=60.0)
 
 DataName = Literal["disjoint", "common"]
 
@@ -235,7 +233,10 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
     name = RowName.parse(settings.row)
     size, condition = settings.size, settings.condition
     speeds = [1.0] * settings.workers if condition is None else condition.speeds(settings.workers)
-    options = settings.gossip_options
+    options = dict(settings.gossip_options)
+    if options:  # by default workers send bytes; no time-out of a starved machine changes a result
+        memory = options.pop("shared_memory", "off")
+        options["network"] = gossipdp.Network(shared_memory=memory, timeout_s=60.0)
     plan = RowPlan(
         rank=rank,
         samples=size.steps * size.batch_size * settings.workers,
@@ -244,7 +245,7 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
         periods=name.periods(speeds),
         make_optimizer=make_optimizer,
         method=KINDS[name.kind].method,
-        options=options | {"network": GOSSIP_NETWORK} if options else {},
+        options=options,
         own_pace=settings.has_own_pace,
     )
     task = make_task(settings, batch_size=plan.batch_size)

@@ -150,8 +150,8 @@ def test_no_modules_import_each_other_in_a_circle():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (388, 5), "cli": (1160, 6), "dynamics": (2616, 12), "gossip": (2653, 11),
-        "graph": (608, 3), "integrations": (575, 5), "launcher": (3470, 13), "links": (3008, 12),
+        ".": (388, 5), "cli": (1160, 6), "dynamics": (2616, 12), "gossip": (2649, 11),
+        "graph": (608, 3), "integrations": (575, 5), "launcher": (3470, 13), "links": (3013, 12),
         "observe": (1697, 8), "parallel": (7607, 24), "protocol": (5516, 17),
     },
     "src/gossipdp_lab": {
@@ -161,10 +161,10 @@ BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "tests": {
         ".": (229, 1), "benchmarks": (1705, 14), "browser": (95, 1), "chaos": (1509, 7),
         "clusters": (365, 2), "fuzz": (676, 3), "integration": (4233, 27), "mutants": (300, 2),
-        "property": (1351, 8), "simulation": (1046, 6), "support": (4955, 34), "unit": (25536, 126),
+        "property": (1351, 8), "simulation": (1046, 6), "support": (4956, 34), "unit": (25534, 126),
     },
     "benchmarks": {
-        ".": (5523, 17), "reproduction": (1105, 5), "support": (2812, 18),
+        ".": (5523, 17), "reproduction": (1105, 5), "support": (2816, 18),
     },
 }  # fmt: skip
 

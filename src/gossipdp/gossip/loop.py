@@ -142,6 +142,7 @@ class GossipLoop(LinkHandler):
 
     def turn(self, longest_s: float = LONGEST_TURN_S) -> None:
         """Wait for something to happen, at most ``longest_s``, and deal with it."""
+        self.transport.flush()  # a chunk that leaves may bring the next deadline nearer
         now = self.clock()
         due_s = min(
             self.protocol.next_deadline(now),
@@ -481,14 +482,9 @@ class GossipLoop(LinkHandler):
     def _stop(self, peer: int, reason: str) -> None:
         exchange = self._exchange
         if exchange is not None and exchange.link.peer == peer:
-            logger.info(
-                "worker %d: exchange with worker %d stopped after %d of %d chunks: %s",
-                self.protocol.rank,
-                peer,
-                exchange.num_applied,
-                exchange.num_chunks,
-                reason,
-            )
+            text = "worker %d: exchange with worker %d stopped after %s chunks: %s"
+            done = f"{exchange.num_applied} of {exchange.num_chunks}"
+            logger.info(text, self.protocol.rank, peer, done, reason)
             self._stop_exchange()
         self._unlink(peer, reason)
 

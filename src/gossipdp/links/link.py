@@ -204,10 +204,14 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
+    def flush(self) -> None:
+        """Write what waits; a caller of ``poll`` that does so first knows how long it may wait."""
+
+    @abc.abstractmethod
     def poll(self, timeout_s: float) -> None:
         """Do one turn: write, wait at most ``timeout_s`` for an event, read, write.
 
-        It calls all handler methods. Their exceptions pass through; call again to go on.
+        It and ``flush`` call all handler methods. Their exceptions pass through; call again.
         """
 
     @abc.abstractmethod

@@ -136,6 +136,10 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         for source in (self._listener, self._wake_descriptor):
             self._epoll.register(source, select.EPOLLIN | select.EPOLLET)
 
+    def flush(self) -> None:
+        self._write(acknowledge=True)
+        self._tell()
+
     def poll(self, timeout_s: float) -> None:
         assert not self._closed
         assert not self._polling, "poll() called from a handler"
@@ -143,15 +147,15 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         try:
             if self._write(acknowledge=True) | self._tell():
                 timeout_s = 0.0  # the caller may have waited for just that
-            if self._is_open():
+            if not self._closed:
                 self._collect_events(timeout_s)
                 if self._accept_due and self.clock() >= self._listener_rests_until_s:
                     self._accept()
                 # If the other end was quick, the link and its first frame may be here already.
                 self._tell()
-            if self._is_open():
+            if not self._closed:
                 self._read()
-            if self._is_open():
+            if not self._closed:
                 self._expire()
                 # Acknowledgements that are owed may yet ride on the caller's next frames.
                 self._write(acknowledge=False)
@@ -212,9 +216,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def __del__(self) -> None:
         """Close a transport that its owner forgot."""
         self.close()
-
-    def _is_open(self) -> bool:
-        return not self._closed
 
     def _connections(self) -> list[socket.socket]:
         """Return all sockets but the listener, which sees to itself in a child."""

@@ -129,9 +129,7 @@ def test_buffers_are_averaged_and_both_ends_hold_the_same_bits():
 def test_what_forward_passes_change_in_buffers_counts_whole(num_exchanges):
     """Four workers' buffers are those of averaging at once, however forward passes fall.
 
-    Each worker makes so many exchanges a step, and three forward passes, of which some fall between
-    snapshot and exchange. If each exchange halved what forward passes had changed, a running mean
-    would remember 2^k times as many batches.
+    If each exchange halved what they had changed, a running mean would remember 2^k times as much.
     """
     random = Random(0)
     torch.manual_seed(0)

@@ -244,10 +244,7 @@ def mixed_state(seed: int, scale: float = 1.0) -> State:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_conserves_the_mean_of_z(name):
-    """It differs by the rounding of the sums alone: 1e-15 for values in float64.
-
-    The squared distance is that of trained parameters, without buffers.
-    """
+    """Up to the rounding of sums, 1e-15 for float64. The squared distance is without buffers."""
     states, codecs = pair(name, mixed_state)
     values = [torch.cat([s.x for s in state.segments if s.c is not None]) for state in states]
     distances = [float((values[0] - values[1]).square().sum())]
@@ -302,10 +299,7 @@ def test_a_worker_whose_arrays_are_a_device_s_asks_for_values():
 
 
 def test_the_mean_of_z_does_not_drift_under_codes():
-    """The mean over 4,096 values shows a drift that one value's random rounding hides.
-
-    What is allowed would be 1e-5 after a million exchanges, of values of about 1.
-    """
+    """One value's random rounding would hide a drift. Allowed are 1e-5 in a million exchanges."""
     states, codecs = pair("lattice8", num_elements=4096, chunk_bytes=1 << 14)
     generator, random, num_exchanges = torch.Generator().manual_seed(5), Random(0), 1000
     reference = sum(x_and_z(state)[1] for state in states)
@@ -361,10 +355,7 @@ def state_with_moments(seed: int, dtype=torch.float32) -> State:
     [("full", torch.bfloat16), ("bfloat16", torch.float32), ("lattice8", torch.float32)],
 )
 def test_an_exchange_carries_the_moments_that_are_due(name, dtype):
-    """Neither moment, one, or both.
-
-    More chunks than the window has slots, in frames whose order is drawn.
-    """
+    """Neither, one, or both; more chunks than the window has slots, in frames of a drawn order."""
     random = Random(3)
     states, codecs = pair(name, state_with_moments, dtype=dtype)
     for counter, periods in enumerate([(), (2,), (3,), (2, 3), ()] * 2):

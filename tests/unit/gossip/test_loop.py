@@ -335,6 +335,15 @@ def test_a_link_whose_key_is_old_ends_when_its_peer_asks_and_nothing_is_under_wa
     assert link.closed_for.startswith("its TLS key has protected half of what one may")
 
 
+def test_a_turn_waits_no_longer_than_what_it_flushed_allows():
+    worker, waits = Worker(), []
+    worker.loop.transport.poll = waits.append
+    worker.loop.turn(100.0)
+    worker.loop.transport.flush = lambda: worker.loop.link_down(worker.links[1], "lost")
+    worker.loop.turn(100.0)
+    assert waits[1] < waits[0]
+
+
 # Notices of the others' lives.
 
 
