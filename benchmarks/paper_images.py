@@ -339,7 +339,7 @@ NOTE = (
     "images, not augmented) are those of the mean of the workers, with BatchNorm's statistics "
     "computed anew of 2,000 augmented training images. Consensus distance: mean squared distance "
     "of the workers from their mean, over the second half of the run. On a complete graph A2CiD2 "
-    "is plain gossip: one row for both. Its rule: 0.1 for each 128 samples of a step of all workers"
+    "is plain gossip: one row for both. The rule: 0.1 for each 128 samples of a step of all workers"
 )
 
 
@@ -351,7 +351,7 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
     peak = 0.1 * setting.times * setting.batch_size / RULE_BATCH * setting.workers
     factor = "" if setting.times == 1 else f"{setting.times:g} times "
     title = f"At {factor}the paper's learning rate: {setting}"
-    return [Table(title, HEAD, rows, f"{NOTE}; {peak:g} here.")] if rows else []
+    return [Table(title, HEAD, rows, f"{NOTE}. The largest here: {peak:g}.")] if rows else []
 
 
 def real_table(runs: Runs, setting: Setting) -> list[Table]:
@@ -386,7 +386,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16, help="simulated ones")
     parser.add_argument("--epochs", type=int, default=4, help="of all workers together")
     parser.add_argument("--batch-size", type=int, default=32, help="of a simulated worker")
-    parser.add_argument("--times", type=float, default=1.0, help="so much the paper's rate")
+    parser.add_argument("--times", type=float, default=1.0, help="factor of the paper's rate")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--real", action="store_true", help="also 4 real processes, 3 seeds")
     parser.add_argument("--no-runs", action="store_true", help="only tabulate what has been run")
