@@ -320,9 +320,8 @@ def whole_exchange(way: Way, num_steps: int) -> tuple[int, float, float]:
         stats, others_s = model.stats(), time.process_time() - time.thread_time()
         return stats.exchanges, stats.exchange_seconds, others_s
 
-    while not model.stats().exchanges:  # the first worker trains before the other is there
+    while not model.stats().exchanges:  # until the other is there, and a code knows the distance
         train(way.step_s)
-    train(num_steps / 3 * way.step_s)  # the first exchange shows a code the distance
     before = counts()
     train(num_steps * way.step_s)
     number, wall_s, cpu_s = (now - then for now, then in zip(counts(), before, strict=True))

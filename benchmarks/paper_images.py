@@ -2,9 +2,10 @@
 
 Simulated workers train the network of ``gossipdp train fashion-mnist`` by its recipe, the paper's
 for CIFAR-10, on batches of 32: on a ring, with plain gossip at one and at two exchanges a step and
-with A2CiD2 at one (figures 1 and 2 of the paper), and on a complete graph, where A2CiD2 is plain
-gossip. Exchanges follow the real protocol over links of 100 Gbit/s. All rows train on equally many
-samples. The learning rate is the paper's, in proportion to the samples of a step.
+with A2CiD2 at one (figures 1 and 2 of the paper), on a complete graph, where A2CiD2 is plain
+gossip, and by the library's defaults. Exchanges follow the real protocol over links of 100 Gbit/s.
+All rows train on equally many samples. The learning rate is the paper's times a factor, in
+proportion to the samples of a step.
 
 The model that is judged is the mean of the workers. Exchanges average the running statistics of
 BatchNorm too; they lag behind the parameters, so they are computed anew, of 2,000 training images,

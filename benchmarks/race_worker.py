@@ -218,7 +218,7 @@ def make_row(net: nn.Module, settings: RaceSettings, rank: int, address: str | N
     if options:
         from gossipdp import Network
 
-        options |= {"network": Network(shared_memory="off", host=address)}
+        options |= {"network": Network(shared_memory=KINDS[name.kind].shared_memory, host=address)}
     full_steps = settings.workers * settings.seconds / settings.step_s
     plan = RowPlan(
         rank=rank,

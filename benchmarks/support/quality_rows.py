@@ -357,6 +357,8 @@ class RowKind:
     needs: Mapping[str, str] = field(default_factory=dict)
     is_default: bool = False
     """True if an option that it does not name has the library's default, not the benchmark's."""
+    shared_memory: Literal["auto", "off"] = "off"
+    """Of the network; off: workers send what they exchange, as if each had its own host."""
 
     @property
     def is_ours(self) -> bool:
@@ -389,7 +391,7 @@ KINDS = {
     "gossipdp": RowKind("gossipdp, defaults", Gossip, is_default=True),
     "gossipdp_full": RowKind("gossipdp, defaults, float32", Gossip, options=FULL, is_default=True),
     "gossipdp_shared": RowKind(
-        "gossipdp, defaults, one host", Gossip, options={"shared_memory": "auto"}, is_default=True
+        "gossipdp, defaults, one host", Gossip, is_default=True, shared_memory="auto"
     ),
     "gossip": RowKind("gossipdp, gossip", Gossip, "gossip", FULL, period="may"),
     "gossip_lattice8": RowKind(

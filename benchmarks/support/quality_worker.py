@@ -233,10 +233,9 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
     name = RowName.parse(settings.row)
     size, condition = settings.size, settings.condition
     speeds = [1.0] * settings.workers if condition is None else condition.speeds(settings.workers)
-    options = dict(settings.gossip_options)
-    if options:  # by default workers send bytes; no time-out of a starved machine changes a result
-        memory = options.pop("shared_memory", "off")
-        options["network"] = gossipdp.Network(shared_memory=memory, timeout_s=60.0)
+    options, shared_memory = settings.gossip_options, KINDS[name.kind].shared_memory
+    if options:  # no time-out of a starved machine is to change a result
+        options["network"] = gossipdp.Network(shared_memory=shared_memory, timeout_s=60.0)
     plan = RowPlan(
         rank=rank,
         samples=size.steps * size.batch_size * settings.workers,

@@ -299,7 +299,7 @@ def test_a_worker_whose_arrays_are_a_device_s_asks_for_values():
 
 
 def test_the_mean_of_z_does_not_drift_under_codes():
-    """One value's random rounding would hide a drift. Allowed are 1e-5 in a million exchanges."""
+    """The mean of 4,096 values would show a drift. Allowed is 1e-5 in a million exchanges."""
     states, codecs = pair("lattice8", num_elements=4096, chunk_bytes=1 << 14)
     generator, random, num_exchanges = torch.Generator().manual_seed(5), Random(0), 1000
     reference = sum(x_and_z(state)[1] for state in states)

@@ -100,7 +100,7 @@ def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world):
                 files.append(os.readlink(f"/proc/self/fd/{number}"))
         return num_mapped(), sum("memfd:gossipdp" in file for file in files)
 
-    gc.collect()  # another test's failure or thread may still hold some, but no garbage between
+    gc.collect()  # other tests may still hold some; none may be freed between two looks
     of_others = look()
     world.pair(world.shared)
     before = look()
