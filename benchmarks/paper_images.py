@@ -60,7 +60,7 @@ from gossipdp_lab.tasks.options import FashionMnistOptions
 NAME = "paper_images"
 RULE_BATCH = 128
 """The batch of the recipe's learning rate."""
-NUM_RECORDS = 10
+NUM_RECORDS = 12
 JUDGED, CALIBRATED = 5_000, 2_000
 """Training images of which the loss is taken, and of which BatchNorm's statistics are computed."""
 SLOW_FACTOR = 2.0
@@ -220,6 +220,7 @@ class Runs(Simulations):
             last, distances = trace.records[-1], trace.column("consensus_distance")
             return {
                 "accuracy": last.metric,
+                "accuracies": trace.column("metric").tolist(),
                 "consensus_distance": float(distances[NUM_RECORDS // 2 :].mean()),
                 "gradient_steps": last.gradient_steps,
                 "exchanges_per_step": trace.achieved_comm_rate,
