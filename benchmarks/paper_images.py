@@ -11,10 +11,11 @@ The model that is judged is the mean of the workers. Exchanges average the runni
 BatchNorm too; they lag behind the parameters, so they are computed anew, of 2,000 training images,
 before a model is judged.
 
-``--real``: also a few runs of real processes, by the command. The data is that of Debian's package
-dataset-fashion-mnist. A run of 16 workers takes 4 to 5 minutes of one core, everything about 30
-runs. Each run that ends is appended to a file of JSON lines, and is not run again: the benchmark
-can be stopped at any time. Writes benchmarks/results/paper_images.{jsonl,json,md}.
+``--kind real``: real processes instead, by the command. ``--kind clock``: how long the paper's run
+on CIFAR-10 takes with 4 to 64 workers, by the simulator's clock. The data is that of Debian's
+package dataset-fashion-mnist. A run of 24 epochs takes 10 to 20 minutes of one core. Each run that
+ends is appended to a file of JSON lines, and is not run again: the benchmark can be stopped at any
+time. Writes benchmarks/results/paper_images.{jsonl,json,md}: tables of all runs so far.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,6 +42,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import update_bn
 
+from gossipdp_lab.report.run_log import RunLog
+from gossipdp_lab.report.view import RunView
 from gossipdp_lab.simulate import (
     ConstantTime,
     Evaluation,
@@ -50,23 +55,24 @@ from gossipdp_lab.simulate import (
     Scenario,
     SlowedTime,
     Trace,
-    simulate,
 )
 from gossipdp_lab.simulate.optimizers import MakeOptimizer
 from gossipdp_lab.tasks.fashion_mnist import FashionMnist
 from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS
 from gossipdp_lab.tasks.options import FashionMnistOptions
+from gossipdp_lab.tasks.training import MODEL_FILE
 
 NAME = "paper_images"
 RULE_BATCH = 128
 """The batch of the recipe's learning rate."""
-NUM_RECORDS = 12
+NUM_RECORDS, NUM_BINS = 12, 40
 JUDGED, CALIBRATED = 5_000, 2_000
 """Training images of which the loss is taken, and of which BatchNorm's statistics are computed."""
 SLOW_FACTOR = 2.0
 LINKS = LinkModel(Link(latency_s=50e-6, bytes_per_s=100e9 / 8))
 MODEL_BYTES = 4.0 * CIFAR_RESNET18_PARAMETERS
-REAL_WORKERS, REAL_BATCH = 4, 128
+STEP_S = 0.04
+CLOCKED = (4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,9 @@ class Row:
         """Say if all workers take their steps together."""
         return self.method == "allreduce"
 
-    def compute_time(self) -> SlowedTime:
-        """Return step times of 0.1 s that vary by a tenth; the first worker may be slow."""
-        return SlowedTime(LognormalTime(), {0: SLOW_FACTOR} if self.has_straggler else {})
+    def compute_time(self, step_s: float = 0.1) -> SlowedTime:
+        """Return step times that vary by a tenth; the first worker may be slow."""
+        return SlowedTime(LognormalTime(step_s), {0: SLOW_FACTOR} if self.has_straggler else {})
 
 
 ALL_REDUCE, GOSSIP, DOUBLED, ACCELERATED = (
@@ -94,13 +100,14 @@ ALL_REDUCE, GOSSIP, DOUBLED, ACCELERATED = (
     "gossip, ring, 2 exchanges a step",
     "A2CiD2, ring",
 )
+DEFAULTS = "our defaults: exponential graph, 4 exchanges a step"
 ROWS = {
     ALL_REDUCE: Row("allreduce"),
     GOSSIP: Row("gossip"),
     DOUBLED: Row("gossip", comm_rate=2.0),
     ACCELERATED: Row("a2cid2"),
     "gossip and A2CiD2, complete graph": Row("a2cid2", "complete"),
-    "our defaults: exponential graph, 4 exchanges a step": Row("a2cid2", "exponential", 4.0),
+    DEFAULTS: Row("a2cid2", "exponential", 4.0),
     "A2CiD2, ring, one worker 2 times slower": Row("a2cid2", has_straggler=True),
 }
 
@@ -127,6 +134,10 @@ class Setting:
         return f"{self.workers} workers, batches of {self.batch_size}, {self.epochs} epochs"
 
 
+PAPER = Setting(workers=4, epochs=300, batch_size=128, num_samples=50_000)
+"""Of the paper's run on CIFAR-10, for its times."""
+
+
 class Task:
     """The recipe as simulated workers train it."""
 
@@ -134,7 +145,7 @@ class Task:
         self, data: Path, *, workers: int, epochs: int, batch_size: int, times: float = 1.0
     ) -> None:
         options = FashionMnistOptions(data=data, epochs=epochs, batch_size=batch_size)
-        self.recipe = FashionMnist(options)
+        self.recipe, self.data = FashionMnist(options), data
         self.setting = Setting(workers, epochs, batch_size, self.recipe.num_samples, times)
 
     def objective(self) -> ModuleObjective:
@@ -212,6 +223,13 @@ class Runs(Simulations):
         """Return the runs of a row, by seed."""
         return self.of(kind=kind, row=name, **asdict(setting))
 
+    def settings(self, kind: str) -> list[Setting]:
+        """All for which there are runs of this kind, the longest first."""
+        names = [each.name for each in fields(Setting)]
+        every = [run for run in self.known.values() if run["kind"] == kind]
+        found = {tuple(run[name] for name in names) for run in every}
+        return sorted((Setting(*each) for each in found), key=lambda each: -each.epochs)
+
     def find_simulated(self, name: str, task: Task, seed: int) -> dict[str, Any]:
         """Return a simulated run, from the file or made now."""
         row = ROWS[name]
@@ -229,9 +247,42 @@ class Runs(Simulations):
         run = {"kind": "simulated", "row": name, **asdict(task.setting), "seed": seed}
         return self.find(run, row.method, lambda: task.scenario(row, seed), outcome)
 
-    def find_real(self, name: str, setting: Setting, data: Path, seed: int) -> dict[str, Any]:
-        """Return a run of real processes by the command, from the file or made now."""
-        row = ROWS[name]
+    def find_clock(self, name: str, workers: int, *, has_straggler: bool) -> None:
+        """Find how long the paper's run takes with so many workers, from the file or made now."""
+        setting = replace(PAPER, workers=workers)
+        row = replace(ROWS[name], has_straggler=has_straggler)
+        scenario = Scenario(
+            graph=row.graph,
+            num_workers=workers,
+            objective=Quadratic(dimension=2),
+            comm_rate=row.comm_rate,
+            fidelity="links",
+            compute_time=row.compute_time(STEP_S),
+            links=LINKS,
+            model_bytes=MODEL_BYTES,
+            num_steps=setting.steps,
+            num_records=1,
+        )
+
+        def outcome(trace: Trace) -> dict[str, Any]:
+            share = setting.steps * workers / trace.records[-1].gradient_steps
+            return {
+                "seconds": share * scenario.end_s,
+                "slowest": share * min(trace.worker_steps),
+                "fastest": share * max(trace.worker_steps),
+                "exchanges_per_step": trace.achieved_comm_rate,
+            }
+
+        kind = "straggler" if has_straggler else "alike"
+        run = {"kind": kind, "row": name, **asdict(setting), "seed": scenario.seed}
+        self.find(run, row.method, lambda: scenario, outcome)
+
+    def find_real(self, name: str, task: Task, seed: int) -> dict[str, Any]:
+        """Return a run of real processes by the command, from the file or made now.
+
+        The averaged model is judged as a simulated one is.
+        """
+        row, setting, recipe = ROWS[name], task.setting, task.recipe
         run = {"kind": "real", "row": name, **asdict(setting), "seed": seed}
         known = self.known.get(self.key(run))
         if known is not None:
@@ -240,7 +291,7 @@ class Runs(Simulations):
             "workers": setting.workers,
             "epochs": setting.epochs,
             "batch-size": setting.batch_size,
-            "data": data,
+            "data": task.data,
             "method": row.method,
             "graph": row.graph,
             "seed": seed,
@@ -254,8 +305,16 @@ class Runs(Simulations):
             command = [sys.executable, "-m", "gossipdp", "train", "fashion-mnist", *words]
             subprocess.run(command, check=True)
             outcome = json.loads(path.read_text())
+            model = recipe.make_model()
+            model.load_state_dict(torch.load(Path(folder, MODEL_FILE), weights_only=True))
+            distances = distances_over_time(Path(folder))
+        with torch.no_grad():
+            judged = task.judge(model.eval())
         run |= {
-            "accuracy": outcome["metric"],
+            "accuracy": judged.metric,
+            "loss": judged.loss,
+            "accuracy_as_averaged": outcome["metric"],
+            "edge_distances": distances,
             "consensus_distance": outcome["consensus_distance"],
             "exchanges_per_step": outcome["achieved_comm_rate"],
             "slowest_steps": outcome["slowest_steps"],
@@ -266,50 +325,44 @@ class Runs(Simulations):
         return run
 
 
-def clock(setting: Setting) -> Table:
-    """Return how long the rows take, by the simulator's clock; no network is trained for it."""
+def clock_table(runs: Runs) -> list[Table]:
+    """Return how long the paper's run on CIFAR-10 takes by the simulator's clock."""
     rows = []
-    names = (ALL_REDUCE, GOSSIP, DOUBLED, ACCELERATED)
-    for has_straggler in (False, True):
-        seconds: dict[str, float] = {}
-        for name in names:
-            row = replace(ROWS[name], has_straggler=has_straggler)
-            scenario = Scenario(
-                graph=row.graph,
-                num_workers=setting.workers,
-                objective=Quadratic(dimension=2),
-                comm_rate=row.comm_rate,
-                fidelity="links",
-                compute_time=row.compute_time(),
-                links=LINKS,
-                model_bytes=MODEL_BYTES,
-                num_steps=setting.steps,
-                num_records=1,
+    for kind in ("alike", "straggler"):
+        for workers in CLOCKED:
+            setting = replace(PAPER, workers=workers)
+            synchronous, ours = (
+                runs.of_row(kind, name, setting) for name in (ALL_REDUCE, ACCELERATED)
             )
-            trace = simulate(scenario, row.method)
-            per_step = scenario.end_s / trace.records[-1].gradient_steps
-            seconds[name] = per_step * setting.steps * setting.workers
-            share = seconds[name] / scenario.end_s
-            steps = share * min(trace.worker_steps), share * max(trace.worker_steps)
-            rows.append(
-                [
-                    f"{name}, {'one worker 2 times slower' if has_straggler else 'alike'}",
-                    f"{seconds[name]:.1f}",
-                    f"{seconds[name] / seconds[ALL_REDUCE]:.2f}",
-                    f"{steps[0]:.0f} / {steps[1]:.0f}",
-                    f"{trace.achieved_comm_rate:.2f}",
-                ]
-            )
-    return Table(
-        f"Time: {setting}",
-        ("", "seconds", "over AR-SGD", "steps, slowest / fastest", "exchanges a step"),
-        rows,
-        "By the simulator's clock, for equally many samples of all workers together: gradient "
-        "steps of 0.1 s on average (standard deviation of their logarithm 0.1), links of 100 "
-        "Gbit/s and 50 microseconds, models as large as the paper's ResNet-18 (44.7 MB). AR-SGD "
-        "sends after the gradient, by a ring, and waits for the slowest worker in each step; the "
-        "others send while they compute. No network was trained for this table.",
+            if synchronous and ours:
+                minutes = [run["seconds"] / 60 for run in (*synchronous, *ours)]
+                cells = [f"{minutes[0]:.1f}", f"{minutes[1]:.1f}", f"{minutes[1] / minutes[0]:.2f}"]
+                steps = [f"{run['slowest']:,.0f} / {run['fastest']:,.0f}" for run in
+                         (*synchronous, *ours)]  # fmt: skip
+                rows.append([f"{workers}, {kind}", *cells, *steps])
+    head = ("workers", "minutes, AR-SGD", "A2CiD2, ring", "over AR-SGD",
+            "steps, slowest / fastest, AR-SGD", "A2CiD2")  # fmt: skip
+    note = (
+        f"By the simulator's clock: {PAPER.epochs} epochs of {PAPER.num_samples:,} samples of all "
+        f"workers together, batches of {PAPER.batch_size}; gradient steps of {STEP_S * 1000:g} ms "
+        "on average (standard deviation of their logarithm 0.1), links of 100 Gbit/s and 50 "
+        "microseconds, models as large as the paper's ResNet-18 (44.7 MB), one exchange a step. "
+        f"Straggler: one worker {SLOW_FACTOR:g} times slower. AR-SGD sends after the gradient, by "
+        "a ring, and waits for the slowest worker in each step; A2CiD2 sends while it computes. "
+        "No network was trained for this table."
     )
+    return [Table("Time of the paper's run on CIFAR-10", head, rows, note)] if rows else []
+
+
+def distances_over_time(folder: Path) -> list[list[float]]:
+    """Return shares of a run's time and the mean edge distance of all workers, by their logs."""
+    view = RunView(RunLog.read(folder))
+    bins: dict[int, list[float]] = {}
+    for points in view.over_time("edge_distance"):
+        for time_s, distance in points:
+            place = min(NUM_BINS - 1, int(NUM_BINS * time_s / view.duration_s))
+            bins.setdefault(place, []).append(distance)
+    return [[place / NUM_BINS, statistics.fmean(bins[place])] for place in sorted(bins)]
 
 
 def percent(values: Sequence[float]) -> str:
@@ -345,40 +398,47 @@ NOTE = (
 )
 
 
-def tables(runs: Runs, setting: Setting) -> list[Table]:
-    """Return the results of simulated workers, if there are any."""
-    rows = [
-        cells(name, found) for name in ROWS if (found := runs.of_row("simulated", name, setting))
-    ]
-    peak = 0.1 * setting.times * setting.batch_size / RULE_BATCH * setting.workers
-    factor = "" if setting.times == 1 else f"{setting.times:g} times "
-    title = f"At {factor}the paper's learning rate: {setting}"
-    return [Table(title, HEAD, rows, f"{NOTE}. The largest here: {peak:g}.")] if rows else []
+def tables(runs: Runs) -> list[Table]:
+    """Return the results of simulated workers, a table a setting."""
+    found = []
+    for setting in runs.settings("simulated"):
+        by_row = {name: runs.of_row("simulated", name, setting) for name in ROWS}
+        rows = [cells(name, results) for name, results in by_row.items() if results]
+        peak = 0.1 * setting.times * setting.batch_size / RULE_BATCH * setting.workers
+        factor = "" if setting.times == 1 else f"{setting.times:g} times "
+        title = f"At {factor}the paper's learning rate: {setting}"
+        found.append(Table(title, HEAD, rows, f"{NOTE}. The largest here: {peak:g}."))
+    return found
 
 
-def real_table(runs: Runs, setting: Setting) -> list[Table]:
-    """Return the results of real processes, if there are any."""
-    rows = []
-    for name, row in ROWS.items():
-        found = runs.of_row("real", name, setting)
-        if not found:
-            continue
-        rates = [run["exchanges_per_step"] for run in found if run["exchanges_per_step"]]
-        distances = [run["consensus_distance"] for run in found]
-        rows.append(
-            [
-                name,
-                percent([run["accuracy"] for run in found]),
-                "" if row.is_synchronous else Estimate.of(distances).text,
-                f"{Estimate.of(rates).mean:.2f}" if rates else "",
-                f"{Estimate.of([run['minutes'] for run in found]).mean:.2f}",
-                str(len(found)),
-            ]
-        )
-    head = ("", "test accuracy, %", "consensus distance at the end", "exchanges a step", "minutes",
-            "seeds")  # fmt: skip
-    note = "Workers share this machine's cores, so their minutes compare no network."
-    return [Table(f"Real processes: {setting}", head, rows, note)] if rows else []
+def real_tables(runs: Runs) -> list[Table]:
+    """Return the results of real processes, a table a setting."""
+    tables = []
+    for setting in runs.settings("real"):
+        rows = []
+        for name, row in ROWS.items():
+            found = runs.of_row("real", name, setting)
+            if not found:
+                continue
+            rates = [run["exchanges_per_step"] for run in found if run["exchanges_per_step"]]
+            distances = [run["consensus_distance"] for run in found]
+            rows.append(
+                [
+                    name,
+                    percent([run["accuracy"] for run in found]),
+                    percent([run["accuracy_as_averaged"] for run in found]),
+                    "" if row.is_synchronous else Estimate.of(distances).text,
+                    f"{Estimate.of(rates).mean:.2f}" if rates else "",
+                    f"{Estimate.of([run['minutes'] for run in found]).mean:.2f}",
+                    str(len(found)),
+                ]
+            )
+        head = ("", "test accuracy, %", "with BatchNorm's statistics as averaged, %",
+                "consensus distance at the end", "exchanges a step", "minutes",
+                "seeds")  # fmt: skip
+        note = "Workers share this machine's cores, so their minutes compare no network."
+        tables.append(Table(f"Real processes: {setting}", head, rows, note))
+    return tables
 
 
 def main() -> None:
@@ -390,7 +450,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="of a simulated worker")
     parser.add_argument("--times", type=float, default=1.0, help="factor of the paper's rate")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--real", action="store_true", help="also 4 real processes, 3 seeds")
+    parser.add_argument(
+        "--kind",
+        choices=("simulated", "real", "clock"),
+        default="simulated",
+        help="simulated workers; real processes; or the times of the paper's run by a clock",
+    )
     parser.add_argument("--no-runs", action="store_true", help="only tabulate what has been run")
     parser.add_argument("--quick", action="store_true", help="4 workers, one seed, one epoch")
     options = parser.parse_args()
@@ -412,26 +477,25 @@ def measure(options: argparse.Namespace, names: list[str]) -> None:
         )
     except FileNotFoundError as error:
         raise ValueError(str(error)) from error  # a line, as of any mistake in the call
-    setting = task.setting
-    real = replace(setting, workers=REAL_WORKERS, batch_size=REAL_BATCH)
-    folder = results_folder(options.quick)
-    runs = Runs(folder / f"{NAME}.jsonl")
+    runs = Runs(results_folder(options.quick) / f"{NAME}.jsonl")
     report = Report(NAME, "The paper's experiment on Fashion-MNIST", quick=options.quick)
-    times = clock(setting)
 
     def write() -> None:
-        report.tables = [*tables(runs, setting), times, *real_table(runs, real)]
+        report.tables = [*tables(runs), *real_tables(runs), *clock_table(runs)]
         report.write({"runs": f"{NAME}.jsonl"})
 
-    if not options.no_runs:
+    if options.no_runs:
+        pass
+    elif options.kind == "clock":
+        for workers in CLOCKED[:1] if options.quick else CLOCKED:
+            for name, has_straggler in product((ALL_REDUCE, ACCELERATED), (False, True)):
+                runs.find_clock(name, workers, has_straggler=has_straggler)
+    else:
+        find = runs.find_real if options.kind == "real" else runs.find_simulated
         for seed in range(options.seeds):
             for name in names:
-                runs.find_simulated(name, task, seed)
+                find(name, task, seed)
             write()
-        for name in names if options.real else ():
-            if not ROWS[name].has_straggler:
-                for seed in range(options.seeds):
-                    runs.find_real(name, real, options.data, seed)
     write()
 
 

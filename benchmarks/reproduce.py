@@ -7,7 +7,8 @@
 
 Source of the figures reproduced: Nabli, Belilovsky, Oyallon, 2023, arXiv 2306.08289. Each section
 is a module of the folder reproduction: ``measure`` gives a structure that is stored as JSON beside
-the figure, ``draw`` and ``write`` make figure and text from that structure alone.
+the figure; ``draw``, ``claims`` and ``caption`` make figure and text from that structure alone. The
+runs on images are those of benchmarks/paper_images.py.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 from types import ModuleType
 
 import msgspec
-from reproduction import invariant, mixing, pairing, training
-from reproduction.parts import FIGURE, table
+from paper_images import Runs
+from reproduction import images, invariant, mixing, pairing, racks, training
+from reproduction.parts import table
 from support.provenance import Provenance, commit_here
 from support.report import run_script
 
@@ -29,74 +31,39 @@ QUICK_OUTPUT = Path("runs/reproduction")
 """Quick runs show nothing, so they never overwrite what is committed."""
 
 SECTIONS: dict[str, ModuleType] = {
-    "mixing": mixing,
     "training": training,
+    "racks": racks,
+    "mixing": mixing,
     "pairing": pairing,
     "invariant": invariant,
 }
-"""In the order of the page."""
+"""In the order of the page, after the images."""
+PICTURES = {
+    "images": "On images, the mean of the workers nears all-reduce as the run goes on",
+    "training": "On a large ring, the momentum is worth more than twice the exchanges",
+    "racks": "Where the network is given, the momentum makes up for it",
+    "mixing": "On a ring the momentum saves a factor n of communications",
+    "pairing": "With any partner that is free, a busy network stops mixing",
+    "invariant": "Our exchange keeps the mean; the released one lets it drift",
+}
+IMAGES = Path(__file__).parent / "results" / "paper_images.jsonl"
 
-
-_SUMMARY = table(
-    ("result", "here"),
-    [
-        (
-            "how communications on the star, the ring and the complete graph grow with the number "
-            "of workers",
-            "holds: our rates are consistent with it ([1](#1-communications-to-agree))",
-        ),
-        (
-            "figure 1: on a ring of 64, A2CiD2 acts like doubling the comm rate",
-            "the consensus distance: holds, with a small network; the losses on ImageNet: not "
-            "tried; on rings of 4 to 32, which the paper does not show, it mostly differs "
-            "([2](#2-training-on-rings))",
-        ),
-        (
-            "ResNet-18 on CIFAR-10: losses and accuracies; ResNet-50 on ImageNet: accuracies",
-            "not tried ([recipes](recipes.md)); a ResNet-8 on Fashion-MNIST: distances nearly "
-            "hold, accuracies differ ([images](#on-real-images))",
-        ),
-        (
-            "training times on up to 64 GPUs; steps of the slowest and the fastest of 64",
-            "not tried",
-        ),
-        (
-            "ours: pairing with any worker that is free stops the mixing on slow links",
-            "holds ([3](#3-pairing))",
-        ),
-        (
-            "ours: our exchanges keep the mean of [x + c/2]"
-            "(concepts.md#where-we-depart-from-the-paper-and-why); those of the authors' released "
-            "code do not",
-            "holds ([4](#4-the-invariant))",
-        ),
-    ],
-    num_left=2,
-)
-"""Result by result; the sections' verdicts are computed, so hold this against them."""
-
-ON_IMAGES = (
-    "## On real images",
-    "`python benchmarks/paper_images.py` repeats the paper's experiment on "
-    "Fashion-MNIST (`apt-get install dataset-fashion-mnist`): a ResNet-8, and the paper's settings "
-    "but for batches of 32, not 128, and 4 epochs, not 300. 16 workers are simulated, with three "
-    "seeds.",
-    "- **Nearly holds**: with A2CiD2 workers on the ring are half as far apart as with plain "
-    "gossip, 0.99 to 1.15 times as far as with twice the exchanges (the paper's figures 1 and 2).",
-    "- **By the simulator's clock** both take 0.79 of the time of all-reduce that sends after the "
-    "gradient, and 0.50 if one worker is 2 times slower.",
-    "- **Differs**: after 4 epochs gossip and A2CiD2 with equal workers are 2.5 to 3.7 points less "
-    "accurate than all-reduce.",
-    "- **Four real processes** (`--real`), batches of 128, two seeds: all-reduce 80.6%, A2CiD2 on "
-    "the ring 83.5%, gossip 83.7%. A2CiD2's workers are 2.6 times as far apart as with twice the "
-    "exchanges. Do not compare these accuracies with the table's: here BatchNorm's statistics are "
-    "as trained, there computed anew.",
-    "- **Not tried**: 300 epochs, each row's own learning rate, 64 workers, CIFAR-10 and ImageNet.",
-)
-"""Ends the page, with the first table of the benchmark's results."""
-IMAGES = Path(__file__).parent / "results" / "paper_images.md"
-IMAGE_COLUMNS = ("", "test accuracy, %", "training loss", "consensus distance", "exchanges a step")
-"""Of that table; the results have the others."""
+ELSEWHERE = [
+    (
+        "no locks: no worker waits for another",
+        "**holds** with real processes, at step boundaries; [what the others do while one "
+        "worker stands still](faults.md)",
+    ),
+    (
+        "up to 64 workers",
+        "64 simulated; 16 real processes, on two cores",
+    ),
+    (
+        "ResNet-18 on CIFAR-10, ResNet-50 on ImageNet, 64 A100s, 300 and 90 epochs",
+        "**not tried**: the [recipes](recipes.md) are there; no figure of the paper's own tables "
+        "is repeated here",
+    ),
+]
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -165,45 +132,44 @@ def _path(directory: Path, name: str, ending: str) -> Path:
 
 
 def _blocks(directory: Path) -> list[str]:
-    sections = []
-    for number, (name, section) in enumerate(SECTIONS.items(), start=1):
-        sections += [f"## {number}. {section.TITLE}", *_section(directory, name, section)]
+    runs = Runs(IMAGES)
+    images.draw(runs, _path(directory, "images", "png"))
+    claims, captions = images.claims(runs), {"images": images.caption(runs)}
+    for name, section in SECTIONS.items():
+        captions[name] = _section(directory, name, section, claims)
+    pictures = [
+        block
+        for name, title in PICTURES.items()
+        for block in (
+            f"## {title}",
+            f"![{title}](figures/reproduction-{name}.png)",
+            *captions[name],
+        )
+    ]
     return [
         "# The paper's results, reproduced",
         "The paper is [A2CiD2](https://arxiv.org/abs/2306.08289) (Nabli, Belilovsky, Oyallon, "
-        "NeurIPS 2023). No GPU and none of its data was used. All runs are simulated, except four "
-        "processes on images. [How it works](concepts.md) explains the words. ± is the standard "
-        "deviation over seeds. `benchmarks/reproduce.py` writes this page.",
-        _SUMMARY,
-        *sections,
-        *ON_IMAGES,
-        _image_table(),
-        "<sub>What the columns mean, and all times: `benchmarks/results/paper_images.md`.</sub>",
+        "NeurIPS 2023). Workers are simulated where no processes are named; no GPU and none of "
+        "the paper's data was used. [How it works](concepts.md) explains the words. ± is the "
+        "standard deviation over seeds. `benchmarks/reproduce.py` writes this page.",
+        table(("what the paper claims", "here"), claims + ELSEWHERE, num_left=2),
+        *pictures,
     ]
 
 
-def _image_table() -> str:
-    text = next(block for block in IMAGES.read_text().split("\n\n") if block.startswith("|"))
-    head, _, *rows = (line[2:-2].split(" | ") for line in text.splitlines())
-    places = [head.index(column) for column in IMAGE_COLUMNS]
-    return table(IMAGE_COLUMNS, [[row[place] for place in places] for row in rows])
-
-
-def _section(directory: Path, name: str, section: ModuleType) -> list[str]:
+def _section(
+    directory: Path, name: str, section: ModuleType, claims: list[tuple[str, str]]
+) -> list[str]:
     stored = read_stored(directory, name)
     if stored is None:
         return [f"*Not run yet: `python benchmarks/reproduce.py --only {name}`.*"]
     result = msgspec.json.decode(stored.result, type=section.Result)
     section.draw(result, _path(directory, name, "png"))
-    figure = f"![{section.TITLE}](figures/reproduction-{name}.png)"
-    by = stored.provenance
-    blocks = [figure if block == FIGURE else block for block in section.write(result)]
+    claims += section.claims(result)
+    blocks = section.caption(result)
     if stored.quick:
-        blocks.insert(
-            0,
-            "> **Quick run.** Tiny settings, to see that everything works: these numbers show "
-            "nothing, and the verdict counts for nothing.",
-        )
+        blocks.insert(0, "> **Quick run.** Tiny settings: these numbers show nothing.")
+    by = stored.provenance
     blocks.append(
         f"<sub>{by.code[0].upper()}{by.code[1:]}, {by.seconds:.0f} s. Data, settings and hardware: "
         f"[JSON](figures/reproduction-{name}.json).</sub>"

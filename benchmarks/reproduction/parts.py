@@ -30,9 +30,6 @@ WIDTH_INCHES = 10.0
 TAIL = (TAIL_HIGHEST, 1e-12)
 """The part of a run whose slope is its decay, as shares of the first consensus distance."""
 
-FIGURE = "<figure>"
-"""Stands in a section's paragraphs where its figure goes."""
-
 Answer = TypeVar("Answer")
 
 

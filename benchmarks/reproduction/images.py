@@ -1,0 +1,138 @@
+"""The paper's experiment on real images, from the runs that benchmarks/paper_images.py has made."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from paper_images import (
+    ACCELERATED,
+    ALL_REDUCE,
+    CLOCKED,
+    DOUBLED,
+    GOSSIP,
+    NUM_RECORDS,
+    PAPER,
+    ROWS,
+    STEP_S,
+    Runs,
+    Setting,
+    percent,
+)
+from reproduction import parts
+from reproduction.parts import COLOURS, table
+
+RING = Setting(workers=16, epochs=24, batch_size=32, num_samples=60_000)
+MANY = replace(RING, workers=64, batch_size=8)
+REAL = replace(RING, epochs=8)
+SHOWN = {ALL_REDUCE: COLOURS[0], GOSSIP: COLOURS[1], DOUBLED: COLOURS[2], ACCELERATED: COLOURS[3]}
+KINDS = ("alike", "straggler")
+
+
+def points(runs: Runs, first: str, second: str, setting: Setting) -> str:
+    """Return by how much the first row ends above the second, in points, over common seeds."""
+    theirs = {run["seed"]: run["accuracy"] for run in runs.of_row("simulated", second, setting)}
+    found = [
+        100 * (run["accuracy"] - theirs[run["seed"]])
+        for run in runs.of_row("simulated", first, setting)
+        if run["seed"] in theirs
+    ]
+    if not found:
+        return "not run"
+    each = ", ".join(f"{difference:+.2f}" for difference in found)
+    mean = f"{statistics.fmean(found):+.2f} points"
+    return f"{mean} (by seed {each})" if len(found) > 1 else f"{mean} (one seed)"
+
+
+def _clocked(runs: Runs, kind: str, name: str) -> list[dict[str, float]]:
+    """Return the times of the paper's run, by workers."""
+    return [runs.of_row(kind, name, replace(PAPER, workers=n))[0] for n in CLOCKED]
+
+
+def claims(runs: Runs) -> list[tuple[str, str]]:
+    """Return the rows of the page's first table."""
+    shares = []
+    for kind in KINDS:
+        both = [_clocked(runs, kind, name) for name in (ACCELERATED, ALL_REDUCE)]
+        found = [ours["seconds"] / theirs["seconds"] for ours, theirs in zip(*both, strict=True)]
+        shares.append(f"{min(found):.2f} to {max(found):.2f}")
+    most = _clocked(runs, "alike", ACCELERATED)[-1]
+    return [
+        (
+            "the accuracy of all-reduce, without waiting",
+            "16 workers on a ring, 24 epochs of Fashion-MNIST: A2CiD2 "
+            f"{points(runs, ACCELERATED, ALL_REDUCE, RING)} against AR-SGD",
+        ),
+        (
+            "A2CiD2 is more accurate than gossip at its rate",
+            f"16 workers: {points(runs, ACCELERATED, GOSSIP, RING)}; 64: "
+            f"{points(runs, ACCELERATED, GOSSIP, MANY)}",
+        ),
+        (
+            "table 2: less time to train than AR-SGD, on 4 to 64 workers",
+            f"**holds** by the simulator's clock: {shares[0]} of its time, with a straggler "
+            f"{shares[1]}",
+        ),
+        (
+            "table 3: the slowest and the fastest of 64 take nearly as many steps",
+            f"**holds** by the simulator's clock: {most['slowest']:,.0f} and "
+            f"{most['fastest']:,.0f}; a straggler takes half",
+        ),
+    ]
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Accuracy over epochs, minutes over workers, and the distance of real processes."""
+    figure, (course, clock, real) = parts.figure_of_page_width(4.0, 1, 3)
+    for name, colour in SHOWN.items():
+        found = [run for run in runs.of_row("simulated", name, RING) if run.get("accuracies")]
+        # Runs of different days were judged after 2.4 or after 2 epochs.
+        shares = np.linspace(0, 1, NUM_RECORDS + 1)
+        series = [run["accuracies"] for run in found]
+        courses = [np.interp(shares, np.linspace(0, 1, len(each)), each) for each in series]
+        if courses:
+            mean = 100 * np.mean(courses, axis=0)
+            course.plot(RING.epochs * shares, mean, color=colour, lw=1.6, label=name)
+        for run in runs.of_row("real", name, REAL) if name != ALL_REDUCE else ():
+            real.plot(*zip(*run["edge_distances"], strict=True), color=colour, lw=1.4)
+    for kind, look in zip(KINDS, ("-o", "--o"), strict=True):
+        for name in (ALL_REDUCE, ACCELERATED):
+            minutes = [found["seconds"] / 60 for found in _clocked(runs, kind, name)]
+            clock.plot(CLOCKED, minutes, look, color=SHOWN[name], ms=4, label=f"{name}, {kind}")
+    course.set(ylim=(70, 93), xlabel="epoch")
+    clock.set(xscale="log", yscale="log", xlabel="workers")
+    clock.set_xticks(CLOCKED, [str(n) for n in CLOCKED])
+    clock.set_yticks((1, 3, 10, 30), ("1", "3", "10", "30"))
+    clock.minorticks_off()
+    clock.legend(fontsize="x-small")
+    real.set(yscale="log", xlabel="share of the run")
+    titles = ("Ring of 16: test accuracy, %", "Minutes of 300 epochs, by the clock",
+              "16 processes: distance of partners")  # fmt: skip
+    for axes, title in zip((course, clock, real), titles, strict=True):
+        axes.set_title(title, fontsize="medium")
+    figure.legend(*course.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    parts.save(figure, path)
+
+
+def caption(runs: Runs) -> list[str]:
+    """Return the table, how the runs were made, and what differs from the paper."""
+    rows = []
+    for name in ROWS:
+        cells = [name]
+        for kind, setting in (("simulated", RING), ("simulated", MANY), ("real", REAL)):
+            found = [run["accuracy"] for run in runs.of_row(kind, name, setting)]
+            cells.append(f"{percent(found)} ({len(found)})" if found else "")
+        if any(cells[1:]):
+            rows.append(cells)
+    head = ("test accuracy, % (seeds)", "16 workers", "64 workers", "16 processes, 8 epochs")
+    return [
+        table(head, rows),
+        "A ResNet-8 by the paper's settings, but 24 epochs, not 300, and batches of 32, with 64 "
+        "workers of 8. All rows have one learning rate: 0.1 for each 128 samples of a step of all "
+        "workers. The mean of the workers is judged, with BatchNorm's statistics computed anew in "
+        f"every row. The clock: {PAPER.epochs} epochs of CIFAR-10, steps of {1000 * STEP_S:g} ms, "
+        "one worker half as fast as straggler. Processes share two cores. "
+        "`benchmarks/results/paper_images.md` has every row.",
+    ]
