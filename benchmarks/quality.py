@@ -80,7 +80,7 @@ class QualityBenchmark:
     """common: all draw from the whole text; disjoint: each worker has a stretch of its own."""
 
     rates: str = "0.004,0.008,0.016"
-    """The grid of learning rates to begin with, each twice the one before."""
+    """The grid of learning rates to begin with, each twice the one before; of one, none is tuned."""
 
     seeds: int = option(3, at_least_1)
     """Runs at the best rate; the seed of the tuning is none of them."""
@@ -224,16 +224,19 @@ class Runs(FinishedRuns[Line]):
 
 @dataclass
 class Measured:
-    """One row on one kind of data. tried: rate → loss of the tuning seed. results: by seed."""
+    """One row on one kind of data. tried: rate → loss of the tuning seed; given: the rate, if it is
+    not tuned; results: by seed.
+    """
 
     tried: dict[float, float] = field(default_factory=dict)
+    given: float | None = None
     is_tuned: bool = False
     results: dict[int, RunResult] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
         """The best learning rate."""
-        return best_rate(self.tried)
+        return best_rate(self.tried) if self.given is None else self.given
 
 
 def measure(
@@ -254,8 +257,8 @@ def measure(
         num_seeds: how many; with 0 the row is only tuned.
         run: gives a run's result, or None where it is not to be had now.
     """
-    found = Measured()
-    while (rate := next_rate(found.tried, rates)) is not None:
+    found = Measured(given=rates[0] if len(rates) == 1 else None)
+    while found.given is None and (rate := next_rate(found.tried, rates)) is not None:
         result = run(replace(tuning, learning_rate=rate, seed=TUNING_SEED))
         if result is None:
             return found

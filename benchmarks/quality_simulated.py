@@ -14,14 +14,16 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from scipy.stats import t
 from support.byte_model import ByteModel
+from support.coded_rows import coded_exchanges
 from support.finished_runs import (
     NoBestRateError,
     Simulations,
@@ -59,6 +61,7 @@ class Row:
     comm_rate: float = 1.0
     optimizer: str = "adamw"
     options: dict[str, Any] = field(default_factory=dict)
+    is_coded: bool = False
 
     def scenario(self, rate: float, seed: int, setting: Setting) -> Scenario:
         """One run of it."""
@@ -210,8 +213,8 @@ OPTIMIZERS: dict[str, Callable[[float], MakeOptimizer]] = {
 def _row(
     method: str, rate: float, graph: str = "complete", every: float = 1, **options: Any
 ) -> Row:
-    optimizer = options.pop("optimizer", "adamw")
-    return Row(method, rate, graph, 1 / every, optimizer, options)
+    optimizer, is_coded = options.pop("optimizer", "adamw"), options.pop("is_coded", False)
+    return Row(method, rate, graph, 1 / every, optimizer, options, is_coded)
 
 
 def _v(every: int) -> dict[str, Any]:
@@ -227,6 +230,7 @@ _SLOW_LINKS: dict[str, Any] = {
 }
 _SLOWER, _SGD = {"optimizer": "adamw, beta_2 0.95"}, {"optimizer": "sgd"}
 _MUON, _ADAFACTOR = {"optimizer": "muon"}, {"optimizer": "adafactor"}
+CODED = ", lattice8"
 ROWS: dict[str, Row] = {
     "all-reduce": _row("allreduce", 0.032),
     "gossip, v every 16th": _row("gossip", 0.064, **_v(16)),
@@ -235,6 +239,12 @@ ROWS: dict[str, Row] = {
     # The library's defaults, at two rates that comm_rate="auto" takes: 4 where nothing bounds it.
     "gossipdp, 1 exchange a step": _row("a2cid2", 0.064, "exponential", **_v(4)),
     "gossipdp, 4 exchanges a step": _row("a2cid2", 0.064, "exponential", every=0.25, **_v(4)),
+    f"gossipdp, 1 exchange a step{CODED}": _row(
+        "a2cid2", 0.064, "exponential", **_v(4), is_coded=True
+    ),
+    f"gossipdp, 4 exchanges a step{CODED}": _row(
+        "a2cid2", 0.064, "exponential", every=0.25, **_v(4), is_coded=True
+    ),
     "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", **_v(16)),
     "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", **_v(16)),
     "gossip, H = 8": _row("gossip", 0.032, every=8),
@@ -295,7 +305,8 @@ class Runs(Simulations):
             }
 
         run = {"row": name, **asdict(setting), "learning_rate": rate, "seed": seed}
-        return self.find(run, row.method, lambda: row.scenario(rate, seed, setting), outcome)
+        with coded_exchanges() if row.is_coded else nullcontext():
+            return self.find(run, row.method, lambda: row.scenario(rate, seed, setting), outcome)
 
 
 def tune(loss_at: Callable[[float], float], first: float) -> float:
@@ -339,6 +350,21 @@ def models_a_step(run: dict[str, Any]) -> float:
     return float(run["models_per_step"]) * int(run["gradient_steps"]) / steps_of_the_fastest
 
 
+def paired_difference(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    """Return how far runs end above others of their seed and rate, in percent: mean ± 95%."""
+    theirs = {(run["seed"], run["learning_rate"]): loss_of(run) for run in others}
+    keys = [(run["seed"], run["learning_rate"]) for run in ours]
+    above = [
+        100 * (loss_of(run) / theirs[key] - 1)
+        for run, key in zip(ours, keys, strict=True)
+        if key in theirs
+    ]
+    if len(above) < 2:
+        return "too few seeds"
+    half = t.ppf(0.975, len(above) - 1) * statistics.stdev(above) / math.sqrt(len(above))
+    return f"{statistics.fmean(above):+.2f}% ± {half:.2f}% ({len(above)} seeds)"
+
+
 def result_of(runs: Runs, name: str, setting: Setting) -> list[dict[str, Any]]:
     """Return the runs of a row at its best rate, by seed; none if it was not tuned."""
     every = runs.of(row=name, **asdict(setting))
@@ -360,6 +386,12 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
         ours = [loss_of(run) for run in found[: len(theirs)]]
         above = statistics.mean(ours) / statistics.mean(theirs) - 1 if theirs else math.nan
         rows.append(as_row(name, found, above))
+    paired = [
+        f" {name} over float32, both at {found[0]['learning_rate']:g}: "
+        f"{paired_difference(found, runs.of(**asdict(setting), row=name.removesuffix(CODED)))}."
+        for name, found in results.items()
+        if name.endswith(CODED)
+    ]
     return [
         Table(
             f"Final loss: {setting}",
@@ -375,7 +407,8 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
             rows,
             "Mean over seeds of the loss of the mean model on held-out text, at each row's own "
             "best learning rate; spread: standard deviation over seeds; models a step: what a "
-            "worker sends in the time of one gradient step of the fastest, moments included.",
+            "worker sends in the time of one gradient step of the fastest, moments included."
+            + "".join(paired),
         ),
     ]
 

@@ -1,7 +1,7 @@
 """The paper's figures and claims, measured by the simulator and written to one page.
 
     python benchmarks/reproduce.py                    measure everything, rewrite the page in docs
-    python benchmarks/reproduce.py --only mixing,pairing measure these; the others stay as stored
+    python benchmarks/reproduce.py --only mixing,racks   measure these; the others stay as stored
     python benchmarks/reproduce.py --rewrite          measure nothing; draw and write the page again
     python benchmarks/reproduce.py --quick            tiny settings, into runs/reproduction
 
@@ -21,7 +21,7 @@ from types import ModuleType
 
 import msgspec
 from paper_images import Runs
-from reproduction import images, invariant, mixing, pairing, racks, training
+from reproduction import images, invariant, mixing, racks, training
 from reproduction.parts import table
 from support.provenance import Provenance, commit_here
 from support.report import run_script
@@ -34,7 +34,6 @@ SECTIONS: dict[str, ModuleType] = {
     "training": training,
     "racks": racks,
     "mixing": mixing,
-    "pairing": pairing,
     "invariant": invariant,
 }
 """In the order of the page, after the images."""
@@ -43,7 +42,6 @@ PICTURES = {
     "training": "On a large ring, the momentum is worth more than twice the exchanges",
     "racks": "Where the network is given, the momentum makes up for it",
     "mixing": "On a ring the momentum saves a factor n of communications",
-    "pairing": "With any partner that is free, a busy network stops mixing",
     "invariant": "Our exchange keeps the mean; the released one lets it drift",
 }
 IMAGES = Path(__file__).parent / "results" / "paper_images.jsonl"

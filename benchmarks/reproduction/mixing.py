@@ -50,8 +50,6 @@ class Point(msgspec.Struct, frozen=True):
     num_workers: int
     communications: list[float]
     """Per e-fold of the consensus distance, over the whole network; one a seed."""
-    prediction: float
-    """The same by theory."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -101,17 +99,18 @@ def measure(quick: bool) -> Result:
 
 
 def measure_point(graph: str, method: str, num_workers: int, num_seeds: int) -> Point:
-    """Communications per e-fold, measured with each seed, and what theory predicts."""
+    """Communications per e-fold, measured with each seed."""
     one = _asynchronous if method in ASYNCHRONOUS else _synchronous
     found = [one(graph, method, num_workers, seed) for seed in range(num_seeds)]
-    return Point(graph, method, num_workers, found, _predict(graph, method, num_workers))
+    return Point(graph, method, num_workers, found)
 
 
 def _asynchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
     """Pairwise exchanges over the whole network per e-fold."""
     constants = Constants.of(build_graph(graph, num_workers))
     exchanges_per_worker = constants.exchanges_per_unit_time * 2.0 / num_workers
-    decay = _decay_bound(graph, method, num_workers)
+    plain = method == "gossip"
+    decay = constants.gossip_decay_bound if plain else constants.a2cid2_decay_bound
     scenario = Scenario(
         graph=graph,
         num_workers=num_workers,
@@ -193,22 +192,6 @@ def _synchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
     return 1.0 / decay_per_exchange(communications, np.array(distances), lowest=TAIL[1])
 
 
-def _predict(graph: str, method: str, num_workers: int) -> float:
-    """From chi1 and chi2, an upper bound in expectation; from the spectral gap, exact."""
-    if method in ASYNCHRONOUS:
-        return num_workers / 2.0 / _decay_bound(graph, method, num_workers)
-    built = build_graph(graph, num_workers)
-    gamma = second_eigenvalue(lazy_matrix(built))
-    root = math.sqrt(1.0 - gamma**2)
-    per_round = gamma**2 if method == "dpsgd" else (1.0 - root) / (1.0 + root)
-    return len(built.edges) / -math.log(per_round)
-
-
-def _decay_bound(graph: str, method: str, num_workers: int) -> float:
-    constants = Constants.of(build_graph(graph, num_workers))
-    return constants.gossip_decay_bound if method == "gossip" else constants.a2cid2_decay_bound
-
-
 def draw(result: Result, path: Path) -> None:
     """Draw a panel a graph: measured points, the fitted power laws as lines."""
     figure, panels = parts.figure_of_page_width(4.2, 1, len(result.graphs), sharey=True)
@@ -265,17 +248,5 @@ def caption(result: Result) -> list[str]:
         f"Random vectors of {sizes[0]} to {sizes[-1]} workers, no gradients: uses of an edge, over "
         f"the whole network, that shrink the consensus distance by a factor e, fitted from {high:g}"
         f" to {low:g} of its first value. The paper has worst-case bounds; these are rates of "
-        f"single runs. Asynchronous methods took {_share(result)} of what the theory behind "
-        "`gossipdp plan` allows."
+        "single runs."
     ]
-
-
-def _share(result: Result) -> str:
-    """Return the least and the greatest of measured over predicted asynchronous communications."""
-    shares = [
-        Estimate.of(point.communications).mean / point.prediction
-        for point in result.points
-        if point.method in ASYNCHRONOUS
-    ]
-    least, greatest = f"{min(shares):.2f}", f"{max(shares):.2f}"
-    return least if least == greatest else f"{least} to {greatest}"

@@ -91,7 +91,7 @@ def test_the_benchmark_goes_on_where_it_was(tmp_path, monkeypatch):
     assert path.read_bytes() == before
     page = path.with_suffix(".md").read_text()
     headings = [line for line in page.splitlines() if line.startswith("### ")]
-    assert headings == [f"### At the paper's learning rate: {setting}"]
+    assert headings == [f"### simulated, {setting}, 1 times the paper's learning rate"]
     assert [len(run["accuracies"]) for run in found] == [3, 3]  # at the start too
 
 
@@ -125,5 +125,5 @@ def test_real_processes_are_judged_as_simulated_ones(task, tmp_path, monkeypatch
     assert all(0 <= share < 1 and distance >= 0 for share, distance in run["edge_distances"])
     monkeypatch.setattr(paper_images.subprocess, "run", None)
     assert Runs(tmp_path / "runs.jsonl").find_real(DOUBLED, task, seed=1) == run
-    (table,) = paper_images.real_tables(runs)
+    (table,) = paper_images.tables(runs)
     assert [row[0] for row in table.rows] == [DOUBLED]

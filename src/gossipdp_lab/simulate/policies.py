@@ -38,30 +38,8 @@ class Available(NeighbourPolicy):
         pass
 
 
-@final
-class Scheduled(NeighbourPolicy):
-    """A fixed cyclic order, each neighbour waited for in its turn; the rates play no part."""
-
-    def __init__(self, random: Random) -> None:
-        super().__init__(random)
-        self._last: int | None = None
-
-    def draw(self, available: Mapping[int, float]) -> list[int]:
-        if not available:
-            return []
-        if self._last is None:
-            self._last = self._random.choice(sorted(available))
-        later = [peer for peer in available if peer > self._last]
-        return [min(later, default=min(available))]
-
-    def exchanged(self, peer: int, *, initiated: bool) -> None:
-        if initiated:
-            self._last = peer
-
-
 NEIGHBOUR_POLICIES: Mapping[str, type[NeighbourPolicy]] = {
     "fresh": Fresh,
     "poisson": Poisson,
     "available": Available,
-    "scheduled": Scheduled,
 }

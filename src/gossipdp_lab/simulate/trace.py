@@ -116,39 +116,34 @@ class Trace:
         }
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
-    def decay_per_exchange(self, **limits: float) -> float:
+    def decay_per_exchange(self, lowest: float = TAIL_LOWEST) -> float:
         """Return the rate at which the workers agreed: see :func:`decay_per_exchange`."""
         exchanges = self.column("exchanges") * 2.0 / self.num_workers
-        return decay_per_exchange(exchanges, self.column("consensus_distance"), **limits)
+        return decay_per_exchange(exchanges, self.column("consensus_distance"), lowest)
 
 
 def decay_per_exchange(
     exchanges_per_worker: ArrayLike,
     consensus_distances: ArrayLike,
-    *,
     lowest: float = TAIL_LOWEST,
-    least_fall: float = LEAST_FALL,
 ) -> float:
     """Return the slope of -log(consensus distance) over exchanges per worker, by least squares.
 
     At first modes of all speeds decay together; the slowest lasts. So the slope is taken between
     1e-3 and ``lowest`` of the first distance: from the first record at or below 1e-3 to the last
     before the first one below ``lowest``. If the run did not get to ``lowest``, the slope is taken
-    over the second half of the decades that it fell, if it fell to ``least_fall``: an estimate that
-    is on the high side.
+    over the second half of the decades that it fell: an estimate that is on the high side.
 
     Args:
         exchanges_per_worker, consensus_distances: one each record.
         lowest: below this share of the first distance lies rounding; 1e-24 for float64.
-        least_fall: a run that did not get to this share of its first value has no slope; two
-            decades by default.
 
     Returns:
-        The slope; NaN for a run that fell less, or within three records.
+        The slope; NaN for a run that fell by less than two decades, or within three records.
     """
     distances = np.asarray(consensus_distances, dtype=np.float64)
     fallen = lowest_share(distances)
-    if fallen > least_fall:
+    if fallen > LEAST_FALL:
         return math.nan
     shares = distances / distances[0]
     begin = _first(shares <= max(TAIL_HIGHEST, math.sqrt(fallen)))

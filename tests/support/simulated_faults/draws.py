@@ -18,7 +18,7 @@ GRAPHS = ("ring", "ring", "path", "star", "torus", "exponential")
 LARGEST_DENSE = 24
 """A complete graph of 64 sends 40,000 heartbeats a second: more of the same, at a high price."""
 METHODS: tuple[Method, ...] = ("a2cid2", "a2cid2", "gossip")
-POLICIES = ("fresh", "fresh", "fresh", "fresh", "available", "poisson", "scheduled")
+POLICIES = ("fresh", "fresh", "fresh", "fresh", "available", "poisson")
 
 
 def draw_schedule(seed: int, *, largest: int = 64) -> schedule.FaultSchedule:
