@@ -80,7 +80,7 @@ class QualityBenchmark:
     """common: all draw from the whole text; disjoint: each worker has a stretch of its own."""
 
     rates: str = "0.004,0.008,0.016"
-    """The grid of learning rates to begin with, each twice the one before; of one, none is tuned."""
+    """The grid of learning rates to begin with, each twice the last; of one, none is tuned."""
 
     seeds: int = option(3, at_least_1)
     """Runs at the best rate; the seed of the tuning is none of them."""

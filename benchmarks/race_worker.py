@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from support.hosts import enter
+from support.hosts import bytes_by_connection, enter
 from support.quality_rows import KINDS, make_optimizer
 from support.race_settings import (
     TASK,
@@ -34,7 +34,6 @@ from support.race_settings import (
     shelf_path,
 )
 from support.rows import Gossip, OneOptimizer, Row, RowPlan
-from support.sockets import bytes_by_connection
 from support.timed_compute import RunningClock, TimedCompute
 from torch import Tensor, nn
 

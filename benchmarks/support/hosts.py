@@ -2,13 +2,17 @@
 
 A process enters one with :func:`enter`; what it starts afterwards stays in it. The kernel
 shapes the links of :class:`ShapedHosts`; a process of its own emulates :class:`EmulatedHosts`.
+The bytes that a process sent are counted by its interface, or by its sockets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +20,9 @@ from pathlib import Path
 from types import TracebackType
 
 CLONE_NEWNET = 0x40000000
+# struct tcp_info of Linux, uapi/linux/tcp.h: tcpi_bytes_sent, since Linux 4.19.
+BYTES_SENT = struct.Struct("Q")
+BYTES_SENT_AT = 200
 EMULATOR = Path(__file__).with_name("emulator.py")
 # What passes at once after a pause: a millisecond's bytes, but the kernel's largest frames at least
 # (it cuts what it handed down in larger pieces).
@@ -66,6 +73,43 @@ def bytes_sent(interface: str) -> int:
             if name.strip() == interface:
                 return int(counts.split()[8])
     raise ValueError(f"there is no interface {interface!r} in this namespace")
+
+
+def tcp_bytes_sent() -> int:
+    """Payload that all TCP connections of this process have sent since they were opened.
+
+    Whoever opened them: a library in C++ or Rust is counted like Python. Headers are not counted,
+    repeated segments are; neither are connections that are closed by now.
+
+    Raises:
+        OSError: this kernel does not count it.
+    """
+    return sum(bytes_by_connection().values())
+
+
+def bytes_by_connection() -> dict[str, int]:
+    """Return the same for each connection, by the kernel's own name of its socket."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            socket_name = os.readlink(f"/proc/self/fd/{name}")
+            if socket_name.startswith("socket:"):
+                found[socket_name] = _bytes_sent(int(name))
+    return found
+
+
+def _bytes_sent(descriptor: int) -> int:
+    try:
+        copy = os.dup(descriptor)
+    except OSError:  # closed meanwhile by its owner, another thread
+        return 0
+    with socket.socket(fileno=copy) as one:
+        if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+            return 0
+        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT_AT + BYTES_SENT.size)
+    if len(info) < BYTES_SENT_AT + BYTES_SENT.size:
+        raise OSError("this kernel does not count the bytes that a connection sent (Linux 4.19)")
+    return int(BYTES_SENT.unpack_from(info, BYTES_SENT_AT)[0])
 
 
 class Hosts:

@@ -18,11 +18,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import msgspec
 import torch
 from support.conditions import Condition
-from support.hosts import Hosts, bytes_sent, enter
+from support.hosts import Hosts, bytes_sent, enter, tcp_bytes_sent
 from support.meeting import Meeting
 from support.quality_rows import KINDS, RowName, make_optimizer
 from support.rows import Row, RowPlan
-from support.sockets import tcp_bytes_sent
 from support.timed_compute import TimedCompute
 from torch import Tensor, nn
 

@@ -5,8 +5,20 @@ import re
 from pathlib import Path
 
 import pytest
-from quality_simulated import Runs, Setting, as_row, result_of, tables, tune
+from quality_simulated import (
+    ROWS,
+    Runs,
+    Setting,
+    as_row,
+    paired_difference,
+    result_of,
+    tables,
+    tune,
+)
+from support.coded_rows import coded_exchanges
 from support.finished_runs import MOST_WIDENINGS
+
+from gossipdp_lab.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,6 +35,30 @@ def test_the_search_ends_where_the_loss_rises_both_ways(best):
     assert tune(loss_at, 0.01) == pytest.approx(0.01 * 2.0**best)
     assert asked[:2] == [0.01, 0.02], "upwards first: the best rates of gossip are high"
     assert len(set(asked)) == len(asked) <= 1 + MOST_WIDENINGS
+
+
+def test_coded_exchanges_agree_as_exact_ones_do_and_keep_the_mean():
+    row, setting = ROWS["gossipdp, 1 exchange a step"], Setting("common", 4, 60)
+    plain = simulate(row.scenario(0.03, 0, setting), row.method)
+    with coded_exchanges():
+        coded = simulate(row.scenario(0.03, 0, setting), row.method)
+    assert plain.digest() == simulate(row.scenario(0.03, 0, setting), row.method).digest()
+    middle, last = ([each.records[place] for each in (coded, plain)] for place in (5, 10))
+    assert last[0].loss != last[1].loss
+    assert last[0].loss == pytest.approx(last[1].loss, rel=0.01)
+    ratio = middle[0].consensus_distance / middle[1].consensus_distance
+    assert ratio == pytest.approx(1.0, abs=0.1)
+    assert coded.column("drift").max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [([2.0, 2.0], "+1.00% ± 0.00% (2 seeds)"), ([2.0], "too few seeds")],
+)
+def test_paired_differences_are_over_seeds_that_both_have(theirs, expected):
+    ours = [run_of(0.1, seed, 2.02) for seed in range(2)]
+    others = [run_of(0.1, seed, loss) for seed, loss in enumerate(theirs)]
+    assert paired_difference(ours, [*others, run_of(0.2, 0, 9.0)]) == expected
 
 
 def run_of(

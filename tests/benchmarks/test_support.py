@@ -1,4 +1,4 @@
-"""Tests of what all benchmarks share: spreads, turns, meetings, and missing rows."""
+"""What all benchmarks share (spreads, turns, meetings, missing rows), and startup.py."""
 
 import math
 import subprocess
@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from startup import measure_kill
 from support.finished_runs import FinishedRuns
 from support.meeting import Meeting
 from support.provenance import commit_of
@@ -70,3 +71,9 @@ def test_a_meeting_lasts_until_all_have_come(tmp_path):
     waiting.join(10)
     assert left.is_set()
     assert second.heard(0) == 7.0
+
+
+@pytest.mark.processes
+def test_a_killed_worker_is_timed_until_it_exchanges_again():
+    back_s, (noticed_s,) = measure_kill(num_workers=2, spare_s=0.5)
+    assert 0.0 < noticed_s < back_s < math.inf
