@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import lattice
-from gossipdp.protocol.messages import Begin, ExchangeId
+from gossipdp.protocol.actions import Begin
+from gossipdp.protocol.messages import ExchangeId
 from gossipdp_lab.simulate import links
 
 
