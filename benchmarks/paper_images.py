@@ -436,6 +436,8 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, names: list[str]) -> None:
     """Make the runs, those that show most first, and write after each stage."""
+    if options.kind == "real" and options.batch_size != RULE_BATCH:
+        raise ValueError(f"the command has the rate of batches of {RULE_BATCH}: --batch-size 128")
     try:
         task = Task(
             options.data,

@@ -54,7 +54,7 @@ ELSEWHERE = [
     ),
     (
         "up to 64 workers",
-        "64 simulated; 16 real processes, on two cores",
+        "64 simulated",
     ),
     (
         "ResNet-18 on CIFAR-10, ResNet-50 on ImageNet, 64 A100s, 300 and 90 epochs",

@@ -108,10 +108,14 @@ class BatchLoader(Generic[Batch]):
 
 
 def worker_seed(rank: int, num_workers: int, seed: int) -> int:
-    """Return the seed of a worker's shuffle: unlike for all (seed, rank) with rank < 2**20."""
+    """Return the seed of a worker's shuffle, below 2**32: torch's generators drop higher bits.
+
+    Unlike for all ranks below 2**20 and seeds below 4,096; for one rank, for all below 2**32.
+    """
     if not 0 <= rank < num_workers:
         raise ValueError(f"rank is {rank}; with {num_workers} workers it must be 0 to n - 1")
-    return (at_least_0("seed", seed) << 20) + rank
+    high, low = divmod((at_least_0("seed", seed) << 20) + rank, 1 << 32)
+    return (low + high * 0x9E3779B1) % (1 << 32)
 
 
 @contextmanager

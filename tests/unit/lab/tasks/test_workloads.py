@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossipdp.parallel.module import seed_of
 from gossipdp.parallel.options import METHODS
 from gossipdp_lab.tasks import RECIPES, WORKLOADS, make_workload
 from gossipdp_lab.tasks.command import Recipe
@@ -125,6 +126,19 @@ def test_the_transformer_is_causal_and_has_tied_embeddings(python_tree):
     changed = tokens.clone()
     changed[0, -1] = (tokens[0, -1] + 1) % 256
     torch.testing.assert_close(model(tokens)[0, :-1], model(changed)[0, :-1])
+
+
+def test_workers_of_the_command_have_orders_of_their_own():
+    """Each is rank 0 of 1 with a seed of its own, of which torch's generators keep 32 bits."""
+    seeds = [seed_of(run, worker, life) for run in (0, 1) for worker in range(8) for life in (0, 1)]
+    shuffles = [worker_seed(0, 1, seed) for seed in seeds]
+    orders = {tuple(torch.randperm(9, generator=manual(each)).tolist()) for each in shuffles}
+    assert max(shuffles) < 2**32
+    assert len(orders) == len(seeds)
+
+
+def manual(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def test_an_epochs_order_follows_from_its_number():
