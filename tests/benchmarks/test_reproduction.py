@@ -28,19 +28,6 @@ def test_an_exact_power_law_is_found(exponent, factor):
     assert fit.standard_error < 1e-6
 
 
-def test_the_standard_error_is_that_of_repeated_fits():
-    random = np.random.default_rng(0)
-    fits = [
-        fit_power_law(SIZES, [n**2 * math.exp(0.1 * random.standard_normal()) for n in SIZES])
-        for _ in range(400)
-    ]
-    spread_of_fits = np.std([fit.exponent for fit in fits])
-    assert np.mean([fit.exponent for fit in fits]) == pytest.approx(2.0, abs=0.01)
-    assert np.sqrt(np.mean([fit.standard_error**2 for fit in fits])) == pytest.approx(
-        spread_of_fits, rel=0.1
-    )
-
-
 # Communications to agree
 
 
