@@ -38,7 +38,7 @@ SECTIONS: dict[str, ModuleType] = {
 }
 """In the order of the page, after the images."""
 PICTURES = {
-    "images": "On images, the mean of the workers nears all-reduce as the run goes on",
+    "images": "On images, more exchanges close the gap to all-reduce",
     "training": "On a large ring, the momentum is worth more than twice the exchanges",
     "racks": "Where the network is given, the momentum makes up for it",
     "mixing": "On a ring the momentum saves a factor n of communications",
