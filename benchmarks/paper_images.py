@@ -195,7 +195,7 @@ class Task:
         """Return a run of as many gradient steps, of all workers, as the setting asks for."""
         setting, n = self.setting, self.setting.workers
         speed = (n - 1 + 1 / SLOW_FACTOR) / n if row.has_straggler else 1.0
-        # All-reduce makes as many rounds, whatever they take: :func:`clock` has their time.
+        # All-reduce makes as many rounds, whatever they take: :meth:`Runs.find_clock` has that.
         return Scenario(
             graph=row.graph,
             num_workers=n,
@@ -224,7 +224,7 @@ class Runs(Simulations):
         return self.of(kind=kind, row=name, **asdict(setting))
 
     def settings(self, kind: str) -> list[Setting]:
-        """All for which there are runs of this kind, the longest first."""
+        """Return all for which there are runs of this kind, the longest first."""
         names = [each.name for each in fields(Setting)]
         every = [run for run in self.known.values() if run["kind"] == kind]
         found = {tuple(run[name] for name in names) for run in every}

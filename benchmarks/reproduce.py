@@ -38,7 +38,7 @@ SECTIONS: dict[str, ModuleType] = {
 }
 """In the order of the page, after the images."""
 PICTURES = {
-    "images": "On images, more exchanges close the gap to all-reduce",
+    "images": "On images, more exchanges narrow the gap to all-reduce",
     "training": "On a large ring, the momentum is worth more than twice the exchanges",
     "racks": "Where the network is given, the momentum makes up for it",
     "mixing": "On a ring the momentum saves a factor n of communications",
@@ -52,10 +52,7 @@ ELSEWHERE = [
         "**holds** with real processes, at step boundaries; [what the others do while one "
         "worker stands still](faults.md)",
     ),
-    (
-        "up to 64 workers",
-        "64 simulated",
-    ),
+    ("up to 64 workers", "64 simulated"),
     (
         "ResNet-18 on CIFAR-10, ResNet-50 on ImageNet, 64 A100s, 300 and 90 epochs",
         "**not tried**: the [recipes](recipes.md) are there; no figure of the paper's own tables "

@@ -135,6 +135,7 @@ def caption(runs: Runs) -> list[str]:
         "workers of 8. All rows have one learning rate: 0.1 for each 128 samples of a step of all "
         "workers. The mean of the workers is judged, with BatchNorm's statistics computed anew in "
         f"every row. The clock: {PAPER.epochs} epochs of CIFAR-10, steps of {1000 * STEP_S:g} ms, "
-        "a straggler half as fast. Processes share two cores, and have batches of 128. "
+        "a straggler half as fast; AR-SGD sends after its gradients, which DDP does in part "
+        "meanwhile. Processes share two cores, and have batches of 128. "
         "`benchmarks/results/paper_images.md` has every row.",
     ]
