@@ -19,7 +19,7 @@ from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, Supersed
 from gossipdp.gossip.codec import Codec, PoisonFound
 from gossipdp.gossip.exchange import CompletedExchange, Exchange
 from gossipdp.gossip.processor import IdleWatch
-from gossipdp.gossip.snapshot import Publisher
+from gossipdp.gossip.snapshot import PUBLISH_EVERY_S, Publisher
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
 from gossipdp.launcher.reports import Report, say_instead_of_traceback, send_report
@@ -71,7 +71,7 @@ class GossipLoop(LinkHandler):
     Attributes:
         codec: turns chunks into their ``wire_format`` and back.
         its_thread: makes the context in which its thread must turn this loop.
-        snapshot: the state for other threads to read, replaced whole at the end of each turn.
+        snapshot: the state for other threads to read, replaced whole, at most 50 ms after a turn.
         poisoned: the error that stopped this worker's exchanges, if any; any thread may read it.
     """
 
@@ -126,6 +126,7 @@ class GossipLoop(LinkHandler):
         }
         self._publisher = Publisher(protocol, self._links)
         self.snapshot = self._publisher.snapshot(clock())
+        self._publish_due_s, self._is_snapshot_old = -math.inf, False
         self._reported: dict[int, tuple[str, int]] = {}
         self._reported_version = -1
         self._report_due_s = -math.inf
@@ -148,6 +149,7 @@ class GossipLoop(LinkHandler):
             self.protocol.next_deadline(now),
             self._dialer.next_due_s(self.protocol.membership.addresses()),
             now + (0.0 if self._is_busy else longest_s),
+            self._publish_due_s if self._is_snapshot_old else math.inf,
         )
         self.transport.poll(max(0.0, due_s - now))
         now = self.clock()
@@ -171,7 +173,10 @@ class GossipLoop(LinkHandler):
         for peer in self._dialer.due(addresses, now):
             self.transport.dial(peer, *addresses[peer])
         self._pump()
-        self.snapshot = self._publisher.snapshot(now)
+        self._is_snapshot_old = now < self._publish_due_s
+        if not self._is_snapshot_old:
+            self._publish_due_s = now + PUBLISH_EVERY_S
+            self.snapshot = self._publisher.snapshot(now)
 
     def _report_addresses(self, now: float) -> None:
         """Report the live workers' addresses to the supervisor, if they have changed."""

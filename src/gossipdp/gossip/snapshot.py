@@ -2,7 +2,7 @@
 
 The main thread, the log's thread and the status port's threads read :attr:`GossipLoop.snapshot` at
 any time. Apart from :attr:`GossipLoop.poisoned`, they read nothing else that the gossip thread
-changes. Each turn replaces the snapshot as a whole, so one that a thread holds never changes.
+changes. It is replaced as a whole, so one that a thread holds never changes.
 """
 
 import math
@@ -21,6 +21,8 @@ from gossipdp.protocol.worker import WorkerProtocol
 
 RECENT_EXCHANGES = 16
 MAX_NOTICES = 1000
+PUBLISH_EVERY_S = 0.05
+"""An exchange takes several turns, and to make a snapshot costs a tenth of a turn's Python."""
 LOOK_AT_OTHERS_EVERY_S = 0.2
 _BYTES = "bytes_sent", "bytes_received", "shared_bytes_sent", "shared_bytes_received"
 """The names of these counts in :class:`.Counters` and :class:`.Link`."""
@@ -28,7 +30,7 @@ _BYTES = "bytes_sent", "bytes_received", "shared_bytes_sent", "shared_bytes_rece
 
 @dataclass(frozen=True, slots=True)
 class LoopSnapshot:
-    """A worker's run as of the gossip thread's last turn.
+    """A worker's run, as of a turn of the gossip thread that ended at most 50 ms before the last.
 
     Attributes:
         counters: those that the gossip thread counts; the engine and the checkpoints add theirs.

@@ -161,6 +161,23 @@ def test_what_went_over_a_link_counts_when_it_has_ended():
     assert (counters.bytes_sent, counters.shared_bytes_received) == (110, 1000)
 
 
+def test_a_snapshot_is_made_at_most_every_50_ms_and_none_is_missed(monkeypatch):
+    worker, waits = Worker(), []
+    monkeypatch.setattr(worker.loop.transport, "poll", waits.append)
+    worker.loop.turn()
+    first, worker.links[1].bytes_sent = worker.loop.snapshot, 10
+    worker.now += 0.01
+    worker.loop.turn()
+    assert worker.loop.snapshot is first
+    worker.loop.turn()
+    assert waits[-1] == pytest.approx(0.04)  # though nothing else is due so soon
+    worker.now += 0.04
+    worker.loop.turn()
+    assert worker.loop.snapshot.counters.bytes_sent == 10
+    worker.loop.turn()
+    assert waits[-1] > 0.04
+
+
 def test_no_link_that_has_ended_is_kept():
     worker = Worker()
     ended = []
