@@ -58,13 +58,11 @@ from gossipdp_lab.simulate import (
 )
 from gossipdp_lab.simulate.optimizers import MakeOptimizer
 from gossipdp_lab.tasks.fashion_mnist import FashionMnist
-from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS
+from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, RULE_BATCH
 from gossipdp_lab.tasks.options import FashionMnistOptions
 from gossipdp_lab.tasks.training import MODEL_FILE
 
 NAME = "paper_images"
-RULE_BATCH = 128
-"""The batch of the recipe's learning rate."""
 NUM_RECORDS, NUM_BINS = 12, 40
 JUDGED, CALIBRATED = 5_000, 2_000
 """Training images of which the loss is taken, and of which BatchNorm's statistics are computed."""
@@ -179,7 +177,7 @@ class Task:
         template = self.recipe.make_model()
         places = {id(each): place for place, each in enumerate(template.parameters())}
         groups = self.recipe.make_optimizer(template).param_groups
-        rate = groups[0]["lr"] * self.setting.times * self.setting.batch_size / RULE_BATCH
+        rate = groups[0]["lr"] * self.setting.times
 
         def make(parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
             mine = [
@@ -436,8 +434,6 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, names: list[str]) -> None:
     """Make the runs, those that show most first, and write after each stage."""
-    if options.kind == "real" and options.batch_size != RULE_BATCH:
-        raise ValueError(f"the command has the rate of batches of {RULE_BATCH}: --batch-size 128")
     try:
         task = Task(
             options.data,

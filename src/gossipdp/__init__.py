@@ -18,16 +18,27 @@ cli         the command line
 
 Demo, built-in trainings, simulator and report page are in gossipdp_lab.
 
-The way of a parameter, from one worker's step to its neighbour's next one:
+Three walks, each arrow from one file to the next (a test says that they are there):
 
-optimizer.step → parallel/hooks → parallel/session → parallel/gossip_engine (the boundary)
-→ dynamics/state → dynamics/chunks → dynamics/update; then, in the gossip thread,
-gossip/loop → gossip/exchange → gossip/codec → dynamics/chunks (a snapshot) → links
-→ the neighbour's gossip/loop → gossip/exchange → gossip/codec → dynamics/chunks
-→ dynamics/update, and with its next boundary into its parameters.
+A parameter, from one worker's step to its neighbour's next one.
+optimizer.step → parallel/hooks → parallel/worker (stepped) → dynamics/state → dynamics/chunks
+→ dynamics/update (its loops: dynamics/update_loops); then, in the gossip thread, gossip/loop
+→ gossip/exchange → gossip/codec → dynamics/chunks (a snapshot) → links/tcp_link → the neighbour's
+gossip/loop → gossip/exchange → gossip/codec → dynamics/chunks → dynamics/update, and with its next
+step into its parameters. At the end, and in averaged(): protocol/consolidate or protocol/averages
+→ protocol/reduction (whose turn it is) → gossip/sums (reads, adds, divides) → links/tcp_link.
 
-At the end, and in averaged(): protocol/consolidate or protocol/averages → protocol/reduction (whose
-turn it is) → gossip/sums (reads, adds, divides) → links.
+comm_rate, from the argument to an exchange.
+parallel/options → parallel/entry → protocol/exchange_rate if it is "auto" (gossip/processor tells
+it what is idle) → protocol/worker → protocol/step_clock (when one is due) → protocol/pairing
+→ protocol/neighbours (whom to ask) → gossip/loop.
+
+A death, from a silence to the line about it.
+links/tcp (nothing comes, or a dial is refused) → gossip/loop → protocol/peers (it is silent)
+→ protocol/liveness (others are asked) → protocol/presence → protocol/members (it is dead, and all
+hear so) → protocol/neighbours (a graph without it). A Notice of it: protocol/actions
+→ gossip/snapshot → observe/log, observe/status → observe/events → cli/top. On its own machine:
+launcher/supervisor → launcher/spares → parallel/entry (it joins the run again).
 """
 
 from importlib import import_module

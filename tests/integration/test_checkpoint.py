@@ -55,7 +55,7 @@ def train(model: GossipDataParallel, optimizer: torch.optim.Optimizer, steps: in
 
 def state_of(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All tensors of a checkpoint, as they are in memory; no exchange runs before the 4th step."""
-    tensors, _ = model._engine.capture()
+    tensors, _ = model._worker.capture()
     for index, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
             tensors[f"optimizer/{index}/{name}"] = value.clone()
@@ -77,7 +77,7 @@ def train_and_save(directory: str) -> Any:
 def resume_and_look(directory: str, steps: int) -> Any:
     model, optimizer = make_model(directory, exchange=Exchange(pace="strict"))
     start = state_of(model, optimizer)
-    total = model._engine.total_samples()
+    total = model._worker.total_samples()
     own = model.stats()
     train(model, optimizer, steps)
     model.save_checkpoint()
@@ -181,7 +181,7 @@ def test_another_number_of_workers_start_from_one_mean(workers, directory):
 
 def end_a_run(directory: str) -> dict[str, Tensor]:
     model, optimizer = make_model(directory, every_steps=100)
-    if model._engine.resumption is None:
+    if model._worker.resumption is None:
         train(model, optimizer, 5)
     model.consolidate()
     return model.module.state_dict()

@@ -48,11 +48,11 @@ class Worker:
 
     @property
     def protocol(self) -> Any:
-        return self.model._engine._protocol
+        return self.model._worker._protocol
 
     @property
     def transfers(self) -> Any:
-        return self.model._engine._loop.transfers
+        return self.model._worker._loop.transfers
 
     def step(self, inputs: Any = None, pause_s: float = 0.005) -> None:
         self.optimizer.zero_grad()
@@ -97,7 +97,7 @@ class Worker:
             "life": self.life,
             "seen": self.seen,
             "noticed": [dataclasses.asdict(notice) for notice in stats.noticed],
-            "restarts": [member.restarts for member in self.model._engine.view()[0]],
+            "restarts": [member.restarts for member in self.model._worker.view()[0]],
             "num_workers": result.world_size,
             "bits": flat.numpy().tobytes().hex()[:4096],
             "is_finite": bool(flat.isfinite().all()),

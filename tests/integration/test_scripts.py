@@ -81,8 +81,8 @@ from gossipdp import GossipDataParallel
 
 net = torch.nn.Linear(2, 1)
 model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
-engine = model._session.engine
-end = engine.close
+worker = model._worker
+end = worker.close
 
 def close():
     for _ in range(100):
@@ -90,7 +90,7 @@ def close():
     end()
     print("closed")
 
-engine.close = close
+worker.close = close
 held = [model]
 del model
 collector = threading.Thread(target=held.clear, name="gossipdp-0")

@@ -12,8 +12,8 @@ from waiting import wait_until
 
 from gossipdp import GossipDataParallel, Network
 from gossipdp.launcher.launch_plan import ask_join_infos
-from gossipdp.parallel import session
-from gossipdp.parallel.gossip_engine import GossipEngine
+from gossipdp.parallel import module
+from gossipdp.parallel.worker import Worker
 
 pytestmark = pytest.mark.processes
 NUM_SHARDS = 2
@@ -21,7 +21,7 @@ NUM_SHARDS = 2
 
 def address_of(model: GossipDataParallel, directory: Path) -> None:
     """Write down where this process listens, whole or not at all."""
-    identity = model._engine._loop.transport.identity
+    identity = model._worker._loop.transport.identity
     path = directory / str(dist.get_rank())
     path.with_suffix(".new").write_text(json.dumps([identity.host, identity.port]))
     path.with_suffix(".new").rename(path)
@@ -37,7 +37,7 @@ def joining_variables(directory: Path) -> dict[str, str]:
     return network.join_variables() | no_rank
 
 
-class Lagging(GossipEngine):
+class Lagging(Worker):
     """Hears of different numbers of steps in different networks."""
 
     def _join(self) -> None:
@@ -55,7 +55,7 @@ def join_at_once(directory: Path) -> Seen:
     os.environ["GOSSIPDP_REPLICAS"] = "1"
     if not is_run:
         os.environ.update(joining_variables(directory))
-        session.GossipEngine = Lagging  # type: ignore[misc]
+        module.Worker = Lagging  # type: ignore[misc]
     dist.init_process_group("gloo")
     model, net, optimizer = wrapped(
         0 if is_run else 1,
@@ -67,7 +67,7 @@ def join_at_once(directory: Path) -> Seen:
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     counted = [int(each["step"]) for each in optimizer.state_dict()["state"].values()]
     seen.facts |= {"at first": values(net), "steps taken over": counted}
-    seen.facts["step number"] = model._engine.step_number
+    seen.facts["step number"] = model._worker.step_number
     for batch in model.batches(loader(model.worker_seed)):
         step(model, optimizer, batch)
         seen.steps += 1

@@ -31,8 +31,8 @@ def train(directory: Path) -> None:
         net, optimizer, graph="ring", network=Network(timeout_s=1.0), monitor=Monitor(status_port=0)
     )
     if model.rank == 0:
-        assert model._monitoring.page is not None
-        (directory / "new").write_text(show_address(*model._monitoring.page.announced("")))
+        assert model._worker.monitoring.page is not None
+        (directory / "new").write_text(show_address(*model._worker.monitoring.page.announced("")))
         (directory / "new").rename(directory / "address")
     pause_s = 0.05 if model.rank == 3 else 0.005
     while not (directory / "enough").exists():

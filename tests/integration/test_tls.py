@@ -53,7 +53,7 @@ def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]
 
 def are_secured(model: GossipDataParallel) -> list[bool]:
     """Return whether each link that is up is secured."""
-    links = list(model._engine._loop.transport.links.values())
+    links = list(model._worker._loop.transport.links.values())
     return [isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links]
 
 
@@ -88,7 +88,7 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     network = Network(start_timeout_s=60, tls=files.cert.parent)
     model = GossipDataParallel(net, optimizer, network=network)
-    transport = model._engine._loop.transport
+    transport = model._worker._loop.transport
     if model.rank == 0:
         address.with_suffix(".new").write_text(f"127.0.0.1:{transport.identity.port}")
         address.with_suffix(".new").rename(address)

@@ -210,13 +210,13 @@ def load_in_mid_training() -> Any:
     }
     wait_for_all(model)
     # Until all have loaded: an exchange in between would bring what the other had before.
-    loop: Any = model._engine._loop
+    loop: Any = model._worker._loop
     release, loop.release = loop.release, lambda: None
     model.load_state_dict(target)
     loaded = all(torch.equal(v, target[k]) for k, v in net.state_dict().items())
     wait_for_all(model)
     loop.release = release
-    model._engine._thread.call(release).result()
+    model._worker._thread.call(release).result()
     result = model.consolidate()
     return (
         loaded,
@@ -326,7 +326,7 @@ def test_what_all_workers_must_have_alike_is_told_to_the_others(options, name, v
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         model = GossipDataParallel(net, optimizer, **options)
         model.close()
-        return model._engine.settings
+        return model._worker.settings
 
     here, there = settings(**options), settings()
     if values is not None:

@@ -39,8 +39,8 @@ def quietly(model: GossipDataParallel, meet: Callable[[str], None], look: Callab
     ``meet`` waits for all workers that live, once for each word. Each worker first makes the
     exchanges that are due: if a proposal is withdrawn, the peer may have begun it, and it fails.
     """
-    engine: Any = model._engine
-    thread, loop, protocol = engine._thread, engine._loop, engine._protocol
+    worker: Any = model._worker
+    thread, loop, protocol = worker._thread, worker._loop, worker._protocol
     meet("trained")  # until then the others may need this one's exchanges
 
     def has_made_all() -> bool:
@@ -82,8 +82,8 @@ def x_of(model: GossipDataParallel) -> Tensor:
 
 def averaged_chunks(model: GossipDataParallel) -> Any:
     """Return the chunks that are averaged, copied ones left out."""
-    engine: Any = model._engine
-    return engine._state.averaged_chunks
+    worker: Any = model._worker
+    return worker._state.averaged_chunks
 
 
 def assert_is_mean(average: Tensor, brought: list[Tensor]) -> None:

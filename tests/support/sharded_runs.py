@@ -263,7 +263,7 @@ def resumed(mesh: DeviceMesh, directory: Path) -> dict[str, Any]:
     dist.barrier()
     saving = Checkpoints(directory / "run", resume="auto")
     model, _, optimizer = wrapped(99, mesh, budget_samples=BUDGET, checkpoints=saving)
-    steps, state = model._engine.step_number, optimizer.state_dict()["state"]
+    steps, state = model._worker.step_number, optimizer.state_dict()["state"]
     kinds = {type(each["exp_avg"]).__name__ for each in state.values()}
     model.close()
     return {"resumed from": steps, "moments": kinds}
@@ -394,12 +394,12 @@ def dying_replica() -> Seen:
     model, net, optimizer = wrapped(dist.get_rank(), budget_samples=ENDLESS)
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     life = int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
-    seen.facts |= {"life": life, "began after": model._engine.step_number}
+    seen.facts |= {"life": life, "began after": model._worker.step_number}
     for batch in model.batches(loader(model.worker_seed)):
         step(model, optimizer, batch)
         seen.steps += 1
         if (model.rank, dist.get_rank()) == (1, 1):
-            do_others_train = model._engine.total_samples() > model.stats().samples
+            do_others_train = model._worker.total_samples() > model.stats().samples
             if life == 0 and seen.steps >= 10 and do_others_train:
                 os.kill(os.getpid(), signal.SIGKILL)
             if life == 1 and seen.steps == 20:

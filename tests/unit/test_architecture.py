@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import networkx as nx
@@ -145,6 +146,30 @@ def test_no_modules_import_each_other_in_a_circle():
         arrows.add_edges_from((name, other) for other in imports_of(path) & modules.keys())
     circles = [circle for circle in nx.strongly_connected_components(arrows) if len(circle) > 1]
     assert not circles
+
+
+def test_the_map_names_every_file_and_no_other():
+    """The walks of ``gossipdp/__init__.py``, and the list in each room's."""
+    walks = re.findall(r"\b([a-z]+)/([a-z_]+)", gossipdp.__doc__ or "")
+    assert len(walks) > 30
+    missing = [
+        f"{room}/{name}" for room, name in walks if not (SOURCE / room / f"{name}.py").exists()
+    ]
+    for room in ("dynamics", "protocol", "links", "launcher", "gossip", "observe", "parallel"):
+        listed = import_module(f"gossipdp.{room}").__doc__ or ""
+        files = {path.stem for path in files_of(room)} - {"__init__"}
+        missing += [f"{room}: {name}" for name in files if not re.search(rf"\b{name}\b", listed)]
+        listed_first = re.findall(r"^([a-z_]+)  ", listed, re.MULTILINE)
+        missing += [f"{room}: no {name}" for name in listed_first if name not in files]
+    assert not missing
+
+
+def test_the_threads_of_the_table_are_those_that_are_started():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    named = {name.removesuffix("RANK") for name in re.findall(r"^\| `(gossipdp[^`]*)`", page, re.M)}
+    rooms = ("dynamics", "gossip", "parallel", "observe")
+    code = "\n".join(path.read_text() for room in rooms for path in files_of(room))
+    assert set(re.findall(r'"(gossipdp-[a-z]*|gossipdp background)', code)) == named
 
 
 # Lines and files of each room: the room itself is ".", its top folders follow.

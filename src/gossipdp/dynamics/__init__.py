@@ -5,9 +5,10 @@ Arithmetic on tensors: no socket, file or clock.
 chunks      the unit of the state, with its lock, and the rules for the two threads that share it
 moments     chunks of what optimizers keep, such as Adam's second moment
 state       all chunks of one worker, and the boundary that passes over them
-update      the equations; update_loops has them as compiled loops
+update      the equations; update_loops: they and the 8-bit code as loops that are compiled;
+            machine_code: those loops, kept on disk
 phase       how far a worker's momentum has flowed
-lattice     an 8-bit code for the difference of two workers
+lattice     the 8-bit code for the difference of two workers: what it guarantees; squares: of v
 device      the rules for parameters on a GPU
 inboxes     there, what lets neither a step nor an exchange wait for the other
 """

@@ -9,5 +9,6 @@ tcp_link       one link: frames in and out of a stream
 sockets, tls   the stream beneath: in the clear, or through TLS with the run's key; no forked child
                keeps a descriptor of ours
 shared_memory  memory that a peer on the same host reads in place, and the way it is found
+send_limit     a limit on the bytes that all links of a worker send
 clock          seconds since boot
 """

@@ -10,16 +10,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-import msgspec
+from torch import Tensor
 
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import encode, file_path, saved_by
+from gossipdp.parallel.checkpoint import Facts, encode, file_path, saved_by
 from gossipdp.parallel.checkpoint_files import in_use, remove_unfinished, write_tensors
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
-from gossipdp.parallel.gossip_engine import GossipEngine
+from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.state_layout import check_savable
-from gossipdp.parallel.stats import Stats
 from gossipdp.parallel.termination import TERMINATION
 from gossipdp.rules import grace_s
 
@@ -101,7 +100,7 @@ class Stateful(Protocol):
 
 
 class Checkpointer:
-    """A worker's checkpoints, and the states in them that are not the engine's.
+    """A worker's checkpoints, and the states in them that are not the parameters'.
 
     Main thread only. A due checkpoint is taken at the first occasion after its step when no forward
     pass is half way: between two batches of :meth:`of_batches`; in a loop of the user's own, when
@@ -116,11 +115,16 @@ class Checkpointer:
     make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
     """For tests that order events: makes the writer of a rank."""
 
-    def __init__(self, engine: GossipEngine, position: DataPosition) -> None:
-        self._engine, self._position = engine, position
-        self._saving = saving = engine.options.checkpoints
+    def __init__(
+        self,
+        worker: Entry,
+        position: DataPosition,
+        capture: Callable[[], tuple[dict[str, Tensor], Facts]],
+    ) -> None:
+        self._worker, self._position, self._capture = worker, position, capture
+        self._saving = saving = worker.options.checkpoints
         self._directory = None if saving.directory is None else Path(saving.directory)
-        self._is_sharded, resumption = engine.replica.is_sharded, engine.resumption
+        self._is_sharded, resumption = worker.replica.is_sharded, worker.resumption
         self.is_due = self.is_at_end = self._has_looked = False
         self._num_saved = self._num_failed = self._num_generators = 0
         self._drafted_step = 0 if resumption is None else resumption.counts.step
@@ -132,13 +136,13 @@ class Checkpointer:
         self._resumed = None if resumption is None else resumption.training
         self._has_resumed = resumption is not None
         self.newest: Path | None = None
-        self._writer = type(self).make_writer(engine.rank)
+        self._writer = type(self).make_writer(worker.rank)
         self._written: Future[Path] | None = None
         self._in_use = contextlib.ExitStack()
         if self._directory is not None:
-            self._in_use.enter_context(in_use(self._directory, engine.run_id))
+            self._in_use.enter_context(in_use(self._directory, worker.run_id))
             TERMINATION.add(self)
-            engine.end_asked_s = lambda: TERMINATION.asked_s
+            worker.end_asked_s = lambda: TERMINATION.asked_s
         if resumption is not None:
             has_own_file = resumption.is_own or resumption.counts.steps > 0
             states = resumption.training["random"] if has_own_file else None
@@ -170,16 +174,15 @@ class Checkpointer:
             else:
                 logger.warning("the checkpoint holds nothing of %r: it starts afresh", name)
         if self._resumed is not None:
-            training_state.restore_groups(self._resumed, self._engine.optimizers)
+            training_state.restore_groups(self._resumed, self._worker.optimizers)
 
-    def stats(self) -> Stats:
-        """Return the engine's counts, and those of checkpoints. Any thread may call it."""
-        return msgspec.structs.replace(
-            self._engine.stats(),
-            checkpoints=self._num_saved,
-            checkpoints_failed=self._num_failed,
-            checkpoint_pause_seconds=self._pause_s,
-        )
+    def counts(self) -> dict[str, float]:
+        """Return what :class:`~.counters.Counters` says of checkpoints. Any thread may call it."""
+        return {
+            "checkpoints": self._num_saved,
+            "checkpoints_failed": self._num_failed,
+            "checkpoint_pause_seconds": self._pause_s,
+        }
 
     # The moments.
 
@@ -192,7 +195,7 @@ class Checkpointer:
             self.take_due()
         self._has_looked = False
         every = self._saving.every_steps
-        if every is not None and self._engine.step_number % every == 0:
+        if every is not None and self._worker.step_number % every == 0:
             self.is_due = True
         if self.is_due:
             self._random_states = random_states()
@@ -227,7 +230,7 @@ class Checkpointer:
         if self._has_looked:
             return
         self._has_looked = True
-        if self._engine.is_ending and TERMINATION.may_end_in(self):
+        if self._worker.is_ending and TERMINATION.may_end_in(self):
             TERMINATION.save_and_end()
         if self.is_due and self._is_sharded:  # all processes of a replica save the same steps
             self._wait_for_writer()
@@ -250,7 +253,7 @@ class Checkpointer:
         """
         self._wait_for_writer()
         self._has_looked = False
-        has_stepped = self._engine.step_number > self._drafted_step
+        has_stepped = self._worker.step_number > self._drafted_step
         if self._saving.every_steps is not None and (has_stepped or is_averaged):
             self.is_due = True
         self.take_due()
@@ -259,14 +262,14 @@ class Checkpointer:
     @property
     def rank(self) -> int:
         """Return the worker's rank."""
-        return self._engine.rank
+        return self._worker.rank
 
     @property
     def place(self) -> tuple[int, str]:
         """Return the worker's step, and the directory in which its script saves."""
         assert self._directory is not None
         given = self._directory.parent if self._is_sharded else self._directory
-        return self._engine.step_number, str(given)
+        return self._worker.step_number, str(given)
 
     @property
     def _is_written(self) -> bool:
@@ -306,10 +309,10 @@ class Checkpointer:
     def _draft(self, states: dict[str, Any] | None) -> Write:
         assert self._directory is not None
         started_s = time.perf_counter()
-        captured, facts = self._engine.capture()
+        captured, facts = self._capture()
         self._drafted_step = facts.step
         state = {
-            **training_state.capture(self._engine.optimizers),
+            **training_state.capture(self._worker.optimizers),
             "position": self._position.capture(),
             "random": states or random_states(),
             "others": {name: each.state_dict() for name, each in self._others.items()},
@@ -363,7 +366,7 @@ class Checkpointer:
         logger.error(
             "worker %d: a checkpoint could NOT be written to %s: %s. Those written before are "
             "kept, training goes on, and the next is tried when it is due",
-            self._engine.rank,
+            self._worker.rank,
             self.place[1],
             error,
         )

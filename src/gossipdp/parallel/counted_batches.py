@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.gossip_engine import GossipEngine
+from gossipdp.parallel.entry import Entry
 
 logger = logging.getLogger("gossipdp")
 
@@ -41,12 +41,10 @@ class CountedBatches:
     Checkpoints that are due are taken between two batches.
     """
 
-    def __init__(
-        self, engine: GossipEngine, position: DataPosition, checkpointer: Checkpointer
-    ) -> None:
-        options = engine.options
+    def __init__(self, worker: Entry, position: DataPosition, checkpointer: Checkpointer) -> None:
+        options = worker.options
         self.budget_samples = options.budget_samples
-        self._position, self._engine, self._checkpointer = position, engine, checkpointer
+        self._position, self._worker, self._checkpointer = position, worker, checkpointer
         self._samples_per_step = options.counting.samples_per_step
         self._batch_dim = options.counting.batch_dim
         self._is_repeat = self._may_repeat = False
@@ -71,7 +69,7 @@ class CountedBatches:
         if num_steps != STEPS_WITHOUT_SAMPLES or self._all_counted:
             return
         problem = (
-            f"{num_steps} gradient steps of the {type(self._engine.module).__name__}, and not one "
+            f"{num_steps} gradient steps of the {type(self._worker.module).__name__}, and not one "
             "sample was counted. Loop over model.batches(loader) or model.epochs(loader, n); or "
             "call model(x) in training mode in place of the module itself; or wrap with "
             "counting=Counting(samples_per_step=...)"
@@ -158,7 +156,7 @@ class CountedBatches:
                 "%d rounds of the loop without a step of the %s that was wrapped: only its steps "
                 "use up the budget, so the loop may never end. Call its step() in the loop",
                 ROUNDS_WITHOUT_STEP,
-                type(self._engine.optimizers[0]).__name__,
+                type(self._worker.optimizers[0]).__name__,
                 extra=OF_RUN,
             )
 
@@ -172,10 +170,10 @@ class CountedBatches:
     def _say_if_ended(self, loop: str) -> None:
         if not self.finished:
             return
-        if self._engine.is_stopped:
+        if self._worker.is_stopped:
             why = "model.stop() has ended the run"
         else:
-            why = f"the workers have trained on {self._engine.total_samples()} samples already"
+            why = f"the workers have trained on {self._worker.total_samples()} samples already"
         logger.warning("%s yields nothing: %s", loop, why, extra=OF_RUN)
 
     def _all_until(self, samples: int, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -195,14 +193,14 @@ class CountedBatches:
             epoch = -1
             while not self._has_ended(samples_before + num_epochs * size):
                 self._check_open()
-                epoch = max(epoch + 1, (self._engine.total_samples() - samples_before) // size)
+                epoch = max(epoch + 1, (self._worker.total_samples() - samples_before) // size)
                 if epoch >= num_epochs:  # the loop broke off epochs before their ends
                     return
                 end = samples_before + (epoch + 1) * size
                 yield epochs_before + epoch, self._until(end, passes)
 
     def _has_ended(self, samples: float) -> bool:
-        return self._engine.is_stopped or self._engine.total_samples() >= samples
+        return self._worker.is_stopped or self._worker.total_samples() >= samples
 
     def _until(self, samples: int, passes: Iterator[Batch]) -> Iterator[Batch]:
         while not self._has_ended(samples):
@@ -244,7 +242,7 @@ class CountedBatches:
                     "dead one is lost. In its place write"
                 )
             elif (
-                type(each) is RandomSampler and each.generator is None and self._engine.draws_alike
+                type(each) is RandomSampler and each.generator is None and self._worker.draws_alike
             ):
                 problem = (
                     "all workers go through the data in the same order, since torch has the same "

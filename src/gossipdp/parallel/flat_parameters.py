@@ -2,12 +2,13 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import zeros
 from gossipdp.dynamics.moments import Moment
@@ -356,6 +357,36 @@ class FlatParameters:
             if flat is not None:
                 named[view.name] = view.of(flat)
         return named
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copy x (with what is pending) and c, by name, as a checkpoint holds them.
+
+        Every chunk is copied at once, before an exchange or after it.
+        """
+        flats = zip(*(segment.copy() for segment in self.state.segments), strict=True)
+        return {
+            f"{kind}/{name}": values.contiguous()
+            for kind, copies in zip(("model", "c"), flats, strict=True)
+            for name, values in self.named(copies).items()
+        }
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a checkpoint's tensors, before the gossip thread exists."""
+        segments = self.state.segments
+        pendings = self.named([s.pending if s.role.is_exchanged else None for s in segments])
+        momenta = self.named([s.c for s in segments])
+        for name, x in self.named([s.x for s in segments]).items():
+            values, c = tensors[f"model/{name}"].to(x.device), tensors.get(f"c/{name}")
+            x.copy_(values)
+            if name in pendings:  # what x has no bits for
+                pendings[name].copy_(values - x)
+            if c is not None and name in momenta:
+                momenta[name].copy_(c)
+            elif c is not None and name in pendings:  # saved under another method: z goes on
+                update.flow(pendings[name], c.to(x.device), 0.5)
+        for chunk in self.state.chunks:
+            chunk.restored()
 
     def export(self, values: dict[str, Any], flats: Sequence[Tensor]) -> None:
         """Replace what lies in the parameters' storage, in a ``state_dict``, by that of ``flats``.

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossipdp.errors import ModelChangedError
 from gossipdp.logs import OF_RUN
-from gossipdp.parallel.gossip_engine import GossipEngine
+from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.options import GROUPS
 from gossipdp.parallel.schedule import FOLLOW_PROGRESS
 
@@ -50,23 +50,27 @@ class Hooks:
     pre-hook runs before any other of an optimizer, and its post-hook after them.
 
     Args:
-        engine: learns when each of its optimizers steps, and what is loaded into its module.
-        stepped: called with the index of an optimizer that has stepped.
+        worker: whose optimizers and module these are.
+        begins, stepped: called with the index of an optimizer whose step is next, or has ended.
+        loaded: called with what was loaded into the module.
         counting_once: makes the closure that a step gets count its samples once, however often the
             optimizer calls it.
     """
 
     def __init__(
         self,
-        engine: GossipEngine,
+        worker: Entry,
         *,
+        begins: Callable[[int], None],
+        loaded: Callable[[Iterable[Tensor]], None],
         stepped: Callable[[int], None],
         counting_once: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
-        module, optimizers = engine.module, engine.optimizers
+        module, optimizers = worker.module, worker.optimizers
         self._indices = {optimizer: index for index, optimizer in enumerate(optimizers)}
         self._module = module
-        self._engine, self._stepped, self._counting_once = engine, stepped, counting_once
+        self._between_steps = worker.between_steps
+        self._begins, self._stepped, self._counting_once = begins, stepped, counting_once
         self._parameters = {id(each): name for name, each in module.named_parameters()}
         self._num_boundaries = 0
         # The number of boundaries when an optimizer's step began: the optimizer may be a shell
@@ -81,8 +85,8 @@ class Hooks:
         # A compiled step() must not trace these hooks into its graph.
         disable: Callable[[Any], Any] = torch.compiler.disable
         self._handles: list[RemovableHandle] = [
-            register_optimizer_step_pre_hook(disable(self._begins)),
-            register_optimizer_step_post_hook(disable(self._ended)),
+            register_optimizer_step_pre_hook(disable(self._before)),
+            register_optimizer_step_post_hook(disable(self._after)),
             # Every module of the process calls these; the next step looks for what was registered.
             register_module_parameter_registration_hook(self._grows),
             register_module_module_registration_hook(self._grows),
@@ -90,7 +94,7 @@ class Hooks:
         # Every part has a hook: loading a part calls the hooks of that part alone.
         self._handles.extend(
             each.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                _LoadedHook(weakref.ref(each), weakref.ref(module), engine.loaded)
+                _LoadedHook(weakref.ref(each), weakref.ref(module), loaded)
             )
             for each in module.modules()
         )
@@ -102,7 +106,7 @@ class Hooks:
             handle.remove()
         _wrapped.discard(self._module)
 
-    def _begins(
+    def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizer in _steps_around():
@@ -111,8 +115,8 @@ class Hooks:
         index = self._indices.get(optimizer)
         if index is None:
             return None
-        self._engine.between_steps.begins(optimizer)
-        self._engine.begins(index)
+        self._between_steps.begins(optimizer)
+        self._begins(index)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return None
@@ -121,7 +125,7 @@ class Hooks:
             return args, kwargs | {"closure": counted}
         return (args[0], counted, *args[2:]), kwargs
 
-    def _ended(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Begin the boundary of a wrapped optimizer; of another, check that it needs none."""
         around = _steps_around()
         if optimizer in around:
@@ -131,7 +135,7 @@ class Hooks:
             self._refuse_new_parameters()
             self._refuse_unwrapped(optimizer, around)
             return
-        self._engine.between_steps.ended(optimizer)
+        self._between_steps.ended(optimizer)
         self._num_boundaries += 1
         self._refuse_new_parameters()
         # GradScaler calls a fused optimizer's step even if that moves nothing. This waits for the

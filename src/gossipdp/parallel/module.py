@@ -27,8 +27,8 @@ from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.counted_batches import dataset_size
 from gossipdp.parallel.hooks import check_arguments, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Counting, Exchange, Monitor, Network, Options
-from gossipdp.parallel.session import Session, close_at_exit
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
+from gossipdp.parallel.worker import Worker, close_at_exit
 from gossipdp.rules import WireFormatName, at_least_1, whole_number
 
 Batch = TypeVar("Batch")
@@ -150,10 +150,8 @@ class GossipDataParallel(nn.Module):
         self.module = module
         self._options = options
         self._consolidated: Consolidated | None = None
-        self._session = session = Session(module, optimizers, options)
-        self._engine, self._checkpointer = session.engine, session.checkpointer
-        self._batches, self._monitoring = session.batches, session.monitoring
-        self._dropped = weakref.finalize(self, session.close, is_dropped=True)
+        self._worker = worker = Worker(module, optimizers, options)
+        self._dropped = weakref.finalize(self, worker.close, is_dropped=True)
         self._dropped.atexit = False  # a forked worker clears what runs at exit, but not finalizers
         self._at_exit = partial(close_at_exit, self._dropped)
         atexit.register(self._at_exit)
@@ -163,7 +161,7 @@ class GossipDataParallel(nn.Module):
     @property
     def rank(self) -> int:
         """The rank of this worker, 0 to ``world_size`` - 1; with shards, of its replica."""
-        return self._engine.rank
+        return self._worker.rank
 
     @property
     def is_lead(self) -> bool:
@@ -175,12 +173,12 @@ class GossipDataParallel(nn.Module):
         the lowest rank of the average. With shards it is true on all processes of that replica, and
         changes at a step.
         """
-        return self._engine.is_lead
+        return self._worker.is_lead
 
     @property
     def world_size(self) -> int:
         """Workers in the run; with shards, replicas."""
-        return self._engine.world_size
+        return self._worker.world_size
 
     @property
     def worker_seed(self) -> int:
@@ -188,14 +186,14 @@ class GossipDataParallel(nn.Module):
 
         Distinct for each worker, or process of a replica, and each of its first 4,096 lives.
         """
-        environment = self._session.replica.environment
+        environment = self._worker.replica.environment
         process = self.rank * environment.num_shards + environment.shard
-        return seed_of(self._options.seed, process, self._engine.incarnation)
+        return seed_of(self._options.seed, process, self._worker.incarnation)
 
     @property
     def finished(self) -> bool:
         """True once the workers have used up the budget together, or one called :meth:`stop`."""
-        return self._batches.finished
+        return self._worker.batches.finished
 
     def progress(self) -> float:
         """Progress of the whole run, 0 to 1; workers differ by the news still on its way.
@@ -206,9 +204,9 @@ class GossipDataParallel(nn.Module):
         Raises:
             RuntimeError: there is neither, and a step was made.
         """
-        if self._batches.budget_samples is not None:
-            return min(1.0, self._engine.total_samples() / self._batches.budget_samples)
-        if not self._session.num_steps:
+        if self._worker.batches.budget_samples is not None:
+            return min(1.0, self._worker.total_samples() / self._worker.batches.budget_samples)
+        if not self._worker.has_stepped:
             return 0.0
         raise RuntimeError(
             "progress() cannot tell how far the run is, since nothing says where it ends: wrap "
@@ -217,7 +215,7 @@ class GossipDataParallel(nn.Module):
 
     def stats(self) -> Stats:
         """Return the counts of this worker so far."""
-        return self._checkpointer.stats()
+        return self._worker.stats()
 
     # Training.
 
@@ -229,7 +227,7 @@ class GossipDataParallel(nn.Module):
         module itself, or a compiled one, instead.
         """
         if (self.training or self.module.training) and torch.is_grad_enabled():
-            self._session.begin_forward((*args, *kwargs.values()))
+            self._worker.begin_forward((*args, *kwargs.values()))
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -246,7 +244,7 @@ class GossipDataParallel(nn.Module):
         For loops that call the wrapped module itself and not the wrapper, as frameworks do. It does
         nothing with ``Counting(samples_per_step)``, and within :meth:`batches` and :meth:`epochs`.
         """
-        self._batches.count_forward(batch)
+        self._worker.batches.count_forward(batch)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, pass after pass, until the budget is used up.
@@ -266,12 +264,12 @@ class GossipDataParallel(nn.Module):
                 whose samples could be counted.
             RuntimeError: after :meth:`consolidate` or :meth:`close`.
         """
-        if self._batches.budget_samples is None:
+        if self._worker.batches.budget_samples is None:
             raise ValueError(
                 "batches() needs to know when to end: wrap with budget_samples=, or loop over "
                 "model.epochs(loader, n)"
             )
-        return self._batches.until_budget(loader)
+        return self._worker.batches.until_budget(loader)
 
     def epochs(
         self, loader: Iterable[Batch], num_epochs: int, *, samples: int | None = None
@@ -325,7 +323,7 @@ class GossipDataParallel(nn.Module):
             raise ValueError(
                 f"an epoch of {size} samples never ends, or never begins; give samples="
             )
-        return self._batches.epochs(loader, num_epochs, size)
+        return self._worker.batches.epochs(loader, num_epochs, size)
 
     def stop(self) -> None:
         """End the run early, on all workers.
@@ -347,7 +345,7 @@ class GossipDataParallel(nn.Module):
             >>> model.consolidate().samples
             16
         """
-        self._engine.stop()
+        self._worker.stop()
 
     def log(self, *, loss: Tensor | float | None = None, **values: bool | float | str) -> None:
         """Put the loss of a step, and numbers or text by name, into the run's log and its status.
@@ -366,7 +364,7 @@ class GossipDataParallel(nn.Module):
             >>> model.log(loss=0.7, learning_rate=0.1)
             >>> model.close()
         """
-        self._monitoring.log(loss, values)
+        self._worker.monitoring.log(loss, values)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with model.averaged():`` the module holds the average of all live workers.
@@ -383,7 +381,7 @@ class GossipDataParallel(nn.Module):
             PoisonedError: this worker's parameters hold NaN or infinity, and it sends none of them.
             RuntimeError: within it, on a step, a checkpoint or the loading of a state.
         """
-        return self._engine.averaged()
+        return self._worker.averaged()
 
     def consolidate(self, *, timeout_s: float | None = None) -> Consolidated:
         """End the run: wait for all live workers, then give all of them the exact average.
@@ -407,16 +405,16 @@ class GossipDataParallel(nn.Module):
         Raises:
             RuntimeError: it was called before, or workers wait for each other as above.
         """
-        self._checkpointer.take_last()
-        self._monitoring.consolidating()
-        is_common_end = self._batches.finished
-        known = {member.rank: member.gradient_steps for member in self._engine.view()[0]}
-        result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
+        self._worker.checkpointer.take_last()
+        self._worker.monitoring.consolidating()
+        is_common_end = self._worker.batches.finished
+        known = {member.rank: member.gradient_steps for member in self._worker.view()[0]}
+        result = self._worker.consolidate(math.inf if timeout_s is None else timeout_s)
         self._consolidated = result
-        self._checkpointer.take_last(is_averaged=True)
+        self._worker.checkpointer.take_last(is_averaged=True)
         if not is_common_end:
             warn_of_steps_after(self.rank, known, result)
-        self._monitoring.ended(result)
+        self._worker.monitoring.ended(result)
         self.close()
         return result
 
@@ -427,7 +425,7 @@ class GossipDataParallel(nn.Module):
         """
         atexit.unregister(self._at_exit)
         if self._dropped.detach() is not None:
-            self._session.close()
+            self._worker.close()
 
     def __enter__(self) -> Self:
         """Return the wrapper; the end of ``with`` closes it, also after an error."""
@@ -451,7 +449,7 @@ class GossipDataParallel(nn.Module):
             OSError: it could not be written; earlier checkpoints are still there.
             PoisonedError: parameters hold NaN or infinity.
         """
-        return self._checkpointer.finish_save(self._checkpointer.begin_save())
+        return self._worker.checkpointer.finish_save(self._worker.checkpointer.begin_save())
 
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.
@@ -471,7 +469,7 @@ class GossipDataParallel(nn.Module):
             >>> model.also_checkpoint(schedule=schedule)
             >>> model.close()
         """
-        self._checkpointer.register(others)
+        self._worker.checkpointer.register(others)
 
     def save_averaged(self, path: str | os.PathLike[str], *, base: bool = True) -> None:
         """Save the average of all live workers as the module's plain ``state_dict``.
@@ -494,24 +492,23 @@ class GossipDataParallel(nn.Module):
             OSError: it could not be written.
         """
         check_name(path)
-        is_writer = self._session.replica.environment.shard == 0
+        is_writer = self._worker.replica.environment.shard == 0
         with contextlib.nullcontext() if self._consolidated else self.averaged():
-            without = () if base else self._engine.frozen_names()
+            without = () if base else self._worker.frozen_names()
             state = copied_state(self.module, is_kept=is_writer, without=without)
         if is_writer:
-            engine = self._engine
-            end = self._consolidated
-            samples = engine.total_samples() if end is None else end.samples
-            rank = self.rank if engine.lead is None else engine.lead
-            write_average(path, state, Average(engine.run_id, samples, rank, end is not None))
-        self._session.average_saved_at_step = self._engine.step_number
+            worker, end = self._worker, self._consolidated
+            samples = worker.total_samples() if end is None else end.samples
+            rank = self.rank if worker.lead is None else worker.lead
+            write_average(path, state, Average(worker.run_id, samples, rank, end is not None))
+        self._worker.average_saved_at_step = self._worker.step_number
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Return the wrapped module's own ``state_dict``, under its own names, as of now."""
         values: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        self._engine.export(values)
+        self._worker.export(values)
         return values
 
     def load_state_dict(
@@ -536,7 +533,7 @@ class GossipDataParallel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GossipDataParallel":
         """Let ``.to()`` and its like pass if they change nothing; else raise at once."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._engine.check()
+        self._worker.check()
         return self
 
     def __getattr__(self, name: str) -> Any:

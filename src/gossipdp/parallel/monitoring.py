@@ -31,7 +31,7 @@ from gossipdp.links.clock import boot_id, since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
 from gossipdp.observe.status import NoticeStatus, WorkerStatus
 from gossipdp.parallel.checkpoint_files import in_use
-from gossipdp.parallel.gossip_engine import GossipEngine
+from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
 
@@ -74,7 +74,7 @@ class Monitoring:
 
     def begin(
         self,
-        engine: GossipEngine,
+        worker: Entry,
         stats: Callable[[], Stats],
         budget: Callable[[], int | None],
     ) -> None:
@@ -85,7 +85,7 @@ class Monitoring:
         if self.page is not None:
             from gossipdp.observe.server import pages_of
 
-            self.page.show(pages_of(lambda: self._status(engine, stats(), budget())))
+            self.page.show(pages_of(lambda: self._status(worker, stats(), budget())))
         asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
         directory = self._options.monitor.log_dir or asked
         if directory is None or not self._is_shown:
@@ -97,8 +97,8 @@ class Monitoring:
                 directory,
                 asked,
             )
-        self._in_use.enter_context(in_use(Path(directory), engine.run_id))
-        self._log = RunLogging(Path(directory), engine, stats)
+        self._in_use.enter_context(in_use(Path(directory), worker.run_id))
+        self._log = RunLogging(Path(directory), worker, stats)
 
     def stepped(self, samples: int) -> None:
         """Count a gradient step that has ended, with its boundary."""
@@ -160,25 +160,25 @@ class Monitoring:
 
     # By the status server's threads.
 
-    def _status(self, engine: GossipEngine, stats: Stats, budget: int | None) -> WorkerStatus:
+    def _status(self, worker: Entry, stats: Stats, budget: int | None) -> WorkerStatus:
         now_s, stepped_s = since_boot_s(), self._stepped_s
-        members, neighbours = engine.view()
+        members, neighbours = worker.view()
         # Copied in one step, whatever the training loop does.
         losses, logged = list(self._losses.copy()), self._values.copy()
-        own = [each for each in members if each.rank == engine.rank]
+        own = [each for each in members if each.rank == worker.rank]
         return WorkerStatus(
             rank=stats.rank,
-            incarnation=max((each.incarnation for each in own), default=engine.incarnation),
+            incarnation=max((each.incarnation for each in own), default=worker.incarnation),
             restarts=max((each.restarts for each in own), default=0),
             num_workers=stats.world_size,
-            run_id=engine.run_id,
+            run_id=worker.run_id,
             method=self._options.method,
-            graph=engine.graph,
+            graph=worker.graph,
             comm_rate=self._options.asked_comm_rate,
             host=socket.gethostname(),
             process_id=os.getpid(),
-            state="averaging" if engine.is_consolidating else "training",
-            run_samples=engine.total_samples(),
+            state="averaging" if worker.is_consolidating else "training",
+            run_samples=worker.total_samples(),
             budget_samples=budget,
             since_step_s=math.nan if stepped_s is None else now_s - stepped_s,
             logged={**logged, "loss": _mean_loss(losses)} if losses else {**logged},
@@ -199,15 +199,15 @@ class RunLogging:
     caller, and never in a gradient step.
     """
 
-    def __init__(self, directory: Path, engine: GossipEngine, stats: Callable[[], Stats]) -> None:
-        rank, num_workers = engine.rank, engine.world_size
+    def __init__(self, directory: Path, worker: Entry, stats: Callable[[], Stats]) -> None:
+        rank, num_workers = worker.rank, worker.world_size
         # A worker that came into a run that goes on, perhaps not for the first time, goes on with
         # the log of its earlier process in the same run; one that resumes, whatever its run.
-        joins, resumes = engine.replica.environment.is_joining, engine.resumption is not None
+        joins, resumes = worker.replica.environment.is_joining, worker.resumption is not None
         self.writer = RunLogWriter(
             worker_file(directory, rank),
             boot_id=boot_id(),
-            run_id=engine.run_id,
+            run_id=worker.run_id,
             goes_on=joins,
             resumes=resumes,
         )
@@ -215,8 +215,8 @@ class RunLogging:
             kept = {worker_file(directory, each) for each in range(num_workers)}
             for path in set(directory.glob(FILE_PATTERN)) - kept:
                 path.unlink(missing_ok=True)
-        self.writer.start(rank=rank, num_workers=num_workers, configuration=describe(engine))
-        self._engine, self._stats = engine, stats
+        self.writer.start(rank=rank, num_workers=num_workers, configuration=describe(worker))
+        self._worker, self._stats = worker, stats
         self._gradient_steps = self._samples = 0
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
         self._values: deque[Mapping[str, Value]] = deque()
@@ -281,7 +281,7 @@ class RunLogging:
                 logger.warning(
                     "the log of worker %d lacks lines that could not be written (%r): training "
                     "goes on",
-                    self._engine.rank,
+                    self._worker.rank,
                     error,
                 )
 
@@ -372,15 +372,15 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def describe(engine: GossipEngine) -> dict[str, Any]:
+def describe(worker: Entry) -> dict[str, Any]:
     """Return the configuration of one worker for its log, in plain values that JSON can hold."""
-    options = engine.options
-    graph = build_graph(options.graph, engine.world_size)
-    parameters = list(engine.module.parameters())
+    options = worker.options
+    graph = build_graph(options.graph, worker.world_size)
+    parameters = list(worker.module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     described: dict[str, Any] = {
         "graph": graph.name,
-        "workers": engine.world_size,
+        "workers": worker.world_size,
         "budget_samples": options.budget_samples,
         "comm_rate": options.asked_comm_rate,
         **{name: getattr(options, name) for name in OPTIONS},
@@ -390,7 +390,7 @@ def describe(engine: GossipEngine) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in parameters),
         "precision": ", ".join(sorted(precisions)),
         "device": ", ".join(sorted({parameter.device.type for parameter in parameters})),
-        "optimizer": "; ".join(_optimizer(optimizer) for optimizer in engine.optimizers),
+        "optimizer": "; ".join(_optimizer(optimizer) for optimizer in worker.optimizers),
         "script": Path(sys.argv[0]).name,
         "host": platform.node(),
         "versions": (

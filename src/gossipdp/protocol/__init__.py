@@ -4,6 +4,7 @@
     actions       the requests of a state machine to its driver
     members       who lives, is done, left or died; how much each has trained; how a worker joins
     step_clock    when to ask: even ticks in units of the worker's own gradient steps
+    exchange_rate how many exchanges a step this worker can afford, for comm_rate="auto"
     neighbours    the graph over the live workers, and the order in which to ask neighbours
     pairing       one exchange at a time: who exchanges with whom, when, and with which moments
     confirmation  when a chunk that travels in a code may be applied

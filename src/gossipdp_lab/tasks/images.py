@@ -31,6 +31,8 @@ Box = tuple[float, float, float, float]
 CIFAR_RESNET18_PARAMETERS = 11_173_962
 
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
+RULE_BATCH = 128
+"""The batch of that learning rate; it is in proportion to the batch."""
 WARMUP_EPOCHS = 5
 
 CIFAR10_FOLDER = "cifar-10-batches-bin"
@@ -57,7 +59,7 @@ HOW_TO_GET_IMAGENET = (
 
 
 class PaperRecipe(Workload[Batch]):
-    """SGD with momentum; one worker's rate is scaled by the number of workers over 5 epochs.
+    """SGD with momentum; a rate of 0.1 for 128 samples of a step of all workers, over 5 epochs.
 
     milestones: shares of the run after which the rate is divided by ten.
     warmup_epochs: epochs over which the rate rises.
@@ -84,7 +86,9 @@ class PaperRecipe(Workload[Batch]):
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         groups = parameter_groups(model, WEIGHT_DECAY)
-        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=MOMENTUM)
+        return torch.optim.SGD(
+            groups, lr=LEARNING_RATE * self.batch_size / RULE_BATCH, momentum=MOMENTUM
+        )
 
     def rate_factor(self, progress: float, world_size: int) -> float:
         """Return the factor on one worker's rate (Goyal et al., arXiv 1706.02677, section 2.2)."""

@@ -88,8 +88,8 @@ class Cifar10Options(TrainOptions):
     """ResNet-18 on CIFAR-10.
 
     It trains 100 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate
-    that suits one worker is multiplied by the number of workers. It rises to that over 5 epochs,
-    and is divided by 10 after epochs 50 and 75.
+    is 0.1 for each 128 samples of a step of all workers. It rises to that over 5 epochs, and is
+    divided by 10 after epochs 50 and 75.
     """
 
     recipe: ClassVar[str] = "cifar10"
@@ -105,8 +105,8 @@ class ImageNetOptions(TrainOptions):
     """ResNet-50 on ImageNet (ILSVRC 2012).
 
     It trains 90 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate
-    that suits one worker is multiplied by the number of workers. It rises to that over 5 epochs,
-    and is divided by 10 after epochs 30, 60 and 80.
+    is 0.1 for each 128 samples of a step of all workers. It rises to that over 5 epochs, and is
+    divided by 10 after epochs 30, 60 and 80.
     """
 
     recipe: ClassVar[str] = "imagenet"
@@ -125,8 +125,8 @@ class FashionMnistOptions(TrainOptions):
     """ResNet-8 on Fashion-MNIST, for one core a worker.
 
     It trains 20 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate
-    that suits one worker is multiplied by the number of workers. It rises to that over one epoch,
-    and is divided by 10 after epochs 10 and 15.
+    is 0.1 for each 128 samples of a step of all workers. It rises to that over one epoch, and is
+    divided by 10 after epochs 10 and 15.
     """
 
     recipe: ClassVar[str] = "fashion-mnist"

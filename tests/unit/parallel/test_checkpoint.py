@@ -317,13 +317,13 @@ def test_without_checkpoints_a_state_that_no_joiner_can_take_is_a_warning(wrap, 
     net = nn.Linear(3, 2)
     optimizer = PackedSGD(net.parameters(), {})
     model = wrap(net, optimizer)
-    model._engine.world_size = 2
+    model._worker.world_size = 2
     for _ in range(3):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
     message = "cannot take over this one's optimizer, since the state of the PackedSGD['state'][0]"
     assert caplog.text.count(message) == 1
-    model._engine.world_size = 1
+    model._worker.world_size = 1
 
 
 def test_a_loop_of_ones_own_goes_on_with_the_same_random_numbers(wrap, tmp_path):

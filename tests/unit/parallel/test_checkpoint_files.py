@@ -236,8 +236,8 @@ def test_a_last_checkpoint_that_fails_is_noted_and_the_average_is_there(
 def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Take a step, and wait for its checkpoint and the report on it."""
     checkpointing.step(model, optimizer)
-    model._checkpointer.take_last()
-    model._checkpointer._wait_for_writer()
+    model._worker.checkpointer.take_last()
+    model._worker.checkpointer._wait_for_writer()
 
 
 def test_the_old_checkpoint_goes_when_the_new_one_is_durable(linear, tmp_path, monkeypatch):

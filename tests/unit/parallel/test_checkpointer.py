@@ -27,11 +27,11 @@ def trained(linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_one_that_is_due_while_the_last_is_written_is_taken_after(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
     model, optimizer = linear(tmp_path, 2)
-    writer = model._checkpointer._writer
+    writer = model._worker.checkpointer._writer
     for _ in range(6):
         step(model, optimizer)
     assert len(writer.open) == 1
-    assert model._checkpointer.is_due
+    assert model._worker.checkpointer.is_due
     writer.finish()
     assert steps_saved(tmp_path) == [2]
     step(model, optimizer)
@@ -103,9 +103,9 @@ def test_none_is_taken_between_the_forward_passes_of_one_step(linear, tmp_path, 
         step(model, optimizer)
     model(torch.ones(1, 3)).sum().backward()
     for _ in range(3):
-        model._checkpointer._writer.finish()  # from the second pass on it could be taken
+        model._worker.checkpointer._writer.finish()  # from the second pass on it could be taken
         model(torch.ones(1, 3)).sum().backward()
-    assert model._checkpointer.is_due
+    assert model._worker.checkpointer.is_due
     optimizer.step()
     model(torch.ones(1, 3))
     model.close()
@@ -119,8 +119,8 @@ def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch)
     saving = Checkpoints(tmp_path, every_steps=1)
     model = wrap(net, [judge, maker], checkpoints=saving, budget_samples=4)
     events: list[str] = []
-    capture = model._engine.capture
-    monkeypatch.setattr(model._engine, "capture", lambda: events.append("saved") or capture())
+    capture = model._worker.capture
+    monkeypatch.setattr(model._worker, "capture", lambda: events.append("saved") or capture())
     for batch in model.batches([torch.ones(1, 3)]):
         for optimizer in (judge, judge, maker):
             model(batch).sum().backward()

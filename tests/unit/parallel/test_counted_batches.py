@@ -149,9 +149,9 @@ def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.Monk
     """All workers together have trained on so many times the samples of this one."""
 
     def total() -> int:
-        return times * model._engine.stats().samples
+        return times * model._worker.stats().samples
 
-    monkeypatch.setattr(model._engine, "total_samples", total)
+    monkeypatch.setattr(model._worker, "total_samples", total)
 
 
 def test_epochs_are_those_of_the_whole_run(small, monkeypatch):
@@ -221,7 +221,7 @@ def test_how_long_an_epoch_is_may_be_given(small):
     for _, batches in model.epochs(DataLoader(Endless(), batch_size=4), 2.0, samples=8.0):
         for inputs in batches:
             step(model, optimizer, inputs)
-    assert (model.stats().samples, str(model._batches.budget_samples)) == (16, "16")
+    assert (model.stats().samples, str(model._worker.batches.budget_samples)) == (16, "16")
 
 
 def train_epochs(small: Wrap, *counts: int, break_after: int = -1) -> tuple[Any, list[list[int]]]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gossipdp import GossipDataParallel
-from gossipdp.parallel import gossip_engine
+from gossipdp.parallel import worker as worker_module
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.participants import Crossing
 
@@ -57,7 +57,7 @@ def test_a_peer_that_saw_it_first_and_left_leaves_no_average_of_one(left_at_s, f
 
 def end_in_opposite_orders(directory: Path) -> str:
     """Two models, of which worker 0 consolidates the first first, and worker 1 the second."""
-    gossip_engine.CROSSED_FOR_TIMEOUTS = 0.5
+    worker_module.CROSSED_FOR_TIMEOUTS = 0.5
     models = []
     for net in (nn.Linear(2, 1), nn.Bilinear(2, 2, 1)):
         models.append(GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1)))

@@ -73,7 +73,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def exchange(model: GossipDataParallel) -> None:
     """Do in the main thread what an exchange of the gossip thread does to the device."""
-    state = model._engine._state
+    state = model._worker._state
     for chunk in state.carried([1]):
         mine, peers = torch.ones(2, chunk.num_elements, dtype=chunk.x.dtype)
         chunk.snapshot(1.0, mine)
@@ -101,10 +101,10 @@ def test_a_loss_on_a_device_is_read_after_the_next_boundary(card, started, tmp_p
     assert not card.reads
     step(net, optimizer)
     assert [each for each in card.reads if each.startswith("_read_losses")]
-    assert list(model._monitoring._losses) == [1.0]
+    assert list(model._worker.monitoring._losses) == [1.0]
     model.log(loss=torch.zeros((), device=CARD))
     model.close()
-    assert list(model._monitoring._losses) == [1.0, 1.0]
+    assert list(model._worker.monitoring._losses) == [1.0, 1.0]
 
 
 def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
@@ -120,7 +120,7 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
     waits = card.num_waits
     assert not finishes(lambda: step(net, optimizer))
     assert card.num_waits == waits, "it finds nothing to add, and no joiner asks"
-    for chunk in model._engine._state.chunks:
+    for chunk in model._worker._state.chunks:
         chunk.has_pending = chunk.role is Role.BUFFER
     assert "_queued_boundary" in finishes(lambda: step(net, optimizer))
     assert "_copies" in finishes(model.state_dict)
@@ -132,7 +132,7 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
 @pytest.mark.usefixtures("card")
 def test_an_exchange_on_a_card_takes_less_of_a_step(started):
     _, _, model = started(torch.float32)
-    rate = model._engine._protocol.exchange_rate
+    rate = model._worker._protocol.exchange_rate
     for _ in range(NUM_TO_KNOW):
         rate.exchanged(0.001)
         rate.took_processor(0.01, 0.0)
@@ -190,7 +190,7 @@ def saved_and_resumed(
     with model.averaged():
         assert net.trained.device == CARD
         net.trained.sum()
-    offer = model._engine.between_steps._describe()
+    offer = model._worker.between_steps._describe()
     for tensor in offer.tensors:
         assert offer.copy(tensor, torch.empty(tensor.numel(), dtype=torch.uint8))
     step(net, optimizer)

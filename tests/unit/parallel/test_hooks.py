@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from gossipdp import Checkpoints, GossipDataParallel, Monitor, ProgressLR
 from gossipdp.dynamics.state import State
 from gossipdp.errors import ModelChangedError
-from gossipdp.parallel import gossip_engine, session
+from gossipdp.parallel import worker as worker_module
 from gossipdp.parallel.hooks import warn_of_step_counters
 
 
@@ -99,7 +99,7 @@ def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrappe
     net.weight.grad = torch.full((1, 2), 2.0)
     expected = net.weight.detach() - 2 * 0.5 * 2.0 + 1.0
     if is_wrapped:
-        stepping = model._engine.between_steps._stepping
+        stepping = model._worker.between_steps._stepping
         child.within = lambda: given.append(not stepping)
         for _ in range(2):
             child.step()
@@ -257,10 +257,10 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
     monkeypatch.setattr(threading.Thread, "join", tell)
     net = nn.Linear(2, 1)
     model = GossipDataParallel(net, sgd(net))
-    engine = model._engine
-    between = engine.between_steps
-    work_out = engine._work_out if what == "the graph" else between._described
-    assert engine._thread.call(lambda: work_out("a key", awaited.wait)).result() is None
+    worker = model._worker
+    between = worker.between_steps
+    work_out = worker._work_out if what == "the graph" else between._described
+    assert worker._thread.call(lambda: work_out("a key", awaited.wait)).result() is None
     assert "gossipdp background" in threads()
     model.close()
     assert threads() == []
@@ -268,7 +268,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("owner", "what"),
-    [(gossip_engine, "Moments"), (gossip_engine.GossipEngine, "start"), (session, "Hooks")],
+    [(worker_module, "Moments"), (worker_module.Worker, "start"), (worker_module, "Hooks")],
 )
 def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what):
     """One so large that its boundaries have helpers, wherever the wrapping fails."""

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from gossipdp import Checkpoints, Counting, Exchange, ModelChangedError, PoisonedError
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.gossip_engine import GossipEngine
+from gossipdp.parallel.worker import Worker
 
 
 class SmallNet(nn.Module):
@@ -52,12 +52,12 @@ def assert_bitwise_equal(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
-def leave_pending(engine: GossipEngine, total: float) -> list[Chunk]:
+def leave_pending(worker: Worker, total: float) -> list[Chunk]:
     """Leave in each chunk what brings its values to ``total``, as exchanges do."""
-    for chunk in engine._state.averaged_chunks:
+    for chunk in worker._state.averaged_chunks:
         chunk.pending.copy_(total - chunk.x)
         chunk.restored()
-    return engine._state.averaged_chunks
+    return worker._state.averaged_chunks
 
 
 def plain_step(model, optimizer, step: int) -> None:
@@ -210,10 +210,10 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     """Between a step of the first and another's, a backward pass may still need its parameters."""
     net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
-    engine = wrap(net, [first, second], exchange=Exchange(pace="strict"))._engine
+    worker = wrap(net, [first, second], exchange=Exchange(pace="strict"))._worker
     for parameter in net.parameters():
         parameter.data.fill_(1.0)
-    leave_pending(engine, 2.0)
+    leave_pending(worker, 2.0)
     backlogs = chain([5], repeat(0))  # looked at once a turn
 
     class Behind:
@@ -224,8 +224,8 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
             return next(backlogs)
 
     protocol = SimpleNamespace(pairing=Behind(), neighbours=frozenset({1}))
-    monkeypatch.setattr(engine, "_protocol", protocol)
-    engine._keep_pace()
+    monkeypatch.setattr(worker, "_protocol", protocol)
+    worker._keep_pace()
     assert all((parameter == 2.0).all() for parameter in net[0].parameters())
     assert all((parameter == 1.0).all() for parameter in net[1].parameters())
     monkeypatch.undo()
@@ -254,17 +254,17 @@ def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
     """And the last that one in flight brings, until it is broken off."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model, optimizer = wrap_sgd(net)
-    engine = model._engine
-    hold, held = engine._loop.hold, []
+    worker = model._worker
+    hold, held = worker._loop.hold, []
 
     def exchange_and_hold():
-        for chunk in () if held else engine._state.chunks:
+        for chunk in () if held else worker._state.chunks:
             mine, peers = torch.zeros_like(chunk.x), torch.full_like(chunk.x, 4.0)
             chunk.exchange(0.0, mine, peers, 0.5)
         held.append(True)
         hold()
 
-    monkeypatch.setattr(engine._loop, "hold", exchange_and_hold)
+    monkeypatch.setattr(worker._loop, "hold", exchange_and_hold)
     expected = {}
     for name, value in model.state_dict().items():
         if name.startswith(names):
@@ -274,7 +274,7 @@ def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
     loaded = loads(net)
     loaded.load_state_dict({key: torch.full_like(v, 7) for key, v in loaded.state_dict().items()})
     assert len(held) == num_loads
-    assert engine._protocol.pairing.answers
+    assert worker._protocol.pairing.answers
     for now in (model.state_dict, net.state_dict):
         for name, value in now().items():
             torch.testing.assert_close(value, expected[name], msg=name)
@@ -303,7 +303,7 @@ def test_loading_a_target_network_breaks_no_exchange_off(wrap, monkeypatch):
     net = nn.ModuleDict({"online": nn.Linear(2, 2), "target": nn.Linear(2, 2)})
     model = wrap(net, torch.optim.SGD(net["online"].parameters(), 0.1))
     held = []
-    monkeypatch.setattr(model._engine._loop, "hold", lambda: held.append(True))
+    monkeypatch.setattr(model._worker._loop, "hold", lambda: held.append(True))
     net["target"].load_state_dict(net["online"].state_dict())
     assert not held
     assert torch.equal(net["target"].weight, net["online"].weight)
@@ -311,7 +311,7 @@ def test_loading_a_target_network_breaks_no_exchange_off(wrap, monkeypatch):
 
 def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch):
     net, loads = make(), []
-    monkeypatch.setattr(GossipEngine, "loaded", lambda *_: loads.append(True))
+    monkeypatch.setattr(Worker, "loaded", lambda *_: loads.append(True))
     wrap(net, torch.optim.SGD(trainable(net), 0.1))
     best, mean = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
     best.load_state_dict(net.state_dict())
@@ -400,14 +400,14 @@ def test_the_fingerprint_covers_how_optimizers_group_parameters(wrap):
             [p for p, own in zip(parameters, grouping, strict=True) if own == k] for k in (0, 1)
         ]
         optimizers = [torch.optim.SGD(group, 0.1) for group in groups if group]
-        models.add(wrap(net, optimizers)._engine.settings.model)
+        models.add(wrap(net, optimizers)._worker.settings.model)
     assert len(models) == 4
 
 
 def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap_sgd, tmp_path):
     net = nn.Linear(2, 2)
     model, optimizer = wrap_sgd(net, checkpoints=Checkpoints(tmp_path))
-    chunks = leave_pending(model._engine, 2.0)
+    chunks = leave_pending(model._worker, 2.0)
     before = copy.deepcopy(net.state_dict())
     address = net.weight.data_ptr()
     with model.averaged():
@@ -426,7 +426,7 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap_sgd, t
         with pytest.raises(RuntimeError, match=r"within model\.averaged"):
             model.load_state_dict({key: torch.zeros_like(each) for key, each in before.items()})
         model.to("cpu")
-    assert model._engine._protocol.pairing.answers
+    assert model._worker._protocol.pairing.answers
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     for chunk in chunks:
         torch.testing.assert_close(chunk.x + chunk.pending, torch.full_like(chunk.x, 2.0))
@@ -436,7 +436,7 @@ def test_after_an_error_within_averaged_the_module_holds_its_own_parameters(wrap
     net = nn.Linear(2, 2)
     model, optimizer = wrap_sgd(net)
     before, pointers = copy.deepcopy(net.state_dict()), [p.data_ptr() for p in net.parameters()]
-    for segment in model._engine._flat.state.segments:
+    for segment in model._worker._flat.state.segments:
         for chunk in segment.chunks:
             chunk.pending.fill_(1.0)
             chunk.restored()
@@ -459,8 +459,8 @@ def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap_
     def interrupt(timeout_s):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model._engine, "_wait_for_average", interrupt)
-    leave_pending(model._engine, 2.0)
+    monkeypatch.setattr(model._worker, "_wait_for_average", interrupt)
+    leave_pending(model._worker, 2.0)
     with pytest.raises(KeyboardInterrupt):
         model.consolidate()
     model.close()
@@ -488,20 +488,20 @@ def test_worker_seeds_are_distinct_and_fit_into_32_bits(wrap_sgd):
     seeds = set()
     for rank in range(64):
         for life in range(64):
-            model._engine.rank, model._engine.incarnation = rank, life
+            model._worker.rank, model._worker.incarnation = rank, life
             seeds.add(model.worker_seed)
     assert len(seeds) == 64 * 64
     assert all(0 <= seed < 2**32 for seed in seeds)
-    model._engine.rank = model._engine.incarnation = 0
+    model._worker.rank = model._worker.incarnation = 0
 
 
 def test_data_that_is_swapped_at_every_step_is_no_load(wrap, monkeypatch):
     """As SAM does it: what exchanges brought stays, and no exchange is broken off."""
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    monkeypatch.setattr(GossipEngine, "loaded", lambda *_: pytest.fail("it was taken for a load"))
+    monkeypatch.setattr(Worker, "loaded", lambda *_: pytest.fail("it was taken for a load"))
     model = wrap(net, optimizer)
-    for segment in model._engine._flat.state.segments:
+    for segment in model._worker._flat.state.segments:
         segment.pending.fill_(1.0)
         for chunk in segment.chunks:
             chunk.has_pending = True

@@ -44,7 +44,7 @@ def kept(optimizer: torch.optim.Optimizer, name: str = "exp_avg_sq") -> list[Ten
 
 
 def moments_of(model: GossipDataParallel) -> list[Segment]:
-    return model._engine._state.moments
+    return model._worker._state.moments
 
 
 def age_of(model: GossipDataParallel) -> int:
@@ -210,7 +210,7 @@ def test_a_checkpoint_holds_what_exchanges_have_brought(wrap):
     train(model, optimizer, 5)
     before = [value.clone() for value in kept(optimizer)]
     give(model, 3.0)
-    model._engine.capture()
+    model._worker.capture()
     for value, old in zip(kept(optimizer), before, strict=True):
         torch.testing.assert_close(value, averaged(old, 3.0, age=5))
 
@@ -280,9 +280,9 @@ def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap):
     (segment,) = moments_of(model)
     padded = 2 * 64  # in pieces of 64 bytes
     assert segment.x.numel() <= sum(each.numel() for each in head) + padded
-    assert sum(chunk.num_elements for chunk in model._engine._state.chunks) > segment.x.numel()
+    assert sum(chunk.num_elements for chunk in model._worker._state.chunks) > segment.x.numel()
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    for chunk in model._engine._state.chunks:  # all is exchanged all the same
+    for chunk in model._worker._state.chunks:  # all is exchanged all the same
         out = torch.empty_like(chunk.x)
         chunk.snapshot(0.0, out)
         chunk.exchange(0.0, out, torch.zeros_like(out), 0.5)
@@ -330,7 +330,7 @@ def test_by_default_one_exchange_in_four_carries_moments_or_one_in_a_quarter_of_
 
 def carrying(model: GossipDataParallel, num_exchanges: int) -> list[int]:
     """Return those of the next exchanges, one a step, that carry moments."""
-    state, due = model._engine._state, model._engine._protocol.pairing._moments_due
+    state, due = model._worker._state, model._worker._protocol.pairing._moments_due
     assert due is not None
     with_moments = []
     for count in range(1, num_exchanges + 1):
@@ -468,7 +468,7 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(wrap, caplog
         parameter.grad = torch.full_like(parameter, 1e21)
     optimizer.step()
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    state = model._engine._state
+    state = model._worker._state
     for _ in range(2):
         for chunk in state.carried([DEFAULT_PERIOD]):
             out = torch.empty_like(chunk.x)

@@ -54,7 +54,7 @@ def test_a_run_of_one_worker_is_logged_whole(tmp_path):
 
 def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(tmp_path):
     model = train(tmp_path)
-    log, stats = model._monitoring._log, model._engine.stats()
+    log, stats = model._worker.monitoring._log, model._worker.stats()
     assert log is not None
     notices = (Notice(1, "lost", 5, 1), Notice(2, "lost", 5.5, 2), Notice(1, "answered", 6, 3, 1.2))
     for number in (1, 1, 3, 3):
@@ -67,7 +67,7 @@ def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(tmp
 
 def test_each_exchange_is_written_once_with_its_times(tmp_path):
     model = train(tmp_path)
-    log, stats = model._monitoring._log, model._engine.stats()
+    log, stats = model._worker.monitoring._log, model._worker.stats()
     assert log is not None
     times = [log.writer.started_s + at for at in (1.0, 2.0, 3.0)]
     ended = tuple(CompletedExchange(1, True, at_s, at_s + 0.5, 0.0) for at_s in times)
@@ -97,7 +97,7 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path):
     wait_until(lambda: read(tmp_path).counts, "a step is in the log")
     model.close()
     model = train(None)  # and without a directory there is none
-    assert (model._monitoring._log, model._monitoring.page) == (None, None)
+    assert (model._worker.monitoring._log, model._worker.monitoring.page) == (None, None)
     model.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 
@@ -132,7 +132,7 @@ def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path):
     model = train(tmp_path, num_steps=0, counting=Counting(samples_per_step=8))
     model.log(loss=torch.empty((), device="meta"))
     model.log(loss=2.0)
-    model._session.stepped(0)
+    model._worker.stepped(0)
     model.close()
     assert [step.loss for step in read(tmp_path).counts] == [2.0]
 

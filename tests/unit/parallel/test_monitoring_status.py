@@ -34,7 +34,7 @@ def make(monkeypatch: pytest.MonkeyPatch, wrap_sgd: Callable[..., Any]) -> Make:
 
     def make_model(**options: Any) -> tuple[GossipDataParallel, str]:
         model, _ = wrap_sgd(nn.Linear(4, 2), **options)
-        page = model._monitoring.page
+        page = model._worker.monitoring.page
         shows = page is not None and page._server is not None
         return model, show_address(*page.announced("")) if shows else ""
 
@@ -44,7 +44,7 @@ def make(monkeypatch: pytest.MonkeyPatch, wrap_sgd: Callable[..., Any]) -> Make:
 def train(model: GossipDataParallel, steps: int) -> None:
     for _ in range(steps):
         model(torch.ones(8, 4)).sum().backward()
-        model._session.stepped(0)
+        model._worker.stepped(0)
 
 
 @pytest.mark.parametrize("method", ["a2cid2", "none"])
@@ -81,7 +81,7 @@ def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make, tmp_path):
     train(model, 5)
     status = ask(address)
     assert (status.budget_samples, status.samples, status.comm_rate) == (64, 20, 0.5)
-    metrics = model._monitoring.page._pages[METRICS_PATH].build()
+    metrics = model._worker.monitoring.page._pages[METRICS_PATH].build()
     assert b'gossipdp_budget_samples{rank="0"} 64.0\n' in metrics
     assert b'gossipdp_samples_total{rank="0"} 20.0\n' in metrics
     configuration = RunLog.read(tmp_path).workers[0].start.configuration
@@ -104,7 +104,7 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
     model, address = make(monitor=Monitor(status_port=0, log_dir=tmp_path))
     train(model, 1)
     status = ask(address)
-    metrics = model._monitoring.page._pages[METRICS_PATH].build().decode()
+    metrics = model._worker.monitoring.page._pages[METRICS_PATH].build().decode()
     model.close()
     last = RunLog.read(tmp_path).workers[0].counts[-1]
     assert {name: getattr(status, name) for name in counted} == counted
@@ -122,7 +122,7 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
 
 def ask_anew(model: GossipDataParallel, address: str) -> Any:
     """Without the page that was built just before."""
-    page = model._monitoring.page
+    page = model._worker.monitoring.page
     assert page is not None
     assert page._server is not None
     page._server._built.clear()

@@ -17,7 +17,7 @@ from checkpointing import step, steps_saved
 from torch import nn
 
 from gossipdp import Checkpoints
-from gossipdp.parallel import gossip_engine
+from gossipdp.parallel import worker as worker_module
 from gossipdp.parallel.checkpoint import read, saved_by
 from gossipdp.parallel.checkpointer import Write
 from gossipdp.parallel.termination import TERMINATION, Termination
@@ -65,7 +65,7 @@ def test_a_signal_saves_between_two_steps_and_ends_the_worker(terminable, tmp_pa
 
 def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminable, tmp_path):
     model, optimizer = terminable
-    model._batches.budget_samples = 100
+    model._worker.batches.budget_samples = 100
 
     class Loader:
         def __iter__(self):
@@ -85,7 +85,7 @@ def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminabl
 
 def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable, tmp_path):
     model, optimizer = terminable
-    model._batches.budget_samples = 2
+    model._worker.batches.budget_samples = 2
     for _ in model.batches([torch.ones(1, 3)]):
         step(model, optimizer)
     terminate()
@@ -97,13 +97,13 @@ def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable,
 def test_a_last_checkpoint_takes_what_it_takes(terminable, tmp_path, monkeypatch):
     model, optimizer = terminable
     step(model, optimizer)
-    begin = model._checkpointer._writer.begin
+    begin = model._worker.checkpointer._writer.begin
 
     def slowly(write: Write) -> Future[Path]:
         TERMINATION._send_again()  # the time for the step is over
         return begin(write)
 
-    monkeypatch.setattr(model._checkpointer._writer, "begin", slowly)
+    monkeypatch.setattr(model._worker.checkpointer._writer, "begin", slowly)
     terminate()
     with pytest.raises(SystemExit):
         step(model, optimizer)
@@ -125,7 +125,7 @@ def test_a_loop_that_does_not_get_there_is_ended_all_the_same(terminable, tmp_pa
 def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable):
     model, optimizer = terminable
     step(model, optimizer)
-    model._checkpointer.take_last()
+    model._worker.checkpointer.take_last()
     try:
         with pytest.raises(SystemExit):
             terminate()
@@ -138,7 +138,7 @@ def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monk
     step(model, optimizer)
     terminate()
     asked_s, judged = TERMINATION.asked_s, []
-    monkeypatch.setattr(gossip_engine, "ended_lives", lambda *_: judged.append(_[2]) or ())
+    monkeypatch.setattr(worker_module, "ended_lives", lambda *_: judged.append(_[2]) or ())
     with pytest.raises(SystemExit):
         step(model, optimizer)
     assert judged == [asked_s]
@@ -148,7 +148,7 @@ def test_whoever_died_before_the_average_has_not_made_it(linear, tmp_path, monke
     model, optimizer = linear(tmp_path, every_steps=5)
     step(model, optimizer)
     judged: list[float] = []
-    monkeypatch.setattr(gossip_engine, "ended_lives", lambda *_: judged.append(_[2]) or ())
+    monkeypatch.setattr(worker_module, "ended_lives", lambda *_: judged.append(_[2]) or ())
     model.consolidate()
     assert judged[-1] == math.inf > judged[0]
 
@@ -193,10 +193,10 @@ def test_a_signal_that_no_model_answers_ends_the_process_when_the_last_is_closed
 
     def body(pipe: int) -> None:
         termination = Termination()
-        termination.add(model._checkpointer)
+        termination.add(model._worker.checkpointer)
         terminate()
         os.write(pipe, b"x" if termination.was_asked else b"-")
-        termination.remove(model._checkpointer)
+        termination.remove(model._worker.checkpointer)
 
     assert end_of_child(body, lambda _: None) == signal.SIGTERM
 
@@ -217,7 +217,7 @@ def test_a_closed_model_trains_on_alone_and_neither_ends_the_process_nor_saves(
 ):
     model, optimizer = terminable
     step(model, optimizer)
-    model._checkpointer.is_due = end == "close"
+    model._worker.checkpointer.is_due = end == "close"
     getattr(model, end)()
     for _ in range(3):
         step(model, optimizer)
@@ -237,10 +237,10 @@ def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch):
     model.close()
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     termination = Termination()
-    termination.add(model._checkpointer)
+    termination.add(model._worker.checkpointer)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) == termination._handle
-    termination.remove(model._checkpointer)
+    termination.remove(model._worker.checkpointer)
 
 
 class Pair:

@@ -64,7 +64,7 @@ def test_the_papers_schedule(tmp_path):
     factors = [recipe.rate_factor(at, 8) for at in (0, 0.025, 0.05, 0.499, 0.5, 0.749, 0.75)]
     assert factors == pytest.approx([1, 4.5, 8, 8, 0.8, 0.8, 0.08])
     (group, _) = recipe.make_optimizer(torch.nn.Linear(2, 2)).param_groups
-    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 5e-4)
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1 * 4 / 128, 0.9, 5e-4)
 
 
 def test_batches_and_accuracy(tmp_path):

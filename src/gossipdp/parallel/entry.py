@@ -1,11 +1,11 @@
-"""The entry of a worker: with all others at the start of a run, or into one that goes on."""
+"""The entry of a worker into a run, at its start or while it goes on, and its place there."""
 
 import hashlib
 import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import nn
 
-from gossipdp.dynamics import update
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.joining import RunEndingError, ask_members
@@ -31,13 +30,15 @@ from gossipdp.links.handshake import UNLIKE_BASES, Identity
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, tls_files
+from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import steps_between
 from gossipdp.parallel.options import Options
-from gossipdp.parallel.shards import Replica
+from gossipdp.parallel.shards import Agreed, Replica
 from gossipdp.parallel.state_transfers import take_state
+from gossipdp.parallel.stats import view_of
 from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.exchange_rate import (
     TAKEN_SHARE_BELOW_ONE,
@@ -60,8 +61,10 @@ Result = TypeVar("Result")
 LOOK_AT_RANK_EVERY_S = 0.05
 
 
-class Startup:
-    """One worker's way into the run, and its place there. Only the main thread uses it.
+class Entry:
+    """One worker's way into the run, its place there, and how far it and the others are.
+
+    Only the main thread uses it, but for :meth:`total_samples` and :meth:`view`.
 
     Attributes:
         rank, incarnation: of this worker; the number of its lives before this one.
@@ -70,9 +73,10 @@ class Startup:
         before: the worker's counts from before.
         phase: of its momentum.
         between_steps: gives joiners the optimizers' state; it must know of each step.
-        common_random_state: torch's, if all workers began with the same, else empty.
         settings: those that all workers must share.
-        optimizers, options, replica, resumption: as given.
+        is_consolidating: ``consolidate()`` was called.
+        end_asked_s: says when this process was asked to end (SIGTERM); infinity: not yet.
+        module, optimizers, options, replica, resumption: as given.
     """
 
     rank: int
@@ -81,15 +85,19 @@ class Startup:
     incarnation = 0
     graph = ""
     phase: Phase
-    common_random_state = ""
+    _common_random_state = ""  # torch's, if all workers began with the same
     _restarts = 0
     _protocol: WorkerProtocol
     _loop: GossipLoop
     _thread: GossipThread
-    _has_thread = False
+    is_consolidating = False
+    _has_thread = _has_stopped = False
+    _gradient_steps = _samples = 0  # of this life
+    _agreed = Agreed()
 
     def __init__(
         self,
+        module: nn.Module,
         flat: FlatParameters,
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
@@ -105,11 +113,11 @@ class Startup:
         self.replica = replica
         self._flat = flat
         self._state = flat.state
-        self.optimizers = optimizers
-        self.options = options
+        self.module, self.optimizers, self.options = module, optimizers, options
         self._network = network
         self.resumption = resumption
         self._page = page
+        self.end_asked_s: Callable[[], float] = lambda: math.inf
         self.between_steps = BetweenSteps(optimizers)
         if resumption is not None and resumption.base != flat.base_digest:
             raise ValueError(f"the checkpoints are of another frozen base: {UNLIKE_BASES}")
@@ -140,7 +148,7 @@ class Startup:
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
             if self.resumption is not None:
-                self._restore(self.resumption.tensors)
+                self._flat.restore(self.resumption.tensors)
                 self.resumption.tensors = {}
             self._meet()
             if self.resumption is None and self.rank > 0:
@@ -159,11 +167,6 @@ class Startup:
             self.rank,
         )
         self._end_thread()
-
-    def close(self) -> None:
-        """End the thread, if there is one, and then the threads that work for it."""
-        self._end_thread()
-        self.between_steps.close()
 
     def _end_thread(self) -> None:
         if self._has_thread:
@@ -213,7 +216,7 @@ class Startup:
             state = random_state() if self.resumption is None else ""
             meeting = self._rendezvous.meet(address, self.settings, self._secret, state)
             if self._environment.shard == 0 and self.options.method != "none":
-                self.common_random_state = meeting.common_random_state
+                self._common_random_state = meeting.common_random_state
             # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
             others = (
                 Member(rank, 0, 0, Status.ALIVE, *address)
@@ -407,26 +410,78 @@ class Startup:
         self._call(self._loop.release)
         logger.info("worker %d joined the run, in its life %d", rank, 1 + self._restarts)
 
-    @torch.no_grad()
-    def _restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint's tensors to the state, before the gossip thread exists."""
-        segments = self._state.segments
-        pendings = self._flat.named([s.pending if s.role.is_exchanged else None for s in segments])
-        momenta = self._flat.named([s.c for s in segments])
-        for name, x in self._flat.named([s.x for s in segments]).items():
-            values, c = tensors[f"model/{name}"].to(x.device), tensors.get(f"c/{name}")
-            x.copy_(values)
-            if name in pendings:  # what x has no bits for
-                pendings[name].copy_(values - x)
-            if c is not None and name in momenta:
-                momenta[name].copy_(c)
-            elif c is not None and name in pendings:  # saved under another method: z goes on
-                update.flow(pendings[name], c.to(x.device), 0.5)
-        for chunk in self._state.chunks:
-            chunk.restored()
+    def come_again(self, superseded: SupersededError) -> None:
+        """Take another rank: two workers that joined at the same time had been given the same one.
+
+        If this worker came with a rank of its own, raise ``superseded``: the run has its worker.
+        """
+        self._give_up_rank(superseded)
+        self._join()
+        self.report_ready()
+        self._gradient_steps = self._samples = 0  # its work so far counts under its former rank
+
+    def leave(self) -> None:
+        """End the thread, if there is one, and then the threads that work for it."""
+        self._end_thread()
+        self.between_steps.close()
 
     def _call(self, function: Callable[[], Result]) -> Result:
         return self._thread.call(function).result()
+
+    # How far it and the others are.
+
+    @property
+    def draws_alike(self) -> bool:
+        """Return whether torch still has the random state here with which all workers began."""
+        return self.world_size > 1 and self._common_random_state == random_state()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Return whether it has made a gradient step in this life."""
+        return self._gradient_steps > 0
+
+    @property
+    def step_number(self) -> int:
+        """Return the number of this worker's last gradient step; goes on where a run resumed."""
+        return self.before.step + self._gradient_steps
+
+    def counts(self) -> Counts:
+        """Return the counts of this worker, over all of its lives."""
+        return Counts(
+            self.step_number,
+            self.before.steps + self._gradient_steps,
+            self.before.samples + self._samples,
+        )
+
+    def total_samples(self) -> int:
+        """Return the samples of all workers: own ones as of now, the others' as last heard."""
+        heard = self._agreed if self.replica.is_sharded else self._loop.snapshot
+        return self._samples + heard.others_samples
+
+    def stop(self) -> None:
+        """End the run for all workers, before its budget is used up; the next messages say so."""
+        add = self._protocol.progress.add
+        self._call(lambda: add(0, 0, since_boot_s(), is_stopped=True))
+        self._has_stopped = True
+
+    def view(self) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
+        """Return all workers that are known, and those next to this one, for the status port."""
+        return view_of(self._loop.snapshot, self._loop.clock())
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether a worker has ended the run early, as far as this one knows."""
+        if self.replica.is_sharded:
+            return self._agreed.is_stopped
+        return self._has_stopped or self._loop.snapshot.is_stopped
+
+    @property
+    def is_ending(self) -> bool:
+        """Return whether this worker is to save and end, between two steps.
+
+        All processes of a replica do so at the same step.
+        """
+        return self._agreed.is_ending if self.replica.is_sharded else self.end_asked_s() < math.inf
 
 
 def random_state() -> str:

@@ -5,29 +5,31 @@ import os
 from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.counters import Counters
-from gossipdp.parallel import gossip_engine
+from gossipdp.parallel import pace
 from gossipdp.parallel.checkpoint import Counts
-from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
+from gossipdp.parallel.options import Exchange, Options
+from gossipdp.parallel.pace import MAX_LAG, Pace, is_rate_low
+from gossipdp.parallel.worker import Worker
 from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import Fresh
 from gossipdp.protocol.pairing import Pairing
 
 
-class Paced(GossipEngine):
+class Paced:
     """As much of a worker as keeps the pace; each of its turns does what the test says."""
 
     def __init__(self, turn: Callable[[int], object]) -> None:
-        self.num_turns = 0
+        self.num_turns, self.turn = 0, turn
         self.pairing = Pairing(rank=1, incarnation=0, policy=Fresh(Random(0)), alpha_tilde=0.5)
         self.pairing.set_available({0: 1.0})
         # Worker 0 asked for the exchange that runs: its end serves none of this worker's demands.
@@ -36,24 +38,20 @@ class Paced(GossipEngine):
         for _ in range(MAX_LAG + 1):
             self.pairing.tick()
 
-        def boundary(theta: float, optimizer_index: int, *, wait: bool) -> None:
-            self.num_turns += 1
-            assert self.num_turns < 10, "it waits for ever"
-            turn(self.num_turns)
+    def take(self) -> None:
+        self.num_turns += 1
+        assert self.num_turns < 10, "it waits for ever"
+        self.turn(self.num_turns)
 
-        self._protocol = SimpleNamespace(pairing=self.pairing, neighbours=frozenset({0}))
-        self._thread = SimpleNamespace(steps_behind=0, check=lambda: None)
-        self.options = SimpleNamespace(network=SimpleNamespace(timeout_s=5.0))
-        self._state = SimpleNamespace(boundary=boundary)
-        self.phase = Phase(0.0, 1.0)
-        self._states = SimpleNamespace()
-        self._first_link_due_s = None
-        self._waited_s = 0.0
+    def keep_pace(self) -> None:
+        protocol: Any = SimpleNamespace(pairing=self.pairing, neighbours=frozenset({0}))
+        thread: Any = SimpleNamespace(steps_behind=0, check=lambda: None)
+        Pace(Options(exchange=Exchange(pace="strict"))).wait(protocol, thread, self.take)
 
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gossip_engine, "TURN_WHILE_WAITING_S", 0.0)
+    monkeypatch.setattr(pace, "TURN_WHILE_WAITING_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_pause")
@@ -68,14 +66,14 @@ def test_strict_pace_waits_until_a_demand_is_served():
             worker.pairing.finished(worker.pairing.state.id)
 
     worker = Paced(turn)
-    worker._keep_pace()
+    worker.keep_pace()
     assert worker.num_turns == 6
 
 
 @pytest.mark.usefixtures("no_pause")
 def test_strict_pace_lets_go_of_a_worker_that_is_poisoned_meanwhile():
     worker = Paced(lambda number: worker.pairing.close() if number == 3 else None)
-    worker._keep_pace()
+    worker.keep_pace()
     assert worker.num_turns == 3
 
 
@@ -98,13 +96,13 @@ def test_a_low_rate_is_told_from_a_backlog(num_steps, num_due, num_served, is_lo
 def test_an_exchange_counts_for_both_of_its_ends(wrap_sgd):
     net = nn.Linear(2, 3)
     model, _ = wrap_sgd(net)
-    engine = model._engine
-    snapshot = dataclasses.replace(engine._loop.snapshot, counters=Counters(exchanges_initiated=3))
-    engine._loop = SimpleNamespace(
-        snapshot=snapshot, transfers=engine._loop.transfers, close=engine._loop.close
+    worker = model._worker
+    snapshot = dataclasses.replace(worker._loop.snapshot, counters=Counters(exchanges_initiated=3))
+    worker._loop = SimpleNamespace(
+        snapshot=snapshot, transfers=worker._loop.transfers, close=worker._loop.close
     )
-    engine._gradient_steps = 4
-    assert engine.stats().achieved_comm_rate == 1.5
+    worker._gradient_steps = 4
+    assert worker.stats().achieved_comm_rate == 1.5
 
 
 # What a worker of several lives has trained.
@@ -112,7 +110,7 @@ def test_an_exchange_counts_for_both_of_its_ends(wrap_sgd):
 OTHERS = (ProgressEntry(1, 50, samples=80, steps=8), ProgressEntry(2, 60, samples=7, steps=1))
 
 
-class Counting(GossipEngine):
+class Counting(Worker):
     """As much of a worker as counts, in the life that ``arrive`` gives it."""
 
     def __init__(self) -> None:
@@ -173,16 +171,16 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
 def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given, threads):
     """Of eight cores, beside a live worker; a dead one, and one elsewhere, count for nothing."""
-    engine, told = wrap_sgd(nn.Linear(2, 2))[0]._engine, []
-    own = engine._protocol.membership.own
+    worker, told = wrap_sgd(nn.Linear(2, 2))[0]._worker, []
+    own = worker._protocol.membership.own
     others = [(Status.ALIVE, own.host), (Status.ALIVE, "10.0.0.9"), (Status.DEAD, own.host)]
     members = [own, *(Member(1, 0, 5, *each) for each in others)]
-    monkeypatch.setattr(engine, "_call", lambda function: members)
+    monkeypatch.setattr(worker, "_call", lambda function: members)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: given)
     monkeypatch.setattr(torch, "set_num_threads", told.append)
-    engine._share_cores()
+    worker._share_cores()
     assert told == [threads]
 
 
@@ -192,8 +190,8 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch):
     monkeypatch.setattr(State, "drop_momentum", lambda _: None)  # as one worker alone does
     net = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    engine = wrap(net, optimizer, method="a2cid2", graph="ring")._engine
-    chunks = engine._state.averaged_chunks
+    worker = wrap(net, optimizer, method="a2cid2", graph="ring")._worker
+    chunks = worker._state.averaged_chunks
     assert len(chunks) >= 3
     theta, generator = 1.25, torch.Generator().manual_seed(0)
     expected: dict[str, list[Tensor]] = {"model": [], "c": []}
@@ -208,8 +206,8 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch):
         expected["model"].append(x + pending + 0.5 * (1.0 - left) * c)
         expected["c"].append(left * c)
         z.append(x + pending + 0.5 * c)
-    monkeypatch.setattr(engine, "_theta", lambda: theta)
-    captured, _ = engine.capture()
+    monkeypatch.setattr(worker, "_theta", lambda: theta)
+    captured, _ = worker.capture()
 
     def flat(kind: str) -> Tensor:
         names = ("weight", "bias")
@@ -223,14 +221,14 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch):
 
 def test_a_worker_of_16_bits_goes_on_with_what_its_parameters_have_no_bits_for(wrap):
     net = nn.Linear(8, 8).bfloat16()
-    engine = wrap(net, torch.optim.SGD(net.parameters(), 0.1), method="gossip")._engine
-    (chunk,) = engine._state.averaged_chunks
+    worker = wrap(net, torch.optim.SGD(net.parameters(), 0.1), method="gossip")._worker
+    (chunk,) = worker._state.averaged_chunks
     chunk.pending.copy_(torch.randn(chunk.pending.shape).mul_(1e-3))
     expected = net.weight.detach().float() + chunk.pending[:64].view(8, 8)
-    captured, _ = engine.capture()
+    captured, _ = worker.capture()
     chunk._reset()
-    engine._restore(captured)
+    worker._flat.restore(captured)
     assert torch.equal(captured["model/weight"], expected)
     assert torch.equal(net.weight, expected.bfloat16())
-    assert torch.equal(engine.capture()[0]["model/weight"], expected)
+    assert torch.equal(worker.capture()[0]["model/weight"], expected)
     assert chunk.has_pending

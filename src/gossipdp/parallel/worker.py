@@ -1,14 +1,18 @@
-"""Asynchronous training: the main thread's end of the gossip."""
+"""One worker's part in the run, as the main thread of its process drives it."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -20,113 +24,170 @@ from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.gossip.sums import Outcome
-from gossipdp.launcher.environment import check_platform
+from gossipdp.launcher.environment import Environment, check_platform
 from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
-from gossipdp.observe.status import MemberStatus, NeighbourStatus
-from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives
+from gossipdp.parallel import training_state
+from gossipdp.parallel.checkpoint import (
+    Facts,
+    Layout,
+    Resumption,
+    ended_lives,
+    find_resumption,
+    layout_of,
+)
+from gossipdp.parallel.checkpoint_files import in_use
+from gossipdp.parallel.checkpointer import Checkpointer
+from gossipdp.parallel.counted_batches import CountedBatches
+from gossipdp.parallel.data_position import DataPosition
+from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
 from gossipdp.parallel.moments import Moments, chosen_moments
-from gossipdp.parallel.options import Options
+from gossipdp.parallel.monitoring import Monitoring
+from gossipdp.parallel.optimizer_watch import OptimizerWatch
+from gossipdp.parallel.options import GOSSIP_METHODS, Options
+from gossipdp.parallel.pace import Pace
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.startup import Startup, random_state
+from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.state_transfers import average_over_live
-from gossipdp.parallel.stats import Consolidated, Stats, view_of
+from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.termination import TERMINATION
+from gossipdp.parallel.views import named_tensors
 from gossipdp.protocol.members import Status
-from gossipdp.protocol.pairing import MAX_BACKLOG
 from gossipdp.protocol.participants import Crossing
-
-if TYPE_CHECKING:
-    from gossipdp.observe.server import StatusPort
 
 logger = logging.getLogger("gossipdp")
 
 WAIT_LINE_EVERY_S = 10.0
-TURN_WHILE_WAITING_S = 0.002
-# A low share of served demands gets a warning after this many steps of a worker: links are up then.
-# If exchanges are rare, the warning also waits for enough demands, which may take hours.
-MIN_STEPS_FOR_RATE_WARNING = 200
-# A short run gets no such warning.
-MIN_SECONDS_FOR_RATE_WARNING = 60.0
-MIN_TICKS_FOR_RATE_WARNING = 20
-RATE_WARNING_BELOW = 0.8
 LOOK_AT_THREAD_EVERY_S = 0.05
 # Two workers that wait for each other at the ends of two models give up after this.
 CROSSED_FOR_TIMEOUTS = 3
-# The most unserved demands of this worker's own under pace="strict".
-MAX_LAG = 2
 
-_engines: "weakref.WeakSet[GossipEngine]" = weakref.WeakSet()
-"""The engines of this process that are not closed."""
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+"""The workers of this process that have not left their run."""
 
 
-class GossipEngine(Startup):
-    """One worker's exchanges with the others, as the main thread drives them.
+class Worker(Entry):
+    """One worker's part in the run: its steps, copies of its state, and its end.
 
-    It owns the flat parameters, the state shared with the gossip thread, and that thread. The main
-    thread's part is :meth:`boundary`; while it waits, at the start and at the end, the gossip
-    thread writes x. Main thread only; :meth:`stats` and :meth:`view` any thread may call.
+    It owns the flat parameters, the state shared with the gossip thread, that thread, and all that
+    belongs to one wrapper: checkpoints, data, log and hooks. The main thread's part of an exchange
+    is in :meth:`stepped`; while it waits, at the start and at the end, the gossip thread writes x.
+    Main thread only; :meth:`stats` and :meth:`view` any thread may call.
+
+    Neither it nor its parts refer to the wrapper: so a wrapper that is dropped is collected, which
+    closes the worker.
 
     Attributes:
-        is_consolidating: ``consolidate()`` was called.
+        checkpointer, batches, monitoring: its parts.
+        lead: the lowest rank of the average, after it.
         frozen_names: returns the names of what is left alone.
-        end_asked_s: says when this process was asked to end (SIGTERM); infinity: not yet.
+        average_saved_at_step: the step at which the script last saved an average; -1: it has not.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        options: Options,
-        replica: Replica,
-        *,
-        resumption: Resumption | None = None,
-        page: "StatusPort | None" = None,
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Options
     ) -> None:
         check_platform()
-        choice = options.exchange.moments if options.method != "none" else False
-        flat = FlatParameters(
-            module,
-            optimizers,
-            momentum=options.method == "a2cid2",
-            exchange=options.exchange,
-            moments=chosen_moments(choice, optimizers),
-        )
-        self._moments = Moments(
-            flat.moment_places,
-            optimizers,
-            is_default=choice is True,
-            finish=flat.state.device.finish,
-        )
-        super().__init__(flat, optimizers, options, replica, resumption=resumption, page=page)
-        self.module, self.frozen_names = module, flat.frozen_names
-        self.is_consolidating = self._is_closed = False
-        self.end_asked_s: Callable[[], float] = lambda: math.inf
+        self.lead: int | None = None
+        self.average_saved_at_step = -1
+        self._is_averaged = self._is_closed = False
+        self._is_reported = REPORT_VARIABLE not in os.environ  # to a launcher: that it trains
+        self._unchecked = set(range(len(optimizers)))
+        self._process_id = os.getpid()
+        replica = Replica.of(module, options.mesh, Environment.read())
+        saving = options.checkpoints
+        if saving.directory is not None:
+            place = str(Path(saving.directory).absolute())
+            send_report(Report(checkpoints=(place, saving.resume == "auto")))
+        options = dataclasses.replace(options, checkpoints=replica.own_files(saving))
+        held = named_tensors(module, optimizers, options.exchange)
+        self._saves = saving.directory is not None
+        if self._saves:
+            check_savable(  # a parameter of a class of its own is saved as its plain values
+                {name: torch.empty(0, dtype=x.dtype, device="cpu") for name, x in held.items()},
+                "the module",
+                "change its type, or register it as a buffer with persistent=False, or wrap "
+                "without a directory for checkpoints",
+            )
+            for optimizer in optimizers:
+                self._check_savable(optimizer)
+        # A worker that joins a running job takes a live worker's state, and adds its own files.
+        is_joining = replica.environment.is_joining
+        resumption = None if is_joining else _resumption(layout_of(held), options, replica)
+        if resumption is not None:
+            training_state.restore(resumption.training, optimizers)
         self._num_means = 0 if resumption is None else resumption.num_means
         self._ended_before = () if resumption is None else resumption.ended
-        self._gradient_steps = self._samples = 0
-        self._waited_s = 0.0
-        self._first_link_due_s: float | None = None
-        self._is_reported = REPORT_VARIABLE not in os.environ  # to a launcher: that it trains
-        self._rate_warning_due = True
-        self._began_s = time.monotonic()
-        self._is_averaged = self._has_stopped = False
-        self.lead: int | None = None  # after consolidate()
-        self._agreed = Agreed()
-        try:
+        self.monitoring = Monitoring(options, replica.environment)
+        # If any of this fails, the parts opened so far are closed in reverse order.
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.monitoring.close)
+            choice = options.exchange.moments if options.method != "none" else False
+            flat = FlatParameters(
+                module,
+                optimizers,
+                momentum=options.method == "a2cid2",
+                exchange=options.exchange,
+                moments=chosen_moments(choice, optimizers),
+            )
+            self._moments = Moments(
+                flat.moment_places,
+                optimizers,
+                is_default=choice is True,
+                finish=flat.state.device.finish,
+            )
+            self.frozen_names = flat.frozen_names
+            page = self.monitoring.page
+            super().__init__(
+                module, flat, optimizers, options, replica, resumption=resumption, page=page
+            )
+            opened.callback(self.leave)
+            self._pace = Pace(options)
             self._state.compile()
             self.start()
             if self._rendezvous.joins:
                 self._share_cores()
             reshard(module)
             self._agree(0)
-        except BaseException:
-            self.close()
-            raise
-        _engines.add(self)
-        own = weakref.ref(self)
-        speak_for_run(lambda: (engine := own()) is None or engine.is_lead)
+            _workers.add(self)
+            own = weakref.ref(self)
+            speak_for_run(lambda: (worker := own()) is None or worker.is_lead)
+            position = DataPosition()
+            self.checkpointer = Checkpointer(self, position, self.capture)
+            opened.callback(self.checkpointer.close)
+            self.batches = CountedBatches(self, position, self.checkpointer)
+            self.monitoring.begin(self, self.stats, lambda: self.batches.budget_samples)
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            exchanged = choice if isinstance(choice, Mapping) else ()
+            is_moved = options.method in GOSSIP_METHODS and self.world_size > 1
+            self._watches = [
+                OptimizerWatch(each, names, exchanged, is_moved=is_moved) for each in optimizers
+            ]
+            if resumption is not None:
+                logger.warning(
+                    "the run goes on from step %d of worker %d in %s, %s, with world_size %d",
+                    resumption.counts.step,
+                    self.rank,
+                    saving.directory if saving.resume == "auto" else saving.resume,
+                    resumption.start,
+                    self.world_size,
+                    extra=OF_RUN,
+                )
+            # A compiled wrapper breaks its graph here, and so compiles the module's graphs alone.
+            disable: Callable[[Any], Any] = torch.compiler.disable
+            self.begin_forward = disable(self._begin_forward)
+            self._hooks = Hooks(
+                self,
+                begins=self.begins,
+                stepped=self.stepped,
+                loaded=self.loaded,
+                counting_once=self.batches.counting_once,
+            )
+            self.report_ready()
+            opened.pop_all()
 
     def _share_cores(self) -> None:
         """Compute with a share of the cores: workers of the run on this host have theirs."""
@@ -137,35 +198,36 @@ class GossipEngine(Startup):
         num_here = hosts.count(membership.own.host) * self.replica.environment.num_shards
         torch.set_num_threads(min(torch.get_num_threads(), num_threads(num_here)))
 
-    def come_again(self, superseded: SupersededError) -> None:
-        """Take another rank: two workers that joined at the same time had been given the same one.
+    def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn at once of values that no checkpoint and no joining worker could take.
 
-        If this worker came with a rank of its own, raise ``superseded``: the run has its worker.
+        Raises:
+            ValueError: there are such values, and checkpoints are to be saved.
         """
-        self._give_up_rank(superseded)
-        self._join()
-        self.report_ready()
-        self._gradient_steps = self._samples = 0  # its work so far counts under its former rank
+        kind = type(optimizer).__name__
+        try:
+            check_savable(
+                training_state.capture([optimizer])["optimizers"][0],
+                f"the state of the {kind}",
+                "use an optimizer that keeps plain tensors, numbers and text, or wrap without a "
+                "directory for checkpoints",
+            )
+        except ValueError as error:
+            if self._saves:
+                raise
+            if self.world_size > 1:
+                logger.warning(
+                    "a worker that joins or starts again cannot take over this one's optimizer, "
+                    "since %s",
+                    error,
+                    extra=OF_RUN,
+                )
 
-    @property
-    def draws_alike(self) -> bool:
-        """Return whether torch still has the random state here with which all workers began."""
-        return self.world_size > 1 and self.common_random_state == random_state()
+    # A gradient step.
 
-    @property
-    def step_number(self) -> int:
-        """Return the number of this worker's last gradient step; goes on where a run resumed."""
-        return self.before.step + self._gradient_steps
-
-    def counts(self) -> Counts:
-        """Return the counts of this worker, over all of its lives."""
-        return Counts(
-            self.step_number,
-            self.before.steps + self._gradient_steps,
-            self.before.samples + self._samples,
-        )
-
-    # Training.
+    def _begin_forward(self, batch: Any) -> None:
+        self.checkpointer.at_forward()
+        self.batches.count_forward(batch)
 
     def begins(self, optimizer_index: int) -> None:
         """Add to an optimizer's moments what exchanges have brought; its step is next.
@@ -181,16 +243,15 @@ class GossipEngine(Startup):
             )
         self._moments.begins(optimizer_index)
 
-    def boundary(self, optimizer_index: int, samples: int) -> int:
-        """Add to x what exchanges have brought, and count the step of the first optimizer.
+    def stepped(self, optimizer_index: int) -> None:
+        """Add to x what exchanges have brought; a step of the first optimizer is a gradient step.
 
-        Args:
-            optimizer_index: of the optimizer that has just stepped.
-            samples: of this process in that step.
-
-        Returns:
-            The samples of all processes of this worker in that step.
+        Its own work, and the state that it made in its first step, are looked at before.
         """
+        self._watches[optimizer_index].stepped()
+        if optimizer_index in self._unchecked:  # it has made its state in this step
+            self._unchecked.discard(optimizer_index)
+            self._check_savable(self.optimizers[optimizer_index])
         try:
             self._thread.check()
         except SupersededError as error:
@@ -205,18 +266,23 @@ class GossipEngine(Startup):
         self._flat.check(optimizer_index)
         self._moments.stepped(optimizer_index)
         self._state.boundary(self._theta(), optimizer_index)
-        if optimizer_index == 0:
-            samples = self._agree(samples)
-            self._gradient_steps += 1
-            self._samples += samples
-            if not self._is_reported:
-                self._is_reported = send_report(Report(trains=True))
-            self._thread.step(samples)
-            if self.options.exchange.pace == "strict":
-                self._keep_pace()
-            elif self._rate_warning_due and self._protocol.exchange_rate is None:
-                self._warn_of_low_rate()
-        return samples
+        if optimizer_index != 0:
+            return
+        samples = self._agree(self.batches.take_counted())
+        self._gradient_steps += 1
+        self._samples += samples
+        if not self._is_reported:
+            self._is_reported = send_report(Report(trains=True))
+        self._thread.step(samples)
+        if self.options.exchange.pace == "strict":
+            self._keep_pace()
+        else:
+            self._pace.warn_if_low(self._loop.snapshot, self.rank, self._gradient_steps)
+        self.checkpointer.stepped()
+        self.monitoring.stepped(samples)
+        if self.world_size > 1 and self._gradient_steps == 2:
+            warn_of_step_counters(self.optimizers)
+        self.batches.check_counted(self._gradient_steps)
 
     def _agree(self, samples: int) -> int:
         """Return the samples of this step of all processes of the replica.
@@ -237,50 +303,17 @@ class GossipEngine(Startup):
         )
         return self._agreed.samples
 
+    def _keep_pace(self) -> None:
+        self._pace.wait(
+            self._protocol,
+            self._thread,
+            take=lambda: self._state.boundary(self._theta(), 0, wait=True),
+        )
+
     def _theta(self) -> float:
         return self.phase.at(since_boot_s())
 
-    def _keep_pace(self) -> None:
-        """Wait while more than ``MAX_LAG`` own demands are unserved and someone could serve them.
-
-        If the gossip thread lacks a core, it has not seen the latest steps. They count as one
-        demand each: it would find more demands than a backlog holds. At the start every neighbour
-        is expected to be linked within ``timeout_s``. The protocol's values are read without a
-        lock: each is one object, replaced whole by the gossip thread, and a stale one costs a turn.
-
-        It does not wait while this worker may exchange with no other: it may be up to this very
-        thread to end that, as when the parameters are poisoned.
-        """
-        protocol, thread = self._protocol, self._thread
-        pairing = protocol.pairing
-        started_s = time.monotonic()
-        if self._first_link_due_s is None:
-            self._first_link_due_s = started_s + self.options.network.timeout_s
-        while pairing.answers and pairing.backlog + thread.steps_behind > MAX_LAG:
-            if pairing.available:
-                self._first_link_due_s = -math.inf
-            elif not protocol.neighbours or time.monotonic() >= self._first_link_due_s:
-                break
-            thread.check()
-            time.sleep(TURN_WHILE_WAITING_S)
-            self._state.boundary(self._theta(), 0, wait=True)
-        self._waited_s += time.monotonic() - started_s
-
-    def _warn_of_low_rate(self) -> None:
-        snapshot = self._loop.snapshot
-        due, served = snapshot.num_ticks, snapshot.counters.exchanges_initiated
-        seconds = time.monotonic() - self._began_s
-        if is_rate_low(self._gradient_steps, due, served, seconds):
-            self._rate_warning_due = False
-            logger.warning(
-                "worker %d exchanges at %.0f%% of the comm rate %g: links or neighbours are too "
-                "slow for it. Training does not wait; lower comm_rate, or wait for the exchanges "
-                "with exchange=Exchange(pace='strict')",
-                self.rank,
-                100 * served / due,
-                self.options.asked_comm_rate,
-                extra=OF_RUN,
-            )
+    # Who leads.
 
     @property
     def is_lead(self) -> bool:
@@ -295,49 +328,6 @@ class GossipEngine(Startup):
             for member in self._loop.snapshot.members
             if member.status in (Status.ALIVE, Status.DONE)
         )
-
-    def speaks_at_exit(self, is_early: bool) -> bool:
-        """Return whether this worker has trained with others, and is the first that is not dead.
-
-        Those that have left count too, and those that were found dead within the last time-out: the
-        workers of one script end in no order, and one that ends without an average is found dead.
-        Each speaks that ends early, or without ``consolidate()`` while another is in it.
-        """
-        snapshot = self._loop.snapshot
-        members = snapshot.members
-        ended_s = since_boot_s() - self.options.network.timeout_s
-        ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
-        ranks = {member.rank for member in members if member.status is not Status.DEAD}
-        is_first = self.rank == min(ranks | ending)
-        is_odd = is_early or any(each.status in (Status.DONE, Status.LEFT) for each in members)
-        return self._gradient_steps > 0 and len(members) > 1 and (is_first or is_odd)
-
-    def total_samples(self) -> int:
-        """Return the samples of all workers: own ones as of now, the others' as last heard."""
-        if self.replica.is_sharded:
-            return self._samples + self._agreed.others_samples
-        return self._samples + self._loop.snapshot.others_samples
-
-    def stop(self) -> None:
-        """End the run for all workers, before its budget is used up; the next messages say so."""
-        add = self._protocol.progress.add
-        self._call(lambda: add(0, 0, since_boot_s(), is_stopped=True))
-        self._has_stopped = True
-
-    @property
-    def is_stopped(self) -> bool:
-        """Return whether a worker has ended the run early, as far as this one knows."""
-        if self.replica.is_sharded:
-            return self._agreed.is_stopped
-        return self._has_stopped or self._loop.snapshot.is_stopped
-
-    @property
-    def is_ending(self) -> bool:
-        """Return whether this worker is to save and end, between two steps.
-
-        All processes of a replica do so at the same step.
-        """
-        return self._agreed.is_ending if self.replica.is_sharded else self.end_asked_s() < math.inf
 
     def check(self) -> None:
         """Raise ModelChangedError if parameters were moved or replaced since wrapping.
@@ -399,7 +389,7 @@ class GossipEngine(Startup):
         if not self.replica.is_any(poison is not None):
             return
         if is_end:
-            self.close()
+            self.leave()
         raise poison or self._mates_poison()
 
     def _is_finite(self) -> bool:
@@ -431,7 +421,7 @@ class GossipEngine(Startup):
             chunk.boundary(0.0, wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
-        flats = zip(*(segment.copy() for segment in self._state.segments), strict=True)
+        tensors = self._flat.tensors()
         protocol = self._protocol
         (progress, _), members = self._call(
             lambda: (protocol.progress.news(), protocol.membership.members())
@@ -452,11 +442,7 @@ class GossipEngine(Startup):
             num_means=self._num_means,
             base=self._flat.base_digest,
         )
-        return {
-            f"{kind}/{name}": values.contiguous()
-            for kind, copies in zip(("model", "c"), flats, strict=True)
-            for name, values in self._flat.named(copies).items()
-        }, facts
+        return tensors, facts
 
     def export(self, values: dict[str, Any]) -> None:
         """Put x + pending, in new tensors, into a state_dict of the module.
@@ -565,7 +551,7 @@ class GossipEngine(Startup):
                 return ended.result()
             self._thread.check()
             if (poison := self._loop.poisoned) is not None:  # found where a sum was made
-                self.close()
+                self.leave()
                 raise poison
             if time.monotonic() >= line_due_s:
                 line_due_s += WAIT_LINE_EVERY_S
@@ -577,7 +563,7 @@ class GossipEngine(Startup):
     def _refuse_crossing(self, crossing: Crossing) -> None:
         """Raise if peers wait for this worker at the end of another model while it waits here."""
         # Ask the others first: whatever a peer did here before that is known by then.
-        elsewhere = [each._peers() for each in list(_engines) if not each.is_consolidating]
+        elsewhere = [each._peers() for each in list(_workers) if not each.is_consolidating]
         peers = crossing.look(self._peers(), elsewhere, time.monotonic())
         if peers:
             raise RuntimeError(
@@ -591,19 +577,89 @@ class GossipEngine(Startup):
         members = self._loop.snapshot.members
         return {member.rank: member.status for member in members if member.rank != self.rank}
 
-    def close(self) -> None:
+    # The way out.
+
+    def leave(self) -> None:
         """End threads and links. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
-        _engines.discard(self)
+        _workers.discard(self)
         try:
-            super().close()
+            super().leave()
             if self._has_thread:
                 # What the last exchange brought belongs to the parameters.
                 self._state.boundary(self._theta(), wait=True)
         finally:
             self._state.end_helpers()
+
+    def _warn_of_no_average(self, is_early: bool) -> None:
+        """Warn once a run that a script ends by itself and has not saved the average.
+
+        To have evaluated the average, as after each epoch, is not enough: a script that saves its
+        module afterwards still saves one worker's. ``is_early``: the budget is not used up.
+        """
+        failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
+        if os.getpid() != self._process_id or failed or TERMINATION.was_asked:
+            return
+        if self.average_saved_at_step == self.step_number or not self._speaks_at_exit(is_early):
+            return
+        logger.warning(
+            "worker %d ends without consolidate(): %s%s",
+            self.rank,
+            "the budget is not used up, and the others train on without this worker. To end all, "
+            "call model.stop() on one, and model.consolidate() on every worker"
+            if is_early
+            else "its module holds its own parameters, not the average of the workers. Call "
+            "model.consolidate() on every worker, after the loop, before you evaluate or save",
+            f"; its newest checkpoint is {newest}" if (newest := self.checkpointer.newest) else "",
+        )
+
+    def _speaks_at_exit(self, is_early: bool) -> bool:
+        """Return whether this worker has trained with others, and is the first that is not dead.
+
+        Those that have left count too, and those that were found dead within the last time-out: the
+        workers of one script end in no order, and one that ends without an average is found dead.
+        Each speaks that ends early, or without ``consolidate()`` while another is in it.
+        """
+        snapshot = self._loop.snapshot
+        members = snapshot.members
+        ended_s = since_boot_s() - self.options.network.timeout_s
+        ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
+        ranks = {member.rank for member in members if member.status is not Status.DEAD}
+        is_first = self.rank == min(ranks | ending)
+        is_odd = is_early or any(each.status in (Status.DONE, Status.LEFT) for each in members)
+        return self._gradient_steps > 0 and len(members) > 1 and (is_first or is_odd)
+
+    def close(self, *, is_dropped: bool = False) -> None:
+        """Close all parts; if one raises, close the others all the same.
+
+        Garbage is collected in any thread, even in one that this call ends. Such a thread would
+        wait for itself, so a new thread closes the parts then. A forked child leaves its parent's
+        run alone. If the wrapper ``is_dropped``, or the script ends, a warning says so, and another
+        one comes at the next step.
+        """
+        if os.getpid() != self._process_id:
+            return
+        is_early = self.batches.budget_samples is not None and not self.batches.finished
+        self.batches.close()
+        if is_dropped:
+            self._warn_of_no_average(is_early)
+            warn_of_steps_alone(self.optimizers)
+
+        def close() -> None:
+            with contextlib.ExitStack() as parts:  # the last one first
+                parts.callback(self.checkpointer.close)
+                parts.callback(self.leave)
+                parts.callback(self.monitoring.close)
+                parts.callback(self._hooks.remove)
+
+        if threading.current_thread().name.startswith("gossipdp"):
+            # No daemon: Python ends those at exit, and one that is within torch would then take the
+            # process with it (std::terminate). No part of close waits for what stands still.
+            threading.Thread(target=close, name="closing a dropped model", daemon=False).start()
+        else:
+            close()
 
     # Answers to other threads, each from one snapshot.
 
@@ -611,38 +667,22 @@ class GossipEngine(Startup):
         """See ``GossipDataParallel.stats``."""
         snapshot, steps, counts = self._loop.snapshot, self._gradient_steps, self.counts()
         asked = snapshot.counters.exchanges_initiated
-        counters = msgspec.structs.replace(
-            snapshot.counters,
-            gradient_steps=counts.steps,
-            samples=counts.samples,
-            waited_seconds=self._waited_s,
-            achieved_comm_rate=2 * asked / steps if steps else math.nan,
-            states_donated=self._loop.transfers.num_given,
-        )
+        own = {
+            "gradient_steps": counts.steps,
+            "samples": counts.samples,
+            "waited_seconds": self._pace.waited_s,
+            "achieved_comm_rate": 2 * asked / steps if steps else math.nan,
+            "states_donated": self._loop.transfers.num_given,
+            **self.checkpointer.counts(),
+        }
         return Stats(
             rank=self.rank,
             world_size=self.world_size,
             kernels=self._state.kernels,
             recent_exchanges=snapshot.recent_exchanges,
             noticed=snapshot.noticed,
-            **msgspec.structs.asdict(counters),
+            **msgspec.structs.asdict(snapshot.counters) | own,
         )
-
-    def view(self) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
-        """Return all workers that are known, and those next to this one, for the status port."""
-        return view_of(self._loop.snapshot, self._loop.clock())
-
-
-def is_rate_low(num_steps: int, num_due: int, num_served: int, seconds: float) -> bool:
-    """Return whether a worker is served too few of the exchanges that it has asked for.
-
-    Exchanges that wait in its backlog are not late yet.
-    """
-    if num_steps < MIN_STEPS_FOR_RATE_WARNING or num_due < MIN_TICKS_FOR_RATE_WARNING:
-        return False
-    if seconds < MIN_SECONDS_FOR_RATE_WARNING:
-        return False
-    return num_served + MAX_BACKLOG < RATE_WARNING_BELOW * num_due
 
 
 def _missing(snapshot: LoopSnapshot, now_s: float) -> str:
@@ -656,3 +696,35 @@ def _missing(snapshot: LoopSnapshot, now_s: float) -> str:
     if not missing:
         return "all live workers are done and average their parameters"
     return f"{', '.join(missing)} still train{'s' if len(missing) == 1 else ''}"
+
+
+def _resumption(layout: Layout, options: Options, replica: Replica) -> Resumption | None:
+    """Find the checkpoint that the run goes on from; one step for all processes of a replica.
+
+    A process that was killed may have written one checkpoint more, or less, than the others. A run
+    that lives would remove files meanwhile, so it is looked for first; this one has no name yet.
+    """
+    saving, environment = options.checkpoints, replica.environment
+    directory = None if saving.directory is None else Path(saving.directory)
+    newest_step = math.inf
+    with contextlib.nullcontext() if directory is None else in_use(directory, ""):
+        while True:
+            resumption = find_resumption(
+                saving.resume,
+                directory,
+                rank=environment.rank,
+                world_size=environment.world_size,
+                layout=layout,
+                newest_step=newest_step,
+            )
+            (steps,) = replica.gather(-1 if resumption is None else resumption.counts.step)
+            if len(set(steps)) == 1:
+                return resumption
+            newest_step = min(steps)
+
+
+def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
+    """Close a worker that is still open at exit."""
+    detached = finalizer.detach()
+    if detached is not None:
+        detached[1](is_dropped=True)
