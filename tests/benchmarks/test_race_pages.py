@@ -198,6 +198,18 @@ def test_the_bytes_are_those_of_the_results():
     assert headline_bytes() in " ".join((ROOT / "README.md").read_text().split())
 
 
+def test_the_defaults_table_is_that_of_the_results():
+    found, text = result("race_defaults"), (ROOT / "docs/performance.md").read_text()
+    for condition, row in (("calm", "calm"), ("bad_link", "one worker behind 100 Mbit/s")):
+        cells = [
+            f"{each['samples'] / 1e3:.0f} / {each['loss']:.3f} / {each['bytes']:.1f}"
+            for each in (found[condition][name] for name in ("gossipdp", "ddp", "ddp_bf16"))
+        ]
+        assert f"| {row} | {' | '.join(cells)} |" in text
+    share = sent(found["calm"]["gossipdp"]) / sent(found["calm"]["ddp"])
+    assert f"it sent {share:.2f} times DDP's in the calm" in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("condition", MORE_TEXTS)
 def test_the_performance_page_s_second_table_is_that_of_the_results(condition):
     assert condition in CONDITIONS
