@@ -31,7 +31,6 @@ from gossipdp.parallel.moments import Moments, chosen_moments
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
 from gossipdp.parallel.startup import Startup, random_state
-from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats, view_of
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import MAX_BACKLOG
@@ -486,8 +485,15 @@ class GossipEngine(Startup):
             yield
             return
         self._refuse_poison("they are not averaged with the others'")
-        values = average_over_live(self._thread, self._loop).values
-        average = self._copies(lambda chunk, room: room.copy_(values[chunk.index]))
+        asked = self._call(self._loop.sums.ask)
+        while not asked.done():
+            wait([asked], LOOK_AT_THREAD_EVERY_S)
+            self._thread.check()
+        found = asked.result()
+        if found.without:
+            reasons = "; ".join(f"worker {rank} ({why})" for rank, why in found.without.items())
+            logger.warning("worker %d averages without %s", self.rank, reasons)
+        average = self._copies(lambda chunk, room: room.copy_(found.values[chunk.index]))
         self._is_averaged = True
         try:
             self._flat.swap(average)

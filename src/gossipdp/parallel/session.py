@@ -29,8 +29,8 @@ from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_
 from gossipdp.parallel.monitoring import Monitoring
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import GOSSIP_METHODS, Options
+from gossipdp.parallel.packing import check_savable
 from gossipdp.parallel.shards import Replica
-from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.termination import TERMINATION
 from gossipdp.parallel.views import named_tensors
 
