@@ -38,7 +38,8 @@ from gossipdp.links.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeErro
 from gossipdp.links.link import Link
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import TcpLink
-from gossipdp.parallel import state_layout
+from gossipdp.parallel import packing
+from gossipdp.parallel.training_state import Arriving
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Send
 from gossipdp.protocol.members import Member, ProgressEntry, Status
@@ -413,30 +414,29 @@ def link_stream_seeds() -> list[bytes]:
 
 def layout_of_state(data: bytes) -> None:
     """Check that a layout is refused, or stands for a state that can be described again."""
+    arriving = Arriving(1 << 20)
     try:
-        found = state_layout.decode(data)
-        if found.num_bytes > 1 << 20:
-            return  # the taker bounds it
-        state = found.unpack([room.zero_() for room in found.rooms()])
+        for room in arriving.unfold(data):
+            room.zero_()
+        state = arriving.state()
     except ValueError:
         return
-    layout, tensors = state_layout.pack(state)
-    again, _ = state_layout.pack(state_layout.decode(layout).unpack(tensors))
+    layout, tensors = packing.pack(state)
+    rest = iter(tensors)
+    again, _ = packing.pack(packing.unpack(layout, lambda _: next(rest)))
     assert again == layout
 
 
 def layout_of_state_seeds() -> list[bytes]:
-    """Return an optimizer's, its small tensors in the text and beside it; and odd values."""
-    weight = torch.nn.Parameter(torch.ones(3, 2))
-    optimizer = torch.optim.AdamW([weight])
-    weight.grad = torch.ones(3, 2)
+    """Return an optimizer's, its small tensors in the layout and others beside it; odd values."""
+    weights = [torch.nn.Parameter(torch.ones(size, 2)) for size in (3, 99)]
+    optimizer = torch.optim.AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
     optimizer.step()
     odd = {1: (None, [2.5, float("nan")], Counter(a=1)), "t": torch.ones(2, 3, 4).permute(2, 0, 1)}
-    return [
-        state_layout.pack(state, inline)[0]
-        for state in (optimizer.state_dict(), odd)
-        for inline in (0, 1 << 10)
-    ]
+    odd["u"] = torch.ones(4, 5, 6).permute(2, 0, 1)
+    return [packing.pack(state)[0] for state in (optimizer.state_dict(), odd)]
 
 
 SEEDS: dict[str, Callable[[], list[bytes]]] = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipdp import Checkpoints, Exchange, GossipDataParallel
-from gossipdp.parallel.checkpoint import saved_in
+from gossipdp.parallel.checkpoint import file_path, saved_in
 
 pytestmark = pytest.mark.processes
 
@@ -100,7 +100,7 @@ def saved(workers: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert failed == 0
     for rank, files in saved_in(directory).items():
         assert len(files) == 2
-        assert files[0].facts.steps == STEPS + rank
+        assert files[0].steps == STEPS + rank
     return directory
 
 
@@ -110,7 +110,8 @@ def directory(saved: Path, tmp_path: Path) -> Path:
 
 
 def tensors_of(directory: Path, rank: int) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(saved_in(directory)[rank][0].path)
+    newest = saved_in(directory)[rank][0]
+    return safetensors.torch.load_file(file_path(directory, rank, newest.step))
 
 
 def is_among(tensor: Tensor, held: Iterable[Tensor]) -> bool:

@@ -21,7 +21,7 @@ import torch
 from run_processes import VARIABLES, RunCommand, wait_until_gone
 from waiting import LONGEST_S
 
-from gossipdp.parallel.checkpoint import saved_by
+from gossipdp.parallel.checkpoint import file_path, saved_by, saved_steps
 from gossipdp.parallel.checkpoint_files import _average_of
 
 pytestmark = pytest.mark.processes
@@ -131,7 +131,11 @@ class Place:
 
     def steps(self, rank: int) -> list[int]:
         """Return those of a worker's checkpoints, the newest first."""
-        return [each.facts.step for each in saved_by(self.saved, rank)]
+        return saved_steps(self.saved, rank)
+
+    def newest(self, rank: int) -> Path:
+        """Return a worker's newest checkpoint."""
+        return file_path(self.saved, rank, self.steps(rank)[0])
 
     def assert_average_is_of(
         self, *ranks: int, name: str = "model.pt", is_saved: bool = True
@@ -147,10 +151,10 @@ class Place:
             ended = json.loads((self.files / f"ended-{rank}").read_text())
             assert ended == [len(ranks), average.samples]
             if is_saved:
-                newest = saved_by(self.saved, rank)[0]
-                held = safetensors.torch.load_file(newest.path)
+                held = safetensors.torch.load_file(self.newest(rank))
                 assert all(torch.equal(held[f"model/{key}"], values[key]) for key in values)
-                assert average.samples == sum(entry.samples for entry in newest.facts.progress)
+                newest = saved_by(self.saved, rank)[0]
+                assert average.samples == sum(entry.samples for entry in newest.progress)
 
     def assert_ends(self, run: RunCommand) -> None:
         """Assert that this run ends with the row's status, and that all say what it quotes."""
@@ -234,7 +238,7 @@ def test_all_workers_are_killed_without(place):
     run = place.start_two(words="resume")
     place.signal(signal.SIGKILL, 0, 1)
     place.assert_ends(run)
-    files = [saved_by(place.saved, rank)[0].path for rank in (0, 1)]
+    files = [place.newest(rank) for rank in (0, 1)]
     newest = max(files, key=lambda path: path.stat().st_mtime)
     assert f"all that they trained after {newest} is lost" in run.output.read_text()
     assert not place.has("model.pt")
@@ -340,8 +344,8 @@ def test_gossipdp_run_is_killed(place):
         (place.files / f"hold-{rank}").unlink()
     place.assert_ends(run)
     for rank in (0, 1):
-        newest = saved_by(place.saved, rank)[0].path
-        assert f"worker {rank} is stopped; saved {newest}\n" in run.output.read_text()
+        line = f"worker {rank} is stopped; saved {place.newest(rank)}\n"
+        assert line in run.output.read_text()
 
 
 def test_a_second_run_starts_in_the_same_directory(place):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from gossipdp import GossipDataParallel
-from gossipdp.parallel.checkpoint import saved_by
+from gossipdp.parallel.checkpoint import saved_steps
 from gossipdp.parallel.checkpointer import Write
 
 
@@ -22,7 +22,7 @@ def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
 
 def steps_saved(directory: Path) -> list[int]:
     """Return the steps of worker 0's checkpoints, the newest first."""
-    return [saved.facts.step for saved in saved_by(directory, 0)]
+    return saved_steps(directory, 0)
 
 
 class AtOnce:

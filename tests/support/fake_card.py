@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gossipdp.dynamics import update
-from gossipdp.parallel import moments, shards, state_layout, views
+from gossipdp.parallel import moments, packing, shards, views
 
 CARD = torch.device("cuda:0")
 SOURCE = str(Path(update.__file__).parents[1])
@@ -206,7 +206,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
             ),
         )
     # They are plain tensors here.
-    for module in (moments, shards, state_layout):
+    for module in (moments, packing, shards):
         monkeypatch.setattr(
             module,
             "type",

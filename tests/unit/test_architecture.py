@@ -169,7 +169,7 @@ def test_the_threads_of_the_table_are_those_that_are_started():
     named = {name.removesuffix("RANK") for name in re.findall(r"^\| `(gossipdp[^`]*)`", page, re.M)}
     rooms = ("dynamics", "gossip", "parallel", "observe")
     code = "\n".join(path.read_text() for room in rooms for path in files_of(room))
-    assert set(re.findall(r'"(gossipdp-[a-z]*|gossipdp background)', code)) == named
+    assert set(re.findall(r'"(gossipdp-[a-z]*)', code)) == named
 
 
 # Lines and files of each room: the room itself is ".", its top folders follow.

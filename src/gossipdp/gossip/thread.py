@@ -49,7 +49,7 @@ class Background(Generic[Result]):
             self.close()  # the one before has at most its wake-up left
             self._key, self._future = key, Future()
             target = partial(self._run, self._future, function)
-            self._thread = threading.Thread(target=target, name="gossipdp background", daemon=True)
+            self._thread = threading.Thread(target=target, name="gossipdp-background", daemon=True)
             self._thread.start()
         if self._key != key or not self._future.done():
             return None

@@ -76,7 +76,7 @@ class Offer:
     """The optimizers' state of this worker, for another.
 
     Attributes:
-        layout: describes it; see :mod:`gossipdp.parallel.state_layout`.
+        layout: describes it; see :mod:`gossipdp.parallel.packing`.
         tensors: the bytes of its tensors, flat, where the optimizers keep them.
         copy: copies some of these bytes to host memory; returns False if it cannot now: ask again.
     """

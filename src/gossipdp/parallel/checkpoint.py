@@ -1,8 +1,7 @@
 """The checkpoints of a run: their format, and the state from which a run goes on.
 
-Read on in :mod:`.checkpoint_files` (one file, whole or absent), :mod:`.state_layout` (the training
-state in it) and :mod:`.checkpointer` (the moments at which a worker saves). One file a worker and
-step:
+Read on in :mod:`.checkpoint_files` (one file, whole or absent), :mod:`.packing` (the training state
+in it) and :mod:`.checkpointer` (the moments at which a worker saves). One file a worker and step:
 
     DIRECTORY/worker-RANK/step-NNNNNNNN.safetensors
 
@@ -18,18 +17,13 @@ are never averaged: a worker takes the one in its own file, or, without a file, 
 A worker that died long before its run ended left a checkpoint of the point where it died. A run
 that resumes from it, or averages it with the others', is thrown back. So each checkpoint names the
 lives that had ended by then, and a checkpoint of a life that a newer one calls ended is passed
-over.
-
-- A death of the last ``ENDS_WITHIN_S`` does not count, nor one after this worker was asked to end:
-  when a whole run is ended, the workers that save last have seen the others die. After the average
-  every death counts: the run is complete without that worker.
-- Two halves of a cut network call each other dead; both trained on, and both count.
-- A worker that was taken for dead by mistake, or started again, goes on under a higher incarnation:
-  its later checkpoints are not of the life that ended.
+over. A worker that was taken for dead by mistake, or started again, goes on under a higher
+incarnation: its later checkpoints are not of the life that ended.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -44,7 +38,7 @@ from torch import Tensor
 
 from gossipdp.dynamics.chunks import working_dtype
 from gossipdp.logs import OF_RUN
-from gossipdp.parallel import state_layout
+from gossipdp.parallel import packing
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
 from gossipdp.parallel.options import PathLike
 from gossipdp.protocol.actions import Notice
@@ -105,13 +99,6 @@ class Counts(NamedTuple):
     samples: int = 0
 
 
-class Saved(NamedTuple):
-    """A file and its facts."""
-
-    path: Path
-    facts: Facts
-
-
 # One file.
 
 
@@ -128,7 +115,7 @@ def encode(
     Raises:
         ValueError: ``state`` holds something that cannot be saved.
     """
-    layout, flats = state_layout.pack(state)
+    layout, flats = packing.pack(state)
     training = {f"training/{n}": flat.to("cpu", copy=True) for n, flat in enumerate(flats)}
     training["training/layout"] = torch.frombuffer(bytearray(layout), dtype=torch.uint8)
     metadata = {"format": FORMAT, "facts": msgspec.json.encode(facts).decode()}
@@ -146,58 +133,60 @@ def read(path: Path) -> tuple[dict[str, Tensor], Any]:
     training = {
         name: tensors.pop(name).clone() for name in list(tensors) if name.startswith("training/")
     }
+    numbers = itertools.count()
     try:
-        layout = state_layout.decode(training.pop("training/layout").numpy().tobytes())
-        return tensors, layout.unpack([training[f"training/{n}"] for n in range(len(training))])
+        layout = training["training/layout"].numpy().tobytes()
+        state = packing.unpack(layout, lambda _: training[f"training/{next(numbers)}"])
+        return tensors, state
     except (ValueError, KeyError) as error:
-        raise DamagedFileError(f"{path} is damaged: {error}") from error
-
-
-def _facts(path: Path) -> Facts:
-    metadata = read_metadata(path)
-    if metadata.get("format") != FORMAT:
-        raise DamagedFileError(
-            f"{path} is of format {metadata.get('format')!r}, and this version reads {FORMAT!r}: "
-            "go on with the version that wrote it, or move it away"
-        )
-    try:
-        return _decode_facts(metadata.get("facts", ""))
-    except msgspec.MsgspecError as error:
         raise DamagedFileError(f"{path} is damaged: {error}") from error
 
 
 # A directory.
 
 
-def saved_by(directory: Path, rank: int, *, warns: bool = False) -> list[Saved]:
-    """Return the files of one worker that can be read, the newest first."""
-    saved = []
-    for path in (directory / f"worker-{rank}").glob("step-*.safetensors"):
-        if not _FILE_NAME.fullmatch(path.name):
-            continue
+def saved_steps(directory: Path, rank: int) -> list[int]:
+    """Return the steps of one worker's files by their names, the newest first."""
+    paths = (directory / f"worker-{rank}").glob("step-*.safetensors")
+    names = (_FILE_NAME.fullmatch(path.name) for path in paths)
+    return sorted((int(name[1]) for name in names if name), reverse=True)
+
+
+def saved_by(directory: Path, rank: int) -> list[Facts]:
+    """Return the facts of one worker's files, the newest first; warn of those that are damaged."""
+    found = []
+    for step in saved_steps(directory, rank):
+        path = file_path(directory, rank, step)
         try:
-            saved.append(Saved(path, _facts(path)))
+            metadata = read_metadata(path)
+            if metadata.get("format") != FORMAT:
+                raise DamagedFileError(
+                    f"{path} is of format {metadata.get('format')!r}, and this version reads "
+                    f"{FORMAT!r}: go on with the version that wrote it, or move it away"
+                )
+            found.append(_decode_facts(metadata.get("facts", "")))
         except DamagedFileError as error:
-            if warns:
-                logger.warning("a checkpoint is passed over: %s", error)
-    return sorted(saved, key=lambda each: each.facts.step, reverse=True)
+            logger.warning("a checkpoint is passed over: %s", error)
+        except msgspec.MsgspecError as error:
+            logger.warning("a checkpoint is passed over: %s is damaged: %s", path, error)
+    return found
 
 
-def saved_in(directory: Path, *, warns: bool = False) -> dict[int, list[Saved]]:
-    """Return the files of all workers by rank, the newest first.
+def saved_in(directory: Path) -> dict[int, list[Facts]]:
+    """Return the facts of all workers' files by rank, the newest first.
 
     Those from before the run last started from a mean are left out: they are in that mean.
     """
     names = (_DIRECTORY_NAME.fullmatch(path.name) for path in directory.glob("worker-*"))
     ranks = sorted(int(name[1]) for name in names if name)
-    by_rank = {rank: saved_by(directory, rank, warns=warns) for rank in ranks}
-    every = [each.facts for saved in by_rank.values() for each in saved]
+    by_rank = {rank: saved_by(directory, rank) for rank in ranks}
+    every = [facts for saved in by_rank.values() for facts in saved]
     latest = max((facts.num_means for facts in every), default=0)
     run_ids = {facts.run_id for facts in every if facts.num_means == latest}
     return {
         rank: counted
         for rank, saved in by_rank.items()
-        if (counted := [each for each in saved if each.facts.run_id in run_ids])
+        if (counted := [facts for facts in saved if facts.run_id in run_ids])
     }
 
 
@@ -217,10 +206,14 @@ def ended_lives(
 ) -> tuple[EndedLife, ...]:
     """Return the lives that ended more than ``ENDS_WITHIN_S`` ago, as one worker knows them.
 
+    When a whole run is ended, the workers that save last have seen the others die: such deaths do
+    not count.
+
     Args:
         members: its view.
         notices: what it noticed, oldest first.
-        now_s: the time, on the notices' clock, or when this worker was asked to end.
+        now_s: the time, on the notices' clock, or when this worker was asked to end; infinity after
+            the average, which is complete without the dead.
     """
     died_s = {notice.rank: notice.at_s for notice in notices if notice.kind == "lost"}
     return tuple(
@@ -239,7 +232,7 @@ def outlived(newest: Mapping[int, Facts]) -> set[int]:
         if any(
             _run_samples(other) > _run_samples(facts)
             and _is_ended(facts, other)
-            # If two halves of one run call each other dead, both count.
+            # Two halves of a cut network call each other dead; both trained on, and both count.
             and not (facts.run_id == other.run_id and _is_ended(other, facts))
             for other in newest.values()
         )
@@ -319,25 +312,25 @@ def find_resumption(
     """
     source = directory if resume == "auto" else None if resume is None else Path(resume)
     by_rank = _files_to_go_on_from(resume, source, directory)
-    if by_rank is None:
+    if source is None or by_rank is None:
         return None
-    first = next(iter(by_rank.values()))[0].facts
+    first = next(iter(by_rank.values()))[0]
     is_same_number = world_size == first.world_size
-    num_means = max(each.facts.num_means for saved in by_rank.values() for each in saved)
+    num_means = max(facts.num_means for saved in by_rank.values() for facts in saved)
     if is_same_number and rank in by_rank:
-        by_rank[rank] = [each for each in by_rank[rank] if each.facts.step <= newest_step]
+        by_rank[rank] = [facts for facts in by_rank[rank] if facts.step <= newest_step]
         if not by_rank[rank]:
             raise ValueError(
                 f"worker {rank} has no checkpoint in {source} of step {newest_step:g} or before, "
                 "where another process of its replica has its newest: start afresh in another "
                 "directory"
             )
-    newest = {each: saved[0].facts for each, saved in by_rank.items()}
+    newest = {each: saved[0] for each, saved in by_rank.items()}
     left_behind = sorted(outlived(newest))
     for each in left_behind:
         logger.warning(
             "%s is passed over: its worker died while the others went on",
-            by_rank[each][0].path,
+            file_path(source, each, newest[each].step),
             extra=OF_RUN,
         )
     ranks = sorted(by_rank.keys() - left_behind)
@@ -351,14 +344,18 @@ def find_resumption(
         )
     # Its own file, or that of its rank modulo their number, or the next one that is whole.
     turn = ranks.index(rank) if rank in ranks else rank % len(ranks)
-    found = ((each, _newest_good(by_rank[each], layout)) for each in ranks[turn:] + ranks[:turn])
-    base, good = next(((each, good) for each, good in found if good), (-1, None))
-    if good is None:
+    for base in ranks[turn:] + ranks[:turn]:
+        if good := _newest_good(source, base, by_rank[base], layout):
+            break
+    else:
         raise DamagedFileError(f"no checkpoint in {source} is whole")
     facts, tensors, training = good
     step, is_own = facts.step, is_same_number and base == rank
     if not is_own:
-        goods = (good if each == base else _newest_good(by_rank[each], layout) for each in ranks)
+        goods = (
+            good if each == base else _newest_good(source, each, by_rank[each], layout)
+            for each in ranks
+        )
         tensors = _mean_of_z(tensors, (each[1] for each in goods if each))
         # The files that it will write must be the newest.
         step = int(min(newest_step, max(each.step for each in newest.values())))
@@ -379,7 +376,7 @@ def find_resumption(
 
 def _files_to_go_on_from(
     resume: PathLike | None, source: Path | None, directory: Path | None
-) -> dict[int, list[Saved]] | None:
+) -> dict[int, list[Facts]] | None:
     """Return the readable files of ``source`` by rank; None for a fresh start."""
     goes_on_there = (
         source is not None and directory is not None and source.resolve() == directory.resolve()
@@ -391,7 +388,7 @@ def _files_to_go_on_from(
         )
     if source is None:
         return None
-    if by_rank := saved_in(source, warns=True):
+    if by_rank := saved_in(source):
         return by_rank
     if _holds_files(source):
         raise DamagedFileError(f"no checkpoint in {source} is whole")
@@ -430,12 +427,13 @@ def _progress(known: Mapping[int, Facts], alive: Collection[int]) -> tuple[Progr
 
 
 def _newest_good(
-    candidates: Iterable[Saved], layout: Layout
+    source: Path, rank: int, candidates: Iterable[Facts], layout: Layout
 ) -> tuple[Facts, dict[str, Tensor], Any] | None:
     """Read the newest file of one worker that is whole."""
-    for saved in candidates:
+    for facts in candidates:
+        path = file_path(source, rank, facts.step)
         try:
-            tensors, training = read(saved.path)
+            tensors, training = read(path)
         except DamagedFileError as error:
             logger.warning("%s; the checkpoint before it is taken, if there is one", error)
             continue
@@ -449,9 +447,9 @@ def _newest_good(
             there, here = (each.get(name, "absent or frozen") for each in (found, layout))
             if there != here:
                 raise ValueError(
-                    f"{saved.path} is of another model: {name!r} is {there} there and {here} here"
+                    f"{path} is of another model: {name!r} is {there} there and {here} here"
                 )
-        return saved.facts, tensors, training
+        return facts, tensors, training
     return None
 
 

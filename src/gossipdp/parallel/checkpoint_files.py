@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from gossipdp.errors import RefusedError
 from gossipdp.launcher.reports import say_instead_of_traceback
+from gossipdp.parallel.packing import DTYPE_NAMES
 from gossipdp.parallel.shards import as_dtensor
-from gossipdp.parallel.state_layout import DTYPE_NAMES
 
 logger = logging.getLogger("gossipdp")
 

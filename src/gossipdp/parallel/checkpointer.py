@@ -14,11 +14,11 @@ from torch import Tensor
 
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Facts, encode, file_path, saved_by
+from gossipdp.parallel.checkpoint import Facts, encode, file_path, saved_steps
 from gossipdp.parallel.checkpoint_files import in_use, remove_unfinished, write_tensors
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.entry import Entry
-from gossipdp.parallel.state_layout import check_savable
+from gossipdp.parallel.packing import check_savable
 from gossipdp.parallel.termination import TERMINATION
 from gossipdp.rules import grace_s
 
@@ -333,9 +333,9 @@ class Checkpointer:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(path.parent)
             write_tensors(path, tensors, metadata, advance)  # whole on the disk
-            for saved in saved_by(directory, facts.rank)[keep:]:
-                if saved.path != path:
-                    saved.path.unlink(missing_ok=True)
+            for step in saved_steps(directory, facts.rank)[keep:]:
+                if step != facts.step:
+                    file_path(directory, facts.rank, step).unlink(missing_ok=True)
             return path
 
         return write
@@ -352,21 +352,20 @@ class Checkpointer:
             return
         self._writer.wait(self._written)
         written, self._written = self._written, None
-        error = written.exception()
-        if error is None:
-            self._num_saved += 1
-            self.newest = written.result()
-            return
-        self._num_failed += 1
-        if not isinstance(error, OSError):
+        try:
+            self.finish_save(written)
+        except OSError as error:
+            self._num_failed += 1
+            if is_last:
+                TERMINATION.fail(self, error)
+                return
+            logger.error(
+                "worker %d: a checkpoint could NOT be written to %s: %s. Those written before are "
+                "kept, training goes on, and the next is tried when it is due",
+                self._worker.rank,
+                self.place[1],
+                error,
+            )
+        except Exception as error:
+            self._num_failed += 1
             raise RuntimeError("a checkpoint could not be written") from error
-        if is_last:
-            TERMINATION.fail(self, error)
-            return
-        logger.error(
-            "worker %d: a checkpoint could NOT be written to %s: %s. Those written before are "
-            "kept, training goes on, and the next is tried when it is due",
-            self._worker.rank,
-            self.place[1],
-            error,
-        )

@@ -118,10 +118,16 @@ class CountedBatches:
 
     def until_budget(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches until the workers together have used up the budget."""
-        assert self.budget_samples is not None
+        budget = self.budget_samples
+        assert budget is not None
         self._check_open()
-        self._say_if_ended(f"batches() of {self.budget_samples} samples")
-        return self._all_until(self.budget_samples, loader)
+        self._say_if_ended(f"batches() of {budget} samples")
+
+        def batches() -> Iterator[Batch]:
+            with self._checkpointer.of_batches():
+                yield from self._until(budget, self._passes(loader))
+
+        return batches()
 
     def epochs(
         self, loader: Iterable[Batch], num_epochs: int, size: int
@@ -132,9 +138,23 @@ class CountedBatches:
             self._samples_before = self.budget_samples
             self._epochs_before += self._num_epochs
         self._num_epochs = num_epochs
-        self.budget_samples = self._samples_before + num_epochs * size
-        self._say_if_ended(f"epochs() up to {self._epochs_before + num_epochs}")
-        return self._all_epochs(loader, self._epochs_before, self._samples_before, num_epochs, size)
+        epochs_before, samples_before = self._epochs_before, self._samples_before
+        self.budget_samples = budget = samples_before + num_epochs * size
+        self._say_if_ended(f"epochs() up to {epochs_before + num_epochs}")
+
+        def epochs() -> Iterator[tuple[int, Iterator[Batch]]]:
+            with self._checkpointer.of_batches():
+                passes = self._passes(loader)
+                epoch = -1
+                while not self._has_ended(budget):
+                    self._check_open()
+                    epoch = max(epoch + 1, (self._worker.total_samples() - samples_before) // size)
+                    if epoch >= num_epochs:  # the loop broke off epochs before their ends
+                        return
+                    end = samples_before + (epoch + 1) * size
+                    yield epochs_before + epoch, self._until(end, passes)
+
+        return epochs()
 
     def close(self) -> None:
         """Raise from now on if a loop asks for more batches: no step would be counted."""
@@ -175,29 +195,6 @@ class CountedBatches:
         else:
             why = f"the workers have trained on {self._worker.total_samples()} samples already"
         logger.warning("%s yields nothing: %s", loop, why, extra=OF_RUN)
-
-    def _all_until(self, samples: int, loader: Iterable[Batch]) -> Iterator[Batch]:
-        with self._checkpointer.of_batches():
-            yield from self._until(samples, self._passes(loader))
-
-    def _all_epochs(
-        self,
-        loader: Iterable[Batch],
-        epochs_before: int,
-        samples_before: int,
-        num_epochs: int,
-        size: int,
-    ) -> Iterator[tuple[int, Iterator[Batch]]]:
-        with self._checkpointer.of_batches():
-            passes = self._passes(loader)
-            epoch = -1
-            while not self._has_ended(samples_before + num_epochs * size):
-                self._check_open()
-                epoch = max(epoch + 1, (self._worker.total_samples() - samples_before) // size)
-                if epoch >= num_epochs:  # the loop broke off epochs before their ends
-                    return
-                end = samples_before + (epoch + 1) * size
-                yield epochs_before + epoch, self._until(end, passes)
 
     def _has_ended(self, samples: float) -> bool:
         return self._worker.is_stopped or self._worker.total_samples() >= samples

@@ -101,16 +101,25 @@ class _Order:
         self._holders = [loader]
         if self._is_loader:
             self._holders += [loader.batch_sampler, loader.sampler, loader.dataset]
-        for holder in self._holders:  # a sampler may hold another, and a dataset too
-            for each in _attributes(holder).values():
-                if isinstance(each, (Sampler, Dataset)) and not _is_among(each, self._holders):
-                    self._holders.append(each)
+        # Not at the top: the name ``numpy.random`` makes numpy import it, and cython with it.
+        arrays = numpy.random.Generator, numpy.random.RandomState
+        self._generators: dict[str, Any] = {}
+        seen = {id(holder) for holder in self._holders}
+        for index, holder in enumerate(self._holders):  # a sampler may hold another, and a dataset
+            for name, value in getattr(holder, "__dict__", {}).items():
+                if id(value) in seen or isinstance(value, random.SystemRandom):
+                    continue
+                seen.add(id(value))
+                if isinstance(value, (Sampler, Dataset)):
+                    self._holders.append(value)
+                elif isinstance(value, (torch.Generator, random.Random, *arrays)):
+                    self._generators[f"{index}.{name}"] = value
 
     def capture(self) -> dict[str, Any]:
         """Return the states before a pass begins, for :meth:`restore`."""
         return {
             "random": random_states(),
-            "generators": {name: _state(each) for name, each in self._generators().items()},
+            "generators": {name: _state(each) for name, each in self._generators.items()},
             "has_workers": self._has_workers(),
         }
 
@@ -125,7 +134,7 @@ class _Order:
             if start["has_workers"]:
                 DataLoader.__iter__(self._loader)
         restore_random_states(start["random"])
-        for name, generator in self._generators().items():
+        for name, generator in self._generators.items():
             if name in start["generators"]:
                 _set_state(generator, start["generators"][name])
 
@@ -149,56 +158,35 @@ class _Order:
     def _has_workers(self) -> bool:
         return getattr(self._loader, "_iterator", None) is not None
 
-    def _generators(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        # Not at the top: the name ``numpy.random`` makes numpy import it, and cython with it.
-        arrays = numpy.random.Generator, numpy.random.RandomState
-        kinds = (torch.Generator, random.Random, *arrays)
-        for index, holder in enumerate(self._holders):
-            for name, value in _attributes(holder).items():
-                is_generator = isinstance(value, kinds)
-                has_state = not isinstance(value, random.SystemRandom)
-                if is_generator and has_state and not _is_among(value, found.values()):
-                    found[f"{index}.{name}"] = value
-        return found
-
-
-def _attributes(holder: Any) -> dict[str, Any]:
-    return getattr(holder, "__dict__", {})
-
-
-def _is_among(value: Any, others: Iterable[Any]) -> bool:
-    return any(value is each for each in others)
-
 
 def _state(generator: Any) -> Any:
-    """Return the state of a random generator, as values that a checkpoint can hold."""
+    """Return the state of a random generator, as values that a checkpoint can hold.
+
+    ``generator``: torch's, Python's or NumPy's, or the modules ``random`` and ``numpy.random``,
+    which stand for the one that all share.
+    """
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, numpy.random.RandomState):
-        return _with_tensors(generator.get_state(legacy=False))
-    return _with_tensors(generator.bit_generator.state)
+    if isinstance(generator, numpy.random.Generator):
+        state = generator.bit_generator.state
+    elif hasattr(generator, "getstate"):
+        state = generator.getstate()
+    else:
+        state = generator.get_state(legacy=False)
+    return tree_map_only(numpy.ndarray, lambda held: torch.from_numpy(held.copy()), state)
 
 
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
-    elif isinstance(generator, random.Random):
+        return
+    state = tree_map_only(torch.Tensor, torch.Tensor.numpy, state)
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
         generator.setstate(state)
-    elif isinstance(generator, numpy.random.RandomState):
-        generator.set_state(_with_arrays(state))
     else:
-        generator.bit_generator.state = _with_arrays(state)
-
-
-def _with_tensors(value: Any) -> Any:
-    return tree_map_only(numpy.ndarray, lambda held: torch.from_numpy(held.copy()), value)
-
-
-def _with_arrays(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.numpy, value)
+        generator.set_state(state)
 
 
 def random_states() -> dict[str, Any]:
@@ -207,8 +195,8 @@ def random_states() -> dict[str, Any]:
     If an accelerator was used, its states too, by the name that torch has for it.
     """
     states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": _with_tensors(numpy.random.get_state(legacy=False)),
+        "python": _state(random),
+        "numpy": _state(numpy.random),
         "torch": torch.get_rng_state(),
     }
     if (accelerator := torch.accelerator.current_accelerator()) is not None:
@@ -220,8 +208,8 @@ def random_states() -> dict[str, Any]:
 
 def restore_random_states(states: dict[str, Any]) -> None:
     """Set the generators to the states of :func:`random_states`."""
-    random.setstate(states["python"])
-    numpy.random.set_state(_with_arrays(states["numpy"]))
+    _set_state(random, states["python"])
+    _set_state(numpy.random, states["numpy"])
     torch.set_rng_state(states["torch"])
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in states:

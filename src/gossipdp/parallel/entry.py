@@ -32,14 +32,13 @@ from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, tls_files
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
+from gossipdp.parallel.checkpoint import Counts, Resumption, saved_steps
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import steps_between
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica
-from gossipdp.parallel.state_transfers import take_state
 from gossipdp.parallel.stats import view_of
-from gossipdp.parallel.training_state import BetweenSteps
+from gossipdp.parallel.training_state import BetweenSteps, take_state
 from gossipdp.protocol.exchange_rate import (
     TAKEN_SHARE_BELOW_ONE,
     TAKEN_SHARE_ON_CARD,
@@ -405,8 +404,8 @@ class Entry:
         # In a resumed run an earlier life may have saved files at steps beyond those counted here:
         # the files of this life must be newer.
         directory = self.options.checkpoints.directory
-        saved = [] if directory is None else saved_by(Path(directory), rank)
-        self.before = Counts(max([steps, *(each.facts.step for each in saved)]), steps, samples)
+        saved = [] if directory is None else saved_steps(Path(directory), rank)
+        self.before = Counts(max([steps, *saved]), steps, samples)
         self._call(self._loop.release)
         logger.info("worker %d joined the run, in its life %d", rank, 1 + self._restarts)
 

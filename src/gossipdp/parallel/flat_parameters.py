@@ -16,7 +16,7 @@ from gossipdp.dynamics.state import CHUNK_BYTES, Segment, State
 from gossipdp.errors import ModelChangedError
 from gossipdp.links import frames
 from gossipdp.logs import OF_RUN
-from gossipdp.parallel.moments import Periods, Place, decay_of
+from gossipdp.parallel.moments import Periods, decay_of
 from gossipdp.parallel.options import Exchange
 from gossipdp.parallel.shards import as_sharded, local, reshard
 from gossipdp.parallel.views import MOST_UNOPTIMIZED, View, digest_of, sample, views_of
@@ -77,7 +77,7 @@ class FlatParameters:
     Attributes:
         state: the flat segments, cut into chunks.
         base_digest: of a sample of the frozen base, which must be alike; "": there is none.
-        moment_places: for each of the state's moments, the place of each parameter's part.
+        moment_places: the state's moments, each with the parameters whose parts lie in it.
 
     Raises:
         ValueError: an optimizer updates a parameter that is not the module's, or that another
@@ -109,25 +109,32 @@ class FlatParameters:
                 is_on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
             )
         segments = list(self._move(momentum, chunk_bytes))
-        self.moment_places: list[tuple[Segment, list[Place]]] = []
-        optimized = {view.segment for view in self._views if view.is_optimized}
-        for index, segment in enumerate(segments):
-            periods = moments[segment.optimizer_index] if moments else {}
-            is_kept = segment.role is Role.TRAINED and index in optimized and segment.chunks
-            for name in sorted(periods) if is_kept else ():
-                optimizer = optimizers[segment.optimizer_index]
-                moment = Moment(name, periods[name], decay_of(name, optimizer))
-                self._lay_out(index, segment, moment, chunk_bytes)
+        self.moment_places: list[tuple[Segment, list[View]]] = []
+        for index, trained in enumerate(segments):
+            held = [view for view in self._views if view.segment == index]
+            owner = trained.optimizer_index
+            is_optimized = held[0].optimizer_index is not None
+            is_kept = trained.role is Role.TRAINED and is_optimized and trained.chunks and moments
+            for name, period in sorted(moments[owner].items()) if is_kept else ():
+                segment = Segment(
+                    zeros(trained.x.numel(), trained.x.dtype, trained.x.device),
+                    Role.MOMENT,
+                    momentum=False,
+                    optimizer_index=owner,
+                    chunk_bytes=chunk_bytes,
+                    moment=Moment(name, period, decay_of(name, optimizers[owner])),
+                )
+                self.moment_places.append((segment, held))
         self.state = State(segments, moments=[segment for segment, _ in self.moment_places])
         self._flats = [segment.x for segment in self.state.segments]
         # The boundary of an optimizer looks at its own, that of the first also at those of none.
         self._views_of: list[list[View]] = [[] for _ in optimizers]
         for view in self._views:
-            self._views_of[view.optimizer_index].append(view)
+            self._views_of[view.optimizer_index or 0].append(view)
         self._frozen = [
             view
             for view in views
-            if view.is_parameter and view.role is not Role.TRAINED and not view.requires_grad
+            if view.is_parameter and view.role is not Role.TRAINED and not view.held.requires_grad
         ]
         self._num_checks = 0
         self._watched = self._base
@@ -141,17 +148,18 @@ class FlatParameters:
         groups: dict[tuple[Any, ...], list[View]] = {}
         for view in self._views:
             tensor = view.tensor
-            holder = view.optimizer_index, view.is_optimized
             shard = view.name if view.is_shard else ""
-            key = (view.role, *holder, tensor.dtype, tensor.device, shard)
+            key = (view.role, view.optimizer_index, tensor.dtype, tensor.device, shard)
             groups.setdefault(key, []).append(view)
         for index, views in enumerate(groups.values()):
             first = views[0]
+            if first.is_shard:  # its memory becomes the segment
+                first.segment, first.data_ptr = index, first.tensor.data_ptr()
             yield Segment(
-                _in_place(first, index) if first.is_shard else self._moved(views, index),
+                first.tensor.view(-1) if first.is_shard else self._moved(views, index),
                 first.role,
                 momentum=momentum,
-                optimizer_index=first.optimizer_index,
+                optimizer_index=first.optimizer_index or 0,
                 chunk_bytes=chunk_bytes,
             )
 
@@ -169,21 +177,6 @@ class FlatParameters:
                 view.of(flat).copy_(view.tensor)
             self._bind(view, flat)
         return flat
-
-    def _lay_out(self, index: int, trained: Segment, moment: Moment, chunk_bytes: int) -> None:
-        """Make a segment for what the optimizer keeps of a segment of trained parameters."""
-        flat = zeros(trained.x.numel(), trained.x.dtype, trained.x.device)
-        segment = Segment(
-            flat,
-            Role.MOMENT,
-            momentum=False,
-            optimizer_index=trained.optimizer_index,
-            chunk_bytes=chunk_bytes,
-            moment=moment,
-        )
-        views = [view for view in self._views if view.segment == index]
-        places = [Place(view.name, view.held, view.alone(flat)) for view in views]
-        self.moment_places.append((segment, places))
 
     @staticmethod
     def _bind(view: View, flat: Tensor) -> None:
@@ -228,18 +221,24 @@ class FlatParameters:
         """
         for view in self._views if optimizer_index is None else self._views_of[optimizer_index]:
             if view.is_shard:
-                _check_shard(view)
+                now = local(view.held)
+                if now.data_ptr() != view.data_ptr or now.shape != view.shape:
+                    raise ModelChangedError(
+                        f"the shard of {view.name!r} lies elsewhere than when the module was "
+                        "wrapped, so exchanges do not see it. Call .to(), load with assign=True "
+                        "and shard before wrapping, or wrap again"
+                    )
             elif view.tensor.data_ptr() != view.data_ptr:
                 self._adopt_storage(view)
             for owner, key in view.owners:
                 if owner.get(key) is not view.held:
                     self._adopt_replacement(view, owner, key)
         for index in range(len(self._optimizers)) if optimizer_index is None else [optimizer_index]:
-            now, expected = _num_parameters(self._optimizers[index]), self._num_optimized[index]
-            if now != expected:
+            count, expected = _num_parameters(self._optimizers[index]), self._num_optimized[index]
+            if count != expected:
                 raise ModelChangedError(
                     f"the optimizer held {expected} parameters when the module was wrapped and "
-                    f"holds {now} now; add parameter groups before wrapping"
+                    f"holds {count} now; add parameter groups before wrapping"
                 )
         if optimizer_index:
             return
@@ -412,20 +411,3 @@ class FlatParameters:
 
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _in_place(view: View, index: int) -> Tensor:
-    """Return the memory of a shard, flat, as segment ``index``."""
-    view.segment = index
-    view.data_ptr = view.tensor.data_ptr()
-    return view.tensor.view(-1)
-
-
-def _check_shard(view: View) -> None:
-    now = local(view.held)
-    if now.data_ptr() != view.data_ptr or now.shape != view.shape:
-        raise ModelChangedError(
-            f"the shard of {view.name!r} lies elsewhere than when the module was wrapped, so "
-            "exchanges do not see it. Call .to(), load with assign=True and shard before wrapping, "
-            "or wrap again"
-        )

@@ -70,16 +70,13 @@ class OptimizerWatch:
             for parameter in group["params"]
         }
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._is_first = True
+        # Of the parameters before the first step; {} after it.
         self._before = self._values()
-        self._versions = self._counted_writes()
+        self._versions = {name: each._version for name, each in self._parameters.items()}
         self._num_kept = -1, -1
 
     def _values(self) -> dict[str, Tensor]:
         return {name: _sample(parameter) for name, parameter in self._parameters.items()}
-
-    def _counted_writes(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters.values()]
 
     def stepped(self) -> None:
         """Look at an optimizer that has stepped; its boundary has not begun.
@@ -95,11 +92,10 @@ class OptimizerWatch:
             return
         self._num_kept = num_kept
         after = self._values()
-        if self._is_first:
-            self._warn_if_unmoved(after)
-        self._find_copy(self._before if self._is_first else after, after)
-        self._is_first = False
-        self._before = {}
+        before, self._before = self._before or after, {}
+        if before is not after:
+            self._warn_if_unmoved(before, after)
+        self._find_copy(before, after)
 
     def _warn_of_memory(self) -> None:
         """Warn once of curvature that was measured across an exchange.
@@ -119,12 +115,12 @@ class OptimizerWatch:
             extra=OF_RUN,
         )
 
-    def _warn_if_unmoved(self, after: Mapping[str, Tensor]) -> None:
+    def _warn_if_unmoved(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         """Warn if the step wrote to no parameter; to write equal values, as at rate 0, is fine."""
-        is_moved = self._versions != self._counted_writes() or any(
-            not torch.equal(values, self._before[name]) for name, values in after.items()
-        )
-        if not is_moved:
+        if all(
+            parameter._version == self._versions[name] and torch.equal(after[name], before[name])
+            for name, parameter in self._parameters.items()
+        ):
             logger.warning(
                 "the first step of the %s changed no parameter. Either no gradient was there: call "
                 "backward() before step(); or it writes to memory that it took from the parameters "
@@ -151,7 +147,7 @@ class OptimizerWatch:
                 continue
             for name in by_size.get(tensor.numel(), ()):
                 if owner in (None, name) and _is_between(_sample(tensor), *telling[name]):
-                    self._report(key, name)
+                    self._refuse_copy(key, name)
                     return
 
     def _kept(self) -> Iterator[tuple[str, str | None, Tensor]]:
@@ -165,7 +161,7 @@ class OptimizerWatch:
             for key, value in named.items():
                 yield from ((str(key), owner, tensor) for tensor in _tensors(value))
 
-    def _report(self, key: str, name: str) -> None:
+    def _refuse_copy(self, key: str, name: str) -> None:
         who = type(self._optimizer).__name__
         if isinstance(self._optimizer, ONLY_WRITES_ITS_COPY):
             logger.warning(
@@ -218,15 +214,14 @@ def _is_telling(parameter: Tensor, decay: float, before: Tensor, after: Tensor) 
     if (held := next(_tensors(parameter.grad), None)) is None:
         return True
     gradient = _sample(held)
-    moments = (gradient, gradient.abs(), gradient**2, gradient + decay * before)
-    return not any(_is_like(moment, before, after) for moment in moments)
-
-
-def _is_like(moment: Tensor, before: Tensor, after: Tensor) -> bool:
-    """Return whether values lie on the way, scaled and shifted as fits ``before`` best."""
-    centred = moment - moment.mean()
-    scale = float(centred @ before) / max(float(centred @ centred), 1e-300)
-    return abs(scale) <= MOST_SCALE and _is_between(before.mean() + scale * centred, before, after)
+    for moment in (gradient, gradient.abs(), gradient**2, gradient + decay * before):
+        # Scaled and shifted as fits ``before`` best: is it on the way?
+        centred = moment - moment.mean()
+        scale = float(centred @ before) / max(float(centred @ centred), 1e-300)
+        fitted = before.mean() + scale * centred
+        if abs(scale) <= MOST_SCALE and _is_between(fitted, before, after):
+            return False
+    return True
 
 
 def _is_between(held: Tensor, before: Tensor, after: Tensor) -> bool:

@@ -15,9 +15,9 @@ same step. If a process is gone, this sum fails at once, which ends the rest of 
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,18 +30,6 @@ from gossipdp.parallel.options import Checkpoints, PathLike
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-REPLICAS_ARE_UNKNOWN = (
-    "the model is sharded over {} processes, and nothing says which of them make a replica: start "
-    "with `gossipdp run -n N --nproc-per-replica {} train.py`, or shard over one dimension of a "
-    "device mesh and give the other, as in mesh=mesh['replicate']"
-)
-TENSOR_PARALLEL = (
-    "the model's parameters are split by something else than fully_shard, such as tensor "
-    "parallelism (parallelize_module): its processes train on the same samples and copy some "
-    "parameters, and gossip between such replicas is not supported. Shard with fully_shard over "
-    "one dimension of a device mesh, and leave out the other"
-)
 
 
 def as_dtensor(tensor: Tensor) -> "DTensor | None":
@@ -149,17 +137,17 @@ class Replica:
                     "parameter of this one is: call fully_shard(module) before you wrap it"
                 )
             return cls(environment)
-        is_own_world = environment.num_shards > 1 and (mesh is None or mesh.size() == 1)
-        if mesh is None or is_own_world:
-            return cls._of_own_world(ranks, environment)
-        return cls._of_mesh(ranks, mesh, environment)
-
-    @classmethod
-    def _of_own_world(cls, ranks: list[int], environment: Environment) -> "Replica":
+        if mesh is not None and (environment.num_shards == 1 or mesh.size() > 1):
+            return cls._of_mesh(ranks, mesh, environment)
         if len(ranks) == 1 and environment.num_shards == 1:
             return cls(environment)
         if environment.num_shards == 1:
-            raise ValueError(REPLICAS_ARE_UNKNOWN.format(len(ranks), len(ranks)))
+            raise ValueError(
+                f"the model is sharded over {len(ranks)} processes, and nothing says which of them "
+                "make a replica: start with `gossipdp run -n N --nproc-per-replica "
+                f"{len(ranks)} train.py`, or shard over one dimension of a device mesh and give "
+                "the other, as in mesh=mesh['replicate']"
+            )
         if len(ranks) != environment.num_shards:
             raise ValueError(
                 f"the model is sharded over {len(ranks)} processes, and a replica has "
@@ -284,46 +272,38 @@ def _ranks_of(module: nn.Module) -> list[int]:
         ValueError: several of them hold the same trained parameter: each exchanges its own part
             alone, so the copies would drift apart. Or something else than FSDP has split it.
     """
-    ranks: set[int] = set()
-    for parameter in module.parameters():
-        if (sharded := as_dtensor(parameter)) is not None:
-            ranks.update(sharded.device_mesh.mesh.flatten().tolist())
-    if len(ranks) > 1 and not _is_of_fsdp(module):
-        raise ValueError(TENSOR_PARALLEL)
-    for name, parameter in module.named_parameters() if len(ranks) > 1 else ():
-        if parameter.requires_grad and not _is_split(parameter, len(ranks)):
+    named = [(name, as_dtensor(parameter)) for name, parameter in module.named_parameters()]
+    sharded = {name: held for name, held in named if held is not None}
+    meshes = {name: held.device_mesh for name, held in sharded.items()}
+    ranks = sorted({rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()})
+    if len(ranks) <= 1:
+        return ranks
+    from torch.distributed.fsdp import FSDPModule
+
+    placements = {  # along the dimensions of several processes
+        name: [
+            each for size, each in zip(meshes[name].shape, held.placements, strict=True) if size > 1
+        ]
+        for name, held in sharded.items()
+    }
+    has_fsdp = any(isinstance(each, FSDPModule) for each in module.modules())
+    splits = [sum(not each.is_replicate() for each in along) for along in placements.values()]
+    if not has_fsdp or max(splits) > 1:
+        raise ValueError(
+            "the model's parameters are split by something else than fully_shard, such as tensor "
+            "parallelism (parallelize_module): its processes train on the same samples and copy "
+            "some parameters, and gossip between such replicas is not supported. Shard with "
+            "fully_shard over one dimension of a device mesh, and leave out the other"
+        )
+    for name, parameter in module.named_parameters():
+        is_split = name in meshes and meshes[name].size() == len(ranks)
+        is_whole = any(
+            each.is_replicate() or each.is_partial() for each in placements.get(name, ())
+        )
+        if parameter.requires_grad and (is_whole or not is_split):
             raise ValueError(
                 f"parameter {name!r} is not split over all {len(ranks)} processes of the replica. "
                 "Each process exchanges its own part alone, so copies would drift apart: shard the "
                 "whole module with fully_shard, and give a dimension that only copies to mesh="
             )
-    return sorted(ranks)
-
-
-def _is_of_fsdp(module: nn.Module) -> bool:
-    """Return whether FSDP has split the module, and tensor parallelism has not split it again."""
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded = (as_dtensor(parameter) for parameter in module.parameters())
-    splits = (
-        [size for size, placement in _dimensions(each) if size > 1 and not placement.is_replicate()]
-        for each in sharded
-        if each is not None
-    )
-    has_fsdp = any(isinstance(each, FSDPModule) for each in module.modules())
-    return has_fsdp and all(len(each) <= 1 for each in splits)
-
-
-def _dimensions(sharded: "DTensor") -> Iterable[tuple[int, Any]]:
-    """Return the size of each dimension of a DTensor's mesh, and the placement along it."""
-    return zip(sharded.device_mesh.mesh.shape, sharded.placements, strict=True)
-
-
-def _is_split(parameter: Tensor, num_processes: int) -> bool:
-    sharded = as_dtensor(parameter)
-    if sharded is None:
-        return False
-    return sharded.device_mesh.size() == num_processes and all(
-        size == 1 or not (placement.is_replicate() or placement.is_partial())
-        for size, placement in _dimensions(sharded)
-    )
+    return ranks

@@ -1,7 +1,24 @@
-"""The optimizers' state, which a worker saves, gives to another, and takes over."""
+"""The optimizers' state, which a worker saves, gives to another, and takes over.
 
+Races while it is given and taken, besides those of :mod:`gossipdp.gossip.transfer`:
+
+- The donor trains on: its optimizers' state is read between its steps and its parameters chunk by
+  chunk, so the two are a few steps apart, as parameters and momentum of gossip always are.
+- The donor dies, stops or stalls: the next one is asked for all of it.
+- Rank 0 trains on at the start, while others take its state: they take that of a few steps later.
+- Parameters, buffers or optimizers' state hold NaN or infinity: the taker checks them.
+- All donors consolidate meanwhile: each refuses; when all have left, the joiner ends with an error.
+- Nothing advances for ``start_timeout_s``: the joiner ends with an error. The whole may take any
+  time.
+"""
+
+import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,30 +26,37 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_map_only
 
 from gossipdp.dynamics.device import Device, Mark
+from gossipdp.dynamics.state import State
 from gossipdp.dynamics.update import is_finite
-from gossipdp.gossip.thread import Background
-from gossipdp.gossip.transfer import Offer
-from gossipdp.parallel import state_layout
+from gossipdp.errors import PeerLostError, RendezvousError
+from gossipdp.gossip.loop import GossipLoop
+from gossipdp.gossip.thread import Background, GossipThread
+from gossipdp.gossip.transfer import NoStateYetError, Offer, TurnedAwayError
+from gossipdp.parallel import packing
+from gossipdp.parallel.options import Network
 from gossipdp.parallel.shards import as_sharded, local
+
+logger = logging.getLogger("gossipdp")
 
 SHARD = "shard"
 """The name of a process's part of a tensor, if it holds only a part."""
-INLINE_BYTES = 256
-"""Tensors of up to this size travel in the layout, such as Adam's step counts."""
+PAUSE_BETWEEN_ROUNDS_S = 0.1
+# The most that a donor's optimizers' state may take, beside this worker's own model. AdamW takes
+# twice the parameters, Shampoo and its like more.
+TRAINING_BYTES_PER_BYTE = 32
+OTHER_TRAINING_BYTES = 64 << 20
 
 
 def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the optimizers' states as they are now, not copied; of a DTensor, its own part."""
-    states = [optimizer.state_dict() for optimizer in optimizers]
-    return {"optimizers": [each | {"state": _own_parts(each["state"])} for each in states]}
-
-
-def _own_parts(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the state with parts of DTensors; parameters have numbers, other state has names."""
-    return {
-        name: tree_map_only(Tensor, _own_part, held) if isinstance(name, int) else held
-        for name, held in state.items()
-    }
+    captured = []
+    for values in [optimizer.state_dict() for optimizer in optimizers]:
+        state = {  # parameters have numbers, other state has names
+            name: tree_map_only(Tensor, _own_part, held) if isinstance(name, int) else held
+            for name, held in values["state"].items()
+        }
+        captured.append(values | {"state": state})
+    return {"optimizers": captured}
 
 
 def _own_part(tensor: Tensor) -> Any:
@@ -70,8 +94,8 @@ class BetweenSteps:
     joiner), which another thread makes: the gossip thread waits for neither. So every chunk that a
     joiner receives is of one step; if a moment is exchanged, part of its chunk may be from before
     and part from after the average that a boundary adds. Two chunks of a tensor, or two tensors,
-    may be of different steps: that is harmless, as it is for the parameters. Numbers, and tensors
-    of at most ``INLINE_BYTES``, are all of the step at which the transfer began.
+    may be of different steps: that is harmless, as it is for the parameters. Numbers and small
+    tensors are all of the step at which the transfer began.
 
     A GPU steps later than it is asked, and the main thread asks for the next step before this one
     is done. So each step leaves a mark, and nothing is read before it is past. At the end of a step
@@ -132,15 +156,14 @@ class BetweenSteps:
             self._mark.wait()  # if no step follows, nobody else does
             with self._guard:
                 self._guard.wait_for(lambda: not self._stepping)
-                if self._mark.is_past():
-                    return self._described_now()
-
-    def _described_now(self) -> Offer:
-        try:
-            layout, tensors = state_layout.pack(capture(self._optimizers), INLINE_BYTES)
-        except RuntimeError as error:  # the script changes it at this moment
-            raise ValueError(f"the optimizers' state cannot be read now: {error}") from error
-        return Offer(layout, [tensor.view(torch.uint8) for tensor in tensors], self._copy)
+                if not self._mark.is_past():
+                    continue
+                try:
+                    layout, tensors = packing.pack(capture(self._optimizers))
+                except RuntimeError as error:  # the script changes it at this moment
+                    why = f"the optimizers' state cannot be read now: {error}"
+                    raise ValueError(why) from error
+                return Offer(layout, [tensor.view(torch.uint8) for tensor in tensors], self._copy)
 
     def _copy(self, source: Tensor, room: Tensor) -> bool:
         # The thread that holds the guard, or steps, wakes the gossip thread. It stays awaited: more
@@ -161,26 +184,102 @@ class Arriving:
     """The optimizers' state of another worker, on its way here, and of bounded size."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._layout: state_layout.StateLayout
+        self._max_bytes, self._num_bytes = max_bytes, 0
         self._rooms: list[Tensor]
+        self._state: Any = None
 
     def unfold(self, layout: bytes) -> list[Tensor]:
         """Make room for the tensors of the donor's layout, as bytes; ValueError refuses it."""
-        self._layout = state_layout.decode(layout)
-        if self._layout.num_bytes > self._max_bytes:
-            raise ValueError(
-                f"its optimizers' state takes {self._layout.num_bytes} bytes, and this worker's "
-                f"model would take {self._max_bytes} at most: the optimizers differ"
-            )
-        self._rooms = self._layout.rooms()
+        self._rooms, self._num_bytes = [], 0
+        self._state = packing.unpack(layout, self._room)
         return [room.view(torch.uint8) for room in self._rooms]
+
+    def _room(self, tensor: packing.TensorLayout) -> Tensor:
+        self._num_bytes += tensor.num_bytes
+        if self._num_bytes > self._max_bytes:
+            raise ValueError(
+                f"its optimizers' state takes more than {self._max_bytes} bytes, the most that "
+                "this worker's model would take: the optimizers differ"
+            )
+        room = torch.empty(math.prod(tensor.shape), dtype=tensor.dtype, device="cpu")
+        self._rooms.append(room)
+        return room
 
     def state(self) -> Any:
         """Return the state in the memory where it arrived; ValueError if it is poisoned."""
-        state = self._layout.unpack(self._rooms)
-        refuse_poison(state)
-        return state
+        refuse_poison(self._state)
+        return self._state
+
+
+def fetch_state(
+    thread: GossipThread, loop: GossipLoop, peer: int, arriving: Arriving | None, timeout_s: float
+) -> Any:
+    """Take one worker's parameters and buffers; return its optimizers' state, or None without.
+
+    Raises:
+        PeerLostError: none came, or a bad one.
+    """
+    unfold = None if arriving is None else arriving.unfold
+    ended: Future[Exception | None] = Future()
+    fetch = partial(loop.transfers.fetch, peer, unfold, ended.set_result, timeout_s)
+    thread.call(fetch).result()
+    if (error := ended.result()) is not None:
+        raise error
+    try:
+        return None if arriving is None else arriving.state()
+    except ValueError as error:
+        raise TurnedAwayError(f"worker {peer} cannot give its state: {error}") from error
+
+
+def take_state(
+    thread: GossipThread, loop: GossipLoop, state: State, network: Network, *, is_start: bool
+) -> Any:
+    """Take the parameters and buffers of a worker that has some; return its optimizers' state.
+
+    At the start of a run all optimizers are fresh: their state is not taken, and None is returned.
+    There each worker asks its parent in a binary tree under rank 0, so that no worker gives to all,
+    and the ancestors of one that does not answer. Later it asks the nearest in rank first, so that
+    joiners ask different donors.
+    """
+    rank, transfers = loop.protocol.rank, loop.transfers
+    limit_s, patience_s = network.start_timeout_s, network.timeout_s
+    num_bytes = sum(segment.x.nbytes for segment in state.segments)
+    most_bytes = OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes
+    ancestors = [rank] if is_start else []
+    while ancestors and ancestors[-1] > 0:
+        ancestors.append((ancestors[-1] - 1) // 2)
+    advanced, deadline_s = 0, time.monotonic() + limit_s
+    reason = ""
+    while True:
+        live = set(thread.call(loop.protocol.membership.live).result()) - {rank}
+        nearest = sorted(live.difference(ancestors), key=lambda each: (abs(each - rank), each))
+        for donor in [*filter(live.__contains__, ancestors), *nearest]:
+            thread.check()
+            try:
+                arriving = None if is_start else Arriving(most_bytes)
+                return fetch_state(thread, loop, donor, arriving, patience_s)
+            except PeerLostError as error:
+                thread.check()
+                reason = str(error)
+                is_turned_away = isinstance(error, TurnedAwayError)
+                has_none_yet = isinstance(error, NoStateYetError)
+            if is_start and has_none_yet:
+                break  # it will have one soon: ask it again
+            if is_start and is_turned_away:
+                raise RendezvousError(f"worker {rank} cannot start: {reason}")
+            logger.warning("worker %d asks another: %s", rank, reason)
+            # Refusal after refusal in the middle of a transfer is no progress.
+            if transfers.num_chunks_received > advanced and not is_turned_away:
+                deadline_s = time.monotonic() + limit_s
+            advanced = transfers.num_chunks_received
+        if not live or time.monotonic() >= deadline_s:
+            raise RendezvousError(
+                f"worker {rank} could not join: no live worker gave it a state"
+                f"{'; the last: ' if reason else ''}{reason}"
+            )
+        # The donor sends after its optimizer's step, which may take longer than the time-out.
+        patience_s = min(2 * patience_s, limit_s)
+        time.sleep(PAUSE_BETWEEN_ROUNDS_S)
 
 
 def refuse_poison(state: Any) -> None:
@@ -189,17 +288,14 @@ def refuse_poison(state: Any) -> None:
     A NaN in a gradient spoils the momentum for good, and that of every worker that takes it over.
     Settings (``param_groups``) and numbers may be infinite, as a limit is.
     """
-    optimizers = state.get("optimizers") if isinstance(state, dict) else None
-    for index, values in enumerate(optimizers if isinstance(optimizers, list) else ()):
-        kept = values.get("state") if isinstance(values, dict) else None
-        for path, tensor in tree_flatten_with_path(kept)[0]:
-            if not isinstance(tensor, Tensor):
-                continue
-            parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            parts = parts.float() if parts.element_size() == 1 else parts
-            if parts.is_floating_point() and not is_finite(parts):
-                place = f"optimizer {index}'s state{keystr(path)}"
-                raise ValueError(f"{place} holds NaN or infinity")
+    for path, tensor in tree_flatten_with_path(state)[0]:
+        place = keystr(path)
+        if not isinstance(tensor, Tensor) or "['param_groups']" in place:
+            continue
+        parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        parts = parts.float() if parts.element_size() == 1 else parts
+        if parts.is_floating_point() and not is_finite(parts):
+            raise ValueError(f"{place} holds NaN or infinity")
 
 
 def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:

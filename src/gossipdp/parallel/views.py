@@ -1,7 +1,7 @@
 """A module's parameters and buffers, and the part that each has in exchanges."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -39,9 +39,7 @@ class View:
     tensor: Tensor
     owners: list[tuple[dict[str, Tensor | None], str]]
     role: Role
-    optimizer_index: int
-    is_optimized: bool
-    requires_grad: bool
+    optimizer_index: int | None
     shape: torch.Size
     stride: tuple[int, ...]
     segment: int = 0
@@ -94,8 +92,50 @@ def views_of(
     Raises:
         ValueError: optimizers and module do not fit together, or a tensor cannot be moved.
     """
-    views = list(_views(module, _optimizer_of(module, optimizers, exchange.frozen), exchange))
-    base = {id(view.held) for view in views if view.role is Role.FROZEN}
+    optimizer_of = _optimizer_of(module, optimizers, exchange.frozen)
+    by_id: dict[int, View] = {}
+    for prefix, submodule in module.named_modules():
+        places = [(submodule._parameters, key) for key in submodule._parameters]
+        places += [
+            (submodule._buffers, key)
+            for key in submodule._buffers
+            if key not in submodule._non_persistent_buffers_set
+        ]
+        for owner, key in places:
+            held = owner[key]
+            name = f"{prefix}.{key}" if prefix else key
+            if held is None:
+                continue
+            if owner is submodule._buffers and not held.numel():
+                # Quantization-aware training watches values with modules whose buffers grow later.
+                if any(
+                    each.__module__.startswith("torch.ao.quant") for each in type(submodule).__mro__
+                ):
+                    raise ValueError(
+                        f"{name!r} takes its shape from the first batch: let the module see one, "
+                        "then make the optimizer and wrap"
+                    )
+                continue
+            if id(held) in by_id:
+                by_id[id(held)].owners.append((owner, key))
+                continue
+            tensor = local(held)
+            by_id[id(held)] = view = View(
+                name=name,
+                held=held,
+                tensor=tensor,
+                owners=[(owner, key)],
+                role=Role.FROZEN,
+                optimizer_index=optimizer_of.get(id(held)),
+                shape=tensor.shape,
+                # The strides of a dense copy: the tensor's own, unless it overlaps itself.
+                stride=tensor.stride()
+                if _is_packed(tensor)
+                else torch.empty_like(tensor, device="meta").stride(),
+            )
+            view.role = _role(view, submodule, exchange)
+    views = list(by_id.values())
+    _set_roles_by_size(views, exchange.frozen)
     for view in views:
         reason = None if view.role is Role.FROZEN else refusal(view.tensor.device)
         if reason is not None:
@@ -107,7 +147,7 @@ def views_of(
                 f"Exchange(buffers=...) names {pattern!r}, and the module has no such persistent "
                 f"buffer; it has {', '.join(names) or 'none'}"
             )
-    _check_memory(module, base)
+    _check_memory(module, {id(view.held) for view in views if view.role is Role.FROZEN})
     return views
 
 
@@ -115,7 +155,7 @@ def named_tensors(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange
 ) -> dict[str, Tensor]:
     """Return by its first name everything that checkpoints hold."""
-    views = _views(module, _optimizer_of(module, optimizers, exchange.frozen), exchange)
+    views = views_of(module, optimizers, exchange)
     return {view.name: view.tensor for view in views if view.role is not Role.FROZEN}
 
 
@@ -173,56 +213,32 @@ def _optimizer_of(
     return optimizer_of
 
 
-def _views(module: nn.Module, optimizer_of: dict[int, int], exchange: Exchange) -> Iterator[View]:
-    """Yield every distinct parameter and persistent buffer, in the module's own order."""
-    views: dict[int, View] = {}
-    for prefix, submodule in module.named_modules():
-        places = [(submodule._parameters, key) for key in submodule._parameters]
-        places += [
-            (submodule._buffers, key)
-            for key in submodule._buffers
-            if key not in submodule._non_persistent_buffers_set
-        ]
-        for owner, key in places:
-            held = owner[key]
-            name = f"{prefix}.{key}" if prefix else key
-            if held is None or (owner is submodule._buffers and not held.numel()):
-                if held is not None and _is_observer(submodule):
-                    raise ValueError(
-                        f"{name!r} takes its shape from the first batch: let the module see one, "
-                        "then make the optimizer and wrap"
-                    )
-                continue
-            if id(held) in views:
-                views[id(held)].owners.append((owner, key))
-                continue
-            index = optimizer_of.get(id(held))
-            tensor = local(held)
-            role = (
-                _role(name, held, index is not None, exchange.frozen)
-                if isinstance(held, nn.Parameter)
-                else _role_of_buffer(name, submodule, key, exchange.buffers)
+def _role(view: View, owner: nn.Module, exchange: Exchange) -> Role:
+    """Return the role by kind; :func:`_set_roles_by_size` has the last word on some."""
+    name, dtype = view.name, view.held.dtype
+    has_average = dtype in AVERAGED_DTYPES
+    if view.is_parameter:
+        is_optimized = view.optimizer_index is not None
+        if not (exchange.frozen or (view.held.requires_grad and is_optimized)):
+            return Role.FROZEN
+        if not view.held.is_floating_point():
+            raise ValueError(
+                f"parameter {name!r} is {dtype}; gossip averages floating-point parameters "
+                "(hold a complex parameter as its real view)"
             )
-            views[id(held)] = View(
-                name=name,
-                held=held,
-                tensor=tensor,
-                owners=[(owner, key)],
-                role=role,
-                optimizer_index=index or 0,
-                is_optimized=index is not None,
-                requires_grad=held.requires_grad,
-                shape=tensor.shape,
-                # The strides of a dense copy: the tensor's own, unless it overlaps itself.
-                stride=tensor.stride()
-                if _is_packed(tensor)
-                else torch.empty_like(tensor, device="meta").stride(),
-            )
-    _set_following(list(views.values()), exchange.frozen)
-    yield from views.values()
+        return Role.TRAINED
+    if exchange.buffers is None:
+        has_both = all(owner._buffers.get(each) is not None for each in STATISTICS)
+        key = name.rpartition(".")[2]
+        is_averaged = key in STATISTICS and has_both and has_average
+    else:
+        is_averaged = any(fnmatchcase(name, pattern) for pattern in exchange.buffers)
+    if is_averaged and not has_average:
+        raise ValueError(f"Exchange(buffers=...) names {name!r}: {dtype} has no average")
+    return Role.BUFFER if is_averaged else Role.COPIED
 
 
-def _set_following(views: Sequence[View], exchange_frozen: bool) -> None:
+def _set_roles_by_size(views: Sequence[View], exchange_frozen: bool) -> None:
     """Let the parameters of no optimizer be averaged in the end, unless they are a frozen base.
 
     Their size decides, and not whether they change: so all workers decide alike, also those that
@@ -292,33 +308,3 @@ def _is_wrapper(tensor: Tensor) -> bool:
 
 def _is_packed(tensor: Tensor) -> bool:
     return tensor.is_quantized or _is_wrapper(tensor)
-
-
-def _is_observer(module: nn.Module) -> bool:
-    """Return whether quantization-aware training watches values with it; its buffers grow later."""
-    return any(each.__module__.startswith("torch.ao.quant") for each in type(module).__mro__)
-
-
-def _role_of_buffer(name: str, owner: nn.Module, key: str, buffers: Collection[str] | None) -> Role:
-    tensor = owner._buffers[key]
-    assert tensor is not None
-    has_average = tensor.dtype in AVERAGED_DTYPES
-    if buffers is None:
-        has_both = all(owner._buffers.get(each) is not None for each in STATISTICS)
-        is_averaged = key in STATISTICS and has_both and has_average
-    else:
-        is_averaged = any(fnmatchcase(name, pattern) for pattern in buffers)
-    if is_averaged and not has_average:
-        raise ValueError(f"Exchange(buffers=...) names {name!r}: {tensor.dtype} has no average")
-    return Role.BUFFER if is_averaged else Role.COPIED
-
-
-def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:
-    if not (exchange_frozen or (tensor.requires_grad and is_optimized)):
-        return Role.FROZEN
-    if not tensor.is_floating_point():
-        raise ValueError(
-            f"parameter {name!r} is {tensor.dtype}; gossip averages floating-point parameters "
-            "(hold a complex parameter as its real view)"
-        )
-    return Role.TRAINED

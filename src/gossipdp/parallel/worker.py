@@ -49,9 +49,8 @@ from gossipdp.parallel.monitoring import Monitoring
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import GOSSIP_METHODS, Options
 from gossipdp.parallel.pace import Pace
+from gossipdp.parallel.packing import check_savable
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.state_layout import check_savable
-from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.parallel.termination import TERMINATION
 from gossipdp.parallel.views import named_tensors
@@ -472,8 +471,15 @@ class Worker(Entry):
             yield
             return
         self._refuse_poison("they are not averaged with the others'")
-        values = average_over_live(self._thread, self._loop).values
-        average = self._copies(lambda chunk, room: room.copy_(values[chunk.index]))
+        asked = self._call(self._loop.sums.ask)
+        while not asked.done():
+            wait([asked], LOOK_AT_THREAD_EVERY_S)
+            self._thread.check()
+        found = asked.result()
+        if found.without:
+            reasons = "; ".join(f"worker {rank} ({why})" for rank, why in found.without.items())
+            logger.warning("worker %d averages without %s", self.rank, reasons)
+        average = self._copies(lambda chunk, room: room.copy_(found.values[chunk.index]))
         self._is_averaged = True
         try:
             self._flat.swap(average)

@@ -81,7 +81,7 @@ def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     go_on.set()
     assert until_there(background, "second", lambda: place(2.0)) == place(2.0)
     assert until_there(background, "first", lambda: place(3.0)) == place(3.0)
-    assert ran_in == ["gossipdp background"]
+    assert ran_in == ["gossipdp-background"]
     assert set(blas) == {1}
 
 

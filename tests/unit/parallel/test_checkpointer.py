@@ -119,8 +119,9 @@ def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch)
     saving = Checkpoints(tmp_path, every_steps=1)
     model = wrap(net, [judge, maker], checkpoints=saving, budget_samples=4)
     events: list[str] = []
-    capture = model._worker.capture
-    monkeypatch.setattr(model._worker, "capture", lambda: events.append("saved") or capture())
+    checkpointer = model._worker.checkpointer
+    capture = checkpointer._capture
+    monkeypatch.setattr(checkpointer, "_capture", lambda: events.append("saved") or capture())
     for batch in model.batches([torch.ones(1, 3)]):
         for optimizer in (judge, judge, maker):
             model(batch).sum().backward()

@@ -250,7 +250,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
     awaited, join = threading.Event(), threading.Thread.join
 
     def tell(thread: threading.Thread, timeout: float | None = None) -> None:
-        if thread.name == "gossipdp background":
+        if thread.name == "gossipdp-background":
             awaited.set()
         join(thread, timeout)
 
@@ -261,7 +261,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
     between = worker.between_steps
     work_out = worker._work_out if what == "the graph" else between._described
     assert worker._thread.call(lambda: work_out("a key", awaited.wait)).result() is None
-    assert "gossipdp background" in threads()
+    assert "gossipdp-background" in threads()
     model.close()
     assert threads() == []
 

@@ -18,9 +18,9 @@ from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.launcher.environment import show_address
 from gossipdp.observe.server import StatusPort
 from gossipdp.observe.status import METRICS_PATH, ask
-from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.monitoring import MEAN_OF_LOSSES
 from gossipdp.parallel.stats import Stats
+from gossipdp.parallel.worker import Worker
 from gossipdp_lab.report.run_log import RunLog
 
 Make = Callable[..., tuple[GossipDataParallel, str]]
@@ -100,7 +100,7 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
     counted |= {name: {7: f"as {name}"} for name in words if metrics_of(Counters)[name].label}
     own = {"gradient_steps": 1, "samples": 8}  # the log counts these itself
     stats = Stats(rank=0, world_size=1, **counted)
-    monkeypatch.setattr(Checkpointer, "stats", lambda self: stats)
+    monkeypatch.setattr(Worker, "stats", lambda self: stats)
     model, address = make(monitor=Monitor(status_port=0, log_dir=tmp_path))
     train(model, 1)
     status = ask(address)

@@ -14,7 +14,7 @@ from gossipdp.dynamics.device import Device
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.transfer import NoStateYetError, Offer, TurnedAwayError
-from gossipdp.parallel import state_transfers
+from gossipdp.parallel import training_state
 from gossipdp.parallel.training_state import Arriving, BetweenSteps
 
 RANK = 2
@@ -101,8 +101,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now[0] += seconds
         assert now[0] < 20.0, "it goes on for ever"
 
-    monkeypatch.setattr(state_transfers.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(state_transfers.time, "sleep", sleep)
+    monkeypatch.setattr(training_state.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(training_state.time, "sleep", sleep)
     return now
 
 
@@ -111,7 +111,7 @@ STATE = State([Segment(torch.ones(3), Role.TRAINED)])
 
 def take(peers: Any, *, is_start: bool = False) -> Any:
     times = SimpleNamespace(timeout_s=TIMEOUT_S, start_timeout_s=5.0)
-    return state_transfers.take_state(peers, peers, STATE, times, is_start=is_start)
+    return training_state.take_state(peers, peers, STATE, times, is_start=is_start)
 
 
 def test_the_nearest_gives_and_after_one_that_dies_the_next_gives_all(peers):
@@ -125,7 +125,7 @@ def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
     peers.states = {1: [bad], 0: [given(trained(0.25))]}
     assert rate_of(take(peers)) == 0.25
     with pytest.raises(PeerLostError, match="worker 1 cannot give its state"):
-        state_transfers.fetch_state(peers, peers, 1, Arriving(1 << 20), 1.0)
+        training_state.fetch_state(peers, peers, 1, Arriving(1 << 20), 1.0)
 
 
 def test_being_turned_away_for_ever_is_no_progress(peers, now):

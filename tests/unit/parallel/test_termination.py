@@ -18,7 +18,7 @@ from torch import nn
 
 from gossipdp import Checkpoints
 from gossipdp.parallel import worker as worker_module
-from gossipdp.parallel.checkpoint import read, saved_by
+from gossipdp.parallel.checkpoint import file_path, read
 from gossipdp.parallel.checkpointer import Write
 from gossipdp.parallel.termination import TERMINATION, Termination
 
@@ -292,9 +292,8 @@ def test_one_sigterm_saves_all_models(pair, loop, signal_in):
         train()
     assert ended.value.code == 128 + signal.SIGTERM
     for place, model in zip(pair.places, pair.models, strict=True):
-        (file,) = saved_by(place, 0)
-        assert file.facts.step == 2
-        from_file, _ = read(file.path)
+        assert steps_saved(place) == [2]
+        from_file, _ = read(file_path(place, 0, 2))
         for key, value in model.module.state_dict().items():
             assert torch.equal(from_file[f"model/{key}"], value), (place, key)
 
