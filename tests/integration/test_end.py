@@ -57,6 +57,7 @@ def has_noticed_a_death(model: GossipDataParallel) -> bool:
 
 def forget(log: Path, saves: bool) -> None:
     model, step = wrap(log, timeout_s=FOR_EVER_S, counting=Counting(samples_per_step=8))
+    step()  # of its own: it may answer an exchange before
     # Of each worker, since a budget might be used up by one; after it has given the other a state.
     wait_until(lambda: model.stats().exchanges > 0, "an exchange", step)
     with model.averaged():  # an evaluation
@@ -98,6 +99,7 @@ def test_one_that_leaves_without_the_average_is_told_so(workers, tmp_path, budge
 
 def forget_long_after_a_death(log: Path) -> None:
     model, step = wrap(log, timeout_s=1.0, counting=Counting(samples_per_step=8))
+    step()  # of its own: it may answer an exchange before
     wait_until(lambda: model.stats().exchanges > 0, "an exchange", step)
     if model.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
