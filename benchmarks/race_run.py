@@ -40,9 +40,10 @@ from support.rows import Gossip
 
 from gossipdp import WorkerFailedError
 from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.faults import FaultInjector, FaultRecord, Target
+from gossipdp.launcher.faults import FaultInjector, FaultRecord
 from gossipdp.launcher.launch_plan import LaunchPlan
-from gossipdp.launcher.supervisor import Ending, Supervisor, WorkerProcess, describe
+from gossipdp.launcher.processes import Ending, WorkerProcess
+from gossipdp.launcher.supervisor import Supervisor, describe
 
 NUM_MARKS = 28
 MAX_RESTARTS = 10_000
@@ -309,7 +310,11 @@ class Job:
     def all_train(self) -> bool:
         """Return whether every worker runs and has made a step."""
         ranks = range(len(self._starts))
-        return all(rank in self.running and self._trains(rank) for rank in ranks)
+        return all(self.trains(rank) for rank in ranks)
+
+    def trains(self, rank: int) -> bool:
+        """Return whether this worker runs and has made a step."""
+        return rank in self.running and self._trains(rank)
 
     def wait_s(self) -> float:
         """Return the seconds until something is due."""
@@ -328,13 +333,7 @@ class Job:
             del self._due[rank]
             self.running[rank] = self._start(rank, self._starts[rank])
             self._starts[rank] += 1
-        self._faults.step(
-            [
-                Target(rank, process, process is not None and self._trains(rank))
-                for rank in range(len(self._starts))
-                for process in [self.running.get(rank)]
-            ]
-        )
+        self._faults.step([JobWorker(self, rank) for rank in range(len(self._starts))])
         return bool(self.running or self._due)
 
     def end(self) -> None:
@@ -368,11 +367,23 @@ class Job:
                 other.kill()
 
 
+class JobWorker:
+    """A worker of a job, for the fault injector."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.rank, self.runs, self.trains = rank, rank in job.running, job.trains(rank)
+        self._job = job
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        self._job.running[self.rank].send(number)
+
+
 def supervise_gossip(course: Course) -> None:
     """Run gossipdp's workers to their end, by the library's own supervisor."""
     fleet = course.fleet
     supervisor = Supervisor(
-        LaunchPlan.on_one_host(course.settings.workers),
+        LaunchPlan.on_hosts(course.settings.workers),
         fleet.start,
         max_restarts=MAX_RESTARTS,
         faults=course.injector,

@@ -12,8 +12,8 @@ from support.hosts import Hosts, run
 from support.race_settings import RaceSettings, Shelf, Values, log_path, num_parameters, shelf_path
 
 from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher.processes import Ending, WorkerProcess
 from gossipdp.launcher.spares import Spares
-from gossipdp.launcher.supervisor import Ending, WorkerProcess
 
 WORKER = Path(__file__).parents[1] / "race_worker.py"
 PORT_ON_HOST = 29_400
@@ -33,9 +33,6 @@ class HostWorker(WorkerProcess):
     def __init__(self, worker: ScriptWorker, vanish: Callable[[], None]) -> None:
         self.reports = worker.reports
         self.pid, self._worker, self._vanish = worker.pid, worker, vanish
-
-    def waits_for(self) -> Sequence[object]:
-        return self._worker.waits_for()
 
     def poll(self) -> Ending | None:
         return self._worker.poll()

@@ -27,7 +27,7 @@ from torch import nn
 from gossipdp import WorkerFailedError
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultInjector
-from gossipdp.launcher.supervisor import Ending
+from gossipdp.launcher.processes import Ending
 
 SETTINGS = RaceSettings(
     row="gossipdp", condition="calm", faults="", learning_rate=0.02, seed=1, seconds=70, workers=4

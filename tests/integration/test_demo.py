@@ -13,7 +13,8 @@ from matplotlib.image import imread
 from waiting import LONGEST_S
 
 from gossipdp.launcher import faults
-from gossipdp.launcher.faults import FaultInjector, Target
+from gossipdp.launcher.faults import FaultInjector
+from gossipdp.launcher.processes import SupervisedWorker
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo.command import run
 from gossipdp_lab.demo.compare import Verdict
@@ -65,13 +66,13 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
     class Watching(FaultInjector):
         """Lets the run end once the others have noticed the death and that the worker is back."""
 
-        def step(self, targets: Sequence[Target]) -> None:
+        def step(self, workers: Sequence[SupervisedWorker]) -> None:
             assert time.monotonic() < deadline_s, self.records
             if self.first_step_s is not None and (
                 witnesses(0, "lost") >= {1, 2} and witnesses(0, "restarted")
             ):
                 (tmp_path / "run" / "all-back").touch()
-            super().step(targets)
+            super().step(workers)
 
     monkeypatch.setattr(faults, "FaultInjector", Watching)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -11,6 +11,7 @@ from sharded_runs import Seen, loader, step, values, wrapped
 from waiting import wait_until
 
 from gossipdp import GossipDataParallel, Network
+from gossipdp.launcher.environment import OF_REPLICA
 from gossipdp.launcher.launch_plan import ask_join_infos
 from gossipdp.parallel import module
 from gossipdp.parallel.worker import Worker
@@ -33,8 +34,8 @@ def joining_variables(directory: Path) -> dict[str, str]:
     wait_until(lambda: all(path.exists() for path in paths), "the run has addresses")
     addresses = [tuple(json.loads(path.read_text())) for path in reversed(paths)]
     network = ask_join_infos(addresses, NUM_SHARDS)[int(os.environ["RANK"])]
-    no_rank = {"GOSSIPDP_REPLICA": "", "GOSSIPDP_REPLICAS": "0", "GOSSIPDP_STORE": ""}
-    return network.join_variables() | no_rank
+    no_rank = dict.fromkeys(OF_REPLICA.values(), "")
+    return network.join_variables(-1, 0) | no_rank | {"GOSSIPDP_RUN_ID": str(network.run_id)}
 
 
 class Lagging(Worker):
@@ -51,8 +52,8 @@ def join_at_once(directory: Path) -> Seen:
     The learning rate is 0: parameters stay as they were at the start of the run.
     """
     torch.set_num_threads(1)
-    is_run = os.environ["GOSSIPDP_REPLICA"] == "0"
-    os.environ["GOSSIPDP_REPLICAS"] = "1"
+    is_run = os.environ["GOSSIPDP_RANK"] == "0"
+    os.environ["GOSSIPDP_WORLD_SIZE"] = "1"
     if not is_run:
         os.environ.update(joining_variables(directory))
         module.Worker = Lagging  # type: ignore[misc]

@@ -12,7 +12,7 @@ from waiting import pause, wait_until
 from gossipdp import GossipDataParallel, Network
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import read_addresses
-from gossipdp.launcher.launch_plan import ask_run_id
+from gossipdp.launcher.launch_plan import ask_join_infos
 from gossipdp.links import tls
 from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
 
@@ -80,10 +80,10 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
         os.environ["GOSSIPDP_JOIN"] = address.read_text()
         known = read_addresses("GOSSIPDP_JOIN", address.read_text())
         with pytest.raises(RefusedError, match="TLS is on at the other worker and off here"):
-            ask_run_id(known)
+            ask_join_infos(known, 1)
         with pytest.raises(RendezvousError, match="no worker to join answers"):
-            ask_run_id(known, Tls(stranger))
-        os.environ["GOSSIPDP_RUN_ID"] = ask_run_id(known, Tls(files))
+            ask_join_infos(known, 1, Tls(stranger))
+        os.environ["GOSSIPDP_RUN_ID"] = str(ask_join_infos(known, 1, Tls(files))[0].run_id)
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     network = Network(start_timeout_s=60, tls=files.cert.parent)

@@ -95,11 +95,10 @@ def run(arguments: PlanArguments) -> int:
     console = Console()
     console.print(_table(graph.name, comm_rate, constants))
     console.print(_verdict(constants), highlight=False)
-    if own_rate is not None:
-        console.print(own_rate.text(), highlight=False)
     written: dict[str, Any] = {name: getattr(constants, name) for name in WRITTEN}
     written["edges"] = len(constants.edges)
     if own_rate is not None:
+        console.print(own_rate.text(), highlight=False)
         written["auto"] = own_rate._asdict()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")

@@ -17,26 +17,28 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from gossipdp.launcher.environment import (
+    OF_REPLICA,
+    PLACE,
     Environment,
     check_platform,
     check_secret,
     is_loopback,
     read_addresses,
     show_address,
+    with_torchrun_names,
 )
 from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.schedulers import with_torchrun_names
 from gossipdp.links.tls import Tls, TlsFiles, check_private, tls_files
 from gossipdp.rules import at_least_0, at_least_1, option, port_number
 
 if TYPE_CHECKING:
     from gossipdp.launcher.launch_plan import LaunchPlan
+    from gossipdp.launcher.supervisor import Supervisor
 
 # Variables of another launcher that started us: they would mislead a worker.
 NOT_INHERITED = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT", "GOSSIPDP_JOIN", "GOSSIPDP_JOIN_FILE", "GOSSIPDP_RESTARTS"),
-    *("GOSSIPDP_REPLICA", "GOSSIPDP_REPLICAS", "GOSSIPDP_STORE"),
+    *(*PLACE, "GROUP_RANK", "GOSSIPDP_JOIN", "GOSSIPDP_JOIN_FILE", "GOSSIPDP_RESTARTS"),
+    *OF_REPLICA.values(),
     *("GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
 )
 SAY_WAITS_AFTER_S = 10.0
@@ -143,7 +145,7 @@ def run(arguments: RunArguments) -> int:
     """
     from gossipdp.launcher.faults import FaultInjector
     from gossipdp.launcher.spares import Spares
-    from gossipdp.launcher.supervisor import Failure, Supervisor, describe, shown_rank
+    from gossipdp.launcher.supervisor import Failure, Supervisor, shown_rank
     from gossipdp.observe.log import worker_file, write_process_end
 
     check_platform()
@@ -178,12 +180,13 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal num_shown, say_waits_at_s
-        some_ended = len(supervisor.running) < plan.num_local
+        waiting = [shown_rank(worker.rank) for worker in supervisor.running]
+        some_ended = len(waiting) < plan.num_local
         if supervisor.is_complete and some_ended and not supervisor.ending:
             say_waits_at_s = say_waits_at_s or time.monotonic() + SAY_WAITS_AFTER_S
             if time.monotonic() > say_waits_at_s:
                 say_waits_at_s = math.inf  # said once
-                who = " and ".join(f"worker {shown_rank(rank)}" for rank in supervisor.ranks)
+                who = " and ".join(f"worker {rank}" for rank in waiting)
                 _tell(f"the run is complete; waiting for {who} to end, unless Ctrl+C ends it")
         spares.follow(supervisor)
         known = [network.addresses for network in plan.join_infos]
@@ -197,8 +200,6 @@ def run(arguments: RunArguments) -> int:
         faults = FaultInjector(
             fault_plan,
             plan.world_size or plan.num_local,
-            first_rank=plan.first_rank or 0,
-            others_elsewhere=plan.world_size > plan.num_local,
             seed=arguments.faults_seed,
             say=_tell,
             directory=Path(log_dir) if log_dir else None,
@@ -218,24 +219,13 @@ def run(arguments: RunArguments) -> int:
         _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
     code = 1
     try:
-        ended_by = supervisor.run(look)
-        code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
-        if ended_by is not None:
-            num_replicas = num_workers // arguments.nproc_per_replica
-            _tell(stopped_line(supervisor.saved, num_replicas, has_ended=supervisor.is_complete))
-        if supervisor.failures and supervisor.begun:  # the lines about them may be hours old
-            _tell(f"at the end: {describe(supervisor.failures)}")
-        if supervisor.loss and ended_by is None:
-            _tell(supervisor.loss)
-        for rank, reason in sorted(supervisor.unsaved.items()):
-            code = 1
-            _tell(f"worker {shown_rank(rank)}: {reason}")
+        code = _end(supervisor, supervisor.run(look))
     finally:  # also after an error: under torchrun others may wait for this one's end
         spares.close()
         wait = plan.under_torchrun and code == 1 and supervisor.begun
         if wait:
             _tell("staying until the other workers have ended: torchrun would end them with this")
-        if lost := plan.leave(plan.join_infos[0].addresses, wait=wait):
+        if lost := plan.leave(wait=wait):
             ranks = ", ".join(map(str, lost))
             _tell(f"not waiting for the end of workers {ranks}: nothing is heard of them")
     for stream in (sys.stdout, sys.stderr):
@@ -244,6 +234,24 @@ def run(arguments: RunArguments) -> int:
     if "torch" in sys.modules:
         # Nothing is left to do. To end torch, or an import of it that still runs, would take long.
         os._exit(code)
+    return code
+
+
+def _end(supervisor: "Supervisor", ended_by: int | None) -> int:
+    """Say how the run ended, after this signal if one ended it; return the exit status."""
+    from gossipdp.launcher.supervisor import describe, shown_rank
+
+    code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
+    if ended_by is not None:
+        num_workers, has_ended = len(supervisor.workers), supervisor.is_complete
+        _tell(stopped_line(supervisor.saved, num_workers, has_ended=has_ended))
+    if supervisor.failures and supervisor.begun:  # the lines about them may be hours old
+        _tell(f"at the end: {describe(supervisor.failures)}")
+    if supervisor.loss and ended_by is None:
+        _tell(supervisor.loss)
+    for rank, reason in sorted(supervisor.unsaved.items()):
+        code = 1
+        _tell(f"worker {shown_rank(rank)}: {reason}")
     return code
 
 
@@ -351,8 +359,8 @@ def _plan(
     if not several:
         if arguments.node_rank:
             raise ValueError("--node-rank without --nnodes; say how many hosts there are")
-        host, port = arguments.host or "127.0.0.1", arguments.port
-        return LaunchPlan.on_one_host(num_local, host, port, secret, num_shards=num_shards)
+        store = arguments.host or "127.0.0.1", arguments.port
+        return LaunchPlan.on_hosts(num_local, store, secret, num_shards=num_shards)
     addresses = read_addresses("--rendezvous", arguments.rendezvous or "")
     if len(addresses) != 1 or arguments.port:
         raise ValueError(
@@ -366,9 +374,13 @@ def _plan(
             "the run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "
             "600 FILE), or --tls with what gossipdp tls-init makes"
         )
-    nnodes, node_rank = arguments.nnodes, arguments.node_rank
-    return LaunchPlan.on_several_hosts(
-        num_local, nnodes, node_rank, (host, port), secret, num_shards=num_shards
+    return LaunchPlan.on_hosts(
+        num_local,
+        (host, port),
+        secret,
+        num_hosts=arguments.nnodes,
+        host_rank=arguments.node_rank,
+        num_shards=num_shards,
     )
 
 

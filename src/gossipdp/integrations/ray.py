@@ -104,7 +104,7 @@ class Meeting:
 
     def __init__(self, num_workers: int, host: str | None = None) -> None:
         host = host or _import_ray().util.get_node_ip_address()
-        self._plan = LaunchPlan.on_one_host(num_workers, host)
+        self._plan = LaunchPlan.on_hosts(num_workers, (host, 0))
         self._plan.open()
         self._num_starts = [0] * num_workers
 
@@ -116,18 +116,16 @@ class Meeting:
         """
         num_restarts = self._num_starts[rank]
         self._num_starts[rank] += 1
-        own = self._plan.worker_variables(rank)
-        # Ray gives each worker devices of its own, and says nothing of others on its host.
-        own |= {"LOCAL_RANK": "0"}
-        del own["LOCAL_WORLD_SIZE"], own["GROUP_RANK"]
-        if num_restarts == 0:
-            return own
-        if not self.has_begun():
+        if num_restarts and not self.has_begun():
             raise RendezvousError(
                 f"worker {rank} died before all workers had begun to train; look at its output"
             )
-        joins = self._plan.join_infos[0].join_variables(rank, num_restarts)
-        return own | joins | {"GOSSIPDP_JOIN_FILE": ""}  # the worker may be on another host
+        lives = (rank, num_restarts) if num_restarts else None
+        own = self._plan.worker_variables(rank, rejoins=lives)
+        # Ray gives each worker devices of its own, and says nothing of others on its host. The file
+        # with addresses may be on another one.
+        del own["LOCAL_WORLD_SIZE"], own["GROUP_RANK"]
+        return own | {"LOCAL_RANK": "0", "GOSSIPDP_JOIN_FILE": ""}
 
     def has_begun(self) -> bool:
         """Return whether all workers have met and train."""

@@ -1,14 +1,14 @@
 """Starting workers, and how each learns its rank and the addresses of the others.
 
 The worker's side:
-environment  the variables that tell a worker who it is; schedulers: those of Slurm and Kubernetes
+environment  the variables that tell a worker who it is
 rendezvous   the meeting of all workers at the start; store: the TCPStore where they meet
 reports      what a worker reports to the launcher that started it
 
 The launcher's side:
 launch_plan  the workers of one supervisor, and the run they belong to or join
-supervisor   watches the workers of this machine, each a process or a replica of several, and
-             starts them again
+processes    a worker of this machine over all its lives: a process, or a replica of several
+supervisor   watches these workers, and starts them again
 faults       kills, stops and slows them by a plan, to test a script; fault_plan: what plans mean
 local        the processes themselves: ``launch()`` for functions, and scripts
 spares       interpreters that have imported torch (spare_interpreter), for the next restart

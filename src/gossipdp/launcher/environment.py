@@ -2,7 +2,7 @@
 
 The names are torchrun's, so a script runs unchanged under torchrun, under our launcher, and under a
 shell that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Ours begin with GOSSIPDP_. Those of
-Slurm and Kubernetes are translated (:mod:`.schedulers`).
+Slurm and Kubernetes are translated.
 
 Accelerate, the Trainer of transformers and Lightning read RANK, WORLD_SIZE and their like when
 they are set up, start ``torch.distributed``, average gradients and give each worker a share of the
@@ -15,6 +15,7 @@ import dataclasses
 import ipaddress
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +25,23 @@ from pathlib import Path
 import msgspec
 
 from gossipdp.errors import RendezvousError
-from gossipdp.launcher.schedulers import with_torchrun_names
 from gossipdp.links.tls import TlsFiles, tls_files
 from gossipdp.rules import at_least_1, port_number
 
 logger = logging.getLogger("gossipdp")
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The place of a worker, as torchrun says it. GROUP_RANK, the number of this host, is not among
+# these: Slurm counts hosts in its own way.
+PLACE = (
+    *REQUIRED,
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+)
 
+# To torch.distributed a replica of several processes is a world of its own. These names hold the
+# place of the replica among the others.
+OF_REPLICA = {name: f"GOSSIPDP_{name}" for name in REQUIRED}
 # Rank and world size of a worker that joins a run, until it has asked for them.
 UNKNOWN_RANK, UNKNOWN_WORLD_SIZE = -1, 0
 MIN_SECRET_BYTES = 16
@@ -39,12 +49,14 @@ MIN_SECRET_BYTES = 16
 # that a launcher started them.
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 LAUNCHER_NAMES = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
+    *PLACE,
+    *("GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
 }
+
+# Below the ports that Linux gives to programs that ask for any (32768 and up).
+FIRST_SLURM_PORT, NUM_SLURM_PORTS, PORTS_A_JOB = 20000, 10000, 16
 
 _taken_out: dict[str, str] = {}
 
@@ -150,19 +162,21 @@ class Environment:
         if variables is None:
             variables = _with_process_group({**os.environ, **_taken_out})
         shard, num_shards = 0, 1
-        if variables.get("GOSSIPDP_REPLICAS"):
+        if "GOSSIPDP_WORLD_SIZE" in variables:
             shard, num_shards = _number(variables, "RANK", 0), _number(variables, "WORLD_SIZE", 1)
-            variables = {**variables, **_shard_variables(variables)}
-        secret = variables.get("GOSSIPDP_SECRET")
-        status_port = variables.get("GOSSIPDP_STATUS_PORT")
-        join = read_addresses("GOSSIPDP_JOIN", variables.get("GOSSIPDP_JOIN") or "")
-        is_ranked = not join or bool(variables.get("RANK"))
-        given = with_torchrun_names(variables) if is_ranked else dict(variables)
-        if not join and not given.get("RANK") and not given.get("WORLD_SIZE"):
-            given = {"GOSSIPDP_PORT": given.get("GOSSIPDP_PORT", "")}  # one worker alone
-        missing = [name for name in REQUIRED if not given.get(name)]
-        if missing and (given.get("RANK") or given.get("WORLD_SIZE")) and not join:
-            present = [name for name in REQUIRED if name not in missing]
+            of_replica = {name: variables.get(own, "") for name, own in OF_REPLICA.items()}
+            variables = {**variables, **of_replica}
+        given = {name: value for name, value in variables.items() if value}
+        join = read_addresses("GOSSIPDP_JOIN", given.get("GOSSIPDP_JOIN", ""))
+        if join and "RANK" not in given:  # it asks a live worker for one, and uses no store
+            given = {name: given[name] for name in given.keys() - {"MASTER_ADDR", "MASTER_PORT"}}
+        else:
+            given = with_torchrun_names(given)
+        if not join and not given.keys() & {"RANK", "WORLD_SIZE"}:  # one worker alone
+            given = {name: given[name] for name in given if name.startswith("GOSSIPDP_")}
+        missing = [name for name in REQUIRED if name not in given]
+        present = [name for name in REQUIRED if name in given]
+        if missing and present and not join:
             raise ValueError(
                 f"{', '.join(present)} set (in the environment, or by init_process_group), but not "
                 f"{', '.join(missing)}: start the workers with `gossipdp run`, torchrun or srun, "
@@ -170,30 +184,32 @@ class Environment:
             )
         local_rank = _number(given, "LOCAL_RANK", 0)
         first_port = _number(given, "GOSSIPDP_PORT", 0)
-        run_id = given.get("GOSSIPDP_RUN_ID") or ""
+        run_id, secret = given.get("GOSSIPDP_RUN_ID"), given.get("GOSSIPDP_SECRET")
+        status_port = given.get("GOSSIPDP_STATUS_PORT")
+        is_hosted = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
-            rank=_number(given, "RANK", 0) if is_ranked else UNKNOWN_RANK,
+            rank=_number(given, "RANK", UNKNOWN_RANK if join else 0),
             world_size=_number(given, "WORLD_SIZE", UNKNOWN_WORLD_SIZE if join else 1),
             local_rank=local_rank,
             local_world_size=_number(given, "LOCAL_WORLD_SIZE", 0) // num_shards or None,
             shard=shard,
             num_shards=num_shards,
-            store_host=given.get("MASTER_ADDR") or None if is_ranked else None,
-            store_port=_number(given, "MASTER_PORT", 0) if is_ranked else 0,
-            agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            run_id=run_id or given.get("TORCHELASTIC_RUN_ID") or "default",
+            store_host=given.get("MASTER_ADDR"),
+            store_port=_number(given, "MASTER_PORT", 0),
+            agent_store=is_hosted and "MASTER_ADDR" in given,
+            run_id=run_id or given.get("TORCHELASTIC_RUN_ID", "default"),
             unique_run_id=bool(run_id),
             restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
             secret=check_secret(secret.encode(), "GOSSIPDP_SECRET") if secret else None,
-            host=variables.get("GOSSIPDP_HOST") or None,
+            host=given.get("GOSSIPDP_HOST"),
             # A fixed port is the first of a block: local workers take one each.
             port=first_port + local_rank if first_port else 0,
-            status_host=variables.get("GOSSIPDP_STATUS_HOST") or None,
-            status_port=_number(variables, "GOSSIPDP_STATUS_PORT", 0) if status_port else None,
-            tls=tls_files(tls) if (tls := variables.get("GOSSIPDP_TLS")) else None,
+            status_host=given.get("GOSSIPDP_STATUS_HOST"),
+            status_port=_number(given, "GOSSIPDP_STATUS_PORT", 0) if status_port else None,
+            tls=tls_files(tls) if (tls := given.get("GOSSIPDP_TLS")) else None,
             join=join,
-            join_file=variables.get("GOSSIPDP_JOIN_FILE") or "",
-            num_restarts=_number(variables, "GOSSIPDP_RESTARTS", 0),
+            join_file=given.get("GOSSIPDP_JOIN_FILE", ""),
+            num_restarts=_number(given, "GOSSIPDP_RESTARTS", 0),
         )
 
     def addresses_to_join(self) -> Sequence[tuple[str, int]]:
@@ -316,56 +332,6 @@ def show_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def identity_variables(run_id: str | None, secret: str | None) -> dict[str, str]:
-    """Return the variables by which a worker belongs to a run; leave out unknown ones."""
-    given = {"GOSSIPDP_RUN_ID": run_id, "GOSSIPDP_SECRET": secret}
-    return {name: value for name, value in given.items() if value}
-
-
-def replica_variables(
-    own: Mapping[str, str], shard: int, num_shards: int, store: tuple[str, int]
-) -> dict[str, str]:
-    """Return the variables of one process of a replica.
-
-    To ``torch.distributed`` the replica is a world of its own, which meets at ``store``: RANK is
-    the shard. Other variables hold the place of the replica among the others.
-
-    Args:
-        own: those of the replica, as for a worker of one process; LOCAL_RANK is the replica's
-            number on this host.
-        shard, num_shards: of this process.
-        store: (host, port) of a store that the launcher hosts for this replica alone.
-    """
-    meets = "MASTER_ADDR" in own  # else it joins a run
-    there = show_address(own["MASTER_ADDR"], int(own["MASTER_PORT"])) if meets else ""
-    return {
-        **own,
-        "GOSSIPDP_REPLICA": own.get("RANK", ""),
-        "GOSSIPDP_REPLICAS": own.get("WORLD_SIZE", str(UNKNOWN_WORLD_SIZE)),
-        "GOSSIPDP_STORE": there,
-        "RANK": str(shard),
-        "WORLD_SIZE": str(num_shards),
-        "LOCAL_RANK": str(int(own["LOCAL_RANK"]) * num_shards + shard),
-        "LOCAL_WORLD_SIZE": str(int(own["LOCAL_WORLD_SIZE"]) * num_shards),
-        "MASTER_ADDR": store[0],
-        "MASTER_PORT": str(store[1]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def _shard_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """Turn the variables of :func:`replica_variables` into those of the network of one shard."""
-    stores = read_addresses("GOSSIPDP_STORE", given.get("GOSSIPDP_STORE") or "")
-    host, port = stores[0] if stores else ("", "")
-    return {
-        "RANK": given.get("GOSSIPDP_REPLICA", ""),
-        "WORLD_SIZE": given["GOSSIPDP_REPLICAS"],
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": str(bool(stores)),
-    }
-
-
 def _with_process_group(variables: Mapping[str, str]) -> Mapping[str, str]:
     """Add the rank and size of torch's process group, unless that is of this process alone."""
     dist = sys.modules.get("torch.distributed")
@@ -389,6 +355,85 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{name} is {text!r}; it must be a whole number") from None
+
+
+def with_torchrun_names(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return ``variables`` with torchrun's names, if Slurm or Kubernetes started this process.
+
+    Variables that are set stay as they are. If RANK is set nothing is added: it was set nearer to
+    this process. Slurm's srun sets SLURM_* for each task of a step. The shell of an sbatch script
+    has no SLURM_STEP_NUM_TASKS, so a script that runs there without srun stays one worker. An
+    indexed Job of Kubernetes sets JOB_COMPLETION_INDEX; its manifest must say how many pods there
+    are (WORLD_SIZE).
+
+    Sources: srun(1), "Output environment variables"; kubernetes.io, "Jobs", completion mode
+    Indexed.
+
+    Raises:
+        ValueError: a variable of Slurm has an unknown form.
+    """
+    given = {name: value for name, value in variables.items() if value}
+    if "RANK" in given:
+        return given
+    if "SLURM_PROCID" in given and "SLURM_STEP_NUM_TASKS" in given:
+        return _slurm_variables(given) | given
+    if "JOB_COMPLETION_INDEX" in given and "WORLD_SIZE" in given:
+        rank = given["JOB_COMPLETION_INDEX"]
+        return {"RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | given
+    return given
+
+
+def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK and the like of one task of a Slurm step.
+
+    The workers meet at the step's first node, on a port that follows from the job and the step:
+    20000 + (16 · job + step) mod 10000.
+    """
+    numbers = {
+        name: given.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
+    }
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise ValueError(f"{name} is {text!r}; it must be a whole number")
+    job, step, node = map(int, numbers.values())
+    tasks = tasks_per_node(given.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    if node >= len(tasks):
+        raise ValueError(
+            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE has {len(tasks)} nodes; set "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
+        )
+    on_one_node = given.get("SLURM_STEP_NUM_NODES") == "1"
+    hosts = "127.0.0.1" if on_one_node else given.get("SLURM_STEP_NODELIST", "127.0.0.1")
+    return {
+        "RANK": given["SLURM_PROCID"],
+        "WORLD_SIZE": given["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": given.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(tasks[node]),
+        "MASTER_ADDR": first_host(hosts),
+        "MASTER_PORT": str(FIRST_SLURM_PORT + (PORTS_A_JOB * job + step) % NUM_SLURM_PORTS),
+    }
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list in Slurm's short form."""
+    match = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", hosts)
+    if match is None:
+        raise ValueError(f"no host in the Slurm host list {hosts!r}; set MASTER_ADDR yourself")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return the number of tasks of each node, from Slurm's short form."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(
+                f"SLURM_STEP_TASKS_PER_NODE is {text!r}, which is not of the form 4(x2),3; set "
+                "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 @contextmanager

@@ -16,7 +16,6 @@ its events draws one, and never the same worker twice in a row. A ``slow`` witho
 until the clause's next event, which makes another worker slow, or to the end of the run.
 """
 
-import heapq
 import itertools
 import re
 from collections.abc import Iterator
@@ -93,17 +92,34 @@ class Clause:
             factor=found.get("factor", 1.0),
         )
 
+    def events(self, number: int, num_workers: int, seed: int = 0) -> "Iterator[Event]":
+        """Yield its events: a pure function of clause, its number, the seed and the workers.
+
+        Endless if it repeats.
+        """
+        random, order = Random(f"{seed} {number}"), list[int]()
+        for count in itertools.count(1):
+            if self.rank is not None:
+                order = [self.rank]
+            else:
+                last, order = order[:1], list(range(num_workers))
+                random.shuffle(order)
+                order.sort(key=lambda rank: [rank] == last)  # stable: the last one comes last
+            yield Event(round(count * self.time_s, 3), number, self, tuple(order))
+            if not self.every:
+                return
+
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a plan, ``at_s`` after all workers train.
+    """One event of a plan, ``at_s`` after all workers train; ``number`` is that of its clause.
 
-    ``clause`` is the number of its clause. ``ranks``: the one that the clause names, or all, in the
-    order in which they are tried.
+    ``ranks``: the one that the clause names, or all, in the order in which they are tried.
     """
 
     at_s: float
-    clause: int
+    number: int
+    clause: Clause
     ranks: tuple[int, ...]
 
 
@@ -138,29 +154,6 @@ class FaultPlan:
                     f"{num_workers} workers; choose 0 to {num_workers - 1}"
                 )
         return plan
-
-    def events(self, num_workers: int, seed: int = 0) -> Iterator[Event]:
-        """Yield the events in order of time: a pure function of plan, seed and number of workers.
-
-        Endless if a clause repeats.
-        """
-        each = (self.events_of(number, num_workers, seed) for number in range(len(self.clauses)))
-        return heapq.merge(*each, key=lambda event: (event.at_s, event.clause))
-
-    def events_of(self, number: int, num_workers: int, seed: int = 0) -> Iterator[Event]:
-        """Yield the events of one clause."""
-        clause, random = self.clauses[number], Random(f"{seed} {number}")
-        order: list[int] = []
-        for count in itertools.count(1):
-            if clause.rank is not None:
-                order = [clause.rank]
-            else:
-                last, order = order[:1], list(range(num_workers))
-                random.shuffle(order)
-                order.sort(key=lambda rank: [rank] == last)  # stable: the last one comes last
-            yield Event(round(count * clause.time_s, 3), number, tuple(order))
-            if not clause.every:
-                return
 
 
 def _read(kind: str, word: str, rest: Iterator[str], text: str) -> tuple[str, float]:

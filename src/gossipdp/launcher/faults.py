@@ -1,52 +1,28 @@
 """``FaultInjector``: kills, stops and slows one supervisor's workers, by a plan.
 
-The injector has no thread. The supervisor's loop calls :meth:`FaultInjector.step` between two looks
-at its processes, and wakes when :meth:`FaultInjector.wait_s` says so. Only this loop touches the
-injector's state, so there is no lock. The injector sends a signal only through the supervisor's
-object for a process, and only before the supervisor has reaped that process: until then the process
-id belongs to no other process. As soon as the supervisor has reaped a process, it calls
-:meth:`FaultInjector.ended`.
-
-A slow worker is stopped and continued in short turns. The injector measures each turn, and later
-turns make up for one that came late. So the worker runs for the right share of the time, although
-single turns are too long or too short.
+It has no thread and no lock: the supervisor's loop alone calls it, :meth:`FaultInjector.step`
+between two looks at the processes, and :meth:`FaultInjector.ended` as soon as it has reaped one.
 """
 
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from gossipdp.launcher.fault_plan import Event, FaultPlan
+from gossipdp.launcher.fault_plan import Clause, Event, FaultPlan
 from gossipdp.links.clock import since_boot_s
+
+if TYPE_CHECKING:
+    from gossipdp.launcher.processes import SupervisedWorker
 
 # A slow worker runs and stands still once in this time, and runs for at least RUN_S of it.
 TURN_S, RUN_S = 0.05, 0.005
 # Later turns make up for a late one by at most this: far below any time-out of the workers.
 MAX_DEBT_S = 0.5
-
-
-class Process(Protocol):
-    """A process that has not been reaped."""
-
-    def send(self, number: int) -> None:
-        """Send it a signal; do nothing if it has ended."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """One worker of the supervisor: ``process`` is None while none runs.
-
-    ``trains``: the process has made a gradient step.
-    """
-
-    rank: int
-    process: Process | None
-    trains: bool
 
 
 class FaultRecord(msgspec.Struct, frozen=True):
@@ -84,10 +60,13 @@ class FaultRecord(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Slow:
-    """A worker that runs 1/factor of the time: while it runs, it owes time to stand still."""
+    """A worker that is stopped and continued in short turns, and runs 1/factor of the time.
 
-    clause: int
-    factor: float
+    While it runs, it owes time to stand still. Each turn is measured, and later ones make up for
+    one that came late.
+    """
+
+    clause: Clause
     until_s: float
     turn_began_s: float
     turn_ends_s: float
@@ -98,10 +77,10 @@ class _Slow:
         if now < self.turn_ends_s:
             return
         passed_s = now - self.turn_began_s
-        self.owed_s += -passed_s if self.stands_still else passed_s * (self.factor - 1)
+        self.owed_s += -passed_s if self.stands_still else passed_s * (self.clause.factor - 1)
         self.owed_s = max(-MAX_DEBT_S, min(self.owed_s, MAX_DEBT_S))
         self.stands_still = not self.stands_still and self.owed_s > 0
-        run_s = max(RUN_S, TURN_S / self.factor)
+        run_s = max(RUN_S, TURN_S / self.clause.factor)
         self.turn_began_s = now
         self.turn_ends_s = now + (self.owed_s if self.stands_still else run_s)
 
@@ -116,14 +95,15 @@ class FaultInjector:
     A worker can take a fault if it trains and is not stopped. If the plan draws the worker, the
     ranks are tried in the drawn order, and the first worker that can take the fault takes it. If
     other supervisors have workers of the run, only the first rank is tried: they could not know
-    that the fault went to another rank. The last worker that lives here is killed only if the
-    clause names its rank.
+    that the fault went to another rank. Workers that join a run are drawn by their order here. The
+    last worker that lives here is killed only if the clause names its rank.
+
+    A signal is sent only before the supervisor has reaped the process: until then no other process
+    has its id.
 
     Args:
         plan: what to do.
-        num_workers: of the whole run, among whom the plan draws.
-        first_rank: the lowest rank here; drawn ranks count from it.
-        others_elsewhere: other supervisors have workers of the run.
+        num_workers: of the whole run, among whom the plan draws; or those here, if they join one.
         seed: of the draws of workers.
         say: shows a line.
         directory: for the faults log, ``faults-RANK.jsonl``, where RANK is the lowest rank here.
@@ -139,31 +119,25 @@ class FaultInjector:
         plan: FaultPlan,
         num_workers: int,
         *,
-        first_rank: int = 0,
-        others_elsewhere: bool = False,
         seed: int = 0,
         say: Callable[[str], None] = lambda text: None,
         directory: Path | None = None,
         clock: Callable[[], float] = since_boot_s,
     ) -> None:
-        self._plan, self._first_rank, self._elsewhere = plan, first_rank, others_elsewhere
+        self._num_workers = num_workers
         self._say, self._directory, self._clock = say, directory, clock
-        self._events: Iterator[Event] = plan.events(num_workers, seed)
-        self._next = next(self._events, None)
-        # Events of clauses that do not repeat; they are missed if the run ends before.
-        self._single = {
-            number: next(plan.events_of(number, num_workers, seed))
-            for number, clause in enumerate(plan.clauses)
-            if not clause.every
-        }
+        clauses = enumerate(plan.clauses)
+        self._events = [clause.events(number, num_workers, seed) for number, clause in clauses]
+        self._next = {number: next(events) for number, events in enumerate(self._events)}
         self.records: list[FaultRecord] = []
         self.first_step_s: float | None = None
-        self._targets: Sequence[Target] = ()
-        # By place: the index of the worker among the supervisor's.
+        self._workers: dict[int, SupervisedWorker] = {}
+        # By rank: kills that the supervisor has not seen yet, the ends of stops, slow workers, and
+        # the workers that a signal of ours has stopped.
         self._kills: dict[int, FaultRecord] = {}
         self._stops: dict[int, float] = {}
         self._slow: dict[int, _Slow] = {}
-        self._stopped: dict[int, Process] = {}
+        self._stopped: set[int] = set()
 
     def wait_s(self) -> float:
         """Return the seconds until something is due."""
@@ -171,39 +145,44 @@ class FaultInjector:
             return math.inf
         dues = [*self._stops.values()]
         dues += [min(each.until_s, each.turn_ends_s) for each in self._slow.values()]
-        if self._next is not None:
-            dues.append(self.first_step_s + self._next.at_s)
+        dues += [self.first_step_s + event.at_s for event in self._next.values()]
         return max(0.0, min(dues, default=math.inf) - self._clock())
 
-    def step(self, targets: Sequence[Target]) -> None:
-        """Do what is due; ``targets`` are all workers of the supervisor, in its order."""
-        now, is_first = self._clock(), not self._targets
-        self._targets = targets
+    def step(self, workers: Sequence["SupervisedWorker"]) -> None:
+        """Do what is due; ``workers`` are all of the supervisor, in its order."""
+        now, is_first = self._clock(), not self._workers
+        self._workers = {worker.rank: worker for worker in workers}
         if is_first:
             self._log("wb", b"")  # empty the log of an earlier run
         if self.first_step_s is None:
-            running = [each for each in targets if each.process is not None]
-            if not running or not all(each.trains for each in running):
+            running = [worker for worker in workers if worker.runs]
+            if not running or not all(worker.trains for worker in running):
                 return
             self.first_step_s = now
-        while self._next is not None and now >= self.first_step_s + self._next.at_s:
-            event, self._next = self._next, next(self._events, None)
-            self._single.pop(event.clause, None)
-            self._inject(event, now)
-        for place in [place for place, until_s in self._stops.items() if now >= until_s]:
-            del self._stops[place]
-            self._tell(now, f"worker {targets[place].rank} may go on")
-        for place, slow in list(self._slow.items()):
+        while self._next:
+            event = min(self._next.values(), key=lambda each: (each.at_s, each.number))
+            if now < self.first_step_s + event.at_s:
+                break
+            following = next(self._events[event.number], None)
+            if following is None:
+                del self._next[event.number]
+            else:
+                self._next[event.number] = following
+            self._inject(event, now - self.first_step_s, now)
+        for rank in [rank for rank, until_s in self._stops.items() if now >= until_s]:
+            del self._stops[rank]
+            self._say(f"{now - self.first_step_s:5.1f} s  worker {rank} may go on")
+        for rank, slow in list(self._slow.items()):
             slow.turn(now)
             if now >= slow.until_s:
-                self._speed_up(place, now)
+                self._speed_up(rank, now - self.first_step_s)
         self._send_signals()
 
-    def ended(self, place: int, reason: str) -> bool:
+    def ended(self, rank: int, reason: str) -> bool:
         """Note that a worker's process was reaped; return whether a kill of ours ended it."""
-        self._stops.pop(place, None)
-        self._stopped.pop(place, None)
-        record = self._kills.pop(place, None)
+        self._stops.pop(rank, None)
+        self._stopped.discard(rank)
+        record = self._kills.pop(rank, None)
         if record is None:
             return False
         is_ours = "SIGKILL" in reason
@@ -215,111 +194,96 @@ class FaultInjector:
 
     def release(self) -> None:
         """Let all workers run, and do nothing more: the run ends."""
-        self._next = None
+        for event in self._next.values():
+            if not event.clause.every:
+                self._miss(event, self._candidates(event), "the run had ended by then")
+        self._next.clear()
         self._stops.clear()
         self._slow.clear()
         self._send_signals()
 
     def close(self) -> None:
-        """Record as missed what was not done, and show how many faults were done and missed."""
+        """End, and show how many faults were done and missed."""
         self.release()
-        for place in list(self._kills):
-            self.ended(place, "")
-        for event in self._single.values():
-            self._miss(event, "the run had ended by then")
-        self._single.clear()
+        for rank in list(self._kills):
+            self.ended(rank, "")
         num_missed = sum(record.missed is not None for record in self.records)
         did_begin = self.first_step_s is not None
         why = "" if did_begin else "; not all workers here had made a gradient step"
         self._say(f"faults: {len(self.records) - num_missed} done, {num_missed} missed{why}")
 
-    def _places(self, event: Event) -> list[int]:
-        """Return the places of the workers here that may take it, in the order to try them."""
-        if self._plan.clauses[event.clause].rank is not None:
-            (rank,) = event.ranks
-            return [place for place, each in enumerate(self._targets) if each.rank == rank]
-        drawn = event.ranks[:1] if self._elsewhere else event.ranks
-        places = [rank - self._first_rank for rank in drawn]
-        return [place for place in places if 0 <= place < len(self._targets)]
+    def _candidates(self, event: Event) -> list[int]:
+        """Return the ranks of the workers here that may take it, in the order to try them."""
+        here = list(self._workers)
+        if event.clause.rank is not None or self._num_workers > len(here):
+            return [rank for rank in event.ranks[:1] if rank in here]
+        return [here[place] for place in event.ranks]
 
-    def _inject(self, event: Event, now: float) -> None:
-        clause = self._plan.clauses[event.clause]
-        assert self.first_step_s is not None
-        since_s = now - self.first_step_s
+    def _inject(self, event: Event, since_s: float, now: float) -> None:
+        clause = event.clause
         if clause.kind == "slow" and clause.for_s is None:
-            for place in [p for p, slow in self._slow.items() if slow.clause == event.clause]:
-                self._speed_up(place, now)
+            for rank in [r for r, slow in self._slow.items() if slow.clause is clause]:
+                self._speed_up(rank, since_s)
+        candidates = self._candidates(event)
         if clause.every and since_s >= event.at_s + clause.time_s:
-            self._miss(event, "the launcher did not run at that time")
+            self._miss(event, candidates, "the launcher did not run at that time")
             return
-        obstacles = {place: self._obstacle(event, place) for place in self._places(event)}
-        chosen = next((place for place, obstacle in obstacles.items() if not obstacle), None)
+        obstacles = {rank: self._obstacle(clause, rank) for rank in candidates}
+        chosen = next((rank for rank, obstacle in obstacles.items() if not obstacle), None)
         if chosen is None:
-            self._miss(event, next(iter(obstacles.values()), ""))
+            self._miss(event, candidates, next(iter(obstacles.values()), ""))
             return
-        target = self._targets[chosen]
-        assert target.process is not None
         record = self._say_record(event, chosen, round(since_s, 3), clock_s=round(now, 3))
-        for_s = math.inf if clause.for_s is None else clause.for_s
         if clause.kind == "kill":
-            target.process.send(signal.SIGKILL)
+            self._workers[chosen].send(signal.SIGKILL)
             self._kills[chosen] = record  # until the supervisor has reaped it
             return
+        until_s = math.inf if clause.for_s is None else now + clause.for_s
         if clause.kind == "stop":
-            self._stops[chosen] = now + for_s
+            self._stops[chosen] = until_s
         else:
-            self._slow[chosen] = _Slow(event.clause, clause.factor, now + for_s, now, now)
+            self._slow[chosen] = _Slow(clause, until_s, now, now)
         self._write(record)
 
-    def _obstacle(self, event: Event, place: int) -> str:
-        clause, target = self._plan.clauses[event.clause], self._targets[place]
-        if target.process is None or place in self._kills:
+    def _obstacle(self, clause: Clause, rank: int) -> str:
+        worker = self._workers[rank]
+        if not worker.runs or rank in self._kills:
             return "it does not run"
-        if not target.trains:
+        if not worker.trains:
             return "it has been started again and does not train yet"
-        if place in self._stops:
+        if rank in self._stops:
             return "it is stopped"
-        if clause.kind == "slow" and place in self._slow:
+        if clause.kind == "slow" and rank in self._slow:
             return "it is slow already"
-        others = [
-            other
-            for other, each in enumerate(self._targets)
-            if other != place and each.process is not None and each.trains
-        ]
-        if clause.kind == "kill" and clause.rank is None and set(others) <= self._kills.keys():
+        others = {r for r, each in self._workers.items() if r != rank and each.runs and each.trains}
+        if clause.kind == "kill" and clause.rank is None and others <= self._kills.keys():
             return "it is the last one that lives here; name its rank to kill it too"
         return ""
 
-    def _speed_up(self, place: int, now: float) -> None:
-        del self._slow[place]
-        self._tell(now, f"worker {self._targets[place].rank} at full speed")
+    def _speed_up(self, rank: int, since_s: float) -> None:
+        del self._slow[rank]
+        self._say(f"{since_s:5.1f} s  worker {rank} at full speed")
 
     def _send_signals(self) -> None:
-        slow = {place for place, each in self._slow.items() if each.stands_still}
-        stand_still = self._stops.keys() | slow
-        for place in self._stopped.keys() - stand_still:
-            self._stopped.pop(place).send(signal.SIGCONT)
-        for place in stand_still - self._stopped.keys():
-            process = self._targets[place].process
-            if process is not None:
-                process.send(signal.SIGSTOP)
-                self._stopped[place] = process
+        slow = {rank for rank, each in self._slow.items() if each.stands_still}
+        stand_still = {rank for rank in self._stops.keys() | slow if self._workers[rank].runs}
+        for rank in self._stopped - stand_still:
+            self._workers[rank].send(signal.SIGCONT)
+        for rank in stand_still - self._stopped:
+            self._workers[rank].send(signal.SIGSTOP)
+        self._stopped = stand_still
 
-    def _miss(self, event: Event, reason: str) -> None:
+    def _miss(self, event: Event, candidates: Sequence[int], reason: str) -> None:
         """Record an event that did not happen, unless its worker is another supervisor's."""
-        for place in self._places(event)[:1]:
-            self._write(self._say_record(event, place, None, missed=reason))
+        for rank in candidates[:1]:
+            self._write(self._say_record(event, rank, None, missed=reason))
 
-    def _say_record(self, event: Event, place: int, at_s: float | None, **more: Any) -> FaultRecord:
-        clause, rank = self._plan.clauses[event.clause], self._targets[place].rank
+    def _say_record(self, event: Event, rank: int, at_s: float | None, **more: Any) -> FaultRecord:
+        clause = event.clause
         factor = clause.factor if clause.kind == "slow" else None
         record = FaultRecord(event.at_s, at_s, rank, clause.kind, clause.for_s, factor, **more)
         self._say(str(record))
         return record
-
-    def _tell(self, now: float, text: str) -> None:
-        assert self.first_step_s is not None
-        self._say(f"{now - self.first_step_s:5.1f} s  {text}")
 
     def _write(self, record: FaultRecord) -> None:
         self.records.append(record)
@@ -328,10 +292,9 @@ class FaultInjector:
     def _log(self, mode: Literal["ab", "wb"], line: bytes) -> None:
         if self._directory is None:
             return
-        lowest = min((each.rank for each in self._targets), default=self._first_rank)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            with (self._directory / f"faults-{lowest}.jsonl").open(mode) as file:
+            with (self._directory / f"faults-{min(self._workers)}.jsonl").open(mode) as file:
                 file.write(line)
         except OSError as error:
             self._say(f"the faults log in {self._directory} is given up: {error.strerror}")

@@ -1,8 +1,9 @@
 """``LaunchPlan``: the workers that one supervisor starts, and the run that they belong to.
 
 A worker joins a running job by the addresses of live workers and the run id that they answer. If
-workers are single processes, a run is one network. If each is a replica of several processes,
-the processes of one shard make a network of their own, whose run id names the shard.
+workers are single processes, a run is one network. If each is a replica of several processes, the
+processes of one shard make a network of their own, whose run id names the shard. A replica joins
+all of them under one rank, which its first process asks for and passes to the others.
 """
 
 import dataclasses
@@ -19,14 +20,15 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import (
+    OF_REPLICA,
+    PLACE,
     UNKNOWN_RANK,
     Environment,
-    identity_variables,
     show_address,
+    with_torchrun_names,
 )
 from gossipdp.launcher.reports import Report
-from gossipdp.launcher.schedulers import with_torchrun_names
-from gossipdp.launcher.store import CHECK_EVERY_S, CONNECT_S, MAX_RUN_ID, HostedStore, reach
+from gossipdp.launcher.store import CHECK_EVERY_S, CONNECT_S, MAX_RUN_ID, HostedStore, connect
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity
 from gossipdp.links.tls import Tls
 from gossipdp.logs import printable
@@ -34,12 +36,6 @@ from gossipdp.rules import at_least_1
 
 # A supervisor that is silent for so long was killed, or its host is gone.
 LOST_AFTER_S = 300.0
-# The variables of torchrun that the one worker of a launched supervisor inherits. GROUP_RANK, the
-# number of this host, is not among them: Slurm counts hosts in its own way.
-INHERITED = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-)
 # One of these addresses must be live for a worker to join.
 MAX_JOIN_ADDRESSES = 32
 # An identity of no run: a worker that gets this hello refuses it and names its own run.
@@ -61,7 +57,11 @@ class JoinInfo:
     secret: str | None = dataclasses.field(default=None, repr=False)
     join: tuple[tuple[str, int], ...] = ()
     addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
-    _file: int | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    _file: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._file = os.memfd_create("gossipdp addresses")
+        weakref.finalize(self, os.close, self._file)
 
     def take(self, report: Report) -> None:
         """Note the report of a worker."""
@@ -70,20 +70,16 @@ class JoinInfo:
             self.addresses[rank] = address
         self.run_id = report.run_id or self.run_id
         self.secret = report.secret or self.secret
-        if self._file is not None:  # a reader between the two calls keeps to what it knows
+        if report.addresses:  # a reader between the two calls below keeps to what it knows
             newest = dict([*self.addresses.items()][-MAX_JOIN_ADDRESSES:])
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, msgspec.json.encode(newest), 0)
 
-    def join_variables(self, rank: int = UNKNOWN_RANK, num_restarts: int = 0) -> dict[str, str]:
+    def join_variables(self, rank: int, num_restarts: int) -> dict[str, str]:
         """Return the variables by which the worker of that rank, on this host, joins the others."""
-        if self._file is None:
-            self._file = os.memfd_create("gossipdp addresses")
-            weakref.finalize(self, os.close, self._file)
-            self.take(Report())
         others = [self.addresses[each] for each in reversed(self.addresses) if each != rank]
         shown = [show_address(*each) for each in (others or self.join)[:MAX_JOIN_ADDRESSES]]
-        return identity_variables(self.run_id, self.secret) | {
+        return {
             "GOSSIPDP_JOIN": ",".join(shown),
             "GOSSIPDP_JOIN_FILE": f"/proc/{os.getpid()}/fd/{self._file}",
             "GOSSIPDP_RESTARTS": str(num_restarts),
@@ -120,37 +116,19 @@ class LaunchPlan:
     num_meetings: int = 0
 
     @classmethod
-    def on_one_host(
-        cls,
-        num_workers: int,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        secret: str | None = None,
-        *,
-        num_shards: int = 1,
-    ) -> "LaunchPlan":
-        """Plan a run on this host, with a new id and, unless one is given, a new secret.
-
-        Raises:
-            RendezvousError: the port is in use, or the address is not of this machine.
-        """
-        store = host, port
-        plan = cls.on_several_hosts(num_workers, 1, 0, store, secret, num_shards=num_shards)
-        plan.run_id, plan.secret = secrets.token_hex(8), secret or secrets.token_hex(16)
-        return plan
-
-    @classmethod
-    def on_several_hosts(
+    def on_hosts(
         cls,
         num_local: int,
-        num_hosts: int,
-        host_rank: int,
-        store: tuple[str, int],
-        secret: str | None,
+        store: tuple[str, int] = ("127.0.0.1", 0),
+        secret: str | None = None,
         *,
+        num_hosts: int = 1,
+        host_rank: int = 0,
         num_shards: int = 1,
     ) -> "LaunchPlan":
-        """Plan the same number of workers on each host; the first host has the store.
+        """Plan a run of the same number of workers on each host; the first host has the store.
+
+        On one host it has a new id and, unless one is given, a new secret.
 
         Raises:
             ValueError: the number of hosts, or this one's, is impossible.
@@ -163,15 +141,18 @@ class LaunchPlan:
                 f"0..{num_hosts - 1}"
             )
         hosted = HostedStore(*store) if host_rank == 0 else None
-        return cls(
+        plan = cls(
             num_local,
             num_local * num_hosts,
             host_rank * num_local,
-            store=(hosted.host, hosted.port) if hosted else store,
+            store=hosted.address if hosted else store,
             hosted=hosted,
             secret=secret,
             join_infos=[JoinInfo() for _ in range(num_shards)],
         )
+        if num_hosts == 1:
+            plan.run_id, plan.secret = secrets.token_hex(8), secret or secrets.token_hex(16)
+        return plan
 
     @classmethod
     def launched(cls, variables: Mapping[str, str], secret: str | None) -> "LaunchPlan":
@@ -189,7 +170,7 @@ class LaunchPlan:
             store=(environment.store_host, environment.store_port),
             run_id=environment.run_id if environment.unique_run_id else None,
             secret=secret,
-            launcher_variables={name: given[name] for name in INHERITED if name in given},
+            launcher_variables={name: given[name] for name in PLACE if name in given},
         )
 
     @property
@@ -207,25 +188,58 @@ class LaunchPlan:
         """Return the prefix of our keys in the store, which is that of the workers."""
         return Environment.read(self.worker_variables(0)).key_prefix
 
-    def worker_variables(self, local_rank: int) -> dict[str, str]:
-        """Return the variables of a worker, as :meth:`Environment.read` reads them."""
-        identity = identity_variables(self.run_id, self.secret)
-        if self.launcher_variables:
-            return {**self.launcher_variables, **identity}
-        own = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)} | identity
-        if self.join_infos[0].join:
-            return own | self.join_infos[0].join_variables()
-        assert self.store is not None
-        assert self.first_rank is not None
+    def worker_variables(
+        self,
+        local_rank: int,
+        shard: int = 0,
+        replica_store: tuple[str, int] | None = None,
+        *,
+        rejoins: tuple[int, int] | None = None,
+    ) -> dict[str, str]:
+        """Return the variables of a process of a worker, as :meth:`Environment.read` reads them.
+
+        Args:
+            local_rank: the worker's number on this host.
+            shard: the number of the process in its replica.
+            replica_store: (host, port) where the processes of the replica meet, if it has several.
+            rejoins: rank and number of restarts of a worker that died and joins the others again.
+        """
+        own = dict(self.launcher_variables)
+        if not own:
+            own = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
+        if self.store is not None and not self.launcher_variables:
+            assert self.first_rank is not None
+            own |= {
+                "RANK": str(self.first_rank + local_rank),
+                "WORLD_SIZE": str(self.world_size),
+                "GROUP_RANK": str(self.first_rank // self.num_local),  # torchrun's, for scripts
+                "MASTER_ADDR": self.store[0],
+                "MASTER_PORT": str(self.store[1]),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RUN_ID": self.run_id or "default",
+                # torch's process groups read it
+                "TORCHELASTIC_RESTART_COUNT": str(self.num_meetings),
+            }
+        run_id, secret = self.run_id, self.secret
+        if rejoins is not None or self.store is None:
+            info, (rank, num_restarts) = self.join_infos[shard], rejoins or (UNKNOWN_RANK, 0)
+            run_id, secret = info.run_id or run_id, info.secret or secret
+            own |= info.join_variables(rank, num_restarts)
+            own |= {"RANK": str(rank)} if rank >= 0 else {}
+        identity = {"GOSSIPDP_RUN_ID": run_id, "GOSSIPDP_SECRET": secret}
+        own |= {name: value for name, value in identity.items() if value}
+        if replica_store is None:
+            return own
+        num_shards = len(self.join_infos)
         return own | {
-            "RANK": str(self.first_rank + local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "GROUP_RANK": str(self.first_rank // self.num_local),  # torchrun's, for scripts
-            "MASTER_ADDR": self.store[0],
-            "MASTER_PORT": str(self.store[1]),
+            **{of_replica: own.get(name, "") for name, of_replica in OF_REPLICA.items()},
+            "RANK": str(shard),
+            "WORLD_SIZE": str(num_shards),
+            "LOCAL_RANK": str(local_rank * num_shards + shard),
+            "LOCAL_WORLD_SIZE": str(self.num_local * num_shards),
+            "MASTER_ADDR": replica_store[0],
+            "MASTER_PORT": str(replica_store[1]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": self.run_id or "default",
-            "TORCHELASTIC_RESTART_COUNT": str(self.num_meetings),  # torch's process groups read it
         }
 
     def open(self) -> None:
@@ -237,8 +251,8 @@ class LaunchPlan:
         """Prepare a meeting at a new store, for workers of this host alone, which have all died."""
         assert self.hosted is not None
         self.hosted.close()
-        self.hosted = HostedStore(self.hosted.host)
-        self.store = self.hosted.host, self.hosted.port
+        self.hosted = HostedStore(self.hosted.address[0])
+        self.store = self.hosted.address
         self.num_meetings += 1
         for join_info in self.join_infos:
             join_info.addresses.clear()
@@ -248,26 +262,24 @@ class LaunchPlan:
         if self.hosted is not None:
             self.hosted.close()
 
-    def leave(self, addresses: Mapping[int, tuple[str, int]], *, wait: bool) -> list[int]:
+    def leave(self, *, wait: bool) -> list[int]:
         """Note in torchrun's store that this supervisor ends, and wait for the others if asked.
 
         A supervisor whose worker failed waits, since torchrun would end the others with it.
         SIGTERM ends the wait at any moment. Without torchrun nothing happens.
 
-        Args:
-            addresses: (host, port) of the workers by rank; a worker that listens there lives.
-            wait: whether to wait for the others.
-
         Returns:
-            The ranks that neither ended nor listened for LOST_AFTER_S.
+            The ranks that neither ended nor listened at their addresses for LOST_AFTER_S.
         """
         if not self.under_torchrun or self.store is None:
             return []
         others = [rank for rank in range(self.world_size) if rank != self.first_rank]
+        addresses = self.join_infos[0].addresses
         heard_at = dict.fromkeys(others, time.monotonic())
-        ended = f"{self.key_prefix}ended/"
+        environment = Environment.read(self.worker_variables(0))
+        ended = f"{environment.key_prefix}ended/"
         with suppress(OSError, RuntimeError):  # torchrun has ended, and all workers with it
-            store = reach(self.store)
+            store = connect(environment, CONNECT_S)
             store.set(f"{ended}{self.first_rank}", "1")
             while wait:
                 others = [rank for rank in others if not store.check([f"{ended}{rank}"])]
@@ -291,21 +303,39 @@ def listens(address: tuple[str, int]) -> bool:
 
 
 def ask_join_infos(
-    addresses: Sequence[tuple[str, int]], num_shards: int, tls: Tls | None = None
+    addresses: Sequence[tuple[str, int]],
+    num_shards: int,
+    tls: Tls | None = None,
+    timeout_s: float = 5.0,
 ) -> list[JoinInfo]:
-    """Ask the workers at these addresses how to join them, for each shard.
+    """Ask the workers at these addresses for the id of their run, for each shard.
 
-    The run id of a replica's process names its shard (:func:`shard_run_id`), so all addresses are
-    asked. If workers are single processes, one answer is enough.
+    The id is no secret and proves nothing: a worker tells it to any caller whose id differs. The
+    handshake that follows proves to both sides that they are in one run. The id names the shard of
+    a replica's process (:func:`shard_run_id`), so all addresses are asked. If workers are single
+    processes, one answer is enough.
+
+    Args:
+        addresses: (host, port) of workers, asked one after the other.
+        num_shards: processes of a replica.
+        tls: needed if the run uses it.
+        timeout_s: for each of them, from the dial to the answer.
 
     Raises:
-        RefusedError, RendezvousError: see :func:`ask_run_id`.
+        RefusedError: a worker answers, but with TLS where we have none, or in another version.
+        RendezvousError: no worker answers, or none of some shard.
         ValueError: the run's replicas have another number of processes, or the addresses are not
             one at least for each shard of one run.
     """
-    infos, runs = [JoinInfo() for _ in range(num_shards)], set()
-    for some in [addresses] if num_shards == 1 else [[each] for each in addresses]:
-        run_id = ask_run_id(some, tls)
+    run_ids, joins = dict[int, str](), dict[int, list[tuple[str, int]]]()
+    runs, failures = set(), []
+    for address in addresses:
+        try:
+            run_id = _ask(address, tls, time.monotonic() + timeout_s)
+        except (OSError, HandshakeError, EOFError) as error:
+            text = printable(str(error)) or "closed the connection"
+            failures.append(f"{show_address(*address)}: {text}")
+            continue
         match = re.fullmatch("(.*)-shard-([0-9]+)-of-([0-9]+)", run_id)
         run, shard, size = (match[1], int(match[2]), int(match[3])) if match else (run_id, 0, 1)
         if size != num_shards or shard >= size:
@@ -314,46 +344,24 @@ def ask_join_infos(
                 f"processes: give {size}, and to --join the address of a process of each shard"
             )
         runs.add(run)
-        infos[shard].run_id = run_id
-        infos[shard].join += tuple(some)
-    missing = [str(shard) for shard, info in enumerate(infos) if not info.join]
+        run_ids[shard] = run_id
+        joins.setdefault(shard, []).append(address)
+        if num_shards == 1:
+            joins[0] = list(addresses)
+            break
+    missing = [str(shard) for shard in range(num_shards) if shard not in joins]
+    if missing and failures:
+        raise RendezvousError(
+            f"no worker to join answers ({'; '.join(failures)}); check that the run still goes on "
+            "and that the address is one of its workers'"
+        )
     if missing or len(runs) > 1:
         reason = f"none is of shard {', '.join(missing)}" if missing else "they are of two runs"
         raise ValueError(
             "--join needs the address of a process of each shard of one replica, or of several, "
             f"and of those given {reason}: the run's first gossipdp run has shown them"
         )
-    return infos
-
-
-def ask_run_id(
-    addresses: Sequence[tuple[str, int]], tls: Tls | None = None, timeout_s: float = 5.0
-) -> str:
-    """Ask the worker at the first address that answers for the id of its run.
-
-    The id is no secret and proves nothing: a worker tells it to any caller whose id differs. The
-    handshake that follows proves to both sides that they are in one run.
-
-    Args:
-        addresses: (host, port) of workers, tried one after the other.
-        tls: needed if the run uses it.
-        timeout_s: for each of them, from the dial to the answer.
-
-    Raises:
-        RefusedError: a worker answers, but with TLS where we have none, or in another version.
-        RendezvousError: no worker answers.
-    """
-    failures = []
-    for address in addresses:
-        try:
-            return _ask(address, tls, time.monotonic() + timeout_s)
-        except (OSError, HandshakeError, EOFError) as error:
-            text = printable(str(error)) or "closed the connection"
-            failures.append(f"{show_address(*address)}: {text}")
-    raise RendezvousError(
-        f"no worker to join answers ({'; '.join(failures)}); check that the run still goes on and "
-        "that the address is one of its workers'"
-    )
+    return [JoinInfo(run_ids[each], join=tuple(joins[each])) for each in range(num_shards)]
 
 
 def _ask(address: tuple[str, int], tls: Tls | None, deadline: float) -> str:

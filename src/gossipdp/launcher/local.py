@@ -29,16 +29,9 @@ from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import check_platform
 from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.processes import Ending, WorkerProcess, exit_reason
 from gossipdp.launcher.reports import report_variables
-from gossipdp.launcher.supervisor import (
-    UNKILLABLE_S,
-    Ending,
-    Failure,
-    Supervisor,
-    WorkerProcess,
-    describe,
-    exit_reason,
-)
+from gossipdp.launcher.supervisor import UNKILLABLE_S, Failure, Supervisor, describe
 from gossipdp.rules import at_least_0, at_least_1, grace_s
 
 # The modules that the fork server imports once. They are given by name, as nothing here may import
@@ -54,7 +47,6 @@ PRELOADED = [
     "torch.utils.data",
     "gossipdp.parallel.module",
 ]
-RESULT, ERROR = b"R", b"E"
 PR_SET_PDEATHSIG = 1
 
 
@@ -118,16 +110,12 @@ def launch(
             f"{type(error).__name__}: {error}"
         ) from error
     start_fork_server()
-    last_lives: dict[int, ForkedWorker] = {}
 
     def start_process(own: Mapping[str, str]) -> ForkedWorker:
-        number = int(own["LOCAL_RANK"])
         variables = {**os.environ, **own, **(environment or {})}
-        process = ForkedWorker(number, payload, variables, num_threads(world_size))
-        last_lives[number] = process
-        return process
+        return ForkedWorker(payload, variables, num_threads(world_size))
 
-    plan = LaunchPlan.on_one_host(world_size // nproc_per_replica, num_shards=nproc_per_replica)
+    plan = LaunchPlan.on_hosts(world_size // nproc_per_replica, num_shards=nproc_per_replica)
     supervisor = Supervisor(
         plan,
         start_process,
@@ -141,7 +129,7 @@ def launch(
         if on_poll is not None:
             on_poll()
         if deadline is not None and time.monotonic() >= deadline and not supervisor.ending:
-            late = ", ".join(map(str, sorted(supervisor.running)))
+            late = ", ".join(str(worker.rank) for worker in supervisor.running)
             text = f"timeout_s={timeout_s:g} passed, but of {world_size} workers {late} still ran"
             if supervisor.failures:
                 text = f"{text}\n\n{describe(supervisor.failures)}"
@@ -155,7 +143,8 @@ def launch(
     if supervisor.failures:
         texts = describe(supervisor.failures), supervisor.loss
         raise WorkerFailedError("\n\n".join(filter(None, texts)))
-    return [last_lives[number].result for number in range(world_size)]
+    last_lives = [process for worker in supervisor.workers for process in worker.processes]
+    return [process.result for process in last_lives if isinstance(process, ForkedWorker)]
 
 
 def start_fork_server(also: Sequence[str] = ()) -> None:
@@ -193,9 +182,7 @@ class ForkedWorker(WorkerProcess):
     ``result`` is what the function returned, after an ending without failure.
     """
 
-    def __init__(
-        self, rank: int, payload: bytes, variables: Mapping[str, str], num_threads: int
-    ) -> None:
+    def __init__(self, payload: bytes, variables: Mapping[str, str], num_threads: int) -> None:
         super().__init__()
         self.result: Any = None
         self._received = bytearray()
@@ -207,7 +194,7 @@ class ForkedWorker(WorkerProcess):
             target=work,
             args=(payload, dict(variables), num_threads),
             kwargs={"writer": writer, "reports": self.reports.sender},
-            name=f"gossipdp worker {rank}",
+            name=f"gossipdp worker {variables['LOCAL_RANK']}",
         )
         with writer, self.reports.sender:
             self._process.start()
@@ -233,16 +220,13 @@ class ForkedWorker(WorkerProcess):
                 self._is_open = bool(data)
         if code is None:
             return None
-        if self._received[:1] == ERROR:
-            with suppress(Exception):  # it was killed before all of it was written
-                return Ending(*pickle.loads(self._received[1:]))
-        if code != 0:
-            return Ending(exit_reason(code))
+        ending: Ending
         try:
-            self.result = pickle.loads(self._received[1:])
-        except Exception as error:
-            return Ending(f"ended without a readable result ({type(error).__name__}: {error})")
-        return Ending()
+            ending, self.result = pickle.loads(self._received)
+        except Exception as error:  # it was killed before all of it was written
+            unreadable = f"ended without a readable result ({type(error).__name__}: {error})"
+            return Ending(exit_reason(code) or unreadable)
+        return ending if ending.reason else Ending(exit_reason(code))
 
     def close(self) -> None:
         """Let go of the process; a second call does nothing."""
@@ -279,14 +263,14 @@ def work(
     code = 1
     try:
         function, args = pickle.loads(payload)
-        answer = RESULT + pickled(function(*args))
+        answer = pickled((Ending(), function(*args)))
         code = 0
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         answer = b""
     except BaseException as error:
         sys.last_value = error  # as Python sets it, for what runs at exit
-        answer = ERROR + pickled(_report(error))
+        answer = pickled((_ending_of(error), None))
     finally:
         atexit._run_exitfuncs()
     with writer, open(writer.fileno(), "wb", closefd=False) as pipe:
@@ -294,13 +278,13 @@ def work(
     sys.exit(code)
 
 
-def _report(error: BaseException) -> tuple[str, str]:
+def _ending_of(error: BaseException) -> Ending:
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         error.__traceback__ = error.__traceback__.tb_next  # without the line in work()
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
-        return f"ended with exit code {code}", str(error)
-    return f"raised {type(error).__name__}", "".join(traceback.format_exception(error))
+        return Ending(f"ended with exit code {code}", str(error))
+    return Ending(f"raised {type(error).__name__}", "".join(traceback.format_exception(error)))
 
 
 def _end_with_parent() -> None:
@@ -351,9 +335,6 @@ class ScriptWorker(WorkerProcess):
             )
             on_failure.pop_all()
         self.pid = self._process.pid
-
-    def waits_for(self) -> list[object]:
-        return [self.reports.receiver]
 
     def poll(self) -> Ending | None:
         code = self._process.poll()

@@ -109,15 +109,13 @@ def _digest(values: list[str] | list[tuple[int, ...]]) -> str:
 class _Reference(msgspec.Struct, frozen=True):
     """The value that worker 0 publishes; the tensors of its settings have a key of their own.
 
-    ``facts`` are compared one by one. If worker 0 was given a secret, ``proof`` shows that it knows
-    it. If it was given none, ``secret`` was made for this run; with TLS it is None, as none is
-    needed.
+    ``facts`` are compared one by one. If worker 0 was given no secret, ``secret`` was made for this
+    run; with TLS it is None, as none is needed.
     """
 
     run_id: str
     facts: dict[str, str]
     secret: str | None
-    proof: str | None
 
     def __post_init__(self) -> None:
         """Check the id; msgspec turns the ValueError into its ValidationError."""
@@ -236,7 +234,11 @@ class Rendezvous:
                 arrivals = {0: own}
             else:
                 reference = self._agree(self._store, settings, secret)
-                arrivals = self._gather(self._store, own)
+                self._publish(self._store, f"worker/{environment.rank}", own)
+                keys = [f"worker/{rank}" for rank in range(environment.world_size)]
+                self._wait(self._store, keys)
+                found = (self._take(self._store, key, _Arrival) for key in keys)
+                arrivals = dict(enumerate(found))
         except (RefusedError, RendezvousError):
             say_instead_of_traceback()
             raise
@@ -339,12 +341,7 @@ class Rendezvous:
                     host,
                     environment.store_port,
                 )
-        return _Reference(
-            run_id=run_id,
-            facts=self._facts(settings, secret),
-            secret=made,
-            proof=None if secret is None else proof_of(secret, run_id),
-        )
+        return _Reference(run_id, self._facts(settings, secret, run_id), secret=made)
 
     def _token(self) -> str:
         """Return a token of this run, for its id; all shards of a run have the same."""
@@ -354,7 +351,8 @@ class Rendezvous:
         key = f"{environment.key_prefix}{self._number}/token"
         return printable(self._store.compare_set(key, "", token).decode(errors="replace"), 8)
 
-    def _facts(self, settings: Settings, secret: bytes | None) -> dict[str, str]:
+    def _facts(self, settings: Settings, secret: bytes | None, run_id: str) -> dict[str, str]:
+        shown = f"gossipdp rendezvous {run_id}".encode()
         named = ("method", "graph", "comm_rate", "wire_format")
         return {
             "WORLD_SIZE": str(self._environment.world_size),
@@ -363,31 +361,26 @@ class Rendezvous:
             "start": settings.start,
             **{name: repr(getattr(settings, name)) for name in named},
             "model": settings.model,
+            # It shows whoever knows the secret that worker 0 does.
+            "proof": hmac.new(secret, shown, hashlib.sha256).hexdigest() if secret else "",
         }
 
     def _difference(
         self, store: "Store", settings: Settings, secret: bytes | None, reference: _Reference
     ) -> str | None:
-        for name, here in self._facts(settings, secret).items():
+        for name, here in self._facts(settings, secret, reference.run_id).items():
             there = reference.facts.get(name)
-            if here != there and name == "start":
+            if here == there:
+                continue
+            if name == "start":
                 return f"this worker starts {here}, and worker 0 starts {there}"
-            if here != there and name == "model":
+            if name == "model":
                 tensors = self._take(store, "tensors", Tensors, MAX_TENSORS_BYTES)
                 return settings.difference_of_models(tensors)
-            if here != there:
-                return f"{name} is {here} here and {there} on worker 0"
-        if secret is not None and not hmac.compare_digest(
-            proof_of(secret, reference.run_id).encode(), (reference.proof or "").encode()
-        ):
-            return "the secret differs from worker 0's"
+            if name == "proof":
+                return "the secret differs from worker 0's"
+            return f"{name} is {here} here and {there} on worker 0"
         return None
-
-    def _gather(self, store: "Store", arrival: _Arrival) -> dict[int, _Arrival]:
-        self._publish(store, f"worker/{self._environment.rank}", arrival)
-        keys = [f"worker/{rank}" for rank in range(self._environment.world_size)]
-        self._wait(store, keys)
-        return {rank: self._take(store, key, _Arrival) for rank, key in enumerate(keys)}
 
     def _wait(self, store: "Store", keys: list[str]) -> None:
         """Poll until all keys are set; raise RendezvousError after a refusal or the time-out.
@@ -444,11 +437,6 @@ class Rendezvous:
 
     def _publish(self, store: "Store", key: str, value: msgspec.Struct) -> None:
         store.set(self._prefix + key, msgspec.json.encode(value).decode())
-
-
-def proof_of(secret: bytes, text: str) -> str:
-    """Return the proof that the author of ``text`` knows the secret."""
-    return hmac.new(secret, f"gossipdp rendezvous {text}".encode(), hashlib.sha256).hexdigest()
 
 
 def _listed(ranks: list[int]) -> str:

@@ -66,7 +66,7 @@ class HostedStore:
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._listener: socket.socket | None = listen(host, port)
         self._listener.listen(MAX_WAITING)
-        self.host, self.port = self._listener.getsockname()[:2]
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         # Guards the fields below and _listener, which the thread and its owner use. It is never
@@ -100,13 +100,13 @@ class HostedStore:
     def _run(self) -> None:
         try:
             self._open()
-            if not ipaddress.ip_address(self.host).is_loopback:
+            if not ipaddress.ip_address(self.address[0]).is_loopback:
                 while not self._closing.is_set() and not self.have_all_begun():
                     self._closing.wait(CHECK_EVERY_S)
                 self._closing.wait(CLOSE_AFTER_S)
                 self._end()
         except Exception:
-            logger.exception("the store at %s:%d does not work", self.host, self.port)
+            logger.exception("the store at %s:%d does not work", *self.address)
             self._end()  # workers see it and say so
 
     def _open(self) -> None:
@@ -116,8 +116,7 @@ class HostedStore:
             if self._listener is None:
                 return
             self._store = TCPStore(
-                self.host,
-                self.port,
+                *self.address,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=CLIENT_S),
@@ -181,7 +180,7 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
             wait_for_workers=False,
             # Shares the server with the user's own init_process_group in this process.
             multi_tenant=not environment.agent_store,
-            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
+            timeout=timedelta(seconds=max(CLIENT_S, deadline - time.monotonic())),
         )
     except RuntimeError as failed:
         raise RendezvousError(
@@ -189,15 +188,3 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
             f"{str(failed).splitlines()[0]} (check MASTER_ADDR and MASTER_PORT, and that no other "
             "program uses the port)"
         ) from failed
-
-
-def reach(address: tuple[str, int]) -> "Store":
-    """Connect to a store that exists; raise OSError or RuntimeError if it does not."""
-    # The import takes seconds. If the store has gone since, TCPStore would try long, with traces.
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    socket.create_connection(address, CONNECT_S).close()
-    timeout = timedelta(seconds=CLIENT_S)
-    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-    store.set_timeout(timedelta(seconds=CONNECT_S))
-    return store

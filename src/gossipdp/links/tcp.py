@@ -410,7 +410,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             sockets.empty(opening.connection, self.scratch, MAX_EMPTIED_BYTES)
         self._release(opening)
         if not handshake.dialler:
-            # An empty run id is the question of a launcher that joins workers: see `ask_run_id`.
+            # An empty run id is the question of a launcher that joins workers (`ask_join_infos`).
             if refusal is not None and (refusal.field, refusal.theirs) != ("run_id", ""):
                 if handshake.peer is not None and not handshake.peer.is_visitor:
                     who = f"rank {handshake.peer.rank} at {who}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.launcher.fault_plan import Clause, FaultPlan
+from gossipdp.launcher.fault_plan import Clause, Event, FaultPlan
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,15 @@ def test_a_bad_clause_is_shown_with_the_shape_of_a_right_one(text, message):
         FaultPlan.parse(text, num_workers=4)
 
 
-def test_events_come_in_order_of_time_and_a_period_is_over_before_the_first():
+def first(plan: FaultPlan, number: int, num_workers: int, seed: int = 0) -> list[Event]:
+    """Return the first events of a clause."""
+    return list(islice(plan.clauses[number].events(number, num_workers, seed), 10))
+
+
+def test_a_period_is_over_before_the_first_event():
     plan = FaultPlan.parse("kill 1 every 3s; stop 1s 0 at 6s; slow 2x 2", num_workers=3)
-    events = [(event.at_s, event.clause, event.ranks) for event in islice(plan.events(3), 5)]
-    assert events == [(0, 2, (2,)), (3, 0, (1,)), (6, 0, (1,)), (6, 1, (0,)), (9, 0, (1,))]
+    events = [[(each.at_s, each.ranks) for each in first(plan, n, 3)] for n in range(3)]
+    assert events == [[(3.0 * n, (1,)) for n in range(1, 11)], [(6, (0,))], [(0, (2,))]]
 
 
 durations = st.integers(1, 10**7).map(lambda ms: ms / 1000)
@@ -91,25 +96,21 @@ def test_the_text_of_a_plan_is_that_plan(plan):
 
 @given(plans, st.integers(1, 8), st.integers(0, 9))
 def test_a_plan_is_a_function_of_text_seed_and_number_of_workers(plan, num_workers, seed):
-    events = list(islice(plan.events(num_workers, seed), 30))
     again = FaultPlan.parse(str(plan))
-    assert list(islice(again.events(num_workers, seed), 30)) == events
-    assert [event.at_s for event in events] == sorted(event.at_s for event in events)
     for number, clause in enumerate(plan.clauses):
-        # An event of a clause depends on no other clause.
-        alone = list(islice(plan.events_of(number, num_workers, seed), 10))
-        mixed = [event for event in events if event.clause == number]
-        assert all(one == other for one, other in zip(mixed, alone, strict=False))
-        assert (len(alone) == 1) is not clause.every
-        for event in alone:
+        events = first(plan, number, num_workers, seed)
+        assert first(again, number, num_workers, seed) == events
+        assert [event.at_s for event in events] == sorted(event.at_s for event in events)
+        assert (len(events) == 1) is not clause.every
+        for event in events:
             named = None if clause.rank is None else (clause.rank,)
             assert event.ranks == (named or event.ranks)
             assert sorted(event.ranks) == sorted(named or range(num_workers))
         if clause.rank is None and num_workers > 1:
-            assert all(one.ranks[0] != next_.ranks[0] for one, next_ in pairwise(alone))
+            assert all(one.ranks[0] != next_.ranks[0] for one, next_ in pairwise(events))
 
 
 def test_seeds_draw_different_workers():
     plan = FaultPlan.parse("kill every 1s")
-    drawn = [[event.ranks for event in islice(plan.events(6, seed), 8)] for seed in range(3)]
+    drawn = [[event.ranks for event in first(plan, 0, 6, seed)] for seed in range(3)]
     assert drawn[0] != drawn[1] != drawn[2]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.faults import FaultInjector, Target
+from gossipdp.launcher.faults import FaultInjector
 
 KILL, STOP, CONT = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 KILLED = "died of signal 9 (SIGKILL)"
@@ -17,7 +17,14 @@ KILLED = "died of signal 9 (SIGKILL)"
 class Scene:
     """Workers without processes, a clock, and the signals that were sent: (seconds, rank, one)."""
 
-    def __init__(self, text: str, num_workers: int = 3, here: int | None = None, **options: Any):
+    def __init__(
+        self,
+        text: str,
+        num_workers: int = 3,
+        here: int | None = None,
+        first: int = 0,
+        **options: Any,
+    ) -> None:
         self.now = self.began_s = 100.0
         self.lines: list[str] = []
         self.sent: list[tuple[float, int, int]] = []
@@ -28,19 +35,12 @@ class Scene:
             clock=lambda: self.now,
             **options,
         )
-        first = options.get("first_rank", 0)
         self.ranks = range(first, first + (here or num_workers))
         self.running = set(self.ranks)
         self.training = set(self.ranks)
 
     def look(self) -> None:
-        self.injector.step(
-            [
-                Target(rank, Life(self, rank) if rank in self.running else None, rank in training)
-                for training in [self.training & self.running]
-                for rank in self.ranks
-            ]
-        )
+        self.injector.step([Life(self, rank) for rank in self.ranks])
 
     def at(self, *seconds: float) -> list[tuple[float, int, int]]:
         """Look at these seconds, and return the signals that were sent meanwhile."""
@@ -60,7 +60,7 @@ class Scene:
     def die(self, rank: int, reason: str = KILLED) -> bool:
         self.running.discard(rank)
         self.training.discard(rank)
-        return self.injector.ended(self.ranks.index(rank), reason)
+        return self.injector.ended(rank, reason)
 
     def come_back(self, rank: int, *, trains: bool = True) -> None:
         self.running.add(rank)
@@ -76,8 +76,16 @@ class Life:
     def __init__(self, scene: Scene, rank: int) -> None:
         self.scene, self.rank = scene, rank
 
+    @property
+    def runs(self) -> bool:
+        return self.rank in self.scene.running
+
+    @property
+    def trains(self) -> bool:
+        return self.rank in self.scene.training
+
     def send(self, number: int) -> None:
-        assert self.rank in self.scene.running, "its process id may be another's by now"
+        assert self.runs, "its process id may be another's by now"
         self.scene.sent.append((round(self.scene.now - self.scene.began_s, 4), self.rank, number))
 
 
@@ -256,7 +264,7 @@ def test_events_of_a_time_in_which_the_launcher_stood_still_are_missed():
 def test_each_host_does_what_befalls_its_own_workers():
     text, done = "slow 2x every 10s for 1s; stop 1s 3 at 5s; stop 1s 0 at 6s", []
     for first in (0, 2):
-        scene = Scene(text, 4, 2, first_rank=first, others_elsewhere=True)
+        scene = Scene(text, 4, 2, first)
         scene.look()
         scene.until(55)
         scene.injector.close()
@@ -269,7 +277,7 @@ def test_each_host_does_what_befalls_its_own_workers():
 
 def test_the_log_has_a_line_for_each_fault(tmp_path):
     (tmp_path / "faults-2.jsonl").write_text("an earlier run's\n")
-    scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, 2, first_rank=2, directory=tmp_path)
+    scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, 2, 2, directory=tmp_path)
     scene.at(0, 1.25)
     scene.die(2)
     scene.injector.close()

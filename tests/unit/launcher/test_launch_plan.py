@@ -22,7 +22,7 @@ from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import launch_plan as plans
 from gossipdp.launcher import store as stores
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan, ask_join_infos, ask_run_id
+from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan, ask_join_infos
 from gossipdp.launcher.reports import (
     MAX_ADDRESSES,
     REPORT_VARIABLE,
@@ -49,7 +49,7 @@ def opened(plan: LaunchPlan) -> Iterator[Any]:
 
 
 def test_a_run_of_its_own_has_an_id_and_a_secret():
-    plan = LaunchPlan.on_one_host(3)
+    plan = LaunchPlan.on_hosts(3)
     workers = [Environment.read(plan.worker_variables(rank)) for rank in range(3)]
     plan.close()
     assert [worker.rank for worker in workers] == [0, 1, 2]
@@ -61,7 +61,7 @@ def test_a_run_of_its_own_has_an_id_and_a_secret():
 
 
 def test_the_second_of_three_hosts():
-    plan = LaunchPlan.on_several_hosts(2, 3, 1, ("10.0.0.1", 5), SECRET)
+    plan = LaunchPlan.on_hosts(2, ("10.0.0.1", 5), SECRET, num_hosts=3, host_rank=1)
     assert plan.others_elsewhere
     assert Environment.read(plan.worker_variables(1)) == Environment(
         rank=3,
@@ -90,7 +90,7 @@ def test_a_port_in_use_is_one_clear_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RendezvousError, match=rf"^port {port} on 127.0.0.1 is in use; choose"):
-            LaunchPlan.on_one_host(1, port=port)
+            LaunchPlan.on_hosts(1, ("127.0.0.1", port))
 
 
 def own_address() -> str:
@@ -119,7 +119,7 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
     monkeypatch.setattr(HostedStore, "have_all_begun", look)
     monkeypatch.setattr(stores, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.1)
-    plan = LaunchPlan.on_one_host(2, own_address())
+    plan = LaunchPlan.on_hosts(2, (own_address(), 0))
     assert plan.store is not None
     with opened(plan) as store:
         store.set(ready_key(plan.key_prefix, 0), "1")
@@ -134,7 +134,7 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
 
 def test_a_store_on_loopback_stays_for_the_users_process_groups(monkeypatch):
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.0)
-    plan = LaunchPlan.on_one_host(2)
+    plan = LaunchPlan.on_hosts(2)
     with opened(plan) as store:
         begin(store, plan)
         assert plan.hosted is not None
@@ -146,12 +146,17 @@ def test_a_store_on_loopback_stays_for_the_users_process_groups(monkeypatch):
 def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened():
     """The owner closes it just before the thread that has imported torch takes the lock."""
     store = stores.HostedStore()
-    address = store.host, store.port
+    address = store.address
     store._lock = lock = CallingLock(before=store.close)
     store._open()
     assert lock.has_called
     assert not plans.listens(address)
     assert not store.have_all_begun()
+
+
+def client_of(address: tuple[str, int]) -> Environment:
+    host, port = address
+    return Environment(1, 2, store_host=host, store_port=port, agent_store=True)
 
 
 def test_torch_s_clients_have_the_time_that_a_silent_name_server_takes(monkeypatch):
@@ -166,8 +171,7 @@ def test_torch_s_clients_have_the_time_that_a_silent_name_server_takes(monkeypat
     store = HostedStore()
     try:
         store._open()
-        reached = stores.reach((store.host, store.port))
-        assert reached.timeout.total_seconds() == stores.CONNECT_S
+        connect(client_of(store.address), 1.0)
     finally:
         store.close()
     assert len(given) == 2
@@ -185,8 +189,8 @@ def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(monkeyp
             return TCPStore
 
     monkeypatch.setitem(sys.modules, "torch.distributed", Slow())
-    with pytest.raises(ConnectionRefusedError):
-        stores.reach(address)
+    with pytest.raises(RendezvousError, match=r"within 0.2 s \(Connection refused\)"):
+        connect(client_of(address), 0.2)
 
 
 @pytest.fixture
@@ -194,7 +198,7 @@ def supervised() -> Iterator[list[LaunchPlan]]:
     """Two supervisors under torchrun, whose own store they share."""
     store = HostedStore()
     store.open_in_background("none/", 1)
-    told = TORCHRUN | {"MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    told = TORCHRUN | {"MASTER_PORT": str(store.address[1]), "WORLD_SIZE": "2"}
     yield [LaunchPlan.launched(told | {"RANK": str(rank)}, None) for rank in range(2)]
     store.close()
 
@@ -209,7 +213,7 @@ def test_supervisors_under_torchrun_leave_together(supervised, monkeypatch):
     monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
 
     def leave(rank: int, *, wait: bool) -> None:
-        assert supervised[rank].leave({}, wait=wait) == []
+        assert supervised[rank].leave(wait=wait) == []
         ended.append(rank)
 
     waiting = threading.Thread(target=leave, args=(0,), kwargs={"wait": True})
@@ -232,13 +236,15 @@ def test_a_lost_supervisor_is_not_waited_for_for_ever(supervised, monkeypatch):
 
     monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     with socket.create_server(("127.0.0.1", 0)) as worker:
-        assert supervised[0].leave({1: worker.getsockname()}, wait=True) == [1]
+        supervised[0].join_infos[0].addresses[1] = worker.getsockname()
+        assert supervised[0].leave(wait=True) == [1]
     assert now_s - 400.0 == plans.LOST_AFTER_S + 100.0  # at 400 s it listened for the last time
 
 
-def test_without_torchruns_store_there_is_no_wait():
+def test_without_torchruns_store_there_is_no_wait(monkeypatch):
+    monkeypatch.setattr(plans, "CONNECT_S", 0.1)
     own = TORCHRUN | {"MASTER_PORT": str(silent_address()[1])}
-    assert LaunchPlan.launched(own, None).leave({}, wait=True) == []
+    assert LaunchPlan.launched(own, None).leave(wait=True) == []
 
 
 def silent_address() -> tuple[str, int]:
@@ -294,7 +300,8 @@ def say_nothing(connection: socket.socket) -> None:
 
 def test_a_worker_says_to_which_run_it_belongs():
     with listening(greet) as address:
-        assert ask_run_id([silent_address(), address]) == "the run"
+        both = silent_address(), address
+        assert ask_join_infos(both, 1) == [JoinInfo("the run", join=both)]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +317,7 @@ def test_a_worker_says_to_which_run_it_belongs():
 def test_who_does_not_say_its_run_is_not_waited_for(answer, timeout_s, message):
     error = RefusedError if answer is refuse else RendezvousError
     with listening(answer) as address, pytest.raises(error, match=message):
-        ask_run_id([address], timeout_s=timeout_s)
+        ask_join_infos([address], 1, timeout_s=timeout_s)
 
 
 def test_no_connection_is_left_where_tls_comes_to_nothing(authority, open_descriptors):
@@ -320,7 +327,7 @@ def test_no_connection_is_left_where_tls_comes_to_nothing(authority, open_descri
         listening(lambda connection: connection.sendall(b"no TLS")) as address,
         pytest.raises(RendezvousError) as raised,
     ):
-        ask_run_id([address], tls)
+        ask_join_infos([address], 1, tls)
     assert open_descriptors() == before, raised  # which would keep a socket alive
 
 

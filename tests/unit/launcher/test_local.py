@@ -15,7 +15,7 @@ from gossipdp.launcher.supervisor import Supervisor
 
 def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervisor]:
     """Run ``python -c code`` as ``n`` workers, and return the signal that ended them."""
-    plan = LaunchPlan.on_one_host(n)
+    plan = LaunchPlan.on_hosts(n)
 
     def start(own: dict[str, str]) -> ScriptWorker:
         return ScriptWorker([sys.executable, "-c", code], {**os.environ, **own})

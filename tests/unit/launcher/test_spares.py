@@ -106,7 +106,7 @@ def seen_by(worker: ScriptWorker, file: Path) -> dict[str, object]:
     assert ending is not None
     assert ending.reason == "ended with exit code 7"
     assert file.with_name(f"{file.name}-end").exists(), "what runs at exit did not"
-    assert worker.take_reports() == [Report(says="a sentence")]
+    assert worker.reports.take() == [Report(says="a sentence")]
     return dict(json.loads(file.read_text()))
 
 

@@ -13,6 +13,7 @@ from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
+from gossipdp.launcher.processes import Ending, SupervisedWorker, WorkerProcess, exit_reason
 from gossipdp.launcher.reports import Report, report_variables, send_report
 from gossipdp.launcher.store import HostedStore
 from gossipdp.launcher.supervisor import (
@@ -21,17 +22,11 @@ from gossipdp.launcher.supervisor import (
     MAX_DELAY_S,
     PATIENCE_S,
     UNKILLABLE_S,
-    Ending,
     Failure,
-    ReplicaProcess,
     Supervisor,
-    WorkerProcess,
     describe,
-    exit_reason,
-    start_worker,
 )
 
-NUM_SHARDS = 2
 CRASH, KILLED = Ending("ended with exit code 1", "ValueError: no"), Ending(exit_reason(-9))
 
 
@@ -44,9 +39,6 @@ class Scripted(WorkerProcess):
         self.how: Ending | None = None
         self.signals: list[int] = []
         self.is_killed = False
-
-    def waits_for(self) -> list[object]:
-        return [self.reports.receiver]
 
     def poll(self) -> Ending | None:
         return self.how
@@ -102,8 +94,7 @@ class Setting:
         )
         self.workers: dict[int, Scripted] = {}
         self.made: list[Scripted] = []
-        for local_rank in range(3):
-            self.supervisor._start(local_rank, self.plan.worker_variables(local_rank))
+        self.supervisor.start()
         self.restarted.clear()
         if begun:
             self.report(begins=True, addresses=self.addresses(3))
@@ -147,6 +138,10 @@ class Setting:
     def failed(self) -> list[int]:
         return [failure.rank for failure in self.supervisor.failures]
 
+    @property
+    def running(self) -> set[int]:
+        return {worker.rank for worker in self.supervisor.running}
+
 
 Make = Callable[..., Setting]
 
@@ -167,7 +162,7 @@ def make() -> Iterator[Make]:
 
     yield setting
     for each in made:
-        each.plan.close()
+        each.supervisor.close()
         for worker in each.made:
             worker.close()
 
@@ -354,7 +349,7 @@ def test_a_save_that_stands_still_is_not_waited_for(make):
     assert setting.workers[0].is_killed
     setting.workers[0].how = KILLED
     setting.step(PATIENCE_S + 32)
-    assert 0 not in setting.supervisor.running
+    assert 0 not in setting.running
 
 
 def test_a_process_that_cannot_be_killed_is_given_up(make):
@@ -366,20 +361,21 @@ def test_a_process_that_cannot_be_killed_is_given_up(make):
 
 def test_the_first_life_is_described_first():
     lost = Ending("ended with exit code 1", "RendezvousError: no worker to join")
-    assert describe([Failure(1, lost, before=(KILLED,))]) == (
+    assert describe([Failure(1, (KILLED, lost))]) == (
         "worker 1 died of signal 9 (SIGKILL); started again, it ended with exit code 1:\n"
         "RendezvousError: no worker to join"
     )
-    assert describe([Failure(1, lost, before=(CRASH, KILLED))]).endswith("\nValueError: no")
+    assert describe([Failure(1, (CRASH, KILLED, lost))]).endswith("\nValueError: no")
 
 
 def test_identical_failures_are_described_once():
-    text = describe([Failure(2, CRASH), Failure(0, KILLED), Failure(1, CRASH)])
+    text = describe([Failure(2, (CRASH,)), Failure(0, (KILLED,)), Failure(1, (CRASH,))])
     assert text == (
         "workers 1, 2 ended with exit code 1:\nValueError: no\n\n"
         "worker 0 died of signal 9 (SIGKILL)"
     )
-    assert describe([Failure(0, KILLED), Failure(-2, KILLED)]).startswith("workers +1, 0 died of")
+    both = [Failure(0, (KILLED,)), Failure(-2, (KILLED,))]
+    assert describe(both).startswith("workers +1, 0 died of")
 
 
 def test_the_one_that_died_is_started_again_and_no_other(make):
@@ -439,14 +435,14 @@ def test_a_worker_that_cannot_be_started_again_ends_no_other(make):
     assert setting.step(1.0, 1.15, 1.4, 2.0)
     # Each attempt is one of the restarts, later than the one before.
     assert setting.restarted == [(0, 1.15), (0, 1.4), (0, 2.0)]
-    assert setting.supervisor.running.keys() == {0, 1, 2}
+    assert setting.running == {0, 1, 2}
     assert not any(worker.signals for worker in setting.made)
     assert setting.failed == []
     setting = make(begun=True, max_restarts=1)
     setting.num_start_failures = 9
     setting.crash(0)
     assert setting.step(1.0, 2.0, 3.0)
-    assert setting.supervisor.running.keys() == {1, 2}
+    assert setting.running == {1, 2}
     (failure,) = setting.supervisor.failures
     assert failure.ending.reason.startswith("could not be started (OSError: [Errno 24] Too many")
 
@@ -462,7 +458,7 @@ def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch
     setting.crash(0)
     assert setting.step(1.0, 1.2)
     assert setting.restarted == [(0, 1.2)]
-    assert setting.supervisor.running.keys() == {0, 1, 2}
+    assert setting.running == {0, 1, 2}
 
 
 def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make):
@@ -492,7 +488,7 @@ def test_the_budget_is_common_to_all_workers(make):
         setting.step(1.0, 2.0)
     assert [rank for rank, _ in setting.restarted] == [0, 1]
     assert setting.failed == [2]
-    assert setting.supervisor.running.keys() == {0, 1}
+    assert setting.running == {0, 1}
 
 
 @pytest.mark.parametrize("killed", [(0, 1), (1, 0)])
@@ -515,7 +511,7 @@ def test_who_joins_reads_the_newest_addresses_at_any_time(make, killed):
 
 def saving(make: Make, max_restarts: int, checkpoints: tuple[str, bool] | None) -> Setting:
     """Return three workers of one host that have begun, and have said where they save."""
-    setting = make(begun=True, max_restarts=max_restarts, plan=LaunchPlan.on_one_host(3))
+    setting = make(begun=True, max_restarts=max_restarts, plan=LaunchPlan.on_hosts(3))
     setting.report(checkpoints=checkpoints)
     return setting
 
@@ -590,45 +586,14 @@ def test_while_nobody_trains_nobody_is_started_again(make, joins):
     assert setting.restarted == [(0, 2), *([(1, 5), (2, 5)] if joins else [])]
 
 
-class Replicas:
-    """Two replicas of two processes, each of which is called "replica.shard"."""
-
-    def __init__(self) -> None:
-        self.plan = plan_of(2, join_infos=[JoinInfo() for _ in range(NUM_SHARDS)])
-        self.processes: dict[str, Scripted] = {}
-        self.all: list[ReplicaProcess] = []
-
-    def start_process(self, variables: Mapping[str, str]) -> Scripted:
-        # A replica without a rank has "+" and its number on this host.
-        number = int(variables["LOCAL_RANK"]) // NUM_SHARDS
-        label = f"{variables['GOSSIPDP_REPLICA'] or f'+{number}'}.{variables['RANK']}"
-        self.processes[label] = Scripted(variables)
-        return self.processes[label]
-
-    def start(self, rank: int, **more: str) -> ReplicaProcess:
-        own = self.plan.worker_variables(rank) | more
-        replica = start_worker(self.plan.join_infos, self.start_process, own)
-        assert isinstance(replica, ReplicaProcess)
-        self.all.append(replica)
-        return replica
-
-    def start_again(self) -> None:
-        self.start(1, RANK="5", GOSSIPDP_JOIN="10.0.0.9:9", GOSSIPDP_RESTARTS="1")
+def replicas(make: Make, plan: LaunchPlan | None = None) -> Setting:
+    """Return two replicas of two processes; number 2 is the first process of the second one."""
+    return make(max_restarts=9, plan=plan or plan_of(2, join_infos=[JoinInfo(), JoinInfo()]))
 
 
-@pytest.fixture
-def replicas() -> Iterator[Replicas]:
-    made = Replicas()
-    yield made
-    for replica in made.all:
-        replica.close()
-
-
-def test_each_process_of_a_replica_has_its_shard_and_its_replica(replicas):
-    replicas.start(0)
-    replicas.start(1)
-    assert sorted(replicas.processes) == ["0.0", "0.1", "1.0", "1.1"]
-    own = [replicas.processes[label].variables for label in sorted(replicas.processes)]
+def test_each_process_of_a_replica_has_its_shard_and_its_replica(make):
+    processes = replicas(make).made
+    own = [process.variables for process in processes]
     assert [each["RANK"] for each in own] == ["0", "1"] * 2
     assert {each["WORLD_SIZE"] for each in own} == {"2"}
     assert [each["LOCAL_RANK"] for each in own] == ["0", "1", "2", "3"]
@@ -636,16 +601,16 @@ def test_each_process_of_a_replica_has_its_shard_and_its_replica(replicas):
     # A world of its own for each replica.
     ports = [each["MASTER_PORT"] for each in own]
     assert ports[0] == ports[1] != ports[2] == ports[3]
-    environments = [Environment.read(each) for each in own]
+    environments = [process.environment for process in processes]
     assert [(each.rank, each.shard) for each in environments] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for each in environments:
         assert (each.world_size, each.num_shards, each.local_world_size) == (2, 2, 2)
         assert (each.store_host, each.store_port, each.hosts_store) == ("127.0.0.1", 9, False)
 
 
-def test_the_death_of_one_process_ends_the_others(replicas):
-    replica = replicas.start(1)
-    first, second = replicas.processes.values()
+def test_the_death_of_one_process_ends_the_others(make):
+    setting = replicas(make)
+    replica, first, second = setting.supervisor.workers[1], setting.workers[2], setting.workers[3]
     second.how = KILLED
     assert replica.poll() is None
     assert first.is_killed
@@ -653,9 +618,9 @@ def test_the_death_of_one_process_ends_the_others(replicas):
     assert replica.poll() == Ending("lost its process 1, which died of signal 9 (SIGKILL)")
 
 
-def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(replicas):
-    replica = replicas.start(1)
-    first, second = replicas.processes.values()
+def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(make):
+    setting = replicas(make)
+    replica, first, second = setting.supervisor.workers[1], setting.workers[2], setting.workers[3]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         replica.send(number)
     assert first.signals == second.signals == [signal.SIGSTOP, signal.SIGCONT]
@@ -664,11 +629,11 @@ def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(replicas):
     assert first.is_killed
 
 
-def test_who_was_asked_to_end_is_not_killed_for_it(replicas):
+def test_who_was_asked_to_end_is_not_killed_for_it(make):
     """The first to end leaves the others the time to save."""
-    replica = replicas.start(0)
+    setting = replicas(make)
+    replica, first, second = setting.supervisor.workers[0], setting.workers[0], setting.workers[1]
     replica.send(15)
-    first, second = replicas.processes.values()
     first.how = CRASH
     assert replica.poll() is None
     assert not second.is_killed
@@ -678,18 +643,18 @@ def test_who_was_asked_to_end_is_not_killed_for_it(replicas):
     assert ending.reason == "lost its process 0, which ended with exit code 1"
 
 
-def test_a_replica_begins_when_all_of_its_processes_do(replicas):
-    replica = replicas.start(0)
-    first, second = replicas.processes.values()
-    addresses = {0: ("10.0.0.1", 1), 1: ("10.0.0.2", 1)}
-    first.report(begins=True, addresses=addresses)
-    assert replica.take_reports() == [Report(addresses=addresses)]
-    second.report(begins=True)
-    assert replica.take_reports() == [Report(begins=True)]
-    first.report(trains=True)
-    second.report(says="do this")
-    assert replica.take_reports() == [Report(trains=True), Report(says="do this")]
-    assert replica.take_reports() == []
+def test_a_replica_begins_when_all_of_its_processes_do(make):
+    setting = replicas(make)
+    replica, first, second = setting.supervisor.workers[0], setting.workers[0], setting.workers[1]
+    first.report(begins=True, trains=True, saves=True)
+    second.report(saves=False, says="do this")  # the first one says when none saves any more
+    setting.step(1)
+    assert (replica.takes_part, replica.trains, replica.saves) == (False, True, True)
+    assert setting.sentences == ["do this"]
+    second.report(begins=True, unsaved="no room")
+    setting.step(2)
+    assert replica.takes_part
+    assert setting.supervisor.unsaved == {0: "no room"}
 
 
 def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(make):
@@ -701,56 +666,60 @@ def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(mak
     assert setting.sentences == ["do this", "do that"]
 
 
-def test_who_comes_back_joins_the_network_of_its_own_shard(replicas):
-    replica = replicas.start(1)
-    for shard in range(NUM_SHARDS):
-        addresses = {rank: ("10.0.0.1", 100 * (shard + 1) + rank) for rank in (0, 5)}
-        replicas.processes[f"1.{shard}"].report(
-            addresses=addresses, run_id=f"run-shard-{shard}", secret=f"{shard}" * 16
-        )
-    for report in replica.take_reports():
-        replicas.plan.join_infos[0].take(report)  # as their supervisor does
-    replicas.start_again()
-    for shard in range(NUM_SHARDS):
-        environment = replicas.processes[f"5.{shard}"].environment
+def start_again(setting: Setting) -> list[Environment]:
+    """Let the second replica die and start again; return what its processes know then."""
+    setting.workers[2].how = setting.workers[3].how = KILLED
+    setting.step(2, 2 + FIRST_DELAY_S)
+    return [setting.workers[number].environment for number in (2, 3)]
+
+
+def test_who_comes_back_joins_the_network_of_its_own_shard(make):
+    setting = replicas(make)
+    for number, process in setting.workers.items():
+        shard = number % 2
+        addresses = {rank: ("10.0.0.1", 100 * (shard + 1) + rank) for rank in range(2)}
+        secret = f"{shard}" * 16
+        process.report(begins=True, addresses=addresses, run_id=f"run-{shard}", secret=secret)
+    setting.step(1)
+    for shard, environment in enumerate(start_again(setting)):
         assert environment.join == (("10.0.0.1", 100 * (shard + 1)),)
-        assert environment.run_id == f"run-shard-{shard}"
+        assert environment.run_id == f"run-{shard}"
         assert environment.secret == f"{shard}".encode() * 16
-        assert (environment.rank, environment.shard, environment.num_restarts) == (5, shard, 1)
+        assert (environment.rank, environment.shard, environment.num_restarts) == (1, shard, 1)
 
 
-def test_a_new_replica_joins_the_networks_that_its_user_names(replicas):
-    infos = [
-        JoinInfo(f"run-shard-{shard}-of-2", join=(("10.0.0.1", 100 + shard),))
-        for shard in range(NUM_SHARDS)
-    ]
-    replicas.plan = LaunchPlan(2, secret="s" * 16, join_infos=infos)
-    replica = replicas.start(1)
-    for shard in range(NUM_SHARDS):
-        process = replicas.processes[f"+1.{shard}"]
-        environment = process.environment
+def test_a_new_replica_joins_the_networks_that_its_user_names(make):
+    infos = [JoinInfo(f"run-{shard}", join=(("10.0.0.1", 100 + shard),)) for shard in range(2)]
+    setting = replicas(make, LaunchPlan(2, secret="s" * 16, join_infos=infos))
+    for number, process in setting.workers.items():
+        environment, shard = process.environment, number % 2
         assert (environment.needs_rank, environment.is_joining) == (True, True)
         assert (environment.shard, environment.num_shards) == (shard, 2)
-        assert environment.local_rank == 2 + shard
+        assert environment.local_rank == number
         assert environment.join == (("10.0.0.1", 100 + shard),)
-        assert environment.run_id == f"run-shard-{shard}-of-2"
+        assert environment.run_id == f"run-{shard}"
         # The network has no store; the replica's own world has one.
         assert environment.store_host is None
         assert process.variables["MASTER_ADDR"] == "127.0.0.1"
         assert process.variables["RANK"] == str(shard)
-        process.report(begins=True, rank=5)
-    assert [report.rank for report in replica.take_reports()] == [5, None]
-    replicas.start_again()  # under the rank that it was given
-    again = replicas.processes["5.1"].environment
+        process.report(begins=True, rank=4 + number // 2)
+    setting.step(1)
+    again = start_again(setting)[1]  # it comes back under the rank that it was given
     assert (again.rank, again.num_restarts, again.join) == (5, 1, (("10.0.0.1", 101),))
 
 
-def test_where_one_process_cannot_be_started_none_is_left(replicas):
-    def start_process(variables: Mapping[str, str]) -> Scripted:
-        if replicas.processes:
-            raise OSError("no process left")
-        return replicas.start_process(variables)
+def test_where_one_process_cannot_be_started_none_is_left(make):
+    setting = replicas(make)
+    made = list[Scripted]()
 
+    def start_process(variables: Mapping[str, str]) -> Scripted:
+        if made:
+            raise OSError("no process left")
+        made.append(setting.start(variables))
+        return made[-1]
+
+    worker = SupervisedWorker(0, 0)
     with pytest.raises(OSError, match="no process left"):
-        start_worker(replicas.plan.join_infos, start_process, replicas.plan.worker_variables(0))
-    assert replicas.processes["0.0"].is_killed
+        worker.start(setting.plan, start_process, rejoins=False)
+    assert made[0].is_killed
+    assert (worker.runs, worker.takes_part) == (False, False)
