@@ -34,7 +34,7 @@ from gossipdp.links.frames import (
     parse_header,
     run_tag,
 )
-from gossipdp.links.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeError, Identity, Stage
+from gossipdp.links.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeError, Identity
 from gossipdp.links.link import Link
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import TcpLink
@@ -110,7 +110,7 @@ def _is_done(machine: Handshake, data: bytes) -> bool:
         if machine.refusal is not None:
             assert str(machine.refusal).isprintable()
         if not data or not wanted:
-            return machine.stage is Stage.DONE
+            return machine.is_over and machine.refusal is None
         try:
             machine.receive(data[:wanted])
         except HandshakeError:
@@ -164,7 +164,8 @@ def _conversation() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         for machine, other, words in ((dialler, acceptor, said[0]), (acceptor, dialler, said[1])):
             words.append(machine.take_output())
             feed(other, words[-1])
-    assert dialler.stage is acceptor.stage is Stage.DONE
+    assert dialler.is_over is acceptor.is_over is True
+    assert dialler.refusal is acceptor.refusal is None
     return tuple(said[0]), tuple(said[1])
 
 
@@ -381,7 +382,7 @@ def link_stream(data: bytes) -> None:
     """Check that a link ends exactly once, and tells its handler only what is allowed."""
     owner = LoneOwner(_Handler())
     link = TcpLink(owner, _Bytes(data), identity(1), dialler=0)
-    link.peer_memory.map(1, memoryview(bytes(4096)))
+    link._peer_memory.take(1, memoryview(bytes(4096)))
     while not link.closed:
         link.can_read = True
         link.read_some()

@@ -82,7 +82,7 @@ class FastWorker:
         assert self.segment.c is not None
         momentum = torch.empty_like(self.segment.c)
         for chunk, room in self.segment.split(momentum):
-            chunk.copy(torch.empty_like(chunk.pending), room)
+            chunk.read(torch.empty_like(chunk.pending), room)
         return momentum.double()
 
     @property
@@ -288,5 +288,5 @@ def test_every_chunk_covers_its_part_once():
     ]
     state = State(segments)
     assert [chunk.num_elements for chunk in state.chunks] == [16] * 6 + [5] + [7]
-    assert [chunk.index for chunk in state.chunks + state.copied_chunks] == list(range(9))
+    assert [chunk.index for chunk in state.all_chunks] == list(range(9))
     assert torch.equal(torch.cat([chunk.x for chunk in state.chunks[:7]]), segments[0].x)

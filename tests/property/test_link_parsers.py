@@ -18,7 +18,7 @@ from gossipdp.links.frames import (
     parse_header,
     run_tag,
 )
-from gossipdp.links.handshake import Handshake, HandshakeError, Stage
+from gossipdp.links.handshake import Handshake, HandshakeError
 
 FUZZ = Path(__file__).parents[1] / "fuzz"
 targets, mutation = load_script(FUZZ / "targets.py"), load_script(FUZZ / "mutation.py")
@@ -77,7 +77,7 @@ def test_a_changed_handshake_never_opens_a_link(data):
             number += 1
     except HandshakeError:
         pass
-    if dialler.stage is Stage.DONE and acceptor.stage is Stage.DONE:
+    if all(each.is_over and each.refusal is None for each in (dialler, acceptor)):
         assert changed in (0, 3)  # a hello or a welcome, of which the proofs cover ranks and run
         assert dialler.peer is not None
         assert acceptor.peer is not None
@@ -95,7 +95,7 @@ def test_bytes_may_come_in_any_pieces(size):
                 count = min(size, listener.num_wanted)
                 listener.receive(said[:count])
                 said = said[count:]
-    assert dialler.stage is acceptor.stage is Stage.DONE
+    assert all(each.is_over and each.refusal is None for each in (dialler, acceptor))
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)

@@ -217,6 +217,10 @@ class MemoryLink(Link):
     def queued_chunks(self) -> int:
         return len(self.queue)
 
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self.controls or self.queue)
+
     def queued_of(self, *frame_types: FrameType) -> int:
         return sum(frame_type in frame_types for frame_type, *_ in self.queue)
 
@@ -224,20 +228,17 @@ class MemoryLink(Link):
         check_length(FrameType.CONTROL, len(data))
         if not self.closed:
             self.controls.append(data)
-            self.queued_bytes += len(data)
 
     def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
         check_length(frame_type, payload.nbytes)
         pack_key(key)
         if not self.closed:
             self.queue.append((frame_type, key, payload.cast("B")))
-            self.queued_bytes += payload.nbytes
             self.most_queued = max(self.most_queued, len(self.queue))
 
     def take(self) -> tuple[FrameType, ChunkKey, memoryview]:
         """Return the oldest chunk: it has left."""
         frame_type, key, payload = self.queue.popleft()
-        self.queued_bytes -= len(payload)
         self.bytes_sent += HEADER_BYTES + len(payload)
         self.chunk_bytes_sent[frame_type] += len(payload)
         return frame_type, key, payload
@@ -247,7 +248,6 @@ class MemoryLink(Link):
             self.closed, self.closed_for = True, reason
             self.controls.clear()
             self.queue.clear()
-            self.queued_bytes = 0
 
 
 class NoNetwork(Transport):
@@ -275,7 +275,7 @@ class LoneOwner(LinkOwner):
         self.memory = SlotMemory(OnceLog(logging.getLogger()), may_share=may_share, handler=handler)
         self.to_read: dict[Any, None] = {}
         self.to_write: dict[TcpLink, None] = {}
-        self.limit, self.held = None, dict[TcpLink, None]()
+        self.limit = None
         self.ended: list[str] = []
 
     def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None:

@@ -3,28 +3,20 @@
 The training thread and the gossip thread meet here and nowhere else. The rules:
 
 * The main thread alone writes ``x`` (optimizer, boundary, loading), except at the start and in
-  ``consolidate``: there the gossip thread writes it while the main thread only waits. The gossip
-  thread reads x for a snapshot without stopping the optimizer. A snapshot torn by a running step is
-  harmless, because both ends of the exchange use that same snapshot.
-* ``pending``, ``c`` and the phases are read and written under the chunk's lock: by the gossip
-  thread in an exchange, by the main thread at a boundary.
-* The boundary only *tries* the lock. A chunk in use keeps its pending for the next boundary, so
-  training never waits for a thread of lower priority.
-* A thread holds one lock at a time, for one pass over one chunk, and never across I/O. So there is
-  no order of locks to respect and nothing to deadlock.
-* Ctrl+C, or any other exception of a signal's handler in the main thread, leaves no lock taken, and
-  each chunk as it was before the boundary or after it. The interpreter runs handlers between
-  bytecodes, and there only at the start of a function, at a jump back, and when a call returns. So
-  ``with lock:`` is safe as long as the lock is one of C (no handler runs between taking it and the
-  ``with``; bpo-29988), and so is a ``try`` whose ``finally`` does nothing before it releases one.
-  ``acquire()`` before the ``try`` is not safe, nor is a lock written in Python. One call of C makes
-  all changes to a chunk and its notes (:func:`~gossipdp.dynamics.update.at_once`).
+  ``consolidate``: there the gossip thread writes it while the main thread only waits. A snapshot
+  torn by a running step is harmless: both ends of the exchange use that same snapshot.
+* ``pending``, ``c`` and the phases are read and written under the chunk's lock. A thread holds one
+  lock at a time, for one pass over one chunk, and never across I/O, so nothing can deadlock. The
+  boundary only *tries* it: a chunk in use keeps its pending for the next boundary, so training
+  never waits for a thread of lower priority.
 * The lock is free between a chunk's snapshot and the arrival of the peer's, and a boundary may flow
   the chunk and move pending into x. That changes neither x + pending at the phase of the exchange
-  nor delta, which comes from the stored snapshots. A snapshot writes nothing: the chunk remembers
-  the phase it has been flowed to, so boundary or exchange flows it once, whichever comes first. It
-  also remembers the phase at which an exchange last wrote c: the two phases say how far c has
-  decayed since, and no flow passes over c to write it.
+  nor delta, which comes from the stored snapshots. The chunk remembers the phase it has been flowed
+  to, so boundary or exchange flows it once, whichever comes first; and the phase at which an
+  exchange last wrote c: the two say how far c has decayed, and no flow passes over c to write it.
+* Ctrl+C, or any other exception of a signal's handler in the main thread, leaves no lock taken, and
+  each chunk as it was before the boundary or after it: one call of C makes all changes to a chunk
+  and its notes (:func:`~gossipdp.dynamics.update.at_once`).
 * The boundary of a large model has helper threads. They work only while the main thread is in
   that boundary, so to all others it is the main thread that writes.
 
@@ -59,7 +51,7 @@ class Role(enum.Enum):
     COPIED = "copied"
     """Other buffers, such as queues, masks and counters: each worker's own; at the end all workers
     take those of the lowest rank."""
-    UNOPTIMIZED = "following"
+    UNOPTIMIZED = "unoptimized"
     """Parameters of no optimizer, such as target networks: averaged when the average is made."""
     FROZEN = "frozen"
     """A large frozen base: left where it is, neither sent nor saved, and no part of a state."""
@@ -134,9 +126,12 @@ class Chunk:
 
         With ``wait``, wait for the chunk instead.
         """
+        # The interpreter runs signals' handlers between bytecodes, and there only at the start of
+        # a function, at a jump back, and when a call returns. So ``with lock:`` is safe if the lock
+        # is one of C (bpo-29988), and so is a ``finally`` that releases one first. ``acquire()``
+        # before the ``try`` is not: one call of C takes the lock and notes it.
         taken: list[bool] = []
         try:
-            # One call of C, so that no interrupt comes between taking the lock and noting it.
             taken.extend(map(self.lock.acquire, (wait,)))
             if not taken[0]:
                 return False
@@ -168,7 +163,7 @@ class Chunk:
                 partial(setattr, self, *self._phase_at(theta))
             ]
             if share != 0.0 and self.c is not None:
-                operations.append(update.flow_operation(self.pending, self.c, share))
+                operations.append(partial(self.pending.add_, self.c, alpha=share))
                 operations.append(partial(setattr, self, "has_pending", True))
             update.at_once(*operations)
 
@@ -185,10 +180,13 @@ class Chunk:
 
     # Either thread's part.
 
-    def read(self, out: Tensor) -> None:
-        """Write x + pending to ``out``, or x if the chunk is not exchanged."""
+    def read(self, out: Tensor, c: Tensor | None = None) -> None:
+        """Write x + pending, or x if the chunk is not exchanged; to ``c`` the c of that moment."""
         with self.lock, self.order:
             self.device.write(self._write, out)
+            if c is not None and self.c is not None:
+                momentum, left = self.c, self._left(self.theta)
+                self.device.write(lambda out: torch.mul(momentum, left, out=out), c)
 
     def read_z(self, out: Tensor) -> None:
         """Write z = x + pending + c/2 to ``out``: a joiner starts there."""
@@ -200,14 +198,6 @@ class Chunk:
             state = self.x, self._brought(), self.c
             self.device.write(lambda out: update.read_z(out, *state, left), out)
 
-    def copy(self, values: Tensor, c: Tensor | None) -> None:
-        """Copy x + pending (or x) and c of one moment to host memory, for a checkpoint."""
-        with self.lock, self.order:
-            self.device.write(self._write, values)
-            if c is not None and self.c is not None:
-                momentum, left = self.c, self._left(self.theta)
-                self.device.write(lambda out: torch.mul(momentum, left, out=out), c)
-
     # The gossip thread's part. Snapshots are in host memory.
 
     def snapshot(self, theta: float, out: Tensor) -> bool:
@@ -217,7 +207,7 @@ class Chunk:
         snapshot, as theta stands still meanwhile.
         """
         with self.lock, self.order:
-            found = self._snapshot(self.device.there(out), self._flow(theta)[0])
+            found = self._snapshot(self.device.on_device(out), self._flow(theta)[0])
             self._snapshot_at = out.data_ptr()
             if isinstance(found, bool):
                 self.device.store(out)
@@ -233,8 +223,8 @@ class Chunk:
         ``alpha_tilde`` is the gain of the exchange on x_tilde.
         """
         with self.lock, self.order:
-            there = self._mine(mine), self.device.load(1, peers)
-            squared_norm = self._exchange(*there, self._flow(theta), alpha_tilde)
+            both = self._mine(mine), self.device.load(1, peers)
+            squared_norm = self._exchange(*both, self._flow(theta), alpha_tilde)
             self._exchanged(squared_norm, theta)
             return squared_norm
 
@@ -267,11 +257,8 @@ class Chunk:
 
     def _additions(self, share: float) -> list[Callable[[], object]]:
         """Return the operations that flow and add pending to x, for :func:`.update.at_once`."""
-        c, compiled = self.c, self.is_compiled
-        if self.has_pending or c is None or self.x.dtype != self.pending.dtype:
-            return update.boundary_operations(self.x, self.pending, c, share, compiled=compiled)
-        # Pending is zero, so this pass leaves out half of the memory.
-        return [update.flow_operation(self.x, c, share, compiled=compiled)]
+        options = {"has_pending": self.has_pending, "compiled": self.is_compiled}
+        return update.boundary_operations(self.x, self.pending, self.c, share, **options)
 
     def _write(self, out: Tensor) -> None:
         if self.role.is_exchanged:
@@ -281,7 +268,8 @@ class Chunk:
 
     def _snapshot(self, out: Tensor, share: float) -> bool | Tensor:
         """Write it; return True if all is finite, or a sum that is finite if all is."""
-        return update.snapshot(out, self.x, self.pending, self.c, share, compiled=self.is_compiled)
+        state = self.x, self._brought(), self.c
+        return update.snapshot(out, *state, share, compiled=self.is_compiled)
 
     def _exchange(
         self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float

@@ -1,19 +1,17 @@
 """The device of the parameters: host memory, which works at once, or a GPU, which queues.
 
 In host memory (:class:`Device`) an operation is done when its call returns, so a lock is all that
-two threads need. On a GPU a call only queues, and two threads that take turns at a lock may still
-overlap there. :class:`QueuedDevice` has the rules that keep them apart; tests check them with a
-stand-in that works late, in any order that they allow. :class:`AcceleratorDevice` has run on an
-NVIDIA H200 and an H100. Torch has the same streams and events for ROCm and XPU; memory that workers
-share is pinned by CUDA's driver, or ROCm's.
+two threads need. On a GPU a call only queues, each thread's on a stream of its own: a stream works
+in order, two streams in any order. A :class:`Mark` is a place in a stream (a CUDA event) that
+others can wait for. :class:`QueuedDevice` has the rules; tests check them with a stand-in that
+works late, in any order that they allow. :class:`AcceleratorDevice` has run on an NVIDIA H200 and
+an H100. Torch has the same streams and events for ROCm and XPU; memory that workers share is pinned
+by CUDA's driver, or ROCm's.
 
-Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
-:class:`Mark` is a place in a stream (a CUDA event) that others can wait for.
-
-**Rule 1, order.** A chunk's lock comes with a mark. The holder of the lock first makes its stream
-wait for the mark, and in the end leaves the mark behind all that it has queued (:class:`Order`). So
-the holders' work is done in the order in which they held the lock. No two streams wait for each
-other: each wait is for a mark that exists. The boundary of a chunk with two inboxes needs no mark;
+**Rule 1, order.** The holder of a chunk's lock first makes its stream wait for the lock's mark, and
+in the end leaves the mark behind all that it has queued (:class:`Order`). So the holders' work is
+done in the order in which they held the lock, and no two streams wait for each other: each wait is
+for a mark that exists. The boundary of a chunk with two inboxes needs no mark;
 :mod:`~gossipdp.dynamics.inboxes` says why.
 
 **Rule 2, what is read.** Queued optimizer steps, and boundaries of inboxes, write x without a lock,
@@ -27,12 +25,11 @@ copy from it is done.
 **Rule 4, hand-over.** Before one thread takes over x from the other, or reads it without locks, the
 other calls :meth:`Device.finish`.
 
-**Rule 5, waits are short.** What the main thread queues comes behind its step, so an exchange that
-had to wait for that would wait for the whole step, and no heartbeat would leave. Trained parameters
-have two inboxes instead, and the host runs one boundary ahead of the device (:class:`Credit`). For
-what has none (buffers, moments, and everything that is rare), the main thread first finishes its
-stream, so that its marks are at once past. For a joiner that takes the optimizers' state it waits
-at the end of each step meanwhile (``BetweenSteps``).
+**Rule 5, waits are short.** An exchange that had to wait for what the main thread has queued would
+wait for a whole step, and no heartbeat would leave. So trained parameters have two inboxes, and the
+host runs one boundary ahead of the device (:class:`Credit`). For what has none (buffers, moments,
+and everything that is rare), the main thread first finishes its stream, so that its marks are at
+once past. For a joiner that takes the optimizers' state it waits at the end of each step.
 
 Memory that both threads use is allocated before the gossip thread starts and freed after it was
 joined; scratch belongs to one thread, so to one stream.
@@ -89,11 +86,9 @@ class Device:
     """Host memory, where nothing is queued; a queued device overrides every method."""
 
     is_queued = False
-    suffix = ""
-    """The end of the kernels' name."""
 
     def order(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the holders of a chunk's lock; their work is done in their order."""
+        """Return a context for the holders of a chunk's lock: their work is done in their order."""
         return contextlib.nullcontext()
 
     def gossip_thread(self) -> contextlib.AbstractContextManager[object]:
@@ -117,12 +112,12 @@ class Device:
 
     # Snapshots, which are in host memory; the gossip thread's.
 
-    def there(self, out: Tensor) -> Tensor:
-        """Return the room for a snapshot that :meth:`store` then copies to ``out``."""
+    def on_device(self, out: Tensor) -> Tensor:
+        """Return the device's buffer for a snapshot, which :meth:`store` then copies to ``out``."""
         return out
 
     def store(self, out: Tensor, total: Tensor | None = None) -> Tensor | None:
-        """Copy the snapshot written :meth:`there` to ``out``; return when it has arrived.
+        """Copy the snapshot :meth:`on_device` to ``out``; return when it has arrived.
 
         Returns:
             ``total``, one number, where the host reads it without waiting.
@@ -130,7 +125,7 @@ class Device:
         return total
 
     def kept(self, out: Tensor) -> Tensor | None:
-        """Return the snapshot that was stored to ``out``, if it is still :meth:`there`."""
+        """Return the snapshot that was stored to ``out``, if it is still on the device."""
         return out
 
     def load(self, number: int, values: Tensor) -> Tensor:
@@ -148,8 +143,7 @@ class Device:
 class Mark:
     """A place in the work of a stream; it can be left again, further on.
 
-    This one is of host memory, where all work is done when its call returns. That of a queued
-    device overrides every method.
+    This one is of host memory, where nothing is queued; that of a device overrides every method.
     """
 
     def leave(self) -> None:
@@ -173,7 +167,6 @@ class QueuedDevice(Device, abc.ABC):
     """A device that works later than it is asked; see the module for the rules."""
 
     is_queued = True
-    suffix = " on the device"
 
     def __init__(self) -> None:
         # By the number of what is loaded, or by the address to which snapshots are stored. If one
@@ -216,19 +209,19 @@ class QueuedDevice(Device, abc.ABC):
         if self.holds(out):
             write(out)
             return
-        there = self.room(out.nbytes).view(out.dtype)
-        write(there)
-        out.copy_(there)  # waits
+        room = self.room(out.nbytes).view(out.dtype)
+        write(room)
+        out.copy_(room)  # waits
 
-    def there(self, out: Tensor) -> Tensor:
-        return self._slot(out.data_ptr(), out).there(out)
+    def on_device(self, out: Tensor) -> Tensor:
+        return self._slot(out.data_ptr(), out).on_device(out)
 
     def store(self, out: Tensor, total: Tensor | None = None) -> Tensor | None:
         return self._slots[out.data_ptr()].store(out, total)
 
     def kept(self, out: Tensor) -> Tensor | None:
         slot = self._slots.get(out.data_ptr())
-        return slot.there(out) if slot is not None and slot.num_bytes >= out.nbytes else None
+        return slot.on_device(out) if slot is not None and slot.num_bytes >= out.nbytes else None
 
     def load(self, number: int, values: Tensor) -> Tensor:
         return self._slot(number, values).load(values)
@@ -287,38 +280,38 @@ class Credit(_Turns):
 class Slot:
     """Rule 3: the way of a chunk between host memory and the device. One thread's.
 
-    Memory that is pinned itself, as workers of one host share it, needs no copy in between.
+    Memory that is pinned itself needs no copy in between.
     """
 
     def __init__(self, device: QueuedDevice, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._between: Tensor | None = None
         self._total = device.pinned(4).view(torch.float32)
-        self._there = device.room(num_bytes)
+        self._room = device.room(num_bytes)
         self._device = device
         self._loaded = device.mark()
 
-    def there(self, like: Tensor) -> Tensor:
+    def on_device(self, like: Tensor) -> Tensor:
         """Return the device's part, as ``like`` in host memory."""
-        return self._there[: like.nbytes].view(like.dtype)
+        return self._room[: like.nbytes].view(like.dtype)
 
     def load(self, values: Tensor) -> Tensor:
         """Copy ``values`` to the device; they may change as soon as this returns."""
-        there = self.there(values)
+        loaded = self.on_device(values)
         if self._device.is_pinned(values):
-            there.copy_(values, non_blocking=True)
+            loaded.copy_(values, non_blocking=True)
             self._loaded.leave()
             self._loaded.wait()
         else:
             self._loaded.wait()  # or the device might read the new values for the old
-            there.copy_(self._pinned(values).copy_(values), non_blocking=True)
+            loaded.copy_(self._pinned(values).copy_(values), non_blocking=True)
             self._loaded.leave()
-        return there
+        return loaded
 
     def store(self, out: Tensor, total: Tensor | None = None) -> Tensor | None:
         """Copy the device's part to ``out``, and one number beside it; wait once for both."""
         pinned = out if self._device.is_pinned(out) else self._pinned(out)
-        pinned.copy_(self.there(out), non_blocking=True)
+        pinned.copy_(self.on_device(out), non_blocking=True)
         if total is not None:
             self._total[0].copy_(total, non_blocking=True)
         self._device.finish()
@@ -435,8 +428,7 @@ class _Event(Mark):
 class _Pinned:
     """Memory whose pages are locked, so that the device copies from and to them by itself.
 
-    If the driver refuses (``status`` is not 0), chunks go through a :class:`Slot`'s own memory:
-    slower, and nothing else changes.
+    If the driver refuses (``status`` is not 0), chunks go through a :class:`Slot`'s own memory.
     """
 
     PORTABLE, READ_ONLY = 1, 8

@@ -12,15 +12,15 @@ see is ``x + pending + taken``:
   device no longer works on. The main stream waits for what exchanges have queued, which is short
   and waits for nothing.
 
-What is in either is in x once, as soon as the device has come to it. So the mean of x + c/2 over
-the workers is conserved as in host memory, with two differences:
+What is in either is in x once, as soon as the device has come to it, so the mean of x + c/2 over
+the workers is conserved. Two things differ from host memory:
 
-* A snapshot may read ``x`` and ``taken`` while a boundary moves values from one to the other. It
-  then counts some of them twice, for the length of two kernels in the length of a step. As both
-  ends of an exchange use that snapshot, nothing is lost.
-* Flow needs c, so exchanges do it: x is given the flow of the time between two exchanges by the
-  second of them, exactly, but later than in the paper's algorithm 1. If no exchange comes until
-  half of c has decayed, a boundary does it, and waits for the step.
+* A snapshot may read ``x`` and ``taken`` while a boundary moves values from one to the other, and
+  count some of them twice, for the length of two kernels in the length of a step. As both ends of
+  an exchange use that snapshot, nothing is lost.
+* Flow needs c, so exchanges do it: the second of two gives x the flow of the time between them,
+  exactly, but later than in the paper's algorithm 1. If no exchange comes until half of c has
+  decayed, a boundary does it, and waits for the step.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class InboxChunk(Chunk):
     def take(self) -> bool:
         """Swap the inboxes, if there is anything to take; return False if the chunk is in use.
 
-        Whoever adds what was taken first lets the device follow the gossip thread.
+        Call ``follow_gossip()`` of the device before adding ``taken``.
         """
         locked: list[bool] = []
         try:
@@ -96,10 +96,6 @@ class InboxChunk(Chunk):
         """Return those of a boundary that has waited for the step, and adds both."""
         taken = update.take_operations(self.x, self.taken)
         return [*taken, partial(setattr, self, "is_taken", False), *super()._additions(share)]
-
-    def _snapshot(self, out: Tensor, share: float) -> Tensor:
-        update.write_snapshot(out, self.x, self._brought(), self.c, share)
-        return update.finite_sum(out)
 
     def _forget(self, part: slice) -> None:
         super()._forget(part)

@@ -7,9 +7,8 @@ that is nearest to its own round(y / s). That is the sender's k if, for every va
     |x - y| < 127 s.
 
 Both then know the same difference s (k_x - k_y), one the negative of the other, with an error of at
-most s. As s follows the distance (:class:`LatticeSteps`), the error shrinks as the two agree; the
-error of a code of the values themselves would stop at its own resolution. Values that are equal
-stay equal, since the step is the same at both ends.
+most s. As s follows the distance (:class:`LatticeSteps`), the error shrinks as the two agree, and
+values that are equal stay equal.
 
 All of it is exact: s is a power of two, so x / s is not rounded, k is a whole number of the
 integers' range, and |k_x - k_y| <= 128. A checksum over the part of k that did not travel, above
@@ -27,10 +26,9 @@ The idea: Davies, Gurunathan, Moshrefi, Ashkboos, Alistarh, "New Bounds for Dist
 Estimation and Variance Reduction", ICLR 2021; for gossip: Nadiradze et al., "Asynchronous
 Decentralized SGD with Quantized and Local Updates" (SwarmSGD), NeurIPS 2021. Departures: a step
 for each block in place of a random rotation; a checksum in place of an assumed distance; rounding
-to the nearest point without dither. A shared dither would make the expected difference that of x
-and y, but near agreement it adds as much noise as it takes away bias: on a ring of 8, without
-gradients, both end where float32 rounding ends; with gradients whose size varies 100-fold within a
-block, the consensus distance is 1.11 times the exact exchange's without dither, 1.34 with it.
+to the nearest point without dither, which near agreement adds as much noise as it takes away bias:
+with gradients whose size varies 100-fold within a block, on a ring of 8, the consensus distance is
+1.11 times the exact exchange's without dither, 1.34 with it.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """Compiled loops of :mod:`~gossipdp.dynamics.update_loops`, as machine code that is kept on disk.
 
-numba takes a second of processor time to be imported and to register its types. The loops need
-nothing of it once they are compiled. So numba compiles a loop once on a machine; each later start
-loads the machine code with LLVM, in milliseconds.
+numba takes a second of processor time to be imported and to register its types. So numba compiles a
+loop once on a machine; each later start loads the machine code with LLVM, in milliseconds.
 
 A file holds one loop. Its name has a digest of all that the code depends on: the source of the
 loops, the versions of numba and LLVM, the processor, and the types of the arguments. The files lie

@@ -3,14 +3,13 @@
 import math
 import threading
 
-# Between two exchanges the phase advances by at most this many periods. A worker that was stalled
-# for a hundred periods would otherwise flow its momentum away in one go; measured on a ring of 64,
-# an uncapped stall of everyone doubles the consensus distance.
+# Between two exchanges the phase advances by at most this many periods, or a stalled worker would
+# flow its momentum away in one go; on a ring of 64, an uncapped stall of everyone doubles the
+# consensus distance.
 MAX_PERIODS = 4.0
 
-# A gap counts in the running mean with at most this many times the mean, so that one evaluation
-# or pause of any length cannot slow the clock for the exchanges that follow it. Even a Poisson
-# process exceeds it only once in exp(10) = 22,000 gaps; the design note gives no such bound.
+# A gap counts in the running mean with at most this many times the mean, so that no pause slows
+# the clock for the exchanges after it. A Poisson process exceeds it once in exp(10) = 22,000 gaps.
 MAX_GAP_IN_MEANS = 10.0
 
 

@@ -18,8 +18,7 @@ from gossipdp.dynamics.moments import Moment, MomentChunk
 
 CHUNK_BYTES = 1 << 20
 MOST_BYTES = 1 << 26
-"""Of a chunk in the precision of its pending, in which sums over all workers travel: the longest
-frame."""
+"""The largest chunk, in pending's precision: sums travel so, and a frame holds one chunk."""
 # A boundary of fewer values is over before a second thread has woken.
 LEAST_HELPED_VALUES = 8_000_000
 MOST_BOUNDARY_THREADS = 8  # a few take all that memory gives
@@ -110,14 +109,14 @@ class Segment:
         So the memory of the module's parameters holds others for a time, as in ``averaged()``. If
         x lies in ``other`` already, nothing changes.
         """
-        for chunk, there in self.split(other):
-            if chunk.x.data_ptr() != there.data_ptr():
+        for chunk, part in self.split(other):
+            if chunk.x.data_ptr() != part.data_ptr():
                 with chunk.lock, chunk.order:
                     own = chunk.x.clone()
                     update.at_once(
-                        partial(chunk.x.copy_, there),
-                        partial(there.copy_, own),
-                        partial(setattr, chunk, "x", there),
+                        partial(chunk.x.copy_, part),
+                        partial(part.copy_, own),
+                        partial(setattr, chunk, "x", part),
                     )
         self.x = other
 
@@ -135,7 +134,7 @@ class Segment:
         values = torch.empty_like(self.x, dtype=dtype, device="cpu")
         c = None if self.c is None else torch.empty_like(self.c, device="cpu")
         for chunk, part in zip(self.chunks, self._parts, strict=True):
-            chunk.copy(values[part], None if c is None else c[part])
+            chunk.read(values[part], None if c is None else c[part])
         return values, c
 
     def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
@@ -154,9 +153,8 @@ class State:
     Attributes:
         segments, moments: as given.
         chunks: those that every exchange averages; their ``index`` is their place here.
-        averaged_chunks: those and the following ones: the average of all workers consists of them.
-        copied_chunks: those of other buffers, numbered on from there.
-        all_chunks: all that a starting worker is given, by ``index``.
+        averaged_chunks: those and the unoptimized: the average of all workers consists of them.
+        all_chunks: those and the copied: all that a starting worker is given, by ``index``.
         moment_chunks: those of moments, numbered on from there.
     """
 
@@ -176,10 +174,10 @@ class State:
                 segment.add_inbox()
         chunks = [chunk for segment in self.segments for chunk in segment.chunks]
         self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
-        following = [chunk for chunk in chunks if chunk.role is Role.UNOPTIMIZED]
-        self.averaged_chunks = self.chunks + following
-        self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
-        self.all_chunks = self.averaged_chunks + self.copied_chunks
+        unoptimized = [chunk for chunk in chunks if chunk.role is Role.UNOPTIMIZED]
+        self.averaged_chunks = self.chunks + unoptimized
+        copied = [chunk for chunk in chunks if chunk.role is Role.COPIED]
+        self.all_chunks = self.averaged_chunks + copied
         self.moment_chunks = [chunk for segment in self.moments for chunk in segment.chunks]
         for index, chunk in enumerate(self.all_chunks + self.moment_chunks):
             chunk.index = index
@@ -259,8 +257,9 @@ class State:
 
         ``torch on the device``: the parameters are not in host memory.
         """
+        suffix = " on the device" if self.device.is_queued else ""
         names = {"numba" if chunk.is_compiled else "torch" for chunk in self.chunks}
-        return ", ".join(sorted(name + self.device.suffix for name in names))
+        return ", ".join(sorted(name + suffix for name in names))
 
     # The main thread's part.
 

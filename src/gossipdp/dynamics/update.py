@@ -19,16 +19,14 @@ there is nothing to flow), :math:`s = e^{-2(\theta_2-\theta_c)}` → ``left`` an
         c \leftarrow s\,c - (\tilde\alpha - \tfrac12)\,\delta, \quad \theta_c \leftarrow \theta_2 \\
     \text{boundary}:\quad & \text{flow}, \quad x \leftarrow x + p, \quad p \leftarrow 0
 
-An event is computed by torch, in several passes over the values, or by a loop that numba compiles,
-in one pass (``compiled=True``: :mod:`~gossipdp.dynamics.update_loops`, for parameters and snapshots
-of :data:`COMPILED_DTYPES` in host memory). Both keep these promises, and one test suite holds them
-to it:
+An event is computed by torch, in several passes, or by a loop that numba compiles, in one
+(``compiled=True``: :mod:`~gossipdp.dynamics.update_loops`, for parameters and snapshots of
+:data:`COMPILED_DTYPES` in host memory). One test suite holds both to these promises:
 
 * delta is the difference of the two snapshots, rounded once. So the other end has its exact
-  negative, whatever it computes with: the loops are compiled without fast-math, and only the sums
-  that are returned may be reordered.
-* It is applied whole or not at all. If any of its values is NaN or infinite, only the snapshot is
-  written. This depends on delta alone, so both ends decide alike.
+  negative, whatever it computes with.
+* It is applied whole or not at all: if any of its values is NaN or infinite, nothing is written.
+  This depends on delta alone, so both ends decide alike.
 * Nothing is allocated after the first call, except by :func:`carry_on`, which serves buffers alone.
   The interpreter's lock is free during a pass.
 """
@@ -80,27 +78,24 @@ def flow(values: Tensor, c: Tensor, share: float) -> None:
     values.add_(c, alpha=share)
 
 
-def flow_operation(
-    values: Tensor, c: Tensor, share: float, *, compiled: bool = False
-) -> Callable[[], object]:
-    """Return the flow as an operation for :func:`at_once`."""
-    if compiled:
-        return loop("flow").operation(values, c, share)
-    return partial(values.add_, c, alpha=share)
-
-
 def boundary_operations(
     x: Tensor,
     pending: Tensor,
     c: Tensor | None,
     share: float,
     *,
+    has_pending: bool = True,
     compiled: bool = False,
 ) -> list[Callable[[], object]]:
     """Return the boundary, for :func:`at_once`: flow, then x += pending.
 
-    Pending keeps what x's precision cannot hold.
+    The rounding remainder stays in pending.
     """
+    if not has_pending and c is not None and x.dtype == pending.dtype:
+        # Pending is zero, so this pass leaves out half of the memory.
+        return [
+            loop("flow").operation(x, c, share) if compiled else partial(x.add_, c, alpha=share)
+        ]
     flows = c is not None and share != 0.0
     if compiled:
         return [loop("boundary", x.dtype).operation(x, pending, _or(c, pending), flows, share)]
@@ -119,7 +114,7 @@ def take_operations(x: Tensor, taken: Tensor) -> list[Callable[[], object]]:
     """Return the boundary of an inbox, for :func:`at_once`: x += taken.
 
     x is written first, and whole: who reads both meanwhile finds what was taken twice at worst, and
-    never x in place of it. Taken keeps what x's precision cannot hold.
+    never x in place of it. The rounding remainder stays in taken.
     """
     if x.dtype == taken.dtype:
         return [partial(x.add_, taken), taken.zero_]
@@ -140,24 +135,20 @@ def snapshot(
     share: float,
     *,
     compiled: bool = False,
-) -> bool:
-    """Write x + pending as they will be after the flow; return True if all is finite.
+) -> bool | Tensor:
+    """Write x + pending as they will be after the flow, which the next event does itself.
 
-    The next event that writes the chunk does the flow itself.
+    Returns:
+        True if all is finite; or the total that :func:`is_finite` takes.
     """
     flows = c is not None and share != 0.0
     if compiled:
         each = loop("snapshot", x.dtype, out.dtype)
         return each(out, x, pending, _or(c, pending), flows, share) == 0.0
-    write_snapshot(out, x, pending, c, share)
-    return is_finite(out)
-
-
-def write_snapshot(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, share: float) -> None:
-    """Write the snapshot alone."""
-    if c is not None and share != 0.0:
+    if c is not None and flows:
         pending = torch.add(pending, c, alpha=share, out=scratch(pending))
     torch.add(x, pending, out=out)
+    return finite_sum(out)
 
 
 def exchange(

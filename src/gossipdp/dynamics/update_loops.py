@@ -38,22 +38,16 @@ def compiled(name: str, arguments: Iterable[str], symbol: str) -> Any:
 
     The types are named as in :mod:`~gossipdp.dynamics.machine_code`.
     """
+    numbers = {"size": types.intp, "bool": types.boolean, "number": types.float64}
     pointer: Any = types.CPointer
-    kinds = {
-        "size": types.intp,
-        "bool": types.boolean,
-        "number": types.float64,
-        "float32": pointer(types.float32),
-        "bfloat16": pointer(types.uint16),
-        "uint8": pointer(types.uint8),
-        "int8": pointer(types.int8),
-        "block_int8": pointer(types.int8),
-        "block_int16": pointer(types.int16),
-        "block_float32": pointer(types.float32),
-        "any_int32": pointer(types.int32),
-        "any_int64": pointer(types.int64),
-    }
-    signature = tuple(kinds[each] for each in arguments)
+
+    def type_of(argument: str) -> Any:
+        if argument in numbers:
+            return numbers[argument]
+        precision = argument.rpartition("_")[2].replace("bfloat16", "uint16")
+        return pointer(getattr(types, precision))
+
+    signature = tuple(map(type_of, arguments))
     # A wrapper for Python would need numba wherever the code is loaded.
     bare: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     loop = numba.njit(error_model="numpy", **bare)(globals()[name])

@@ -19,11 +19,10 @@ lattice8      a code of the difference to the peer             1; 3 in a chunk  
 loops are loaded. A worker that asks for an exchange chooses, and its first frame shows it. A code
 takes about twice the processor time of values where no byte travels, over TCP up to 1.5 times.
 
-Buffers of floating point (BatchNorm's statistics) always travel as they are held. Their values
-differ too much in size to share a step, and a variance must not turn negative. For the same reasons
-the optimizers' moments travel in bfloat16 where parameters are coded, and Adam's second moment in
-8 bits by its logarithm (:mod:`~gossipdp.dynamics.squares`): so what is positive stays positive.
-Integer buffers and frozen parameters are not exchanged.
+BatchNorm's statistics always travel as they are held: they differ too much in size to share a step,
+and a variance must not turn negative. So the optimizers' moments travel in bfloat16 where
+parameters are coded, and Adam's second moment in 8 bits by its logarithm
+(:mod:`~gossipdp.dynamics.squares`).
 """
 
 import itertools
@@ -33,7 +32,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -48,8 +47,7 @@ PAGE_BYTES = 4096
 _CHECKSUM = struct.Struct("<q")
 
 Allocate: TypeAlias = Callable[[int], memoryview]
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -89,13 +87,11 @@ class PoisonFound(Exception):
         self.ours = ours
 
 
-def _timed(
-    method: Callable[Concatenate["Codec", _Given], _Result],
-) -> Callable[Concatenate["Codec", _Given], _Result]:
+def _timed(method: _Method) -> _Method:
     """Add the processor time of a call to the codec's ``busy_s``, if it ``is_timed``."""
 
     @wraps(method)
-    def timed(self: "Codec", /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+    def timed(self: "Codec", *args: Any, **kwargs: Any) -> Any:
         if not self.is_timed:
             return method(self, *args, **kwargs)
         started_s = time.thread_time()
@@ -104,7 +100,7 @@ def _timed(
         finally:
             self.busy_s += time.thread_time() - started_s
 
-    return timed
+    return cast(_Method, timed)
 
 
 @final
@@ -113,12 +109,12 @@ class Codec:
 
     Its memory serves one exchange after the other: slot ``i % window`` for chunk ``i`` on its way
     out, and one more for the chunk that is coming in. A slot begins at a page, so it fits numbers
-    of any type: the arithmetic sees a tensor, the link bytes.
+    of any type.
 
     A *certain* chunk travels as values, which the peer can always read. Any other is *coded*: a
     checksum of 8 bytes, and one byte a value. Before the first chunk each end sends the step of
     every block that it needs; the larger of the two is used. From each exchange the steps of the
-    next are learnt. A chunk that is too small for a code is certain.
+    next are learnt.
 
     Args:
         name: one of ``FORMATS``, or ``auto``.
@@ -150,6 +146,7 @@ class Codec:
         self._allocate = partial(allocate, num_bytes)
         self._memory = memoryview(b"")
         self._slot_of: dict[int, int] = {}
+        self._theta = self._gain = 0.0
         self._renew()
         coded = [chunk for chunk in state.chunks if True in self.forms and _fits_code(chunk)]
         most = max((chunk.num_elements for chunk in state.moment_chunks), default=0)
@@ -228,13 +225,18 @@ class Codec:
             return chunk.num_elements * self._dtype(chunk).itemsize
         return _CHECKSUM.size + chunk.num_elements
 
-    def start(self, chunks: Sequence[Chunk], *, is_coded: bool) -> memoryview | None:
-        """Begin an exchange of these chunks, in their order.
+    def start(
+        self, chunks: Sequence[Chunk], theta: float, gain: float, *, is_coded: bool
+    ) -> memoryview | None:
+        """Begin an exchange of these chunks, in their order, at the phase ``theta``.
+
+        ``gain`` is that of the exchange on x_tilde.
 
         Returns:
             The preface, which the peer must have before the first chunk; None if there is none.
         """
         self._renew()
+        self._theta, self._gain = theta, gain
         self.form = form = self.forms[is_coded]
         self._slot_of = {chunk.index: place % form.window for place, chunk in enumerate(chunks)}
         if not is_coded:
@@ -257,41 +259,46 @@ class Codec:
         return self._bytes(slot, repeated if repeats else self.num_bytes(chunk))
 
     @_timed
-    def encode(self, chunk: Chunk, theta: float) -> None:
-        """Take a snapshot at the phase ``theta`` and write its bytes to :meth:`room`.
+    def encode(self, chunk: Chunk) -> None:
+        """Take a snapshot and write its bytes to :meth:`room`.
 
         Raises:
             PoisonFound: it holds NaN or infinity.
         """
         if not self.is_certain(chunk):
-            self._encode_difference(chunk, theta)
+            self._encode_difference(chunk)
         elif self._is_square(chunk):
             values = self._squares[: chunk.num_elements]
-            chunk.snapshot(theta, values)
+            chunk.snapshot(self._theta, values)
             squares.encode(values, torch.frombuffer(self.room(chunk), dtype=torch.uint8))
-        elif not chunk.snapshot(theta, self._tensor(chunk, self._dtype(chunk))):
+        elif not chunk.snapshot(self._theta, self._tensor(chunk, self._dtype(chunk))):
             raise PoisonFound(ours=True)
 
-    # Certain chunks.
-
     @_timed
-    def exchange(self, chunk: Chunk, theta: float, payload: memoryview, gain: float) -> float:
-        """Apply a certain chunk of the peer's; return the squared norm of the difference."""
+    def exchange(self, chunk: Chunk, payload: memoryview, *, is_repeat: bool = False) -> float:
+        """Apply the difference to the peer's chunk; return its squared norm.
+
+        ``payload``: the peer's values or repeat. A code is read by :meth:`decode` before.
+        """
+        if is_repeat:
+            return self._exchange_repeated(chunk, payload)
+        if not self.is_certain(chunk):
+            return self._exchange_decoded(chunk)
         if self._is_square(chunk):
             mine = peers = self._squares[: chunk.num_elements]  # a moment takes the peer's alone
             squares.decode(torch.frombuffer(payload, dtype=torch.uint8), peers)
         else:
             mine = self._tensor(chunk, self._dtype(chunk))
             peers = torch.frombuffer(payload, dtype=mine.dtype)
-        return chunk.exchange(theta, mine, peers, gain)
+        return chunk.exchange(self._theta, mine, peers, self._gain)
 
     # Coded chunks.
 
-    def _encode_difference(self, chunk: Chunk, theta: float) -> None:
+    def _encode_difference(self, chunk: Chunk) -> None:
         """Code a snapshot; if the steps do not fit it, it is neither coded nor decoded."""
         slot, room = self._code_slot(chunk), self.room(chunk)
         snapshot = slot.snapshot[: chunk.num_elements]
-        chunk.snapshot(theta, snapshot)
+        chunk.snapshot(self._theta, snapshot)
         codes = torch.frombuffer(room, dtype=torch.uint8, offset=_CHECKSUM.size)
         slot.sizes = torch.empty(lattice.num_blocks(chunk.num_elements), device="cpu")
         exponents = self._exponents[self._blocks[chunk.index]]
@@ -314,21 +321,18 @@ class Codec:
         checksum = lattice.decode(codes, exponents, near, differences)
         return _CHECKSUM.unpack_from(payload) == (checksum,)
 
-    @_timed
-    def exchange_decoded(self, chunk: Chunk, theta: float, gain: float) -> float:
-        """Apply what was decoded; return the squared norm of the difference.
-
-        The other end has exactly the negative of it.
-        """
+    def _exchange_decoded(self, chunk: Chunk) -> float:
+        """Apply what was decoded; the other end has exactly the negative of it."""
         slot, blocks = self._code_slot(chunk), self._blocks[chunk.index]
         coded = slot.differences[: chunk.num_elements], self._exponents[blocks]
         if not chunk.device.is_queued:
             distances = torch.empty_like(slot.sizes)
-            squared_norm = chunk.exchange_coded(theta, (*coded, distances), gain)
-        else:  # against zero
+            squared_norm = chunk.exchange_coded(self._theta, (*coded, distances), self._gain)
+        else:  # no loop computes there, so we pass delta as mine and zeros as the peer's
             delta = lattice.difference(*coded)
             distances = lattice.largest(delta)
-            squared_norm = chunk.exchange(theta, delta, torch.zeros_like(delta), gain)
+            zeros = torch.zeros_like(delta)
+            squared_norm = chunk.exchange(self._theta, delta, zeros, self._gain)
         self._steps.learn(blocks, distances, slot.sizes)
         return squared_norm
 
@@ -344,14 +348,10 @@ class Codec:
             raise PoisonFound(ours=True)
         return self.room(chunk, repeats=True)
 
-    @_timed
-    def exchange_repeated(
-        self, chunk: Chunk, theta: float, payload: memoryview, gain: float
-    ) -> float:
-        """Apply the difference of two repeats; return its squared norm."""
+    def _exchange_repeated(self, chunk: Chunk, payload: memoryview) -> float:
         mine = self._tensor(chunk, torch.bfloat16)
         peers = torch.frombuffer(payload, dtype=torch.bfloat16)
-        squared_norm = chunk.exchange(theta, mine, peers, gain)
+        squared_norm = chunk.exchange(self._theta, mine, peers, self._gain)
         if math.isfinite(squared_norm):
             distances = lattice.largest(mine.float() - peers)
             sizes = self._code_slot(chunk).sizes

@@ -3,8 +3,7 @@
 PROPOSE says which moments travel beside the parameters. A chunk is copied to a slot at the
 exchange's phase and sent. When the peer's chunk of the same index has arrived whole, the difference
 of the two snapshots is applied. The end that was asked sends and applies nothing before the
-initiator's first frame, which confirms the exchange: until then the initiator may withdraw. The
-extra memory is the window's. The :mod:`codec <gossipdp.gossip.codec>` turns chunks into bytes.
+initiator's first frame, which confirms the exchange: until then the initiator may withdraw.
 
 Frames: ``EXCHANGE_STEPS`` (if the exchange is coded: the initiator chooses, and its first frame
 shows it), then for each chunk ``EXCHANGE_CHUNK``. If the codec cannot be certain that the peer can
@@ -81,8 +80,7 @@ class Exchange:
         self.num_repeated = 0
         self._chunks = state.carried(moments)
         self._codec = codec
-        self._alpha_tilde = alpha_tilde
-        self._theta = theta
+        self._phase_and_gain = theta, alpha_tilde
         self._is_confirmed = id.initiator != link.peer
         self._num_encoded = 0
         # The number of slot frames handed to the link, and that number at each slot's last frame.
@@ -92,7 +90,7 @@ class Exchange:
     def _start(self, is_coded: bool) -> None:
         """Take this form; the end that was asked takes the initiator's at the first frame."""
         codec = self._codec
-        self._preface = codec.start(self._chunks, is_coded=is_coded)
+        self._preface = codec.start(self._chunks, *self._phase_and_gain, is_coded=is_coded)
         self._has_agreed = not is_coded
         certain = [codec.is_certain(chunk) for chunk in self._chunks]
         self._confirmation = Confirmation(certain, codec.form.window)
@@ -146,11 +144,11 @@ class Exchange:
     def _encode(self, index: int) -> None:
         """Take the snapshot of chunk ``index`` unless there is one already.
 
-        Its slot is free: for our own chunk ``pump`` has checked that, and a peer that is ahead of
-        us has closed chunk ``index - window``, for which it needed all that we sent of that chunk.
+        Its slot is free: ``pump`` has checked that, and a peer that is ahead of us has closed chunk
+        ``index - window``, so it has read our slot.
         """
         if index == self._num_encoded:
-            self._codec.encode(self._chunks[index], self._theta)
+            self._codec.encode(self._chunks[index])
             self._num_encoded += 1
 
     def _has_left(self, slot: int) -> bool:
@@ -212,51 +210,38 @@ class Exchange:
         Raises:
             PoisonFound: the difference is not finite; nothing was applied.
         """
-        index, codec = key.index, self._codec
+        index, codec, confirmation = key.index, self._codec, self._confirmation
         match frame_type:
             case FrameType.EXCHANGE_STEPS:
                 codec.agree(payload)
                 self._has_agreed = True
             case FrameType.EXCHANGE_CHUNK:
-                if codec.is_certain(self._chunks[index]):
-                    self._values_landed(index, payload)
-                else:
-                    self._code_landed(index, payload)
+                self._encode(index)  # our own may have yet to be taken
+                chunk = self._chunks[index]
+                is_certain = codec.is_certain(chunk)
+                decoded = is_certain or codec.decode(chunk, payload)
+                decision = confirmation.code(index, decoded)
+                if not is_certain:
+                    self._hand(FrameType.EXCHANGE_VERDICT, index, _YES if decoded else _NO)
+                self._follow(index, decision, payload)
             case FrameType.EXCHANGE_VERDICT:
-                self._follow(index, self._confirmation.verdict(index, payload == _YES))
+                self._follow(index, confirmation.verdict(index, payload == _YES), payload)
             case FrameType.EXCHANGE_REPEAT:
-                self._confirmation.repeat(index)
-                what = self._chunks[index], self._theta, payload, self._alpha_tilde
-                self._applied(index, codec.exchange_repeated(*what))
+                confirmation.repeat(index)
+                self._apply(index, payload, is_repeat=True)
 
-    def _values_landed(self, index: int, payload: memoryview) -> None:
-        """Apply the peer's values to our snapshot, which may have yet to be taken."""
-        self._encode(index)
-        self._confirmation.code(index, decoded=True)
-        what = self._chunks[index], self._theta, payload, self._alpha_tilde
-        self._applied(index, self._codec.exchange(*what))
-
-    def _code_landed(self, index: int, payload: memoryview) -> None:
-        """Decode the peer's code and send the verdict; both verdicts decide what follows."""
-        chunk = self._chunks[index]
-        self._encode(index)
-        decoded = self._codec.decode(chunk, payload)
-        decision = self._confirmation.code(index, decoded)
-        self._hand(FrameType.EXCHANGE_VERDICT, index, _YES if decoded else _NO)
-        self._follow(index, decision)
-
-    def _follow(self, index: int, decision: Decision) -> None:
-        chunk = self._chunks[index]
+    def _follow(self, index: int, decision: Decision, payload: memoryview) -> None:
         match decision:
             case Decision.APPLY:
-                what = chunk, self._theta, self._alpha_tilde
-                self._applied(index, self._codec.exchange_decoded(*what))
+                self._apply(index, payload)
             case Decision.REPEAT:
                 self.num_repeated += 1
-                self._hand(FrameType.EXCHANGE_REPEAT, index, self._codec.repeat(chunk))
+                repeat = self._codec.repeat(self._chunks[index])
+                self._hand(FrameType.EXCHANGE_REPEAT, index, repeat)
 
-    def _applied(self, index: int, squared_norm: float) -> None:
-        """Count an applied chunk; raise PoisonFound if its difference was not finite."""
+    def _apply(self, index: int, payload: memoryview, *, is_repeat: bool = False) -> None:
+        """Apply and count a chunk; raise PoisonFound if the difference is not finite."""
+        squared_norm = self._codec.exchange(self._chunks[index], payload, is_repeat=is_repeat)
         if not math.isfinite(squared_norm):
             raise PoisonFound(ours=False)
         if self._chunks[index].role is Role.TRAINED:

@@ -95,7 +95,7 @@ class GossipLoop(LinkHandler):
         self._is_performing = False
         self._links: dict[int, Link] = {}
         self._outbox: dict[int, deque[bytes]] = {}
-        self._dialer = Dialer(protocol.rank, Random(protocol.rank))
+        self._dialer = Dialer(protocol.rank, Random(protocol.rank), self._links)
         self._exchange: Exchange | None = None
         self._progress = 0  # bytes of chunks at the exchange's latest progress
         self._exchange_started_s = 0.0
@@ -237,7 +237,7 @@ class GossipLoop(LinkHandler):
         # Let RELEASE and LEFT go out after consolidation, or others would take us for dead.
         deadline_s = self.clock() + FAREWELL_S
         while self.protocol.consolidation.is_finished and self.clock() < deadline_s:
-            if not any(link.queued_bytes for link in self._links.values()):
+            if not any(link.has_unsent for link in self._links.values()):
                 break
             self.transport.poll(FAREWELL_S / 10)
         self.snapshot = self._publisher.snapshot(self.clock())
@@ -291,7 +291,6 @@ class GossipLoop(LinkHandler):
 
     def link_up(self, link: Link) -> None:
         self._links[link.peer] = link
-        self._dialer.linked(link.peer)
         self.perform(self.protocol.link_up(link.peer, self.clock()))
         for data in self._outbox.pop(link.peer, ()):
             link.send_control(data)
@@ -364,9 +363,8 @@ class GossipLoop(LinkHandler):
     def _renews(self, link: Link) -> bool:
         """Close a link whose keys have served long, now that its peer asks for an exchange.
 
-        Return whether the link is closed. A peer that asks has applied all of the exchange before.
-        At any other time it may not yet have read the last chunks, and would lose them with the
-        link.
+        Return whether the link is closed. A peer that asks has finished its previous exchange, so
+        closing loses no chunk.
         """
         is_idle = self._exchange is None or self._exchange.link is not link
         if link.is_aging and is_idle and not link.queued_chunks:

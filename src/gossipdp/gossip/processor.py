@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -25,34 +26,6 @@ class Idle(NamedTuple):
     core: float
     thread: float
     ran: float = 1.0
-
-
-@final
-class Quota:
-    """The cores that the control groups of this process let it use, as a container's limit does.
-
-    Attributes:
-        cores: those of the tightest group, of whose processes all count; inf without a limit.
-    """
-
-    def __init__(self) -> None:
-        self.cores = math.inf
-        self._group = Path()
-        for cores, group in _limits():
-            if cores < self.cores:
-                self.cores, self._group = cores, group
-
-    def used(self) -> tuple[float, int, int]:
-        """Return what was used so far in seconds, and the periods: all, and those throttled.
-
-        In the first version the time is that of this process alone; without a limit none matters.
-        """
-        if self.cores == math.inf:
-            return 0.0, 0, 0
-        lines = (self._group / "cpu.stat").read_text("ascii").splitlines()
-        stat = {name: int(number) for name, number in map(str.split, lines)}
-        used_s = stat["usage_usec"] / 1e6 if "usage_usec" in stat else time.process_time()
-        return used_s, stat.get("nr_periods", 0), stat.get("nr_throttled", 0)
 
 
 def _limits() -> Iterator[tuple[float, Path]]:
@@ -102,7 +75,9 @@ class IdleWatch:
         self._of_machine = Path("/proc/stat")
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        self._quota = Quota()
+        # The control group, such as a container's, that lets this process use the fewest cores.
+        limits = min(_limits(), key=itemgetter(0), default=(math.inf, Path()))
+        self._most_cores, self._group = limits
         self._seen: tuple[float, ...] = ()  # all that look() compares, the time first
 
     def look(self, now_s: float) -> Idle | None:
@@ -114,7 +89,7 @@ class IdleWatch:
         if before and now_s < before[0] + LOOK_EVERY_S:
             return None
         try:
-            self._seen = (now_s, *self._times_s(), *self._ticks(), *self._quota.used())
+            self._seen = (now_s, *self._times_s(), *self._ticks(), *self._used())
         except OSError:  # the thread has ended
             return None
         if not before:
@@ -124,7 +99,7 @@ class IdleWatch:
         )
         thread = 1 - busy_s / lasted_s
         cores = len(self._cores) * idle_ticks / ticks if ticks > 0 else thread
-        cores = min(1.0, cores, max(0.0, self._quota.cores - used_s / lasted_s))
+        cores = min(1.0, cores, max(0.0, self._most_cores - used_s / lasted_s))
         throttled = throttled_periods / max(1, periods)
         ran = ran_s / busy_s if busy_s > 0 else 1.0
         return Idle((1 - throttled) * cores, thread, 1 - throttled * (1 - ran))
@@ -142,6 +117,18 @@ class IdleWatch:
             return ran_ns / 1e9, (ran_ns + waited_ns) / 1e9
         ran_s = time.clock_gettime(self._clock)  # a kernel without these statistics reports zeros
         return ran_s, ran_s
+
+    def _used(self) -> tuple[float, int, int]:
+        """Return what the group has used so far in seconds, and its periods: all, and throttled.
+
+        In the first version the time is that of this process alone; without a limit none matters.
+        """
+        if self._most_cores == math.inf:
+            return 0.0, 0, 0
+        lines = (self._group / "cpu.stat").read_text("ascii").splitlines()
+        stat = {name: int(number) for name, number in map(str.split, lines)}
+        used_s = stat["usage_usec"] / 1e6 if "usage_usec" in stat else time.process_time()
+        return used_s, stat.get("nr_periods", 0), stat.get("nr_throttled", 0)
 
     def _ticks(self) -> tuple[int, int]:
         """Return the idle ticks of our cores so far, and all ticks; zeros if they are not known."""

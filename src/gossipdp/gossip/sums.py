@@ -3,11 +3,9 @@
 A worker's own values, z = x + pending + c/2, are read chunk by chunk when the sum is sent. Nothing
 here writes the parameters: at every moment x + pending is this worker's, also for a main thread
 that no longer waits in ``consolidate``. Sums and results are tensors of their own, one for each
-chunk of each sum, made when needed. A new attempt has new ones, so data of an old one that is still
-on its way stays untouched. Driven by the gossip thread.
-
-No call takes longer than the work on a few chunks: actions that cost a pass wait here, and
-:meth:`Sums.pump` does them for ``BUSY_S`` in a turn.
+chunk of each sum. A new attempt has new ones, so data of an old one that is still on its way stays
+untouched. No call of the gossip thread takes longer than the work on a few chunks: actions that
+cost a pass wait here, and :meth:`Sums.pump` does them for ``BUSY_S`` in a turn.
 """
 
 from collections import deque
@@ -96,7 +94,7 @@ class Sums:
         self._perform = perform
         self._clock = clock
         self._poisoned = poisoned
-        self._chunks = state.averaged_chunks + state.copied_chunks
+        self._chunks = state.all_chunks
         self._num_averaged = len(state.averaged_chunks)
         self._slots: dict[Epoch, dict[int, _Slot]] = {}
         self._to_finish: deque[FinishChunk] = deque()

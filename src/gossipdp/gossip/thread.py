@@ -27,8 +27,7 @@ class Background(Generic[Result]):
     """A thread that works out one result after another for the gossip thread.
 
     The graph over hundreds of live workers and the description of a large state take longer than
-    the gossip thread may be silent. The library below numpy would take all cores from training: it
-    gets one.
+    the gossip thread may be silent. BLAS would take all cores from training: it gets one.
 
     Attributes:
         wake: called in that thread whenever a result is ready.

@@ -3,30 +3,23 @@
 A state is one stream of chunks. First the optimizers' state, if it is wanted: a small layout that
 describes it, then its tensors as they lie, copied between two steps. Then the parameters:
 z = x + pending + c/2 of every averaged chunk, and the other buffers, each read under its chunk's
-lock. So the donor trains on, its main thread is not asked, and a transfer takes
-``SLOTS`` chunks of memory, whatever the state's size. The taker lands all where it will stay.
+lock. So the donor trains on, its main thread is not asked, and a transfer takes ``SLOTS`` chunks of
+memory. The taker lands all where it will stay.
 
 A worker takes one state at a time. A fetch is answered exactly once, by ``on_end``: with None, or
-with an error. It ends when nothing of it has come for its time-out, however long the whole takes. A
-worker gives one state to each peer at a time: a new request replaces the one before. Exchanges on
-the same link go first: a transfer sends only if fewer than ``SLOTS`` chunks are queued, and an
-exchange queues more.
+with an error. A worker gives one state to each peer at a time: a new request replaces the one
+before. Exchanges on the same link go first: a transfer sends only if fewer than ``SLOTS`` chunks
+are queued, and an exchange queues more.
 
-Races:
-
-- The giver dies in the middle: its link goes down, it is dialled again, its address refuses
-  (:meth:`Transfers.gone`), the fetch fails. If it does not refuse, the time-out ends the fetch.
-- The giver stops: the time-out ends the fetch and the link, so that no more is sent, and the taker
-  asks another.
-- The link alone is replaced (crossing dials): the fetch asks again, under another counter, and
+- If the giver dies, its address refuses the next dial and the fetch fails (:meth:`Transfers.gone`).
+  If it stops, or its host is gone, the time-out without progress ends the fetch and the link, and
+  the taker asks another.
+- If the link alone is replaced (crossing dials), the fetch asks again, under another counter, and
   chunks that still arrive under the old one are dropped. Parameters go on where they were. The
   optimizers' state starts again from its beginning, so a link that breaks ``MAX_BREAKS`` times
   before that is whole ends the fetch.
-- The taker dies in the middle: its link goes down, and the rest is not sent.
-- A request comes while this worker has no state to give (it has none yet, is poisoned,
-  consolidates): it refuses.
-- Consolidation begins while this worker's parameters are under way: they go on. Each chunk holds
-  this worker's z before the commit and the average after it, and either will do.
+- If consolidation begins while parameters are under way, they go on: each chunk holds this worker's
+  z before the commit or the average after it, and either will do.
 """
 
 import logging
@@ -87,47 +80,6 @@ class Offer:
 
 
 @dataclass(eq=False)
-class _Sender:
-    """A state on its way over one link, piece by piece: no call looks at all pieces.
-
-    Attributes:
-        pieces: for each its number of bytes, at most ``most_bytes``, and a function that writes it
-            to a slot of that size, or returns False if it cannot now.
-        num_sent: pieces so far.
-    """
-
-    link: Link
-    request: RequestState
-    pieces: Iterator[_Piece]
-    most_bytes: int
-    num_sent: int = 0
-
-    def __post_init__(self) -> None:
-        # Rows that begin where numbers of any type may.
-        size = SLOTS, -(-self.most_bytes // 64) * 64
-        self._slots = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._next = next(self.pieces, None)
-
-    def pump(self) -> bool:
-        """Send pieces as long as a slot is free: its last one has left, and fewer are queued.
-
-        Return whether every piece was handed to the link.
-        """
-        link = self.link
-        while self._next is not None and link.queued_chunks < SLOTS:
-            num_bytes, read = self._next
-            slot = self._slots[self.num_sent % SLOTS][:num_bytes]
-            if not read(slot):
-                break
-            incarnation = link.peer_identity.incarnation
-            key = ChunkKey(link.peer, incarnation, self.request.counter, self.num_sent)
-            self.num_sent += 1
-            self._next = next(self.pieces, None)
-            link.send_chunk(FrameType.STATE_CHUNK, key, tensor_bytes(slot))
-        return self._next is None
-
-
-@dataclass(eq=False)
 class _Fetch:
     """A state on its way to this worker.
 
@@ -164,7 +116,7 @@ class Transfers:
         has_state: whether this worker has a state of its run, and is not loading another.
         offer: returns the optimizers' state for one request, which a key names; None: not yet, ask
             again. It raises ValueError if the state can never be given.
-        num_chunks_sent, num_chunks_received: of all states so far; they show progress.
+        num_chunks_received: of all states so far; it shows progress.
         num_given: states given whole, with that of the optimizers.
     """
 
@@ -179,7 +131,6 @@ class Transfers:
     ) -> None:
         self.has_state = False
         self.offer: Callable[[Hashable], Offer | None] = lambda key: None
-        self.num_chunks_sent = 0
         self.num_chunks_received = 0
         self.num_given = 0
         self._chunks = chunks
@@ -190,7 +141,7 @@ class Transfers:
         self._clock = clock
         # By peer: one at most for each, so that no peer can make this worker hold more.
         self._requests: dict[int, RequestState] = {}
-        self._senders: dict[int, _Sender] = {}
+        self._senders: dict[int, tuple[Link, Iterator[None]]] = {}
         self._fetch: _Fetch | None = None
         self._counter = 0
         self._log = OnceLog(logger)
@@ -211,7 +162,7 @@ class Transfers:
             try:
                 offer = self.offer((peer, counter))
             except ValueError as error:
-                text = "worker %d cannot join by this one's state: %s"
+                text = "worker %d cannot start from this worker's optimizer state: %s"
                 self._log.warn_once("refused", str(peer), text, peer, error)
                 self._send(peer, StateRefused(counter, str(error)[:200]))
                 return True
@@ -222,8 +173,31 @@ class Transfers:
             pieces = chain(((each.numel(), partial(offer.copy, each)) for each in first), pieces)
             most_bytes = max(most_bytes, CHUNK_BYTES)
             self._send(peer, OfferState(counter, len(offer.layout)))
-        self._senders[peer] = _Sender(link, request, pieces, most_bytes)
+        self._senders[peer] = link, self._sending(link, request, pieces, most_bytes)
         return True
+
+    def _sending(
+        self, link: Link, request: RequestState, pieces: Iterator[_Piece], most_bytes: int
+    ) -> Iterator[None]:
+        """Send pieces of at most ``most_bytes`` until all have left; yield where it must wait.
+
+        ``pieces``: for each its size, and a function that writes it to a slot of that size, or
+        returns False if it cannot now. No turn looks at all of them.
+        """
+        # Rows that begin where numbers of any type may.
+        slots = torch.empty((SLOTS, -(-most_bytes // 64) * 64), dtype=torch.uint8, device="cpu")
+        for number, (num_bytes, read) in enumerate(pieces):
+            slot = slots[number % SLOTS][:num_bytes]
+            while link.queued_chunks >= SLOTS or not read(slot):
+                yield
+            incarnation = link.peer_identity.incarnation
+            key = ChunkKey(link.peer, incarnation, request.counter, number)
+            link.send_chunk(FrameType.STATE_CHUNK, key, tensor_bytes(slot))
+        if request.wants_optimizers:
+            self.num_given += 1
+            logger.info("worker %d has been sent this worker's state", link.peer)
+        while link.queued_chunks > 0:
+            yield
 
     # Taking.
 
@@ -302,7 +276,7 @@ class Transfers:
     def link_down(self, link: Link) -> None:
         """Drop what was to be sent on ``link``, and ask again for what was to come."""
         sender = self._senders.get(link.peer)
-        if sender is not None and sender.link is link:
+        if sender is not None and sender[0] is link:
             del self._senders[link.peer]
         self._requests.pop(link.peer, None)
         fetch = self._fetch
@@ -361,18 +335,8 @@ class Transfers:
             link = self._links.get(peer)
             if link is None or self._give(link, request):
                 self._requests.pop(peer, None)
-        for peer, sender in list(self._senders.items()):
-            if sender.link.closed:
-                continue
-            before = sender.num_sent
-            has_read_all = sender.pump()
-            self.num_chunks_sent += sender.num_sent - before
-            if not has_read_all:
-                continue
-            if sender.request.wants_optimizers and sender.num_sent > before:
-                self.num_given += 1
-                logger.info("worker %d has been sent this worker's state", peer)
-            if sender.link.queued_chunks == 0:  # the kernel has it all
+        for peer, (link, sending) in list(self._senders.items()):
+            if not link.closed and next(sending, True):  # True: the kernel has it all
                 del self._senders[peer]
         fetch = self._fetch
         if fetch is not None and self._clock() > fetch.deadline_s:

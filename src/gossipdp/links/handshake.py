@@ -10,12 +10,9 @@
 On a plain link the run's secret is a membership cookie: each end shows once that it knows it, by an
 HMAC-SHA256 over the direction, the run id, both nonces and both ranks. So a recorded handshake
 opens no second link (other nonces), and neither side's proof can be turned back at it (other
-direction). Nothing else is authenticated: not the rest of the identities, not the words of a
-refusal, and no frame that follows. Before it has seen the proof, the acceptor says only its run id.
-A worker may end because of some refusals (a newer process of that rank, another model), for which
-only a member can have a reason: so these count only from an end that shows the secret.
-
-Inside TLS (:mod:`.tls`) the hello is plain data: holding the run's key is membership.
+direction). Nothing else is authenticated: not the rest of the identities, and no frame that
+follows. Before it has seen the proof, the acceptor says only its run id. Inside TLS (:mod:`.tls`)
+the hello is plain data: holding the run's key is membership.
 
 Messages are msgpack behind a prefix (magic, version of gossipdp, length) and at most
 ``MAX_MESSAGE_BYTES`` long. The prefix is the same in all versions. Two versions that differ in the
@@ -24,12 +21,11 @@ reads ``num_wanted`` bytes at a time, so it never reads into the frames that fol
 """
 
 import dataclasses
-import enum
 import hmac
 import secrets
 import struct
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar, final
 
 import msgspec
 
@@ -49,7 +45,8 @@ MAX_TEXT = 200
 FIRST_VISITOR_RANK, LAST_VISITOR_RANK = 2**30, 2**31 - 1
 
 _PREFIX = struct.Struct("<4sBBH")
-# An acceptor that does not show the run's secret may refuse only for these.
+# An acceptor that does not show the run's secret may refuse only for these. A worker may end for
+# others (a newer process of its rank, another model), for which only a member can have a reason.
 _UNPROVED_FIELDS = ("run_id", "secret", "tls", "gossipdp_version")
 # The start of a TLS connection: a handshake record of version 3.x.
 _TLS_HELLO = b"\x16\x03"
@@ -61,11 +58,10 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     The settings are short strings that a refusal can show: ``model`` the fingerprint of names,
     shapes and order, ``graph`` a digest.
 
-    ``incarnation`` is the one with which the process began. It stays when the process goes on as a
-    new life after it was taken for dead. It orders the processes of one rank: a later process
-    begins above all incarnations that are known of the earlier. Links carry the membership that
-    decides which life counts. If the hello changed with the life, the process that must give way
-    would be shut out before it heard of that.
+    ``incarnation`` is the one with which the process began: it orders the processes of one rank. It
+    stays when the process goes on as a new life after it was taken for dead. Links carry the
+    membership that decides which life counts; if the hello changed with the life, the process that
+    must give way would be shut out before it heard of that.
     """
 
     rank: int
@@ -199,15 +195,17 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(_Message)
 
 
-class Stage(enum.Enum):
-    """The stages of a handshake."""
+_Kind = TypeVar("_Kind", bound=_Message)
+_Steps: TypeAlias = Generator[None, _Message, None]
 
-    OPENING = "opening"  # acceptor: the dialler's Hello is due
-    CHALLENGED = "challenged"  # acceptor: the dialler's Proof is due
-    OPENED = "opened"  # dialler: Challenge or Refused is due
-    PROVED = "proved"  # dialler: Welcome or Refused is due
-    DONE = "done"
-    REFUSED = "refused"
+
+def _next(kind: type[_Kind]) -> Generator[None, _Message, _Kind]:
+    """Await a message of this kind."""
+    message = yield
+    if not isinstance(message, kind):
+        came, due = (each.__name__.strip("_") for each in (type(message), kind))
+        raise HandshakeError(f"{came} came where {due} was due")
+    return message
 
 
 @final
@@ -223,7 +221,9 @@ class Handshake:
 
     Attributes:
         peer: the other side's hello, once it is known to be a member.
-        refusal: the reason for the end, at stage REFUSED.
+        knows_run: True once a dialler has named this run's id.
+        is_over: True if no message is awaited any more.
+        refusal: the reason for the end, if it made no link.
     """
 
     version = VERSION
@@ -243,9 +243,8 @@ class Handshake:
         self.dialler = dialler
         self.wanted_rank = wanted_rank
         self.peer: Identity | None = None
+        self.knows_run = self.is_over = False
         self.refusal: Refusal | None = None
-        first = Stage.PROVED if secret is None else Stage.OPENED  # in TLS it need not prove itself
-        self.stage = first if dialler else Stage.OPENING
         self._identity = identity
         self._secret = secret
         self._admit = admit
@@ -255,13 +254,13 @@ class Handshake:
         self._body_bytes: int | None = None
         self._buffer = bytearray()
         self._output = bytearray()
-        if dialler:
-            self._send(self._hello)
+        self._steps = self._dial() if dialler else self._accept()
+        next(self._steps)  # to the first message awaited
 
     @property
     def num_wanted(self) -> int:
         """The number of bytes to read next; 0 when this side awaits nothing."""
-        if self.stage in (Stage.DONE, Stage.REFUSED):
+        if self.is_over:
             return 0
         size = _PREFIX.size if self._body_bytes is None else self._body_bytes
         return size - len(self._buffer)
@@ -288,11 +287,17 @@ class Handshake:
         except (msgspec.MsgspecError, ValueError) as error:
             # ValueError: msgspec lets the UnicodeDecodeError of a text that is not UTF-8 through.
             raise HandshakeError(f"malformed handshake message: {error}") from None
-        self._take_message(message)
+        if self.dialler and isinstance(message, _Refused):
+            self._take_refused(message)
+            return
+        try:
+            self._steps.send(message)
+        except StopIteration:
+            self.is_over = True
 
     def refuse(self, refusal: Refusal) -> None:
         """End without a link; an acceptor says why, with a proof if the dialler is a member."""
-        self.stage, self.refusal = Stage.REFUSED, refusal
+        self.is_over, self.refusal = True, refusal
         self._output.clear()
         if not self.dialler:
             proof = self._prove("refusal", self._hello.wanted_rank) if self.peer else b""
@@ -300,7 +305,7 @@ class Handshake:
 
     def _take_prefix(self, data: bytearray) -> None:
         magic, *version, length = _PREFIX.unpack(data)
-        if magic.startswith(_TLS_HELLO) and self.stage is Stage.OPENING:
+        if magic.startswith(_TLS_HELLO) and not (self.dialler or self.knows_run):
             self.refuse(Refusal("tls", "off", "on"))
         elif magic != MAGIC:
             raise HandshakeError(f"connection starts with {bytes(magic)!r}, not {MAGIC!r}")
@@ -314,45 +319,35 @@ class Handshake:
         else:
             self._body_bytes = length
 
-    def _take_message(self, message: _Message) -> None:
-        match self.stage, message:
-            case Stage.OPENING, _Hello():
-                self._take_nonce(message.nonce)
-                self._hello = message
-                ours, theirs = self._identity.run_id, message.identity.run_id
-                if ours != theirs:
-                    self.refuse(Refusal("run_id", ours, theirs))
-                elif self._secret is not None:
-                    self.stage = Stage.CHALLENGED
-                    self._send(_Challenge(self._nonce))
-                else:
-                    self._decide()
-            case Stage.CHALLENGED, _Proof():
-                if self._is_proof(message.proof, "dialler", self._hello.wanted_rank):
-                    self._decide()
-                else:
-                    self.refuse(Refusal("secret"))
-            case Stage.OPENED, _Challenge():
-                self._take_nonce(message.nonce)
-                self.stage = Stage.PROVED
-                self._send(_Proof(self._prove("dialler", self.wanted_rank)))
-            case Stage.PROVED, _Welcome():
-                self._take_welcome(message)
-            case ((Stage.OPENED | Stage.PROVED), _Refused()):
-                self._take_refused(message)
-            case _:
-                raise HandshakeError(
-                    f"{type(message).__name__.strip('_')} came at stage {self.stage.value!r}"
-                )
+    def _dial(self) -> _Steps:
+        self._send(self._hello)
+        if self._secret is not None:  # in TLS it need not prove itself
+            challenge = yield from _next(_Challenge)
+            self._take_nonce(challenge.nonce)
+            self._send(_Proof(self._prove("dialler", self.wanted_rank)))
+        welcome = yield from _next(_Welcome)
+        peer = welcome.identity
+        if not self._is_proof(welcome.proof, "acceptor", peer.rank):
+            self.refuse(Refusal("secret"))
+        elif self.wanted_rank not in (None, peer.rank):
+            raise HandshakeError(f"rank {peer.rank} answered where {self.wanted_rank} was wanted")
+        else:
+            self.peer = peer
 
-    def _take_nonce(self, nonce: bytes) -> None:
-        if len(nonce) != NONCE_BYTES:
-            raise HandshakeError(f"nonce of {len(nonce)} bytes, not {NONCE_BYTES}")
-        self._peer_nonce = nonce
-
-    def _decide(self) -> None:
-        """Make a link with the dialler, a member, unless there is a reason against it."""
-        mine, peer, wanted = self._identity, self._hello.identity, self._hello.wanted_rank
+    def _accept(self) -> _Steps:
+        self._hello = hello = yield from _next(_Hello)
+        self._take_nonce(hello.nonce)
+        mine, peer, wanted = self._identity, hello.identity, hello.wanted_rank
+        if mine.run_id != peer.run_id:
+            self.refuse(Refusal("run_id", mine.run_id, peer.run_id))
+            return
+        self.knows_run = True
+        if self._secret is not None:
+            self._send(_Challenge(self._nonce))
+            proof = yield from _next(_Proof)
+            if not self._is_proof(proof.proof, "dialler", wanted):
+                self.refuse(Refusal("secret"))
+                return
         self.peer = peer
         refusal = mine.disagreement(peer)
         if refusal is None and wanted not in (None, mine.rank):
@@ -363,18 +358,12 @@ class Handshake:
         if refusal is not None:
             self.refuse(refusal)
         else:
-            self.stage = Stage.DONE
             self._send(_Welcome(mine, self._prove("acceptor", mine.rank)))
 
-    def _take_welcome(self, welcome: _Welcome) -> None:
-        peer = welcome.identity
-        if not self._is_proof(welcome.proof, "acceptor", peer.rank):
-            self.refuse(Refusal("secret"))
-        elif self.wanted_rank not in (None, peer.rank):
-            raise HandshakeError(f"rank {peer.rank} answered where {self.wanted_rank} was wanted")
-        else:
-            self.peer = peer
-            self.stage = Stage.DONE
+    def _take_nonce(self, nonce: bytes) -> None:
+        if len(nonce) != NONCE_BYTES:
+            raise HandshakeError(f"nonce of {len(nonce)} bytes, not {NONCE_BYTES}")
+        self._peer_nonce = nonce
 
     def _take_refused(self, said: _Refused) -> None:
         texts = [printable(text, MAX_TEXT) for text in (said.field, said.ours, said.theirs)]

@@ -3,11 +3,11 @@
 A :class:`Transport` (:mod:`.tcp`) makes links and calls one :class:`LinkHandler`.
 The conformance suite in ``tests/unit/links`` checks these guarantees:
 
-- Handler methods are called only from inside the transport's ``poll()``, one at a time, and never
+- Handler methods are called only from inside ``poll()`` and ``flush()``, one at a time, and never
   from inside a method of a link. So no handler method is ever entered twice.
-- For each link: ``link_up`` once, then ``control`` and chunk calls, then ``link_down`` once, also
-  if this side called :meth:`Link.close`; after :meth:`Link.close` nothing but ``link_down``. At
-  most one link to a peer is up: an old one goes down before the new one is up.
+- For each link: ``link_up`` once, then ``control`` and chunk calls, then ``link_down`` once; after
+  :meth:`Link.close` nothing but ``link_down``. At most one link to a peer is up: an old one goes
+  down before the new one is up.
 - From ``link_down`` on (and from the return of ``close()``) the transport touches neither a
   queued payload nor a landing buffer of that link. (The peer may: see ``Transport.allocate``.)
 - Frames arrive in the order in which they were started. Control frames overtake chunks that have
@@ -31,8 +31,8 @@ from gossipdp.links.handshake import Identity, Refusal
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0
 # If two workers want the same link, the lower rank dials at once and the higher one waits this long
-# for that dial: if both dial, one of two links is wasted. After the loss of a link the higher rank
-# waits less: if the peer was killed, its address refuses connections, and the dial shows that.
+# for that dial, or one of two links is wasted. After the loss of a link it waits less: if the peer
+# was killed, its address refuses the dial.
 GRACE_S = 1.0
 GRACE_AFTER_LOSS_S = 0.2
 
@@ -43,7 +43,6 @@ class Link(abc.ABC):
     Attributes:
         peer_identity: the peer's hello.
         closed: True once the link has ended, at either end's wish or by failure.
-        queued_bytes: bytes that have not left, including headers of started frames.
         bytes_sent, bytes_received: bytes over the network, including headers.
         shared_bytes_sent, shared_bytes_received: bytes of chunks that were read in place instead.
         chunk_bytes_sent, chunk_bytes_received: bytes of chunks' payloads, by type, including the
@@ -56,7 +55,6 @@ class Link(abc.ABC):
 
     peer_identity: Identity
     closed = False
-    queued_bytes = 0
     bytes_sent = bytes_received = 0
     shared_bytes_sent = shared_bytes_received = 0
     last_heard_s = 0.0
@@ -84,6 +82,11 @@ class Link(abc.ABC):
     def queued_chunks(self) -> int:
         """The number of chunks that have not left wholly, including the one being sent."""
 
+    @property
+    @abc.abstractmethod
+    def has_unsent(self) -> bool:
+        """True if any of what was queued has not been handed to the network yet."""
+
     @abc.abstractmethod
     def queued_of(self, *frame_types: FrameType) -> int:
         """Return the number of queued chunks that have one of these types."""
@@ -99,10 +102,9 @@ class Link(abc.ABC):
     def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
         """Queue a chunk. ``payload`` (contiguous) is not copied. On a closed link it does nothing.
 
-        It must stay unchanged until the chunk has left, that is, until ``queued_chunks`` no
-        longer counts it; chunks leave in the order in which they were queued. If the payload is
-        from :meth:`Transport.allocate`, on a link that ``is_shared``, the chunk has left when the
-        peer has read it there.
+        It must stay unchanged until the chunk has left: ``queued_chunks`` no longer counts it.
+        Chunks leave in the order in which they were queued. On a link that ``is_shared``, a payload
+        from :meth:`Transport.allocate` has left when the peer has read it there.
         """
 
     @abc.abstractmethod
@@ -234,14 +236,15 @@ class Dialer:
 
     A wanted peer without a link is dialled, and dialled again with a back-off that doubles up to
     ``LONGEST_RETRY_S`` (and a jitter, so that many workers do not knock together) for as long as
-    it is wanted: partitions heal, and the dead may come back at the same address.
+    it is wanted: partitions heal, and the dead may come back at the same address. ``links`` is the
+    owner's table of links that are up, by peer.
     """
 
-    def __init__(self, rank: int, random: Random) -> None:
+    def __init__(self, rank: int, random: Random, links: Mapping[int, Link]) -> None:
         self._rank = rank
         self._random = random
+        self._links = links
         self._wishes: dict[int, _Wish] = {}
-        self._linked: set[int] = set()
 
     def want(self, peers: Iterable[int], now_s: float, *, at_once: bool = False) -> None:
         """Add peers to those wanted."""
@@ -251,25 +254,20 @@ class Dialer:
             if at_once and wish.due_s < math.inf:
                 wish.due_s = min(wish.due_s, now_s)
 
-    def linked(self, peer: int) -> None:
-        """Take note that a link to ``peer`` is up."""
-        self._linked.add(peer)
-
     def unlinked(self, peer: int, now_s: float) -> None:
         """Take note that the link to ``peer`` went down."""
-        self._linked.discard(peer)
         if peer in self._wishes:
             self._wishes[peer] = _Wish(now_s + (0.0 if self._rank < peer else GRACE_AFTER_LOSS_S))
 
     def failed(self, peer: int, now_s: float) -> None:
         """Take note that a dial failed."""
         wish = self._wishes.get(peer)
-        if wish is not None and peer not in self._linked:
+        if wish is not None and peer not in self._links:
             wish.due_s = now_s + wish.retry_s * self._random.uniform(0.8, 1.2)
             wish.retry_s = min(LONGEST_RETRY_S, 2.0 * wish.retry_s)
 
     def due(self, addresses: Mapping[int, tuple[str, int]], now_s: float) -> list[int]:
-        """Return the peers to dial now; each then waits for ``linked`` or ``failed``."""
+        """Return the peers to dial now; each then waits for a link or for ``failed``."""
         due = [peer for peer, wish in self._open(addresses) if wish.due_s <= now_s]
         for peer in due:
             self._wishes[peer].due_s = math.inf
@@ -281,4 +279,4 @@ class Dialer:
 
     def _open(self, addresses: Mapping[int, tuple[str, int]]) -> list[tuple[int, _Wish]]:
         wanted = self._wishes.items()
-        return [each for each in wanted if each[0] not in self._linked and each[0] in addresses]
+        return [each for each in wanted if each[0] not in self._links and each[0] in addresses]

@@ -8,14 +8,14 @@ import socket
 from typing import final
 
 from gossipdp.links import sockets
-from gossipdp.links.handshake import MAGIC, Handshake, Refusal, Stage
+from gossipdp.links.handshake import MAGIC, Handshake, Refusal
 from gossipdp.links.sockets import PlainStream, Stream
 from gossipdp.links.tls import Tls, TlsStream
 
 
 @final
 class Opening:
-    """A connection to ``there`` whose handshake is not over, given up at ``deadline_s``.
+    """A connection to ``address`` whose handshake is not over, given up at ``deadline_s``.
 
     ``stream`` carries the handshake; it is None until its kind is known.
     """
@@ -24,12 +24,12 @@ class Opening:
         self,
         connection: socket.socket,
         handshake: Handshake,
-        there: tuple[str, int],
+        address: tuple[str, int],
         deadline_s: float,
         tls: Tls | None,
     ) -> None:
         self.handshake = handshake
-        self.there = there
+        self.address = address
         self.deadline_s = deadline_s
         self.stream: Stream | None = None
         self.descriptor = connection.fileno()
@@ -47,16 +47,16 @@ class Opening:
     @property
     def who(self) -> str:
         """The other end, for messages; without its port if it dialled us."""
-        host, port = self.there
+        host, port = self.address
         return f"{host}:{port}" if self.handshake.dialler else host
 
     @property
     def trust_level(self) -> int:
         """0: it has shown nothing so far; 1: a TLS hello; 2: that it knows the run's id."""
-        return 2 if self.handshake.stage is not Stage.OPENING else int(self._has_spoken)
+        return 2 if self.handshake.knows_run else int(self._has_spoken)
 
     def advance(self) -> None:
-        """Go on without waiting, to stage DONE or REFUSED.
+        """Go on without waiting, until the handshake is over.
 
         Raises:
             BlockingIOError: the other end is to speak first.

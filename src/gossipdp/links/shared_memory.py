@@ -1,24 +1,16 @@
 """Memory that another process of this host reads in place, and the way it is passed.
 
 A :class:`SharedSegment` is a worker's own memfd, in which it writes its chunks. It ends with the
-last process that has it mapped or open, so ``kill -9`` leaves nothing. It is sealed against a
-change of its size, so that a peer's read cannot run into a hole, and against others' writing.
+last process that has it mapped or open, so ``kill -9`` leaves nothing. To offer it, a worker tells
+the peer where the kernel shows it: the numbers of process and descriptor, and a random name that
+the memory has. The peer opens ``/proc/PID/fd/N`` if that name is there. So "the same host" is
+proved and never guessed: on another host, or in a container with other process numbers, the name is
+not there. Nothing here waits.
 
-To offer its segment, a worker tells the peer over their link where the kernel shows it: the number
-of its process and of the descriptor, and a random name that the memory has. The peer opens
-``/proc/PID/fd/N`` if that name is there. So "the same host" is proved and never guessed from names:
-on another host, or in a container with other process numbers, the name is not there.
-
-Guarantees:
-
-- A mapping lives as long as any view of it: memoryviews, slices of them and tensors made of them
-  all hold it. So no mapping ends during a read, whatever becomes of the link.
-- A forked child has neither the mapping (``MADV_DONTFORK``) nor, once :mod:`.sockets` has closed
-  it, the descriptor. So the child must not look at its copies of these objects; collecting them
-  there does no harm.
-- The kernel lets only processes of the same user open a segment, and one of another user is not
-  read. One of the same user could read a worker's memory anyway.
-- Nothing here waits.
+A mapping lives as long as any view of it: memoryviews, slices of them and tensors made of them all
+hold it. So no mapping ends during a read, whatever becomes of the link. A forked child has neither
+the mapping (``MADV_DONTFORK``) nor, once :mod:`.sockets` has closed it, the descriptor: it must not
+look at its copies of these objects; collecting them there does no harm.
 """
 
 from __future__ import annotations
@@ -30,7 +22,6 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Callable
 from typing import Any, final
 
 from gossipdp.links import sockets
@@ -39,7 +30,6 @@ from gossipdp.links.frames import (
     SEGMENT_ALIGNMENT_BYTES,
     SEGMENT_OFFER_BYTES,
     FrameError,
-    FrameType,
     Header,
 )
 from gossipdp.links.link import LinkHandler
@@ -47,8 +37,6 @@ from gossipdp.logs import OnceLog
 
 # A bound on the memory mapped for a peer; slots are a few chunks.
 MAX_SEGMENT_BYTES = 1 << 30
-# A peer passes another segment only when one that had mapped the last is gone.
-MAX_SEGMENTS = 2
 
 # An offer: process, descriptor, size and number of a segment, and the random part of its name.
 _TOKEN_BYTES = 18
@@ -59,7 +47,6 @@ _F_SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTFORK = 10
-
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -109,8 +96,10 @@ class _Mapping:
 class SharedSegment(sockets.DescriptorOwner):
     """A worker's own ``memory``, page-aligned, which it writes and its peers read.
 
-    ``number``, 1 to 65535, names it among the segments of this worker; ``offer`` tells peers where
-    it is. Raises OSError if the system has no memfd that can be sealed so, or not that much memory.
+    It is sealed against a change of its size, so that a peer's read cannot run into a hole, and
+    against others' writing. ``number``, 1 to 65535, names it among this worker's segments;
+    ``offer`` tells peers where it is. Raises OSError if the system has no memfd that can be sealed
+    so, or not that much memory.
     """
 
     def __init__(self, num_bytes: int, number: int) -> None:
@@ -173,7 +162,8 @@ def map_offered(offer: bytes) -> tuple[int, memoryview] | None:
         descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
-            if found.st_uid != os.geteuid():  # root may open any
+            # The kernel lets others of this user alone open it, and root, who may open any.
+            if found.st_uid != os.geteuid():
                 raise ValueError("the memory offered is another user's")
             if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise ValueError("the memory offered is not sealed against shrinking")
@@ -188,77 +178,43 @@ def map_offered(offer: bytes) -> tuple[int, memoryview] | None:
 
 @final
 class PeerMemory:
-    """The memory that the two ends of one link share.
+    """The segment that a peer offered last, if any, mapped to be read in place.
 
-    Args:
-        peer: the peer's rank.
-        send: queues a frame on the link: its type, its payload and the segment that it names.
-        handler: pins a segment when it is read first.
-
-    Attributes:
-        offered, ready: numbers of the last segments of ours that the peer was offered, and that it
-            has mapped; 0: none.
+    A peer takes fresh memory only before an exchange, so no chunk in its older segment is under
+    way then, and the older one may go.
     """
 
-    def __init__(
-        self, peer: int, send: Callable[[FrameType, bytes, int], None], handler: LinkHandler
-    ) -> None:
-        self.peer = peer
+    def __init__(self, handler: LinkHandler) -> None:
         self._handler = handler
-        self.offered = self.ready = 0
-        self._send = send
-        self._segments: dict[int, memoryview] = {}
-        self._pins: dict[int, object] = {}
+        self._number, self._memory = 0, memoryview(b"")
+        self._pin: object = None
+        self._is_pinned = False
 
-    def offer(self, segment: SharedSegment) -> None:
-        """Tell the peer where our segment is."""
-        self.offered = segment.number
-        self._send(FrameType.SEGMENT_OFFER, segment.offer, 0)
-
-    def map(self, number: int, memory: memoryview) -> None:
-        """Take the peer's segment ``number``, unless it is an older one, and confirm it."""
-        if number <= max(self._segments, default=0):
-            return
-        self._segments[number] = memory
-        if len(self._segments) > MAX_SEGMENTS:
-            self._drop_oldest()
-        self._send(FrameType.SEGMENT_READY, b"", number)
-
-    def confirmed(self, number: int) -> None:
-        """Take note that the peer has mapped our segment ``number``."""
-        if not self.ready < number <= self.offered:
-            raise FrameError(f"segment {number} is mapped; the last offered is {self.offered}")
-        self.ready = number
+    def take(self, number: int, memory: memoryview) -> bool:
+        """Take the peer's segment ``number``; return False if it is not a newer one."""
+        if number <= self._number:
+            return False
+        self._number, self._memory = number, memory
+        self._pin, self._is_pinned = None, False
+        return True
 
     def find(self, frame: Header) -> memoryview:
-        """Return the memory that ``frame`` names.
-
-        Chunks come in order, so older segments may go.
-        """
-        memory = self._segments.get(frame.segment)
-        if memory is None or frame.offset + frame.length > len(memory):
+        """Return the memory that ``frame`` names; pin the segment when it is read first."""
+        end = frame.offset + frame.length
+        if frame.segment != self._number or end > len(self._memory):
             raise FrameError(f"{frame.length} bytes at {frame.offset} of segment {frame.segment}")
-        while min(self._segments) < frame.segment:
-            self._drop_oldest()
-        if frame.segment not in self._pins:
-            self._pins[frame.segment] = self._handler.pin(memory, is_peers=True)
-        return memory[frame.offset : frame.offset + frame.length]
+        if not self._is_pinned:
+            self._pin, self._is_pinned = self._handler.pin(self._memory, is_peers=True), True
+        return self._memory[frame.offset : end]
 
     def close(self) -> None:
-        """Let go of the peer's segments and of the link, which has ended."""
-        self._pins.clear()
-        self._segments.clear()
-        self._send = lambda *_: None  # no circle of references keeps what has ended
-
-    def _drop_oldest(self) -> None:
-        oldest = min(self._segments)
-        self._pins.pop(oldest, None)
-        del self._segments[oldest]
+        """Let go of the segment."""
+        self._memory, self._pin = memoryview(b""), None
 
 
 @final
 class SlotMemory:
-    """The memory of this worker's exchange slots, and the peers of this host that may read it.
+    """The memory of this worker's exchange slots.
 
     Args:
         log: for what does not work.
@@ -275,7 +231,6 @@ class SlotMemory:
         self.segment: SharedSegment | None = None
         self._memory: memoryview | None = None
         self._num_segments = 0
-        self._peers: dict[PeerMemory, None] = {}  # of links that are up
         self._log = log
         self._may_share = may_share
 
@@ -283,16 +238,20 @@ class SlotMemory:
         """Return memory for the slots of one exchange; see :meth:`.Transport.allocate`."""
         if self._memory is not None and len(self._memory) == num_bytes:
             return self._memory
-        self.segment = segment = self._make_segment(num_bytes) if self._may_share else None
-        if segment is not None:
-            memory = segment.memory
+        self.segment = None
+        if self._may_share:
+            try:
+                self.segment = SharedSegment(num_bytes, self._num_segments + 1)
+                self._num_segments += 1
+            except OSError as error:
+                self._may_share = False
+                text = "no memory is shared with workers of this host: %s"
+                self._log.warn_once("memory", "none", text, error)
+        if self.segment is not None:
+            memory = self.segment.memory
         else:
             memory = _Mapping(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
         self._memory, self._pinned = memory, self._handler.pin(memory, is_peers=False)
-        # A link whose peer reads nothing may end here, and the memory be abandoned at once.
-        if segment is not None:
-            for peer in list(self._peers):
-                peer.offer(segment)
         return memory
 
     def abandon(self) -> None:
@@ -303,39 +262,11 @@ class SlotMemory:
         """
         self.segment = self._memory = self._pinned = None
 
-    def add(self, peer: PeerMemory) -> None:
-        """Share with the peer of a new link, if it is on this host."""
-        self._peers[peer] = None
-        if self.segment is not None:
-            peer.offer(self.segment)
-
-    def remove(self, peer: PeerMemory, *, is_reading: bool) -> None:
-        """Forget the peer of a link that ended; if it still ``is_reading``, abandon our segment."""
-        self._peers.pop(peer, None)
-        peer.close()
-        if is_reading:
-            self.abandon()
-
-    def take(self, peer: PeerMemory, offer: bytes) -> None:
-        """Map what a peer offers, if this worker shares memory too."""
-        if not self._may_share:
-            return
+    def map(self, peer: int, offer: bytes) -> tuple[int, memoryview] | None:
+        """Map what a peer offers, as :func:`map_offered` does; None: nothing is shared with it."""
         try:
-            offered = map_offered(offer)
+            return map_offered(offer) if self._may_share else None
         except (OSError, ValueError) as error:
             text = "cannot share memory with rank %s: %s"
-            self._log.warn_once("memory", f"{peer.peer}: {error}", text, peer.peer, error)
-        else:
-            if offered is not None:
-                peer.map(*offered)
-
-    def _make_segment(self, num_bytes: int) -> SharedSegment | None:
-        try:
-            segment = SharedSegment(num_bytes, self._num_segments + 1)
-        except OSError as error:
-            self._may_share = False
-            text = "no memory is shared with workers of this host: %s"
-            self._log.warn_once("memory", "none", text, error)
+            self._log.warn_once("memory", f"{peer}: {error}", text, peer, error)
             return None
-        self._num_segments += 1
-        return segment

@@ -6,13 +6,6 @@ Everything is non-blocking and made for edge-triggered events.
 process and holds its sockets. When the parent is then killed, the kernel sends no end of stream
 until the child dies too. So every forked child closes the descriptors at once. It never shuts them
 down, since a shutdown would end the parent's connections as well.
-
-The race: a fork between ``accept()`` (or ``socket()``) and the moment its owner lists the new
-descriptor, or between the moment an owner drops one and ``close()``, would leave the child with a
-descriptor that no owner names. It cannot happen: owners open and close descriptors under
-:data:`descriptors_guard`, and a fork waits for that guard. The calls made under it never block.
-The guard is re-entrant, so that a signal handler that forks does not wait for its own thread. The
-child takes no lock; it only releases the guard that its parent took for it.
 """
 
 from __future__ import annotations
@@ -21,6 +14,7 @@ import abc
 import contextlib
 import errno
 import ipaddress
+import math
 import os
 import socket
 import threading
@@ -34,7 +28,17 @@ from gossipdp.errors import RendezvousError
 # one chunk, and not for megabytes.
 NOTSENT_LOWAT_BYTES = 256 << 10
 BACKLOG = 128
+# Within a payload, packets that follow one another sooner than this gather, up to so many bytes:
+# each time the thread wakes it takes the interpreter's lock, and a core, from training. On a slow
+# link none do, so that the peer is heard as often as it sends.
+QUICK_S = 1e-3
+MAX_BATCH_BYTES = 64 << 10
 
+# The race: a fork between accept() (or socket()) and the moment its owner lists the descriptor, or
+# between the moment an owner drops one and close(), would leave the child with a descriptor that
+# no owner names. So owners open and close descriptors under this guard, and a fork waits for it.
+# The calls made under it never block. It is re-entrant, so that a signal handler that forks does
+# not wait for its own thread. The child only releases what its parent took for it.
 descriptors_guard = threading.RLock()
 
 
@@ -104,11 +108,12 @@ class Stream(abc.ABC):
         Raises BlockingIOError if nothing has come yet, OSError if the connection is lost.
         """
 
-    def batch(self, num_bytes: int) -> bool:
-        """Delay events until ``num_bytes`` (at least 1) have come, or the connection has ended.
+    def gather(self, rest: int, count: int = 0, gap_s: float = math.nan) -> bool:
+        """Let the next event come when a batch of the ``rest`` of a payload is there, or the end.
 
-        Return True if the number was larger until now. TLS does not delay: the plain bytes in a
-        part of a record cannot be counted.
+        The last read brought ``count`` bytes, ``gap_s`` after the one before. Return True if the
+        caller is to read once more, since lowering the mark makes no event. TLS gathers nothing:
+        the plain bytes in a part of a record cannot be counted.
         """
         return False
 
@@ -126,16 +131,20 @@ class PlainStream(Stream):
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self._batch_bytes = 1
+        self._batch_bytes = self._mark = 1
 
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
         return self.connection.recvmsg_into(rooms)[0]
 
-    def batch(self, num_bytes: int) -> bool:
-        before, self._batch_bytes = self._batch_bytes, num_bytes
-        if num_bytes != before:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-        return num_bytes < before
+    def gather(self, rest: int, count: int = 0, gap_s: float = math.nan) -> bool:
+        if gap_s < QUICK_S:
+            self._batch_bytes = min(2 * max(self._batch_bytes, count), MAX_BATCH_BYTES)
+        elif gap_s > 10 * QUICK_S:
+            self._batch_bytes = 1
+        before, self._mark = self._mark, max(1, min(rest, self._batch_bytes))
+        if self._mark != before:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self._mark)
+        return self._mark < before
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
         return self.connection.sendmsg(parts)

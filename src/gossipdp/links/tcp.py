@@ -1,15 +1,13 @@
 """The TCP transport: one non-blocking poll loop that owns all sockets of a worker.
 
-Used from one thread, except :meth:`TcpTransport.wake`. Every wait has a deadline, and an error of
-a socket ends that link or dial and nothing else. A connection begins as an
-:class:`~.opening.Opening` and, once its handshake is done, becomes a :class:`~.tcp_link.TcpLink`.
-
-The cost of strangers is bounded: the number of accepted connections, and for each its time, the
-bytes read, the memory allocated and the lines logged.
+Every wait has a deadline, and an error of a socket ends that link or dial and nothing else. A
+connection begins as an :class:`~.opening.Opening` and, once its handshake is done, becomes a
+:class:`~.tcp_link.TcpLink`. The cost of strangers is bounded: the number of accepted connections,
+and for each its time, the bytes read, the memory allocated and the lines logged.
 
 If two workers dial each other, the link dialled by the lower rank stays: the higher lets it replace
-its own and gives up its dial, and the lower turns a dial away while it holds its own link to the
-same process. Another process of the peer always replaces the old.
+its own and gives up its dial, and the lower refuses the higher's dial while its own link to that
+process is up. Another process of the peer always replaces the old.
 """
 
 import errno
@@ -41,8 +39,6 @@ from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls
 from gossipdp.logs import OnceLog
 
-SharedMemory = Literal["auto", "off"]
-
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNAUTHENTICATED = 64
 # Bytes read from a stranger that is refused, so that it hears why before the reset.
@@ -67,7 +63,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         listener: from :func:`~.sockets.listen`; the transport closes it.
         tls: the TLS of all links; None: in the clear.
         clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
-        max_unauthenticated: bounds the accepted connections without a handshake.
         max_bytes_per_s: the limit on the bytes that all links together send, handshakes aside;
             None for none.
         shared_memory: "auto": workers of one host read each other's exchange chunks in place, if
@@ -86,9 +81,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         *,
         tls: Tls | None = None,
         clock: Callable[[], float] = since_boot_s,
-        max_unauthenticated: int = MAX_UNAUTHENTICATED,
         max_bytes_per_s: float | None = None,
-        shared_memory: SharedMemory = "auto",
+        shared_memory: Literal["auto", "off"] = "auto",
     ) -> None:
         self._closed = True  # until there is something to close
         bound_host, bound_port = listener.getsockname()[:2]
@@ -105,14 +99,11 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._secret = secret if tls is None else None
         self._tls = tls
-        self._max_unauthenticated = max_unauthenticated
         self.limit = None if max_bytes_per_s is None else SendLimit(max_bytes_per_s)
-        self.held: dict[TcpLink, None] = {}  # who has waited longest comes first
-        self._looked_s = -math.inf
         self._polling = False
         self.links: dict[int, TcpLink] = {}
         self._openings: dict[Opening, None] = {}  # the oldest first
-        self._by_descriptor: dict[int, TcpLink | Opening] = {}
+        self._by_descriptor: dict[int, TcpLink | Opening] = {}  # all that is open
         self._notices: deque[Callable[[], None]] = deque()
         self.to_read: dict[Any, None] = {}  # links and openings
         self.to_write: dict[TcpLink, None] = {}
@@ -164,10 +155,9 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._polling = False
 
     def wake(self) -> None:
-        """Make ``poll()`` return soon, as :class:`.Transport` says.
+        """Make ``poll()`` return soon, from any thread.
 
-        In a forked child another thread may have left the guard taken for ever, but the child finds
-        the transport closed before it gets there.
+        A forked child, in which the guard may be taken for ever, finds the transport closed first.
         """
         if self._closed:
             return
@@ -186,8 +176,9 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             sockets.empty(link.connection, self.scratch)
         with sockets.descriptors_guard, self._wake_guard:
             self._closed = True
-            for connection in [*self._connections(), self._listener]:
-                connection.close()
+            for each in self._by_descriptor.values():
+                each.connection.close()
+            self._listener.close()
             self._epoll.close()
             os.close(self._wake_descriptor)
         for link in list(self.links.values()):
@@ -196,11 +187,10 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         for mine in (self.links, self._openings, self._by_descriptor, self.to_read):
             mine.clear()
         self.to_write.clear()
-        self.held.clear()
         self._notices.clear()
 
     def close_in_child(self) -> None:
-        """Close every descriptor by number, as :class:`.sockets.DescriptorOwner` says.
+        """Close every descriptor but the listener's, which sees to itself in a child.
 
         Sockets are detached first: a socket object closed later, by the collector, must not close
         a number that the child has meanwhile given to a file of its own.
@@ -208,8 +198,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         if self._closed:
             return
         self._closed = True
-        for connection in self._connections():
-            sockets.close_descriptor(connection.detach())
+        for each in self._by_descriptor.values():
+            sockets.close_descriptor(each.connection.detach())
         self._epoll.close()
         sockets.close_descriptor(self._wake_descriptor)
 
@@ -217,15 +207,15 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         """Close a transport that its owner forgot."""
         self.close()
 
-    def _connections(self) -> list[socket.socket]:
-        """Return all sockets but the listener, which sees to itself in a child."""
-        links = (link.connection for link in self.links.values())
-        openings = (opening.connection for opening in self._openings)
-        return [*links, *openings]
-
     def allocate(self, num_bytes: int) -> memoryview:
         assert not self._closed
-        return self.memory.allocate(num_bytes)
+        before = self.memory.segment
+        memory = self.memory.allocate(num_bytes)
+        if self.memory.segment is not before:
+            # A link whose peer reads nothing may end here, and the memory be abandoned at once.
+            for link in list(self.links.values()):
+                link.offer_memory()
+        return memory
 
     # Links.
 
@@ -237,7 +227,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._log.warn_once("broken", who, "ended the link to %s: %s", who, reason)
         self.to_read.pop(link, None)
         self.to_write.pop(link, None)
-        self.held.pop(link, None)
+        if self.limit is not None:
+            self.limit.held.pop(link, None)
         with sockets.descriptors_guard:
             if self.links.get(link.peer) is link:
                 del self.links[link.peer]
@@ -249,6 +240,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         handshake = opening.handshake
         peer, mine = handshake.peer, self.identity.rank
         assert peer is not None
+        assert opening.stream is not None
         old = self.links.get(peer.rank)
         if old is not None:
             if peer.incarnation < old.peer_identity.incarnation:
@@ -258,15 +250,12 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         if not handshake.dialler and peer.rank < mine:
             for dial in self._dials_to(peer.rank):
                 self._release(dial)
-        assert opening.stream is not None
         link = TcpLink(self, opening.stream, peer, mine if handshake.dialler else peer.rank)
-        # List it as a link before it leaves the openings: a fork may come between the two.
-        self.links[peer.rank] = link
+        self.links[peer.rank] = self._by_descriptor[opening.descriptor] = link
         del self._openings[opening]
-        self._by_descriptor[opening.descriptor] = link
         self.to_read[link] = None
         self._notices.append(partial(self.handler.link_up, link))
-        self.memory.add(link.peer_memory)
+        link.offer_memory()
 
     # Openings.
 
@@ -292,7 +281,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._note_failure(peer, (host, port), False)
             return
         if code not in (0, errno.EINPROGRESS):
-            self._end(opening, code == errno.ECONNREFUSED)
+            self._end(opening, is_nobody_there=code == errno.ECONNREFUSED)
 
     def _note_failure(self, peer: int | None, address: tuple[str, int], refused: bool) -> None:
         if peer not in self.links:
@@ -302,15 +291,15 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         return [each for each in self._openings if each.handshake.wanted_rank == peer]
 
     def _begin(
-        self, connection: socket.socket, there: tuple[str, int], dialler: bool, wanted: int | None
+        self, connection: socket.socket, address: tuple[str, int], dialler: bool, wanted: int | None
     ) -> Opening:
         handshake = Handshake(
             self.identity, self._secret, dialler=dialler, wanted_rank=wanted, admit=self._admit
         )
         deadline_s = self.clock() + HANDSHAKE_TIMEOUT_S
-        opening = Opening(connection, handshake, there, deadline_s, self._tls)
+        opening = Opening(connection, handshake, address, deadline_s, self._tls)
         try:
-            sockets.set_options(connection, there[0])
+            sockets.set_options(connection, address[0])
             self._epoll.register(connection, _EDGE)
         except OSError:
             connection.close()
@@ -333,7 +322,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                     opening = self._begin(connection, address[:2], False, None)
                 # Read what it has sent by now: that counts when one must go.
                 self._advance(opening)
-                if len(self._accepted()) > self._max_unauthenticated:
+                if len(self._accepted()) > MAX_UNAUTHENTICATED:
                     self._drop_one("too many unauthenticated connections")
         except OSError as error:
             # Out of descriptors or memory: free one, and look again a little later.
@@ -346,13 +335,10 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         return [opening for opening in self._openings if not opening.handshake.dialler]
 
     def _drop_one(self, reason: str) -> None:
-        """Close the oldest of the accepted openings that have shown least, if there are any.
-
-        So a flood of connections that do not show the run's id drives out none that does.
-        """
+        """Close the oldest accepted opening of those that have shown least: strangers go first."""
         accepted = self._accepted()
         if accepted:
-            self._abandon(min(accepted, key=lambda opening: opening.trust_level), reason)
+            self._end(min(accepted, key=lambda opening: opening.trust_level), reason)
 
     def _expire(self) -> None:
         """Give up the openings whose time is over; all have as much, so the oldest come first."""
@@ -360,7 +346,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         for opening in list(self._openings):
             if opening.deadline_s > now:
                 break
-            self._abandon(opening, f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
+            self._end(opening, f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
 
     def _advance(self, opening: Opening) -> None:
         """Carry an opening as far as it goes without waiting."""
@@ -369,11 +355,11 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         except BlockingIOError:
             pass
         except (ConnectionError, EOFError) as error:  # as happens in a healthy run
-            self._end(opening, isinstance(error, ConnectionRefusedError))
+            self._end(opening, is_nobody_there=isinstance(error, ConnectionRefusedError))
         except HandshakeError as error:
-            self._abandon(opening, str(error))
+            self._end(opening, str(error))
         except OSError as error:
-            self._abandon(opening, error.strerror or str(error))
+            self._end(opening, error.strerror or str(error))
         else:
             if opening.handshake.refusal is None:
                 self._establish(opening)
@@ -392,40 +378,38 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 raise ConnectionAbortedError  # its dial comes to nothing, and it may try again
         return None
 
-    def _abandon(self, opening: Opening, reason: str) -> None:
-        who = opening.who
-        if opening.handshake.dialler:
-            rank = opening.handshake.wanted_rank
-            whom = who if rank is None else f"rank {rank} at {who}"
-            self._log.warn_once("dial", who, "dialling %s: %s", whom, reason)
-        else:
-            self._log.warn_once("drop", who, "dropped %s: %s", who, reason)
-        self._end(opening)
+    def _end(self, opening: Opening, fault: str = "", *, is_nobody_there: bool = False) -> None:
+        """End an opening that made no link.
 
-    def _end(self, opening: Opening, refused_connection: bool = False) -> None:
-        """End an opening that made no link; ``refused_connection``: no process listens there."""
+        ``fault`` is logged. ``is_nobody_there``: no process listens at the address dialled.
+        """
         handshake, who, refusal = opening.handshake, opening.who, opening.handshake.refusal
-        peer = handshake.wanted_rank
-        if not handshake.dialler:
-            sockets.empty(opening.connection, self.scratch, MAX_EMPTIED_BYTES)
-        self._release(opening)
-        if not handshake.dialler:
-            # An empty run id is the question of a launcher that joins workers (`ask_join_infos`).
-            if refusal is not None and (refusal.field, refusal.theirs) != ("run_id", ""):
-                if handshake.peer is not None and not handshake.peer.is_visitor:
-                    who = f"rank {handshake.peer.rank} at {who}"
-                name = "TLS" if refusal.field == "tls" else refusal.field
-                reason = f"{name} differs (ours {refusal.ours!r}, theirs {refusal.theirs!r})"
-                if refusal.field == "secret":
-                    reason = "it does not know this run's secret"
-                self._log.warn_once(refusal.field, who, "refused %s: %s", who, reason)
-        elif refusal is not None:
+        if handshake.dialler:
+            self._release(opening)
+            peer = handshake.wanted_rank
+            at = who if peer is None else f"rank {peer} at {who}"
+            if fault:
+                self._log.warn_once("dial", who, "dialling %s: %s", at, fault)
+            if refusal is None:
+                self._note_failure(peer, opening.address, is_nobody_there)
+                return
             if peer is not None:  # a visitor raises it
-                text = "rank %s at %s refuses: %s"
-                self._log.warn_once(refusal.field, who, text, peer, who, refusal)
+                self._log.warn_once(refusal.field, who, "%s refuses: %s", at, refusal)
             self._notices.append(partial(self.handler.refused, peer, refusal))
-        else:
-            self._note_failure(peer, opening.there, refused_connection)
+            return
+        sockets.empty(opening.connection, self.scratch, MAX_EMPTIED_BYTES)
+        self._release(opening)
+        if fault:
+            self._log.warn_once("drop", who, "dropped %s: %s", who, fault)
+        # An empty run id is the question of a launcher that joins workers (`ask_join_infos`).
+        if refusal is not None and (refusal.field, refusal.theirs) != ("run_id", ""):
+            if handshake.peer is not None and not handshake.peer.is_visitor:
+                who = f"rank {handshake.peer.rank} at {who}"
+            name = "TLS" if refusal.field == "tls" else refusal.field
+            reason = f"{name} differs (ours {refusal.ours!r}, theirs {refusal.theirs!r})"
+            if refusal.field == "secret":
+                reason = "it does not know this run's secret"
+            self._log.warn_once(refusal.field, who, "refused %s: %s", who, reason)
 
     def _release(self, opening: Opening) -> None:
         """Forget an opening and close its socket, in one step for a fork."""
@@ -446,9 +430,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def _tell(self) -> bool:
         """Deliver the queued notices to the handler, oldest first; return True if there was one.
 
-        Links go up and down only here, between callbacks, so no handler method is entered twice
-        however it uses ``close()``; and a new link's ``link_up`` comes before its first frame,
-        since frames are read only after this.
+        Links go up and down only here, so no handler method is entered twice however it uses
+        ``close()``. Frames are read only after this, so ``link_up`` comes before the first.
         """
         had_notices = bool(self._notices)
         while self._notices:
@@ -458,14 +441,9 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def _write(self, acknowledge: bool) -> bool:
         """Write on every link that has output and room; return True if there was one."""
         if self.limit is not None:
-            now = self.clock()
-            if self.held:
-                self.held_s += now - self._looked_s
-                if self.limit.opens_at(now) <= now:  # who has waited longest goes on
-                    link = next(iter(self.held))
-                    del self.held[link]
-                    self.to_write[link] = None
-            self._looked_s = now
+            if (link := self.limit.next_held(self.clock())) is not None:
+                self.to_write[link] = None
+            self.held_s = self.limit.held_s
         had_output = any(link.has_output for link in self.to_write)
         for link in list(self.to_write):
             # Remove it only afterwards: if the handler raises, the rest is written next time.
@@ -475,15 +453,14 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         return had_output
 
     def _collect_events(self, timeout_s: float) -> None:
-        """Sleep, then turn events into flags before any callback runs.
+        """Sleep, then turn all events into flags before any callback runs.
 
-        So an exception loses no edge, and if a callback closes a descriptor and is given its number
-        again, the new owner cannot receive an event of the former one.
+        So an exception loses no edge, and no event reaches a new owner of a descriptor's number.
         """
         due_s = [opening.deadline_s for opening in islice(self._openings, 1)]  # the oldest
         if self._accept_due:
             due_s.append(self._listener_rests_until_s)
-        if self.limit is not None and self.held:
+        if self.limit is not None and self.limit.held:
             due_s.append(self.limit.opens_at(self.clock()))
         if due_s:
             timeout_s = min(timeout_s, min(due_s) - self.clock())

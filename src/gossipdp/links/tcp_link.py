@@ -1,14 +1,12 @@
 """One established link: frames in and out of a non-blocking stream.
 
-Reads go straight into the landing buffer that the handler named, with the next header behind it
-in one call, and small frames several at once; writes hand header and payload to the kernel
-together. So a chunk costs few system calls, each of which gives up the interpreter lock and has to
-win it back from the training loop.
+A chunk costs few system calls, since each gives up the interpreter lock and has to win it back from
+the training loop: reads go straight into the handler's landing buffer, with the next header behind
+it; writes hand header and payload to the kernel together.
 
 A chunk in memory that the peer has mapped goes as a header alone, and the peer reads it there
-(:mod:`.shared_memory`). It has left when the peer has confirmed that it read it: every header says
-how many its sender has read so far, and if none goes that way by the next turn, a frame of its own
-does. Chunks leave in order: one that was sent as bytes has left only when all before it have, so a
+(:mod:`.shared_memory`). It has left when the peer confirms that, in its next header or, by the next
+turn, in a frame of its own. A chunk sent as bytes has left only when all before it have, so a
 sender knows from the number of queued chunks which of its slots are free.
 """
 
@@ -16,6 +14,7 @@ import abc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, final
 
 from gossipdp.links.frames import (
@@ -39,18 +38,12 @@ from gossipdp.links.send_limit import SendLimit
 from gossipdp.links.shared_memory import PeerMemory, SlotMemory
 from gossipdp.links.sockets import Stream
 
-# One turn of the loop moves at most this much per link and direction, so that no link starves
-# the others; a chunk fits.
+# One turn moves at most this much per link and direction, so that no link starves the others.
 TURN_BYTES = 4 << 20
 # Control frames that wait together leave in one call.
 CONTROL_BATCH_BYTES = 64 << 10
 # Bytes read behind a header that comes first, so that small frames arrive in one call.
 READ_AHEAD_BYTES = 1024
-# Within a payload, packets that follow one another sooner than this are read several at once: each
-# time the thread wakes it takes the interpreter's lock, and a core, from training. At most this
-# many bytes gather. On a slow link none do, so that the peer is heard as often as it sends.
-QUICK_S = 1e-3
-MAX_BATCH_BYTES = 64 << 10
 # A peer that leaves this many bytes of messages unread counts as gone.
 MAX_QUEUED_CONTROL_BYTES = 4 << 20
 # The handler hears that a link is writable while fewer chunks than this are queued.
@@ -81,7 +74,6 @@ class LinkOwner(abc.ABC):
     to_read: dict[Any, None]
     to_write: dict["TcpLink", None]
     limit: SendLimit | None  # of all links together
-    held: dict["TcpLink", None]  # links whose chunk waits for it
 
     @abc.abstractmethod
     def link_ended(self, link: "TcpLink", reason: str, *, broken: bool) -> None:
@@ -97,7 +89,8 @@ class TcpLink(Link):
 
     Attributes:
         dialler: rank of the end that dialled.
-        peer_memory: the memory that both ends share.
+        offered, ready: numbers of the last segments of ours that the peer was offered, and that it
+            has mapped; 0: none.
         can_read, can_write: set by events, cleared when the kernel has no more (room).
     """
 
@@ -109,7 +102,8 @@ class TcpLink(Link):
         self.stream = stream
         self.connection = stream.connection
         self.dialler = dialler
-        self.peer_memory = PeerMemory(peer_identity.rank, self._send_small, owner.handler)
+        self.offered = self.ready = 0
+        self._peer_memory = PeerMemory(owner.handler)
         self.can_read = self.can_write = True
         self.hung_up = False
         self.last_heard_s = owner.clock()
@@ -123,32 +117,34 @@ class TcpLink(Link):
         self._landing: memoryview | None = None
         self._payload_rest = 0
         self._next_received = 0
-        self._batch_bytes = 1
         self._num_read = self._num_said = 0  # peer's chunks that were read in place, and confirmed
 
         self._small: deque[_Queued] = deque()
         self._queued_small_bytes = 0
-        self._chunks: deque[_Queued] = deque()
-        self._num_started = 0  # of them, from the first on: those on their way
+        self._waiting: deque[_Queued] = deque()  # chunks that have not been started
+        self._leaving: deque[_Queued] = deque()  # chunks on their way
         self._sending: list[bytes | memoryview] = []
         self._sending_chunk: _Queued | None = None
         self._granted = 0  # bytes of it that the limit has let pass and that have not left
         self._next_sent = 0
-        # Chunks of ours that the peer has read in place, and those that it has yet to.
-        self._num_confirmed = self._num_unread = 0
+        self._num_confirmed = self._num_unread = 0  # chunks of ours that are read in place
         self._writable_due = False
 
     @property
     def queued_chunks(self) -> int:
-        return len(self._chunks)
+        return len(self._leaving) + len(self._waiting)
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._sending or self._small or self._waiting)
 
     def queued_of(self, *frame_types: FrameType) -> int:
-        return sum(chunk.frame_type in frame_types for chunk in self._chunks)
+        return sum(each.frame_type in frame_types for each in chain(self._leaving, self._waiting))
 
     @property
     def is_shared(self) -> bool:
         segment = self._owner.memory.segment
-        return segment is not None and segment.number == self.peer_memory.ready
+        return segment is not None and segment.number == self.ready
 
     @property
     def is_aging(self) -> bool:
@@ -169,10 +165,15 @@ class TcpLink(Link):
         offset = segment.offset_of(payload) if segment and frame_type in SHARED_TYPES else None
         if segment is not None and offset is not None:
             chunk.segment, chunk.offset = segment.number, offset
-        else:
-            self.queued_bytes += payload.nbytes
-        self._chunks.append(chunk)
+        self._waiting.append(chunk)
         self._owner.to_write[self] = None
+
+    def offer_memory(self) -> None:
+        """Tell the peer where our segment is, if there is one; on another host it finds nothing."""
+        segment = self._owner.memory.segment
+        if segment is not None:
+            self.offered = segment.number
+            self._send_small(FrameType.SEGMENT_OFFER, segment.offer)
 
     def close(self, reason: str) -> None:
         if not self.closed:
@@ -182,8 +183,7 @@ class TcpLink(Link):
     def flush_controls(self) -> None:
         """Hand waiting control frames to the kernel where no chunk is half sent."""
         if self._sending_chunk is None:
-            while len(self._chunks) > self._num_started:
-                self._chunks.pop()
+            self._waiting.clear()
             self._send(TURN_BYTES)
 
     def end(self, reason: str, *, broken: bool = False) -> None:
@@ -192,11 +192,13 @@ class TcpLink(Link):
             return
         self.closed = True
         self._small.clear()
-        self._chunks.clear()
+        self._waiting.clear()
+        self._leaving.clear()
         self._sending.clear()
         self._sending_chunk = self._landing = None
-        self.queued_bytes = 0
-        self._owner.memory.remove(self.peer_memory, is_reading=self._num_unread > 0)
+        self._peer_memory.close()
+        if self._num_unread > 0:  # the peer may still read
+            self._owner.memory.abandon()
         self._owner.link_ended(self, reason, broken=broken)
 
     @property
@@ -209,9 +211,9 @@ class TcpLink(Link):
     @property
     def has_output(self) -> bool:
         """True if ``write_some`` could send a frame now, acknowledgements aside."""
-        waiting = self._sending or self._small or len(self._chunks) > self._num_started
-        is_free = self.can_write and self not in self._owner.held
-        return bool(waiting) and is_free and not self.closed
+        limit = self._owner.limit
+        is_free = self.can_write and (limit is None or self not in limit.held)
+        return self.has_unsent and is_free and not self.closed
 
     @property
     def owes(self) -> bool:
@@ -223,13 +225,14 @@ class TcpLink(Link):
     def read_some(self) -> None:
         """Read up to the turn's share, and pass complete frames to the handler.
 
-        Every callback may close this link, so ``closed`` is looked at after each. State moves on
-        before the callback: if it raises, the next call continues with the next frame.
+        Every callback may close this link. State moves on before it: if it raises, the next call
+        continues with the next frame.
         """
         budget = TURN_BYTES
         while budget > 0 and not self.closed:
             if self._writable_due:
-                self._tell_writable()
+                self._writable_due = False
+                self._owner.handler.writable(self)
             elif self._frame is not None and self._payload_rest == 0:
                 budget -= self._frame.length if self._frame.segment else 0
                 self._finish_frame(self._frame)
@@ -267,7 +270,7 @@ class TcpLink(Link):
         try:
             count = self.stream.receive_into(rooms)
         except BlockingIOError:
-            self.can_read = self._gather()
+            self.can_read = self.stream.gather(self._payload_rest)
             return 0
         except OSError as error:
             self.end(f"connection lost: {error.strerror}")
@@ -284,11 +287,7 @@ class TcpLink(Link):
         self._came(min(count, rest))
         self._ahead = self._inbox[: num_ahead + max(0, count - rest)]
         if not self.can_read:
-            if gap_s < QUICK_S:
-                self._batch_bytes = min(2 * max(self._batch_bytes, count), MAX_BATCH_BYTES)
-            elif gap_s > 10 * QUICK_S:
-                self._batch_bytes = 1
-            self.can_read = self._gather()
+            self.can_read = self.stream.gather(self._payload_rest, count, gap_s)
         return count
 
     def _came(self, count: int) -> None:
@@ -296,32 +295,25 @@ class TcpLink(Link):
         if self._landing is not None and self._frame is not None and self._frame.key is not None:
             self.chunk_bytes_received[self._frame.frame_type] += count
 
-    def _gather(self) -> bool:
-        """Sleep until a batch of the payload is there, or a frame begins; True: look once more.
-
-        The bytes waited for do come: the peer sends its payload to the end, whatever we do. Bytes
-        that come between a short read and a smaller batch than before make no event, so the caller
-        looks for them.
-        """
-        return self.stream.batch(max(1, min(self._payload_rest, self._batch_bytes)))
-
     def _start_frame(self, data: memoryview) -> None:
         """Look at a whole header; raise FrameError if no worker would send it."""
         frame = parse_header(data, self._owner.tag, self._next_received)
         self._confirm(frame.num_read)
         if frame.frame_type is FrameType.SEGMENT_READY:
-            self.peer_memory.confirmed(frame.segment)
+            if not self.ready < frame.segment <= self.offered:
+                text = f"segment {frame.segment} is mapped; the last offered is {self.offered}"
+                raise FrameError(text)
+            self.ready = frame.segment
         self._next_received += 1
         if frame.frame_type in BARE_TYPES:
             return
-        if frame.key is None:
-            self._frame, self._payload_rest = frame, frame.length
-            self._landing = memoryview(bytearray(frame.length))
-            return
-        in_place = self.peer_memory.find(frame) if frame.segment else None
+        in_place = self._peer_memory.find(frame) if frame.segment else None
         # If the handler raises here, the payload is dropped and the stream stays in step.
         self._frame, self._landing = frame, None
         self._payload_rest = frame.length if in_place is None else 0
+        if frame.key is None:
+            self._landing = memoryview(bytearray(frame.length))
+            return
         handler = self._owner.handler
         landing = handler.chunk_buffer(self, frame.frame_type, frame.key, frame.length)
         if landing is None or self.closed:
@@ -348,8 +340,10 @@ class TcpLink(Link):
         assert landing is not None
         if frame.frame_type is FrameType.CONTROL:
             self._owner.handler.control(self, bytes(landing))
-        else:
-            self._owner.memory.take(self.peer_memory, bytes(landing))
+            return
+        offered = self._owner.memory.map(self.peer, bytes(landing))
+        if offered is not None and self._peer_memory.take(*offered):
+            self._send_small(FrameType.SEGMENT_READY, segment=offered[0])
 
     def _confirm(self, num_read: int) -> None:
         """Take note of the number of chunks that the peer has read in place, modulo 2**32."""
@@ -360,12 +354,9 @@ class TcpLink(Link):
             raise FrameError(f"{news} chunks acknowledged, {self._num_unread} unread")
         self._num_confirmed += news
         self._num_unread -= news
-        for chunk in self._chunks:
-            if chunk.segment and not chunk.is_done:
-                chunk.is_done = True
-                news -= 1
-                if not news:
-                    break
+        unread = (chunk for chunk in self._leaving if chunk.segment and not chunk.is_done)
+        for chunk in list(islice(unread, news)):
+            chunk.is_done = True
         self._let_go()
 
     # Writing.
@@ -379,9 +370,10 @@ class TcpLink(Link):
         if self.stream.is_worn and not self._sending:
             self.close("its TLS key has protected as much as one may; a new link takes its place")
         if self._writable_due and not self.closed:
-            self._tell_writable()
+            self._writable_due = False
+            self._owner.handler.writable(self)
 
-    def _send_small(self, frame_type: FrameType, data: bytes, segment: int = 0) -> None:
+    def _send_small(self, frame_type: FrameType, data: bytes = b"", *, segment: int = 0) -> None:
         num_bytes = HEADER_BYTES + len(data)  # many that are tiny take memory too
         if self._queued_small_bytes + num_bytes > MAX_QUEUED_CONTROL_BYTES:
             self.end(f"the peer leaves {self._queued_small_bytes} bytes of messages unread")
@@ -389,7 +381,6 @@ class TcpLink(Link):
             return
         self._small.append(_Queued(frame_type, data, segment=segment))
         self._queued_small_bytes += num_bytes
-        self.queued_bytes += len(data)
         self._owner.to_write[self] = None
 
     def _send(self, budget: int, acknowledge: bool = False) -> None:
@@ -417,7 +408,6 @@ class TcpLink(Link):
                 else:
                     limit.spend(count)
             self.bytes_sent += count
-            self.queued_bytes -= count
             budget -= count
             # A short write has filled the socket; an event says when there is room again.
             self.can_write = count == sum(map(len, parts))
@@ -447,9 +437,9 @@ class TcpLink(Link):
         if not self._granted:
             num_bytes = sum(map(len, self._sending))
             self._granted = limit.take(num_bytes, self._owner.clock())
-        if not self._granted:
-            self._owner.held[self] = None
-            return []
+            if not self._granted:
+                limit.held[self] = None
+                return []
         header_rest = sum(map(len, self._sending[:-1]))  # less than a portion
         return [*self._sending[:-1], self._sending[-1][: self._granted - header_rest]]
 
@@ -460,44 +450,30 @@ class TcpLink(Link):
         while self._small and size < CONTROL_BATCH_BYTES:
             frame = self._small.popleft()
             self._queued_small_bytes -= HEADER_BYTES + len(frame.payload)
-            self.queued_bytes -= len(frame.payload)
             parts += (self._header_of(frame), frame.payload)
             size += HEADER_BYTES + len(frame.payload)
-        chunk = self._next_chunk()
-        while chunk is not None and chunk.segment and not self._small:
-            self._num_started += 1
+        while self._waiting and self._waiting[0].segment and not self._small:
+            chunk = self._waiting.popleft()
+            self._leaving.append(chunk)
             self._num_unread += 1
             self.shared_bytes_sent += len(chunk.payload)
             self.chunk_bytes_sent[chunk.frame_type] += len(chunk.payload)
             parts.append(self._header_of(chunk))
-            chunk = self._next_chunk()
-        if not parts and chunk is None:
+        if not parts and not self._waiting:
             parts.append(self._header_of(_Queued(FrameType.ACKNOWLEDGEMENT, b"")))
         if parts:
             self._sending = [memoryview(b"".join(parts))]
-            self.queued_bytes += len(self._sending[0])
             return
-        assert chunk is not None
-        self._num_started += 1
+        self._sending_chunk = chunk = self._waiting.popleft()
+        self._leaving.append(chunk)
         self._sending = [memoryview(self._header_of(chunk)), chunk.payload]
-        self.queued_bytes += HEADER_BYTES
-        self._sending_chunk = chunk
-
-    def _next_chunk(self) -> _Queued | None:
-        has_more = len(self._chunks) > self._num_started
-        return self._chunks[self._num_started] if has_more else None
 
     def _let_go(self) -> None:
         """Drop the chunks that have left, and owe the handler a call."""
-        while self._chunks and self._chunks[0].is_done:
-            self._chunks.popleft()
-            self._num_started -= 1
+        while self._leaving and self._leaving[0].is_done:
+            self._leaving.popleft()
             self._writable_due = True
-        self._writable_due &= len(self._chunks) < MAX_QUEUED_CHUNKS
-
-    def _tell_writable(self) -> None:
-        self._writable_due = False
-        self._owner.handler.writable(self)
+        self._writable_due &= self.queued_chunks < MAX_QUEUED_CHUNKS
 
     def _header_of(self, frame: _Queued) -> bytes:
         header = pack_header(

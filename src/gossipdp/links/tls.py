@@ -6,9 +6,9 @@ no further than TLS's own handshake. With an authority of your own, every certif
 is membership. Host names are not compared: workers are known by numeric addresses that change from
 run to run.
 
-A stream may end without TLS's closing message: frames have lengths, and we treat a link that is cut
-like one that was closed. A key protects a bounded number of records. Once half of them are used, a
-new link takes over between two exchanges; at the bound it does so at any moment.
+A stream may end without TLS's closing message: frames have lengths, and a link that is cut counts
+as closed. A key protects a bounded number of records. Once half of them are used, a new link takes
+over between two exchanges; at the bound it does so at any moment.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ class Entry:
             timeout_s=network.timeout_s,
             random=Random(f"{options.seed} {self.rank} {self.incarnation}"),
             num_chunks=len(self._state.averaged_chunks),
-            num_copied_chunks=len(self._state.copied_chunks),
+            num_copied_chunks=len(self._state.all_chunks) - len(self._state.averaged_chunks),
             is_joining=is_joining,
             work_out=self._work_out,
             status_address=("", 0) if self._page is None else self._page.announced(host),

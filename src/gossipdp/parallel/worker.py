@@ -506,7 +506,7 @@ class Worker(Entry):
             outcome = self._wait_for_average(timeout_s)
         self.lead = self.replica.first_says(outcome.lead)
         self._rendezvous.mark_consolidated()
-        averaged = self._state.averaged_chunks + self._state.copied_chunks
+        averaged = self._state.all_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)
         # Each shard was averaged over the replicas in its own network; after a death in the middle

@@ -94,7 +94,7 @@ def test_it_counts_the_bytes_that_an_exchange_sends():
     for name, num_bytes in BYTES_OF_A_VALUE.items():
         codec = Codec(name, state)
         codec.load()
-        codec.start(state.chunks, is_coded=codec.chooses_code(is_shared=False))
+        codec.start(state.chunks, 0.0, 0.5, is_coded=codec.chooses_code(is_shared=False))
         sent = sum(codec.room(chunk).nbytes for chunk in state.chunks)
         assert sent == pytest.approx(num_bytes * len(values), rel=1e-3)
 

@@ -662,7 +662,7 @@ def test_a_refusal_of_the_driver_leaves_no_error_behind():
         assert device.pin(memory, is_peers=False) is None
         there = device.load(0, values)
         assert torch.equal((there + 1).cpu(), values + 1)
-        device.there(values).copy_(there * 2)
+        device.on_device(values).copy_(there * 2)
         device.store(values)
     del held
     assert not values.is_pinned()
@@ -709,7 +709,7 @@ def test_host_memory_gets_and_gives_copies():
         assert torch.equal(torch.cat(sums[:3]), x.float())
         for chunk, total in zip(world.state.chunks, sums, strict=True):
             chunk.replace(total.add_(1.0))
-        (copied,) = world.state.copied_chunks
+        copied = world.state.all_chunks[-1]
         out = torch.empty(3, dtype=torch.int64)
         copied.read(out)
         assert out.tolist() == [0, 1, 2]
@@ -779,7 +779,7 @@ def test_the_order_is_entered_and_left_while_the_lock_is_held():
         lambda: chunk.exchange(0.3, out, peers, 1.5),
         lambda: chunk.read(out),
         lambda: chunk.read_z(out),
-        lambda: chunk.copy(out, out),
+        lambda: chunk.read(out, out),
         lambda: chunk.replace(peers),
     ):
         chunk.order = order()

@@ -77,20 +77,20 @@ def test_each_form_in_which_chunks_travel(dtype, wire_format):
     decoded = []
     for _ in range(2):  # the first shows a code the distance
         chunks = state.carried([1])
-        if (preface := codec.start(chunks, is_coded=codec.chooses_code(False))) is not None:
+        if preface := codec.start(chunks, 0.0, 1.5, is_coded=True in codec.forms):
             codec.agree(memoryview(bytearray(preface)))
         for chunk in chunks:
-            codec.encode(chunk, 0.0)
+            codec.encode(chunk)
             payload = memoryview(bytearray(codec.room(chunk)))
             if codec.is_certain(chunk):
-                codec.exchange(chunk, 0.0, payload, 1.5)
+                codec.exchange(chunk, payload)
                 continue
             decoded.append(codec.decode(chunk, payload))
             if decoded[-1]:
-                codec.exchange_decoded(chunk, 0.0, 1.5)
+                codec.exchange(chunk, payload)
             else:
                 repeat = memoryview(bytearray(codec.repeat(chunk)))
-                codec.exchange_repeated(chunk, 0.0, repeat, 1.5)
+                codec.exchange(chunk, repeat, is_repeat=True)
     assert set(decoded) == ({False, True} if wire_format == "lattice8" else set())
 
 

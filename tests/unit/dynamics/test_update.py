@@ -56,7 +56,9 @@ class Computes:
 
     def snapshot(self, chunk: Chunk, out: Tensor, decay: float) -> bool:
         share, _ = flow_of(decay)
-        return update.snapshot(out, chunk.x, chunk.pending, chunk.c, share, **self.options)
+        state = chunk.x, chunk.pending, chunk.c
+        found = update.snapshot(out, *state, share, **self.options)
+        return found if isinstance(found, bool) else update.is_finite(out, found)
 
     def exchange(
         self, chunk: Chunk, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float
@@ -297,10 +299,10 @@ def test_momentum_of_long_ago_is_none(dtype):
         x = chunk.x.clone()
     assert torch.allclose(x, z, atol=1e-6 if dtype is torch.float32 else 1e-15, rtol=0)
     values, c = torch.empty_like(mine), torch.full_like(mine, 7.0)
-    chunk.copy(values, c)
+    chunk.read(values, c)
     assert not c.any()
     chunk.exchange(1000.0, peers, mine, ALPHA_TILDE)
-    chunk.copy(values, c)
+    chunk.read(values, c)
     assert torch.equal(c, (ALPHA_TILDE - 0.5) * mine)
     assert torch.equal(values, x + 0.5 * mine)
 

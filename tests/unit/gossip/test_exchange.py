@@ -81,13 +81,13 @@ def run(links, exchanges, random: Random):
     idle = 0
     while not all(each.is_finished for each in exchanges):
         end = random.randrange(2)
-        before = links[end].queued_bytes
+        before = links[end].queued_chunks
         if random.random() < 0.5:
             exchanges[end].pump()
         elif links[end].queue:
             deliver(links[end], exchanges[1 - end])
             before = -1
-        idle = 0 if links[end].queued_bytes != before else idle + 1
+        idle = 0 if links[end].queued_chunks != before else idle + 1
         assert idle < 100, "nothing moves any more"
 
 

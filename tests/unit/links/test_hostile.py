@@ -12,6 +12,7 @@ import pytest
 from clocks import Clock
 from links import has_ended
 
+from gossipdp.links import tcp
 from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType, pack_header, run_tag
 from gossipdp.links.handshake import MAGIC, VERSION, Handshake
 
@@ -185,9 +186,10 @@ def test_a_slow_loris_is_shown_out_after_the_time_limit(world, guests, kind, sai
     good.assert_undisturbed()
 
 
-def test_hundreds_of_connects(make, world, guests, caplog):
+def test_hundreds_of_connects(make, world, guests, caplog, monkeypatch):
     """Descriptors stay bounded, the good links go on, and a newcomer gets in meanwhile."""
-    good = Exchanging(world, make, max_unauthenticated=16)
+    monkeypatch.setattr(tcp, "MAX_UNAUTHENTICATED", 16)
+    good = Exchanging(world, make)
     caplog.clear()
     before = descriptors()
     newcomer = make(7)
@@ -208,9 +210,10 @@ def test_hundreds_of_connects(make, world, guests, caplog):
     assert "too many unauthenticated connections" in caplog.text
 
 
-def test_a_flood_drives_out_none_that_know_the_run(world, guests):
+def test_a_flood_drives_out_none_that_know_the_run(world, guests, monkeypatch):
     """If there are too many, those that have said nothing go first, however young."""
-    node = world.tcp(0, max_unauthenticated=8)
+    monkeypatch.setattr(tcp, "MAX_UNAUTHENTICATED", 8)
+    node = world.tcp(0)
     hello = Handshake(world.identity(5), b"?", dialler=True).take_output()
     early = [guests.knock(node, hello) for _ in range(6)]
     world.settle(turns=5)

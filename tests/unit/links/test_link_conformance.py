@@ -53,7 +53,7 @@ def test_controls_arrive_in_order(pair, world):
         there.send_control(data)
     world.until(lambda: len(second.handler.of("control")) == len(sent))
     assert [data for _, data in second.handler.of("control")] == sent
-    assert there.queued_bytes == 0
+    assert not there.has_unsent
 
 
 def test_chunks_both_ways_at_once(pair, world):
@@ -111,7 +111,7 @@ def test_controls_overtake_chunks_that_were_not_started(pair, world):
     names = second.handler.names()
     if not there.is_shared:  # in place all of them are started at once
         assert names.index("control") < len(names) - 3
-    assert there.queued_bytes == 0
+    assert not there.has_unsent
 
 
 def test_landing_in_the_buffer_that_the_handler_names(pair, world):
@@ -202,7 +202,8 @@ def test_nothing_is_touched_after_close(pair, world):
     world.until(lambda: back.bytes_received > 0)
     there.close("enough")
     back.close("enough")
-    assert there.queued_chunks == there.queued_bytes == 0
+    assert there.queued_chunks == 0
+    assert not there.has_unsent
     copy = bytes(landing)
     payload.clear()  # a BufferError if anyone still held it
     there.send_control(b"nothing")
@@ -325,7 +326,7 @@ def test_poll_returns_when_what_was_queued_before_has_left(pair):
     ):
         send()
         first.transport.poll(FOR_EVER_S)
-        assert there.queued_bytes == 0
+        assert not there.has_unsent
 
 
 def test_close_is_final_and_may_be_repeated(make, world):

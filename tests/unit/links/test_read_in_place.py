@@ -38,7 +38,7 @@ class Owner(LoneOwner):
         super().__init__(Recorder(), may_share=True)
         self.memory.segment = self.segment = SharedSegment(4096, 1)
         self.link = TcpLink(self, Taking(), Identity(1, 0, 1, "run", *5 * [""]), dialler=0)
-        self.link.peer_memory.offered = self.link.peer_memory.ready = 1
+        self.link.offered = self.link.ready = 1
         self.handler.link_up(self.link)
 
     def send(self, is_shared: bool) -> None:
@@ -88,13 +88,13 @@ def test_more_than_was_sent_is_not_confirmed(owner):
 
 
 def test_a_segment_is_confirmed_once_and_only_if_it_was_offered(owner):
-    owner.link.peer_memory.offered = 3
+    owner.link.offered = 3
     owner.hear(FrameType.SEGMENT_READY, 0, segment=2)
     for number in (1, 2, 4):
         with pytest.raises(FrameError, match="last offered is 3"):
             owner.hear(FrameType.SEGMENT_READY, 1, segment=number)
     owner.hear(FrameType.SEGMENT_READY, 1, segment=3)
-    assert owner.link.peer_memory.ready == 3
+    assert owner.link.ready == 3
 
 
 def chunk_at(segment: int, offset: int, length: int) -> Header:
@@ -102,22 +102,19 @@ def chunk_at(segment: int, offset: int, length: int) -> Header:
 
 
 def test_a_place_lies_inside_a_segment_that_was_offered():
-    peer = PeerMemory(1, lambda *_: None, Recorder())
+    peer = PeerMemory(Recorder())
     memory = bytes(range(200))
-    peer.map(1, memoryview(memory))
+    assert peer.take(1, memoryview(memory))
     assert peer.find(chunk_at(1, 64, 136)) == memory[64:200]
     for header in (chunk_at(1, 64, 137), chunk_at(1, 2**63, 1), chunk_at(2, 0, 1)):
         with pytest.raises(FrameError, match="of segment"):
             peer.find(header)
 
 
-def test_an_older_segment_goes_when_a_chunk_names_a_newer():
-    confirmed: list[int] = []
-    peer = PeerMemory(1, lambda _kind, _data, number: confirmed.append(number), Recorder())
-    for number in (1, 2, 1):
-        peer.map(number, memoryview(bytes([number]) * 64))
-    assert confirmed == [1, 2]
-    assert peer.find(chunk_at(1, 0, 1)) == b"\x01"  # on its way when the second was offered
+def test_a_newer_segment_takes_the_place_of_the_older():
+    peer = PeerMemory(Recorder())
+    taken = [peer.take(number, memoryview(bytes([number]) * 64)) for number in (1, 2, 1)]
+    assert taken == [True, True, False]
     assert peer.find(chunk_at(2, 0, 1)) == b"\x02"
     with pytest.raises(FrameError):
         peer.find(chunk_at(1, 0, 1))

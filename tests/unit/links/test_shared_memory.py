@@ -18,7 +18,7 @@ from links import Recorder, in_child
 
 from gossipdp.links import shared_memory, tcp_link
 from gossipdp.links.frames import MAX_SEGMENT, ChunkKey, FrameType
-from gossipdp.links.shared_memory import MAX_SEGMENT_BYTES, PeerMemory, SharedSegment, map_offered
+from gossipdp.links.shared_memory import MAX_SEGMENT_BYTES, SharedSegment, map_offered
 
 OFFER = shared_memory._OFFER
 EXCHANGE = FrameType.EXCHANGE_CHUNK
@@ -135,7 +135,7 @@ def test_a_chunk_counts_until_the_peer_has_read_it(world):
     first, second, there, back = world.pair(world.shared)
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     world.settle(first)
-    assert there.queued_bytes == 0
+    assert not there.has_unsent
     assert there.queued_chunks == 1
     assert first.handler.of("writable") == []
     # Word of it rides on what goes the other way in the same turn.
@@ -317,7 +317,6 @@ def test_memory_of_another_user_is_not_mapped(world, caplog):
         offer = bytes.fromhex(process.stdout.readline())
         with pytest.raises(ValueError, match="another user"):
             map_offered(offer)
-        peer = PeerMemory(1, lambda *_: None, Recorder())
-        first.transport.memory.take(peer, offer)
+        assert first.transport.memory.map(1, offer) is None
     text = "cannot share memory with rank 1: the memory offered is another user's"
     assert [record.message for record in caplog.records] == [text]

@@ -186,7 +186,7 @@ def test_a_worker_that_waits_for_its_limit_sleeps(world):
     there, _ = world.join(first, second)
     there.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 1, 0), memoryview(bytes(25_000)))
     num_polls = 0
-    while there.queued_bytes:
+    while there.has_unsent:
         first.transport.poll(60.0)
         num_polls += 1
     assert num_polls < 15
@@ -201,7 +201,7 @@ def test_a_link_that_ends_while_it_waits_for_the_limit_is_forgotten(world):
     first.link(one).close("the test ends it")
     tick(world, clock, 60)
     assert len(other.handler.of("chunk")) == 1
-    assert not first.transport.held
+    assert not first.transport.limit.held
 
 
 # Listening.
