@@ -21,10 +21,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from support.byte_task import BATCH_SIZE, endless_batches, make_model
 from support.hosts import bytes_by_connection, enter
 from support.quality_rows import KINDS, make_optimizer
 from support.race_settings import (
-    TASK,
     Assignment,
     CheckpointFiles,
     RaceSettings,
@@ -92,8 +92,8 @@ class Life:
         if exchanges != self._left_exchanges:
             self._left_exchanges, self._exchanged = exchanges, batches
         header = {
-            "samples": batches * TASK.batch_size,
-            "exchanged": self._exchanged * TASK.batch_size,
+            "samples": batches * BATCH_SIZE,
+            "exchanged": self._exchanged * BATCH_SIZE,
             "at_s": now,
             "first_step_s": self._first_step_s,
             "imported_s": self._imported_s,
@@ -165,13 +165,6 @@ def draws(settings: RaceSettings, rank: int, life: int) -> Callable[[], float]:
     return lambda: settings.step_s * math.exp(normal(mean, settings.spread))
 
 
-def endless(text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield contexts and the bytes that follow them."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield TASK.split(TASK.draw(text, generator))
-
-
 def main() -> None:
     began_s = float(os.environ["RACE_BEGAN"])
     imported_s = time.monotonic() - began_s
@@ -184,9 +177,9 @@ def main() -> None:
     assignment = msgspec.json.decode((folder / "run.json").read_bytes(), type=Assignment)
     settings = assignment.settings
     torch.manual_seed(settings.seed)
-    net = TASK.make_model()
+    net = make_model()
     text = torch.from_numpy(np.load(folder / "text.npy", mmap_mode="c"))
-    contexts, targets = next(endless(text, 0))
+    contexts, targets = next(endless_batches(text, 0))
     nn.functional.cross_entropy(net(contexts), targets).backward()  # what torch makes at first
     net.zero_grad()
     clock = RunningClock().start()
@@ -201,7 +194,7 @@ def main() -> None:
         save()
 
     seed = (settings.seed << 32) + (life << 16) + rank
-    train(row, assignment, endless(text, seed), compute, stepped)
+    train(row, assignment, endless_batches(text, seed), compute, stepped)
     own.end(time.monotonic())
     if isinstance(row, Gossip):
         voters = row.gossip.consolidate().world_size
@@ -221,9 +214,9 @@ def make_row(net: nn.Module, settings: RaceSettings, rank: int, address: str | N
     full_steps = settings.workers * settings.seconds / settings.step_s
     plan = RowPlan(
         rank=rank,
-        samples=math.ceil(2 * full_steps) * TASK.batch_size,  # never used up: the clock ends it
+        samples=math.ceil(2 * full_steps) * BATCH_SIZE,  # never used up: the clock ends it
         seed=settings.seed,
-        batch_sizes=[TASK.batch_size] * settings.workers,
+        batch_sizes=[BATCH_SIZE] * settings.workers,
         periods=name.periods([1.0] * settings.workers),
         make_optimizer=make_optimizer,
         method=KINDS[name.kind].method,

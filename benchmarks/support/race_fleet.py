@@ -63,10 +63,6 @@ class Fleet:
         self._host_of = list(range(settings.workers))
         self._is_gone: set[int] = set()
 
-    def address(self, rank: int) -> str:
-        """Return the address of a worker's host."""
-        return "127.0.0.1" if self._hosts is None else self._hosts.addresses[self._host_of[rank]]
-
     def start(self, variables: Mapping[str, str]) -> WorkerProcess:
         """Start a life of the worker whose rank the variables say."""
         rank = int(variables["RANK"])
@@ -76,9 +72,7 @@ class Fleet:
             host = self._move(rank)
             own |= {"RACE_HOST": self._hosts.names[host]}
             own |= {"RACE_ADDRESS": self._hosts.addresses[host]}
-            own |= {"GLOO_SOCKET_IFNAME": self._hosts.interface}
-            own |= {"MASTER_ADDR": self.address(0), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            own |= {"MASTER_PORT": str(PORT_ON_HOST + self.num_lives[0])}
+            own |= self._hosts.variables(PORT_ON_HOST + self.num_lives[0], self._host_of[0])
             own.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the launcher's cannot be reached
         own |= {"RACE_LIFE": str(life), "RACE_BEGAN": repr(time.monotonic())}
         self.shelves[rank, life] = Shelf(shelf_path(self._folder, rank, life), num_parameters())
