@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from support.race_settings import RaceSettings, Shelf, Values, log_path, num_par
 
 from gossipdp.launcher.local import ScriptWorker
 from gossipdp.launcher.spares import Spares
-from gossipdp.launcher.supervisor import Ending, WorkerProcess
+from gossipdp.launcher.supervisor import WorkerProcess
 
 WORKER = Path(__file__).parents[1] / "race_worker.py"
 PORT_ON_HOST = 29_400
@@ -27,26 +28,21 @@ COMMON_VARIABLES = {
 }
 
 
-class HostWorker(WorkerProcess):
-    """A worker on a host of its own, which vanishes when the worker is killed."""
+class HostWorker(ScriptWorker):
+    """A worker on a host of its own, which vanishes when a fault kills the worker."""
 
-    def __init__(self, worker: ScriptWorker, vanish: Callable[[], None]) -> None:
-        self.reports = worker.reports
-        self.pid, self._worker, self._vanish = worker.pid, worker, vanish
-
-    def waits_for(self) -> Sequence[object]:
-        return self._worker.waits_for()
-
-    def poll(self) -> Ending | None:
-        return self._worker.poll()
+    def __init__(self, variables: Mapping[str, str], vanish: Callable[[], None]) -> None:
+        super().__init__([sys.executable, str(WORKER)], variables)
+        self._vanish = vanish
 
     def send(self, number: int) -> None:
         if number == signal.SIGKILL:
             self._vanish()  # first, or the kernel would close its connections at their other ends
-        self._worker.send(number)
+        super().send(number)
 
     def kill(self) -> None:
-        self._worker.kill()
+        self.kill_group()
+        super().send(signal.SIGKILL)
 
 
 class Fleet:
@@ -76,10 +72,11 @@ class Fleet:
             own.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the launcher's cannot be reached
         own |= {"RACE_LIFE": str(life), "RACE_BEGAN": repr(time.monotonic())}
         self.shelves[rank, life] = Shelf(shelf_path(self._folder, rank, life), num_parameters())
-        worker = self.spares.start(own)
+        if self._settings.condition == "vanish":  # without a spare: the host would take it along
+            worker: ScriptWorker = HostWorker(own, lambda: self._cut(rank))
+        else:
+            worker = self.spares.start(own)
         self.pids[rank] = worker.pid
-        if self._hosts is not None and self._settings.condition == "vanish":
-            return HostWorker(worker, lambda: self._cut(rank))
         return worker
 
     def _move(self, rank: int) -> int:
