@@ -3,15 +3,11 @@
     python examples/lora.py base.pt --make
     python benchmarks/adapters.py base.pt     writes benchmarks/results/adapters.{jsonl,json,md,png}
 
-Model and data are those of examples/lora.py. Three network namespaces (root) stand for machines,
-each behind 20 Mbit/s each way and 30 ms from every other. A step of eight windows takes 0.5, 0.75
-and 1.5 s: a timed wait, in which this machine computes the gradients. All that a rival needs is
-given to it: batches or steps by speed, and no first broadcast of the base.
-
-Rows of gossipdp are the command that a user would type, one on each machine. In one of them the
-second machine's worker is killed (SIGKILL) after a third of the time, and its launcher starts it
-again. Learning rates are tuned by factors of two, on a third of the time and a seed that the table
-does not have. The best of those runs says how many steps fit into the time, average included.
+Model and data are those of examples/lora.py; docs/lora.md says what is measured. All that a rival
+needs is given to it: batches or steps by speed, and no first broadcast of the base. Rows of
+gossipdp are the command that a user would type, one on each machine. Learning rates are tuned by
+factors of two, on a third of the time and a seed that the table does not have. The best of those
+runs says how many steps fit into the time, average included.
 """
 
 from __future__ import annotations
@@ -145,8 +141,7 @@ def run(job: Job, base: Path, hosts: EmulatedHosts) -> dict[str, Any]:
                 place += ["--secret-file", f"{name}/secret", "--max-restarts", "1"]
                 words += ["-m", "gossipdp", "run", "-n", "1", "--nnodes", "3", *place]
             else:
-                own |= {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0"}
-                own |= {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29400"}
+                own |= {"RANK": str(rank), "WORLD_SIZE": "3", **hosts.variables()}
             machines.append(subprocess.Popen([*words, *script], env=own, stdout=subprocess.DEVNULL))
         killed_s = math.inf
         try:
@@ -171,7 +166,13 @@ def run(job: Job, base: Path, hosts: EmulatedHosts) -> dict[str, Any]:
         ]
         net = lora.adapted(base)
         net.load_state_dict(torch.load(folder / "average", weights_only=True), strict=False)
-    return msgspec.to_builtins(job) | {"loss": bits(net)} | figures(steps, ended_s, killed_s)
+    found = msgspec.to_builtins(job) | {"loss": bits(net)} | figures(steps, ended_s, killed_s)
+    print(
+        f"{job.row}, rate {job.rate:g}, seed {job.seed}: {found['loss']:.3f} bits a byte after "
+        f"{found['ended_s']:.0f} s, {sum(found['steps']):.0f} steps",
+        flush=True,
+    )
+    return found
 
 
 def bits(net: nn.Module) -> float:
@@ -214,15 +215,7 @@ def figures(steps: list[list[list[float]]], ended_s: float, killed_s: float) -> 
 
 def measured(job: Job, runs: Simulations, base: Path, hosts: EmulatedHosts) -> dict[str, Any]:
     """Return the run, from the file or made now."""
-    known = runs.known.get(runs.key(msgspec.to_builtins(job)))
-    if known is None:
-        known = run(job, base, hosts)
-        runs.keep(known)
-        print(
-            f"{job.row}, rate {job.rate:g}, seed {job.seed}: {known['loss']:.3f} bits a byte after "
-            f"{known['ended_s']:.0f} s, {sum(known['steps']):.0f} steps", flush=True,
-        )  # fmt: skip
-    return known
+    return runs.get(runs.key(msgspec.to_builtins(job)), lambda: run(job, base, hosts))
 
 
 def in_time(job: Job, trial: dict[str, Any], took: str = "ended_s") -> Job:

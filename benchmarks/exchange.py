@@ -3,13 +3,9 @@
     python benchmarks/exchange.py                  writes benchmarks/results/exchange.{json,md}
 
 Whole exchanges are those of two workers that train: their wall time, and the processor time of all
-threads but the training thread, by size, link, form, and whether training waits or computes.
-
-Of the bytes alone: two processes, each pinned to a core of its own, give each other as many
-megabytes at once, which wants two quiet cores. Every way is a :class:`Transfer`, which gets
-everything ready once, and then, when its turn comes in every round, prepares, runs (which alone is
-timed) and verifies what this very run has brought. GB/s is per direction, over the wall time of the
-slower process.
+threads but the training thread. Of the bytes alone: two processes, each pinned to a core of its
+own, give each other as many megabytes at once, which wants two quiet cores. GB/s is per direction,
+over the wall time of the slower process.
 """
 
 from __future__ import annotations
@@ -95,25 +91,67 @@ class Gloo(Transfer):
             work.wait()
 
 
-class ChunkStream(LinkHandler):
-    """Sends ``outgoing`` in chunks over its one link and takes in as many, round by round.
+class LinkTransfer(Transfer, LinkHandler):
+    """A link of ours, over which chunks go both ways.
 
-    With ``slots``, memory that is shared, chunks are written there and read in place; there is room
+    In shared memory chunks are written, which the time includes, and read in place; there is room
     for all, so that what the peer can read after a round is what the round has brought.
     """
 
-    def __init__(self, outgoing: memoryview, incoming: memoryview, chunk_bytes: int) -> None:
-        self.outgoing = outgoing
-        self.incoming = incoming
-        self.slots: memoryview | None = None
-        self._chunk_bytes = chunk_bytes
-        self._num_chunks = -(-len(outgoing) // chunk_bytes)
+    def __init__(
+        self,
+        rank: int,
+        num_values: int,
+        meeting: Meeting,
+        shared_memory: SharedMemory,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        super().__init__(rank, num_values)
+        self._sent, self._received = tensor_bytes(self.outgoing), tensor_bytes(self.incoming)
+        self._num_chunks = -(-len(self._sent) // CHUNK_BYTES)
         self._num_queued = self._num_landed = self._num_chunks
-        self._views: list[tuple[int, memoryview]] = []
-        self.link: Link | None = None
+        self._shared: list[tuple[int, memoryview]] = []
+        self._link: Link | None = None
+        listener = listen("127.0.0.1", 0)
+        self._transport = TcpTransport(
+            self,
+            Identity(rank, 0, os.getpid(), "bench", "", "", "", "", ""),
+            b"a secret of the benchmark",
+            listener,
+            tls=None if tls is None else Tls(tls),
+            shared_memory=shared_memory,
+        )
+        self._slots: memoryview | None = None
+        if shared_memory == "auto":
+            self._slots = self._transport.allocate(4 * num_values)
+        meeting.say(listener.getsockname()[1])
+        meeting.meet()
+        if rank == 0:
+            self._transport.dial(1, "127.0.0.1", int(meeting.heard(1)))
+        deadline_s = time.monotonic() + TIMEOUT_S
+        wants_memory = self._transport.memory.segment is not None
+        while self._link is None or (wants_memory and not self._link.is_shared):
+            self._transport.poll(0.01)
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("no link, or no memory shared over it")
+
+    def run(self) -> None:
+        link = self._link
+        assert link is not None
+        self._num_queued = self._num_landed = 0
+        self._shared.clear()
+        self.writable(link)
+        while self._num_landed < self._num_chunks or link.queued_chunks:
+            self._transport.poll(1.0)
+        self._transport.poll(0.0)  # the peer waits for word of its last chunk
+
+    def verify(self, round_number: int) -> None:
+        for start, view in self._shared:
+            self._received[start : start + len(view)] = view
+        super().verify(round_number)
 
     def link_up(self, link: Link) -> None:
-        self.link = link
+        self._link = link
 
     def link_down(self, link: Link, reason: str) -> None:
         raise RuntimeError(f"link down: {reason}")
@@ -129,30 +167,12 @@ class ChunkStream(LinkHandler):
     ) -> None:
         raise RuntimeError("the dial failed")
 
-    @property
-    def is_finished(self) -> bool:
-        """Return whether all chunks of this round have come and gone."""
-        assert self.link is not None
-        return self._num_landed == self._num_chunks and self.link.queued_chunks == 0
-
-    def start(self) -> None:
-        """Begin a round."""
-        self._num_queued = self._num_landed = 0
-        self._views.clear()
-        assert self.link is not None
-        self.writable(self.link)
-
-    def copy_shared(self) -> None:
-        """Copy to ``incoming`` what the peer has written to shared memory."""
-        for start, view in self._views:
-            self.incoming[start : start + len(view)] = view
-
     def writable(self, link: Link) -> None:
         while self._num_queued < self._num_chunks and link.queued_chunks < WINDOW:
-            start = self._num_queued * self._chunk_bytes
-            payload = self.outgoing[start : start + self._chunk_bytes]
-            if self.slots is not None:
-                slot = self.slots[start : start + len(payload)]
+            start = self._num_queued * CHUNK_BYTES
+            payload = self._sent[start : start + CHUNK_BYTES]
+            if self._slots is not None:
+                slot = self._slots[start : start + len(payload)]
                 slot[:] = payload
                 payload = slot
             key = ChunkKey(0, 0, 0, self._num_queued)
@@ -162,65 +182,16 @@ class ChunkStream(LinkHandler):
     def chunk_buffer(
         self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
     ) -> memoryview:
-        start = key.index * self._chunk_bytes
-        return self.incoming[start : start + length]
+        start = key.index * CHUNK_BYTES
+        return self._received[start : start + length]
 
     def chunk(
         self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
     ) -> None:
         assert payload is not None
         self._num_landed += 1
-        if self.slots is not None:
-            self._views.append((key.index * self._chunk_bytes, payload))
-
-
-class LinkTransfer(Transfer):
-    """A link of ours. With shared memory the time includes writing the values there."""
-
-    def __init__(
-        self,
-        rank: int,
-        num_values: int,
-        meeting: Meeting,
-        shared_memory: SharedMemory,
-        tls: TlsFiles | None = None,
-    ) -> None:
-        super().__init__(rank, num_values)
-        self._stream = ChunkStream(
-            tensor_bytes(self.outgoing), tensor_bytes(self.incoming), CHUNK_BYTES
-        )
-        listener = listen("127.0.0.1", 0)
-        self._transport = TcpTransport(
-            self._stream,
-            Identity(rank, 0, os.getpid(), "bench", "", "", "", "", ""),
-            b"a secret of the benchmark",
-            listener,
-            tls=None if tls is None else Tls(tls),
-            shared_memory=shared_memory,
-        )
-        if shared_memory == "auto":
-            self._stream.slots = self._transport.allocate(4 * num_values)
-        meeting.say(listener.getsockname()[1])
-        meeting.meet()
-        if rank == 0:
-            self._transport.dial(1, "127.0.0.1", int(meeting.heard(1)))
-        deadline_s = time.monotonic() + TIMEOUT_S
-        wants_memory = self._transport.memory.segment is not None
-        stream = self._stream
-        while stream.link is None or (wants_memory and not stream.link.is_shared):
-            self._transport.poll(0.01)
-            if time.monotonic() > deadline_s:
-                raise RuntimeError("no link, or no memory shared over it")
-
-    def run(self) -> None:
-        self._stream.start()
-        while not self._stream.is_finished:
-            self._transport.poll(1.0)
-        self._transport.poll(0.0)  # the peer waits for word of its last chunk
-
-    def verify(self, round_number: int) -> None:
-        self._stream.copy_shared()
-        super().verify(round_number)
+        if self._slots is not None:
+            self._shared.append((key.index * CHUNK_BYTES, payload))
 
 
 def contend(num_values: int, num_rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:

@@ -4,15 +4,10 @@
     python benchmarks/independence.py --real         four processes: results/independence_real.{…}
     python benchmarks/independence.py --real --rate auto                      …_real_auto.{…}
 
-Each row compares the other workers with the same run in which that worker does not take part, on
-the graph over the others. Simulated workers are the real protocol on a virtual clock: steps of 50
-ms, 0.5 ms from worker to worker, 3 ms for a model. Counted from half a second after the event; a
-bad link, on which an exchange takes a second, from when each neighbour has had three: a single long
-one may be chance. Windows of half a second; medians of the seeds.
-
-Real processes step every 50 ms (they sleep; the exchanges are real), all neighbours of one another.
-The one that is killed is started again; its event comes later, since a spare interpreter imports
-torch first, and a rate that sets itself leaves it the processor.
+Each row compares the other workers with the same run without the one that misbehaves, on the graph
+over the others. Simulated workers are the real protocol on a virtual clock: steps of 50 ms, 0.5 ms
+from worker to worker, 3 ms for a model. Real processes step every 50 ms (they sleep; the exchanges
+are real), all neighbours of one another. Windows of half a second; medians of the seeds.
 """
 
 from __future__ import annotations
@@ -54,11 +49,16 @@ SHARE, LEAST_SHARE = 0.9, 0.8
 SPARE = 1.5  # a worker that chooses its rate exchanges at most so many times that rate in all
 
 NUM_WORKERS, BEFORE_S, REAL_BEGINS_S, EVENT_S, FIRST_STEP_S = 4, 2.0, 4.0, 8.0, 30.0
+# A spare interpreter imports torch first, and a rate that sets itself leaves it the processor.
 RESTARTS, SPARE_IS_READY_S = ("--max-restarts", "1", "--spares", "1"), 16.0
 
 
 def begins_to_count_s(graph: str, num_workers: int, event: Event) -> float:
-    """Return from when on the others are to exchange as if the worker were not there."""
+    """Return from when on the others are to exchange as if the worker were not there.
+
+    Half a second after the event; on a bad link, where an exchange takes a second, once each
+    neighbour has had three: a single long one may be chance.
+    """
     if event.what != "bad link":
         return event.begins_s + 0.5
     num_neighbours = len(Constants.of(build_graph(graph, num_workers)).neighbours(event.rank))

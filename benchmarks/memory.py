@@ -2,11 +2,10 @@
 
     python benchmarks/memory.py [--rounds 3]
 
-Four workers on a ring train a ResNet-18 of 11.2M parameters, first alone, then wrapped. On a
-complete graph, as of two workers, A2CiD2 would be plain gossip, without a momentum. The difference
-of the process's memory (PSS: pages shared with others count in parts) is what the wrapper holds.
-Wrapping twice counts twice, so every row is a run of its own. The first row trains on without a
-wrapper: it says how well this can be measured.
+Four workers on a ring (on a complete graph A2CiD2 would be plain gossip, without a momentum) train
+a ResNet-18 of 11.2M parameters, first alone, then wrapped. The difference of the process's memory
+(PSS: pages shared with others count in parts) is what the wrapper holds. Every row is a run of its
+own. The first trains on without a wrapper: it says how well this can be measured.
 """
 
 from __future__ import annotations

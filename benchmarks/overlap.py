@@ -2,18 +2,10 @@
 
     python benchmarks/overlap.py [--rounds 5] [--only resnet18] [--comm-rate auto]
 
-One worker computes (one thread, pinned to a core) and exchanges its parameters with a neighbour
-once a step, or at a rate that sets itself; its gossip thread may use the other core, and the
-neighbour's compute is a timed wait. Then loops that launch thousands of tiny operations a step, so
-that the interpreter is always wanted. Then two workers that compute, each on the one core that it
-shares with its gossip thread: ResNet-18, and 117 million parameters at a batch of 8 (needs 14 GB).
-
-Turns with a wrapper that never exchanges, and with exchanges (the *arms*), alternate in the same
-processes, each with a model of its own. So they meet the same core, the same memory and the same
-neighbours on the machine.
-
-In a control group with a processor limit, as a container has, both workers share what it allows:
-results/overlap_auto_limited.md is of half a core.
+A wrapper that never exchanges and one that does (the *arms*) take turns in the same processes, each
+with a model of its own. So they meet the same core, the same memory and the same neighbours on the
+machine. In a control group with a processor limit, as a container has, both workers share what it
+allows: results/overlap_auto_limited.md is of half a core.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
     python benchmarks/quality.py --quick            every row, tiny: 10 minutes on two cores
     python benchmarks/quality.py --size small       72,000 parameters, hours
     python benchmarks/quality.py                    a million parameters, days
-    python benchmarks/quality.py --rows ddp,gossip --data disjoint
 
 README.md says what is trained, and how. Finished runs are kept in --runs, so a call that was
 stopped goes on from there. The table goes to benchmarks/results once all is measured, and until
@@ -16,8 +15,7 @@ import itertools
 import math
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +25,9 @@ import msgspec
 import torch
 import tyro
 from support.conditions import CONDITIONS
-from support.finished_runs import FinishedRuns, NoBestRateError, best_rate, next_rate
-from support.provenance import Provenance
-from support.quality_rows import (
-    DEFAULT_ROWS,
-    RowName,
-)
+from support.finished_runs import Campaign, NoBestRateError, best_rate, next_rate
+from support.hosts import Hosts
+from support.quality_rows import DEFAULT_ROWS, RowName
 from support.quality_worker import (
     DataName,
     Processor,
@@ -42,16 +37,9 @@ from support.quality_worker import (
     num_parameters,
     run,
 )
-from support.report import Missing, Report, Table, results_folder, run_script
+from support.report import Missing, Provenance, Report, Table, results_folder, run_script
 
-from gossipdp import WorkerFailedError
-from gossipdp.rules import (
-    at_least_1,
-    check_flags,
-    option,
-    positive_number,
-    whole_number,
-)
+from gossipdp.rules import at_least_1, check_flags, option, positive_number, whole_number
 
 SIZES = {
     "tiny": Size(width=48, depth=2, context=64, batch_size=8, steps=32),
@@ -98,12 +86,6 @@ class QualityBenchmark:
     threads: int = option(1, at_least_1)
     """Threads of torch of each worker, where the machine has as many cores for them all."""
 
-    tuning_steps: int | None = option(None, partial(whole_number, least=32))
-    """Tune learning rates by runs of so many steps, instead of as many as are measured."""
-
-    tuning_device: Literal["cpu", "cuda"] | None = None
-    """Tune learning rates there, instead of where the runs are measured."""
-
     runs: Path = Path("runs/quality/runs.jsonl")
     """The file in which finished runs are kept, and found again."""
 
@@ -112,12 +94,6 @@ class QualityBenchmark:
 
     quick: bool = False
     """A few steps of one seed, to see that all works."""
-
-    def tuning(self, base: RunSettings) -> RunSettings:
-        """Return the runs by which the rate of ``base`` is tuned; they are under no condition."""
-        size = replace(base.size, steps=self.tuning_steps or base.size.steps)
-        processor = Processor(self.tuning_device) if self.tuning_device else base.processor
-        return replace(base, size=size, processor=processor, condition=None)
 
 
 def main() -> None:
@@ -143,7 +119,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     report.missing = [Missing(name.label, why) for name in names if (why := name.missing())]
     if not here:
         raise ValueError(f"none of these rows can run here: {report.missing[0].why}")
-    campaign = Campaign(benchmark, Runs(benchmark.runs))
+    runs = Runs(benchmark.runs, benchmark.minutes)
     condition = None
     if benchmark.step_ms is not None:
         condition = replace(CONDITIONS["equal"], step_s=benchmark.step_ms / 1000)
@@ -160,20 +136,29 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         )
         for name in here
     ]
-    results = campaign.measure_rows(bases, rates, benchmark.seeds)
-    report.missing += [
-        Missing(label, f"it failed: {why.splitlines()[-1]}")
-        for label, why in campaign.failures.items()
+    results = measure_rows(bases, rates, benchmark.seeds, runs)
+    left = [
+        *(Missing(label, f"it failed: {why}") for label, why in runs.failures.items()),
+        *(each for each in unfinished(results, benchmark.seeds) if each.row not in runs.failures),
     ]
-    left = unfinished(results, benchmark.seeds)
     report.missing += left
-    report.tables.append(outcome(results, benchmark.data))
-    report.notes.append(settings_note(bases[0], campaign.runs.commits()))
-    if campaign.failures or left:
+    rows = {name: row_as_json(row) for name, row in results.items() if row.results}
+    report.tables.append(table(rows, benchmark.data))
+    report.notes.append(settings_note(bases[0], runs.commits))
+    if left:
         report.name = "unfinished"  # never over committed results
-    report.write(rows_as_json(results, bases[0]))
-    if campaign.failures:
-        sys.exit(f"quality: failed: {', '.join(campaign.failures)}; see above")
+    report.write(
+        {
+            "data": benchmark.data,
+            "rows": rows,
+            "parameters": num_parameters(size),
+            "steps": size.steps,
+            "samples_per_step": size.batch_size,
+            "context": size.context,
+        }
+    )
+    if runs.failures:
+        sys.exit(f"quality: failed: {', '.join(runs.failures)}; see above")
 
 
 def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[float]]:
@@ -200,26 +185,28 @@ class Line(msgspec.Struct, frozen=True):
     provenance: Provenance
 
 
-class Runs(FinishedRuns[Line]):
-    """Runs that are finished, by their settings; notes the commits of those that are asked for."""
+class Runs(Campaign[Line]):
+    """The runs of quality and of time_to_loss, by their settings."""
 
-    def __init__(self, path: Path | None) -> None:
-        super().__init__(path, Line, key=lambda line: line.key)
-        self._commits: set[str] = set()
+    def __init__(self, path: Path | None, minutes: float | None = None) -> None:
+        super().__init__(path, Line, lambda line: line.key, minutes)
 
-    def result(self, settings: RunSettings, make: Callable[[RunSettings], RunResult]) -> RunResult:
-        """Return the result of a run: of a finished one, or made and kept now."""
-        line = self.known.get(settings.key)
-        if line is None:
-            result = make(settings)
-            line = Line(settings.key, result, Provenance.here(result.seconds))
-            self.keep(line)
-        self._commits.add(line.provenance.commit)
-        return line.result
+    def result(self, settings: RunSettings, hosts: Hosts | None = None) -> RunResult | None:
+        """Return a run's result, found or made now; None if it failed or no time is left."""
+        label = RowName.parse(settings.row).label
 
-    def commits(self) -> str:
-        """Return the commits by which the runs that were found or added were made."""
-        return ", ".join(sorted(self._commits))
+        def make() -> Line:
+            result = run(settings, hosts)
+            print(
+                f"{label}, {settings.data} data, {settings.size.steps} steps, rate "
+                f"{settings.learning_rate:g}, seed {settings.seed}: {result.loss_or_inf:.4f} bits "
+                f"a byte, {result.samples_per_s:.0f} samples/s, {result.seconds:.0f} s",
+                flush=True,
+            )
+            return Line(settings.key, result, Provenance.here(result.seconds))
+
+        line = self.find(settings.key, label, make)
+        return None if line is None else line.result
 
 
 @dataclass
@@ -241,25 +228,25 @@ class Measured:
 
 def measure(
     base: RunSettings,
-    tuning: RunSettings,
     rates: Sequence[float],
     num_seeds: int,
     run: Callable[[RunSettings], RunResult | None],
 ) -> Measured:
     """Tune the row of ``base``, then run seeds 1 to ``num_seeds`` at the rate that was best.
 
-    The tuning seed is none of those: a rate that was best by chance gains nothing by it.
+    The tuning seed is none of those: a rate that was best by chance gains nothing by it. It is
+    tuned under no condition.
 
     Args:
         base: what is measured, but for rate and seed.
-        tuning: what its rate is tuned by: the same, or something that takes less time.
         rates: the grid to begin with.
         num_seeds: how many; with 0 the row is only tuned.
         run: gives a run's result, or None where it is not to be had now.
     """
     found = Measured(given=rates[0] if len(rates) == 1 else None)
+    tuning = replace(base, seed=TUNING_SEED, condition=None)
     while found.given is None and (rate := next_rate(found.tried, rates)) is not None:
-        result = run(replace(tuning, learning_rate=rate, seed=TUNING_SEED))
+        result = run(replace(tuning, learning_rate=rate))
         if result is None:
             return found
         found.tried[rate] = result.loss_or_inf
@@ -272,47 +259,18 @@ def measure(
     return found
 
 
-class Campaign:
-    """Makes the runs that are not finished, one after the other."""
-
-    def __init__(self, benchmark: QualityBenchmark, runs: Runs) -> None:
-        self.runs = runs
-        self.failures: dict[str, str] = {}
-        self._benchmark = benchmark
-        self._started_s = time.monotonic()
-
-    def measure_rows(
-        self, bases: Sequence[RunSettings], rates: Sequence[float], num_seeds: int
-    ) -> dict[str, Measured]:
-        """Tune every row, then run seed after seed: what is finished compares like with like."""
-        results: dict[str, Measured] = {}
-        for up_to in range(num_seeds + 1):
-            for base in bases:
-                if RowName.parse(base.row).label in self.failures:
-                    continue
-                try:
-                    tuning = self._benchmark.tuning(base)
-                    results[base.row] = measure(base, tuning, rates, up_to, self.run)
-                except (WorkerFailedError, NoBestRateError) as error:
-                    self.failures[RowName.parse(base.row).label] = str(error).strip()
-                    print(f"{base.row}: failed\n{error}", file=sys.stderr)
-        return results
-
-    def run(self, settings: RunSettings) -> RunResult | None:
-        """Return the result of a run, of this call or an earlier one; None if no time is left."""
-        is_known = settings.key in self.runs.known
-        elapsed_s = time.monotonic() - self._started_s
-        minutes = self._benchmark.minutes
-        if not is_known and minutes is not None and elapsed_s > 60 * minutes:
-            return None
-        result = self.runs.result(settings, run)
-        if not is_known:
-            print(
-                f"{settings.row}, {settings.data} data, rate {settings.learning_rate:g}, seed "
-                f"{settings.seed}: {result.loss_or_inf:.4f} bits a byte, {result.seconds:.0f} s",
-                flush=True,
-            )
-        return result
+def measure_rows(
+    bases: Sequence[RunSettings], rates: Sequence[float], num_seeds: int, runs: Runs
+) -> dict[str, Measured]:
+    """Tune every row, then run seed after seed: what is finished compares like with like."""
+    results: dict[str, Measured] = {}
+    for up_to in range(num_seeds + 1):
+        for base in bases:
+            try:
+                results[base.row] = measure(base, rates, up_to, runs.result)
+            except NoBestRateError as error:
+                runs.failures[RowName.parse(base.row).label] = str(error)
+    return results
 
 
 def unfinished(results: Mapping[str, Measured], num_seeds: int) -> list[Missing]:
@@ -331,25 +289,13 @@ def unfinished(results: Mapping[str, Measured], num_seeds: int) -> list[Missing]
 BASELINE = "ddp"
 
 
-def mean_loss(measured: Measured) -> float:
-    """Over the seeds; infinity where one diverged, NaN without any."""
-    losses = [one.loss_or_inf for one in measured.results.values()]
-    return statistics.fmean(losses) if losses else math.nan
-
-
-def loss_std(measured: Measured) -> float | None:
-    """Return the sample standard deviation over the seeds; None of fewer than two."""
-    losses = [one.loss for one in measured.results.values() if one.loss is not None]
-    return statistics.stdev(losses) if len(losses) > 1 else None
-
-
 def row_as_json(measured: Measured) -> dict[str, Any]:
-    """One row's figures; a loss of a seed that diverged is null."""
+    """Return one row's figures, means over the seeds; a loss that diverged is null."""
     results = list(measured.results.values())
-    loss = mean_loss(measured)
+    losses = [one.loss for one in results if one.loss is not None]
     return {
-        "loss": loss if math.isfinite(loss) else None,
-        "loss_std": loss_std(measured),
+        "loss": statistics.fmean(losses) if len(losses) == len(results) else None,
+        "loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
         "learning_rate": measured.rate,
         "bytes_per_parameter_step": statistics.fmean(x.bytes_per_parameter_step for x in results),
         "samples_per_s": statistics.fmean(x.samples_per_s for x in results),
@@ -360,37 +306,22 @@ def row_as_json(measured: Measured) -> dict[str, Any]:
     }
 
 
-def rows_as_json(results: Mapping[str, Measured], base: RunSettings) -> dict[str, Any]:
-    """Return what is stored of the rows; base: one of the runs."""
-    size = base.size
-    return {
-        "data": base.data,
-        "rows": {name: row_as_json(row) for name, row in results.items() if row.results},
-        "parameters": num_parameters(size),
-        "steps": size.steps,
-        "samples_per_step": size.batch_size,
-        "context": size.context,
-    }
-
-
-def outcome(rows: Mapping[str, Measured], kind: str) -> Table:
-    base = mean_loss(rows[BASELINE]) if BASELINE in rows else math.nan
+def table(rows: Mapping[str, dict[str, Any]], kind: str) -> Table:
+    """Return one line a row."""
+    base = rows[BASELINE]["loss"] if BASELINE in rows else None
     lines = []
-    for name, measured in rows.items():
-        if not measured.results:
-            continue
-        loss, std = mean_loss(measured), loss_std(measured)
-        one = row_as_json(measured)
+    for name, row in rows.items():
+        loss, std = row["loss"], row["loss_std"]
         lines.append(
             (
                 RowName.parse(name).label,
-                f"{loss:.3f}" + ("" if std is None else f" ± {std:.3f}"),
-                f"{100 * (loss / base - 1):+.1f}%" if math.isfinite(loss / base) else "-",
-                f"{len(measured.results)}",
-                f"{measured.rate:g}",
-                f"{one['bytes_per_parameter_step']:.3g}",
-                f"{one['comm_rate']:.3g}",
-                f"{one['samples_per_s']:.0f}",
+                f"{loss or math.inf:.3f}" + ("" if std is None else f" ± {std:.3f}"),
+                f"{100 * (loss / base - 1):+.1f}%" if loss and base else "-",
+                f"{len(row['seeds'])}",
+                f"{row['learning_rate']:g}",
+                f"{row['bytes_per_parameter_step']:.3g}",
+                f"{row['comm_rate']:.3g}",
+                f"{row['samples_per_s']:.0f}",
             )
         )
     return Table(
@@ -412,15 +343,15 @@ def outcome(rows: Mapping[str, Measured], kind: str) -> Table:
     )
 
 
-def settings_note(base: RunSettings, commits: str) -> str:
+def settings_note(base: RunSettings, commits: Iterable[str]) -> str:
     """Say what all runs like this one share. commits: of the source of the runs."""
     size, processor = base.size, base.processor
     return (
         f"{num_parameters(size):,} parameters; {base.workers} workers, {size.steps:,} steps of "
         f"each, {size.batch_size} windows of {size.context} bytes a step; a worker's processor: "
         f"{processor.device}, {processor.threads} threads. gossipdp: graph {base.graph}, but for "
-        f"rows of its defaults. Source of the runs: {commits}. What is equal in all rows, and what "
-        "is not: benchmarks/README.md."
+        f"rows of its defaults. Source of the runs: {', '.join(sorted(commits))}. What "
+        "is equal in all rows, and what is not: benchmarks/README.md."
     )
 
 

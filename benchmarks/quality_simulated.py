@@ -1,11 +1,8 @@
 """Does a model train as well without barriers? 16 simulated workers, a small language model.
 
-docs/quality.md says what is trained. Each row's learning rate is tuned by itself, on a grid of
-factors of two: from its first rate the search goes on, up or down, as long as the loss of the first
-seed falls. The other seeds are run at the best rate.
-
-Each run that ends is appended to a file of JSON lines, and is not run again: the benchmark can be
-stopped at any time. Writes benchmarks/results/quality_simulated.{jsonl,json,md}.
+docs/quality.md says what is trained. Each row's learning rate is tuned by the first seed, by
+factors of two; the other seeds are run at the best rate. A run that ends is appended to a file of
+JSON lines, and is not made again. Writes benchmarks/results/quality_simulated.{jsonl,json,md}.
 """
 
 from __future__ import annotations
@@ -22,7 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 from scipy.stats import t
-from support.byte_model import ByteModel
+from support.byte_model import byte_objective
+from support.byte_task import make_model
 from support.coded_rows import coded_exchanges
 from support.finished_runs import (
     NoBestRateError,
@@ -58,19 +56,26 @@ class Row:
     method: str
     first_rate: float
     graph: str = "complete"
-    comm_rate: float = 1.0
-    optimizer: str = "adamw"
-    options: dict[str, Any] = field(default_factory=dict)
+    every: float = 1.0
+    """Steps from one exchange that a worker asks for to the next."""
+    optimizer: str = "AdamW"
     is_coded: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the scenario."""
+
+    @property
+    def reference(self) -> str:
+        """Return the row that it is compared with."""
+        return "all-reduce" if self.optimizer == "AdamW" else f"all-reduce, {self.optimizer}"
 
     def scenario(self, rate: float, seed: int, setting: Setting) -> Scenario:
         """One run of it."""
         return Scenario(
             graph=self.graph,
             num_workers=setting.workers,
-            objective=ByteModel(setting.data == "disjoint"),
+            objective=byte_objective(disjoint=setting.data == "disjoint"),
             optimizer=OPTIMIZERS[self.optimizer](rate),
-            comm_rate=self.comm_rate,
+            comm_rate=1 / self.every,
             num_steps=setting.steps,
             seed=seed,
             num_records=10,
@@ -130,9 +135,6 @@ class LocalSteps(Rounds):
             self._momentum.mul_(self.momentum).add_(drift)
             self._base += drift + self.momentum * self._momentum
             population.x.copy_(self._base.expand_as(population.x))
-
-    def agree(self) -> None:
-        raise AssertionError("methods of local steps need gradients")
 
 
 class GentleDiLoCo(LocalSteps):
@@ -195,26 +197,19 @@ def of_shapes(
 
 
 def _of_model(make: Callable[[list[Tensor]], list[torch.optim.Optimizer]]) -> MakeOptimizer:
-    return of_shapes(make, [each.shape for each in ByteModel().make_model().parameters()])
+    return of_shapes(make, [each.shape for each in make_model().parameters()])
 
 
 OPTIMIZERS: dict[str, Callable[[float], MakeOptimizer]] = {
-    "adamw": lambda rate: partial(torch.optim.AdamW, lr=rate),
-    "adamw, beta_2 0.95": lambda rate: partial(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95)),
-    "sgd": lambda rate: partial(torch.optim.SGD, lr=rate, momentum=0.9),
-    "muon": lambda rate: _of_model(partial(_muon, rate)),
-    "adafactor": lambda rate: _of_model(
+    "AdamW": lambda rate: partial(torch.optim.AdamW, lr=rate),
+    "beta_2 0.95": lambda rate: partial(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95)),
+    "SGD": lambda rate: partial(torch.optim.SGD, lr=rate, momentum=0.9),
+    "Muon": lambda rate: _of_model(partial(_muon, rate)),
+    "Adafactor": lambda rate: _of_model(
         lambda parameters: [torch.optim.Adafactor(parameters, lr=rate)]
     ),
 }
 """By the learning rate."""
-
-
-def _row(
-    method: str, rate: float, graph: str = "complete", every: float = 1, **options: Any
-) -> Row:
-    optimizer, is_coded = options.pop("optimizer", "adamw"), options.pop("is_coded", False)
-    return Row(method, rate, graph, 1 / every, optimizer, options, is_coded)
 
 
 def _v(every: int) -> dict[str, Any]:
@@ -228,54 +223,43 @@ _SLOW_LINKS: dict[str, Any] = {
     "model_bytes": 4e6,
     "links": LinkModel(Link(latency_s=0.02, bytes_per_s=100e6 / 8)),
 }
-_SLOWER, _SGD = {"optimizer": "adamw, beta_2 0.95"}, {"optimizer": "sgd"}
-_MUON, _ADAFACTOR = {"optimizer": "muon"}, {"optimizer": "adafactor"}
+_DEFAULTS: dict[str, Any] = {"graph": "exponential", "options": _v(4)}
 CODED = ", lattice8"
 ROWS: dict[str, Row] = {
-    "all-reduce": _row("allreduce", 0.032),
-    "gossip, v every 16th": _row("gossip", 0.064, **_v(16)),
-    "gossip, two exchanges a step, v every 32nd": _row("gossip", 0.064, every=0.5, **_v(32)),
-    "gossip, four exchanges a step, v every 64th": _row("gossip", 0.064, every=0.25, **_v(64)),
+    "all-reduce": Row("allreduce", 0.032),
+    "gossip, v every 16th": Row("gossip", 0.064, options=_v(16)),
+    "gossip, two exchanges a step, v every 32nd": Row("gossip", 0.064, every=0.5, options=_v(32)),
+    "gossip, four exchanges a step, v every 64th": Row("gossip", 0.064, every=0.25, options=_v(64)),
     # The library's defaults, at two rates that comm_rate="auto" takes: 4 where nothing bounds it.
-    "gossipdp, 1 exchange a step": _row("a2cid2", 0.064, "exponential", **_v(4)),
-    "gossipdp, 4 exchanges a step": _row("a2cid2", 0.064, "exponential", every=0.25, **_v(4)),
-    f"gossipdp, 1 exchange a step{CODED}": _row(
-        "a2cid2", 0.064, "exponential", **_v(4), is_coded=True
+    "gossipdp, 1 exchange a step": Row("a2cid2", 0.064, **_DEFAULTS),
+    "gossipdp, 4 exchanges a step": Row("a2cid2", 0.064, every=0.25, **_DEFAULTS),
+    f"gossipdp, 1 exchange a step{CODED}": Row("a2cid2", 0.064, is_coded=True, **_DEFAULTS),
+    f"gossipdp, 4 exchanges a step{CODED}": Row(
+        "a2cid2", 0.064, every=0.25, is_coded=True, **_DEFAULTS
     ),
-    f"gossipdp, 4 exchanges a step{CODED}": _row(
-        "a2cid2", 0.064, "exponential", every=0.25, **_v(4), is_coded=True
+    "gossip, ring, v every 16th": Row("gossip", 0.064, "ring", options=_v(16)),
+    "a2cid2, ring, v every 16th": Row("a2cid2", 0.064, "ring", options=_v(16)),
+    "gossip, H = 8": Row("gossip", 0.032, every=8),
+    "local SGD, H = 16": Row("LocalSteps", 0.032),
+    "DiLoCo, H = 16, momentum 0.5": Row("GentleDiLoCo", 0.032),
+    "DiLoCo, H = 16, momentum 0.5, steps by speed 1:2:4:8": Row("StepsBySpeed", 0.032),
+    "gossip, H = 4, speeds 1:2:4:8": Row("gossip", 0.064, every=4, options=_UNEVEN),
+    "gossip, v every 16th, speeds 1:2:4:8": Row("gossip", 0.064, options=_v(16) | _UNEVEN),
+    "DiLoCo, H = 64, 100 Mbit/s and 20 ms": Row("RareDiLoCo", 0.016, options=_SLOW_LINKS),
+    "gossip, H = 4, 100 Mbit/s and 20 ms": Row("gossip", 0.064, every=4, options=_SLOW_LINKS),
+    "all-reduce, beta_2 0.95": Row("allreduce", 0.032, optimizer="beta_2 0.95"),
+    "gossip, beta_2 0.95": Row("gossip", 0.064, optimizer="beta_2 0.95"),
+    "gossip, beta_2 0.95, v every 5th": Row(
+        "gossip", 0.064, optimizer="beta_2 0.95", options=_v(5)
     ),
-    "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", **_v(16)),
-    "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", **_v(16)),
-    "gossip, H = 8": _row("gossip", 0.032, every=8),
-    "local SGD, H = 16": _row("LocalSteps", 0.032),
-    "DiLoCo, H = 16, momentum 0.5": _row("GentleDiLoCo", 0.032),
-    "DiLoCo, H = 16, momentum 0.5, steps by speed 1:2:4:8": _row("StepsBySpeed", 0.032),
-    "gossip, H = 4, speeds 1:2:4:8": _row("gossip", 0.064, every=4, **_UNEVEN),
-    "gossip, v every 16th, speeds 1:2:4:8": _row("gossip", 0.064, **_v(16), **_UNEVEN),
-    "DiLoCo, H = 64, 100 Mbit/s and 20 ms": _row("RareDiLoCo", 0.016, **_SLOW_LINKS),
-    "gossip, H = 4, 100 Mbit/s and 20 ms": _row("gossip", 0.064, every=4, **_SLOW_LINKS),
-    "all-reduce, beta_2 0.95": _row("allreduce", 0.032, **_SLOWER),
-    "gossip, beta_2 0.95": _row("gossip", 0.064, **_SLOWER),
-    "gossip, beta_2 0.95, v every 5th": _row("gossip", 0.064, **_v(5), **_SLOWER),
-    "all-reduce, SGD": _row("allreduce", 0.4, **_SGD),
-    "gossip, SGD": _row("gossip", 0.4, **_SGD),
-    "all-reduce, Muon": _row("allreduce", 0.032, **_MUON),
-    "gossip, Muon": _row("gossip", 0.064, **_MUON),
-    "gossip, Muon, v every 16th": _row("gossip", 0.064, **_v(16), **_MUON),
-    "all-reduce, Adafactor": _row("allreduce", 0.064, **_ADAFACTOR),
-    "gossip, Adafactor": _row("gossip", 0.064, **_ADAFACTOR),
+    "all-reduce, SGD": Row("allreduce", 0.4, optimizer="SGD"),
+    "gossip, SGD": Row("gossip", 0.4, optimizer="SGD"),
+    "all-reduce, Muon": Row("allreduce", 0.032, optimizer="Muon"),
+    "gossip, Muon": Row("gossip", 0.064, optimizer="Muon"),
+    "gossip, Muon, v every 16th": Row("gossip", 0.064, optimizer="Muon", options=_v(16)),
+    "all-reduce, Adafactor": Row("allreduce", 0.064, optimizer="Adafactor"),
+    "gossip, Adafactor": Row("gossip", 0.064, optimizer="Adafactor"),
 }
-
-
-REFERENCES = {
-    "adamw": "all-reduce",
-    "adamw, beta_2 0.95": "all-reduce, beta_2 0.95",
-    "sgd": "all-reduce, SGD",
-    "muon": "all-reduce, Muon",
-    "adafactor": "all-reduce, Adafactor",
-}
-"""The row that each optimizer's rows are compared with."""
 
 
 class Runs(Simulations):
@@ -380,7 +364,7 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
         return []
     rows = []
     for name, found in results.items():
-        reference = results.get(REFERENCES[ROWS[name].optimizer], [])
+        reference = results.get(ROWS[name].reference, [])
         # Over the seeds that both have: these share their data and their first parameters.
         theirs = [loss_of(run) for run in reference[: len(found)]]
         ours = [loss_of(run) for run in found[: len(theirs)]]

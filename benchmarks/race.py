@@ -1,43 +1,38 @@
 """Where machines misbehave: gossipdp beside its strongest rivals, at equal wall time.
 
     python benchmarks/race.py --runs runs/race.jsonl                 hours: all conditions and rows
-    python benchmarks/race.py --conditions calm,kills10 --rows gossipdp,ddp --runs runs/race.jsonl
-    python benchmarks/race.py --tune --rows ddp --runs runs/race_tuning.jsonl
     python benchmarks/race.py --conditions calm,kills10 --quick      tiny: 6 minutes
 
 README.md says what is trained, and what the rows and conditions are. Rows take turns, in an order
 that rotates from round to round; a round's seed is that of all its rows. With --runs finished runs
-are kept, and the report is written each time from what is there:
-benchmarks/results/race.{json,md,png}.
+are kept. Writes benchmarks/results/race.{json,md,png}, of what is there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import tyro
 from race_report import NOTE, Run, as_json, draw, table, unequal
-from race_run import RaceResult, race
-from support.finished_runs import FinishedRuns, NoBestRateError, best_rate, next_rate
+from race_run import race
+from support.conditions import MODEL_PARAMETERS, RACE_CONDITIONS, RaceCondition
+from support.finished_runs import Campaign, NoBestRateError, best_rate, next_rate
 from support.hosts import Hosts, ShapedHosts, missing
-from support.provenance import Provenance
 from support.quality_rows import KINDS, TORCHFT, RowName
-from support.race_conditions import CONDITIONS, RaceCondition
 from support.race_settings import STEP_S, RaceSettings, num_parameters, saves
-from support.report import Missing, Report, results_folder, run_script
+from support.report import Missing, Provenance, Report, results_folder, rotated, run_script
 from time_to_loss import given_rates
 
-from gossipdp import WorkerFailedError
 from gossipdp.rules import at_least_1, check_flags, option, positive_number, whole_number
 
 ROWS = (
@@ -64,7 +59,6 @@ H = 4 that of 16."""
 TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
 QUICK_SECONDS = 15.0
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
-MODEL_PARAMETERS = 1_000_000
 CHECKPOINT_STEPS = 25
 """Steps from one checkpoint to the next, in the rows that take them."""
 JOIN_MS, TIMEOUT_S = 200, 5
@@ -79,10 +73,10 @@ are killed or stand still. Tuned there on its DDP."""
 class Race:
     """Measure what misbehaving machines cost: gossipdp and its rivals at equal wall time.
 
-    Conditions: support/race_conditions.py. Rows: as in support/quality_rows.py.
+    Conditions: support/conditions.py. Rows: as in support/quality_rows.py.
     """
 
-    conditions: str = ",".join(CONDITIONS)
+    conditions: str = ",".join(RACE_CONDITIONS)
     """Conditions to run, with commas between them; without calm no share of it is shown."""
 
     rows: str = ROWS
@@ -118,71 +112,63 @@ class Race:
     quick: bool = False
     """One round of short runs, to see that all works."""
 
+    @cached_property
+    def chosen(self) -> dict[str, RaceCondition]:
+        """Return the conditions to run, by name, in the order of the report."""
+        names = ["calm"] if self.tune else [name.strip() for name in self.conditions.split(",")]
+        for name in names:
+            if name not in RACE_CONDITIONS:
+                known = ", ".join(RACE_CONDITIONS)
+                raise ValueError(f"there is no condition {name!r}; choose from {known}")
+        return {
+            name: condition.quick() if self.quick else condition
+            for name, condition in RACE_CONDITIONS.items()
+            if name in names
+        }
+
+    @cached_property
+    def learning_rates(self) -> dict[str, float]:
+        """Return the learning rate of each row to run."""
+        rates = RATES | given_rates(self.rates)
+        names = [RowName.parse(row.strip()) for row in self.rows.split(",")]
+        return {name.text: rates.get(name.text, RATE) for name in names}
+
+    def settings(self, row: str, condition: str, seed: int) -> RaceSettings:
+        """Return the settings of a run, without the options that its row does not have."""
+        plan, name = self.chosen[condition], RowName.parse(row)
+        is_torchft = KINDS[name.kind].needs is TORCHFT
+        # Replicas that do not wait so long for one another never all meet: they come there as they
+        # began, each at its own time between two averages.
+        between_ms = round((name.period or 0) * self.step_ms)
+        heartbeat_ms = SILENT_HEARTBEAT_MS if plan.silences else HEARTBEAT_MS
+        return RaceSettings(
+            row=row,
+            condition=condition,
+            faults=plan.faults,
+            learning_rate=self.learning_rates[row],
+            seed=seed,
+            seconds=plan.seconds(self.seconds),
+            workers=self.workers,
+            step_s=self.step_ms / 1e3,
+            spread=plan.spread,
+            checkpoint_steps=CHECKPOINT_STEPS if saves(name) else None,
+            join_ms=JOIN_MS + between_ms if is_torchft else None,
+            timeout_s=TIMEOUT_S if is_torchft else None,
+            heartbeat_ms=heartbeat_ms if is_torchft else None,
+            # `gossipdp run` keeps one on its own host, and a host that vanishes takes it along.
+            keeps_spare=plan.network != "hosts"
+            and (
+                (self.spares != "none" and KINDS[name.kind].is_ours)
+                or (self.spares == "torchft" and is_torchft)
+            ),
+        )
+
 
 def main() -> None:
     benchmark = tyro.cli(Race, config=(tyro.conf.FlagCreatePairsOff,))
     # A namespace has no names for addresses, of which torch would warn in every run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     measure_all(benchmark)
-
-
-@dataclass(frozen=True)
-class Program:
-    """The runs that are wanted: conditions by name, rows with their learning rates."""
-
-    conditions: dict[str, RaceCondition]
-    rows: dict[str, float]
-
-
-def check(benchmark: Race) -> Program:
-    """Return the runs that are wanted; raises ValueError if an option is invalid."""
-    if benchmark.tune:
-        benchmark = replace(benchmark, conditions="calm")
-    conditions = {}
-    for text in benchmark.conditions.split(","):
-        name = text.strip()
-        if name not in CONDITIONS:
-            raise ValueError(f"there is no condition {name!r}; choose from {', '.join(CONDITIONS)}")
-        conditions[name] = CONDITIONS[name].quick() if benchmark.quick else CONDITIONS[name]
-    rates = RATES | given_rates(benchmark.rates)
-    names = [RowName.parse(row.strip()) for row in benchmark.rows.split(",")]
-    check_flags(benchmark)
-    in_order = {name: conditions[name] for name in CONDITIONS if name in conditions}
-    return Program(in_order, {name.text: rates.get(name.text, RATE) for name in names})
-
-
-def settings_of(
-    benchmark: Race, program: Program, row: str, condition: str, seed: int
-) -> RaceSettings:
-    """Return the settings of a run, without the options that its row does not have."""
-    plan = program.conditions[condition]
-    name = RowName.parse(row)
-    is_torchft = KINDS[name.kind].needs is TORCHFT
-    # Replicas that do not wait so long for one another never all meet: they come there as they
-    # began, each at its own time between two averages.
-    between_ms = round((name.period or 0) * benchmark.step_ms)
-    heartbeat_ms = SILENT_HEARTBEAT_MS if plan.silences else HEARTBEAT_MS
-    return RaceSettings(
-        row=row,
-        condition=condition,
-        faults=plan.faults,
-        learning_rate=program.rows[row],
-        seed=seed,
-        seconds=plan.seconds(benchmark.seconds),
-        workers=benchmark.workers,
-        step_s=benchmark.step_ms / 1e3,
-        spread=plan.spread,
-        checkpoint_steps=CHECKPOINT_STEPS if saves(name) else None,
-        join_ms=JOIN_MS + between_ms if is_torchft else None,
-        timeout_s=TIMEOUT_S if is_torchft else None,
-        heartbeat_ms=heartbeat_ms if is_torchft else None,
-        # `gossipdp run` keeps one on its own host, and a host that vanishes takes it along.
-        keeps_spare=plan.network != "hosts"
-        and (
-            (benchmark.spares != "none" and KINDS[name.kind].is_ours)
-            or (benchmark.spares == "torchft" and is_torchft)
-        ),
-    )
 
 
 def cannot_run(row: str, condition: RaceCondition) -> str | None:
@@ -210,49 +196,40 @@ def hosts_for(condition: RaceCondition, settings: RaceSettings) -> Hosts | None:
     return ShapedHosts(settings.workers + num_spare + 1, FAST_MBITS_PER_S)
 
 
-class Campaign:
-    """Makes the runs that are not finished, one after the other."""
+class Runs(Campaign[Run]):
+    """The runs of the race."""
 
     def __init__(
         self,
-        runs: FinishedRuns[Run],
+        path: Path | None,
         minutes: float | None,
-        race: Callable[[RaceSettings, Hosts | None], RaceResult] = race,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._runs, self._race, self._clock = runs, race, clock
-        self._until_s = math.inf if minutes is None else clock() + 60 * minutes
-        self.failures: dict[tuple[str, str], str] = {}
-        self.commits: set[str] = set()
+        super().__init__(path, Run, lambda run: run.settings.key, minutes, clock)
 
-    def run(self, settings: RaceSettings, condition: RaceCondition) -> Run | None:
+    def of(self, settings: RaceSettings, condition: RaceCondition) -> Run | None:
         """Return a run, of this call or an earlier one; None if it failed or no time is left."""
-        run = self._runs.known.get(settings.key)
-        if run is None:
-            place = settings.condition, settings.row
-            if place in self.failures or self._clock() >= self._until_s:
-                return None
-            started_s = self._clock()
-            try:
-                with contextlib.ExitStack() as stack:
-                    hosts = hosts_for(condition, settings)
-                    if hosts is not None:
-                        stack.enter_context(hosts)
-                    result = self._race(settings, hosts)
-            except WorkerFailedError as error:
-                self.failures[place] = str(error).strip().splitlines()[-1]
-                print(f"{settings.condition}, {settings.row}: failed\n{error}", file=sys.stderr)
-                return None
-            run = Run(settings, result, Provenance.here(self._clock() - started_s))
-            self._runs.keep(run)
+
+        def make() -> Run:
+            started_s = time.monotonic()
+            hosts = hosts_for(condition, settings)
+            with hosts or nullcontext():
+                result = race(settings, hosts)
+            run = Run(settings, result, Provenance.here(time.monotonic() - started_s))
             print(
                 f"{settings.condition}, seed {settings.seed}, {settings.row}: "
                 f"{result.samples:,} samples, loss {run.loss:.3f}, {run.num_done} faults, "
                 f"{result.num_lives} processes, {run.provenance.seconds:.0f} s",
                 flush=True,
             )
-        self.commits.add(run.provenance.commit)
-        return run
+            return run
+
+        return self.find(settings.key, label_of(settings.condition, settings.row), make)
+
+
+def label_of(condition: str, row: str) -> str:
+    """Return the name of a row under a condition, as the report has it."""
+    return f"{condition}: {RowName.parse(row).label}"
 
 
 def measure_all(benchmark: Race) -> None:
@@ -261,20 +238,19 @@ def measure_all(benchmark: Race) -> None:
     Raises:
         ValueError: for bad input, before any process starts.
     """
-    program = check(benchmark)
+    check_flags(benchmark)
     if benchmark.quick:
         benchmark = replace(benchmark, seconds=min(benchmark.seconds, QUICK_SECONDS), rounds=1)
-    runs = FinishedRuns(benchmark.runs, Run, key=lambda run: run.settings.key)
-    campaign = Campaign(runs, benchmark.minutes)
+    runs = Runs(benchmark.runs, benchmark.minutes)
     if benchmark.tune:
-        print(tune(benchmark, program, campaign))
+        print(tune(benchmark, runs))
         return
     suffix = "" if benchmark.workers == Race.workers else f"_{benchmark.workers}"
     report = Report(f"race{suffix}", "Where machines misbehave", benchmark.quick)
-    found = measure_rows(benchmark, program, campaign)
-    report.missing = missing_rows(benchmark, program, campaign, found)
-    write(benchmark, program, campaign, found, report)
-    if campaign.failures:
+    found = measure_rows(benchmark, runs)
+    report.missing = missing_rows(benchmark, runs, found)
+    write(benchmark, runs, found, report)
+    if runs.failures:
         sys.exit("race: a row failed; see above")
 
 
@@ -282,33 +258,34 @@ Found = dict[str, dict[str, list[Run]]]
 """The runs, by condition and row."""
 
 
-def measure_rows(benchmark: Race, program: Program, campaign: Campaign) -> Found:
+def measure_rows(benchmark: Race, runs: Runs) -> Found:
     """Run round after round; each begins with another row."""
-    found: Found = {name: {row: [] for row in program.rows} for name in program.conditions}
+    found: Found = {
+        name: {row: [] for row in benchmark.learning_rates} for name in benchmark.chosen
+    }
     for number in range(benchmark.rounds):
-        for name, condition in program.conditions.items():
-            rows = [row for row in program.rows if not cannot_run(row, condition)]
-            turn = number % max(1, len(rows))
-            for row in rows[turn:] + rows[:turn]:
-                settings = settings_of(benchmark, program, row, name, number + 1)
-                run = campaign.run(settings, condition)
+        for name, condition in benchmark.chosen.items():
+            rows = [row for row in benchmark.learning_rates if not cannot_run(row, condition)]
+            for row in rotated(rows, number):
+                settings = benchmark.settings(row, name, number + 1)
+                run = runs.of(settings, condition)
                 if run is not None:
                     found[name][row].append(run)
     return found
 
 
-def tune(benchmark: Race, program: Program, campaign: Campaign) -> str:
+def tune(benchmark: Race, runs: Runs) -> str:
     """Return the best learning rate of each row in the calm, as ``--rates`` takes them."""
     best = []
-    calm = program.conditions["calm"]
-    for row in program.rows:
+    calm = benchmark.chosen["calm"]
+    for row in benchmark.learning_rates:
         if cannot_run(row, calm) is not None:
             continue
         tried: dict[float, float] = {}
         try:
             while (rate := next_rate(tried, TUNING_GRID)) is not None:
-                settings = settings_of(benchmark, program, row, "calm", TUNING_SEED)
-                run = campaign.run(msgspec.structs.replace(settings, learning_rate=rate), calm)
+                settings = benchmark.settings(row, "calm", TUNING_SEED)
+                run = runs.of(msgspec.structs.replace(settings, learning_rate=rate), calm)
                 if run is None:
                     break
                 tried[rate] = run.loss
@@ -321,17 +298,15 @@ def tune(benchmark: Race, program: Program, campaign: Campaign) -> str:
     return f"--rates {','.join(best)}" if best else "no row is tuned yet: call again"
 
 
-def missing_rows(
-    benchmark: Race, program: Program, campaign: Campaign, found: Found
-) -> list[Missing]:
+def missing_rows(benchmark: Race, runs: Runs, found: Found) -> list[Missing]:
     """Return what is not measured, and why."""
     rows = []
-    for name, condition in program.conditions.items():
-        for row in program.rows:
-            label = f"{name}: {RowName.parse(row).label}"
+    for name, condition in benchmark.chosen.items():
+        for row in benchmark.learning_rates:
+            label = label_of(name, row)
             why = cannot_run(row, condition)
-            if why is None and (name, row) in campaign.failures:
-                why = f"it failed: {campaign.failures[name, row]}"
+            if why is None and label in runs.failures:
+                why = f"it failed: {runs.failures[label]}"
             count = len(found[name][row])
             if why is None and count < benchmark.rounds:
                 why = f"{count} of {benchmark.rounds} rounds are measured: call again"
@@ -340,24 +315,22 @@ def missing_rows(
     return rows
 
 
-def write(
-    benchmark: Race, program: Program, campaign: Campaign, found: Found, report: Report
-) -> None:
+def write(benchmark: Race, runs: Runs, found: Found, report: Report) -> None:
     """Print and write the report of what is there."""
     calm = found.get("calm", {})
-    shown = [name for name in program.conditions if any(found[name].values())]
+    shown = [name for name in benchmark.chosen if any(found[name].values())]
     for name in shown:
-        title = f"{name}: {program.conditions[name].text}"
+        title = f"{name}: {benchmark.chosen[name].text}"
         report.tables.append(table(title, found[name], calm))
     if shown:
         settings = (
             f"{benchmark.workers} workers, steps of {benchmark.step_ms:g} ms, "
             f"{benchmark.seconds:g} s (kills120: at least 300), {benchmark.rounds} rounds. "
-            f"Source of the runs: {', '.join(sorted(campaign.commits))}."
+            f"Source of the runs: {', '.join(sorted(runs.commits))}."
         )
         report.notes += [NOTE, f"Not equal: {unequal(found)}", settings]
         path = results_folder(benchmark.quick) / f"{report.name}.png"
-        draw(path, found, program.conditions)
+        draw(path, found, benchmark.chosen)
     report.write(as_json(found))
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from race_run import NUM_MARKS, RaceResult
-from support.provenance import Provenance
+from support.byte_task import BATCH_SIZE
+from support.conditions import RaceCondition
 from support.quality_rows import KINDS, RowName
-from support.race_conditions import RaceCondition
-from support.race_settings import TASK, RaceSettings, num_parameters
-from support.report import Spread, Table
+from support.race_settings import RaceSettings, num_parameters
+from support.report import Provenance, Spread, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ class Run(msgspec.Struct, frozen=True):
     @property
     def bytes_per_parameter_step(self) -> float:
         """Bytes that were sent, over parameters and the batches that were kept."""
-        steps = self.result.samples / TASK.batch_size
+        steps = self.result.samples / BATCH_SIZE
         return self.result.sent_bytes / (steps * num_parameters()) if steps else math.inf
 
     @property

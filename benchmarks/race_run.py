@@ -18,18 +18,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from support.byte_model import ByteModel, ByteSource
+from support.byte_model import bits_a_byte, texts
+from support.byte_task import BATCH_SIZE, make_model
 from support.hosts import Hosts, enter
 from support.quality_rows import KINDS
 from support.race_fleet import Fleet
 from support.race_settings import (
-    TASK,
     Assignment,
     CheckpointFiles,
     RaceSettings,
@@ -96,16 +95,11 @@ class RaceResult(msgspec.Struct, frozen=True, kw_only=True):
     num_lives: int
 
 
-@cache
-def judge() -> ByteSource:
-    """Return the data and the validation."""
-    return ByteModel().begin(1, 0)
-
-
 def loss_of(parameters: Values) -> float | None:
     """Return the loss on held-out text, bits a byte; None where it is no finite number."""
-    value = judge().evaluate(torch.from_numpy(parameters).float()).loss
-    assert value is not None
+    net = make_model()
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(parameters).float(), net.parameters())
+    value = bits_a_byte(net)
     return value if math.isfinite(value) else None
 
 
@@ -155,7 +149,7 @@ def race(settings: RaceSettings, hosts: Hosts | None = None) -> RaceResult:
     holds_all = kind.row.holds_all
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        np.save(folder / "text.npy", judge().texts[0].numpy())
+        np.save(folder / "text.npy", texts()[0].numpy())
         variables: Mapping[str, str] = {}
         if settings.join_ms is not None:  # before the clock starts: the launcher imports torchft
             variables = stack.enter_context(torchft_variables(settings, hosts))
@@ -177,7 +171,7 @@ def race(settings: RaceSettings, hosts: Hosts | None = None) -> RaceResult:
 def untrained(settings: RaceSettings) -> tuple[int, Values]:
     """Return what a run has if nothing of its training is left."""
     torch.manual_seed(settings.seed)
-    flat = torch.nn.utils.parameters_to_vector(TASK.make_model().parameters())
+    flat = torch.nn.utils.parameters_to_vector(make_model().parameters())
     return 0, flat.detach().double().numpy()
 
 
@@ -226,10 +220,10 @@ def from_checkpoint(settings: RaceSettings, folder: Path) -> tuple[int, Values] 
     if newest is None:
         return None
     found = torch.load(files.path(newest, 0), weights_only=True)
-    net = TASK.make_model()
+    net = make_model()
     net.load_state_dict(found["row"]["net"])
     flat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
-    return found["batches"] * TASK.batch_size, flat.double().numpy()
+    return found["batches"] * BATCH_SIZE, flat.double().numpy()
 
 
 class Course:

@@ -15,16 +15,16 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
+from support.byte_task import BATCH_SIZE, endless_batches, make_model
 from support.hosts import bytes_by_connection, enter
 from support.quality_rows import KINDS, make_optimizer
 from support.race_settings import (
-    TASK,
     Assignment,
     CheckpointFiles,
     RaceSettings,
@@ -35,7 +35,7 @@ from support.race_settings import (
 )
 from support.rows import Gossip, OneOptimizer, Row, RowPlan
 from support.timed_compute import RunningClock, TimedCompute
-from torch import Tensor, nn
+from torch import nn
 
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
@@ -43,30 +43,18 @@ LEAVE_EVERY_S, COUNT_EVERY_S = 0.2, 1.0
 CLONE_NEWUTS = 0x04000000
 
 
-class Bytes:
-    """The bytes that this process has sent, connections that are closed by now included."""
-
-    def __init__(self) -> None:
-        self._by_connection: dict[str, int] = {}
-        self._counted_s = -math.inf
-
-    def sent(self, now: float) -> int:
-        """Return the count, which is made once a second."""
-        if now >= self._counted_s + COUNT_EVERY_S:
-            self._by_connection |= bytes_by_connection()
-            self._counted_s = now
-        return sum(self._by_connection.values())
-
-
 class Life:
     """The record of one process, and its shelf."""
 
     def __init__(self, row: Row, shelf: Shelf, imported_s: float, began_s: float) -> None:
-        self._row, self._shelf, self._bytes = row, shelf, Bytes()
+        self._row, self._shelf = row, shelf
         self._imported_s, self._began_s = imported_s, began_s
         self._first_step_s = 0.0
         self._left_s, self._left_exchanges, self._exchanged = -math.inf, -1.0, 0
         self._is_whole = False
+        self._sent: dict[str, int] = {}
+        """Bytes by connection, those that are closed by now included; counted once a second."""
+        self._counted_s = -math.inf
 
     def stepped(self, before: int, now: float) -> None:
         """Leave what the row holds, now and then; only what a step has just made whole.
@@ -91,42 +79,21 @@ class Life:
         exchanges = self._row.account().get("exchanges", 0.0)
         if exchanges != self._left_exchanges:
             self._left_exchanges, self._exchanged = exchanges, batches
+        if now >= self._counted_s + COUNT_EVERY_S:
+            self._sent |= bytes_by_connection()
+            self._counted_s = now
         header = {
-            "samples": batches * TASK.batch_size,
-            "exchanged": self._exchanged * TASK.batch_size,
+            "samples": batches * BATCH_SIZE,
+            "exchanged": self._exchanged * BATCH_SIZE,
             "at_s": now,
             "first_step_s": self._first_step_s,
             "imported_s": self._imported_s,
-            "sent_bytes": self._bytes.sent(now),
+            "sent_bytes": sum(self._sent.values()),
             "voters": voters,
         }
         flat = nn.utils.parameters_to_vector(self._row.net.parameters()).detach().numpy()
         self._shelf.put({name: float(value) for name, value in header.items()}, flat)
         self._left_s = now
-
-
-def train(
-    row: Row,
-    assignment: Assignment,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    compute: TimedCompute,
-    stepped: Callable[[int], None],
-) -> None:
-    """Train until the time of the run is over: the loop that every row runs.
-
-    stepped: called after each step with the row's batches before it.
-    """
-    settings = assignment.settings
-    for contexts, targets in batches:
-        now = time.monotonic()
-        if now >= assignment.ends_s:
-            return
-        progress = (now - assignment.started_s) / settings.seconds
-        row.set_rate(settings.learning_rate * learning_rate_factor(progress))
-        before = row.num_batches()
-        compute.begin()
-        row.step(nn.functional.cross_entropy(row.model(contexts), targets))
-        stepped(before)
 
 
 def make_save(row: Row, settings: RaceSettings, folder: Path, rank: int) -> Callable[[], None]:
@@ -165,13 +132,6 @@ def draws(settings: RaceSettings, rank: int, life: int) -> Callable[[], float]:
     return lambda: settings.step_s * math.exp(normal(mean, settings.spread))
 
 
-def endless(text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield contexts and the bytes that follow them."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield TASK.split(TASK.draw(text, generator))
-
-
 def main() -> None:
     began_s = float(os.environ["RACE_BEGAN"])
     imported_s = time.monotonic() - began_s
@@ -184,9 +144,9 @@ def main() -> None:
     assignment = msgspec.json.decode((folder / "run.json").read_bytes(), type=Assignment)
     settings = assignment.settings
     torch.manual_seed(settings.seed)
-    net = TASK.make_model()
+    net = make_model()
     text = torch.from_numpy(np.load(folder / "text.npy", mmap_mode="c"))
-    contexts, targets = next(endless(text, 0))
+    contexts, targets = next(endless_batches(text, 0))
     nn.functional.cross_entropy(net(contexts), targets).backward()  # what torch makes at first
     net.zero_grad()
     clock = RunningClock().start()
@@ -195,13 +155,18 @@ def main() -> None:
     shelf = Shelf(shelf_path(folder, rank, life), num_parameters())
     own = Life(row, shelf, imported_s, began_s)
     save = make_save(row, settings, folder, rank)
-
-    def stepped(before: int) -> None:
+    seed = (settings.seed << 32) + (life << 16) + rank
+    for contexts, targets in endless_batches(text, seed):
+        now = time.monotonic()
+        if now >= assignment.ends_s:
+            break
+        progress = (now - assignment.started_s) / settings.seconds
+        row.set_rate(settings.learning_rate * learning_rate_factor(progress))
+        before = row.num_batches()
+        compute.begin()
+        row.step(nn.functional.cross_entropy(row.model(contexts), targets))
         own.stepped(before, time.monotonic())
         save()
-
-    seed = (settings.seed << 32) + (life << 16) + rank
-    train(row, assignment, endless(text, seed), compute, stepped)
     own.end(time.monotonic())
     if isinstance(row, Gossip):
         voters = row.gossip.consolidate().world_size
@@ -221,9 +186,9 @@ def make_row(net: nn.Module, settings: RaceSettings, rank: int, address: str | N
     full_steps = settings.workers * settings.seconds / settings.step_s
     plan = RowPlan(
         rank=rank,
-        samples=math.ceil(2 * full_steps) * TASK.batch_size,  # never used up: the clock ends it
+        samples=math.ceil(2 * full_steps) * BATCH_SIZE,  # never used up: the clock ends it
         seed=settings.seed,
-        batch_sizes=[TASK.batch_size] * settings.workers,
+        batch_sizes=[BATCH_SIZE] * settings.workers,
         periods=name.periods([1.0] * settings.workers),
         make_optimizer=make_optimizer,
         method=KINDS[name.kind].method,

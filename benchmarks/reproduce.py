@@ -23,8 +23,7 @@ import msgspec
 from paper_images import Runs
 from reproduction import images, invariant, mixing, racks, training
 from reproduction.parts import table
-from support.provenance import Provenance, commit_here
-from support.report import run_script
+from support.report import Provenance, commit_here, run_script
 
 DOCS = Path(__file__).parents[1] / "docs"
 QUICK_OUTPUT = Path("runs/reproduction")

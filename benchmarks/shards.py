@@ -4,10 +4,9 @@
 
 Two replicas of two processes each train a small GPT over gloo on this machine. HSDP is torch's own:
 ``fully_shard`` with both dimensions of the mesh, which averages gradients over the replicas at each
-step. Computing is a timed wait before each forward pass, SLOW_FACTOR times as long on the processes
-of the slow replica, where there is one. It is long beside the work of the model, so that it is as
-on a machine with a core for every process. Rows take turns, each in processes of its own. Memory is
-what a process takes beyond its imports.
+step. Computing is a timed wait before each forward pass, long beside the work of the model, so that
+it is as on a machine with a core for every process. Memory is what a process takes beyond its
+imports.
 """
 
 from __future__ import annotations

@@ -2,25 +2,19 @@
 
     python benchmarks/time_to_loss.py slow_link        100 Mbit/s and 20 ms (root)
     python benchmarks/time_to_loss.py slow speeds      one worker 4 times slower; speeds 8:4:2:1
-    python benchmarks/time_to_loss.py equal jitter gigabit
     python benchmarks/time_to_loss.py --quick          all tables, tiny: 15 minutes on two cores
 
-The task, the worker and the rows are quality.py's, under a condition (support/conditions.py):
-what a gradient step takes at each worker, and what lies between the workers. The compute of a step
-is a timed wait in which this machine's cores compute real gradients; nothing stands for a network
-but a network.
-
-Rows take turns, in an order that rotates from round to round; a round's seed is that of all its
-rows. README.md says what equal time is. Each table is printed and written, with every round's
-values, to benchmarks/results/time_to_loss_TABLE.{json,md}.
+The task, the worker and the rows are quality.py's, under a condition (support/conditions.py);
+README.md says what equal time is. Rows take turns, in an order that rotates from round to round; a
+round's seed is that of all its rows. Writes benchmarks/results/time_to_loss_TABLE.{json,md}.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,10 +25,9 @@ from quality import SIZES, Runs, settings_note
 from support.conditions import CONDITIONS
 from support.hosts import Hosts, missing
 from support.quality_rows import RowName
-from support.quality_worker import RunResult, RunSettings, num_parameters, run
-from support.report import Missing, Report, Spread, Table, run_script
+from support.quality_worker import RunResult, RunSettings, num_parameters
+from support.report import Missing, Report, Spread, Table, rotated, run_script
 
-from gossipdp import WorkerFailedError
 from gossipdp.rules import at_least_1, check_flags, option, positive_number, whole_number
 
 NUM_WORKERS = 4
@@ -211,52 +204,41 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         workers=NUM_WORKERS,
         condition=condition,
     )
-    runs, results, failures = Runs(benchmark.runs), {row: list[Round]() for row in here}, {}
-    with contextlib.ExitStack() as stack:
-        hosts = condition.hosts(NUM_WORKERS, num_parameters(size))
-        links = "one machine, all through sockets"
-        if hosts is not None:
-            stack.enter_context(hosts)
-            links = f"as for a model of a million parameters: {hosts.mbits_per_s:.3g} Mbit/s"
+    runs, results = Runs(benchmark.runs), {row: list[Round]() for row in here}
+    hosts, links = condition.hosts(NUM_WORKERS, num_parameters(size)), "one machine, all by sockets"
+    with hosts or nullcontext():
         for number in range(benchmark.rounds):
-            left = [row for row in here if row not in failures]
-            turn = number % max(1, len(left))
-            for row in left[turn:] + left[:turn]:
+            for row in rotated(here, number):
                 settings = replace(base, row=row, learning_rate=rows[row], seed=number + 1)
-                try:
-                    one = measure_round(settings, runs, hosts)
-                except WorkerFailedError as error:
-                    failures[row] = str(error).strip().splitlines()[-1]
-                    print(f"{table}, round {number}, {row}: failed\n{error}", file=sys.stderr)
-                    continue
-                results[row].append(one)
-                print(
-                    f"{table}, round {number}, {row}: {one.tokens.samples_per_s:.0f} samples/s, "
-                    f"{one.tokens.loss_or_inf:.3f} bits a byte after {one.tokens.ended_s:.1f} s, "
-                    f"{one.time.loss_or_inf:.3f} at equal time",
-                    flush=True,
-                )
-    if hosts is not None and hosts.account:
-        links += f"; {hosts.account}"
-    for row, why in failures.items():
-        del results[row]
-        report.missing.append(Missing(RowName.parse(row).label, f"it failed: {why}"))
+                if (one := measure_round(settings, runs, hosts)) is not None:
+                    results[row].append(one)
+    if hosts is not None:
+        links = f"as for a model of a million parameters: {hosts.mbits_per_s:.3g} Mbit/s"
+        links += f"; {hosts.account}" if hosts.account else ""
+    for row in here:
+        if (why := runs.failures.get(label := RowName.parse(row).label)) is not None:
+            del results[row]
+            report.missing.append(Missing(label, f"it failed: {why}"))
     ideal_s = condition.ideal_s(NUM_WORKERS, size.steps)
     if any(results.values()):
         report.tables.append(measured_table(results, rows, ideal_s))
     report.notes.append(
         f"Condition: {condition.text}; links: {links}. {benchmark.rounds} rounds, rows in turn. "
-        f"{settings_note(base, runs.commits())}"
+        f"{settings_note(base, runs.commits)}"
     )
     report.write(rows_as_json(results, rows, ideal_s))
-    return not failures
+    return not runs.failures
 
 
-def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Round:
-    """Train a row on the tokens of the table, and once more for its time where that took longer."""
+def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Round | None:
+    """Train a row on the tokens of the table, and once more for its time where that took longer.
+
+    None: the row has failed.
+    """
     assert settings.condition is not None
-    make = partial(run, hosts=hosts)
-    tokens = runs.result(settings, make)
+    tokens = runs.result(settings, hosts)
+    if tokens is None:
+        return None
     steps = settings.size.steps
     ideal_s = settings.condition.ideal_s(settings.workers, steps)
     if tokens.loss is None or tokens.ended_s <= SLACK * ideal_s:
@@ -266,7 +248,8 @@ def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Rou
     average_s = tokens.ended_s - trained_s
     fewer = max(1, round(steps * (ideal_s - average_s) / trained_s))
     fewer_steps = replace(settings, size=replace(settings.size, steps=fewer))
-    return Round(tokens, runs.result(fewer_steps, make))
+    time = runs.result(fewer_steps, hosts)
+    return None if time is None else Round(tokens, time)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The conditions of a run: step times of each worker, and the links between them."""
+"""The conditions of a run: step times, links between workers, and the faults of the race."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from support.hosts import EmulatedHosts, Hosts, ShapedHosts
 
+from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp_lab.simulate.scenario import ComputeTime, LognormalTime, SlowedTime
 
 MODEL_PARAMETERS = 1_000_000
@@ -74,3 +76,96 @@ CONDITIONS = {
     ),
 }
 """By the name of the table, in the order in which they matter."""
+
+QUICK_SHARE = 0.2
+"""How much a quick run shortens the times of a plan of faults."""
+
+
+@dataclass(frozen=True)
+class RaceCondition:
+    """The faults and the network that a run meets.
+
+    faults: the plan, as for ``gossipdp run --faults``; "" for none.
+    least_s: a run lasts at least so long, for a plan with longer periods.
+    spread: standard deviation of the logarithm of step times.
+    network: None: one machine. "hosts": a namespace each; a worker that is killed vanishes with its
+        host, and starts again on another host. "bad_link": a namespace each, and the last worker's
+        link is slower.
+    """
+
+    text: str
+    faults: str = ""
+    least_s: float = 0.0
+    spread: float = 0.0
+    network: Literal["hosts", "bad_link"] | None = None
+
+    @property
+    def plan(self) -> FaultPlan:
+        """Return the plan of faults, which may be empty."""
+        return FaultPlan.parse(self.faults) if self.faults else FaultPlan()
+
+    @property
+    def silences(self) -> bool:
+        """Return whether a worker is killed or stands still, so that others must notice it."""
+        return any(clause.kind in ("kill", "stop") for clause in self.plan.clauses)
+
+    @property
+    def kill_period_s(self) -> float | None:
+        """Return the seconds from one kill to the next; None if nobody is killed."""
+        return next((each.time_s for each in self.plan.clauses if each.kind == "kill"), None)
+
+    def seconds(self, seconds: float) -> float:
+        """Return how long a run lasts."""
+        return float(max(seconds, self.least_s))  # an equal int would have another key
+
+    def quick(self) -> RaceCondition:
+        """Return the same with all times of the plan shortened, for a run of a few seconds."""
+        clauses = tuple(
+            replace(
+                clause,
+                time_s=round(QUICK_SHARE * clause.time_s, 3),
+                for_s=None if clause.for_s is None else round(QUICK_SHARE * clause.for_s, 3),
+            )
+            for clause in self.plan.clauses
+        )
+        return replace(self, faults=str(FaultPlan(clauses)), least_s=0.0)
+
+
+def _kills(period_s: float, also: str = "", least_s: float = 0.0) -> RaceCondition:
+    text = f"kill -9 of one worker every {period_s:g} s, which is started again"
+    faults = f"kill every {period_s:g}s"
+    if also:
+        text, faults = f"{text}; every 10 s another one is 4 times slower", f"{faults}; {also}"
+    return RaceCondition(text, faults, least_s)
+
+
+MOVING = "slow 4x every 10s"
+RACE_CONDITIONS = {
+    "calm": RaceCondition("nothing happens"),
+    "slow": RaceCondition("one worker is 4 times slower all the time", "slow 4x 0"),
+    "moving": RaceCondition("every 10 s another worker is 4 times slower", MOVING),
+    "jitter": RaceCondition(
+        "step times lognormal, their logarithm's deviation 0.3 (three times what is typical)",
+        spread=0.3,
+    ),
+    "stops": RaceCondition(
+        "a worker stands still (SIGSTOP) for 2 s at 10 s and every 25 s, 5 s at 20 s, 8 s at 35 s",
+        "stop 2s at 10s; stop 5s at 20s; stop 8s at 35s; stop 2s every 25s",
+    ),
+    "kills10": _kills(10),
+    "kills30": _kills(30),
+    "kills120": _kills(120, least_s=300),
+    "kills10_moving": _kills(10, MOVING),
+    "vanish": RaceCondition(
+        "every 30 s a worker's host vanishes, and its connections stay open at their other ends; "
+        "the worker starts again on another host (a namespace each)",
+        "kill every 30s",
+        network="hosts",
+    ),
+    "bad_link": RaceCondition(
+        "one worker behind 100 Mbit/s, the others behind 1 Gbit/s (a namespace each, veth, the "
+        "kernel's tbf; as for a model of a million parameters)",
+        network="bad_link",
+    ),
+}
+"""By name, in the order of the report."""

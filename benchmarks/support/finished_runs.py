@@ -1,10 +1,12 @@
-"""A file of finished runs, so that a second call goes on, and the search for learning rates."""
+"""Files of finished runs, so that a second call goes on, and the search for learning rates."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import sys
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -12,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from rich.console import Console
 
+from gossipdp import WorkerFailedError
 from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.simulate import Scenario, Trace, simulate
 
@@ -44,6 +47,12 @@ class FinishedRuns(Generic[Finished]):
                     f"{path}, line {number} is no finished run ({error!r}): delete that line"
                 ) from error
 
+    def get(self, key: Hashable, make: Callable[[], Finished]) -> Finished:
+        """Return the run of this key, from the file or made now."""
+        if key not in self.known:
+            self.keep(make())
+        return self.known[key]
+
     def keep(self, run: Finished) -> None:
         """Keep a run that has just finished."""
         self.known[self._key(run)] = run
@@ -56,6 +65,43 @@ class FinishedRuns(Generic[Finished]):
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+class Campaign(FinishedRuns[Finished]):
+    """Makes the runs that are not finished, one after the other, while there is time.
+
+    A run has a ``provenance``.
+
+    failures: why a run failed, in a line, by the label of its row.
+    commits: of the source of the runs that were found or made.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        kind: type[Finished],
+        key: Callable[[Finished], Hashable],
+        minutes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(path, kind, key)
+        self._clock = clock
+        self._until_s = math.inf if minutes is None else clock() + 60 * minutes
+        self.failures: dict[str, str] = {}
+        self.commits: set[str] = set()
+
+    def find(self, key: Hashable, label: str, make: Callable[[], Finished]) -> Finished | None:
+        """Return the run of this key; None if its row has failed, or no time is left for it."""
+        if key not in self.known and (label in self.failures or self._clock() >= self._until_s):
+            return None
+        try:
+            found = self.get(key, make)
+        except WorkerFailedError as error:
+            self.failures[label] = str(error).strip().splitlines()[-1]
+            print(f"{label}: failed\n{error}", file=sys.stderr)
+            return None
+        self.commits.add(found.provenance.commit)
+        return found
 
 
 class Simulations(FinishedRuns[dict[str, Any]]):
@@ -82,17 +128,16 @@ class Simulations(FinishedRuns[dict[str, Any]]):
         outcome: Callable[[Trace], dict[str, Any]],
     ) -> dict[str, Any]:
         """Return the run of these fields, from the file or made now, with its outcome."""
-        known = self.known.get(self.key(run))
-        if known is not None:
-            return known
-        label, console = ", ".join(f"{key} {run[key]}" for key in self._names), Console()
-        with ProgressView(label, console=console, line_every_s=60.0) as view:
-            trace = simulate(scenario(), method, view.advance)
-        last = trace.records[-1]
-        found = run | outcome(trace) | {"loss": finite([last.loss])[0], "wall_s": trace.wall_s}
-        console.print(f"{label}: {last.loss:.4f}, {trace.wall_s:.0f} s", highlight=False)
-        self.keep(found)
-        return found
+
+        def make() -> dict[str, Any]:
+            label, console = ", ".join(f"{key} {run[key]}" for key in self._names), Console()
+            with ProgressView(label, console=console, line_every_s=60.0) as view:
+                trace = simulate(scenario(), method, view.advance)
+            loss, wall_s = trace.records[-1].loss, trace.wall_s
+            console.print(f"{label}: {loss:.4f}, {wall_s:.0f} s", highlight=False)
+            return run | outcome(trace) | {"loss": finite([loss])[0], "wall_s": wall_s}
+
+        return self.get(self.key(run), make)
 
 
 def finite(series: Sequence[float]) -> list[float | None]:

@@ -130,6 +130,16 @@ class Hosts:
         self.names = [f"{self.mark}h{rank}" for rank in range(num_hosts)]
         self.addresses = [f"{self.network}.{rank + 1}" for rank in range(num_hosts)]
 
+    def variables(self, port: int = 29_400, first: int = 0) -> dict[str, str]:
+        """Return what torch.distributed has to know on each host; ``first``: the host of rank 0."""
+        return {
+            "MASTER_ADDR": self.addresses[first],
+            "MASTER_PORT": str(port),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GLOO_SOCKET_IFNAME": self.interface,
+        }
+
     def connect(self) -> None:
         """Lay what is between the hosts: for subclasses."""
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -33,7 +33,6 @@ from gossipdp_lab.tasks.workload import learning_rate_factor
 
 TIMEOUT_S = 7_200.0
 MEETING, AVERAGE = "meeting", "average.pt"
-PORT_IN_NAMESPACE = 29_400
 
 DataName = Literal["disjoint", "common"]
 
@@ -153,26 +152,6 @@ def num_parameters(size: Size) -> int:
     return sum(parameter.numel() for parameter in make_task(settings).make_model().parameters())
 
 
-class Network(NamedTuple):
-    """Hosts as their workers know them: a namespace each, worker 0's address, their interface."""
-
-    namespaces: list[str]
-    address: str
-    interface: str
-
-    def enter(self, rank: int) -> None:
-        """Move a worker into its namespace, where it is a machine of its own."""
-        enter(self.namespaces[rank])
-        os.environ.update(
-            MASTER_ADDR=self.address,
-            MASTER_PORT=str(PORT_IN_NAMESPACE),
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1",
-            GLOO_SOCKET_IFNAME=self.interface,
-        )
-        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the launcher's cannot be reached
-
-
 def run(settings: RunSettings, hosts: Hosts | None = None) -> RunResult:
     """Train once and score it.
 
@@ -184,9 +163,7 @@ def run(settings: RunSettings, hosts: Hosts | None = None) -> RunResult:
         WorkerFailedError: a worker failed, of something else than parameters that diverged.
     """
     started_s = time.monotonic()
-    network = None
-    if hosts is not None:
-        network = Network(hosts.names, hosts.addresses[0], hosts.interface)
+    network = None if hosts is None else (hosts.names, hosts.variables())
     with tempfile.TemporaryDirectory() as folder:
         Meeting.create(Path(folder) / MEETING, settings.workers)
         try:
@@ -223,12 +200,22 @@ class Trained:
     exchanges: float
 
 
-def train(settings: RunSettings, folder: str, network: Network | None) -> Trained:
-    """Train, as one worker; rank 0 writes the average to a file in folder."""
+def train(
+    settings: RunSettings, folder: str, network: tuple[list[str], dict[str, str]] | None
+) -> Trained:
+    """Train, as one worker; rank 0 writes the average to a file in folder.
+
+    network: the workers' namespaces, and variables of each; None: all are on this machine.
+    """
     torch.set_num_threads(settings.processor.threads)
     rank = int(os.environ["RANK"])
+    count = tcp_bytes_sent
     if network is not None:
-        network.enter(rank)
+        namespaces, variables = network
+        enter(namespaces[rank])
+        os.environ.update(variables)
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the launcher's cannot be reached
+        count = partial(bytes_sent, variables["GLOO_SOCKET_IFNAME"])
     name = RowName.parse(settings.row)
     size, condition = settings.size, settings.condition
     speeds = [1.0] * settings.workers if condition is None else condition.speeds(settings.workers)
@@ -256,7 +243,6 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
     if condition is not None:
         draw_s, part = condition.compute.begin(settings.seed), plan.batch_size / size.batch_size
         compute = TimedCompute([*net.blocks, net], lambda: part * draw_s(rank))
-    count = tcp_bytes_sent if network is None else partial(bytes_sent, network.interface)
     row = name.make(net, plan)
     meeting = Meeting(Path(folder) / MEETING, rank)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from support.hosts import Hosts, run
 from support.race_settings import RaceSettings, Shelf, Values, log_path, num_parameters, shelf_path
 
 from gossipdp.launcher.local import ScriptWorker
-from gossipdp.launcher.processes import Ending, WorkerProcess
+from gossipdp.launcher.processes import WorkerProcess
 from gossipdp.launcher.spares import Spares
 
 WORKER = Path(__file__).parents[1] / "race_worker.py"
@@ -27,23 +28,21 @@ COMMON_VARIABLES = {
 }
 
 
-class HostWorker(WorkerProcess):
-    """A worker on a host of its own, which vanishes when the worker is killed."""
+class HostWorker(ScriptWorker):
+    """A worker on a host of its own, which vanishes when a fault kills the worker."""
 
-    def __init__(self, worker: ScriptWorker, vanish: Callable[[], None]) -> None:
-        self.reports = worker.reports
-        self.pid, self._worker, self._vanish = worker.pid, worker, vanish
-
-    def poll(self) -> Ending | None:
-        return self._worker.poll()
+    def __init__(self, variables: Mapping[str, str], vanish: Callable[[], None]) -> None:
+        super().__init__([sys.executable, str(WORKER)], variables)
+        self._vanish = vanish
 
     def send(self, number: int) -> None:
         if number == signal.SIGKILL:
             self._vanish()  # first, or the kernel would close its connections at their other ends
-        self._worker.send(number)
+        super().send(number)
 
     def kill(self) -> None:
-        self._worker.kill()
+        self.kill_group()
+        super().send(signal.SIGKILL)
 
 
 class Fleet:
@@ -60,10 +59,6 @@ class Fleet:
         self._host_of = list(range(settings.workers))
         self._is_gone: set[int] = set()
 
-    def address(self, rank: int) -> str:
-        """Return the address of a worker's host."""
-        return "127.0.0.1" if self._hosts is None else self._hosts.addresses[self._host_of[rank]]
-
     def start(self, variables: Mapping[str, str]) -> WorkerProcess:
         """Start a life of the worker whose rank the variables say."""
         rank = int(variables["RANK"])
@@ -73,16 +68,15 @@ class Fleet:
             host = self._move(rank)
             own |= {"RACE_HOST": self._hosts.names[host]}
             own |= {"RACE_ADDRESS": self._hosts.addresses[host]}
-            own |= {"GLOO_SOCKET_IFNAME": self._hosts.interface}
-            own |= {"MASTER_ADDR": self.address(0), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            own |= {"MASTER_PORT": str(PORT_ON_HOST + self.num_lives[0])}
+            own |= self._hosts.variables(PORT_ON_HOST + self.num_lives[0], self._host_of[0])
             own.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the launcher's cannot be reached
         own |= {"RACE_LIFE": str(life), "RACE_BEGAN": repr(time.monotonic())}
         self.shelves[rank, life] = Shelf(shelf_path(self._folder, rank, life), num_parameters())
-        worker = self.spares.start(own)
+        if self._settings.condition == "vanish":  # without a spare: the host would take it along
+            worker: ScriptWorker = HostWorker(own, lambda: self._cut(rank))
+        else:
+            worker = self.spares.start(own)
         self.pids[rank] = worker.pid
-        if self._hosts is not None and self._settings.condition == "vanish":
-            return HostWorker(worker, lambda: self._cut(rank))
         return worker
 
     def _move(self, rank: int) -> int:

@@ -9,11 +9,10 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from support.byte_task import ByteTask
+from support.byte_task import make_model
 from support.quality_rows import KINDS, RowName, TorchftRow
 from support.rows import Gossip, OneOptimizer
 
-TASK = ByteTask()
 STEP_S = 0.040
 HEADER = ("samples", "exchanged", "at_s", "first_step_s", "imported_s", "sent_bytes", "voters")
 Values: TypeAlias = NDArray[np.float64]
@@ -65,7 +64,7 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
 @cache
 def num_parameters() -> int:
     """Count the parameters of the model."""
-    return sum(parameter.numel() for parameter in TASK.make_model().parameters())
+    return sum(parameter.numel() for parameter in make_model().parameters())
 
 
 def saves(name: RowName) -> bool:

@@ -1,4 +1,4 @@
-"""Rounds in turn, medians with their spread, and the place of results, for all benchmarks.
+"""Rounds in turn, medians with their spread, results and their provenance, for all benchmarks.
 
 A benchmark prints its tables and writes them, with all that it measured, its provenance and the
 rows that could not be measured, to ``benchmarks/results/NAME.{json,md}``. Quick runs show nothing,
@@ -10,16 +10,20 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from support.provenance import Provenance
+
+import gossipdp
 
 RESULTS = Path(__file__).parents[1] / "results"
 QUICK_RESULTS = Path("runs/benchmarks")
@@ -56,11 +60,16 @@ def interleaved(
     """Measure every case once a round; each round begins with another of them."""
     found: dict[Case, list[Measured]] = {case: [] for case in cases}
     for round_number in range(num_rounds):
-        first = round_number % len(cases)
-        for case in (*cases[first:], *cases[:first]):
+        for case in rotated(cases, round_number):
             print(f"round {round_number + 1} of {num_rounds}: {case}", flush=True)
             found[case].append(measure(case))
     return found
+
+
+def rotated(cases: Sequence[Case], round_number: int) -> list[Case]:
+    """Return the order of a round."""
+    first = round_number % max(1, len(cases))
+    return [*cases[first:], *cases[:first]]
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,67 @@ class Missing:
 
     row: str
     why: str
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """The origin of a result."""
+
+    command: str
+    version: str
+    commit: str
+    """See :func:`commit_here`."""
+    hardware: str
+    seconds: float
+    """Duration of the measurement."""
+
+    @classmethod
+    def here(cls, seconds: float) -> Provenance:
+        """Return the provenance of this script on this machine."""
+        return cls(
+            command=" ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+            version=gossipdp.__version__,
+            commit=commit_here(),
+            hardware=(
+                f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python "
+                f"{platform.python_version()}, torch {metadata.version('torch')}, "
+                f"numba {metadata.version('numba')}"
+            ),
+            seconds=seconds,
+        )
+
+    @property
+    def code(self) -> str:
+        """By what code it was measured, in words."""
+        changed = ", with changes that were not committed" if self.commit.endswith("+") else ""
+        return f"commit {self.commit.removesuffix('+')}{changed}"
+
+
+def commit_here() -> str:
+    """Return the commit of the source tree that this runs from; see :func:`commit_of`."""
+    return commit_of(Path(gossipdp.__file__).parents[2])
+
+
+def commit_of(tree: Path) -> str:
+    """Return the commit of a source tree, with ``+`` if ``src`` or ``benchmarks`` changed since.
+
+    ``unknown`` where the package is not part of one.
+    """
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(tree), *words],
+                capture_output=True, text=True, check=False, timeout=10,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "src/gossipdp/__init__.py") is None:
+        return "unknown"
+    measuring = ("src", "benchmarks", ":(exclude)benchmarks/results")
+    changed = git("status", "--porcelain", "--", *measuring)
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
 
 
 @dataclass

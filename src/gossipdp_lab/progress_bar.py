@@ -17,7 +17,6 @@ class ProgressView:
     Args:
         label: the work, such as "simulating".
         console: shows it.
-        clock: monotonic, in seconds.
         redraw_every_s: least time between two drawings on a terminal.
         line_every_s: the same between two lines elsewhere.
 
@@ -31,15 +30,13 @@ class ProgressView:
         label: str,
         *,
         console: Console,
-        clock: Callable[[], float] = time.monotonic,
         redraw_every_s: float = 0.1,
         line_every_s: float = 5.0,
     ) -> None:
         self._label = label
         self._console = console
-        self._clock = clock
         self._every_s = redraw_every_s if console.is_terminal else line_every_s
-        self._started_s = self._shown_s = clock()
+        self._started_s = self._shown_s = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.fields[label]}"),
             BarColumn(),
@@ -74,13 +71,13 @@ class ProgressView:
     @property
     def is_due(self) -> bool:
         """Say if :meth:`advance` would show anything now."""
-        return self._clock() - self._shown_s >= self._every_s
+        return time.monotonic() - self._shown_s >= self._every_s
 
     def advance(self, share: float, text: str = "") -> None:
         """Show that ``share`` of the work is done, 0 to 1, and ``text`` beside it."""
         if not self.is_due:
             return
-        self._shown_s = now_s = self._clock()
+        self._shown_s = now_s = time.monotonic()
         if self._console.is_terminal:
             self._bar.update(self._task, completed=share, description=text, refresh=True)
         else:

@@ -12,7 +12,7 @@ from quality import TUNING_SEED, QualityBenchmark, measure, measure_all
 from support.conditions import CONDITIONS
 from support.finished_runs import next_rate
 from support.quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
-from support.quality_worker import Processor, RunResult, RunSettings, Size, num_parameters, run
+from support.quality_worker import RunResult, RunSettings, Size, num_parameters, run
 from torch import nn
 
 from gossipdp import WorkerFailedError
@@ -59,19 +59,15 @@ def test_all_seeds_run_at_the_rate_that_is_best_for_another_seed_without_a_condi
         return result(loss) if settings.seed < 3 else None
 
     timed = replace(SETTINGS, condition=CONDITIONS["equal"])
-    options = QualityBenchmark(tuning_steps=32, tuning_device="cpu")
-    tuning = options.tuning(replace(timed, processor=Processor("cuda", 2)))
-    assert tuning == replace(SETTINGS, size=replace(SIZE, steps=32))
-    found = measure(timed, tuning, RATES, 3, fake)
-    steps = [(one.seed, one.size.steps, one.condition) for one in asked[:3]]
-    assert steps == [(TUNING_SEED, 32, None)] * 3
+    found = measure(timed, RATES, 3, fake)
+    assert [(one.seed, one.condition) for one in asked[:3]] == [(TUNING_SEED, None)] * 3
     assert [(one.seed, one.learning_rate, one.condition) for one in asked[3:]] == [
         (seed, 0.008, CONDITIONS["equal"]) for seed in (1, 2, 3)
     ]
     assert sorted(found.tried) == [0.004, 0.008, 0.016]
     assert found.is_tuned
     assert list(found.results) == [1, 2]  # the third is not to be had now
-    assert not measure(SETTINGS, SETTINGS, RATES, 3, lambda _: None).is_tuned
+    assert not measure(SETTINGS, RATES, 3, lambda _: None).is_tuned
 
 
 def test_a_row_is_a_kind_and_a_period():
@@ -105,7 +101,7 @@ def test_the_outer_step_is_nesterovs():
 def test_a_second_call_goes_on_where_the_first_was_stopped(tmp_path, monkeypatch, capsys):
     asked: list[RunSettings] = []
 
-    def fake(settings: RunSettings) -> RunResult:
+    def fake(settings: RunSettings, hosts: None) -> RunResult:
         asked.append(settings)
         if settings.row == "ddp_bf16":
             raise WorkerFailedError("workers 0, 1 raised TypeError")

@@ -13,14 +13,14 @@ import pytest
 import race as race_script
 import race_worker
 import torch
-from race import Campaign, Race, check, measure_rows, missing_rows, settings_of, tune
+from race import Race, Runs, measure_rows, missing_rows, tune
 from race_report import Run, lost_seconds, share_of_calm
 from race_run import RESTART_DELAY_S, Fault, Job, Point, RaceResult, final_model, present_model
 from race_worker import Life, make_save
-from support.finished_runs import FinishedRuns
-from support.provenance import Provenance
-from support.race_conditions import CONDITIONS
-from support.race_settings import TASK, CheckpointFiles, RaceSettings, Shelf
+from support.byte_task import BATCH_SIZE
+from support.conditions import RACE_CONDITIONS
+from support.race_settings import CheckpointFiles, RaceSettings, Shelf
+from support.report import Provenance
 from support.rows import OneOptimizer, RowPlan
 from torch import nn
 
@@ -64,26 +64,24 @@ def replace_settings(**changes: object) -> RaceSettings:
 
 def test_a_run_has_the_options_of_its_row_alone():
     benchmark = Race(conditions="kills10", rows="gossipdp,ddp,ddp_torchft,diloco@16")
-    program = check(benchmark)
-
-    def of(row: str) -> RaceSettings:
-        return settings_of(benchmark, program, row, "kills10", 1)
-
-    saving = [row for row in program.rows if of(row).checkpoint_steps is not None]
+    runs = {row: benchmark.settings(row, "kills10", 1) for row in benchmark.learning_rates}
+    saving = [row for row, each in runs.items() if each.checkpoint_steps is not None]
     assert saving == ["ddp", "ddp_torchft", "diloco@16"]
-    assert [row for row in program.rows if of(row).timeout_s is not None] == ["ddp_torchft"]
-    averaging = check(replace(benchmark, rows="ddp_torchft,diloco_torchft@16"))
-    joins = [settings_of(benchmark, averaging, row, "kills10", 1).join_ms for row in averaging.rows]
+    assert [row for row, each in runs.items() if each.timeout_s is not None] == ["ddp_torchft"]
+    averaging = replace(benchmark, rows="ddp_torchft,diloco_torchft@16")
+    joins = [averaging.settings(row, "kills10", 1).join_ms for row in averaging.learning_rates]
     assert joins == [200, 200 + 16 * 40]
-    every = check(replace(benchmark, conditions=",".join(CONDITIONS)))
-    times = {
-        name: settings_of(benchmark, every, "ddp_torchft", name, 1).heartbeat_ms
-        for name in CONDITIONS
-    }
-    silent = ["stops", "kills10", "kills30", "kills120", "kills10_moving", "vanish"]
-    assert [name for name in CONDITIONS if times[name] == 1_000] == silent
-    settings = settings_of(benchmark, program, "ddp", "kills10", 3)
+    every = replace(benchmark, conditions=",".join(RACE_CONDITIONS))
+    silent = [
+        name
+        for name in RACE_CONDITIONS
+        if every.settings("ddp_torchft", name, 1).heartbeat_ms == 1_000
+    ]
+    assert silent == ["stops", "kills10", "kills30", "kills120", "kills10_moving", "vanish"]
+    settings = benchmark.settings("ddp", "kills10", 3)
     assert (settings.faults, settings.seed) == ("kill every 10s", 3)
+    with pytest.raises(ValueError, match="there is no condition 'rain'; choose from calm"):
+        replace(benchmark, conditions="rain").chosen  # noqa: B018
 
 
 class FakeRace:
@@ -107,42 +105,38 @@ def provenance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("provenance")
-def test_finished_runs_are_kept_and_the_order_rotates(tmp_path):
+def test_finished_runs_are_kept_and_the_order_rotates(tmp_path, monkeypatch):
     benchmark = Race(conditions="calm,moving", rows="gossipdp,ddp,local_sgd@16", rounds=2)
-    program, path, fake = check(benchmark), tmp_path / "runs.jsonl", FakeRace()
+    path, fake = tmp_path / "runs.jsonl", FakeRace()
 
-    def campaign(minutes: float | None = None) -> Campaign:
-        now_s = itertools.count(0.0, 10.0)
-        kept = FinishedRuns(path, Run, key=lambda run: run.settings.key)
-        return Campaign(kept, minutes, fake, lambda: next(now_s))
-
-    fake.fails_at = "ddp"
-    first = campaign(minutes=2.5)
-    found = measure_rows(benchmark, program, first)
+    monkeypatch.setattr(race_script, "race", fake)
+    now_s = itertools.count(0.0, 10.0)
+    # It looks at the clock before each run, so there is time for six.
+    fake.fails_at, first = "ddp", Runs(path, 1.1, lambda: next(now_s))
+    found = measure_rows(benchmark, first)
     order = [(each.condition, each.row, each.seed) for each in fake.asked]
     assert order[:3] == [("calm", "gossipdp", 1), ("calm", "ddp", 1), ("calm", "local_sgd@16", 1)]
     assert len(order) == 6
-    missing = {row.row: row.why for row in missing_rows(benchmark, program, first, found)}
+    missing = {row.row: row.why for row in missing_rows(benchmark, first, found)}
     assert missing["calm: DDP, float32"] == "it failed: of hunger"
     assert "rounds are measured: call again" in missing["moving: gossipdp, defaults"]
     fake.fails_at, num_before = "", len(order)
-    found = measure_rows(benchmark, program, campaign())
+    found = measure_rows(benchmark, Runs(path, None))
     order = [(each.condition, each.row, each.seed) for each in fake.asked]
     assert len(order) - num_before == 12 - 4  # all but those that were kept
     assert all(len(runs) == 2 for rows in found.values() for runs in rows.values())
     second = [row for condition, row, seed in order if (condition, seed) == ("moving", 2)]
     assert second == ["ddp", "local_sgd@16", "gossipdp"]
-    measure_rows(benchmark, program, campaign())
+    measure_rows(benchmark, Runs(path, None))
     assert len(fake.asked) == len(order)
 
 
 @pytest.mark.usefixtures("provenance")
-def test_tuning_widens_the_grid_until_the_best_rate_is_within(capsys):
+def test_tuning_widens_the_grid_until_the_best_rate_is_within(capsys, monkeypatch):
     benchmark = Race(tune=True, rows="ddp")
     fake = FakeRace()
-    kept = FinishedRuns(None, Run, key=lambda run: run.settings.key)
-    campaign = Campaign(kept, None, fake)
-    assert tune(benchmark, check(benchmark), campaign) == "--rates ddp=0.04"
+    monkeypatch.setattr(race_script, "race", fake)
+    assert tune(benchmark, Runs(None, None)) == "--rates ddp=0.04"
     assert [each.learning_rate for each in fake.asked] == [0.005, 0.01, 0.02, 0.04, 0.08]
     assert "0.04: 3.000" in capsys.readouterr().out
 
@@ -300,7 +294,7 @@ class Plain(OneOptimizer):
             rank=0,
             samples=1,
             seed=0,
-            batch_sizes=[TASK.batch_size],
+            batch_sizes=[BATCH_SIZE],
             periods=[2],
             make_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5, momentum=0.9),
         )
@@ -355,7 +349,7 @@ def test_a_shelf_gets_only_models_that_are_whole(tmp_path, monkeypatch):
     found = shelf.look()
     assert found is not None
     header, values = found
-    assert (header["samples"], header["at_s"]) == (4 * TASK.batch_size, 105.1)
+    assert (header["samples"], header["at_s"]) == (4 * BATCH_SIZE, 105.1)
     assert (header["first_step_s"], header["imported_s"]) == (4.0, 3.0)
     assert header["sent_bytes"] == 12
     assert values.tolist() == [row.value()]

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from support.race_conditions import CONDITIONS
+from support.conditions import RACE_CONDITIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +84,7 @@ def test_the_readme_s_table_is_that_of_the_results():
 
 @pytest.mark.parametrize("condition", TEXTS)
 def test_the_performance_page_s_tables_are_those_of_the_results(condition):
-    assert condition in CONDITIONS
+    assert condition in RACE_CONDITIONS
     text = (ROOT / "docs/performance.md").read_text()
     assert line(RACE[condition], TEXTS[condition], 3) in text
     assert details(condition) in text
@@ -212,7 +212,7 @@ def test_the_defaults_table_is_that_of_the_results():
 
 @pytest.mark.parametrize("condition", MORE_TEXTS)
 def test_the_performance_page_s_second_table_is_that_of_the_results(condition):
-    assert condition in CONDITIONS
+    assert condition in RACE_CONDITIONS
     shown = line(RACE.get(condition) or MORE[condition], MORE_TEXTS[condition], 3)
     assert shown in (ROOT / "docs/performance.md").read_text()
 

@@ -9,8 +9,7 @@ import pytest
 from startup import measure_kill
 from support.finished_runs import FinishedRuns
 from support.meeting import Meeting
-from support.provenance import commit_of
-from support.report import interleaved
+from support.report import commit_of, interleaved
 
 
 def finished(path: Path | None) -> FinishedRuns[dict[str, object]]:

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-import time_to_loss
+import quality
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,16 +102,18 @@ def test_a_slower_row_runs_again_on_what_it_manages_in_the_time(monkeypatch):
         end_s = ideal_s * (slowness * settings.size.steps / SIZE.steps + 0.25)
         return result(3.0, end_s, average_s=0.25 * ideal_s)
 
-    monkeypatch.setattr(time_to_loss, "run", fake)
+    monkeypatch.setattr(quality, "run", fake)
     slowness = 3.0
     runs = Runs(None)
     found = measure_round(SETTINGS, runs, None)
+    assert found is not None
     assert [one.size.steps for one in asked] == [40, 10]
     assert found.time.ended_s == pytest.approx(ideal_s)
     measure_round(SETTINGS, runs, None)
     assert len(asked) == 2  # both were kept
     slowness = 0.79
     quick = measure_round(replace(SETTINGS, seed=2), Runs(None), None)
+    assert quick is not None
     assert quick.time is quick.tokens
     assert len(asked) == 3
 

@@ -10,6 +10,7 @@ import pytest
 from driven_worker import InPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import NEIGHBOUR_POLICIES
 from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants
@@ -20,7 +21,6 @@ from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.pairing import Idle, Pairing, PairingAction, Proposing
 from gossipdp.protocol.step_clock import StepClock
 from gossipdp_lab.simulate.network import Conditions, make_workers
-from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
 TRAINING_S = 25.0
 LATEST_END_S = TRAINING_S + 120.0

@@ -6,6 +6,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
+from policies import NEIGHBOUR_POLICIES
 
 from gossipdp_lab.simulate import Quadratic, simulate
 from gossipdp_lab.simulate.links import run_links
@@ -59,7 +60,11 @@ def run(graph: str, num_workers: int, method: str = "a2cid2", **settings: object
 )
 def test_decay_with_quick_exchanges(graph, num_workers, *, method, policy, lowest, highest):
     num_steps = 300 if graph == "ring" else 90
-    options = {"neighbour_policy": policy, "links": links(0), "num_steps": num_steps}
+    options = {
+        "neighbour_policy": NEIGHBOUR_POLICIES[policy],
+        "links": links(0),
+        "num_steps": num_steps,
+    }
     traces = [run(graph, num_workers, method, seed=seed, **options) for seed in range(2)]
     assert lowest < fmean(trace.decay_per_exchange() for trace in traces) < highest
 
@@ -73,7 +78,7 @@ def test_saturated_links_stop_available_and_not_fresh(graph, num_workers, comm_r
         policy: run(
             graph,
             num_workers,
-            neighbour_policy=policy,
+            neighbour_policy=NEIGHBOUR_POLICIES[policy],
             links=links(1.5),
             comm_rate=comm_rate,
             num_steps=120,

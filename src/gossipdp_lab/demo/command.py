@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.table import Table
 from gossipdp.rules import shown_rate
 from gossipdp_lab.demo.compare import check_compare, compare
 from gossipdp_lab.demo.options import DemoArguments
-from gossipdp_lab.demo.training import WorkerResult, train, write_reports
+from gossipdp_lab.demo.training import train, write_reports
 from gossipdp_lab.demo.watch import fault_line
 
 
@@ -52,7 +53,7 @@ def run(arguments: DemoArguments) -> int:
 
     training = train(arguments, console)
     words = training.metric_name.replace("_", " ")
-    console.print(_table(training.results, words))
+    console.print(_table(training.summary["workers"], words))
     lines = _lines(arguments, training.summary, words)
     for line in (*lines, *write_reports(arguments, training.run_log)):
         say(line)
@@ -64,19 +65,19 @@ def run(arguments: DemoArguments) -> int:
     return 1 if training.problems else 0
 
 
-def _table(results: list[WorkerResult], words: str) -> Table:
+def _table(workers: Sequence[dict[str, Any]], words: str) -> Table:
     table = Table()
     headings = ("worker", "gradient steps", "samples/s", "exchanges", "waited (s)")
     for heading in (*headings, f"{words} before averaging"):
         table.add_column(heading, justify="right")
-    for result in results:
-        metric = result.metric_before_average
+    for worker in workers:
+        metric = worker["metric_before_average"]
         table.add_row(
-            str(result.rank),
-            f"{result.counts.gradient_steps:,}",
-            f"{result.samples_per_second:,.0f}",
-            f"{result.counts.exchanges:,}",
-            f"{result.counts.waited_seconds:.2f}",
+            str(worker["rank"]),
+            f"{worker['gradient_steps']:,}",
+            f"{worker['samples_per_second']:,.0f}",
+            f"{worker['exchanges']:,}",
+            f"{worker['waited_seconds']:.2f}",
             "killed" if metric is None else f"{metric:.4f}",
         )
     return table

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,7 +49,6 @@ class Training:
 
     metric_name: str
     run_log: RunLog
-    results: list[WorkerResult]
     summary: dict[str, Any]
     problems: list[str]
 
@@ -73,15 +73,14 @@ def train(arguments: DemoArguments, console: Console) -> Training:
     _clear(directory)
     records, surprises = _run_workers(arguments, configuration, console)
     run_log = RunLog.read(directory)
-    results = read_results(run_log)
-    averaged = averaged_together(results)
-    own_average_file(directory, averaged[0].rank).replace(directory / AVERAGE_FILE)
+    averaged = averaged_together(run_log)
+    own_average_file(directory, averaged[0]).replace(directory / AVERAGE_FILE)
     for other in directory.glob("averaged_model-*.pt"):
         other.unlink()
     net = workload.make_model()
     net.load_state_dict(torch.load(directory / AVERAGE_FILE, weights_only=True))
     metric = {workload.metric_name: workload.evaluate(net)}
-    summary = summarize(arguments, metric, results, configuration)
+    summary = summarize(metric, run_log, configuration)
     results_of_faults = fault_results(records, run_log)
     if arguments.faults is not None:
         summary["faults"] = results_of_faults
@@ -90,14 +89,13 @@ def train(arguments: DemoArguments, console: Console) -> Training:
     if not any(clause.every for clause in arguments.fault_plan.clauses):
         problems += [str(each).strip() for each in records if each.missed]
         problems += not_back(results_of_faults) if arguments.restart else []
-    held = {result.rank for result in averaged}
     problems += [
-        f"worker {result.rank} came too late for the average and holds another one"
-        for result in results
-        if result.average_digest is not None and result.rank not in held
+        f"worker {rank} came too late for the average and holds another one"
+        for rank in average_digests(run_log)
+        if rank not in averaged
     ]
     problems += [f"worker {each.rank} {each.ending.reason}, by itself" for each in surprises]
-    return Training(workload.metric_name, run_log, results, summary, problems)
+    return Training(workload.metric_name, run_log, summary, problems)
 
 
 def _run_workers(
@@ -193,11 +191,9 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     """
     import torch
 
-    from gossipdp.parallel.module import GossipDataParallel
-    from gossipdp.parallel.options import Counting, Monitor
     from gossipdp.parallel.schedule import ProgressLR
-    from gossipdp_lab.baselines import SynchronousDataParallel
     from gossipdp_lab.tasks import make_workload
+    from gossipdp_lab.tasks.training import wrap
 
     logs.configure()
     rank = int(os.environ["RANK"])
@@ -209,28 +205,15 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     for group in optimizer.param_groups:
         group["lr"] = arguments.learning_rate or group["lr"]
     loader = workload.train_loader(rank, arguments.workers, arguments.seed)
-    model: GossipDataParallel | SynchronousDataParallel
-    if arguments.method == "allreduce":
-        model = SynchronousDataParallel(
-            net,
-            batch_size=workload.batch_size,
-            budget_samples=arguments.num_samples,
-            least_s=least_s,
-            seed=arguments.seed,
-            log_dir=arguments.directory,
-        )
-    else:
-        model = GossipDataParallel(
-            net,
-            optimizer,
-            graph=arguments.graph,
-            comm_rate=arguments.comm_rate,
-            method=arguments.method,
-            budget_samples=arguments.num_samples,
-            seed=arguments.seed,
-            counting=Counting(samples_per_step=workload.batch_size),
-            monitor=Monitor(log_dir=arguments.directory),
-        )
+    model = wrap(
+        net,
+        optimizer,
+        arguments,
+        batch_size=workload.batch_size,
+        budget_samples=arguments.num_samples,
+        least_s=least_s,
+        log_dir=arguments.directory,
+    )
     model.log(**configuration)
     began_s = since_boot_s()
     if int(os.environ.get("GOSSIPDP_RESTARTS") or 0) > 0:
@@ -282,84 +265,56 @@ def own_average_file(directory: Path, rank: int) -> Path:
 # The results.
 
 
-@dataclass(frozen=True)
-class WorkerResult:
-    """The measurements of one worker; the last three are None for a killed worker.
-
-    counts: its last record.
-    average_digest: digest of the bits of the average.
-    """
-
-    rank: int
-    counts: Counters
-    train_seconds: float = 0.0
-    metric_before_average: float | None = None
-    consensus_distance: float | None = None
-    average_digest: str | None = None
-
-    @property
-    def samples_per_second(self) -> float:
-        """Return the samples per second over this worker's own training time."""
-        return self.counts.samples / self.train_seconds if self.train_seconds else 0.0
+def average_digests(run_log: RunLog) -> dict[int, str]:
+    """Return the digest of the bits of the average, by rank, of the workers that hold one."""
+    return {
+        rank: str(worker.last_values()[DIGEST])
+        for rank, worker in run_log.workers.items()
+        if worker.end and DIGEST in worker.last_values()
+    }
 
 
-def read_results(run_log: RunLog) -> list[WorkerResult]:
-    """Read the measurements of all workers, by rank, also of killed ones."""
-    results = []
-    for rank, worker in run_log.workers.items():
-        last = worker.counts[-1] if worker.counts else Counters()
-        result = WorkerResult(rank, last, worker.trained_s)
-        if worker.end:
-            values: dict[str, Any] = dict(worker.last_values())
-            result = replace(
-                result,
-                metric_before_average=values.get(METRIC),
-                consensus_distance=worker.end.consensus_distance,
-                average_digest=values.get(DIGEST),
-            )
-        results.append(result)
-    return results
-
-
-def averaged_together(results: list[WorkerResult]) -> list[WorkerResult]:
+def averaged_together(run_log: RunLog) -> list[int]:
     """Return the workers that hold the average: all that finished, unless one came too late."""
-    groups: dict[str, list[WorkerResult]] = {}
-    for result in results:
-        if result.average_digest is not None:
-            groups.setdefault(result.average_digest, []).append(result)
-    if not groups:
+    digests = average_digests(run_log)
+    if not digests:
         raise ValueError("no worker came to the end of the run; read their messages above")
-    return max(groups.values(), key=len)
+    ((common, _),) = Counter(digests.values()).most_common(1)
+    return [rank for rank, digest in digests.items() if digest == common]
 
 
 def summarize(
-    arguments: DemoArguments,
-    metric: dict[str, float],
-    results: list[WorkerResult],
-    configuration: dict[str, Any],
+    metric: dict[str, float], run_log: RunLog, configuration: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the content of ``--json``, except the faults; ``metric`` is the averaged model's.
 
-    achieved_comm_rate is that of the whole network: 2 * exchanges / all gradient steps.
+    achieved_comm_rate is that of the whole network: 2 * exchanges / all gradient steps. A killed
+    worker has no metric_before_average.
     """
-    exchanges = sum(result.counts.exchanges_initiated for result in results)
-    gradient_steps = sum(result.counts.gradient_steps for result in results)
+    workers = run_log.workers
+    counts = {
+        rank: each.counts[-1] if each.counts else Counters() for rank, each in workers.items()
+    }
+    end = workers[averaged_together(run_log)[0]].end
+    exchanges = sum(each.exchanges_initiated for each in counts.values())
     return {
         **metric,
-        "train_seconds": max(result.train_seconds for result in results),
-        "samples": sum(result.counts.samples for result in results),
-        "achieved_comm_rate": 2 * exchanges / gradient_steps,
-        "consensus_distance": averaged_together(results)[0].consensus_distance,
+        "train_seconds": max(worker.trained_s for worker in workers.values()),
+        "samples": sum(each.samples for each in counts.values()),
+        "achieved_comm_rate": 2 * exchanges / sum(each.gradient_steps for each in counts.values()),
+        "consensus_distance": end.consensus_distance if end else None,
         "workers": [
             {
-                "rank": result.rank,
-                "metric_before_average": result.metric_before_average,
-                "gradient_steps": result.counts.gradient_steps,
-                "exchanges": result.counts.exchanges,
-                "waited_seconds": result.counts.waited_seconds,
-                "samples_per_second": result.samples_per_second,
+                "rank": rank,
+                "metric_before_average": worker.last_values().get(METRIC) if worker.end else None,
+                "gradient_steps": counts[rank].gradient_steps,
+                "exchanges": counts[rank].exchanges,
+                "waited_seconds": counts[rank].waited_seconds,
+                "samples_per_second": (
+                    counts[rank].samples / worker.trained_s if worker.trained_s else 0.0
+                ),
             }
-            for result in results
+            for rank, worker in workers.items()
         ],
         "configuration": configuration,
     }

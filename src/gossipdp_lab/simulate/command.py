@@ -33,7 +33,7 @@ def run(arguments: SimulateArguments) -> int:
 
     from gossipdp_lab.progress_bar import ProgressView
     from gossipdp_lab.simulate.command_results import as_json, notes, table
-    from gossipdp_lab.simulate.figures import Result, draw_simulation, draw_timeline
+    from gossipdp_lab.simulate.figures import draw_simulation, draw_timeline
     from gossipdp_lab.simulate.study import simulate_all
 
     console = Console()
@@ -48,12 +48,12 @@ def run(arguments: SimulateArguments) -> int:
     short = timeline_jobs(runs) if arguments.timeline else []
     with ProgressView("simulating", console=console) as view:
         traces = simulate_all([*(run.job for run in runs), *short], on_progress=view.advance)
-    results = [Result(run.label, run.case, trace) for run, trace in zip(runs, traces, strict=False)]
+    results = list(zip(runs, traces, strict=False))
     first = runs[0].job.scenario
     console.print(table(results, first.objective))
     say(*notes(results, first))
     if arguments.json is not None:
-        encoded = msgspec.json.encode(as_json(arguments, runs, results))  # NaN and inf as null
+        encoded = msgspec.json.encode(as_json(arguments, results))  # NaN and inf as null
         arguments.json.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
         say(f"results: {arguments.json}")
     figure.parent.mkdir(parents=True, exist_ok=True)

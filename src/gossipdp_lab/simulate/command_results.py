@@ -11,20 +11,21 @@ from rich.table import Table
 
 import gossipdp
 from gossipdp_lab.simulate.command_study import Run
-from gossipdp_lab.simulate.figures import Result
 from gossipdp_lab.simulate.objectives import Objective
 from gossipdp_lab.simulate.options import SimulateArguments
 from gossipdp_lab.simulate.scenario import Scenario
 from gossipdp_lab.simulate.study import SYNCHRONOUS
 from gossipdp_lab.simulate.trace import TAIL_LOWEST, Record, Trace, lowest_share
 
+Results = Sequence[tuple[Run, Trace]]
 
-def table(results: Sequence[Result], objective: Objective) -> Table:
+
+def table(results: Results, objective: Objective) -> Table:
     """Return a row for each run, with the values at its end."""
     made = Table()
-    for number, (label, _, trace) in enumerate(results):
+    for number, (run, trace) in enumerate(results):
         last, (slowest, fastest) = trace.records[-1], _gradient_steps(trace)
-        cells = {"": label}
+        cells = {"": run.label}
         if objective.has_gradients:
             cells["final loss"] = _text(last.loss)
             if objective.metric_name is not None:
@@ -65,15 +66,15 @@ def _gradient_steps(trace: Trace) -> tuple[float, float]:
     return min(steps), max(steps)
 
 
-def notes(results: Sequence[Result], scenario: Scenario) -> list[str]:
+def notes(results: Results, scenario: Scenario) -> list[str]:
     """Return lines that complete the table."""
     lines = []
     if not scenario.objective.has_gradients:
-        for each in results:
-            if each.trace.num_workers > 1:
-                lines += _decay_notes(each)
+        for run, trace in results:
+            if trace.num_workers > 1:
+                lines += _decay_notes(run.label, trace)
         lines += _speed_ups(results)
-    if scenario.fidelity == "ideal" and any(each.trace.method in SYNCHRONOUS for each in results):
+    if scenario.fidelity == "ideal" and any(trace.method in SYNCHRONOUS for _, trace in results):
         lines.append(
             "at fidelity ideal links cost only allreduce time; to compare times pass --fidelity "
             "links"
@@ -81,8 +82,7 @@ def notes(results: Sequence[Result], scenario: Scenario) -> list[str]:
     return lines
 
 
-def _decay_notes(result: Result) -> list[str]:
-    label, _, trace = result
+def _decay_notes(label: str, trace: Trace) -> list[str]:
     share, decay = lowest_share(trace.column("consensus_distance")), trace.decay_per_exchange()
     fell = f"{label}: the consensus distance fell to {share:.2g} of its first value"
     if share <= TAIL_LOWEST or trace.method == "none":
@@ -95,14 +95,14 @@ def _decay_notes(result: Result) -> list[str]:
     ]
 
 
-def _speed_ups(results: Sequence[Result]) -> list[str]:
+def _speed_ups(results: Results) -> list[str]:
     lines = []
-    for number in dict.fromkeys(each.case for each in results):
-        case = [each for each in results if each.case == number]
-        decays = {each.trace.method: each.trace.decay_per_exchange() for each in case}
+    for number in dict.fromkeys(run.case for run, _ in results):
+        case = [(run, trace) for run, trace in results if run.case == number]
+        decays = {trace.method: trace.decay_per_exchange() for _, trace in case}
         ratio = decays.get("a2cid2", math.nan) / decays.get("gossip", math.nan)
         if math.isfinite(ratio):
-            words = case[0].label.split()[:-1]
+            words = case[0][0].label.split()[:-1]
             where = f"{' '.join(words)}: " if words else ""
             lines.append(
                 f"{where}per exchange a2cid2 brings workers together {ratio:.3g} times as fast as "
@@ -111,15 +111,12 @@ def _speed_ups(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def as_json(
-    arguments: SimulateArguments, runs: Sequence[Run], results: Sequence[Result]
-) -> dict[str, Any]:
+def as_json(arguments: SimulateArguments, results: Results) -> dict[str, Any]:
     """Return the content of ``--json``, where NaN and infinite values are to be null."""
-    pairs = zip(runs, results, strict=True)
     asked = {name: value for name, value in asdict(arguments).items() if name != "json"}
     return {
-        "runs": [_run_as_json(run, result.trace) for run, result in pairs],
-        "metric_name": runs[0].job.scenario.objective.metric_name,
+        "runs": [_run_as_json(run, trace) for run, trace in results],
+        "metric_name": results[0][0].job.scenario.objective.metric_name,
         "configuration": asked,
         "version": gossipdp.__version__,
     }

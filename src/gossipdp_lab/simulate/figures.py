@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gossipdp_lab.simulate.study import SYNCHRONOUS
-from gossipdp_lab.simulate.trace import Activity, Interval, Trace
+from gossipdp_lab.simulate.trace import Activity, Interval, Series, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from gossipdp_lab.simulate.command_study import Run
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Colours that people with any common colour blindness can tell apart; yellow left out."""
@@ -47,29 +49,22 @@ AXES = {
 """The columns that others are drawn against."""
 
 
-class Result(NamedTuple):
-    """A run with its name in tables and figures, and the number of its graph and comm rate."""
-
-    label: str
-    case: int
-    trace: Trace
-
-
-def draw_simulation(results: Sequence[Result], path: Path, *, title: str) -> None:
+def draw_simulation(results: Sequence[tuple[Run, Trace]], path: Path, *, title: str) -> None:
     """Write a PNG: loss and consensus distance over time, exchanges and gradient steps.
 
     Without gradients there is no loss, and steps would show the same as time.
     """
-    has_loss = any(np.isfinite(each.trace.column("loss")).any() for each in results)
+    has_loss = any(np.isfinite(trace.column("loss")).any() for _, trace in results)
     rows = ["loss", "consensus_distance"] if has_loss else ["consensus_distance"]
     columns = list(AXES) if has_loss else list(AXES)[:2]
     figure = new_figure(5.0 + 4.2 * (len(columns) - 1), 1.3 + 3.2 * len(rows))
     panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row", sharex="col")
     for row, name in zip(panels, rows, strict=True):
         for axes, column in zip(row, columns, strict=True):
-            for each in results:
-                _draw_line(axes, each, column, name)
-            _scale(axes, results, name, has_loss=has_loss)
+            for run, trace in results:
+                _draw_line(axes, run, trace, column, name)
+            shown = np.concatenate([trace.column(name) for _, trace in results])
+            _scale(axes, shown, name, has_loss=has_loss)
             axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
             if name == rows[-1]:
                 axes.set_xlabel(AXES[column])
@@ -80,25 +75,23 @@ def draw_simulation(results: Sequence[Result], path: Path, *, title: str) -> Non
     figure.savefig(path, dpi=120)
 
 
-def _draw_line(axes: Axes, result: Result, column: str, name: str) -> None:
-    label, case, trace = result
+def _draw_line(axes: Axes, run: Run, trace: Trace, column: str, name: str) -> None:
     ends = {"time_s": float(trace.num_workers), "exchanges": 2.0}.get(column, 1.0)
     values = trace.column(name)
     axes.plot(
         trace.column(column) * ends / trace.num_workers,
         np.where((values > 0) & (values < MOST_SHOWN), values, np.nan),
         color=METHOD_COLOURS[trace.method],
-        linestyle=CASE_STYLES[case % len(CASE_STYLES)],
+        linestyle=CASE_STYLES[run.case % len(CASE_STYLES)],
         linewidth=1.6,
-        label=label,
+        label=run.label,
     )
 
 
-def _scale(axes: Axes, results: Sequence[Result], name: str, *, has_loss: bool) -> None:
+def _scale(axes: Axes, values: Series, name: str, *, has_loss: bool) -> None:
     """Set a logarithmic scale if there are values for it, without those that are rounding."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    values = np.concatenate([each.trace.column(name) for each in results])
     positive = values[(values > 0) & (values < MOST_SHOWN)]
     if not len(positive):
         return

@@ -50,19 +50,19 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
         seed=scenario.seed,
     )
     engine = Engine()
-    draw_step_s = scenario.compute_time.begin(scenario.seed)
+    draw_step_s = scenario.begin_steps()
 
     def look() -> None:
         """Bring the exchanges up to date."""
         if method != "none":
             edges.advance(engine.now)
 
-    def start_step(rank: int, share_left: float = 1.0) -> None:
+    def start_step(rank: int) -> None:
         now_s = engine.now
         look()
         population.flow(rank, edges.phase(now_s))
         training.start_step(rank, now_s)
-        end_s = now_s + share_left * draw_step_s(rank)
+        end_s = now_s + draw_step_s(rank)
         engine.at(end_s, partial(end_step, rank))
         recorder.interval(rank, "computing", now_s, end_s)
 
@@ -72,11 +72,8 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
         start_step(rank)
 
     takes_steps = training.source is not None or scenario.keep_timeline
-    if takes_steps:
-        # Workers are not in step: each begins somewhere in the middle of its first one.
-        offsets = Random(f"{scenario.seed} offsets")
-        for rank in range(num_workers):
-            start_step(rank, offsets.random())
+    for rank in range(num_workers if takes_steps else 0):
+        start_step(rank)
     goes_on = True
     while goes_on:
         engine.run(until=recorder.next_s)

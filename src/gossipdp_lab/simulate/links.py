@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Final
 
 import torch
@@ -15,9 +14,8 @@ from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.protocol.worker import Method
 from gossipdp_lab.simulate.network import Conditions, Payload, VirtualNetwork, make_workers
-from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate.population import Training
-from gossipdp_lab.simulate.scenario import Scenario, StepTimes
+from gossipdp_lab.simulate.scenario import Scenario
 from gossipdp_lab.simulate.trace import Activity, Recorder, Trace
 
 TIMEOUT_STEPS = 50.0
@@ -28,11 +26,9 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     """Simulate a2cid2, gossip, none or released over links.
 
     Workers are real protocols, with the phases, rates and constants of real workers; they exchange
-    the rows of a population (:class:`CarriedRows`).
-    Links, step times and measured durations enter as they are given: nothing is fitted.
-
-    Workers are not in step: each begins somewhere in the middle of its first step, by the seed. The
-    records show the rows as they are, flowed to each worker's last boundary or exchange.
+    the rows of a population (:class:`CarriedRows`). Links and step times enter as they are given:
+    nothing is fitted. The records show the rows as they are, flowed to each worker's last boundary
+    or exchange.
 
     Raises:
         ValueError: the scenario's graph or rates are not valid.
@@ -47,7 +43,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         constants,
         seed=scenario.seed,
         method=protocol_method.get(method, "a2cid2"),
-        policy_type=NEIGHBOUR_POLICIES[scenario.neighbour_policy],
+        policy_type=scenario.neighbour_policy,
         timeout_s=TIMEOUT_STEPS * scenario.compute_time.step_s + TIMEOUT_LATENCIES * longest_s,
         sets_own_rate=scenario.comm_rate == "auto",
     )
@@ -68,7 +64,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         Conditions(
             latency_s=links.latency_s,
             transfer_s=links.begin(scenario.seed, scenario.model_bytes or row_bytes),
-            step_s=_caught_in_a_step(scenario),
+            step_s=scenario.begin_steps(),
         ),
         rows,
     )
@@ -87,14 +83,6 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     trace.models_sent = rows.models_sent
     trace.num_messages = dict(network.num_messages)
     return trace
-
-
-def _caught_in_a_step(scenario: Scenario) -> StepTimes:
-    """Return the step times; each worker's first is only the rest of one."""
-    draw_s = scenario.compute_time.begin(scenario.seed)
-    source = Random(f"{scenario.seed} offsets")
-    left = {rank: source.random() for rank in range(scenario.num_workers)}
-    return lambda rank: left.pop(rank, 1.0) * draw_s(rank)
 
 
 @dataclass(slots=True)

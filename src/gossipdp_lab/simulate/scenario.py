@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from random import Random
@@ -14,6 +14,7 @@ import torch
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import Graph, build_graph
+from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.rules import (
     DEFAULT_GRAPH,
     Checked,
@@ -26,7 +27,6 @@ from gossipdp.rules import (
 )
 from gossipdp_lab.simulate.objectives import Consensus, Objective
 from gossipdp_lab.simulate.optimizers import MakeOptimizer
-from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -129,18 +129,12 @@ class Link(Checked):
     bytes_per_s: float = option(math.inf, _speed)
 
 
-def _durations(name: str, value: Sequence[float]) -> tuple[float, ...]:
-    return tuple(number(f"each of {name}", duration_s) for duration_s in value)
-
-
 @dataclass(frozen=True)
 class LinkModel(Checked):
     """All links of a network.
 
     The data of an exchange occupy their link for model_bytes / bytes_per_s, times a lognormal
-    factor of mean 1, and arrive a latency later. With ``durations_s`` the whole exchange takes a
-    duration drawn from that list instead, but no less than the latency; model_bytes, bytes_per_s
-    and jitter then have no effect.
+    factor of mean 1, and arrive a latency later.
 
     There is one draw an exchange, not one an end: real workers send chunk by chunk, within a window
     of what the other has sent, so the slower direction holds back the faster one.
@@ -149,13 +143,11 @@ class LinkModel(Checked):
         every: every link but the overrides.
         overrides: the links (i, j), in either order, that are different.
         jitter: standard deviation of the logarithm of that factor; 0 for none.
-        durations_s: measured durations of exchanges, each from its start to its end at one worker.
     """
 
     every: Link = Link()
     overrides: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     jitter: float = option(0.0, number)
-    durations_s: Sequence[float] = option((), _durations)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,10 +169,6 @@ class LinkModel(Checked):
     def begin(self, seed: int, model_bytes: float) -> ExchangeTimes:
         """Return the transfer times of one run for a model of ``model_bytes``."""
         random = Random(f"{seed} links")
-        if self.durations_s:
-            return lambda sender, receiver: max(
-                0.0, random.choice(self.durations_s) - self.latency_s(sender, receiver)
-            )
 
         def transfer_s(sender: int, receiver: int) -> float:
             seconds = model_bytes / self.link(sender, receiver).bytes_per_s
@@ -206,7 +194,8 @@ class Scenario(Checked):
         fidelity: "ideal", the paper's edges: they fire as Poisson processes, and exchanges are
             instantaneous (gradients come by ``compute_time``, in the paper they are Poisson events
             too); "links", the real protocol: messages and data take their time.
-        neighbour_policy: chooses the neighbour to ask; has an effect at "links" only.
+        neighbour_policy: chooses the neighbour to ask; has an effect at "links" only. The default
+            is that of real workers.
         compute_time: durations of gradient steps; its nominal step is the unit of time.
         links: the links; at "links", and for the synchronous methods.
         model_bytes: bytes that one worker sends in an exchange; None: those of a row.
@@ -226,7 +215,7 @@ class Scenario(Checked):
     optimizer: MakeOptimizer = field(default_factory=lambda: partial(torch.optim.SGD, lr=0.1))
     comm_rate: float | str = option(1.0, comm_rate)
     fidelity: Fidelity = option("ideal", partial(one_of, ("ideal", "links")))
-    neighbour_policy: str = option("fresh", partial(one_of, tuple(NEIGHBOUR_POLICIES)))
+    neighbour_policy: type[NeighbourPolicy] = Fresh
     compute_time: ComputeTime = field(default_factory=ConstantTime)
     links: LinkModel = field(default_factory=LinkModel)
     model_bytes: float | None = option(None, positive_number)
@@ -252,6 +241,15 @@ class Scenario(Checked):
     def end_s(self) -> float:
         """Return the latest end of the run, in virtual seconds."""
         return self.num_steps * self.compute_time.step_s
+
+    def begin_steps(self) -> StepTimes:
+        """Return the step times of workers that are not in step, by the seed.
+
+        Each worker's first time is only the rest of a step, in the middle of which it begins.
+        """
+        draw_s, source = self.compute_time.begin(self.seed), Random(f"{self.seed} offsets")
+        left = {rank: source.random() for rank in range(self.num_workers)}
+        return lambda rank: left.pop(rank, 1.0) * draw_s(rank)
 
     def make_constants(self) -> Constants:
         """Build and check the graph; return its rates and constants, at :attr:`comm_rate`."""

@@ -69,10 +69,7 @@ class Rounds(ABC):
                 )
             if not goes_on:
                 break
-            if self.training.source is None:
-                self.agree()
-            else:
-                self.step(self.training.factor(max(now_s)))
+            self.step(self.training.factor(max(now_s)))
             idle_s += math.fsum(ended_s) - math.fsum(computed_s)
             num_exchanges += len(self._used)
             trace.models_sent += self._models_sent
@@ -89,11 +86,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def step(self, factor: float) -> None:
-        """Change the rows as a round with gradients does."""
-
-    @abstractmethod
-    def agree(self) -> None:
-        """Change the rows as a round without gradients does."""
+        """Change the rows as a round does. factor: on the learning rate."""
 
     # --- what communication takes ----------------------------------------------------------
 
@@ -142,13 +135,12 @@ class AllReduce(Rounds):
 
     def step(self, factor: float) -> None:
         training, population = self.training, self.population
+        if training.source is None:
+            population.x.copy_(population.x.mean(dim=0).expand_as(population.x))
+            return
         found = training.gradients(self.ranks, population.x)
         mean = found.values.mean(dim=0, keepdim=True)
         assert training.optimizers is not None
         change = training.optimizers.changes([0], population.trained[:1], mean, factor)
         changes = torch.cat([change.expand_as(found.values), found.buffer_changes], dim=1)
         population.step(self.ranks, changes)
-
-    def agree(self) -> None:
-        rows = self.population.x
-        rows.copy_(rows.mean(dim=0).expand_as(rows))

@@ -6,9 +6,9 @@ import math
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -222,8 +222,8 @@ class ImageNet(PaperRecipe):
             if not folder.is_dir():
                 raise FileNotFoundError(f"there is no {folder.absolute()}. {HOW_TO_GET_IMAGENET}")
         self.synsets = sorted(n for n in os.listdir(train) if re.fullmatch(r"n\d{8}", n))
-        self.train = JpegFolders(train, self.synsets, part="random")
-        self.validation = JpegFolders(validation, self.synsets, part="middle")
+        self.train = JpegFolders(train, self.synsets, random_box)
+        self.validation = JpegFolders(validation, self.synsets, middle_box)
         self.check_one_batch()
 
     @property
@@ -251,12 +251,11 @@ class ImageNet(PaperRecipe):
 class JpegFolders(Dataset[Batch]):
     """Images of root/WNID/NAME.JPEG, uint8; the label is the WNID's place in order.
 
-    ``part`` chooses a part of each image: ``random``: a box of random area, shape and place;
-    ``middle``: the square of 224 in the middle, if the shorter side were 256.
+    ``choose_box`` returns the part of an image of that width and height.
     """
 
     def __init__(
-        self, root: Path, synsets: Sequence[str], *, part: Literal["random", "middle"]
+        self, root: Path, synsets: Sequence[str], choose_box: Callable[[int, int], Box]
     ) -> None:
         names: list[bytes] = []
         labels: list[int] = []
@@ -270,7 +269,7 @@ class JpegFolders(Dataset[Batch]):
         # One array in place of a million strings: loader processes share its memory.
         self._names: NDArray[np.bytes_] = np.array(names, dtype=np.bytes_)
         self._labels = torch.tensor(labels)
-        self._choose_box = random_box if part == "random" else middle_box
+        self._choose_box = choose_box
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -349,7 +348,7 @@ def random_box(width: int, height: int) -> Box:
 
 
 def middle_box(width: int, height: int) -> Box:
-    """Return the square in the middle that evaluation looks at."""
+    """Return the middle square that is evaluated: 224 wide if the shorter side is scaled to 256."""
     side = min(width, height) / SHORTER_SIDE
     left, upper = (width - side) / 2, (height - side) / 2
     return left, upper, left + side, upper + side

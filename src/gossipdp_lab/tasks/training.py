@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -15,13 +15,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from gossipdp.parallel.module import GossipDataParallel
-from gossipdp.parallel.options import Checkpoints, Monitor
+from gossipdp.parallel.options import Checkpoints, Counting, Monitor
 from gossipdp.parallel.schedule import ProgressLR
 from gossipdp.rules import shown_rate
 from gossipdp_lab.baselines import SynchronousDataParallel
 from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.tasks import make_recipe
-from gossipdp_lab.tasks.options import TrainOptions
+from gossipdp_lab.tasks.options import RunOptions, TrainOptions
 
 Trained: TypeAlias = GossipDataParallel | SynchronousDataParallel
 
@@ -45,7 +45,22 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
     recipe = make_recipe(options)
     net = recipe.make_model()
     optimizer = recipe.make_optimizer(net)
-    model = _wrap(net, optimizer, options, options.epochs * recipe.num_samples)
+    checkpoints = None
+    if options.checkpoint_every is not None or options.resume:
+        checkpoints = Checkpoints(
+            directory=options.directory / "checkpoints",
+            every_steps=options.checkpoint_every,
+            resume="auto" if options.resume else None,
+        )
+    model = wrap(
+        net,
+        optimizer,
+        options,
+        batch_size=options.batch_size,
+        budget_samples=options.epochs * recipe.num_samples,
+        log_dir=options.directory,
+        checkpoints=checkpoints,
+    )
     schedule = ProgressLR(optimizer, model, lambda at: recipe.rate_factor(at, model.world_size))
     torch.manual_seed(model.worker_seed)  # each worker draws its own crops
     console = Console()
@@ -93,23 +108,26 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
     return outcome
 
 
-def _wrap(
-    net: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions, budget_samples: int
+def wrap(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: RunOptions,
+    *,
+    batch_size: int,
+    budget_samples: int | None,
+    least_s: float = 0.0,
+    log_dir: Path,
+    checkpoints: Checkpoints | None = None,
 ) -> Trained:
+    """Wrap a model by the options' method; ``least_s``: see SynchronousDataParallel."""
     if options.method == "allreduce":
         return SynchronousDataParallel(
             net,
-            batch_size=options.batch_size,
+            batch_size=batch_size,
             budget_samples=budget_samples,
+            least_s=least_s,
             seed=options.seed,
-            log_dir=options.directory,
-        )
-    checkpoints = None
-    if options.checkpoint_every is not None or options.resume:
-        checkpoints = Checkpoints(
-            directory=options.directory / "checkpoints",
-            every_steps=options.checkpoint_every,
-            resume="auto" if options.resume else None,
+            log_dir=log_dir,
         )
     return GossipDataParallel(
         net,
@@ -119,7 +137,8 @@ def _wrap(
         graph=options.graph,
         comm_rate=options.comm_rate,
         seed=options.seed,
-        monitor=Monitor(log_dir=options.directory),
+        counting=Counting(samples_per_step=batch_size),
+        monitor=Monitor(log_dir=log_dir),
         checkpoints=checkpoints,
     )
 
@@ -128,7 +147,6 @@ class TrainingView:
     """The display of the lead while it trains; other workers show nothing.
 
     num_samples: of one epoch.
-    clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -137,16 +155,14 @@ class TrainingView:
         options: TrainOptions,
         num_samples: int,
         console: Console,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
         self._epochs = options.epochs
         self._num_samples = num_samples
-        self._clock = clock
-        self._shown_s, self._shown_progress = clock(), model.progress()
+        self._shown_s, self._shown_progress = time.monotonic(), model.progress()
         self._losses: list[Tensor] = []
         self._view = ProgressView(
-            "training", console=console, clock=clock, redraw_every_s=0.5, line_every_s=10.0
+            "training", console=console, redraw_every_s=0.5, line_every_s=10.0
         )
         self._is_shown = model.is_lead
         if self._is_shown:
@@ -164,7 +180,7 @@ class TrainingView:
         if not self._is_shown:
             self._losses.clear()
             return
-        progress, now_s = self._model.progress(), self._clock()
+        progress, now_s = self._model.progress(), time.monotonic()
         mean = sum(float(each) for each in self._losses) / len(self._losses)
         samples = (progress - self._shown_progress) * self._epochs * self._num_samples
         speed = samples / max(now_s - self._shown_s, 1e-9)

@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 
 import torch
+from policies import NEIGHBOUR_POLICIES
 
 from gossipdp.dynamics.phase import Phase
 from gossipdp.graph.constants import Constants, LiveGraph
@@ -14,7 +15,6 @@ from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.objectives import Quadratic
-from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate.population import Population, Training
 from simulated_faults import schedule as faults
 from simulated_faults.averaged_rows import AveragedRows

@@ -1,20 +1,22 @@
 import json
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
-from gossipdp.gossip.counters import Counters
+from gossipdp.observe.log import CountsRecord, EndRecord, StartRecord, ValuesRecord
 from gossipdp.parallel.options import METHODS
 from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import (
-    WorkerResult,
+    DIGEST,
+    METRIC,
+    average_digests,
     averaged_together,
-    configuration_of,
     not_back,
     summarize,
 )
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.tasks import WORKLOADS
 
 
@@ -25,59 +27,51 @@ def test_the_names_are_those_of_the_library():
     assert get_args(hints["method"]) == (*METHODS, "allreduce")
 
 
-AT_THE_END: dict[str, Any] = {
-    "metric_before_average": 0.97,
-    "consensus_distance": 0.01,
-    "average_digest": "ab",
-}
-
-
-def make_results(num_workers: int, killed: Collection[int] = ()) -> list[WorkerResult]:
-    return [
-        WorkerResult(
-            rank=rank,
-            counts=Counters(
-                gradient_steps=100 + rank,
-                samples=3200 + 32 * rank,
-                exchanges_initiated=50,
-                exchanges_answered=49,
-            ),
-            train_seconds=4.0 + rank,
-            **({} if rank in killed else AT_THE_END),
+def make_log(num_workers: int, *, killed: Collection[int] = (), late: int = -1) -> RunLog:
+    workers = {}
+    for rank in range(num_workers):
+        counts = CountsRecord(
+            time_s=4.0 + rank,
+            gradient_steps=100 + rank,
+            samples=3200 + 32 * rank,
+            exchanges_initiated=50,
+            exchanges_answered=49,
         )
-        for rank in range(num_workers)
-    ]
-
-
-def summary_of(results: list[WorkerResult], **options: Any) -> dict[str, Any]:
-    arguments = DemoArguments(workers=len(results), **options)
-    return summarize(arguments, {"test_accuracy": 0.98}, results, configuration_of(arguments, 32))
+        values = {METRIC: 0.97, DIGEST: "cd" if rank == late else "ab"}
+        start = StartRecord(rank, num_workers, 1, 0.0, {})
+        workers[rank] = WorkerLog(start, counts=(counts,))
+        if rank not in killed:
+            end = EndRecord(5.0, 100 + rank, 3200 + 32 * rank, consensus_distance=0.01)
+            written = (ValuesRecord(5.0, 100 + rank, values),)
+            workers[rank] = replace(workers[rank], end=end, values=written)
+    return RunLog(workers)
 
 
 def test_the_results_are_those_of_all_workers():
-    summary = summary_of(make_results(2))
+    summary = summarize({"test_accuracy": 0.98}, make_log(2), {})
     assert summary["train_seconds"] == 5.0
     assert summary["samples"] == 6432
     assert summary["achieved_comm_rate"] == 2 * 100 / 201
     assert summary["workers"][1]["samples_per_second"] == 3232 / 5
+    assert summary["workers"][1]["metric_before_average"] == 0.97
     json.dumps(summary)
 
 
 def test_a_worker_that_was_killed_has_results_but_no_model():
-    results = make_results(3, killed=[0])
-    assert [result.rank for result in averaged_together(results)] == [1, 2]
-    summary = summary_of(results)
+    log = make_log(3, killed=[0])
+    assert averaged_together(log) == [1, 2]
+    summary = summarize({}, log, {})
     assert summary["workers"][0]["metric_before_average"] is None
     assert summary["workers"][0]["gradient_steps"] == 100
     assert summary["consensus_distance"] == 0.01
 
 
 def test_one_that_came_too_late_does_not_hold_the_average():
-    results = make_results(3)
-    results[0] = replace(results[0], average_digest="cd")
-    assert [result.rank for result in averaged_together(results)] == [1, 2]
+    log = make_log(3, late=0)
+    assert averaged_together(log) == [1, 2]
+    assert average_digests(log).keys() == {0, 1, 2}
     with pytest.raises(ValueError, match="no worker came to the end"):
-        averaged_together(make_results(3, killed=range(3)))
+        averaged_together(make_log(3, killed=range(3)))
 
 
 def test_the_run_outlasts_its_faults_unless_its_samples_are_given():

@@ -14,7 +14,6 @@ from gossipdp_lab.simulate import study
 from gossipdp_lab.simulate.command import SimulateArguments
 from gossipdp_lab.simulate.command_results import as_json, notes, table
 from gossipdp_lab.simulate.command_study import DIGITS_SGD, Run, make_runs, opening, timeline_jobs
-from gossipdp_lab.simulate.figures import Result
 from gossipdp_lab.simulate.scenario import ConstantTime, Link, SlowedTime
 from gossipdp_lab.simulate.study import simulate_all
 from gossipdp_lab.simulate.trace import TAIL_LOWEST, lowest_share
@@ -46,9 +45,9 @@ def results(words: str) -> tuple[Any, str]:
     """Return the JSON and the notes of a study, without pictures."""
     runs = runs_of(words)
     traces = simulate_all([run.job for run in runs], processes=1)
-    found = [Result(run.label, run.case, trace) for run, trace in zip(runs, traces, strict=True)]
+    found = list(zip(runs, traces, strict=True))
     said = "\n".join(notes(found, runs[0].job.scenario))
-    return as_json(arguments_of(words), runs, found), said
+    return as_json(arguments_of(words), found), said
 
 
 def strict(path: Path) -> Any:
@@ -166,10 +165,10 @@ def test_a_run_that_diverges():
     (run,) = runs_of("--workload digits --workers 4 --methods gossip --steps 5")
     (trace,) = simulate_all([run.job], processes=1)
     trace.records[-1] = trace.records[-1]._replace(consensus_distance=math.inf, loss=math.inf)
-    diverged = [Result("gossip", 0, trace)]
+    diverged = [(run, trace)]
     scenario = run.job.scenario
     assert "diverged" in list(table(diverged, scenario.objective).columns[1].cells)
-    written = as_json(arguments_of("--workload digits"), [run], diverged)
+    written = as_json(arguments_of("--workload digits"), diverged)
     assert written["runs"][0]["loss"][-1] == math.inf  # null in the file
 
 

@@ -49,7 +49,6 @@ def test_same_seed_same_digest(method, scenario):
     [
         (SMALL, "ring", QUICK),
         (TRAINING, "star", LinkModel(Link(0.08, bytes_per_s=1e3), jitter=0.8)),
-        (TRAINING, "star", LinkModel(durations_s=[0.02, 0.3])),
     ],
 )
 def test_the_mean_moves_only_by_gradient_steps(scenario, graph, links):

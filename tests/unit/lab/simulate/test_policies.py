@@ -4,9 +4,9 @@ from collections import Counter
 from random import Random
 
 import pytest
+from policies import NEIGHBOUR_POLICIES
 
 from gossipdp.protocol.neighbours import NeighbourPolicy
-from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
 EVERY_POLICY = sorted(NEIGHBOUR_POLICIES)
 

@@ -1,4 +1,4 @@
-"""The neighbour policies that the simulator compares with the runtime's :class:`Fresh`."""
+"""Neighbour policies that tests run the protocol with, beside the runtime's :class:`Fresh`."""
 
 from __future__ import annotations
 
