@@ -1,9 +1,7 @@
-"""TLS in whole runs, given by the variable of ``gossipdp run --tls`` or as an argument."""
+"""TLS in a whole run, given by the variable of ``gossipdp run --tls`` or as an argument."""
 
-import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,59 +11,13 @@ from gossipdp import GossipDataParallel, Network
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import read_addresses
 from gossipdp.launcher.launch_plan import ask_run_id
-from gossipdp.links import tls
 from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
-
-
-def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]]:
-    """Return which links are secured, the deaths, workers averaged and new keys, and the end."""
-    tls.MAX_RECORDS = 300
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gossipdp").addHandler(handler)
-    logging.getLogger("gossipdp").setLevel("INFO")
-    net = torch.nn.Linear(50, 20)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    network = Network(start_timeout_s=60, shared_memory="off")  # TLS is given by the environment
-    model = GossipDataParallel(net, optimizer, graph="complete", comm_rate=1, network=network)
-
-    def ended() -> list[str]:
-        # One end closes and says why. The other finds the end by reading, by writing or as a reset.
-        return [text for text in said if ": link to worker" in text]
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.randn(8, 50)).square().mean().backward()
-        optimizer.step()
-
-    wait_until(
-        lambda: model.stats().exchanges >= 300 and len(ended()) >= 3,
-        lambda: f"300 exchanges and 3 ends of links: {model.stats().exchanges}, {ended()}",
-        step,
-    )
-    num_deaths = sum(notice.kind == "lost" for notice in model.stats().noticed)
-    secured = are_secured(model)
-    num_workers = model.consolidate().world_size
-    num_renewed = sum("its TLS key" in text for text in ended())
-    return secured, num_deaths, num_workers, num_renewed, [p.tolist() for p in net.parameters()]
 
 
 def are_secured(model: GossipDataParallel) -> list[bool]:
     """Return whether each link that is up is secured."""
     links = list(model._engine._loop.transport.links.values())
     return [isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links]
-
-
-@pytest.mark.processes
-def test_under_an_own_authority_training_goes_on_while_links_get_new_keys(workers, authority):
-    tls = {"GOSSIPDP_TLS": str(authority.issue().cert.parent)}
-    found = workers(train_while_keys_are_renewed, 2, environment=tls)
-    for secured, num_deaths, num_workers, _, end in found:
-        assert all(secured)
-        assert (num_deaths, num_workers) == (0, 2)
-        assert end == found[0][-1]
-    assert sum(num_renewed for _, _, _, num_renewed, _ in found) >= 3, found
 
 
 def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
@@ -84,9 +36,10 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
         with pytest.raises(RendezvousError, match="no worker to join answers"):
             ask_run_id(known, Tls(stranger))
         os.environ["GOSSIPDP_RUN_ID"] = ask_run_id(known, Tls(files))
+        os.environ["GOSSIPDP_TLS"] = str(files.cert.parent)
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    network = Network(start_timeout_s=60, tls=files.cert.parent)
+    network = Network(start_timeout_s=60, tls=None if joins else files.cert.parent)
     model = GossipDataParallel(net, optimizer, network=network)
     transport = model._engine._loop.transport
     if model.rank == 0:
