@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import secrets
@@ -25,23 +26,22 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+import numpy as np
 import psutil
 import torch
 from broken_links import cut, drawn_link
-from known_average import errors_in, inputs_in, wrong_end, wrong_steps
+from known_average import assert_is_mean
 from rich.console import Console
 from run_processes import VARIABLES, RunCommand, runs
-from trends import Trend, averaged_over, trend
 
 import gossipdp
-from gossipdp import Consolidated
 from gossipdp_lab.progress_bar import ProgressView
 
 SCRIPT = "tests/chaos/soak.py"
@@ -55,48 +55,14 @@ CUT_EVERY_S = 1.0
 STOPS = "stop 3s every 30s"  # shorter than the time-out: none may be missing at the end
 AGAIN_S = 1.0  # until what could not happen is tried again
 SAMPLE_EVERY_S = 5.0
-# Neighbouring samples resemble each other.
 STRETCH_MINUTES = 0.5
 # Of a life, before it is judged, and the least that it has to last after that. In the first minutes
 # the allocator comes to rest, by steps of a MB or two.
 WARM_UP_MINUTES, JUDGED_MINUTES = 5.0, 10.0
 BATCH = 16
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The periods of events in a run of this duration, in seconds."""
-
-    duration_s: float
-    kill_every_s: float
-    average_every_s: float
-    join_for_s: float
-
-    @classmethod
-    def of(cls, duration_s: float) -> Pace:
-        """Return that of a run of 12 minutes or more; in a shorter one all happens sooner."""
-        return cls(
-            duration_s,
-            kill_every_s=min(45.0, duration_s / 4),
-            average_every_s=min(60.0, duration_s / 4),
-            join_for_s=min(240.0, duration_s / 3),
-        )
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One thing that is sampled; its slope, less two standard errors, may be ``most`` a minute."""
-
-    name: str
-    unit: str
-    most: float
-
-
-MEASURES = (
-    Measure("memory", "MB", 0.5),
-    Measure("descriptors", "", 0.1),  # but for links, of which there is one to a peer at most
-    Measure("threads", "", 0.1),
-)
+# What is sampled, its unit, and what its slope, less two standard errors, may be a minute. Links
+# are no descriptors here: of them there is one to a peer at most.
+MEASURES = {"memory": ("MB", 0.5), "descriptors": ("", 0.1), "threads": ("", 0.1)}
 # Beyond one to each worker that there is: those just cut, and those that two dial at once.
 LINKS_BESIDES = 4
 
@@ -128,45 +94,44 @@ class Life:
             sample = memory, float(descriptors), float(self.process.num_threads())
             self.samples.append(((now_s - self.began_s) / 60, *sample))
 
-    def series(self, least_minutes: float = 0.0) -> dict[str, list[list[float]]]:
-        """Return minutes and means of each measure, by stretches, from so late in this life on."""
-        after = [sample for sample in self.samples if sample[0] >= least_minutes]
-        minutes = [sample[0] for sample in after]
-        return {
-            measure.name: list(
-                averaged_over(minutes, [sample[place] for sample in after], STRETCH_MINUTES)
-            )
-            for place, measure in enumerate(MEASURES, start=1)
-        }
+    def trends(self) -> dict[str, tuple[float, float]]:
+        """Return the slope of each measure a minute, and its error; none of too short a life.
 
-    def trends(self) -> dict[str, Trend]:
-        """Return the trend of each measure; none of a life that was too short."""
+        A line goes through the means of stretches: neighbouring samples resemble each other, so the
+        error of a line through all of them would be too small.
+        """
         if not self.samples or self.samples[-1][0] < WARM_UP_MINUTES + JUDGED_MINUTES:
             return {}
-        return {name: trend(*line) for name, line in self.series(WARM_UP_MINUTES).items()}
+        stretches: dict[int, list[tuple[float, ...]]] = {}
+        for sample in self.samples:
+            if sample[0] >= WARM_UP_MINUTES:
+                stretches.setdefault(int(sample[0] / STRETCH_MINUTES), []).append(sample)
+        minutes, *series = np.array([np.mean(each, axis=0) for each in stretches.values()]).T
+        found = {}
+        for name, values in zip(MEASURES, series, strict=True):
+            (slope, _), covariance = np.polyfit(minutes, values, 1, cov=True)
+            found[name] = float(slope), math.sqrt(covariance[0, 0])
+        return found
 
 
-@dataclass(frozen=True)
-class WorkerLife:
-    """A worker's life by its files: rank and process."""
-
-    rank: int
-    pid: int
-
-    @classmethod
-    def of(cls, path: Path) -> WorkerLife:
-        return cls(*map(int, path.name.split("-")[1:3]))
+def life_of(path: Path) -> tuple[int, int]:
+    """Return rank and process of a worker's life, by the name of its file."""
+    rank, pid = path.name.split("-")[1:3]
+    return int(rank), int(pid)
 
 
 class Soak:
     """One run, what befalls it, and what is seen of it."""
 
-    def __init__(self, directory: Path, num_workers: int, pace: Pace, seed: int) -> None:
-        self.directory, self.num_workers, self.pace = directory, num_workers, pace
+    def __init__(self, directory: Path, num_workers: int, minutes: float, seed: int) -> None:
+        self.directory, self.num_workers = directory, num_workers
+        self.duration_s = 60 * minutes
+        # In a run of less than 12 minutes all happens sooner.
+        self.join_for_s = min(240.0, self.duration_s / 3)
         self.random = Random(seed)
         self.counts = dict.fromkeys(("cuts", "kills", "joins", "leaves", "averages"), 0)
         self.problems: list[str] = []
-        self.lives: dict[WorkerLife, Life] = {}
+        self.lives: dict[tuple[int, int], Life] = {}
         self.seen: set[int] = set()
         self.files = directory / "files"
         self.temporary = directory / "tmp"
@@ -203,10 +168,9 @@ class Soak:
         """Note new lives, and that the supervisors run."""
         now_s = time.monotonic()
         for path in self.files.glob("life-*"):
-            key = WorkerLife.of(path)
-            if key not in self.lives and runs(key.pid):
-                name = f"worker {key.rank}"
-                life = self.lives[key] = Life(name, psutil.Process(key.pid), now_s)
+            rank, pid = key = life_of(path)
+            if key not in self.lives and runs(pid):
+                life = self.lives[key] = Life(f"worker {rank}", psutil.Process(pid), now_s)
                 with suppress(psutil.Error):
                     connections = life.process.net_connections(kind="tcp")
                     listening = [each for each in connections if each.status == "LISTEN"]
@@ -222,7 +186,7 @@ class Soak:
 
     def live(self) -> dict[int, Life]:
         """Return the live workers that train, by rank."""
-        return {key.rank: life for key, life in self.lives.items() if life.is_live}
+        return {rank: life for (rank, _), life in self.lives.items() if life.is_live}
 
     def are_all_back(self) -> bool:
         """Return whether all of the run and, if one is to be there, the one that joined train."""
@@ -266,18 +230,18 @@ class Soak:
     def average(self) -> None:
         """Ask a worker that is never killed for an average."""
         even = range(0, self.num_workers, 2)
-        (self.files / f"average-{even[self.counts['averages'] % len(even)]}").touch()
+        (self.files / f"asked-{even[self.counts['averages'] % len(even)]}").touch()
         self.counts["averages"] += 1
 
     def join_or_leave(self, now_s: float, last_s: float) -> None:
         """Let one join, or after a while leave again; the last one stays."""
-        pause_s = self.pace.join_for_s / 8
+        pause_s = self.join_for_s / 8
         if self.joiner is None and now_s >= self._joins_s and 0 in self.live():
             (port,) = self.live()[0].ports
             self.counts["joins"] += 1
             self.joiner = self._start(f"join-{self.counts['joins']}", "--join", f"127.0.0.1:{port}")
-            self._leaves_s = now_s + self.pace.join_for_s
-        elif self.joiner is not None and self._leaves_s <= now_s < last_s - self.pace.join_for_s:
+            self._leaves_s = now_s + self.join_for_s
+        elif self.joiner is not None and self._leaves_s <= now_s < last_s - self.join_for_s:
             here = [life for rank, life in self.live().items() if rank >= self.num_workers]
             if not here:
                 return
@@ -294,12 +258,12 @@ class Soak:
         self.run.wait_for(lambda: (self.look(), self.are_all_back())[1])
         self._cutter.start()
         began_s = time.monotonic()
-        ends_s = began_s + self.pace.duration_s
-        self._joins_s = began_s + self.pace.join_for_s / 8
+        ends_s = began_s + self.duration_s
+        self._joins_s = began_s + self.join_for_s / 8
         every = {
-            self.sample: min(SAMPLE_EVERY_S, self.pace.duration_s / 60),
-            self.kill: self.pace.kill_every_s,
-            self.average: self.pace.average_every_s,
+            self.sample: min(SAMPLE_EVERY_S, self.duration_s / 60),
+            self.kill: min(45.0, self.duration_s / 4),
+            self.average: min(60.0, self.duration_s / 4),
         }
         due = {what: began_s + period_s for what, period_s in every.items()}
         while (now_s := time.monotonic()) < ends_s:
@@ -310,15 +274,13 @@ class Soak:
                     due[what] = max(at_s + again_s, time.monotonic())
             self.join_or_leave(now_s, ends_s)
             counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
-            view.advance((now_s - began_s) / self.pace.duration_s, counts)
+            view.advance((now_s - began_s) / self.duration_s, counts)
             time.sleep(0.1)
 
     def end(self) -> dict[int, dict[str, Any]]:
         """Let all who are to be there come back, and end; return what they told."""
         self.run.wait_for(lambda: (self.look(), self.are_all_back())[1])
-        asked = [each.name for each in self.files.glob("average-*")]
-        if asked:
-            self.run.wait_for(lambda: not list(self.files.glob("average-*")))
+        self.run.wait_for(lambda: not list(self.files.glob("asked-*")))
         (self.files / "unfinished-end").write_text(str(len(self.live())))
         (self.files / "unfinished-end").replace(self.files / "end")
         for command in self.commands:
@@ -342,7 +304,7 @@ class Soak:
         self._judge_values(ends)
         self._judge_what_is_left(ends)
         self._judge_output()
-        expected = self.pace.duration_s / CUT_EVERY_S
+        expected = self.duration_s / CUT_EVERY_S
         if self.counts["cuts"] < expected / 2:
             self.problems.append(f"of {expected:.0f} cuts {self.counts['cuts']} were done")
         trends = [(life, life.trends()) for life in (self.supervisor, *self.lives.values())]
@@ -355,47 +317,58 @@ class Soak:
             for life in self.lives.values()
             if life.most_links > most
         ]
-        for life, found in trends:
-            for measure in MEASURES:
-                line = found.get(measure.name)
-                if line is not None and not line.is_flat(measure.most):
-                    self.problems.append(
-                        f"{measure.name} of {life.name}, process {life.process.pid}, grows by "
-                        f"{line.slope:.2f} ± {line.error:.2f} {measure.unit} a minute, more than "
-                        f"{measure.most:g}"
-                    )
+        self.problems += [
+            f"{name} of {life.name}, process {life.process.pid}, grows by {slope:.2f} ± "
+            f"{error:.2f} {MEASURES[name][0]} a minute, more than {MEASURES[name][1]:g}"
+            for life, found in trends
+            for name, (slope, error) in found.items()
+            if not slope - 2.0 * error <= MEASURES[name][1]
+        ]
 
     def _judge_values(self, ends: dict[int, dict[str, Any]]) -> None:
-        consolidated = {rank: Consolidated(**end["consolidated"]) for rank, end in ends.items()}
-        paths = {rank: self.files / f"result-{rank}.pt" for rank in ends}
-        results = {rank: torch.load(path, weights_only=True) for rank, path in paths.items()}
-        trained = [
-            name
-            for name in next(iter(results.values()), {})
-            if name.split(".")[1] in ("weight", "bias")
-        ]
-        self.problems += wrong_end(inputs_in(self.files), results, consolidated, trained)
-        for rank, end in ends.items():
-            told = {
-                int(rank): n for rank, n in end["consolidated"]["gradient_steps_by_rank"].items()
-            }
-            self.problems += [
-                f"worker {rank} tells {line}" for line in wrong_steps(told, self.diaries())
-            ]
-            steps, samples = sum(told.values()), end["consolidated"]["samples"]
-            if samples != steps * BATCH or steps != end["consolidated"]["gradient_steps"]:
-                self.problems.append(f"worker {rank} tells {samples} samples of {steps} steps")
+        brought = [torch.load(path) for path in self.files.glob("brought-*.pt")]
+        averages = {rank: torch.load(self.files / f"average-{rank}.pt") for rank in ends}
+        told = {json.dumps(end["consolidated"], sort_keys=True) for end in ends.values()}
+        if len(told) != 1 or len(brought) != len(ends):
+            self.problems.append(f"{len(brought)} made an average, and {len(ends)} tell: {told}")
+            return
+        first = averages[min(averages)]
+        for rank, average in averages.items():
+            if not torch.equal(average, first):
+                self.problems.append(f"worker {rank} holds other bits than {min(averages)}")
+        try:
+            assert_is_mean(first, brought)
+        except AssertionError as error:
+            self.problems.append(f"the average is not the mean: {error}")
+        end = json.loads(told.pop())
+        if end["world_size"] != len(ends):
+            self.problems.append(f"an average of {end['world_size']} workers, not {len(ends)}")
+        steps = {int(rank): n for rank, n in end["gradient_steps_by_rank"].items()}
+        self._judge_steps(steps)
+        total = sum(steps.values())
+        if end["samples"] != total * BATCH or end["gradient_steps"] != total:
+            self.problems.append(f"{end['samples']} samples of {total} steps")
+
+    def _judge_steps(self, told: dict[int, int]) -> None:
+        """Hold the steps of each rank against the diaries of its lives."""
+        diaries = self.diaries()
+        for rank in told.keys() | diaries:
+            lives = diaries.get(rank, [(0, 0)])
+            least, most = (sum(each) for each in zip(*lives, strict=True))
+            if not least <= told.get(rank, 0) <= most:
+                line = f"{told.get(rank, 0)} steps of worker {rank}, not {least} to {most}"
+                self.problems.append(line)
 
     def diaries(self) -> dict[int, list[tuple[int, int]]]:
         """Return of each rank's lives the fewest and the most steps that others may know."""
         found: dict[int, list[tuple[int, int]]] = {}
         for path in self.files.glob("diary-*"):
-            key = WorkerLife.of(path)
+            key = life_of(path)
             times = [float(line) for line in path.read_text().splitlines()]
             life = self.lives.get(key)
             killed_s = life.killed_s if life else None
             known = [time_s for time_s in times if killed_s is None or time_s < killed_s - UNTOLD_S]
-            found.setdefault(key.rank, []).append((len(known), len(times)))
+            found.setdefault(key[0], []).append((len(known), len(times)))
         return found
 
     def _judge_what_is_left(self, ends: dict[int, dict[str, Any]]) -> None:
@@ -408,7 +381,7 @@ class Soak:
         processes = [pid for pid in self.seen if runs(pid)]
         if processes:
             self.problems.append(f"processes are left: {processes}")
-        own = [f"{key.pid}" for key in self.lives]
+        own = [f"{pid}" for _, pid in self.lives]
         shared = [path.name for path in Path("/dev/shm").iterdir()]
         files = [name for name in shared if set(own) & set(name.split("_"))]
         # torch leaves a directory of its compiler, and a loader that is killed one of Python's.
@@ -432,25 +405,26 @@ class Soak:
                 self.problems.append(f"{path.name}: {len(bad)} errors, the first: {bad[0]}")
 
 
+def errors_in(lines: list[str]) -> list[str]:
+    """Return the lines of a run's output that report an error.
+
+    One error is not the run's: Python's own ``resource_sharer`` raises and prints it if a data
+    loader's process is killed while it hands a descriptor over.
+    """
+    found, is_of_sharer = [], False
+    for line in lines:
+        if "Traceback (most recent call last)" in line:
+            is_of_sharer = False
+        is_of_sharer |= "multiprocessing/resource_sharer.py" in line
+        if ("Error" in line or "Too many open files" in line) and not is_of_sharer:
+            found.append(line)
+        if "Error" in line:
+            is_of_sharer = False
+    return found
+
+
 def results_of(soak: Soak, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Return what is written as JSON."""
-    lives = []
-    for life in (soak.supervisor, *soak.lives.values()):
-        found = life.trends()
-        lives.append(
-            {
-                "name": life.name,
-                "process": life.process.pid,
-                "minutes": life.samples[-1][0] if life.samples else 0.0,
-                "was_killed": life.killed_s is not None,
-                "most_links": life.most_links,
-                "trends_per_minute": {name: asdict(line) for name, line in found.items()},
-                "minutes_and_means": {
-                    name: [[round(value, 3) for value in values] for values in both]
-                    for name, both in life.series().items()
-                },
-            }
-        )
     return {
         "command": command_of(arguments),
         "version": gossipdp.__version__,
@@ -459,8 +433,16 @@ def results_of(soak: Soak, arguments: argparse.Namespace, seconds: float) -> dic
         "small_shared_memory": arguments.has_own_shm,
         "seconds": round(seconds, 1),
         "counts": soak.counts,
-        "most_per_minute": {measure.name: measure.most for measure in MEASURES},
-        "lives": lives,
+        "lives": [
+            {
+                "name": life.name,
+                "minutes": life.samples[-1][0] if life.samples else 0.0,
+                "was_killed": life.killed_s is not None,
+                "most_links": life.most_links,
+                "slopes_and_errors_a_minute": life.trends(),
+            }
+            for life in (soak.supervisor, *soak.lives.values())
+        ],
         "problems": soak.problems,
     }
 
@@ -506,9 +488,8 @@ def main() -> int:
     print(f"to run it again: {command_of(arguments)}", flush=True)
     directory = Path("runs/soak").absolute()
     shutil.rmtree(directory, ignore_errors=True)
-    pace = Pace.of(60 * arguments.minutes)
     began_s = time.monotonic()
-    soak = Soak(directory, arguments.workers, pace, arguments.seed)
+    soak = Soak(directory, arguments.workers, arguments.minutes, arguments.seed)
     try:
         with ProgressView("soaking", console=console, redraw_every_s=1, line_every_s=10) as view:
             soak.train(view)

@@ -1,7 +1,7 @@
 """The training script of ``soak.py``: one worker, which keeps a diary of its steps.
 
-It trains until there is a file ``end``, which holds how many workers are in the run then. What it
-tells, it tells by files of the directory that is its argument.
+It trains until there is a file ``end``, which holds how many workers are in the run then. All that
+it tells is in files of the directory that is its argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-from known_average import consolidate_what_is_kept
+from known_average import consolidate_openly
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -74,7 +74,7 @@ def main(directory: Path) -> None:
         checkpoints=Checkpoints(directory / "checkpoints", every_steps=STEPS_PER_CHECKPOINT),
     )
     name = f"{model.rank}-{os.getpid()}"
-    asked = directory / f"average-{model.rank}"
+    asked = directory / f"asked-{model.rank}"
     has_exchanged = False
     stream = batches(model.rank)
     with (directory / f"diary-{name}").open("ab", buffering=0) as diary:
@@ -98,8 +98,7 @@ def main(directory: Path) -> None:
                 break
     del stream, inputs, loss  # what came from a loader's process holds a descriptor
     num_workers = int((directory / "end").read_text())
-    result = consolidate_what_is_kept(model, directory, num_workers)
-    torch.save(model.state_dict(), directory / f"result-{model.rank}.pt")
+    result = consolidate_openly(model, directory, num_workers)
     stats = model.stats()
     rank, exchanges = model.rank, stats.exchanges
     del model, optimizer

@@ -122,11 +122,6 @@ def is_among(tensor: Tensor, held: Iterable[Tensor]) -> bool:
     )
 
 
-def z_of(tensors: dict[str, Tensor], name: str) -> Tensor:
-    z = tensors[f"model/{name}"].double()
-    return z + 0.5 * tensors[f"c/{name}"].double() if f"c/{name}" in tensors else z
-
-
 TOTAL = BATCH * sum(STEPS + rank for rank in range(NUM_WORKERS))
 
 
@@ -159,25 +154,6 @@ def test_as_many_workers_go_on_with_every_bit(workers, directory):
             assert all(torch.equal(exported[name], end[name]) for name in end)
     # One of them may be done before it was its turn.
     assert sum(exchanges for *_, exchanges, _ in results) > 0
-
-
-def test_another_number_of_workers_start_from_one_mean(workers, directory):
-    num_workers = 2
-    files = [tensors_of(directory, rank) for rank in range(NUM_WORKERS)]
-    results = workers(resume_and_look, num_workers, (str(directory), 5))
-    for rank, (start, total, own, result, *_) in enumerate(results):
-        for name, tensor in start.items():
-            kind, _, own_name = name.partition("/")
-            if kind == "model" and tensor.is_floating_point():
-                mean = sum(z_of(each, own_name) for each in files) / NUM_WORKERS
-                assert torch.equal(tensor, mean.to(tensor.dtype)), name
-            elif kind == "model":
-                assert torch.equal(tensor, files[rank][name])
-            elif kind == "optimizer":
-                assert is_among(tensor, files[rank].values()), name
-        assert TOTAL <= total <= result.samples
-        assert own.samples == BATCH * (STEPS + rank)
-        assert result.samples == TOTAL + num_workers * 5 * BATCH
 
 
 def end_a_run(directory: str) -> dict[str, Tensor]:

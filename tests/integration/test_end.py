@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from run_processes import path_before, run_python
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import FOR_EVER_S, wait_until
@@ -35,11 +34,6 @@ def wrap(
         optimizer.step()
 
     return model, step
-
-
-def train(model: GossipDataParallel, step: Callable[[], None]) -> None:
-    for _ in model.batches([torch.ones(8, 4)]):
-        step()
 
 
 def said_in(log: Path) -> str:
@@ -137,67 +131,3 @@ def test_workers_that_draw_the_same_batches_are_warned_once(workers, tmp_path):
     assert said not in said_in(tmp_path)
     workers(draw, 2, (tmp_path, lambda model: torch.manual_seed(model.rank + 1), False))
     assert said not in said_in(tmp_path)
-
-
-def go_on(directory: Path) -> int:
-    saving = Checkpoints(directory, every_steps=1000, resume="auto")
-    model, step = wrap(directory, budget_samples=64, checkpoints=saving)
-    train(model, step)
-    return model.consolidate().samples
-
-
-def test_a_resumed_run_says_where_it_goes_on_and_that_nothing_is_left(workers, tmp_path):
-    assert min(workers(go_on, 2, (tmp_path,))) >= 64
-    assert "goes on" not in said_in(tmp_path)
-    assert min(workers(go_on, 2, (tmp_path,))) >= 64
-    said = said_in(tmp_path)
-    assert said.count("the run goes on from step ") == 1
-    assert f"in {tmp_path}, from checkpoints of 2 workers, with world_size 2\n" in said
-    assert said.count("batches() of 64 samples yields nothing: the workers have") == 1
-
-
-DIES_AT_THE_END = """
-import os, signal, sys, time
-from pathlib import Path
-
-again, deadline_s = Path(sys.argv[1]), time.monotonic() + 120
-if os.environ.get("GOSSIPDP_RESTARTS", "0") != "0":  # a new life, as slow to start as a large model
-    again.touch()
-    time.sleep(1000)
-
-import torch
-from gossipdp import GossipDataParallel, Network
-
-net = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-model = GossipDataParallel(net, optimizer, budget_samples=400, network=Network(timeout_s=1.0))
-for batch in model.batches([torch.ones(8, 4)]):
-    optimizer.zero_grad()
-    net(batch).sum().backward()
-    optimizer.step()
-if model.rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-while not again.exists():
-    assert time.monotonic() < deadline_s
-    time.sleep(0.01)
-print(model.rank, model.consolidate().world_size)
-"""
-# A spare interpreter would import torch, and so would the next one.
-NOTHING_AHEAD = """
-from gossipdp.launcher import spare_interpreter
-spare_interpreter.import_ahead = lambda: False
-"""
-
-
-def test_a_death_near_the_end_leaves_the_run_complete(tmp_path):
-    script = tmp_path / "train.py"
-    (tmp_path / "sitecustomize.py").write_text(NOTHING_AHEAD)
-    script.write_text(DIES_AT_THE_END)
-    words = ["run", "-n", "2", "--max-restarts", "3", str(script), str(tmp_path / "again")]
-    done = run_python("-m", "gossipdp", *words, environment=path_before(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 1\n"
-    assert "worker 1 is started again (restarts left: 2)" in done.stderr
-    assert "gossipdp: worker 1 is ended: the run is complete without it\n" in done.stderr
-    assert "restarts left: 1" not in done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
 """Workers that are killed, stopped, started again: with real processes."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -12,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from known_average import assert_is_mean, quietly, x_of, z_of
+from known_average import assert_is_mean, consolidate_openly
 from torch import nn
 from waiting import LONGEST_S, wait_until
 
 from gossipdp import GossipDataParallel, Network
 from gossipdp.errors import WorkerFailedError
-from gossipdp.gossip.transfer import Transfers
 
 pytestmark = pytest.mark.processes
 
@@ -49,10 +49,6 @@ class Worker:
     @property
     def protocol(self) -> Any:
         return self.model._worker._protocol
-
-    @property
-    def transfers(self) -> Any:
-        return self.model._worker._loop.transfers
 
     def step(self, inputs: Any = None, pause_s: float = 0.005) -> None:
         self.optimizer.zero_grad()
@@ -88,8 +84,8 @@ class Worker:
         wanted = self.model.stats().exchanges + times
         self.train_until(lambda: self.model.stats().exchanges >= wanted)
 
-    def finish(self) -> None:
-        result = self.model.consolidate()
+    def finish(self, consolidate: Callable[..., Any] = GossipDataParallel.consolidate) -> None:
+        result = consolidate(self.model)
         stats = self.model.stats()
         flat = torch.cat([value.double().flatten() for value in self.net.state_dict().values()])
         diary = {
@@ -104,18 +100,6 @@ class Worker:
         }
         path = self.directory / f"end-{self.model.rank}-{self.life}.json"
         path.write_text(json.dumps(diary))
-
-    def finish_openly(self, num_workers: int) -> None:
-        """Finish, and leave in files what this worker brought to the average, and the average."""
-
-        def meet(word: str) -> None:
-            (self.directory / f"{word}-{self.model.rank}").touch()
-            wait_until(lambda: len(list(self.directory.glob(f"{word}-*"))) >= num_workers, word)
-
-        brought = quietly(self.model, meet, lambda: z_of(self.model))
-        torch.save(brought, self.directory / f"brought-{self.model.rank}.pt")
-        self.finish()
-        torch.save(x_of(self.model), self.directory / f"average-{self.model.rank}.pt")
 
     def die(self, *_: Any) -> None:
         (self.directory / f"death-{self.model.rank}").write_text(repr(time.monotonic()))
@@ -178,7 +162,7 @@ def die_one_by_one(directory: Path) -> None:
     other = 4 - worker.model.rank
     worker.train_until(lambda: worker.model.stats().exchanges_by_neighbour.get(other, 0) > 0)
     worker.train(1.5)
-    worker.finish_openly(2)
+    worker.finish(functools.partial(consolidate_openly, directory=directory, num_workers=2))
 
 
 def test_the_dead_are_noticed_and_the_others_train_on(workers, tmp_path):
@@ -271,48 +255,6 @@ def kill_two_and_stop_the_third(directory: Path) -> None:
 def test_who_comes_back_finds_one_that_came_back_after_its_start(workers, tmp_path):
     workers(kill_two_and_stop_the_third, 3, (tmp_path,), max_restarts=2)
     assert [(end["rank"], end["life"]) for end in diaries(tmp_path)] == [(0, 1), (1, 1), (2, 0)]
-
-
-def fail_while_a_state_is_taken(directory: Path) -> None:
-    """Rank 2 dies, and in its next life dies again as it has taken another's state.
-
-    In its third life its first donor, rank 1, stops when it is asked for its optimizer.
-    """
-    life = int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
-    if life == 1:
-        Transfers.landed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    worker = Worker(directory)
-    if worker.model.rank == 2:
-        worker.train_until_exchanged()
-        if life == 0:
-            worker.die()
-        worker.finish()
-        return
-    if worker.model.rank == 1:
-        (directory / "pid-1").write_text(str(os.getpid()))
-        offer, askers = worker.transfers.offer, set[int]()
-
-        def stop_for_the_second(key: Any) -> Any:
-            askers.add(worker.protocol.membership.members()[2].process_id)
-            if len(askers) == 2:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return offer(key)
-
-        worker.transfers.offer = stop_for_the_second
-    worker.train_until(lambda: worker.noticed("restarted", 2))
-    worker.finish()
-    if worker.model.rank == 0:
-        os.kill(int((directory / "pid-1").read_text()), signal.SIGKILL)
-
-
-def test_where_the_joiner_dies_it_may_come_again_and_where_the_donor_fails_another_is_asked(
-    workers, tmp_path
-):
-    with pytest.raises(WorkerFailedError, match=r"worker 1 died of .*SIGKILL"):
-        workers(fail_while_a_state_is_taken, 3, (tmp_path,), max_restarts=2)
-    ends = diaries(tmp_path)
-    assert [(end["rank"], end["life"]) for end in ends] == [(0, 0), (2, 2)]
-    assert {end["num_workers"] for end in ends} == {2}
 
 
 def wait_for(*paths: Path) -> None:

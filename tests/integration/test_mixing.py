@@ -16,17 +16,10 @@ from gossipdp.parallel.stats import Stats
 pytestmark = pytest.mark.processes
 
 NUM_WORKERS = 4
-NUM_OBSERVED = 1_000
+NUM_FLOATS = 3_000
+# A "gradient step" is a wait that changes nothing.
+NUM_STEPS, STEP_S = 80, 0.01
 AGREED = 1e-6
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run, the same for all workers; a "gradient step" is a wait that changes nothing."""
-
-    step_s: float = 0.01
-    num_steps: int = 80
-    num_floats: int = 3_000
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,7 @@ class Mixed:
 
     Attributes:
         times_s: ``time.monotonic``, which all processes share.
-        values: observed coordinates of its parameters; (num_steps + 1, observed) float32.
+        values: its parameters; (NUM_STEPS + 1, NUM_FLOATS) float32.
         initiated: exchanges that it asked for and completed.
         num_failed: exchanges before the end.
         stats: those of the whole run.
@@ -49,20 +42,15 @@ class Mixed:
     stats: Stats
 
 
-def start_vector(task: Task, rank: int) -> torch.Tensor:
+def start_vector(rank: int) -> torch.Tensor:
     """Return the standard normal vector with which a worker begins."""
-    return torch.randn(task.num_floats, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(NUM_FLOATS, generator=torch.Generator().manual_seed(rank))
 
 
-def observed(task: Task, values: torch.Tensor) -> np.ndarray:
-    """Return some coordinates, from all chunks."""
-    return values[:: max(1, task.num_floats // NUM_OBSERVED)][:NUM_OBSERVED].numpy().copy()
-
-
-def mix(task, meeting):
+def mix(meeting):
     """Exchange with the others while waiting; workers wait for one another in ``meeting``."""
     torch.set_num_threads(1)
-    vector = nn.ParameterDict({"vector": nn.Parameter(torch.zeros(task.num_floats))})
+    vector = nn.ParameterDict({"vector": nn.Parameter(torch.zeros(NUM_FLOATS))})
     optimizer = torch.optim.SGD(vector.parameters(), lr=0.0)  # no gradient: it changes nothing
     model = GossipDataParallel(
         vector,
@@ -74,16 +62,16 @@ def mix(task, meeting):
     )
     # Wrapping gave all of them rank 0's vector. No worker asks before its fifth step, and none
     # steps before all have vectors of their own.
-    model.load_state_dict({"vector": start_vector(task, model.rank)})
+    model.load_state_dict({"vector": start_vector(model.rank)})
     (meeting / str(model.rank)).touch()
     wait_until(lambda: len(list(meeting.iterdir())) == model.world_size, "all come to the start")
     values = vector["vector"].detach()
-    seen, initiated, times_s = [observed(task, values)], [0], [time.monotonic()]
-    for _ in range(task.num_steps):
-        time.sleep(task.step_s)
+    seen, initiated, times_s = [values.numpy().copy()], [0], [time.monotonic()]
+    for _ in range(NUM_STEPS):
+        time.sleep(STEP_S)
         optimizer.step()
         times_s.append(time.monotonic())
-        seen.append(observed(task, values))
+        seen.append(values.numpy().copy())
         initiated.append(model.stats().exchanges_initiated)
     num_failed = model.stats().exchanges_failed
     model.consolidate()  # all have ended their exchanges when it returns
@@ -91,25 +79,20 @@ def mix(task, meeting):
     return Mixed(model.rank, *history, num_failed, model.stats())
 
 
-LARGE = Task(num_floats=1_100_000, step_s=0.03, num_steps=50)
-
-
-@pytest.mark.parametrize("task", [Task(), LARGE], ids=["a2cid2", "a2cid2-large"])
-def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, task, tmp_path):
-    series = workers(mix, NUM_WORKERS, (task, tmp_path))
-    starts = np.stack([observed(task, start_vector(task, rank)) for rank in range(NUM_WORKERS)])
+def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, tmp_path):
+    series = workers(mix, NUM_WORKERS, (tmp_path,))
+    starts = np.stack([start_vector(rank).numpy() for rank in range(NUM_WORKERS)])
     for rank, each in enumerate(series):
         assert each.rank == rank
         assert np.array_equal(each.values[0], starts[rank])
         # Nobody asks before it knows its own pace: all had their vectors by then.
         assert not each.initiated[:4].any()
         assert each.num_failed == 0
-        assert each.stats.kernels == ("numba" if task is LARGE else "torch")
     # Both ends count an exchange, but for one that the end of the run may cut short.
     answered = sum(each.stats.exchanges_answered for each in series)
     asked = sum(each.stats.exchanges_initiated for each in series)
     assert abs(answered - asked) <= NUM_WORKERS
-    decay, lowest = decay_per_exchange(series, task.step_s)
+    decay, lowest = decay_per_exchange(series)
     assert lowest < AGREED
     promised = Constants.of(build_graph("ring", NUM_WORKERS))
     # Theory's bound holds for the expectation; single runs decay one to two times as fast.
@@ -118,13 +101,13 @@ def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, task
     np.testing.assert_allclose(series[0].values[-1], starts.mean(axis=0), atol=1e-2)
 
 
-def decay_per_exchange(series: list[Mixed], step_s: float) -> tuple[float, float]:
+def decay_per_exchange(series: list[Mixed]) -> tuple[float, float]:
     """Return the decay of the consensus distance per exchange, and its least share of the first.
 
     At a row of moments each worker counts by what it saw last.
     """
     moments = np.arange(
-        max(each.times_s[0] for each in series), min(each.times_s[-1] for each in series), step_s
+        max(each.times_s[0] for each in series), min(each.times_s[-1] for each in series), STEP_S
     )
     places = [np.searchsorted(each.times_s, moments, side="right") - 1 for each in series]
     both = list(zip(series, places, strict=True))

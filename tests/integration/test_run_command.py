@@ -1,10 +1,12 @@
-"""``gossipdp run``, the real command line: its lines, and its restarts."""
+"""``gossipdp run``, the real command line: its lines, its restarts, and several of them."""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -168,3 +170,44 @@ def test_faults_may_kill_all(tmp_path, without_torch):
     for each in records[:-1]:
         assert each["missed"] is None
         assert each["at_s"] >= each["planned_s"]
+
+
+MEETING = """
+from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.rendezvous import Rendezvous, Settings
+
+environment = Environment.read()
+rendezvous = Rendezvous.open(environment, timeout_s=100)
+settings = Settings((("weight", (2,)),), "a2cid2", "ring", "1", "float32")
+meeting = rendezvous.meet((environment.choose_host(), 1000 + environment.rank), settings)
+rendezvous.mark_ready()
+hosts = [meeting.addresses[rank][0] for rank in sorted(meeting.addresses)]
+print("met", environment.rank, environment.local_rank, len(meeting.secret), *hosts)
+"""
+
+
+def free_rendezvous() -> str:
+    """Return a free port of those that no process is given that asks for any."""
+    for port in range(20000 + os.getpid() % 10000, 32768):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return f"127.0.0.1:{port}"
+    raise AssertionError("no free port")
+
+
+def test_the_workers_of_two_hosts_meet(tmp_path):
+    """One call a host; here hosts are loopback addresses."""
+    script, rendezvous = tmp_path / "script.py", free_rendezvous()
+    script.write_text(MEETING)
+
+    def start(node: int) -> RunCommand:
+        words = ["-n", "1", "--nnodes", "2", "--node-rank", str(node), "--rendezvous", rendezvous]
+        words += ["--host", f"127.0.0.{node + 1}", str(script)]
+        return RunCommand(tmp_path / f"output-{node}", words)
+
+    with start(0) as first, start(1) as second:
+        for rank, run in enumerate((first, second)):
+            assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
+            assert run.output.read_text() == (
+                "gossipdp: starting 1 worker; importing torch takes some seconds\n"
+                f"met {rank} 0 32 127.0.0.1 127.0.0.2\n"
+            )

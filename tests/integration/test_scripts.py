@@ -74,6 +74,21 @@ def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s
     assert all("of 2 workers" in line for line in lines)
 
 
+@pytest.mark.parametrize("launcher", ["gossipdp run", "torchrun"])
+def test_two_replicas_train_the_example_of_shards(launcher):
+    example = str(EXAMPLES / "fsdp2_gpt.py")
+    if launcher == "torchrun":
+        command = [TORCHRUN[0], "--nproc-per-node", "4", *TORCHRUN[3:], example, "--shards", "2"]
+    else:
+        command = [*RUN[:2], "-n", "4", "--nproc-per-replica", "2", example]
+    # Importing FSDP2 warns.
+    variables = VARIABLES | {"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
+    done = run([*command, "--samples", "600", "--width", "32"], variables)
+    assert done.returncode == 0, done.stderr
+    shown = [line for line in done.stdout.splitlines() if "average of 2 replicas" in line]
+    assert len(shown) == 2, done.stdout
+
+
 DROPPED = """
 import threading
 import torch

@@ -199,39 +199,6 @@ def test_the_gossip_thread_is_one_and_starts_no_other(workers):
         assert num_threads == 2
 
 
-def load_in_mid_training() -> Any:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    model = GossipDataParallel(net, optimizer)
-    train_until_exchanged(model, optimizer)
-    torch.manual_seed(1)
-    target = {
-        k: torch.randn_like(v) if v.is_floating_point() else v for k, v in net.state_dict().items()
-    }
-    wait_for_all(model)
-    # Until all have loaded: an exchange in between would bring what the other had before.
-    loop: Any = model._worker._loop
-    release, loop.release = loop.release, lambda: None
-    model.load_state_dict(target)
-    loaded = all(torch.equal(v, target[k]) for k, v in net.state_dict().items())
-    wait_for_all(model)
-    loop.release = release
-    model._worker._thread.call(release).result()
-    result = model.consolidate()
-    return (
-        loaded,
-        result.consensus_distance,
-        {k: (v - target[k]).abs().max().item() for k, v in net.state_dict().items()},
-    )
-
-
-def test_loading_drops_what_exchanges_had_brought(workers):
-    for loaded, distance, errors in workers(load_in_mid_training, 2):
-        assert loaded
-        assert distance == 0.0
-        assert max(errors.values()) < 1e-5
-
-
 def end_by_steps_and_by_budget() -> list[tuple[float, list[str]]]:
     return [end_by("steps"), end_by("budget")]
 

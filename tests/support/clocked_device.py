@@ -78,8 +78,6 @@ class ClockedDevice(QueuedDevice):
     """See the module.
 
     Args:
-        breaks: rules that it does not keep, to show that it would see it: "precede", "leave",
-            "wait" (of marks), "finish", "follow".
         is_strict: threads hand over by :meth:`meet` alone. Else one thread knows what another one
             has waited for: for real threads, of which nobody can say when they meet.
 
@@ -90,9 +88,8 @@ class ClockedDevice(QueuedDevice):
         holders: the streams of the threads that hold a lock.
     """
 
-    def __init__(self, breaks: tuple[str, ...] = (), *, is_strict: bool = True) -> None:
+    def __init__(self, *, is_strict: bool = True) -> None:
         super().__init__()
-        self.breaks = breaks
         self.on_finish: Callable[[], None] | None = None
         self.num_operations = 0
         self.holders: set[str] = set()
@@ -251,15 +248,13 @@ class ClockedDevice(QueuedDevice):
                 meanwhile()
             finally:
                 self.on_finish = meanwhile
-        if "finish" not in self.breaks:
-            self.wait_for_stream()
+        self.wait_for_stream()
 
     def wait_for_stream(self) -> None:
         self.learns(self.host, self.clock(self.stream))
 
     def follow_gossip(self) -> None:
-        if "follow" not in self.breaks:
-            self.learns(MAIN, self.clock(GOSSIP))
+        self.learns(MAIN, self.clock(GOSSIP))
         # Inboxes change hands under their locks, with what the main thread has waited for.
         self.learns(f"{GOSSIP}'s thread", self.clock(self.host))
 
@@ -316,18 +311,15 @@ class _Mark(Mark):
         self._is_past = True
 
     def leave(self) -> None:
-        if "leave" not in self._device.breaks:
-            self._clock = dict(self._device.clock(self._device.queues()))
-            self._is_past = False
+        self._clock = dict(self._device.clock(self._device.queues()))
+        self._is_past = False
 
     def precede(self) -> None:
-        if "precede" not in self._device.breaks:
-            self._device.learns(self._device.stream, self._clock)
+        self._device.learns(self._device.stream, self._clock)
 
     def wait(self) -> None:
-        if "wait" not in self._device.breaks:
-            self._device.learns(self._device.host, self._clock)
-            self._is_past = True
+        self._device.learns(self._device.host, self._clock)
+        self._is_past = True
 
     def is_past(self) -> bool:
         if self._is_past:

@@ -111,20 +111,6 @@ def meet(one: Chunk, other: Chunk) -> None:
     other.exchange(0.0, theirs, mine, 0.5)
 
 
-def test_buffers_are_averaged_and_both_ends_hold_the_same_bits():
-    torch.manual_seed(0)
-    values = torch.randn(2, 1000)
-    ends = [buffers(each.clone()) for each in values]
-    meet(*ends)
-    for end in ends:
-        held = torch.empty(1000)
-        end.read_z(held)
-        assert end.boundary(0.0)
-        assert torch.equal(held, end.x)
-    assert torch.equal(ends[0].x, ends[1].x)
-    torch.testing.assert_close(ends[0].x, values.mean(dim=0))
-
-
 @pytest.mark.parametrize("num_exchanges", [1, 2, 4])
 def test_what_forward_passes_change_in_buffers_counts_whole(num_exchanges):
     """Four workers' buffers are those of averaging at once, however forward passes fall.
@@ -201,16 +187,6 @@ def test_a_running_variance_stays_positive_however_it_shrinks(dtype, sign):
     assert not one.x.any()
 
 
-@pytest.mark.parametrize("start", [0.0, 4.0])
-def test_a_part_of_buffers_that_was_loaded_holds_what_was_loaded(start):
-    one = buffers(torch.full((4,), start))
-    one.exchange(0.0, one.x.clone(), torch.full((4,), 2.0), 0.5)
-    one.x[:2] = 7.0
-    one.forget(slice(0, 2))
-    one.boundary(0.0)
-    assert one.x.tolist() == [7.0, 7.0, *[(start + 2.0) / 2] * 2]
-
-
 def test_a_checkpoint_of_buffers_holds_the_present_values():
     one, other = buffers(torch.tensor([1.0])), buffers(torch.tensor([5.0]))
     meet(one, other)
@@ -236,16 +212,6 @@ def test_second_moments_are_averaged_as_their_optimizers_correct_them(ages):
     for end, mass in zip(ends, masses, strict=True):
         assert end.boundary(0.0)
         torch.testing.assert_close(end.x / mass, squares.mean(dim=0))
-
-
-@pytest.mark.parametrize("steps", [0, 400])
-def test_an_optimizer_without_steps_gives_nothing_and_takes_nothing(steps):
-    values = torch.rand(1000)
-    without, other = moment(torch.zeros(1000), steps=0), moment(values * (steps > 0), steps=steps)
-    meet(without, other)
-    for end, expected in ((without, torch.zeros(1000)), (other, values * (steps > 0))):
-        assert end.boundary(0.0)
-        assert torch.equal(end.x, expected)
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,16 @@ def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make):
     assert (setting.restarted, setting.sentences, setting.failed) == ([], [MISSED], [])
 
 
+def test_who_is_back_when_the_run_is_complete_is_ended(make):
+    setting = make(begun=True, max_restarts=5)
+    setting.crash(0)
+    setting.step(1, 2)
+    end_well(setting, 1, 2)
+    setting.step(3)
+    assert setting.workers[0].signals == [signal.SIGTERM]
+    assert setting.sentences[-1] == "worker 0 is ended: the run is complete without it"
+
+
 def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart(make):
     for max_restarts, missed, failed in ((5, [MISSED], []), (0, [], [0])):
         setting = make(begun=True, max_restarts=max_restarts)

@@ -141,39 +141,22 @@ def test_an_exchange_on_a_card_takes_less_of_a_step(started):
     assert (rate.rate, rate.bound) == (pytest.approx(0.3), "processor")
 
 
-CASES = pytest.mark.parametrize(
-    ("before", "after"), [("a2cid2", "a2cid2"), ("a2cid2", "gossip"), ("gossip", "a2cid2")]
+@pytest.mark.parametrize(
+    ("dtype", "before", "after"),
+    [
+        (torch.float32, "a2cid2", "a2cid2"),
+        (torch.bfloat16, "a2cid2", "gossip"),
+        (torch.bfloat16, "gossip", "a2cid2"),
+    ],
 )
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-@DTYPES
-@CASES
+@pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.usefixtures("card")
-def test_a_run_goes_on(started, dtype, before, after):
-    net, optimizer = saved_and_resumed(started, dtype, before, after)
-    net.trained.data = net.trained.detach().clone()
-    step(net, optimizer)
+def test_a_run_goes_on(started, request, dtype, *, before, after, is_sharded):
+    """Train, save, resume under another method; use all that touches the parameters.
 
-
-@CASES
-@pytest.mark.usefixtures("card")
-def test_a_sharded_run_goes_on(started, mesh, before, after):
-    """The memory of a shard is that of the module, not the library's."""
-    net, optimizer = saved_and_resumed(started, torch.bfloat16, before, after, mesh=mesh)
-    for held in (net.trained, *optimizer.state[net.trained].values()):
-        assert held.ndim == 0 or isinstance(held, DTensor)
-
-
-def saved_and_resumed(
-    started: Callable[..., Any],
-    dtype: torch.dtype,
-    before: str,
-    after: str,
-    *,
-    mesh: DeviceMesh | None = None,
-) -> tuple[Net, torch.optim.Optimizer]:
-    """Train, save, resume under another method; use all that touches the parameters."""
+    The memory of a shard is that of the module, not the library's.
+    """
+    mesh = request.getfixturevalue("mesh") if is_sharded else None
     net, optimizer, model = started(dtype, mesh, method=before)
     for _ in range(2):
         step(net, optimizer)
@@ -197,4 +180,8 @@ def saved_and_resumed(
     assert model.consolidate().world_size == 1
     step(net, optimizer)
     assert net.trained.device == net.following.device == net.count.device == CARD
-    return net, optimizer
+    for held in (net.trained, *optimizer.state[net.trained].values()):
+        assert mesh is None or held.ndim == 0 or isinstance(held, DTensor)
+    if mesh is None:
+        net.trained.data = net.trained.detach().clone()
+        step(net, optimizer)
