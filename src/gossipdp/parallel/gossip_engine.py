@@ -24,7 +24,7 @@ from gossipdp.launcher.environment import check_platform
 from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
-from gossipdp.observe.status import MemberStatus, NeighbourStatus
+from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import Moments, chosen_moments
@@ -611,25 +611,23 @@ class GossipEngine(Startup):
         """See ``GossipDataParallel.stats``."""
         snapshot, steps, counts = self._loop.snapshot, self._gradient_steps, self.counts()
         asked = snapshot.counters.exchanges_initiated
-        counters = msgspec.structs.replace(
-            snapshot.counters,
-            gradient_steps=counts.steps,
-            samples=counts.samples,
-            waited_seconds=self._waited_s,
-            achieved_comm_rate=2 * asked / steps if steps else math.nan,
-            states_donated=self._loop.transfers.num_given,
-        )
-        return Stats(
-            rank=self.rank,
-            world_size=self.world_size,
-            kernels=self._state.kernels,
-            recent_exchanges=snapshot.recent_exchanges,
-            noticed=snapshot.noticed,
-            **msgspec.structs.asdict(counters),
-        )
+        own: dict[str, Any] = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "at_s": since_boot_s(),
+            "noticed": snapshot.noticed,
+            "gradient_steps": counts.steps,
+            "samples": counts.samples,
+            "waited_seconds": self._waited_s,
+            "achieved_comm_rate": 2 * asked / steps if steps else math.nan,
+            "states_donated": self._loop.transfers.num_given,
+            "kernels": self._state.kernels,
+            "recent_exchanges": snapshot.recent_exchanges,
+        }
+        return Stats(**msgspec.structs.asdict(snapshot.counters) | own)
 
-    def view(self) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
-        """Return all workers that are known, and those next to this one, for the status port."""
+    def view(self) -> tuple[MemberStatus, ...]:
+        """Return all workers that are known, for the status port."""
         return view_of(self._loop.snapshot, self._loop.clock())
 
 

@@ -410,7 +410,7 @@ class GossipDataParallel(nn.Module):
         self._checkpointer.take_last()
         self._monitoring.consolidating()
         is_common_end = self._batches.finished
-        known = {member.rank: member.gradient_steps for member in self._engine.view()[0]}
+        known = {member.rank: member.gradient_steps for member in self._engine.view()}
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._consolidated = result
         self._checkpointer.take_last(is_averaged=True)
