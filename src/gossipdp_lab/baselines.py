@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.reports import Report, send_report
-from gossipdp.links.clock import boot_id
+from gossipdp.links.clock import boot_id, since_boot_s
 from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.parallel.module import seed_of
 from gossipdp.parallel.stats import Consolidated, Stats
@@ -145,7 +145,6 @@ class SynchronousDataParallel(DistributedDataParallel):
             self._elapsed_s.fill_(time.monotonic() - self._began_s)
             dist.broadcast(self._elapsed_s, src=0)
         if self._num_steps == 1:
-            self._log.began()
             send_report(Report(trains=True))
         if self._log.wait_s() <= 0:
             self._write_record()
@@ -172,7 +171,7 @@ class SynchronousDataParallel(DistributedDataParallel):
         if loss is not None:
             self._losses.append(loss.detach())
         if values:
-            self._log.values(values)
+            self._log.counts(self.stats(), logged=values)
 
     def _write_record(self) -> None:
         losses = [float(each) for each in self._losses]
@@ -186,6 +185,7 @@ class SynchronousDataParallel(DistributedDataParallel):
         return Stats(
             rank=self.rank,
             world_size=self.world_size,
+            at_s=since_boot_s(),
             gradient_steps=self._num_steps,
             samples=self._num_steps * self._batch_size,
             bytes_sent=self._num_steps * self._gradient_bytes,
@@ -197,11 +197,13 @@ class SynchronousDataParallel(DistributedDataParallel):
         """End the run: parameters are equal already; all take rank 0's buffers."""
         if self._num_recorded < self._num_steps:
             self._write_record()
-        self._log.consolidating()
+        self._log.counts(self.stats(), state="averaging")
         for buffer in self.module.buffers():
             dist.broadcast(buffer, src=0)
         leave()
-        self._log.end(consensus_distance=0.0, num_averaged=self.world_size)
+        self._log.counts(
+            self.stats(), state="left", consensus_distance=0.0, num_averaged=self.world_size
+        )
         self._log.close()
         steps = self._num_steps
         return Consolidated(

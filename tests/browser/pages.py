@@ -57,7 +57,7 @@ def job() -> Iterator[str]:
     about = ("7f", "a2cid2", HOSTILE, 1.0, HOSTILE, 7, "training", 30_000, 40_000)
     members = (MemberStatus(0, 0, "training"), MemberStatus(1, 0, "lost", status_address=HOSTILE))
     server = StatusServer("127.0.0.1", 0)
-    server.serve(pages_of(lambda: WorkerStatus(0, 0, 2, *about, members=members)))
+    server.serve(pages_of(lambda: WorkerStatus(0, *about, world_size=2, members=members)))
     yield f"http://127.0.0.1:{server.address[1]}/"
     server.close()
 

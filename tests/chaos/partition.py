@@ -12,9 +12,9 @@ import pytest
 from run_processes import VARIABLES
 
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import BeganRecord, worker_file
+from gossipdp.observe.log import CountsRecord, LogReader, worker_file
 from gossipdp_lab.demo.training import DIGEST, METRIC
-from gossipdp_lab.report.run_log import RunLog, RunLogTail, WorkerLog
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 pytestmark = pytest.mark.processes
 
@@ -124,13 +124,13 @@ def runs(hosts: Hosts, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def wait_for_first_steps(directory: Path, runs: list[subprocess.Popen[str]]) -> None:
-    tails = [RunLogTail(worker_file(directory, rank)) for rank in range(NUM_WORKERS)]
+    tails = [LogReader(worker_file(directory, rank)) for rank in range(NUM_WORKERS)]
     while tails:
         assert all(run.poll() is None for run in runs), [run.communicate() for run in runs]
         tails = [
             tail
             for tail in tails
-            if not any(isinstance(record, BeganRecord) for record in tail.read_new())
+            if not any(isinstance(record, CountsRecord) for record in tail.read_new())
         ]
         time.sleep(0.1)
 
@@ -170,11 +170,11 @@ def test_both_halves_go_on_and_merge_when_the_partition_heals(hosts, runs, tmp_p
     for rank, log in workers.items():
         own, others = HALVES if rank in HALVES[0] else HALVES[::-1]
         # After that the news that one's own half is lost may come before its answer.
-        notices = [notice for notice in log.notices if notice.at_s < healed_at_s]
-        assert {notice.rank for notice in notices if notice.what == "lost"} == others, notices
-        assert not [notice for notice in notices if notice.what == "answered"]
-        back = {notice.rank for notice in log.notices if notice.what == "answered"}
-        assert back >= others, log.notices
+        notices = [notice for notice in log.noticed if notice.at_s < healed_at_s]
+        assert {notice.rank for notice in notices if notice.kind == "lost"} == others, notices
+        assert not [notice for notice in notices if notice.kind == "answered"]
+        back = {notice.rank for notice in log.noticed if notice.kind == "answered"}
+        assert back >= others, log.noticed
         # Once the others are known to be away, and until they are back.
         apart = (cut_s + TIMEOUT_S + 1, healed_s)
         assert exchanges(log, own, *apart) > 0

@@ -59,7 +59,7 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
         """Return the workers that have noticed it of this one."""
         logs = RunLog.read(tmp_path / "run").workers
         seen = {
-            witness: {(each.rank, each.what) for each in logs[witness].notices} for witness in logs
+            witness: {(each.rank, each.kind) for each in logs[witness].noticed} for witness in logs
         }
         return {witness for witness, notices in seen.items() if (rank, what) in notices}
 

@@ -80,7 +80,7 @@ def leave_the_others(log: Path, budget: int | None) -> None:
             wait_until(lambda: has_noticed_a_death(model), "worker 1 has ended")
         model.consolidate()
     elif budget is None:
-        wait_until(lambda: model._worker.view()[0][0].state == "done", "worker 0 waits for this")
+        wait_until(lambda: model._worker.view()[0].state == "done", "worker 0 waits for this")
 
 
 @pytest.mark.parametrize(("budget", "why"), [(None, "its module"), (1000, "the budget is not")])

@@ -1,6 +1,5 @@
 """Workers that are killed, stopped, started again: with real processes."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from known_average import assert_is_mean, consolidate_openly
@@ -92,8 +92,8 @@ class Worker:
             "rank": self.model.rank,
             "life": self.life,
             "seen": self.seen,
-            "noticed": [dataclasses.asdict(notice) for notice in stats.noticed],
-            "restarts": [member.restarts for member in self.model._worker.view()[0]],
+            "noticed": [msgspec.structs.asdict(notice) for notice in stats.noticed],
+            "restarts": [member.restarts for member in self.model._worker.view()],
             "num_workers": result.world_size,
             "bits": flat.numpy().tobytes().hex()[:4096],
             "is_finite": bool(flat.isfinite().all()),

@@ -56,7 +56,7 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_pat
     # The report says how it ended: the process itself could not.
     workers = RunLog.read(tmp_path / "logs").workers
     assert [each.reason for each in workers[0].process_ends] == ["ended with exit code 1"]
-    assert workers[1].process_ends == ()
+    assert workers[1].process_ends == []
 
 
 def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -20,8 +21,8 @@ from rich.text import Text
 
 from gossipdp.launcher.environment import read_addresses, show_address
 from gossipdp.logs import printable
-from gossipdp.observe.board import JobStatus, JobWorker, StatusBoard
-from gossipdp.observe.status import Answer, StatusPoll, notice_words
+from gossipdp.observe.board import JobStatus, JobWorker, StatusBoard, duration, shown_number
+from gossipdp.observe.status import Answer, StatusPoll
 from gossipdp.rules import number, option, shown_rate
 
 # The longest wait without an answer, at the beginning or later.
@@ -60,54 +61,45 @@ def run(arguments: TopArguments) -> int:
         return Top(arguments, StatusBoard(given), poll.answers).run()
 
 
+@dataclasses.dataclass
 class Top:
     """The loop: look, show, wait.
 
-    Args:
+    Attributes:
         arguments: of the command.
         board: names the addresses to ask, and takes the answers.
         ask: gives the answers that have come within a time; see ``StatusPoll.answers``.
         console, clock, sleep: for tests.
     """
 
-    def __init__(
-        self,
-        arguments: TopArguments,
-        board: StatusBoard,
-        ask: Callable[[Iterable[str], float], Mapping[str, Answer]],
-        *,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._arguments = arguments
-        self._board = board
-        self._ask = ask
-        self._console = console or Console()
-        self._clock = clock
-        self._sleep = sleep
+    arguments: TopArguments
+    board: StatusBoard
+    ask: Callable[[Iterable[str], float], Mapping[str, Answer]]
+    console: Console = dataclasses.field(default_factory=Console)
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
     def run(self) -> int:
         """Run the loop; see :func:`run`."""
         try:
-            return self._once() if self._arguments.once else self._live()
+            return self._once() if self.arguments.once else self._live()
         except KeyboardInterrupt:  # the usual way to leave it
             return 0
 
     def _look(self) -> JobStatus | None:
-        answers = self._ask(self._board.addresses(), WAIT_FOR_ANSWERS_S)
-        now_s = self._clock()
-        self._board.take(answers, now_s)
-        return self._board.job(now_s) if self._board.has_answers else None
+        answers = self.ask(self.board.addresses(), WAIT_FOR_ANSWERS_S)
+        now_s = self.clock()
+        self.board.take(answers, now_s)
+        return self.board.job(now_s) if self.board.has_answers else None
 
     def _once(self) -> int:
         # The first answer finds the others, the next look asks them, the last gives speeds.
-        began_s = self._clock()
+        began_s = self.clock()
         while self._look() is None:
-            if self._board.all_failed or self._clock() - began_s >= PATIENCE_S:
+            if self.board.all_failed or self.clock() - began_s >= PATIENCE_S:
                 return self._no_answer()
         self._look()
-        self._sleep(self._arguments.interval)
+        self.sleep(self.arguments.interval)
         job = self._look()
         assert job is not None, "a worker has answered"
         self._print(job)
@@ -115,25 +107,21 @@ class Top:
 
     def _live(self) -> int:
         # A dumb terminal cannot go back, so Live would show nothing but the end there.
-        can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
-        live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
-        is_drawing = can_redraw and not self._arguments.json
-        if is_drawing:
-            live.start()
-        try:
+        can_redraw = self.console.is_terminal and not self.console.is_dumb_terminal
+        is_drawing = can_redraw and not self.arguments.json
+        live = Live(console=self.console, auto_refresh=False, vertical_overflow="crop")
+        with live if is_drawing else contextlib.nullcontext():
             has_ended = self._watch(live if is_drawing else None)
-        finally:
-            live.stop()
         return _say("the run has ended", 0) if has_ended else self._no_answer()
 
     def _watch(self, live: Live | None) -> bool:
         """Show one look after the other until no worker answers; return whether the run ended."""
-        console, began_s = self._console, self._clock()
+        console, began_s = self.console, self.clock()
         while True:
-            looked_s = self._clock()
+            looked_s = self.clock()
             job = self._look()
             if live is not None:
-                waiting = Text(f"waiting for a worker at {self._arguments.address}")
+                waiting = Text(f"waiting for a worker at {self.arguments.address}")
                 shown = draw(job, console.width, console.height - 1) if job else waiting
                 live.update(shown, refresh=True)
             elif job is not None:
@@ -143,25 +131,25 @@ class Top:
                     return False
             elif job.num_answering == 0 and (job.is_over or job.heard_ago_s >= PATIENCE_S):
                 return job.is_over
-            self._sleep(max(0.0, looked_s + self._arguments.interval - self._clock()))
+            self.sleep(max(0.0, looked_s + self.arguments.interval - self.clock()))
 
     def _print(self, job: JobStatus, *more: str) -> None:
-        if self._arguments.json:
+        if self.arguments.json:
             sys.stdout.write(msgspec.json.encode(job).decode() + "\n")
             sys.stdout.flush()
         else:
-            self._console.print(draw(job, self._console.width, None), *more)
+            self.console.print(draw(job, self.console.width, None), *more)
 
     def _no_answer(self) -> int:
-        failures = "; ".join(f"{name}: {failure}" for name, failure in self._board.failures.items())
-        if self._board.has_answers:
+        failures = "; ".join(f"{name}: {failure}" for name, failure in self.board.failures.items())
+        if self.board.has_answers:
             return _say(
                 f"no worker answers any more ({failures}): the run has ended, or its workers "
                 "cannot be reached from here",
                 1,
             )
         return _say(
-            f"no worker answers ({failures or self._arguments.address}); give the status port of "
+            f"no worker answers ({failures or self.arguments.address}); give the status port of "
             "one that runs: gossipdp run --status-port PORT, or Monitor(status_port=...)",
             1,
         )
@@ -181,7 +169,6 @@ STYLES = {
     "no answer": "yellow",
     "slow": "yellow",
     "idle": "yellow",
-    "starting": "cyan",
     "joining": "cyan",
     "averaging": "green",
     "left": "dim",
@@ -212,11 +199,10 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
     if notices:
         parts.append(Text(""))
     for each in notices:
-        what = notice_words(each.kind, each.silent_s)
-        style = STYLES.get(each.kind, "")
-        parts.append(Text(f"{_duration(each.ago_s)} ago: worker {each.rank} {what}", style=style))
+        text = f"{duration(job.at_s - each.at_s)} ago: worker {each.rank} {each.words}"
+        parts.append(Text(text, style=STYLES.get(each.kind, "")))
     if is_stale:
-        silence = f"no worker answers since {_duration(job.heard_ago_s)}"
+        silence = f"no worker answers since {duration(job.heard_ago_s)}"
         parts += [Text(""), Text(silence, style="bold red")]
     return Group(*parts)
 
@@ -241,9 +227,9 @@ def _progress_facts(job: JobStatus, width: float = math.inf) -> str:
     of_all = f" of {job.budget_samples:,}" if job.budget_samples else ""
     facts = [
         f"{job.samples:,}{of_all} samples",
-        f"{_show(job.samples_per_second, ',.0f')} samples/s",
+        f"{shown_number(job.samples_per_second, ',.0f')} samples/s",
     ]
-    less_important = [f"loss {_show(job.loss, '.4f')}"]
+    less_important = [f"loss {shown_number(job.loss, '.4f')}"]
     if job.goodput is not None:
         less_important.insert(0, f"goodput {job.goodput:.0%}")
     if job.edge_distance is not None:
@@ -251,7 +237,7 @@ def _progress_facts(job: JobStatus, width: float = math.inf) -> str:
     end = []
     left = (job.budget_samples or 0) - job.samples
     if left > 0 and job.samples_per_second:
-        end = [f"{_duration(left / job.samples_per_second)} left"]
+        end = [f"{duration(left / job.samples_per_second)} left"]
     while less_important and len(" · ".join(facts + less_important + end)) > width:
         less_important.pop()
     return " · ".join(facts + less_important + end)
@@ -274,7 +260,7 @@ def _workers(workers: Sequence[JobWorker], width: int, max_workers: int) -> list
     if len(workers) > max_workers:
         ill_first = sorted(workers, key=lambda each: (each.state in WELL, each.rank))
         shown = sorted(ill_first[: max_workers - 1], key=lambda each: each.rank)
-    rows = [_worker(each) for each in shown]
+    rows = [each.cells for each in shown]
     empty = {name for name in LEFT_OUT_FIRST if all(row[name] == "-" for row in rows)}
     rows = [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
     for heading in LEFT_OUT_FIRST:
@@ -291,53 +277,3 @@ def _workers(workers: Sequence[JobWorker], width: int, max_workers: int) -> list
     if not hidden:
         return [table]
     return [table, Text(f"and {len(hidden)} more: {_counted(hidden)}", style="dim")]
-
-
-def _worker(worker: JobWorker) -> dict[str, str]:
-    state = worker.state
-    if state == "slow" and worker.step_factor is not None:
-        state = f"slow {worker.step_factor:.1f}x"
-    elif state == "idle" and worker.since_step_s is not None:
-        state = f"idle {_duration(worker.since_step_s)}"
-    elif state == "silent" and worker.silent_s is not None:
-        state = f"silent {_duration(worker.silent_s)}"
-    linked, seconds = worker.neighbours, worker.step_seconds
-    is_long = seconds is not None and seconds >= 1
-    links = "-" if linked is None else " ".join(map(str, linked)) or "none"
-    place = f"{printable(worker.host)} ({worker.process_id})" if worker.host else "-"
-    return {
-        "worker": str(worker.rank),
-        "state": f"{state}, life {worker.restarts + 1}" if worker.restarts else state,
-        "steps": f"{worker.gradient_steps:,}",
-        "step": _show(seconds, ".2f", 1, " s") if is_long else _show(seconds, ".1f", 1e3, " ms"),
-        "samples/s": _show(worker.samples_per_second, ",.0f"),
-        "goodput": _show(worker.goodput, ".0%"),
-        "loss": _show(worker.loss, ".4f"),
-        "distance": _show(worker.edge_distance, ".2g"),
-        "exchanges": _show(worker.exchanges, ",.0f"),
-        "rate": _rate(worker),
-        "wire": printable(", ".join(sorted(set(worker.wire_formats.values())))) or "-",
-        "sent": _show(worker.bytes_sent_per_second, ".1f", 1e-6, " MB/s"),
-        "waited": "-" if worker.waited_seconds is None else _duration(worker.waited_seconds),
-        "links": f"{len(linked)} workers" if linked and len(linked) > 4 else links,
-        "where": f"{place} {printable(worker.status_address)}".strip(),
-    }
-
-
-def _rate(worker: JobWorker) -> str:
-    """Return the comm rate; if it sets itself, the present one and its bound."""
-    if worker.comm_rate_bound == "fixed":
-        return _show(worker.achieved_comm_rate, ".2f")
-    return f"{_show(worker.aimed_comm_rate, '.2g')} {printable(worker.comm_rate_bound)}"
-
-
-def _show(value: float | None, form: str, scale: float = 1, unit: str = "") -> str:
-    return "-" if value is None else f"{scale * value:{form}}{unit}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
+from gossipdp.protocol.actions import Notice
+
 MAX_WORKERS = 4096
 """A reader of a log or of a status refuses ranks from here on: figures have a row a worker."""
 
@@ -32,8 +34,22 @@ class Metric:
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts and measurements of one process of a worker. NaN means: not known yet."""
+    """One worker's counts, measurements and notices at one moment. NaN means: not known yet.
 
+    ``stats()``, a status answer and a line of a log are such records.
+
+    Attributes:
+        rank: of this worker.
+        world_size: workers in the run.
+        at_s: the time of this record, by the clock of the notices.
+        noticed: changes in the lives of others, and that this worker stood still itself; oldest
+            first.
+    """
+
+    rank: Rank = 0
+    world_size: int = 1
+    at_s: float = 0.0
+    noticed: tuple[Notice, ...] = ()
     gradient_steps: Annotated[int, Metric("Steps of the first optimizer.")] = 0
     samples: Annotated[int, Metric("Samples that this worker trained on.")] = 0
     step_seconds: Annotated[

@@ -11,15 +11,17 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from gossipdp.gossip.counters import MAX_WORKERS, Counters
+from gossipdp.gossip.counters import MAX_WORKERS
+from gossipdp.logs import printable
 from gossipdp.observe.events import Event, events_of
 from gossipdp.observe.goodput import SLOW_FACTOR, Progress, goodput_of
-from gossipdp.observe.status import IDLE_AFTER_S, MemberStatus, NoticeStatus, WorkerStatus
+from gossipdp.observe.status import IDLE_AFTER_S, MemberStatus, WorkerStatus
 
 MAX_COUNTS = 512
 IDLE_AFTER_STEPS = 10.0
@@ -47,7 +49,8 @@ class JobWorker(msgspec.Struct, frozen=True):
         silent_s: while it is ``silent``, the seconds since an answering worker last heard it.
         step_factor: its step's duration over the median of the others'.
         goodput: of this worker alone, since its first answer here.
-        neighbours: those in the graph that it has a link to; None if it is gone.
+        neighbours: those in the graph that it has a link to; None if it is gone, or has none in
+            the graph.
 
     The other fields are those of :class:`~gossipdp.observe.status.WorkerStatus`; speeds are over
     the last seconds.
@@ -82,11 +85,62 @@ class JobWorker(msgspec.Struct, frozen=True):
     restarts: int = 0
     silent_s: float | None = None
 
+    @property
+    def cells(self) -> dict[str, str]:
+        """Return the worker's row in a table, by column; "-" for what is not known."""
+        state, linked = self.state, self.neighbours
+        if state == "slow" and self.step_factor is not None:
+            state = f"slow {self.step_factor:.1f}x"
+        elif state == "idle" and self.since_step_s is not None:
+            state = f"idle {duration(self.since_step_s)}"
+        elif state == "silent" and self.silent_s is not None:
+            state = f"silent {duration(self.silent_s)}"
+        step = shown_number(self.step_seconds, ".1f", 1e3, " ms")
+        if (self.step_seconds or 0.0) >= 1:
+            step = f"{self.step_seconds:.2f} s"
+        rate = shown_number(self.achieved_comm_rate, ".2f")
+        if self.comm_rate_bound != "fixed":  # it sets itself
+            rate = f"{shown_number(self.aimed_comm_rate, '.2g')} {printable(self.comm_rate_bound)}"
+        links = "-" if linked is None else " ".join(map(str, linked)) or "none"
+        place = f"{printable(self.host)} ({self.process_id})" if self.host else "-"
+        return {
+            "worker": str(self.rank),
+            "state": f"{state}, life {self.restarts + 1}" if self.restarts else state,
+            "steps": f"{self.gradient_steps:,}",
+            "step": step,
+            "samples/s": shown_number(self.samples_per_second, ",.0f"),
+            "goodput": shown_number(self.goodput, ".0%"),
+            "loss": shown_number(self.loss, ".4f"),
+            "distance": shown_number(self.edge_distance, ".2g"),
+            "exchanges": shown_number(self.exchanges, ",.0f"),
+            "rate": rate,
+            "wire": printable(", ".join(sorted(set(self.wire_formats.values())))) or "-",
+            "sent": shown_number(self.bytes_sent_per_second, ".1f", 1e-6, " MB/s"),
+            "waited": "-" if self.waited_seconds is None else duration(self.waited_seconds),
+            "links": f"{len(linked)} workers" if linked and len(linked) > 4 else links,
+            "where": f"{place} {printable(self.status_address)}".strip(),
+        }
+
+
+def shown_number(value: float | None, form: str, scale: float = 1, unit: str = "") -> str:
+    """Return a number in a format, in another unit; "-" if it is not known."""
+    return "-" if value is None else f"{scale * value:{form}}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in whole seconds, minutes, or hours and minutes."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+
 
 class JobStatus(msgspec.Struct, frozen=True):
     """The job.
 
     Attributes:
+        at_s: the time of this picture, by the clock of its notices.
         samples, samples_per_second: of all workers.
         loss, edge_distance: means over the workers that are not lost and have not left.
         heard_ago_s: since the last answer of any worker.
@@ -100,6 +154,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     graph: str
     comm_rate: float | str
     num_workers: int
+    at_s: float
     samples: int
     heard_ago_s: float
     num_answering: int
@@ -109,7 +164,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     edge_distance: float | None = None
     goodput: float | None = None
     workers: tuple[JobWorker, ...] = ()
-    notices: tuple[NoticeStatus, ...] = ()
+    notices: tuple[Event, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -145,11 +200,6 @@ class Speeds:
         return (last - first) / (last_s - first_s) if last_s > first_s else None
 
 
-class _Answer(NamedTuple):
-    status: WorkerStatus
-    at_s: float
-
-
 class StatusBoard:
     """The collector of the answers: it names the addresses to ask, and gives the job.
 
@@ -159,7 +209,8 @@ class StatusBoard:
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._given = tuple(addresses)
-        self._answers: dict[str, _Answer] = {}  # the last of each address
+        # The last answer of each address, and its time.
+        self._answers: dict[str, tuple[float, WorkerStatus]] = {}
         self._failures: dict[str, str] = {}  # of the addresses that do not answer now
         self._speeds = Speeds()
         self._progress: dict[int, Progress] = {}
@@ -199,7 +250,7 @@ class StatusBoard:
             if answer.run_id != self._run_id:
                 self._failures[address] = f"it is of another run, {answer.run_id}"
                 continue
-            self._answers[address] = _Answer(answer, now_s)
+            self._answers[address] = now_s, answer
             self._failures.pop(address, None)
         if all(isinstance(answer, Exception) for answer in answers.values()):
             return  # their present counts are unknown
@@ -222,20 +273,17 @@ class StatusBoard:
         """
         if not self._answers:
             raise ValueError("no worker has answered yet")
-        about, answered_s = max(self._answers.values(), key=lambda each: each.at_s)
-        workers = self._workers(now_s)
+        answered_s, about = max(self._answers.values(), key=itemgetter(0))
+        rows = self._rows(now_s)
         # Who makes no step goes on in time, as long as any worker answers.
-        until_s = now_s if any(each.is_answering for each in workers) else answered_s
-        parts = {
-            each.rank: self._progress[each.rank].part(
-                -math.inf if each.state in AT_WORK_OR_DONE else until_s
-            )
-            for each in workers
-        }
-        workers = tuple(
-            msgspec.structs.replace(each, goodput=_known(goodput_of([parts[each.rank]])))
-            for each in workers
-        )
+        until_s = now_s if any(row["is_answering"] for row in rows) else answered_s
+        parts = []
+        for row in rows:
+            is_at_work = row["state"] in AT_WORK_OR_DONE
+            part = self._progress[row["rank"]].part(-math.inf if is_at_work else until_s)
+            row["goodput"] = _known(goodput_of([part]))
+            parts.append(part)
+        workers = tuple(JobWorker(**row) for row in rows)
         present = [worker for worker in workers if worker.state not in GONE]
         speeds = [each.samples_per_second for each in workers if each.samples_per_second]
         return JobStatus(
@@ -243,32 +291,30 @@ class StatusBoard:
             method=about.method,
             graph=about.graph,
             comm_rate=about.comm_rate,
-            num_workers=about.num_workers,
+            num_workers=about.world_size,
+            at_s=now_s,
             budget_samples=about.budget_samples,
             # The sum over the ranks here, or the count of the best informed worker if it is larger.
             samples=max(
                 sum(worker.samples for worker in workers),
-                *(each.status.run_samples for each in self._answers.values()),
+                *(status.run_samples for _, status in self._answers.values()),
             ),
             samples_per_second=sum(speeds) if speeds else None,
-            loss=mean_of_known(each.loss for each in present),
-            edge_distance=mean_of_known(each.edge_distance for each in present),
-            goodput=_known(goodput_of(parts.values())),
+            loss=_mean_of_known(each.loss for each in present),
+            edge_distance=_mean_of_known(each.edge_distance for each in present),
+            goodput=_known(goodput_of(parts)),
             heard_ago_s=now_s - answered_s,
             num_answering=sum(worker.is_answering for worker in workers),
             workers=workers,
-            notices=self._notices(now_s),
+            notices=tuple(events_of(self._answers.values())),
         )
 
     # The workers.
 
-    def _present(self) -> list[WorkerStatus]:
-        known = self._answers.items()
-        return [each.status for address, each in known if address not in self._failures]
-
     def _views(self) -> Iterator[MemberStatus]:
         """Return the members as all who answer see them; if none does, as all who once did."""
-        for status in self._present() or [each.status for each in self._answers.values()]:
+        answering = [each for name, each in self._answers.items() if name not in self._failures]
+        for _, status in answering or self._answers.values():
             yield from status.members[:MAX_WORKERS]
 
     def _members(self) -> dict[int, MemberStatus]:
@@ -281,25 +327,24 @@ class StatusBoard:
     def _own(self) -> dict[int, tuple[WorkerStatus, bool]]:
         """Return each worker's own last answer, in its latest life, and whether it answers now."""
         own: dict[int, tuple[WorkerStatus, bool]] = {}
-        for address, (status, _) in sorted(self._answers.items(), key=lambda each: each[1].at_s):
+        for address, (_, status) in sorted(self._answers.items(), key=lambda each: each[1][0]):
             if status.incarnation >= own.get(status.rank, (status,))[0].incarnation:
                 own[status.rank] = status, address not in self._failures
         return own
 
-    def _workers(self, now_s: float) -> tuple[JobWorker, ...]:
+    def _rows(self, now_s: float) -> list[dict[str, Any]]:
+        """Return the fields of each :class:`JobWorker`, except its goodput."""
         own, views = self._own(), list(self._views())
         silent = {each.rank for each in views if each.is_silent}
-        ages: dict[int, float] = {}
-        for each in views:
-            if each.since_step_s is not None:
-                ages[each.rank] = min(each.since_step_s, ages.get(each.rank, math.inf))
-        steps = [
-            status.step_seconds
-            for status, is_answering in own.values()
+        ages = _least((each.rank, each.since_step_s) for each in views)
+        silences = _least((each.rank, each.heard_ago_s) for each in views)
+        steps = {
+            rank: status.step_seconds
+            for rank, (status, is_answering) in own.items()
             if is_answering and status.step_seconds > 0
-        ]
-        usual_s = median(steps) if steps else 0.0
-        workers = []
+        }
+        usual_s = median(steps.values()) if steps else 0.0
+        rows = []
         for rank, member in self._members().items():
             status, is_answering = own.get(rank, (None, False))
             if status is not None and member.incarnation > status.incarnation and not is_answering:
@@ -309,84 +354,54 @@ class StatusBoard:
             idle_after_s = max(IDLE_AFTER_S, IDLE_AFTER_STEPS * (step_s or usual_s))
             is_idle = age_s is not None and age_s > idle_after_s
             state = _state(member, status if is_answering else None, rank in silent, is_idle)
-            # If steps take long, the speed is that over several of them.
-            over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
-            own_facts = facts_of(status) if status else {}
-            facts = own_facts | {
-                "state": state,
-                "is_answering": is_answering,
-                "status_address": member.status_address,
-                "since_step_s": age_s,
-                "loss": status.logged.get("loss") if status else None,
-                "neighbours": None,
-                "silent_s": self._silent_s(rank) if state == "silent" else None,
+            row = {
+                name: _known(getattr(status, name))
+                for name in JobWorker.__struct_fields__
+                if hasattr(status, name)
             }
             for name in ("rank", "incarnation", "restarts", "gradient_steps", "samples"):
-                facts[name] = max(getattr(member, name), own_facts.get(name, 0))
+                row[name] = max(getattr(member, name), row.get(name, 0))
+            row |= {"is_answering": is_answering, "status_address": member.status_address}
+            row |= {"state": state, "since_step_s": age_s}
+            if state == "silent":
+                row["silent_s"] = silences.get(rank)
+            others = [seconds for other, seconds in steps.items() if other != rank]
+            if rank in steps and others and state in ("training", "idle"):
+                row["step_factor"] = factor = steps[rank] / median(others)
+                if state == "training" and factor > SLOW_FACTOR:
+                    row["state"] = "slow"
+            if status is not None:
+                row["loss"] = status.logged.get("loss")
             if state not in GONE:
+                # If steps take long, the speed is that over several of them.
+                over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
                 speed = partial(self._speeds.since, from_s=now_s - over_s)
-                facts["samples_per_second"] = speed(("samples", rank))
+                row["samples_per_second"] = speed(("samples", rank))
                 if status is not None:
-                    facts["bytes_sent_per_second"] = speed(("bytes", rank))
-                    linked = (each for each in status.neighbours if each.is_linked)
-                    facts["neighbours"] = tuple(each.rank for each in linked if each.is_neighbour)
-            workers.append(JobWorker(**facts))
-        return mark_slow(workers)
-
-    def _silent_s(self, rank: int) -> float | None:
-        """Return the time since one of those who answer, and are linked to it, heard it last."""
-        heard_ago_s = (
-            each.heard_ago_s
-            for status in self._present()
-            for each in status.neighbours
-            if each.rank == rank and each.heard_ago_s is not None
-        )
-        return min(heard_ago_s, default=None)
-
-    # Notices.
-
-    def _notices(self, now_s: float) -> tuple[NoticeStatus, ...]:
-        """Return every event once, however many workers noticed it, oldest first."""
-        noticed = (
-            Event.noticed(status.rank, at_s - each.ago_s, each.rank, each.kind, each.silent_s)
-            for status, at_s in self._answers.values()
-            for each in status.notices
-        )
-        return tuple(
-            NoticeStatus(each.rank, each.what, now_s - each.time_s, each.silent_s)
-            for each in events_of(noticed)
-        )
+                    row["bytes_sent_per_second"] = speed(("bytes", rank))
+                    near = [each for each in status.members if each.is_neighbour]
+                    linked = tuple(each.rank for each in near if each.heard_ago_s is not None)
+                    row["neighbours"] = linked if near else None
+            rows.append(row)
+        return rows
 
 
-def facts_of(record: Counters) -> dict[str, Any]:
-    """Return the fields of a :class:`JobWorker` that a status or a log's record holds too."""
-    names = (name for name in JobWorker.__struct_fields__ if hasattr(record, name))
-    return {name: _known(getattr(record, name)) for name in names}
+def _least(values: Iterable[tuple[int, float | None]]) -> dict[int, float]:
+    """Return the least known value of each rank."""
+    least: dict[int, float] = {}
+    for rank, value in values:
+        if value is not None:
+            least[rank] = min(value, least.get(rank, math.inf))
+    return least
 
 
 def _known(value: Any) -> Any:
     return None if value != value else value  # noqa: PLR0124
 
 
-def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None."""
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def mark_slow(workers: Iterable[JobWorker]) -> tuple[JobWorker, ...]:
-    """Add how each worker's step compares with the median of the others', and mark the slow."""
-    workers, marked = tuple(workers), []
-    known = {each.rank: s for each in workers if each.is_answering and (s := each.step_seconds)}
-    for worker in workers:
-        others = [seconds for rank, seconds in known.items() if rank != worker.rank]
-        if worker.rank in known and others and worker.state in ("training", "idle"):
-            factor = known[worker.rank] / median(others)
-            is_slow = factor > SLOW_FACTOR and worker.state == "training"
-            state = "slow" if is_slow else worker.state
-            worker = msgspec.structs.replace(worker, step_factor=factor, state=state)
-        marked.append(worker)
-    return tuple(marked)
 
 
 def _state(member: MemberStatus, own: WorkerStatus | None, is_silent: bool, is_idle: bool) -> str:

@@ -1,10 +1,9 @@
 """The log of a run: one JSON-lines file per worker. Its lines, how to read and to write them.
 
-A file starts with a ``start`` record. ``counts`` records follow, each with totals up to then.
-``began`` is written when a process makes its first gradient step, ``notice`` when the worker
-notices a change in a worker's life, ``values`` when the script logs something, ``consolidating``
-when the worker has nothing left to do but to wait for the others, and ``end`` when it has the
-average. If the worker's process fails, its launcher appends ``process_end``.
+A file starts with a ``start`` record. ``counts`` records follow: totals up to then, and since the
+one before the notices of others' lives and the values that the script logged. The first one of a
+process comes with its first gradient step. If the worker's process fails, its launcher appends
+``process_end``.
 
 Time (``time_s``) is in seconds since the worker's first start, whose date is in ``start``. The log
 of a worker that was started again goes on where it ended, with a ``start`` record of the new
@@ -22,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
@@ -32,7 +31,7 @@ from gossipdp.links.clock import boot_id, since_boot_s
 logger = logging.getLogger("gossipdp")
 
 FILE_PATTERN = "worker-*.jsonl"
-FORMAT = 4
+FORMAT = 5
 """Written into each start record; a reader refuses others."""
 
 Value = bool | int | float | str
@@ -43,6 +42,13 @@ def worker_file(directory: Path, rank: int) -> Path:
 
 
 # The records.
+
+
+class KnownConfiguration(TypedDict, total=False):
+    """The part of a configuration that readers of a log compute with."""
+
+    comm_rate: float | Literal["auto"]
+    parameters: int
 
 
 class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
@@ -67,70 +73,33 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     run_id: str = ""
     time_s: float = 0.0
 
-
-class RecentExchange(msgspec.Struct, frozen=True, array_like=True):
-    """An exchange that ended since the record before; ``started_s`` counts like ``time_s``."""
-
-    peer: Rank
-    initiated: bool
-    started_s: float
-    duration_s: float
+    def __post_init__(self) -> None:
+        msgspec.convert(self.configuration, KnownConfiguration)
 
 
-class CountsRecord(Counters, frozen=True, tag_field="kind", tag="counts"):
+class CountsRecord(Counters, frozen=True, omit_defaults=True, tag_field="kind", tag="counts"):
     """The counters of a worker so far, over all its processes.
 
+    The file lacks fields that have their default.
+
     Attributes:
-        loss, samples_per_second: means since the record before; NaN if no loss was logged.
-        recent: the last exchanges since the record before, at most 16, the oldest first.
+        noticed: since the record before.
+        loss: mean since the record before; NaN if none was logged.
+        logged: the latest of each value that the script logged by name since the record before.
+        recent: the peer and the seconds of the last exchanges since the record before, at most 16,
+            the oldest first.
+        state: ``averaging`` from the call of ``consolidate()`` on: the worker waits for the others;
+            ``left`` once it has the average.
+        consensus_distance: of ``num_averaged`` workers just before the average; NaN before the end.
     """
 
     time_s: float
     loss: float = math.nan
-    samples_per_second: float = 0.0
-    recent: tuple[RecentExchange, ...] = ()
-
-
-class ValuesRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="values"):
-    """The values that the script logged by name, the latest of each since the record before."""
-
-    time_s: float
-    gradient_steps: int
-    values: dict[str, Value | None]
-
-
-class ConsolidatingRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="consolidating"):
-    """The call of ``consolidate()``: from here on the worker waits for the others."""
-
-    time_s: float
-
-
-class EndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
-    """The end of the run: the distance of ``num_averaged`` workers just before the average."""
-
-    time_s: float
-    gradient_steps: int
-    samples: int
-    consensus_distance: float | None = None
-    num_averaged: int | None = None
-
-
-class BeganRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="began"):
-    """The first gradient step of a process of this worker; ``at_s`` is by ``since_boot_s``."""
-
-    process_id: int
-    at_s: float
-    time_s: float = 0.0
-
-
-class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
-    """A notice about worker ``rank``; see :class:`gossipdp.protocol.actions.Notice`."""
-
-    rank: Rank
-    what: str
-    at_s: float
-    time_s: float = 0.0
-    silent_s: float | None = None
+    logged: dict[str, Value | None] = msgspec.field(default_factory=dict)
+    recent: tuple[tuple[Rank, float], ...] = ()
+    state: Literal["training", "averaging", "left"] = "training"
+    consensus_distance: float = math.nan
+    num_averaged: int = 0
 
 
 class ProcessEndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="process_end"):
@@ -143,33 +112,60 @@ class ProcessEndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="proce
     reason: str
 
 
-_Of_training = CountsRecord | ValuesRecord | ConsolidatingRecord | EndRecord
-_Of_lives = BeganRecord | NoticeRecord | ProcessEndRecord
-Record = StartRecord | _Of_training | _Of_lives
+Record = StartRecord | CountsRecord | ProcessEndRecord
 
 
 # Reading.
 
 
-def read_records(path: Path) -> list[Record]:
-    """Return the records of one worker's log, without a last line cut short (it was killed).
+class LogReader:
+    """A reader of one worker's log, also while it grows; the file need not exist yet."""
 
-    The first is a start record. If not even its line is whole, there are none.
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = self._num_lines = 0
 
-    Raises:
-        ValueError: a line is no record, or another version wrote them.
-    """
-    lines = whole_lines(path.read_bytes())
-    # The first line alone: other versions have other records after it.
-    for start in parsed(path, lines[:1]):
+    def read_new(self) -> list[Record]:
+        """Return the records that were completed since the last call.
+
+        The first one of all is a start record. A last line that is cut short (its writer was
+        killed) or half written is left out.
+
+        Raises:
+            ValueError: a line is no record, or another version wrote them.
+        """
+        records: list[Record] = []
+        for line in self._new_lines():
+            self._num_lines += 1
+            try:
+                record: Record = decode(line, Record)  # type: ignore[arg-type]
+            except ValueError as error:
+                place = f"{self._path}, line {self._num_lines}"
+                raise ValueError(f"{place} is no record of a run log: {error}") from error
+            if self._num_lines == 1:
+                self._check_first(record)
+            records.append(record)
+        return records
+
+    def _new_lines(self) -> list[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                lines = whole_lines(file.read())
+        except FileNotFoundError:
+            return []
+        self._position += sum(map(len, lines))
+        return lines
+
+    def _check_first(self, start: Record) -> None:
+        # Before the next line is read: other versions have other records.
         if not isinstance(start, StartRecord):
-            raise ValueError(f"{path} does not begin with a start record, but with {start!r}")
+            raise ValueError(f"{self._path} does not begin with a start record, but with {start!r}")
         if start.format != FORMAT:
             raise ValueError(
-                f"{path} is a log of format {start.format}, and this version of gossipdp reads "
-                f"format {FORMAT} only: read it with the version that wrote it, or run again"
+                f"{self._path} is a log of format {start.format}, and this version of gossipdp "
+                f"reads format {FORMAT} only: read it with the version that wrote it, or run again"
             )
-    return parsed(path, lines)
 
 
 def whole_lines(content: bytes) -> list[bytes]:
@@ -177,21 +173,9 @@ def whole_lines(content: bytes) -> list[bytes]:
     return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
-def parsed(path: Path, lines: list[bytes]) -> list[Record]:
-    """Return the records in these lines of a log; raise ValueError for a line that is none."""
-    records: list[Record] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(decode(line, Record))  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is no record of a run log: {error}") from error
-    return records
-
-
 # Writing.
 
 GROWTH = 1 / 2000
-MAX_NOTICES = 10_000
 
 
 class RunLogWriter:
@@ -231,7 +215,7 @@ class RunLogWriter:
             before, starts = [], []
         self._first = starts[0] if starts else None
         self._last_s = max((each.time_s for each in before), default=0.0)
-        self._path = path
+        self.path = path
         self._file = path.open("ab", buffering=0)
         kept = whole_lines(path.read_bytes()) if before else []
         self._file.truncate(sum(map(len, kept)))
@@ -243,10 +227,9 @@ class RunLogWriter:
         self._run_id = run_id
         self.started_s = self._recorded_s = clock()
         """The worker's first start, by ``clock``: the zero of all times in the records."""
-        self._num_notices = 0
         self._is_failing = False
         totals = [each for each in before if isinstance(each, CountsRecord)]
-        self._totals_before = self._totals = totals[-1] if totals else Counters()
+        self._totals_before = totals[-1] if totals else Counters()
 
     def wait_s(self) -> float:
         """Return the time until a ``counts`` record is due; not positive if it is due."""
@@ -260,63 +243,29 @@ class RunLogWriter:
         if self._first is not None:
             self.started_s -= _elapsed_s(self._first, self._last_s, now_s, date_s, self._boot_id)
         process = (rank, num_workers, os.getpid(), date_s, dict(configuration), now_s)
-        at = self._boot_id, self._run_id, self._time(now_s)
+        at = self._boot_id, self._run_id, round(now_s - self.started_s, 4)
         self._write(StartRecord(*process, FORMAT, *at))
 
-    def began(self, at_s: float | None = None) -> None:
-        """Write that this process has made its first gradient step, now or at ``at_s``."""
-        at_s = self._clock() if at_s is None else at_s
-        self._write(BeganRecord(os.getpid(), at_s, self._time(at_s)))
-
-    def notice(self, rank: int, what: str, at_s: float, silent_s: float | None = None) -> None:
-        """Write a notice about a worker; beyond 10,000 nothing more."""
-        self._num_notices += 1
-        if self._num_notices <= MAX_NOTICES:
-            silent_s = None if silent_s is None else round(silent_s, 3)
-            self._write(NoticeRecord(rank, what, at_s, self._time(at_s), silent_s))
-
-    def counts(
-        self,
-        counters: Counters,
-        *,
-        loss: float = math.nan,
-        recent: tuple[RecentExchange, ...] = (),
-    ) -> None:
+    def counts(self, counters: Counters, **news: Any) -> None:
         """Write the counters of this process, added to those of the processes before it.
 
-        ``loss`` is the mean since the record before.
+        ``news`` are the other fields of :class:`CountsRecord`.
         """
-        now_s, samples_before = self._clock(), self._totals.samples
-        self._totals = _sum(self._totals_before, counters)
-        speed = (self._totals.samples - samples_before) / max(now_s - self._recorded_s, 1e-9)
-        self._recorded_s = now_s
-        totals = {name: getattr(self._totals, name) for name in metrics_of(Counters)}
-        since = (loss, round(speed, 3), recent)
-        self._write(CountsRecord(self._time(now_s), *since, **totals))
-
-    def values(self, values: Mapping[str, Value]) -> None:
-        self._write(ValuesRecord(self._time(), self._totals.gradient_steps, dict(values)))
-
-    def consolidating(self) -> None:
-        self._write(ConsolidatingRecord(self._time()))
-
-    def end(self, *, consensus_distance: float, num_averaged: int | None = None) -> None:
-        steps, samples = self._totals.gradient_steps, self._totals.samples
-        self._write(EndRecord(self._time(), steps, samples, consensus_distance, num_averaged))
+        self._recorded_s = self._clock()
+        totals = _sum(self._totals_before, counters)
+        fields = {name: getattr(totals, name) for name in Counters.__struct_fields__}
+        self._write(CountsRecord(round(self._recorded_s - self.started_s, 4), **fields, **news))
 
     def close(self) -> None:
         """Close the file; a second call does nothing. A later record opens it again."""
         self._file.close()
-
-    def _time(self, at_s: float | None = None) -> float:
-        return round((self._clock() if at_s is None else at_s) - self.started_s, 4)
 
     def _write(self, record: Record) -> None:
         # One write call a line: a reader sees a line whole or not yet.
         line = msgspec.json.encode(record) + b"\n"
         try:
             if self._file.closed:
-                with self._path.open("ab", buffering=0) as file:
+                with self.path.open("ab", buffering=0) as file:
                     file.write(line)
                 return
             written = self._file.write(line)
@@ -329,7 +278,7 @@ class RunLogWriter:
             if not self._is_failing:
                 self._is_failing = True
                 text = "cannot write the log %s (%s): training goes on, and lines are missing"
-                logger.warning(text, self._path, error)
+                logger.warning(text, self.path, error)
 
 
 def write_process_end(path: Path, process_id: int, reason: str) -> None:
@@ -338,7 +287,7 @@ def write_process_end(path: Path, process_id: int, reason: str) -> None:
     If there is no log of this process, nothing is written. If the disk is full, the line is lost.
     """
     try:
-        records = read_records(path) if path.exists() else []
+        records = LogReader(path).read_new()
         starts = [each for each in records if isinstance(each, StartRecord)]
         if not starts or starts[-1].process_id != process_id:
             return
@@ -370,7 +319,7 @@ def _elapsed_s(
 def _log_before(path: Path) -> list[Record]:
     """Return the records of an earlier process; move a file that is damaged out of the way."""
     try:
-        return read_records(path) if path.exists() else []
+        return LogReader(path).read_new()
     except ValueError as error:
         aside = path.with_suffix(f".{time.time_ns()}.damaged")
         path.rename(aside)
@@ -383,11 +332,9 @@ def _sum(before: Counters, counters: Counters) -> Counters:
     totals: dict[str, Any] = {}
     for name, metric in metrics_of(Counters).items():
         then, now = getattr(before, name), getattr(counters, name)
-        if metric.kind != "counter":
-            totals[name] = now
-        elif metric.label:
+        if metric.kind == "counter" and metric.label:
             keys = sorted(then.keys() | now.keys())
             totals[name] = {key: then.get(key, 0) + now.get(key, 0) for key in keys}
-        else:
+        elif metric.kind == "counter":
             totals[name] = then + now
-    return Counters(**totals)
+    return msgspec.structs.replace(counters, **totals)

@@ -50,18 +50,22 @@ def _families(status: WorkerStatus) -> Iterator[tuple[str, Metric, _Samples]]:
             metric = Metric(metric.help, "gauge")
             samples = [({**labels, "word": word}, 1) for labels, word in samples]
         yield name, metric, samples
-    neighbours = status.neighbours
+    members = status.members
     yield (
         "neighbour_exchange_seconds",
         Metric("Mean duration of the last exchanges with a neighbour.", "gauge"),
-        [({"neighbour": each.rank}, each.exchange_seconds) for each in neighbours],
+        [({"neighbour": each.rank}, each.exchange_seconds) for each in members],
     )
     yield (
         "link_up",
         Metric("1 if there is a link to a neighbour of the graph, else 0.", "gauge"),
-        [({"neighbour": each.rank}, each.is_linked) for each in neighbours if each.is_neighbour],
+        [
+            ({"neighbour": each.rank}, each.heard_ago_s is not None)
+            for each in members
+            if each.is_neighbour
+        ],
     )
-    states = [member.state for member in status.members]
+    states = [member.state for member in members]
     yield (
         "members",
         Metric("Workers known here, by state.", "gauge"),
@@ -70,5 +74,5 @@ def _families(status: WorkerStatus) -> Iterator[tuple[str, Metric, _Samples]]:
     yield (
         "members_silent",
         Metric("Linked workers that have been silent for the time-out.", "gauge"),
-        [({}, sum(member.is_silent for member in status.members))],
+        [({}, sum(member.is_silent for member in members))],
     )

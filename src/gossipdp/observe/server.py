@@ -46,8 +46,6 @@ from gossipdp.observe.status import (
     STATUS_PATH,
     StatusPoll,
     WorkerStatus,
-    encode_status,
-    notice_words,
 )
 
 logger = logging.getLogger("gossipdp.observe")
@@ -83,7 +81,7 @@ def pages_of(status: Callable[[], WorkerStatus]) -> dict[str, Page]:
     return {
         "/": Page("text/html; charset=utf-8", lambda: html),
         "/job": Page("application/json", JobView(status).build, JOB_REBUILD_S),
-        STATUS_PATH: Page("application/json", lambda: encode_status(status())),
+        STATUS_PATH: Page("application/json", lambda: msgspec.json.encode(status())),
         METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
     }
 
@@ -100,7 +98,7 @@ class JobView:
         self._built_s = -math.inf
 
     def build(self) -> bytes:
-        """Return the job, and its notices in words, as JSON."""
+        """Return the job, its table, and its notices in words, as JSON."""
         if time.monotonic() > self._built_s + JOB_PAUSE_S:
             self._board, self._poll = StatusBoard(()), StatusPoll()
         own = self._status()
@@ -111,8 +109,8 @@ class JobView:
         self._built_s = now_s = time.monotonic()
         self._board.take({"": own, **answers}, now_s)
         job = self._board.job(now_s)
-        words = [notice_words(each.kind, each.silent_s) for each in job.notices]
-        return msgspec.json.encode({"job": job, "notice_words": words})
+        rows, words = [each.cells for each in job.workers], [each.words for each in job.notices]
+        return msgspec.json.encode({"job": job, "rows": rows, "notice_words": words})
 
 
 class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):

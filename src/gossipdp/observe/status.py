@@ -2,7 +2,8 @@
 
 A worker learns by gossip whether each other one lives, how far it is, and where it shows its own
 status. So one answer names the whole job; for more about a worker, ask that worker. Numbers that
-are not known yet are null. Readers ignore fields that they do not know, so some may be added.
+are not known yet are null: JSON has no NaN. Readers ignore fields that they do not know, so some
+may be added.
 
 :func:`ask` asks one worker. :class:`StatusPoll` asks many and does not wait for those that hang.
 """
@@ -45,6 +46,10 @@ class MemberStatus(msgspec.Struct, frozen=True):
         status_address: HOST:PORT where it shows its own status; empty if it shows none.
         since_step_s: since its steps were last heard to grow; heartbeats do not count.
         restarts: processes of this rank before this one.
+        is_neighbour: the two may exchange, in the graph of the live workers. Other links serve the
+            start, and questions about third workers.
+        heard_ago_s: since its link here last brought something; null without a link.
+        exchange_seconds: mean duration of the last exchanges with it.
     """
 
     rank: int
@@ -56,54 +61,16 @@ class MemberStatus(msgspec.Struct, frozen=True):
     status_address: str = ""
     since_step_s: float | None = None
     restarts: int = 0
-
-
-class NeighbourStatus(msgspec.Struct, frozen=True):
-    """A worker that this one may exchange with, is linked with, or has exchanged with.
-
-    Attributes:
-        is_neighbour: they may exchange, in the graph of the live workers. Other links serve the
-            start, and questions about third workers.
-        heard_ago_s: of the present link; null without one.
-        exchange_seconds: mean duration of the last exchanges with it.
-    """
-
-    rank: int
     is_neighbour: bool = False
-    is_linked: bool = False
     heard_ago_s: float | None = None
     exchange_seconds: float | None = None
-
-
-class NoticeStatus(msgspec.Struct, frozen=True):
-    """A notice of this worker about ``rank``: see :class:`gossipdp.protocol.actions.Notice`."""
-
-    rank: int
-    kind: str
-    ago_s: float
-    silent_s: float | None = None
-
-
-def notice_words(kind: str, silent_s: float | None = None) -> str:
-    """Return a notice in words, for people; they complete "worker 3 ..."."""
-    silence = "" if silent_s is None else f"{silent_s:.1f} s"
-    words = {
-        "joined": "joined the run",
-        "silent": "fell silent" + (f": nothing heard for {silence}" if silence else ""),
-        "lost": "is no longer heard; the others go on without it",
-        "answered": "answers again" + (f" after {silence} of silence" if silence else ""),
-        "restarted": "was restarted: a new process takes part",
-        "stopped": "stood still itself" + (f" for {silence}" if silence else ""),
-    }
-    return words.get(kind, printable(kind))
 
 
 class WorkerStatus(Counters, frozen=True):
     """One worker's answer, with its counters.
 
     Attributes:
-        rank, incarnation, restarts: of the worker: see :class:`MemberStatus`.
-        num_workers: at the start of the run.
+        incarnation, restarts: of the worker: see :class:`MemberStatus`.
         run_id, method, graph, comm_rate: of the run; ``graph`` is its name.
         host, process_id: of the worker's process.
         state: ``training``, or ``averaging`` from ``consolidate()`` on.
@@ -112,15 +79,11 @@ class WorkerStatus(Counters, frozen=True):
         since_step_s: since the last gradient step ended.
         logged: the numbers that the script logged last, such as ``loss``.
         members: all workers that this one knows of, itself included, by rank.
-        neighbours: by rank.
-        notices: the latest, oldest first.
     """
 
-    rank: int
     incarnation: Annotated[
         int, Metric("Rises when the rank is restarted, or was lost and answers again.", "gauge")
     ]
-    num_workers: int
     run_id: str
     method: str
     graph: str
@@ -138,15 +101,10 @@ class WorkerStatus(Counters, frozen=True):
         dict[str, float | None], Metric("Numbers that the script logged last.", "gauge", "name")
     ] = msgspec.field(default_factory=dict)
     members: tuple[MemberStatus, ...] = ()
-    neighbours: tuple[NeighbourStatus, ...] = ()
-    notices: tuple[NoticeStatus, ...] = ()
 
 
 # Built by the importing thread: msgspec (0.22) crashes if two threads need a struct's types first.
 msgspec.json.Decoder(WorkerStatus)
-
-# JSON has neither NaN nor infinity, so they become null.
-encode_status = msgspec.json.Encoder().encode
 
 
 def decode_status(data: bytes) -> WorkerStatus:

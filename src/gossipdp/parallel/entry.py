@@ -30,7 +30,7 @@ from gossipdp.links.handshake import UNLIKE_BASES, Identity
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, tls_files
-from gossipdp.observe.status import MemberStatus, NeighbourStatus
+from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_steps
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -463,8 +463,8 @@ class Entry:
         self._call(lambda: add(0, 0, since_boot_s(), is_stopped=True))
         self._has_stopped = True
 
-    def view(self) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
-        """Return all workers that are known, and those next to this one, for the status port."""
+    def view(self) -> tuple[MemberStatus, ...]:
+        """Return all workers that are known, for the status port."""
         return view_of(self._loop.snapshot, self._loop.clock())
 
     @property

@@ -408,7 +408,7 @@ class GossipDataParallel(nn.Module):
         self._worker.checkpointer.take_last()
         self._worker.monitoring.consolidating()
         is_common_end = self._worker.batches.finished
-        known = {member.rank: member.gradient_steps for member in self._worker.view()[0]}
+        known = {member.rank: member.gradient_steps for member in self._worker.view()}
         result = self._worker.consolidate(math.inf if timeout_s is None else timeout_s)
         self._consolidated = result
         self._worker.checkpointer.take_last(is_averaged=True)

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 import gossipdp
-from gossipdp.gossip.counters import Counters, metrics_of
+from gossipdp.gossip.counters import Counters
 from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.environment import Environment
 from gossipdp.links.clock import boot_id, since_boot_s
-from gossipdp.observe.log import FILE_PATTERN, RecentExchange, RunLogWriter, Value, worker_file
-from gossipdp.observe.status import NoticeStatus, WorkerStatus
+from gossipdp.observe.log import FILE_PATTERN, RunLogWriter, Value, worker_file
+from gossipdp.observe.status import WorkerStatus
 from gossipdp.parallel.checkpoint_files import in_use
 from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.options import Options
@@ -52,18 +52,33 @@ HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
 
 class Monitoring:
-    """One worker's log and status port, if the options or else the environment ask for them."""
+    """One worker's log and status port, if the options or else the environment ask for them.
+
+    The log is ``worker-RANK.jsonl`` in its directory, and a thread writes it. The lock is held
+    while something is written, by that thread or, at the end of the run, by the caller, and never
+    in a gradient step.
+    """
 
     def __init__(self, options: Options, environment: Environment) -> None:
         wanted = options.monitor
         self._is_shown = environment.shard == 0  # a replica's are those of its first process
         self._options = options
+        self._gradient_steps = self._samples = 0  # of this process
+        self._stepped_s = math.nan
         self._unread: deque[Tensor] = deque(maxlen=MAX_LOSSES)
         self._losses: deque[float] = deque(maxlen=MEAN_OF_LOSSES)
         self._values: dict[str, float] = {}
-        self._stepped_s: float | None = None
-        self._log: RunLogging | None = None
+        self._new_losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        self._new_values: deque[Mapping[str, Value]] = deque()
         self._in_use = contextlib.ExitStack()
+        self._writer: RunLogWriter | None = None
+        self._has_warned = self._is_closed = False
+        self._num_logged = 0
+        self._ending: dict[str, Any] = {}  # the fields of records from consolidate() on
+        self._recorded = 0, 0, 0, 0, 0  # notices, steps, exchanges, calls of log, and the end
+        self._recent_s = 0.0
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
         self.page: StatusPort | None = None
         port = environment.status_port if wanted.status_port is None else wanted.status_port
         if port is not None and self._is_shown:
@@ -82,6 +97,7 @@ class Monitoring:
 
         ``budget`` returns the samples that all workers are to train on, as far as is known.
         """
+        self._stats = stats
         if self.page is not None:
             from gossipdp.observe.server import pages_of
 
@@ -98,79 +114,147 @@ class Monitoring:
                 asked,
             )
         self._in_use.enter_context(in_use(Path(directory), worker.run_id))
-        self._log = RunLogging(Path(directory), worker, stats)
+        self._writer = _begun_log(Path(directory), worker)
+        name = f"gossipdp-log-{worker.rank}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    # By the training loop.
 
     def stepped(self, samples: int) -> None:
         """Count a gradient step that has ended, with its boundary."""
         self._read_losses()
-        if self._log is not None:
-            self._log.stepped(samples)
         self._stepped_s = since_boot_s()
+        self._samples += samples
+        self._gradient_steps += 1
+        if self._gradient_steps == 1:
+            self._wake.set()
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, object]) -> None:
         """Log and show a loss and values; see ``GossipDataParallel.log``."""
-        if self._log is None and self.page is None:
+        if self._writer is None and self.page is None:
             return
         kept = None if loss is None else _one_loss(loss)
         plain = {_text(name): _plain(name, value) for name, value in values.items()}
         if isinstance(kept, Tensor):
             self._unread.append(kept)
-            kept = None
-        self._keep(kept, plain)
-
-    def _keep(self, loss: float | None, values: Mapping[str, Value]) -> None:
-        if self._log is not None:
-            self._log.log(loss, values)
-        if loss is not None:
-            self._losses.append(loss)
-        for name, value in values.items():
+        elif kept is not None:
+            self._keep_loss(kept)
+        for name, value in plain.items():
             is_new = name not in self._values
             if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):
                 self._values[name] = float(value)
+        if plain and self._writer is not None:
+            self._new_values.append(plain)
+            self._num_logged += 1
+            if self._is_closed:
+                self._write_last()
+
+    def _keep_loss(self, loss: float) -> None:
+        self._losses.append(loss)
+        self._new_losses.append(loss)
 
     def _read_losses(self) -> None:
         while self._unread:
             # Torch refuses the results of a CUDA graph once the graph has run again.
             with contextlib.suppress(RuntimeError):
-                self._keep(float(self._unread.popleft()), {})
+                self._keep_loss(float(self._unread.popleft()))
 
     def consolidating(self) -> None:
         """Log that the worker has come to the end and waits for the others."""
-        self._read_losses()
-        if self._log is not None:
-            self._log.write_last(self._log.writer.consolidating)
+        self._ending = {"state": "averaging"}
+        self._write_last()
 
     def ended(self, end: Consolidated) -> None:
         """Log the end: all workers hold the average."""
-        if (log := self._log) is not None:
-            log.write_last(
-                lambda: log.writer.end(
-                    consensus_distance=end.consensus_distance, num_averaged=end.world_size
-                )
-            )
+        distance = {"consensus_distance": end.consensus_distance}
+        self._ending = {"state": "left", "num_averaged": end.world_size, **distance}
+        self._write_last()
 
     def close(self) -> None:
         """Write the last records and stop showing. A second call does nothing."""
-        self._read_losses()
-        if self._log is not None:
-            self._log.close()
+        if self._writer is not None and not self._is_closed:
+            self._is_closed = True
+            self._wake.set()
+            self._thread.join(JOIN_TIMEOUT_S)
+            self._write_last()
+            with self._lock:
+                self._writer.close()
         self._in_use.close()
         if self.page is not None:
             self.page.close()
 
+    def _write_last(self) -> None:
+        """Write all that is new into the log."""
+        self._read_losses()
+        if self._writer is not None:
+            with self._lock:
+                self._look(self._writer, finally_=True)
+
+    # By the log's thread.
+
+    def _run(self) -> None:
+        assert self._writer is not None
+        while not self._is_closed:
+            with self._lock:
+                self._look(self._writer)
+            self._wake.wait(LOOK_EVERY_S)
+            self._wake.clear()
+
+    def _look(self, writer: RunLogWriter, finally_: bool = False) -> None:
+        try:
+            self._write_new(writer, finally_)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                text = "the log %s lacks lines that could not be written (%r): training goes on"
+                logger.warning(text, writer.path, error)
+
+    def _write_new(self, writer: RunLogWriter, finally_: bool) -> None:
+        stats = self._stats()
+        num_noticed = max((each.number for each in stats.noticed), default=0)
+        # Exchanges go on after the last step, in consolidate().
+        ours = self._gradient_steps, stats.exchanges, self._num_logged, len(self._ending)
+        counted = num_noticed, *ours
+        is_due = finally_ and counted != self._recorded
+        if is_due or (self._gradient_steps and writer.wait_s() <= 0):
+            self._write_counts(writer, stats)
+            self._recorded = counted
+
+    def _write_counts(self, writer: RunLogWriter, stats: Stats) -> None:
+        recent = [one for one in stats.recent_exchanges if one.ended_s > self._recent_s]
+        if recent:
+            self._recent_s = recent[-1].ended_s
+        losses = [self._new_losses.popleft() for _ in range(len(self._new_losses))]
+        logged: dict[str, Value] = {}
+        while self._new_values:
+            logged |= self._new_values.popleft()
+        writer.counts(
+            msgspec.structs.replace(
+                stats,
+                # Of this process: those of a checkpoint's past are in the log already.
+                gradient_steps=self._gradient_steps,
+                samples=self._samples,
+                noticed=tuple(each for each in stats.noticed if each.number > self._recorded[0]),
+            ),
+            loss=_mean_loss(losses),
+            **self._ending,
+            logged=logged,
+            recent=tuple((one.peer, round(one.ended_s - one.started_s, 5)) for one in recent),
+        )
+
     # By the status server's threads.
 
     def _status(self, worker: Entry, stats: Stats, budget: int | None) -> WorkerStatus:
-        now_s, stepped_s = since_boot_s(), self._stepped_s
-        members, neighbours = worker.view()
+        members = worker.view()
         # Copied in one step, whatever the training loop does.
         losses, logged = list(self._losses.copy()), self._values.copy()
         own = [each for each in members if each.rank == worker.rank]
+        counters = {name: getattr(stats, name) for name in Counters.__struct_fields__}
         return WorkerStatus(
-            rank=stats.rank,
+            **counters | {"noticed": stats.noticed[-MAX_NOTICES:]},
             incarnation=max((each.incarnation for each in own), default=worker.incarnation),
             restarts=max((each.restarts for each in own), default=0),
-            num_workers=stats.world_size,
             run_id=worker.run_id,
             method=self._options.method,
             graph=worker.graph,
@@ -180,156 +264,28 @@ class Monitoring:
             state="averaging" if worker.is_consolidating else "training",
             run_samples=worker.total_samples(),
             budget_samples=budget,
-            since_step_s=math.nan if stepped_s is None else now_s - stepped_s,
+            since_step_s=since_boot_s() - self._stepped_s,
             logged={**logged, "loss": _mean_loss(losses)} if losses else {**logged},
             members=members,
-            neighbours=neighbours,
-            notices=tuple(
-                NoticeStatus(each.rank, each.kind, max(0.0, now_s - each.at_s), each.silent_s)
-                for each in stats.noticed[-MAX_NOTICES:]
-            ),
-            **{name: getattr(stats, name) for name in metrics_of(Counters)},
         )
 
 
-class RunLogging:
-    """The log of one worker, ``worker-RANK.jsonl`` in ``directory``, and the thread that writes it.
-
-    The lock is held while something is written, by the thread or, at the end of the run, by the
-    caller, and never in a gradient step.
-    """
-
-    def __init__(self, directory: Path, worker: Entry, stats: Callable[[], Stats]) -> None:
-        rank, num_workers = worker.rank, worker.world_size
-        # A worker that came into a run that goes on, perhaps not for the first time, goes on with
-        # the log of its earlier process in the same run; one that resumes, whatever its run.
-        joins, resumes = worker.replica.environment.is_joining, worker.resumption is not None
-        self.writer = RunLogWriter(
-            worker_file(directory, rank),
-            boot_id=boot_id(),
-            run_id=worker.run_id,
-            goes_on=joins,
-            resumes=resumes,
-        )
-        if not (joins or resumes):  # the logs of an earlier run's workers that this one lacks
-            kept = {worker_file(directory, each) for each in range(num_workers)}
-            for path in set(directory.glob(FILE_PATTERN)) - kept:
-                path.unlink(missing_ok=True)
-        self.writer.start(rank=rank, num_workers=num_workers, configuration=describe(worker))
-        self._worker, self._stats = worker, stats
-        self._gradient_steps = self._samples = 0
-        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
-        self._values: deque[Mapping[str, Value]] = deque()
-        self._began_s: float | None = None
-        self._has_written_began = self._has_warned = self._is_closed = False
-        self._recorded = 0, 0  # steps and exchanges
-        self._num_noticed = 0
-        self._recent_s = 0.0
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"gossipdp-log-{rank}", daemon=True)
-        self._thread.start()
-
-    # By the training loop.
-
-    def stepped(self, samples: int) -> None:
-        """Count a gradient step."""
-        self._samples += samples
-        self._gradient_steps += 1
-        if self._began_s is None:
-            self._began_s = since_boot_s()
-            self._wake.set()
-
-    def log(self, loss: float | None, values: Mapping[str, Value]) -> None:
-        """Keep a loss and values; after the end write them at once."""
-        if loss is not None:
-            self._losses.append(loss)
-        if values:
-            self._values.append(values)
-            if self._is_closed:
-                self._write_values()
-
-    def write_last(self, write: Callable[[], None]) -> None:
-        """Write all that is new, and then one more line."""
-        with self._lock:
-            self._look(finally_=True)
-            write()
-
-    def close(self) -> None:
-        """Write the last records and end the thread."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._wake.set()
-            self._thread.join(JOIN_TIMEOUT_S)
-            self.write_last(self.writer.close)
-
-    # By the thread.
-
-    def _run(self) -> None:
-        while not self._is_closed:
-            with self._lock:
-                self._look()
-            self._wake.wait(LOOK_EVERY_S)
-            self._wake.clear()
-
-    def _look(self, finally_: bool = False) -> None:
-        try:
-            self._write_new(finally_)
-        except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "the log of worker %d lacks lines that could not be written (%r): training "
-                    "goes on",
-                    self._worker.rank,
-                    error,
-                )
-
-    def _write_new(self, finally_: bool) -> None:
-        if self._began_s is not None and not self._has_written_began:
-            self._has_written_began = True
-            self.writer.began(self._began_s)
-        stats = self._stats()
-        for notice in stats.noticed:
-            if notice.number > self._num_noticed:
-                self._num_noticed = notice.number
-                self.writer.notice(notice.rank, notice.kind, notice.at_s, notice.silent_s)
-        # Exchanges go on after the last step, in consolidate().
-        counted = self._gradient_steps, stats.exchanges
-        is_due = finally_ and counted != self._recorded
-        if is_due or (self._gradient_steps and self.writer.wait_s() <= 0):
-            is_due, self._recorded = True, counted
-            self._write_counts(stats)
-        if is_due or finally_:
-            self._write_values()
-
-    def _write_counts(self, stats: Stats) -> None:
-        recent = [one for one in stats.recent_exchanges if one.ended_s > self._recent_s]
-        if recent:
-            self._recent_s = recent[-1].ended_s
-        # Steps and samples of this process: those of a checkpoint's past are in the log already.
-        self.writer.counts(
-            msgspec.structs.replace(
-                stats, gradient_steps=self._gradient_steps, samples=self._samples
-            ),
-            loss=_mean_loss([self._losses.popleft() for _ in range(len(self._losses))]),
-            recent=tuple(
-                RecentExchange(
-                    one.peer,
-                    one.initiated,
-                    round(one.started_s - self.writer.started_s, 4),
-                    round(one.ended_s - one.started_s, 5),
-                )
-                for one in recent
-            ),
-        )
-
-    def _write_values(self) -> None:
-        latest: dict[str, Value] = {}
-        while self._values:
-            latest |= self._values.popleft()
-        if latest:
-            self.writer.values(latest)
+def _begun_log(directory: Path, worker: Entry) -> RunLogWriter:
+    """Return the log of this process, with its start record."""
+    rank, num_workers = worker.rank, worker.world_size
+    # A worker that came into a run that goes on, perhaps not for the first time, goes on with the
+    # log of its earlier process in the same run; one that resumes, whatever its run.
+    joins, resumes = worker.replica.environment.is_joining, worker.resumption is not None
+    path = worker_file(directory, rank)
+    writer = RunLogWriter(
+        path, boot_id=boot_id(), run_id=worker.run_id, goes_on=joins, resumes=resumes
+    )
+    if not (joins or resumes):  # the logs of an earlier run's workers that this one lacks
+        kept = {worker_file(directory, each) for each in range(num_workers)}
+        for other in set(directory.glob(FILE_PATTERN)) - kept:
+            other.unlink(missing_ok=True)
+    writer.start(rank=rank, num_workers=num_workers, configuration=describe(worker))
+    return writer
 
 
 def _one_loss(loss: Tensor | float) -> Tensor | float:

@@ -9,8 +9,7 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.launcher.environment import show_address
-from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
-from gossipdp.protocol.actions import Notice
+from gossipdp.observe.status import MemberState, MemberStatus
 from gossipdp.protocol.members import Status
 
 logger = logging.getLogger("gossipdp")
@@ -34,23 +33,16 @@ class Stats(Counters, frozen=True, kw_only=True):
     """One worker's counts at one moment; see ``GossipDataParallel.stats``. It does not change.
 
     Attributes:
-        rank: of this worker.
-        world_size: workers in the run.
         kernels: computes exchanges: ``numba`` (compiled), ``torch``, or both.
         recent_exchanges: the last 16 that were completed here, oldest first, with their times.
-        noticed: what this worker has noticed of the lives of others, and that it stood still
-            itself; oldest first.
 
-    The counters, each described in :class:`~gossipdp.gossip.counters.Counters`, are fields too.
+    The fields of :class:`~gossipdp.gossip.counters.Counters`, described there, are fields too.
     ``achieved_comm_rate``, ``edge_distance`` and ``step_seconds`` are NaN until they are known.
     ``edge_distance`` is free, but far smaller than the consensus distance on sparse graphs.
     """
 
-    rank: int
-    world_size: int
     kernels: str = ""
     recent_exchanges: tuple[CompletedExchange, ...] = ()
-    noticed: tuple[Notice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,42 +88,35 @@ def warn_of_steps_after(rank: int, known: Mapping[int, int], result: Consolidate
         )
 
 
-def view_of(
-    snapshot: LoopSnapshot, now_s: float
-) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
-    """Return all workers that are known, and those next to this one, for the status port."""
+def view_of(snapshot: LoopSnapshot, now_s: float) -> tuple[MemberStatus, ...]:
+    """Return all workers that are known, for the status port."""
+
+    def ago_s(at_s: float | None) -> float | None:
+        return None if at_s is None else max(0.0, now_s - at_s)
+
+    durations: dict[int, list[float]] = {}
+    for each in snapshot.recent_exchanges:
+        durations.setdefault(each.peer, []).append(each.ended_s - each.started_s)
     members = []
     for member in snapshot.members:
-        samples, steps = snapshot.progress.get(member.rank, (0, 0))
-        stepped_s = snapshot.stepped_s.get(member.rank)
-        address = ""
+        rank, address = member.rank, ""
         if member.status_host and member.status_port:
             address = show_address(member.status_host, member.status_port)
+        samples, steps = snapshot.progress.get(rank, (0, 0))
         members.append(
             MemberStatus(
-                rank=member.rank,
+                rank=rank,
                 incarnation=member.incarnation,
                 state=STATES[member.status],
-                is_silent=member.rank in snapshot.silent,
+                is_silent=rank in snapshot.silent,
                 gradient_steps=steps,
                 samples=samples,
                 status_address=address,
-                since_step_s=None if stepped_s is None else max(0.0, now_s - stepped_s),
+                since_step_s=ago_s(snapshot.stepped_s.get(rank)),
                 restarts=member.restarts,
-            )
-        )
-    exchanges, neighbours = snapshot.counters.exchanges_by_neighbour, []
-    for rank in sorted({*snapshot.neighbours, *snapshot.heard, *exchanges}):
-        heard_s = snapshot.heard.get(rank)
-        recent = [each for each in snapshot.recent_exchanges if each.peer == rank]
-        seconds = [each.ended_s - each.started_s for each in recent]
-        neighbours.append(
-            NeighbourStatus(
-                rank=rank,
                 is_neighbour=rank in snapshot.neighbours,
-                is_linked=heard_s is not None,
-                heard_ago_s=None if heard_s is None else max(0.0, now_s - heard_s),
-                exchange_seconds=fmean(seconds) if seconds else None,
+                heard_ago_s=ago_s(snapshot.heard.get(rank)),
+                exchange_seconds=fmean(durations[rank]) if rank in durations else None,
             )
         )
-    return tuple(members), tuple(neighbours)
+    return tuple(members)

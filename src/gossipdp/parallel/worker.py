@@ -673,22 +673,21 @@ class Worker(Entry):
         """See ``GossipDataParallel.stats``."""
         snapshot, steps, counts = self._loop.snapshot, self._gradient_steps, self.counts()
         asked = snapshot.counters.exchanges_initiated
-        own = {
+        own: dict[str, Any] = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "at_s": since_boot_s(),
+            "noticed": snapshot.noticed,
             "gradient_steps": counts.steps,
             "samples": counts.samples,
             "waited_seconds": self._pace.waited_s,
             "achieved_comm_rate": 2 * asked / steps if steps else math.nan,
             "states_donated": self._loop.transfers.num_given,
+            "kernels": self._state.kernels,
+            "recent_exchanges": snapshot.recent_exchanges,
             **self.checkpointer.counts(),
         }
-        return Stats(
-            rank=self.rank,
-            world_size=self.world_size,
-            kernels=self._state.kernels,
-            recent_exchanges=snapshot.recent_exchanges,
-            noticed=snapshot.noticed,
-            **msgspec.structs.asdict(snapshot.counters) | own,
-        )
+        return Stats(**msgspec.structs.asdict(snapshot.counters) | own)
 
 
 def _missing(snapshot: LoopSnapshot, now_s: float) -> str:

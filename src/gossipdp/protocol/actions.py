@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias, TypeVar
 
+import msgspec
+
+from gossipdp.protocol.members import Rank
 from gossipdp.protocol.messages import Epoch, ExchangeId
 
 Body = TypeVar("Body")
@@ -80,9 +83,8 @@ class Unlink:
     reason: str
 
 
-@dataclass(frozen=True)
-class Notice:
-    """A change in a worker's life, as this worker noticed it.
+class Notice(msgspec.Struct, frozen=True):
+    """A change in a worker's life, as this worker noticed it; logs and status answers hold it.
 
     Attributes:
         rank: of the worker concerned.
@@ -98,8 +100,8 @@ class Notice:
             ``stopped``, how long this worker did not run. None if it is not known.
     """
 
-    rank: int
-    kind: NoticeKind
+    rank: Rank
+    kind: str
     at_s: float
     number: int = 0
     silent_s: float | None = None

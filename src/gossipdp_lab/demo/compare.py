@@ -141,6 +141,7 @@ class Verdict:
 def compare(arguments: DemoArguments) -> int:
     """Train by both methods, show the difference and draw it; return the exit status."""
     from gossipdp_lab.demo.comparison import Compared, draw_comparison
+    from gossipdp_lab.report.view import RunView
 
     console = Console()
 
@@ -160,7 +161,7 @@ def compare(arguments: DemoArguments) -> int:
         [
             Compared(
                 _name(method),
-                training.run_log,
+                RunView(training.run_log),
                 training.summary[training.metric_name],
                 training.summary.get("faults", ()),
             )

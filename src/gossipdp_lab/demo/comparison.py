@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gossipdp_lab.report.run_log import RunLog, WorkerLog
-from gossipdp_lab.report.view import Points
+from gossipdp_lab.report.view import Points, RunView, Span, merged
 from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, OKABE_ITO, new_figure
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ LINE_COLOURS = (OKABE_ITO[6], OKABE_ITO[3], OKABE_ITO[2])
 """Colours that no timeline has."""
 
 NUM_PIECES = 80
-"""Pieces of the time of the longest training, for rows."""
+"""The most pieces of time in a row."""
 
 NUM_POINTS = 40
 """Points of a line, each of as many samples, so that none is noisier than the others."""
@@ -54,29 +52,14 @@ class Compared:
     """
 
     label: str
-    run_log: RunLog
+    view: RunView
     final_loss: float
     faults: Sequence[Mapping[str, Any]] = ()
 
     @property
-    def faults_from_s(self) -> float:
-        """Return when the faults' clock starts: all workers have made a step."""
-        return max(
-            (worker.lives[0].time_s for worker in self.run_log.workers.values() if worker.lives),
-            default=0.0,
-        )
-
-    @property
     def train_seconds(self) -> float:
         """Return the seconds from the start to the last gradient step of the last worker."""
-        return max(worker.trained_s for worker in self.run_log.workers.values())
-
-    @property
-    def waiting(self) -> float:
-        """Return the share of all workers' time that they waited."""
-        workers = self.run_log.workers.values()
-        waited_s = sum(each.counts[-1].waited_seconds for each in workers if each.counts)
-        return waited_s / len(workers) / self.train_seconds
+        return max(self.view.trained.values())
 
 
 def draw_comparison(
@@ -96,18 +79,18 @@ def draw_comparison(
     loss_unit: divides the logged losses, such as log(2) to show nats as bits.
     """
     longest_s = max(training.train_seconds for training in trainings)
-    rows = [len(training.run_log.workers) for training in trainings]
+    rows = [len(training.view.ranks) for training in trainings]
     figure = new_figure(10.0, 4.2 + 0.3 * sum(rows) + 0.4 * len(rows))
     ratios = [*(0.3 * count for count in rows), 3.0]
     panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
     for axes, training in zip(panels, trainings, strict=False):
-        _draw_workers(axes, training, longest_s / NUM_PIECES)
+        _draw_workers(axes, training)
     kinds = {fault["kind"] for training in trainings for fault in training.faults}
     panels[0].legend(handles=_signs(kinds), **BESIDE)
     axes = panels[-1]
     least = min(training.final_loss for training in trainings)
     for training, colour in zip(trainings, LINE_COLOURS, strict=False):
-        curve = loss_curve(training.run_log)
+        curve = loss_curve(training.view)
         losses = [loss / loss_unit for _, loss in curve]
         least = min(least, *losses)
         axes.plot([time_s for time_s, _ in curve], losses, color=colour, label=training.label)
@@ -142,64 +125,41 @@ def _signs(kinds: Collection[str]) -> list[Patch | Line2D]:
     return [*patches, *marks]
 
 
-def _draw_workers(axes: Axes, training: Compared, piece_s: float) -> None:
-    axes.set_title(
-        f"{training.label}: workers waited {training.waiting:.0%} of the time", loc="left"
-    )
-    ranks = list(training.run_log.workers)
-    computing, grey = ACTIVITY_COLOURS["computing"], ACTIVITY_COLOURS["waiting"]
-    for row, worker in enumerate(training.run_log.workers.values()):
-        edges, waiting = waiting_shares(worker, piece_s)
-        is_there = present(worker, edges)
-        starts, widths, waiting = edges[:-1][is_there], np.diff(edges)[is_there], waiting[is_there]
+def _draw_workers(axes: Axes, training: Compared) -> None:
+    view = training.view
+    waited_s = sum(last.waited_seconds for last in view.last.values())
+    waiting = waited_s / len(view.ranks) / training.train_seconds
+    axes.set_title(f"{training.label}: workers waited {waiting:.0%} of the time", loc="left")
+    for row, rank in enumerate(view.ranks):
+        spans = [span for span in view.spans(rank) if span.start_s < view.trained[rank]]
+        pieces = np.array(merged(spans, NUM_PIECES)).reshape(-1, len(Span._fields)).T
+        starts, ends, computes, waits, *_ = pieces
         # The y axis points down: in a row, waiting is at the top and computing at the bottom.
-        axes.bar(starts, 0.8 * waiting, widths, row - 0.4, align="edge", color=grey)
-        axes.bar(starts, 0.8 * (waiting - 1), widths, row + 0.4, align="edge", color=computing)
+        for heights, y, colour in (
+            (-0.8 * computes, row + 0.4, ACTIVITY_COLOURS["computing"]),
+            (0.8 * waits, row - 0.4, ACTIVITY_COLOURS["waiting"]),
+        ):
+            axes.bar(starts, heights, ends - starts, y, align="edge", color=colour)
+    # The faults' clock starts once all workers have made a step.
+    lives = [(rank, life) for rank, each in view.workers.items() for life in each.lives[:1]]
+    from_s = max((view.at(rank, life.time_s) for rank, life in lives), default=0.0)
     for fault in training.faults:
-        if "missed" not in fault and fault["rank"] in ranks:
-            at_s = training.faults_from_s + fault["at_s"]
-            mark, _ = MARKS[fault["kind"]]
-            axes.plot(at_s, ranks.index(fault["rank"]), mark, color="black", markersize=7)
-    axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
+        if "missed" not in fault and fault["rank"] in view.ranks:
+            at_s, (mark, _) = from_s + fault["at_s"], MARKS[fault["kind"]]
+            axes.plot(at_s, view.ranks.index(fault["rank"]), mark, color="black", markersize=7)
+    axes.set_ylim(len(view.ranks) - 0.5, -0.5)
+    axes.set_yticks(range(len(view.ranks)), [str(rank) for rank in view.ranks])
     axes.set_ylabel("worker")
 
 
-def present(worker: WorkerLog, edges: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return for each piece of time if the worker had a process at its middle that had trained."""
-    if len(worker.processes) < 2:
-        return np.ones(len(edges) - 1, dtype=bool)
-    middles = (edges[:-1] + edges[1:]) / 2
-    begun = [life.time_s for life in worker.lives]
-    spans = [(0.0, worker.processes[0][1])]
-    for _, last_s in worker.processes[1:]:
-        spans.append((min((at for at in begun if at > spans[-1][1]), default=math.inf), last_s))
-    is_there = np.zeros(len(middles), dtype=bool)
-    for low, high in spans:
-        is_there |= (low <= middles) & (middles <= high)
-    return is_there
-
-
-def waiting_shares(worker: WorkerLog, piece_s: float) -> tuple[NDArray[np.float64], ...]:
-    """Return edges of pieces of time until the last gradient step, and the share waited in each.
-
-    A wait is logged when it is over, so pieces should be longer than steps.
-    """
-    trained = [each for each in worker.counts if each.time_s <= worker.trained_s]
-    edges = np.append(np.arange(0.0, worker.trained_s, piece_s), worker.trained_s)
-    times = [0.0, *(each.time_s for each in trained)]
-    waited = [0.0, *(each.waited_seconds for each in trained)]
-    return edges, np.clip(np.diff(np.interp(edges, times, waited)) / np.diff(edges), 0.0, 1.0)
-
-
-def loss_curve(run_log: RunLog) -> Points:
+def loss_curve(view: RunView) -> Points:
     """Return the mean time and loss of the workers' batches, in parts of as many samples."""
     found: list[tuple[float, float, int]] = []
-    for worker in run_log.workers.values():
+    for rank, worker in view.workers.items():
         samples = [0, *(each.samples for each in worker.counts)]
         for step, (before, after) in zip(worker.counts, pairwise(samples), strict=True):
             if not math.isnan(step.loss) and after > before:
-                found.append((step.time_s, step.loss, after - before))
+                found.append((view.at(rank, step.time_s), step.loss, after - before))
     if not found:
         return []
     times, losses, weights = np.array(sorted(found)).T

@@ -23,7 +23,7 @@ from gossipdp.observe.log import FILE_PATTERN, worker_file, write_process_end
 from gossipdp.rules import shown_rate
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.watch import LiveView, fault_results
-from gossipdp_lab.report.run_log import RunLog, WorkerLog
+from gossipdp_lab.report.run_log import RunLog
 
 if TYPE_CHECKING:
     from gossipdp.launcher.faults import FaultRecord
@@ -112,7 +112,6 @@ def _run_workers(
     with LiveView(
         arguments.directory,
         num_workers=arguments.workers,
-        budget_samples=arguments.num_samples,
         console=console,
     ) as view:
         injector = None
@@ -217,8 +216,8 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     model.log(**configuration)
     began_s = since_boot_s()
     if int(os.environ.get("GOSSIPDP_RESTARTS") or 0) > 0:
-        before = WorkerLog.read(worker_file(arguments.directory, rank))
-        began_s = before.lives[0].at_s if before and before.lives else began_s
+        lives = RunLog.read(arguments.directory).workers[rank].lives
+        began_s = lives[0].at_s if lives else began_s
     # Under all-reduce the model itself looks at the time, since all must end with the same step.
     is_timed = least_s > 0 and arguments.method != "allreduce"
 

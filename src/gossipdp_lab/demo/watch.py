@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,21 +15,14 @@ from rich.live import Live
 from rich.text import Text
 
 from gossipdp.cli.top import draw, summary
+from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultRecord
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.board import JobStatus, JobWorker, facts_of, mark_slow, mean_of_known
-from gossipdp.observe.log import (
-    BeganRecord,
-    ConsolidatingRecord,
-    CountsRecord,
-    EndRecord,
-    NoticeRecord,
-    Record,
-    StartRecord,
-    worker_file,
-)
-from gossipdp_lab.report.run_log import RunLog, RunLogTail
+from gossipdp.observe.board import StatusBoard
+from gossipdp.observe.status import MemberStatus, WorkerStatus
+from gossipdp_lab.report.run_log import RunLog, WorkerLog
+from gossipdp_lab.report.view import RunView
 
 # All workers that can notice a fault have noticed it after this time.
 KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 6.0
@@ -58,65 +50,12 @@ def least_duration_s(plan: FaultPlan, *, restart: bool) -> float:
 # The workers, live.
 
 
-@dataclass
-class WorkerProgress:
-    """The latest news of one worker.
-
-    Attributes:
-        state: from its own log, or from another's while the worker is lost or silent.
-        counts: its latest record.
-        loss: the latest that it logged.
-    """
-
-    state: str = "starting"
-    num_lives: int = 0
-    counts: CountsRecord = field(default_factory=lambda: CountsRecord(0.0))
-    loss: float | None = None
-    ended: bool = False
-
-    def take(self, record: Record) -> None:
-        """Bring up to date."""
-        if isinstance(record, CountsRecord):
-            if self.state == "starting":
-                self.state = "training"
-            self.counts = record
-            self.loss = self.loss if math.isnan(record.loss) else record.loss
-        elif isinstance(record, BeganRecord):
-            self.num_lives += 1
-            self.state = "training"
-        elif isinstance(record, ConsolidatingRecord):
-            self.state = "averaging"
-        elif isinstance(record, EndRecord):
-            self.ended = True
-            self.state = "left"
-
-    def noticed(self, what: str) -> None:
-        """Take a notice of another worker about this one."""
-        if self.ended:
-            return
-        if what == "lost":
-            self.state = "lost"
-        elif what == "silent" and self.state == "training":
-            self.state = "silent"
-        elif what in ("answered", "restarted"):
-            self.state = "training"
-
-    def job_worker(self, rank: int) -> JobWorker:
-        """Return the worker's row in the table of ``gossipdp top``."""
-        facts = facts_of(self.counts) | {"loss": self.loss}
-        if self.state in ("lost", "silent"):
-            facts["samples_per_second"] = None
-        lives_before = max(0, self.num_lives - 1)
-        facts["restarts"] = lives_before
-        return JobWorker(rank, lives_before, self.state, True, "", **facts)
-
-
 class LiveView:
     """The table of ``gossipdp top`` in a terminal, made of the logs; elsewhere a line now and then.
 
     Call ``poll`` a few times a second. It draws in the calling thread and starts none.
 
-    >>> options = {"num_workers": 4, "budget_samples": 1000, "console": console}  # doctest: +SKIP
+    >>> options = {"num_workers": 4, "console": console}  # doctest: +SKIP
     >>> with LiveView(directory, **options) as view:  # doctest: +SKIP
     ...     launch(train, world_size=4, on_poll=view.poll)
     """
@@ -126,14 +65,12 @@ class LiveView:
         directory: Path,
         *,
         num_workers: int,
-        budget_samples: int | None,
         console: Console,
         clock: Callable[[], float] = since_boot_s,
     ) -> None:
-        self.workers = [WorkerProgress() for _ in range(num_workers)]
-        self._tails = [RunLogTail(worker_file(directory, rank)) for rank in range(num_workers)]
-        self._start: StartRecord | None = None
-        self._budget_samples = budget_samples
+        self._directory = directory
+        self._num_workers = num_workers
+        self._run_log, self._board = RunLog(), StatusBoard(())
         self._console = console
         self._clock = clock
         self._began_s = self._shown_s = clock()
@@ -149,53 +86,63 @@ class LiveView:
         self._live.stop()
 
     def poll(self) -> None:
-        """Read what the workers have logged since the last call, and show it."""
-        notices = []
-        for worker, tail in zip(self.workers, self._tails, strict=True):
-            for record in tail.read_new():
-                worker.take(record)
-                if isinstance(record, StartRecord):
-                    self._start = record
-                if isinstance(record, NoticeRecord) and record.rank < len(self.workers):
-                    notices.append(record)
-        for notice in sorted(notices, key=lambda notice: notice.at_s):
-            self.workers[notice.rank].noticed(notice.what)
-        now_s = self._clock()
-        if now_s - self._shown_s >= self._every_s:
-            self._shown_s = now_s
-            self._show(now_s - self._began_s)
-
-    def _show(self, elapsed_s: float) -> None:
-        job, (width, height) = self._job(), self._console.size
-        starting = f"starting {len(self.workers)} workers"
+        """Read what the workers have logged since the last look, and show it, if that is due."""
+        now_s, job = self._clock(), None
+        if now_s - self._shown_s < self._every_s:
+            return
+        self._shown_s = now_s
+        self._run_log.follow(self._directory)
+        if any(worker.lives for worker in self._run_log.workers.values()):
+            self._board.take(answers_of(self._run_log), now_s)
+            job = self._board.job(now_s)
+        starting, (width, height) = f"starting {self._num_workers} workers", self._console.size
         if self._console.is_terminal:
             page = draw(job, width, height - 1) if job else Text(starting)
             self._live.update(page, refresh=True)
         else:
-            line = f"{elapsed_s:4.0f} s  {summary(job) if job else starting}"
+            line = f"{now_s - self._began_s:4.0f} s  {summary(job) if job else starting}"
             self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    def _job(self) -> JobStatus | None:
-        """Return the job as far as the logs hold it; None before the first gradient step."""
-        if self._start is None or not any(each.counts.gradient_steps for each in self.workers):
-            return None
-        workers = mark_slow(each.job_worker(rank) for rank, each in enumerate(self.workers))
-        asked = self._start.configuration
-        return JobStatus(
-            run_id=self._start.run_id,
-            method=asked.get("method", ""),
-            graph=asked.get("graph", ""),
-            comm_rate=asked.get("comm_rate", 0.0),
-            num_workers=len(workers),
-            samples=sum(each.samples for each in workers),
-            heard_ago_s=0.0,
-            num_answering=len(workers),
-            budget_samples=self._budget_samples,
-            samples_per_second=sum(each.samples_per_second or 0.0 for each in workers),
-            loss=mean_of_known(each.loss for each in workers),
-            edge_distance=mean_of_known(each.edge_distance for each in workers),
-            workers=workers,
+
+def answers_of(run_log: RunLog) -> dict[str, WorkerStatus | Exception]:
+    """Return the logs as answers of status ports; a worker that others miss does not answer."""
+    missed = {rank: event.kind for rank, event in RunView(run_log).missed.items()}
+    members = tuple(
+        MemberStatus(
+            rank,
+            worker.num_restarts,
+            "lost" if missed.get(rank) == "lost" else "training" if worker.lives else "joining",
+            is_silent=rank in missed,
+            restarts=worker.num_restarts,
         )
+        for rank, worker in run_log.workers.items()
+    )
+    return {
+        str(rank): TimeoutError("no answer") if rank in missed else _answer(worker, members)
+        for rank, worker in run_log.workers.items()
+    }
+
+
+def _answer(worker: WorkerLog, members: tuple[MemberStatus, ...]) -> WorkerStatus:
+    start = worker.latest_start
+    last = worker.counts[-1] if worker.counts else Counters(rank=start.rank)
+    losses = (each.loss for each in reversed(worker.counts) if not math.isnan(each.loss))
+    asked = start.configuration
+    return WorkerStatus(
+        incarnation=worker.num_restarts,
+        run_id=start.run_id,
+        method=asked.get("method", ""),
+        graph=asked.get("graph", ""),
+        comm_rate=asked.get("comm_rate", 0.0),
+        host="",
+        process_id=start.process_id,
+        state="averaging" if worker.averaging else "training",
+        run_samples=last.samples,
+        budget_samples=asked.get("budget_samples"),
+        logged={"loss": next(losses, None)},
+        members=members,
+        **{name: getattr(last, name) for name in Counters.__struct_fields__},
+    )
 
 
 # The effects of the faults.
@@ -224,8 +171,12 @@ def fault_results(records: Sequence[FaultRecord], run_log: RunLog) -> list[dict[
             assert record.clock_s is not None
             kinds = ("lost",) if record.kind == "kill" else ("silent", "lost")
             since_s = dict.fromkeys(run_log.workers, record.clock_s)
-            later = [each.clock_s for each in records if _befalls_again(each, record)]
-            until_s = min((at_s for at_s in later if at_s is not None), default=math.inf)
+            again_s = (
+                each.clock_s
+                for each in records
+                if each.rank == record.rank and each.kind != "slow" and each.clock_s is not None
+            )
+            until_s = min((at_s for at_s in again_s if at_s > record.clock_s), default=math.inf)
             detected = _noticed_by(run_log, record.rank, kinds, since_s, until_s)
             # Only witnesses of the loss count: to a worker that came back meanwhile, all are new.
             back = _noticed_by(run_log, record.rank, ("answered", "restarted"), detected, until_s)
@@ -258,13 +209,6 @@ def fault_line(result: dict[str, Any]) -> str:
     return text
 
 
-def _befalls_again(later: FaultRecord, record: FaultRecord) -> bool:
-    """Return whether ``later`` befell the same worker after ``record``, and can be noticed."""
-    if later.clock_s is None or record.clock_s is None or later.kind == "slow":
-        return False
-    return later.rank == record.rank and later.clock_s > record.clock_s
-
-
 def _noticed_by(
     run_log: RunLog,
     rank: int,
@@ -275,8 +219,8 @@ def _noticed_by(
     """Return when each worker of ``since_s`` first noticed ``rank``, from its time there on."""
     found: dict[int, float] = {}
     for witness, from_s in since_s.items():
-        for notice in run_log.workers[witness].notices:
-            if notice.rank == rank and notice.what in kinds and from_s <= notice.at_s < until_s:
+        for notice in run_log.workers[witness].noticed:
+            if notice.rank == rank and notice.kind in kinds and from_s <= notice.at_s < until_s:
                 found.setdefault(witness, notice.at_s)
     return found
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gossipdp.observe.events import Event
-from gossipdp.observe.status import notice_words
 from gossipdp_lab.report.view import Points, RunView, Span, merged
 
 COLOURS = 7
@@ -84,13 +82,6 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {name}"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-
-
-def event_words(event: Event) -> str:
-    """Return an event in words; they complete "worker 3 ..."."""
-    if event.what == "began":
-        return "made the first gradient step of its new process"
-    return notice_words(event.what, event.silent_s)
 
 
 def colour(index: int, count: int) -> str:
@@ -255,10 +246,10 @@ def timeline(view: RunView) -> Drawing:
         shown.append({"top": top, "height": row, "worker": rank, "spans": texts})
     flags = [
         {
-            "x": x(event.time_s),
+            "x": x(event.at_s),
             "y": tops[event.rank],
-            "kind": event.what,
-            "title": f"{event.time_s:.1f} s: worker {event.rank} {event_words(event)}",
+            "kind": event.kind,
+            "title": f"{event.at_s:.1f} s: worker {event.rank} {event.words}",
         }
         for event in view.events
         if event.rank in tops

@@ -20,7 +20,6 @@ from gossipdp.observe.goodput import goodput_of, lost_seconds_per_fault
 from gossipdp_lab.report.charts import (
     Drawing,
     duration,
-    event_words,
     heat_map,
     line_chart,
     number,
@@ -59,7 +58,7 @@ def render(run_log: RunLog, name: str) -> str:
     files = resources.files("gossipdp_lab.report")
     styles = resources.files("gossipdp.observe").joinpath("style.css"), files.joinpath("page.css")
     view = RunView(run_log)
-    distance = view.consensus_distance
+    distance, num_bytes = view.consensus_distance, view.bytes_per_exchange()
     return environment.get_template("page.html").render(
         name=name,
         version=gossipdp.__version__,
@@ -68,7 +67,7 @@ def render(run_log: RunLog, name: str) -> str:
         sections=SECTIONS,
         subtitle=_subtitle(view),
         tiles=_tiles(view),
-        num_workers=run_log.num_ranks,
+        num_workers=view.num_ranks,
         timeline=timeline(view),
         pauses=[_pause(view, each) for each in view.pauses],
         loss=_time_chart(
@@ -83,17 +82,15 @@ def render(run_log: RunLog, name: str) -> str:
             mark_label="consensus distance at the end, exact",
         ),
         exchanges=_exchanges(view),
-        bytes_per_exchange=number(view.bytes_per_exchange()),
+        bytes_per_exchange=number(num_bytes),
         links=[
             (
-                f"{pair[0]} – {pair[1]}",
-                speed.num_seen,
-                f"{speed.median_s * 1e3:.2f}",
-                f"{speed.bytes_per_s / 1e6:.1f}",
+                f"{one} – {other}",
+                num_seen,
+                f"{median_s * 1e3:.2f}",
+                f"{num_bytes / max(median_s, 1e-6) / 1e6:.1f}",
             )
-            for pair, speed in sorted(
-                view.link_speeds().items(), key=lambda item: item[1].bytes_per_s
-            )
+            for (one, other), num_seen, median_s in view.links()
         ],
         faults=_faults(view),
         workers=[_worker_row(view, rank) for rank in view.ranks],
@@ -133,14 +130,14 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
         ("last loss", loss, "mean of the workers" if losses else ""),
         *_goodput_tile(view),
     ]
-    if view.gossips and view.log.num_ranks > 1:
+    if view.gossips and view.num_ranks > 1:
         achieved, asked = view.achieved_comm_rate, view.configuration.get("comm_rate")
         rate = f"{achieved:.2f}" if achieved is not None else "–"
         asked_for = f"asked for {asked:g}" if isinstance(asked, float | int) else ""
         if asked == "auto":
             bounds = Counter(last.comm_rate_bound for last in view.last.values())
             asked_for = f"set by itself: {bounds.most_common(1)[0][0]}" if bounds else ""
-        tiles.append(("exchanges", number(view.num_exchanges), f"{view.log.num_ranks} workers"))
+        tiles.append(("exchanges", number(view.num_exchanges), f"{view.num_ranks} workers"))
         tiles.append(("comm rate", rate, asked_for))
     if (distance := view.consensus_distance) is None:
         return [*tiles, ("consensus distance", "unknown", "no worker came to the end")]
@@ -175,7 +172,7 @@ def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> D
 
 def _exchanges(view: RunView) -> dict[str, Any]:
     """Return the heat map of pairs of workers; empty without an exchange."""
-    counts = view.log.exchange_counts()
+    counts = view.exchange_counts
     if not counts:
         return {}
     ranks = sorted({*view.ranks, *(rank for pair in counts for rank in pair)})
@@ -193,13 +190,13 @@ def _exchanges(view: RunView) -> dict[str, Any]:
 def _faults(view: RunView) -> dict[str, Any]:
     """Return losses, silences and returns, and the workers without an end or a log."""
     unended = view.unended()
-    missing = sorted(set(range(view.log.num_ranks)) - set(view.ranks))
+    missing = sorted(set(range(view.num_ranks)) - set(view.ranks))
     return {
         "events": [
             (
-                f"{event.time_s:.2f}",
+                f"{event.at_s:.2f}",
                 event.rank,
-                event_words(event),
+                event.words,
                 _witnesses(event),
                 view.known_of(event),
             )
@@ -216,7 +213,7 @@ def _faults(view: RunView) -> dict[str, Any]:
 
 def _pause(view: RunView, pause: Pause) -> str:
     """Return a pause in words, in this machine's time of day."""
-    dates_s = (view.log.started_at + each for each in (pause.start_s, pause.end_s))
+    dates_s = (view.started_at + each for each in (pause.start_s, pause.end_s))
     start, end = map(time.localtime, dates_s)
     form = "%H:%M:%S" if start[:3] == end[:3] else "%Y-%m-%d %H:%M:%S"
     between = f"{time.strftime(form, start)} and {time.strftime(form, end)}"
@@ -227,7 +224,7 @@ def _witnesses(event: Event) -> str:
     others = [str(rank) for rank in event.witnesses if rank != event.rank]
     if not others:
         return "itself"
-    spread_s = event.last_noticed_s - event.time_s
+    spread_s = event.last_noticed_s - event.at_s
     names = f"worker {', '.join(others)}"
     return f"{names}, the last {duration(spread_s)} later" if spread_s > 0.01 else names
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -47,15 +47,6 @@ class Pause:
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True)
-class LinkSpeed:
-    """The single exchanges between two workers that the logs hold."""
-
-    num_seen: int
-    median_s: float
-    bytes_per_s: float
-
-
 class Span(NamedTuple):
     """A piece of one worker's time and its shares, each between 0 and 1.
 
@@ -75,7 +66,7 @@ class Span(NamedTuple):
 
 def spans_of(worker: WorkerLog) -> list[Span]:
     """Return the activity of a worker between its records, in its own time."""
-    waits_from_s = worker.consolidating.time_s if worker.consolidating else float("inf")
+    waits_from_s = worker.averaging.time_s if worker.averaging else float("inf")
     before_s = worker.lives[0].time_s if worker.lives else 0.0
     spans = [Span(0.0, before_s, idle=1.0)]
     exchanging_s = waited_s = 0.0
@@ -86,9 +77,7 @@ def spans_of(worker: WorkerLog) -> list[Span]:
         if begun:
             spans.append(Span(before_s, begun[-1], away=1.0))
             before_s = begun[-1]
-        length_s = now_s - before_s
-        if length_s <= 0:
-            continue
+        length_s = max(now_s - before_s, 1e-9)
         exchanging = min(1.0, max(0.0, (counts.exchange_seconds - exchanging_s) / length_s))
         waiting = min(1.0, max(0.0, (counts.waited_seconds - waited_s) / length_s))
         if length_s > LONGEST_SILENCE_S + 4 * GROWTH * before_s:
@@ -99,12 +88,8 @@ def spans_of(worker: WorkerLog) -> list[Span]:
             idle = 1.0 - waiting if index in still else 0.0
             computing = 1.0 - waiting - idle
             spans.append(Span(before_s, now_s, computing, waiting, idle, 0.0, exchanging))
-        before_s = now_s
+        before_s = max(before_s, now_s)
         exchanging_s, waited_s = counts.exchange_seconds, counts.waited_seconds
-    if worker.end is not None and worker.end.time_s > before_s:
-        # Evaluation came before consolidation.
-        from_s = min(max(before_s, waits_from_s), worker.end.time_s)
-        spans += [Span(before_s, from_s, idle=1.0), Span(from_s, worker.end.time_s, waiting=1.0)]
     return spans
 
 
@@ -152,22 +137,29 @@ def _standing_still(steps: Sequence[CountsRecord]) -> set[int]:
 class RunView:
     """The logs of a run, ready to be drawn; all times in seconds since its first worker started.
 
-    The time of ``pauses`` is left out. ``last`` holds the last counts of each worker that has any,
-    by rank.
+    The time of ``pauses`` is left out. ``started_at`` is the date of that start, in seconds since
+    1970, and ``latest_start`` is that of any process. By rank, ``records`` holds the counts with
+    their times, and ``last`` the last counts, if there are any.
     """
 
     def __init__(self, run_log: RunLog) -> None:
-        self.log = run_log
         self.workers = run_log.workers
         self.ranks = list(run_log.workers)
+        self.started_at = min(worker.start.started_at for worker in self.workers.values())
         self.offsets = {
-            rank: worker.start.started_at - run_log.started_at
-            for rank, worker in self.workers.items()
+            rank: worker.start.started_at - self.started_at for rank, worker in self.workers.items()
         }
         self.pauses = self._find_pauses()
         self.duration_s = max(self.at(rank, worker.last_s) for rank, worker in self.workers.items())
-        self.configuration = run_log.latest_start.configuration
+        # A resumed run may have another size and graph.
+        starts = (worker.starts[-1] for worker in self.workers.values())
+        self.latest_start = max(starts, key=lambda start: start.started_at)
+        self.configuration = self.latest_start.configuration
         self.gossips = self.configuration.get("method") in ("a2cid2", "gossip")
+        self.records = {
+            rank: [(self.at(rank, counts.time_s), counts) for counts in worker.counts]
+            for rank, worker in self.workers.items()
+        }
         self.last = {rank: each.counts[-1] for rank, each in self.workers.items() if each.counts}
         # Completed ones; each was initiated by one worker.
         self.num_exchanges = sum(last.exchanges_initiated for last in self.last.values())
@@ -206,11 +198,16 @@ class RunView:
     def consensus_distance(self) -> float | None:
         """Return the exact distance at the end, as most workers have it; None if none has it."""
         ends = [worker.end for worker in self.workers.values() if worker.end]
-        exact = [end for end in ends if end.consensus_distance is not None]
-        most = max(exact, key=lambda end: end.num_averaged or 0, default=None)
+        exact = [end for end in ends if not math.isnan(end.consensus_distance)]
+        most = max(exact, key=lambda end: end.num_averaged, default=None)
         return None if most is None else most.consensus_distance
 
     # Goodput.
+
+    @cached_property
+    def trained(self) -> dict[int, float]:
+        """Return by rank the time of the first record with a worker's last step."""
+        return {rank: self.at(rank, worker.trained_s) for rank, worker in self.workers.items()}
 
     @cached_property
     def parts(self) -> dict[int, Part]:
@@ -219,36 +216,28 @@ class RunView:
         It goes from the first record with a step to the last one that brought a step. Who has not
         come to the end goes on until the last worker has trained its last.
         """
-        trained = {rank: self.at(rank, worker.trained_s) for rank, worker in self.workers.items()}
-        until_s, parts = max(trained.values(), default=0.0), {}
+        until_s, parts = max(self.trained.values()), {}
         for rank, worker in self.workers.items():
             progress = Progress()
-            for counts in worker.counts:
-                progress.note(self.at(rank, counts.time_s), counts.gradient_steps, counts.samples)
-            has_ended = worker.consolidating is not None or worker.end is not None
-            parts[rank] = progress.part(-math.inf if has_ended else until_s)
+            for at_s, counts in self.records[rank]:
+                progress.note(at_s, counts.gradient_steps, counts.samples)
+            parts[rank] = progress.part(-math.inf if worker.averaging else until_s)
         return parts
 
     @cached_property
     def num_faults(self) -> int:
         """Return the faults that are known: deaths, and standstills that workers told."""
-        lost = {one.rank: one.what == "lost" for one in self.events if one.what in ENDS_OF_SILENCE}
-        ended = {rank for rank, worker in self.workers.items() if worker.end is not None}
-        deaths = sum(lost[rank] for rank in lost.keys() - ended)
+        deaths = sum(event.kind == "lost" for event in self.missed.values())
         deaths += sum(worker.num_restarts for worker in self.workers.values())
-        return deaths + sum(one.what == "stopped" for one in self.events)
+        return deaths + sum(event.kind == "stopped" for event in self.events)
 
     # Lines.
 
     def over_time(self, name: str) -> list[Points]:
         """Return the known values of one field for each worker, in order of rank."""
         return [
-            [
-                (self.at(rank, counts.time_s), number)
-                for counts in worker.counts
-                if not math.isnan(number := getattr(counts, name))
-            ]
-            for rank, worker in self.workers.items()
+            [(at_s, y) for at_s, one in records if not math.isnan(y := getattr(one, name))]
+            for records in self.records.values()
         ]
 
     def starts_of_pieces(self, lines: Sequence[Points]) -> list[list[float]]:
@@ -266,18 +255,34 @@ class RunView:
 
     # Pairs of workers.
 
-    def link_speeds(self) -> dict[tuple[int, int], LinkSpeed]:
-        """Return speeds by (lower rank, higher rank), with the bytes of a mean exchange one way."""
+    @cached_property
+    def exchange_counts(self) -> dict[tuple[int, int], int]:
+        """Return the completed exchanges by (lower rank, higher rank), without zeros.
+
+        Both ends count an exchange, and a log may lack its last line: the larger count is taken.
+        """
+        counts: dict[tuple[int, int], int] = {}
+        for rank, last in self.last.items():
+            for peer, count in last.exchanges_by_neighbour.items():
+                pair = (min(rank, peer), max(rank, peer))
+                counts[pair] = max(counts.get(pair, 0), count)
+        return {pair: counts[pair] for pair in sorted(counts) if counts[pair]}
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of workers in the logs, joiners without a log here included."""
+        ranks = {*self.ranks, *(rank for pair in self.exchange_counts for rank in pair)}
+        return max(self.latest_start.num_workers, 1 + max(ranks))
+
+    def links(self) -> list[tuple[tuple[int, int], int, float]]:
+        """Return pairs, lower rank first, their logged exchanges and median time, slowest first."""
         durations: dict[tuple[int, int], list[float]] = defaultdict(list)
         for rank, worker in self.workers.items():
             for record in worker.counts:
-                for one in record.recent:
-                    durations[min(rank, one.peer), max(rank, one.peer)].append(one.duration_s)
-        num_bytes = self.bytes_per_exchange()
-        return {
-            pair: LinkSpeed(len(each), median(each), num_bytes / max(median(each), 1e-6))
-            for pair, each in durations.items()
-        }
+                for peer, duration_s in record.recent:
+                    durations[min(rank, peer), max(rank, peer)].append(duration_s)
+        links = [(pair, len(each), median(each)) for pair, each in durations.items()]
+        return sorted(links, key=lambda link: -link[2])
 
     def bytes_per_exchange(self) -> float:
         """Return the mean bytes that a worker sends in one exchange, other messages included."""
@@ -311,54 +316,55 @@ class RunView:
 
         ``began``, without a witness: a later process of the worker made its first gradient step.
         """
-        noticed = [
-            Event.noticed(
-                witness,
-                self.at(witness, notice.time_s),
-                notice.rank,
-                notice.what,
-                notice.silent_s,
-            )
-            for witness, worker in self.workers.items()
-            for notice in worker.notices
-        ]
         began = [
-            Event(self.at(rank, life.time_s), rank, "began")
+            Event(rank, "began", self.at(rank, life.time_s))
             for rank, worker in self.workers.items()
             for life in worker.lives[1:]
         ]
-        return sorted([*events_of(noticed), *began], key=lambda event: (event.time_s, event.rank))
+        noticed = events_of(chain.from_iterable(self.records.values()))
+        return sorted([*noticed, *began], key=lambda event: (event.at_s, event.rank))
+
+    @cached_property
+    def missed(self) -> dict[int, Event]:
+        """Return by rank the loss, or else the silence, of each worker that has not come back."""
+        missed: dict[int, Event] = {}
+        for one in self.events:
+            if one.kind == "lost":
+                missed[one.rank] = one
+            elif one.kind == "silent":
+                missed.setdefault(one.rank, one)
+            elif one.kind != "stopped":
+                missed.pop(one.rank, None)
+        return {
+            rank: event
+            for rank, event in missed.items()
+            if rank not in self.workers or self.workers[rank].end is None
+        }
 
     def known_of(self, event: Event) -> str:
         """Return the fate of a worker that was silent or lost, as far as the logs hold it.
 
         It is empty for other events, and for a silence that ended in a loss: that has its own text.
         """
-        rank = event.rank
-        after = [one for one in self.events if one.rank == rank and one.time_s >= event.time_s]
+        rank, worker = event.rank, self.workers.get(event.rank, WorkerLog())
+        after = [one for one in self.events if one.rank == rank and one.at_s >= event.at_s]
         after = after[after.index(event) + 1 :]
-        then = next((one for one in after if one.what in ENDS_OF_SILENCE), None)
-        if event.what not in ("silent", "lost") or (then is not None and then.what == "lost"):
+        then = next((one for one in after if one.kind in ENDS_OF_SILENCE), None)
+        if event.kind not in ("silent", "lost") or (then is not None and then.kind == "lost"):
             return ""
-        facts = []
-        if end := self._process_end(event, math.inf if then is None else then.time_s):
-            facts.append(f"its process {end}")
-        if then is not None and then.what == "answered":
+        since_s = event.at_s - (event.silent_s or 0.0) - NEWS_S
+        until_s = math.inf if then is None else then.at_s
+        facts = [
+            f"its process {end.reason}"
+            for end in worker.process_ends
+            if since_s <= self.at(rank, end.time_s) <= until_s
+        ][:1]
+        if then is not None and then.kind == "answered":
             silence = "" if then.silent_s is None else f" after {then.silent_s:.1f} s of silence"
             facts.append(f"the same process answered again{silence}")
         elif then is not None:
-            facts.append(f"a new process took its place {then.time_s - event.time_s:.1f} s later")
-        return "; ".join(facts) or self._end_of_log(rank, event.time_s)
-
-    def _process_end(self, event: Event, until_s: float) -> str:
-        """Return the end of the process that was found silent or lost; empty if not known."""
-        since_s = event.time_s - (event.silent_s or 0.0) - NEWS_S
-        worker = self.workers.get(event.rank)
-        ends = worker.process_ends if worker is not None else ()
-        return next(
-            (end.reason for end in ends if since_s <= self.at(event.rank, end.time_s) <= until_s),
-            "",
-        )
+            facts.append(f"a new process took its place {then.at_s - event.at_s:.1f} s later")
+        return "; ".join(facts) or self._end_of_log(rank, event.at_s)
 
     def _end_of_log(self, rank: int, since_s: float) -> str:
         """Return the news in its own log about a worker that was last heard at ``since_s``."""
@@ -378,14 +384,13 @@ class RunView:
         """Return by rank the known facts about each worker whose log has no end; may be empty."""
         known = {}
         for rank, worker in self.workers.items():
-            if worker.end is None:
-                ends = worker.process_ends
-                is_last = bool(ends) and ends[-1].time_s >= worker.processes[-1][0]
-                missed = [one for one in self.events if one.rank == rank and one.what == "lost"]
-                back = [one for one in self.events if one.rank == rank and one.what != "lost"]
-                is_lost = bool(missed) and (not back or back[-1].time_s < missed[-1].time_s)
-                if is_last:
-                    known[rank] = f"its process {ends[-1].reason}"
-                else:
-                    known[rank] = self._end_of_log(rank, missed[-1].time_s) if is_lost else ""
+            ends, missed = worker.process_ends, self.missed.get(rank)
+            if worker.end is not None:
+                continue
+            if ends and ends[-1].time_s >= worker.processes[-1][0]:
+                known[rank] = f"its process {ends[-1].reason}"
+            elif missed is not None and missed.kind == "lost":
+                known[rank] = self._end_of_log(rank, missed.at_s)
+            else:
+                known[rank] = ""
         return known

@@ -13,28 +13,35 @@ from rich.console import Console
 
 from gossipdp.cli.top import Top, TopArguments, draw
 from gossipdp.observe.board import JobStatus, JobWorker, StatusBoard
-from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
+from gossipdp.observe.events import Event
+from gossipdp.observe.status import MemberStatus, WorkerStatus
 
 ADDRESS = "127.0.0.1:9400"
 
 
 def status(rank: int, samples: int, **facts: Any) -> WorkerStatus:
     members = tuple(
-        MemberStatus(each, 0, "training", samples=0, status_address=f"127.0.0.1:{9400 + each}")
+        MemberStatus(
+            each,
+            0,
+            "training",
+            status_address=f"127.0.0.1:{9400 + each}",
+            is_neighbour=each != rank,
+            heard_ago_s=0.1,
+        )
         for each in range(2)
     )
     usual: dict[str, Any] = {
+        "rank": rank,
+        "world_size": 2,
         "members": members,
         "run_samples": 2 * samples,
         "step_seconds": 0.01 * (1 + rank),
         "logged": {"loss": 0.5},
-        "neighbours": (NeighbourStatus(1 - rank, True, is_linked=True),),
         "gradient_steps": 9,
         "samples": samples,
     }
-    return WorkerStatus(
-        rank, 0, 2, "7f", "a2cid2", "ring", 1.0, "node", 1, "training", **usual | facts
-    )
+    return WorkerStatus(0, "7f", "a2cid2", "ring", 1.0, "node", 1, "training", **usual | facts)
 
 
 class World:
@@ -183,9 +190,8 @@ def job(num_workers: int, ill: Mapping[int, str] | None = None, **facts: Any) ->
         )
         for rank in range(num_workers)
     )
-    return JobStatus(
-        "7f", "a2cid2", "ring", 1.0, num_workers, 100, 0.5, num_workers, workers=workers, **facts
-    )
+    about = "7f", "a2cid2", "ring", 1.0, num_workers
+    return JobStatus(*about, 0.0, 100, 0.5, num_workers, workers=workers, **facts)
 
 
 def drawn(job: JobStatus, width: int, height: int | None) -> list[str]:
@@ -238,12 +244,12 @@ def test_stopped_is_not_dead_and_woken_is_not_restarted():
     silent = msgspec.structs.replace(seen.workers[1], silent_s=6.2)
     restarted = msgspec.structs.replace(seen.workers[2], incarnation=2, restarts=1)
     notices = (
-        NoticeStatus(1, "lost", 99.0),
-        NoticeStatus(0, "silent", 9.0, 5.0),
-        NoticeStatus(0, "lost", 8.0, 5.5),
-        NoticeStatus(0, "answered", 5.0, 8.2),
-        NoticeStatus(0, "stopped", 5.0, 8.1),
-        NoticeStatus(2, "restarted", 2.0),
+        Event(1, "lost", -99.0),
+        Event(0, "silent", -9.0, silent_s=5.0),
+        Event(0, "lost", -8.0, silent_s=5.5),
+        Event(0, "answered", -5.0, silent_s=8.2),
+        Event(0, "stopped", -5.0, silent_s=8.1),
+        Event(2, "restarted", -2.0),
     )
     seen = msgspec.structs.replace(seen, workers=(woken, silent, restarted), notices=notices)
     lines = [line.rstrip() for line in drawn(seen, 130, None)]

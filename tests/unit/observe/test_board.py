@@ -8,8 +8,11 @@ import msgspec
 import pytest
 
 from gossipdp.observe.board import JobStatus, JobWorker, Speeds, StatusBoard
-from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
+from gossipdp.observe.status import MemberStatus, WorkerStatus
+from gossipdp.protocol.actions import Notice
 
+NOW_S = 1000.0
+"""The time of every answer, by the clock of the worker that gives it."""
 REFUSED = ConnectionRefusedError(111, "Connection refused")
 
 
@@ -28,7 +31,8 @@ def status(rank: int, num_workers: int = 4, /, **facts: Any) -> WorkerStatus:
     usual: dict[str, Any] = {
         "rank": rank,
         "incarnation": 0,
-        "num_workers": num_workers,
+        "world_size": num_workers,
+        "at_s": NOW_S,
         "run_id": "7f",
         "method": "a2cid2",
         "graph": "ring",
@@ -101,9 +105,9 @@ def test_the_view_outlives_the_worker_that_was_asked_first():
     job.look({0: status(0)})
     job.look({rank: status(rank, edge_distance=99.0) for rank in range(4)})
     dead = tuple(member(rank, "lost" if rank == 0 else "training") for rank in range(4))
-    notice = (NoticeStatus(0, "lost", 0.2),)
+    notice = (Notice(0, "lost", NOW_S - 0.2),)
     answers = {
-        rank: status(rank, members=dead, notices=notice, edge_distance=0.1 * rank)
+        rank: status(rank, members=dead, noticed=notice, edge_distance=0.1 * rank)
         for rank in (1, 2, 3)
     }
     seen = job.look({0: None, **answers})
@@ -128,29 +132,32 @@ def test_all_that_notice_an_event_are_one_event():
     told = {0: (13.0, 1.0), 1: (12.5, 1.6), 2: (12.0, None), 3: (3.0, 11.0)}
     job.look({0: status(0, 5)})
     answers = {
-        rank: status(rank, 5, notices=(NoticeStatus(4, "lost", ago_s, silent_s),))
+        rank: status(rank, 5, noticed=(Notice(4, "lost", NOW_S - ago_s, silent_s=silent_s),))
         for rank, (ago_s, silent_s) in told.items()
     }
-    (notice,) = job.look(answers).notices
-    assert (notice.rank, notice.kind, notice.ago_s) == (4, "lost", 13.0)
+    seen = job.look(answers)
+    (notice,) = seen.notices
+    assert (notice.rank, notice.kind, seen.at_s - notice.at_s) == (4, "lost", 13.0)
     assert notice.silent_s == pytest.approx(1.1)
-    answers[3] = status(3, 5, notices=(NoticeStatus(4, "lost", 3.0, 1.0),))
+    answers[3] = status(3, 5, noticed=(Notice(4, "lost", NOW_S - 3.0, silent_s=1.0),))
     job.now_s -= 1.0  # at the same time
-    assert [each.ago_s for each in job.look(answers).notices] == [13.0, 3.0], "another loss"
+    seen = job.look(answers)
+    assert [seen.at_s - each.at_s for each in seen.notices] == [13.0, 3.0], "another loss"
 
 
 def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard():
     job = Job(0, 1)
-    members = (member(0), member(1), member(2, is_silent=True))
-    heard = ({2: 7.0}, {2: 6.0, 0: 0.1})
     answers = {
         rank: status(
             rank,
             3,
-            members=members,
-            neighbours=tuple(NeighbourStatus(r, heard_ago_s=s) for r, s in each.items()),
+            members=(
+                member(0, heard_ago_s=0.1),
+                member(1),
+                member(2, is_silent=True, heard_ago_s=heard_ago_s),
+            ),
         )
-        for rank, each in enumerate(heard)
+        for rank, heard_ago_s in enumerate((7.0, 6.0))
     }
     seen = job.look(answers)
     assert (worker(seen, 2).state, worker(seen, 2).silent_s) == ("silent", 6.0)

@@ -2,13 +2,27 @@
 
 import pytest
 
-from gossipdp.observe.events import Event, events_of
+from gossipdp.gossip.counters import Counters
+from gossipdp.observe.events import events_of
+from gossipdp.protocol.actions import Notice
+
+LATER_S = 1.5
+"""The time from a notice to its record; the witnesses' clocks differ besides."""
+
+
+def record(
+    by: int, at_s: float, rank: int, kind: str, silent_s: float | None = None
+) -> tuple[float, Counters]:
+    """Return the record in which a worker tells what it noticed at this time."""
+    own_s = at_s - 10.0 * by
+    notice = Notice(rank, kind, own_s, silent_s=silent_s)
+    return at_s + LATER_S, Counters(rank=by, at_s=own_s + LATER_S, noticed=(notice,))
 
 
 def noticed(*notices: tuple[int, float, float | None]) -> list[tuple[float, tuple[int, ...]]]:
     """Return the times and witnesses of the losses of worker 9, from (witness, time, silence)."""
-    losses = [Event.noticed(by, at_s, 9, "lost", silent_s) for by, at_s, silent_s in notices]
-    return [(event.time_s, event.witnesses) for event in events_of(losses)]
+    events = events_of(record(by, at_s, 9, "lost", silent_s) for by, at_s, silent_s in notices)
+    return [(event.at_s, event.witnesses) for event in events]
 
 
 def test_news_that_travels_a_long_ring_is_one_event():
@@ -34,19 +48,15 @@ def test_a_late_notice_does_not_draw_the_next_loss_to_the_last():
 
 
 def test_an_event_has_the_earliest_silence_and_the_last_notice():
-    first = Event.noticed(2, 100.0, 9, "silent", 5.0)
-    (event,) = events_of([Event.noticed(0, 101.0, 9, "silent", 7.0), first])
-    assert (event.time_s, event.last_noticed_s, event.witnesses) == (100.0, 101.0, (0, 2))
+    told = record(0, 101.0, 9, "silent", 7.0), record(2, 100.0, 9, "silent", 5.0)
+    (event,) = events_of(told)
+    assert (event.at_s, event.last_noticed_s, event.witnesses) == (100.0, 101.0, (0, 2))
     assert event.silent_s == pytest.approx(6.0)
 
 
 def test_workers_and_kinds_are_told_apart_and_the_earliest_comes_first():
-    notices = [
-        Event.noticed(0, 2.0, 9, "silent", None),
-        Event.noticed(0, 2.0, 8, "silent", None),
-        Event.noticed(0, 1.0, 9, "lost", None),
-    ]
-    assert [(each.rank, each.what) for each in events_of(notices)] == [
+    told = record(0, 2.0, 9, "silent"), record(0, 2.0, 8, "silent"), record(0, 1.0, 9, "lost")
+    assert [(each.rank, each.kind) for each in events_of(told)] == [
         (9, "lost"),
         (8, "silent"),
         (9, "silent"),

@@ -10,23 +10,22 @@ import pytest
 from clocks import Clock
 from msgspec.structs import replace
 
-from gossipdp.gossip.counters import Counters, metrics_of
+from gossipdp.gossip.counters import Counters
 from gossipdp.links.clock import boot_id
-from gossipdp.observe import log as log_module
 from gossipdp.observe.log import (
     FORMAT,
     CountsRecord,
-    EndRecord,
-    NoticeRecord,
-    RecentExchange,
+    LogReader,
     RunLogWriter,
     StartRecord,
     worker_file,
     write_process_end,
 )
-from gossipdp_lab.report.run_log import RunLog, RunLogTail
+from gossipdp.protocol.actions import Notice
+from gossipdp_lab.report.run_log import RunLog
 
-RECENT = (RecentExchange(1, True, 4.5, 0.002), RecentExchange(3, False, 4.7, 0.003))
+RECENT = ((1, 0.002), (3, 0.003))
+NOTICE = Notice(1, "answered", 101.5, 7, 8.2)
 SOME = Counters(
     gradient_steps=1,
     samples=8,
@@ -39,6 +38,8 @@ SOME = Counters(
     bytes_sent=1000,
     shared_bytes_sent=10,
     shared_bytes_received=20,
+    at_s=101.6,
+    noticed=(NOTICE,),
 )
 
 
@@ -50,11 +51,11 @@ def write_run(directory: Path, rank: int = 0, num_records: int = 5) -> None:
             clock.now_s += 1
             counters = replace(SOME, gradient_steps=2 * index, samples=16 * index)
             log.counts(counters, loss=0.5, recent=RECENT)
-        log.values({"accuracy": 0.5, "note": "first"})
-        log.values({"accuracy": 0.75, "loss": float("nan")})
-        log.consolidating()
+        log.counts(counters, logged={"accuracy": 0.5, "note": "first"})
+        log.counts(counters, logged={"accuracy": 0.75, "loss": float("nan")})
+        log.counts(counters, state="averaging")
         clock.now_s += 1
-        log.end(consensus_distance=0.1, num_averaged=2)
+        log.counts(counters, state="left", consensus_distance=0.1, num_averaged=2)
 
 
 def test_what_was_written_is_read_back(tmp_path):
@@ -62,19 +63,21 @@ def test_what_was_written_is_read_back(tmp_path):
     write_run(tmp_path, 1)
     run_log = RunLog.read(tmp_path)
     assert list(run_log.workers) == [0, 1]
-    assert run_log.num_workers == 2
     worker = run_log.workers[1]
-    assert run_log.started_at <= worker.start.started_at
     assert worker.start.configuration == {"graph": "ring"}
     assert worker.start.started_s == 100.0
-    expected = {name: getattr(SOME, name) for name in metrics_of(Counters)}
-    expected |= {"gradient_steps": 4, "samples": 32}
-    assert worker.counts[1] == CountsRecord(2.0, 0.5, 16.0, RECENT, **expected)
-    assert len(worker.counts) == 5
+    expected = msgspec.structs.asdict(SOME) | {"gradient_steps": 4, "samples": 32}
+    known = {name: value for name, value in expected.items() if value == value}  # noqa: PLR0124
+    seen = msgspec.structs.asdict(worker.counts[1])
+    assert seen | known == seen
+    assert (seen["time_s"], seen["loss"], seen["recent"]) == (2.0, 0.5, RECENT)
+    assert len(worker.counts) == 9
     assert worker.last_values() == {"accuracy": 0.75, "note": "first", "loss": None}
-    assert worker.consolidating is not None
-    assert worker.consolidating.time_s == 5.0
-    assert worker.end == EndRecord(6.0, 10, 80, 0.1, 2)
+    assert worker.averaging is not None
+    assert worker.averaging.time_s == 5.0
+    assert worker.end is not None
+    assert (worker.end.time_s, worker.end.gradient_steps) == (6.0, 10)
+    assert (worker.end.consensus_distance, worker.end.num_averaged) == (0.1, 2)
     assert worker.last_s == 6.0
 
 
@@ -102,7 +105,7 @@ def test_a_last_line_cut_short_is_left_out(tmp_path):
     workers = RunLog.read(tmp_path).workers
     assert list(workers) == [0]
     assert workers[0].end is None
-    assert workers[0].counts == whole.counts
+    assert workers[0].counts == whole.counts[:-1]
 
 
 def start_line(**changes: object) -> bytes:
@@ -118,12 +121,12 @@ def start_line(**changes: object) -> bytes:
         (
             [
                 start_line(),
-                b'{"kind":"values","time_s":1,"gradient_steps":1,"values":{"a":"\xff"}}',
+                b'{"kind":"counts","time_s":1,"logged":{"a":"\xff"}}',
             ],
             "line 2 is no record",
         ),
         ([start_line(), b'{"kind":"start","configuration":{"a":' + b"[" * 100_000], "line 2 is"),
-        ([b'{"kind":"consolidating","time_s":1}'], "does not begin with a start record"),
+        ([b'{"kind":"counts","time_s":1}'], "does not begin with a start record"),
         ([start_line(format=1)], "log of format 1, and this version of gossipdp reads"),
         ([start_line(rank=10**6)], "line 1"),
         ([start_line(configuration={"parameters": "many"})], "line 1"),
@@ -138,7 +141,7 @@ def test_a_log_that_is_none_is_refused(tmp_path, lines, fault):
 
 def test_the_tail_follows_a_growing_file_line_by_line(tmp_path):
     path = worker_file(tmp_path, 0)
-    tail = RunLogTail(path)
+    tail = LogReader(path)
     assert tail.read_new() == []
     with closing(RunLogWriter(path, clock=Clock(100.0))) as log:
         log.start(rank=0, num_workers=1, configuration={})
@@ -156,19 +159,18 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path):
     for life in range(2):
         with closing(RunLogWriter(path, clock=Clock(100.0), goes_on=life > 0)) as log:
             log.start(rank=0, num_workers=2, configuration={})
-            log.began()
+            log.counts(Counters())
             log.counts(SOME)
-            log.notice(1, "answered", 101.5, 8.2004)
         with path.open("ab") as file:
             file.write(b'{"kind": "st')  # killed in mid-write
     worker = RunLog.read(tmp_path).workers[0]
-    assert [life.at_s for life in worker.lives] == [100.0, 100.0]
-    assert [each.gradient_steps for each in worker.counts] == [1, 2]
+    assert [life.gradient_steps for life in worker.lives] == [1, 2]
+    assert [each.gradient_steps for each in worker.counts] == [0, 1, 1, 2]
     last = worker.counts[-1]
     assert (last.samples, last.exchanges_initiated, last.shared_bytes_received) == (16, 6, 40)
     assert last.exchanges_by_neighbour == {1: 4, 3: 10}
     assert last.edge_distance == 0.25, "a gauge is no sum"
-    assert worker.notices[0] == NoticeRecord(1, "answered", 101.5, 1.5, 8.2)
+    assert worker.noticed == [NOTICE, NOTICE]
     assert worker.lives[1].time_s >= 0
 
 
@@ -249,21 +251,11 @@ def test_the_time_of_a_log_that_goes_on_never_goes_back(tmp_path, date_step_s, b
         RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id=boot_id, goes_on=True)
     ) as log:
         log.start(rank=0, num_workers=2, configuration={})
-        log.began()
         clock.now_s += 1
         log.counts(SOME)
     worker = RunLog.read(tmp_path).workers[0]
-    assert [life.time_s for life in worker.lives] == [begins_s]
+    assert [start.time_s for start in worker.starts] == [0.0, begins_s]
     assert [each.time_s for each in worker.counts] == [2.0, begins_s + 1]
-
-
-def test_notices_beyond_the_most_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_module, "MAX_NOTICES", 10)
-    with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))) as log:
-        log.start(rank=0, num_workers=2, configuration={})
-        for _ in range(13):
-            log.notice(1, "silent", 101.0)
-    assert len(RunLog.read(tmp_path).workers[0].notices) == 10
 
 
 class FullDisk:
@@ -288,10 +280,9 @@ def test_a_full_disk_leaves_lines_out_and_says_so_once(tmp_path, caplog):
     with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))) as log:
         log.start(rank=0, num_workers=2, configuration={})
         log._file = FullDisk(log._file, [5, None])
-        for what in ("lost", "answered", "silent"):
-            log.notice(1, what, 101.0)
-    notices = RunLog.read(tmp_path).workers[0].notices
-    assert [notice.what for notice in notices] == ["silent"]
+        for steps in (1, 2, 3):
+            log.counts(Counters(gradient_steps=steps))
+    assert [each.gradient_steps for each in RunLog.read(tmp_path).workers[0].counts] == [3]
     assert len(caplog.records) == 1
     assert "training goes on" in caplog.text
 
@@ -301,7 +292,7 @@ def test_values_may_follow_the_end(tmp_path):
     log.start(rank=0, num_workers=1, configuration={})
     log.close()
     log.close()
-    log.values({"accuracy": 0.9})
+    log.counts(Counters(), logged={"accuracy": 0.9})
     assert RunLog.read(tmp_path).workers[0].last_values() == {"accuracy": 0.9}
 
 

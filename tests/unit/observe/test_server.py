@@ -162,7 +162,7 @@ def test_a_page_that_fails_is_an_answer_and_one_warning(serve, caplog):
 
 def account(rank: int, *members: MemberStatus) -> WorkerStatus:
     about = ("7f", "a2cid2", "ring", 1.0, "node", 1, "training", 300)
-    return WorkerStatus(rank, 0, 3, *about, logged={"loss": rank}, members=members)
+    return WorkerStatus(0, *about, rank=rank, world_size=3, logged={"loss": rank}, members=members)
 
 
 def test_a_worker_shows_the_whole_job_by_asking_the_others(serve):

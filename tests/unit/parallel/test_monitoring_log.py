@@ -12,7 +12,7 @@ from waiting import LONGEST_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.exchange import CompletedExchange
-from gossipdp.observe.log import RecentExchange, RunLogWriter, worker_file
+from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.protocol.actions import Notice
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
@@ -42,7 +42,7 @@ def test_a_run_of_one_worker_is_logged_whole(tmp_path):
     assert (worker.counts[-1].gradient_steps, worker.counts[-1].samples) == (3, 24)
     assert not all(math.isnan(step.loss) for step in worker.counts)
     assert len(worker.lives) == 1
-    assert worker.consolidating is not None
+    assert worker.averaging is not None
     assert worker.end is not None
     assert (worker.end.gradient_steps, worker.end.consensus_distance) == (3, 0.0)
     assert worker.last_values() == {"learning_rate": 0.1, "test_accuracy": 0.5}
@@ -54,31 +54,28 @@ def test_a_run_of_one_worker_is_logged_whole(tmp_path):
 
 def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(tmp_path):
     model = train(tmp_path)
-    log, stats = model._worker.monitoring._log, model._worker.stats()
-    assert log is not None
+    log, stats = model._worker.monitoring, model._worker.stats()
     notices = (Notice(1, "lost", 5, 1), Notice(2, "lost", 5.5, 2), Notice(1, "answered", 6, 3, 1.2))
     for number in (1, 1, 3, 3):
         log._stats = lambda number=number: replace(stats, noticed=notices[:number])
-        log.write_last(lambda: None)
+        log._write_last()
     model.close()
-    found = [(each.rank, each.what, each.silent_s) for each in read(tmp_path).notices]
-    assert found == [(each.rank, each.kind, each.silent_s) for each in notices]
+    found = read(tmp_path).noticed
+    assert found == [*notices]
 
 
 def test_each_exchange_is_written_once_with_its_times(tmp_path):
     model = train(tmp_path)
-    log, stats = model._worker.monitoring._log, model._worker.stats()
-    assert log is not None
-    times = [log.writer.started_s + at for at in (1.0, 2.0, 3.0)]
-    ended = tuple(CompletedExchange(1, True, at_s, at_s + 0.5, 0.0) for at_s in times)
+    log, stats = model._worker.monitoring, model._worker.stats()
+    ended = tuple(CompletedExchange(1, True, at_s, 2 * at_s, 0.0) for at_s in (1.0, 2.0, 3.0))
     for number in (2, 3):
         log._stats = lambda number=number: replace(
             stats, exchanges_initiated=number, recent_exchanges=ended[:number]
         )
-        log.write_last(lambda: None)
+        log._write_last()
     model.close()
     seen = [one for each in read(tmp_path).counts for one in each.recent]
-    assert seen == [RecentExchange(1, True, at, 0.5) for at in (1.0, 2.0, 3.0)]
+    assert seen == [(1, 1.0), (1, 2.0), (1, 3.0)]
 
 
 def test_the_secret_is_not_logged(tmp_path):
@@ -97,7 +94,7 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path):
     wait_until(lambda: read(tmp_path).counts, "a step is in the log")
     model.close()
     model = train(None)  # and without a directory there is none
-    assert (model._worker.monitoring._log, model._worker.monitoring.page) == (None, None)
+    assert (model._worker.monitoring._writer, model._worker.monitoring.page) == (None, None)
     model.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 

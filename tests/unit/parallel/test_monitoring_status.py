@@ -55,7 +55,7 @@ def test_a_worker_tells_how_far_it_is(make, method):
     assert math.isnan(status.since_step_s)
     train(model, 5)
     status = ask_anew(model, address)
-    assert (status.rank, status.num_workers, status.method) == (0, 1, method)
+    assert (status.rank, status.world_size, status.method) == (0, 1, method)
     assert (status.gradient_steps, status.samples, status.budget_samples) == (5, 40, 64)
     assert not math.isnan(status.since_step_s)
     assert [(each.rank, each.state, each.status_address) for each in status.members] == [

@@ -10,7 +10,8 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultRecord
 from gossipdp.observe.log import RunLogWriter, worker_file
-from gossipdp_lab.demo.watch import LiveView, fault_results, least_duration_s
+from gossipdp.protocol.actions import Notice
+from gossipdp_lab.demo.watch import LiveView, answers_of, fault_results, least_duration_s
 from gossipdp_lab.report.run_log import RunLog
 
 
@@ -37,9 +38,8 @@ def did(kind: Any, rank: int, at_s: float, for_s: float | None = None) -> FaultR
 def write_log(directory: Path, rank: int, began_s: float, *notices: tuple[int, str, float]) -> None:
     with closing(RunLogWriter(worker_file(directory, rank), clock=lambda: began_s)) as log:
         log.start(rank=rank, num_workers=3, configuration={})
-        log.began()
-        for notice in notices:
-            log.notice(*notice)
+        noticed = tuple(Notice(*each) for each in notices)
+        log.counts(Counters(rank=rank, gradient_steps=1, at_s=began_s, noticed=noticed))
 
 
 def test_results_say_who_noticed_when_and_when_the_worker_was_back(tmp_path):
@@ -87,11 +87,12 @@ def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
     for rank in range(2):
         writer = RunLogWriter(worker_file(directory, rank), clock=clock, run_id="7f")
         with closing(writer) as log:
-            asked = {"method": "a2cid2", "graph": "ring", "comm_rate": 1.0}
+            asked = {"method": "a2cid2", "graph": "ring", "comm_rate": 1.0, "budget_samples": 100}
             log.start(rank=rank, num_workers=2, configuration=asked)
             steps = num_steps + rank
             log.counts(
                 Counters(
+                    rank=rank,
                     gradient_steps=steps,
                     samples=8 * steps,
                     exchanges_initiated=2,
@@ -105,7 +106,7 @@ def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
 def test_lines_where_there_is_no_terminal(tmp_path):
     clock, output = Clock(), io.StringIO()
     console = Console(file=output, force_terminal=False, width=100)
-    view = LiveView(tmp_path, num_workers=2, budget_samples=100, console=console, clock=clock)
+    view = LiveView(tmp_path, num_workers=2, console=console, clock=clock)
     with view:
         view.poll()
         clock.now_s = 4.0
@@ -120,3 +121,23 @@ def test_lines_where_there_is_no_terminal(tmp_path):
     assert first == "   6 s  starting 2 workers"
     assert second.startswith("  11 s  2 workers: 1 training, 1 slow · 56 of 100 samples · ")
     assert "loss 0.5000" in second
+
+
+def test_a_worker_that_others_miss_does_not_answer_until_it_is_back(tmp_path):
+    lost = (2, "silent", 104.0), (2, "lost", 105.0)
+    write_log(tmp_path, 0, 100.0, *lost, (1, "silent", 109.0))
+    write_log(tmp_path, 1, 100.0, (2, "lost", 105.1))
+    write_log(tmp_path, 2, 100.0)
+    answers = answers_of(RunLog.read(tmp_path))
+    assert [isinstance(each, Exception) for each in answers.values()] == [False, True, True]
+    members = answers["0"].members  # type: ignore[union-attr]
+    assert [(each.state, each.is_silent) for each in members] == [
+        ("training", False),
+        ("training", True),
+        ("lost", True),
+    ]
+    write_log(tmp_path, 0, 100.0, *lost, (2, "restarted", 107.0))
+    write_log(tmp_path, 1, 100.0, *lost, (2, "restarted", 107.2))
+    assert not any(
+        isinstance(each, Exception) for each in answers_of(RunLog.read(tmp_path)).values()
+    )

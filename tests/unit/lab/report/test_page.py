@@ -8,7 +8,6 @@ import time
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -16,18 +15,13 @@ from msgspec.structs import replace
 from gossipdp.gossip.counters import Counters
 from gossipdp.observe.goodput import Part
 from gossipdp.observe.log import (
-    BeganRecord,
-    ConsolidatingRecord,
     CountsRecord,
-    EndRecord,
-    NoticeRecord,
     ProcessEndRecord,
-    RecentExchange,
     RunLogWriter,
     StartRecord,
-    ValuesRecord,
     worker_file,
 )
+from gossipdp.protocol.actions import Notice
 from gossipdp_lab.report.page import render
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView, spans_of
@@ -92,15 +86,14 @@ def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) ->
                 continue
             counts = dict.fromkeys(neighbours, 4 * index)
             total = sum(counts.values())
-            recent = tuple(
-                RecentExchange(peer, peer > rank, time_s - 0.1, 0.002) for peer in neighbours
-            )
             records.append(
                 CountsRecord(
                     time_s,
                     2.0 / index if loss else math.nan,
-                    400.0,
-                    recent,
+                    {"note": "</script><b>", "accuracy": None} if index == 5 else {},
+                    tuple((peer, 0.002) for peer in neighbours),
+                    rank=rank,
+                    at_s=50.0 + time_s,
                     gradient_steps=10 * index,
                     samples=80 * index,
                     exchanges_initiated=total // 2,
@@ -114,19 +107,24 @@ def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) ->
                 )
             )
         settings = {"graph": "ring <4>", "method": method, "comm_rate": 1.0, "parameters": 1234}
-        workers[rank] = WorkerLog(
-            StartRecord(rank, num_workers, 100 + rank, 1.7e9 + 0.1 * rank, settings, 50.0, 2),
-            tuple(records),
-            EndRecord(13.0, 600, 4800, 0.002, num_workers),
-            (BeganRecord(100, 50.1, 0.1), *([BeganRecord(200, 57.9, 7.9)] if rank == 1 else [])),
-            ()
-            if rank == 1 or num_workers == 1
-            else (NoticeRecord(1, "lost", 54.2, 4.2), NoticeRecord(1, "restarted", 58.0, 8.0)),
-            (ValuesRecord(1.0, 10, {"note": "</script><b>", "accuracy": None}),),
-            ConsolidatingRecord(12.1),
-            13.0,
-        )
+        start = StartRecord(rank, num_workers, 100 + rank, 1.7e9 + 0.1 * rank, settings, 50.0, 2)
+        unknown = {"loss": math.nan, "edge_distance": math.nan, "recent": ()}
+        averaging = replace(records[-1], time_s=12.1, at_s=62.1, state="averaging", **unknown)
+        end = {"consensus_distance": 0.002, "num_averaged": num_workers}
+        records += [averaging, replace(averaging, time_s=13.0, at_s=63.0, state="left", **end)]
+        if rank == 1:
+            records.insert(20, replace(start, process_id=200, time_s=7.9))
+        workers[rank] = WorkerLog()
+        workers[rank].take([start, *records])
+        if rank != 1 and num_workers > 1:
+            tell(workers[rank], Notice(1, "lost", 54.2), Notice(1, "restarted", 58.0))
     return RunLog(workers)
+
+
+def tell(worker: WorkerLog, *notices: Notice) -> None:
+    """Let a worker have noticed this, and nothing else."""
+    silent = [replace(each, noticed=()) for each in worker.counts]
+    worker.counts = [*silent[:-1], replace(silent[-1], noticed=notices)]
 
 
 def test_the_page_is_whole_and_refers_to_nothing_outside():
@@ -169,7 +167,7 @@ def without_end(*counts: CountsRecord) -> RunLog:
     """Make the logs of two workers that start at once and end after these records."""
     starts = {rank: worker.start for rank, worker in a_run(2).workers.items()}
     return RunLog(
-        {rank: WorkerLog(replace(starts[rank], started_at=0.0), counts) for rank in starts}
+        {rank: WorkerLog([replace(starts[rank], started_at=0.0)], [*counts]) for rank in starts}
     )
 
 
@@ -194,7 +192,7 @@ def test_a_worker_that_joined_without_a_log_here_is_named():
     log = a_run(2)
     first = log.workers[0]
     joined = replace(first.counts[-1], exchanges_by_neighbour={1: 240, 2: 9})
-    log.workers[0] = dataclasses.replace(first, counts=(*first.counts[:-1], joined))
+    first.counts[-1] = joined
     words = Page(render(log, "run")).words
     assert "No log here of worker 2." in words
     assert "0 – 2: 9 exchanges" in words
@@ -202,9 +200,8 @@ def test_a_worker_that_joined_without_a_log_here_is_named():
 
 def test_a_run_that_one_worker_began_and_another_joined():
     log = a_run(2)
-    for rank, worker in log.workers.items():
-        start = replace(worker.start, num_workers=1)
-        log.workers[rank] = dataclasses.replace(worker, start=start)
+    for worker in log.workers.values():
+        worker.starts = [replace(worker.start, num_workers=1)]
     words = Page(render(log, "run")).words
     assert "nobody to exchange with" not in words
     assert "0 – 1: 240 exchanges" in words
@@ -238,7 +235,7 @@ def test_a_long_gradient_step_is_no_pause():
         time_s = 0.2 * index
         count = int(time_s + 1e-9) if time_s < 10 else 10 + max(0, int(time_s - 20 + 1e-9))
         records.append(CountsRecord(time_s, gradient_steps=count, samples=8 * count))
-    spans = spans_of(WorkerLog(first.start, tuple(records)))
+    spans = spans_of(WorkerLog(first.starts, records))
     idle = [span for span in spans if span.idle]
     assert sum(span.end_s - span.start_s for span in idle) == pytest.approx(0.8 + 11, abs=0.5)
     assert sum(span.end_s - span.start_s for span in spans if span.computing == 1) > 17
@@ -247,13 +244,13 @@ def test_a_long_gradient_step_is_no_pause():
 def lost_one(*notices: tuple[str, float, float | None], **changes: object) -> RunView:
     """Return a run of three in which worker 0 noticed this of worker 1, whose log has no end."""
     log = a_run(3)
-    noticed = tuple(NoticeRecord(1, what, 50 + at, at, silent_s) for what, at, silent_s in notices)
-    one = dataclasses.replace(log.workers[1], end=None, lives=log.workers[1].lives[:1])
-    counts = tuple(each for each in one.counts if each.time_s <= 4)
-    one = dataclasses.replace(one, counts=counts, last_s=4.0, processes=((0.0, 4.0),))
-    log.workers[0] = dataclasses.replace(log.workers[0], notices=noticed)
-    log.workers[1] = dataclasses.replace(one, **changes)
-    log.workers[2] = dataclasses.replace(log.workers[2], notices=())
+    one = log.workers[1]
+    counts = [each for each in one.counts if each.time_s <= 4]
+    usual = {"end": None, "averaging": None, "lives": one.lives[:1], "counts": counts}
+    usual |= {"last_s": 4.0, "processes": [(0.0, 4.0)]}
+    log.workers[1] = dataclasses.replace(one, **usual | changes)
+    tell(log.workers[0], *(Notice(1, kind, 50 + at, 0, silent_s) for kind, at, silent_s in notices))
+    tell(log.workers[2])
     return RunView(log)
 
 
@@ -265,7 +262,7 @@ KILLED = ProcessEndRecord(4.1, "died of signal 9 (SIGKILL)")
     ("notices", "changes", "known"),
     [
         (LOST, {}, "its log ends at 4.1 s, and the run went on"),
-        (LOST, {"process_ends": (KILLED,)}, "its process died of signal 9 (SIGKILL)"),
+        (LOST, {"process_ends": [KILLED]}, "its process died of signal 9 (SIGKILL)"),
         (
             (*LOST, ("answered", 12.0, 8.0)),
             {"last_s": 13.0},
@@ -273,17 +270,17 @@ KILLED = ProcessEndRecord(4.1, "died of signal 9 (SIGKILL)")
         ),
         (
             (*LOST, ("restarted", 9.5, None)),
-            {"process_ends": (KILLED,), "last_s": 13.0},
+            {"process_ends": [KILLED], "last_s": 13.0},
             "its process died of signal 9 (SIGKILL); a new process took its place 1.0 s later",
         ),
         # It died of something else, in another life.
         (
             (*LOST, ("answered", 9.0, 5.0)),
-            {"process_ends": (ProcessEndRecord(12.0, "ended with exit code 1"),), "last_s": 12.0},
+            {"process_ends": [ProcessEndRecord(12.0, "ended with exit code 1")], "last_s": 12.0},
             "the same process answered again after 5.0 s of silence",
         ),
         (LOST, {"last_s": 13.0}, "its own log goes on until 13.1 s: it ran, and was not heard"),
-        (LOST, {"end": EndRecord(13.0, 1, 1)}, "it came to the end of the run"),
+        (LOST, {"end": CountsRecord(13.0)}, "it came to the end of the run"),
     ],
 )
 def test_what_became_of_one_that_fell_silent_is_named_where_it_is_known(notices, changes, known):
@@ -291,21 +288,22 @@ def test_what_became_of_one_that_fell_silent_is_named_where_it_is_known(notices,
     silent, lost, *_ = (event for event in view.events if event.rank == 1)
     assert view.known_of(silent) == "", "more is known of its loss"
     assert view.known_of(lost) == known
-    words = " ".join(Page(render(view.log, "run")).words.split())
+    words = " ".join(Page(render(RunLog(view.workers), "run")).words.split())
     assert known in words
     assert "hangs" not in words
 
 
 def test_a_worker_without_an_end_is_shown_with_what_is_known():
     def unended(**changes: object) -> str:
-        words = " ".join(Page(render(lost_one(*LOST, **changes).log, "run")).words.split())
+        log = RunLog(lost_one(*LOST, **changes).workers)
+        words = " ".join(Page(render(log, "run")).words.split())
         return words.partition("Without an end in the log: ")[2].partition(".")[0]
 
-    assert unended(process_ends=(KILLED,)) == "worker 1 (its process died of signal 9 (SIGKILL))"
+    assert unended(process_ends=[KILLED]) == "worker 1 (its process died of signal 9 (SIGKILL))"
     assert unended() == "worker 1 (its log ends at 4"
     view = lost_one()
     assert view.unended() == {1: ""}
-    words = " ".join(Page(render(view.log, "run")).words.split())
+    words = " ".join(Page(render(RunLog(view.workers), "run")).words.split())
     assert "Of worker 1 nothing more is known: the run may go on" in words
 
 
@@ -326,8 +324,6 @@ def two_lives(directory: Path) -> None:
             log.start(rank=rank, num_workers=2, configuration={"method": "gossip"})
             for step in range(1, 101):
                 now[0] = start_s + 0.2 * step
-                if step == 10:
-                    log.began()
                 if now[0] > start_s + rank:
                     counters = Counters(gradient_steps=step, samples=8 * step, bytes_sent=step)
                     log.counts(counters, loss=1.0)
@@ -344,7 +340,7 @@ def test_time_in_which_no_worker_ran_is_no_run_time(tmp_path):
     assert [(pause.at_s, pause.length_s) for pause in view.pauses] == [
         (pytest.approx(20), pytest.approx(88))
     ]
-    assert [event.time_s for event in view.events] == [pytest.approx(22)] * 2
+    assert [event.at_s for event in view.events] == [pytest.approx(20.2), pytest.approx(21.2)]
     text = render(run_log, "run")
     words = " ".join(Page(text).words.split())
     dates = [time.strftime("%H:%M:%S", time.localtime(1.7e9 + at)) for at in (70, 158)]
@@ -366,47 +362,46 @@ def test_time_in_which_no_worker_ran_is_no_run_time(tmp_path):
 def test_a_run_that_somebody_carried_on_was_not_paused(tmp_path):
     two_lives(tmp_path)
     log = RunLog.read(tmp_path)
-    log.workers[1] = dataclasses.replace(log.workers[1], processes=((0.0, 127.0),))
+    log.workers[1].processes = [(0.0, 127.0)]
     assert RunView(log).pauses == ()
     assert RunView(log).duration_s == pytest.approx(128)
 
 
 def test_a_record_that_was_lost_moves_no_other():
     log = a_run(2)
-    worker = log.workers[0]
-    log.workers[0] = dataclasses.replace(worker, counts=worker.counts[1:])
+    del log.workers[0].counts[0]
     view = RunView(log)
     distances, _ = view.over_time("edge_distance")
     assert distances == [(pytest.approx(0.2 * index), 0.1 / index) for index in range(2, 61)]
     (first, *_) = (span for span in view.spans(0) if span.exchanging)
-    assert (first.start_s, first.end_s) == (pytest.approx(0.1), pytest.approx(0.4))
+    assert (first.start_s, first.end_s) == (pytest.approx(0.2), pytest.approx(0.4))
 
 
 def goodput_run(**ends: bool) -> RunLog:
     """Make 12 s of two workers, 400 samples/s each; worker 1 is away from 4 to 8 s."""
     log = a_run(2)
-    for rank, worker in log.workers.items():
-        counts = [replace(each, samples=80 * index) for index, each in enumerate(worker.counts, 1)]
-        counts = counts[:-5] if rank == 1 and ends.get("is_dead") else counts
-        changes: Any = {"counts": tuple(counts), "num_restarts": int(rank == 1)}
-        if rank == 0:
-            stopped = NoticeRecord(0, "stopped", 59.0, 9.0, 6.0)
-            changes |= {"notices": (*worker.notices, stopped)}
-        if rank == 1 and ends.get("is_dead"):
-            changes |= {"end": None, "consolidating": None, "last_s": counts[-1].time_s}
-        log.workers[rank] = dataclasses.replace(worker, **changes)
+    zero, one = log.workers.values()
+    for worker in (zero, one):
+        worker.counts = [
+            replace(each, samples=80 * index) for index, each in enumerate(worker.counts, 1)
+        ]
+    tell(zero, *zero.noticed, Notice(0, "stopped", 59.0, silent_s=6.0))
+    if ends.get("is_dead"):
+        del one.counts[-7:]
+        one.end = one.averaging = None
+        one.last_s = one.counts[-1].time_s
     return log
 
 
 def test_goodput_counts_absence_and_not_what_came_before_the_first_step():
     view = RunView(goodput_run())
-    # From the first record, at 0.2 s, to the last, at 12 s; of worker 1 nineteen are missing.
-    num_records = len(view.workers[1].counts)
+    # From the first record, at 0.2 s, to the last step, at 12 s; of worker 1 nineteen are missing.
+    num_records = len(view.workers[1].counts) - 2
     assert view.parts[0] == Part(4720, pytest.approx(11.8), 400.0)
     assert view.parts[1] == Part(80 * (num_records - 1), pytest.approx(11.8), 400.0)
     assert view.num_faults == 2, "a restart, and a standstill that worker 0 told"
     expected = (4720 + 80 * (num_records - 1)) / 9440
-    words = " ".join(Page(render(view.log, "run")).words.split())
+    words = " ".join(Page(render(RunLog(view.workers), "run")).words.split())
     assert f"goodput {expected:.1%} " in words
     assert f"{(1 - expected) * 23.6 / 2:.1f} s lost a fault, of 2" in words
 
@@ -430,7 +425,7 @@ def test_a_run_resumed_with_more_workers_has_the_new_graph():
             started_at=worker.start.started_at - 100,
             configuration=worker.start.configuration | small,
         )
-        log.workers[rank] = dataclasses.replace(worker, start=first, restart=worker.start)
+        worker.starts.insert(0, first)
     words = Page(render(log, "run")).words
     assert "ring <4>" in words
     assert "(differs)" not in words
