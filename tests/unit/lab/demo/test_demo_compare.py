@@ -54,7 +54,7 @@ def test_the_two_trainings_differ_in_method_place_and_kills_alone(tmp_path):
 def test_only_kills_that_happened_are_counted():
     def training(loss: float, samples: int, *faults: dict[str, Any]) -> Training:
         summary = {"bits": loss, "samples": samples, "faults": faults}
-        return Training("bits", RunLog(), [], summary, [])
+        return Training("bits", RunLog(), summary, [])
 
     kill, slow = {"kind": "kill", "rank": 0}, {"kind": "slow", "rank": 1}
     found = {
