@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler
 from gossipdp.links.sockets import listen
-from gossipdp.links.tcp import SharedMemory, TcpTransport
+from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, TlsFiles, make_tls_files
 
 # The order of the table, and what each is.
@@ -103,7 +103,7 @@ class LinkTransfer(Transfer, LinkHandler):
         rank: int,
         num_values: int,
         meeting: Meeting,
-        shared_memory: SharedMemory,
+        shared_memory: Literal["auto", "off"],
         tls: TlsFiles | None = None,
     ) -> None:
         super().__init__(rank, num_values)

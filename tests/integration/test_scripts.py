@@ -97,7 +97,7 @@ from gossipdp import GossipDataParallel
 net = torch.nn.Linear(2, 1)
 model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
 worker = model._worker
-end = worker.close
+end = worker.leave
 
 def close():
     for _ in range(100):
@@ -105,7 +105,7 @@ def close():
     end()
     print("closed")
 
-worker.close = close
+worker.leave = close
 held = [model]
 del model
 collector = threading.Thread(target=held.clear, name="gossipdp-0")
