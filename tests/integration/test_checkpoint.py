@@ -11,9 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from gossipdp import Checkpoints, Exchange, GossipDataParallel
-from gossipdp.parallel.checkpoint import file_path, saved_in
+from gossipdp.parallel.checkpoint import file_path, read, saved_in
 
 pytestmark = pytest.mark.processes
 
@@ -110,12 +111,13 @@ def directory(saved: Path, tmp_path: Path) -> Path:
 
 
 def tensors_of(directory: Path, rank: int) -> dict[str, Tensor]:
-    newest = saved_in(directory)[rank][0]
-    return safetensors.torch.load_file(file_path(directory, rank, newest.step))
+    tensors, training = read(file_path(directory, rank, saved_in(directory)[rank][0].step))
+    held = [each for each in tree_leaves(training) if isinstance(each, Tensor)]
+    return tensors | {f"training/{number}": each for number, each in enumerate(held)}
 
 
 def is_among(tensor: Tensor, held: Iterable[Tensor]) -> bool:
-    """Return whether a file holds these values: its tensors of a training state are flat."""
+    """Return whether a file holds these values."""
     return any(
         tensor.dtype == each.dtype and torch.equal(tensor.flatten(), each.flatten())
         for each in held
