@@ -108,10 +108,10 @@ class FlatParameters:
                 sum(tensor.nbytes for tensor in tensors),
                 is_on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
             )
-        segments = list(self._move(momentum, chunk_bytes))
+        segments: list[Segment] = []
         self.moment_places: list[tuple[Segment, list[View]]] = []
-        for index, trained in enumerate(segments):
-            held = [view for view in self._views if view.segment == index]
+        for trained, held in self._move(momentum, chunk_bytes):
+            segments.append(trained)
             owner = trained.optimizer_index
             is_optimized = held[0].optimizer_index is not None
             is_kept = trained.role is Role.TRAINED and is_optimized and trained.chunks and moments
@@ -140,7 +140,7 @@ class FlatParameters:
         self._watched = self._base
         self._seen: list[Tensor] = []
 
-    def _move(self, momentum: bool, chunk_bytes: int) -> Iterator[Segment]:
+    def _move(self, momentum: bool, chunk_bytes: int) -> Iterator[tuple[Segment, list[View]]]:
         """Lay out one segment per (role, optimizer, dtype, device) and move the values there.
 
         Parameters of no optimizer have a segment of their own, since they have no moments.
@@ -155,13 +155,17 @@ class FlatParameters:
             first = views[0]
             if first.is_shard:  # its memory becomes the segment
                 first.segment, first.data_ptr = index, first.tensor.data_ptr()
-            yield Segment(
-                first.tensor.view(-1) if first.is_shard else self._moved(views, index),
+                flat = first.tensor.view(-1)
+            else:
+                flat = self._moved(views, index)
+            segment = Segment(
+                flat,
                 first.role,
                 momentum=momentum,
                 optimizer_index=first.optimizer_index or 0,
                 chunk_bytes=chunk_bytes,
             )
+            yield segment, views
 
     def _moved(self, views: Sequence[View], index: int) -> Tensor:
         """Move tensors of one type and device to one flat tensor, that of segment ``index``."""

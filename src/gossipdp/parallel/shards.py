@@ -199,27 +199,22 @@ class Replica:
         def own_place(path: PathLike | None) -> PathLike | None:
             if path is None:
                 return None
-            self._check_size(Path(path))
+            sizes = (each.name.rpartition("-")[2] for each in Path(path).glob("shard-*-of-*"))
+            others = {int(size) for size in sizes if size.isdecimal()} - {num_shards}
+            if num_shards > 1 and any(Path(path).glob("worker-*")):
+                others.add(1)
+            if others:
+                raise ValueError(
+                    f"{str(path)!r} holds checkpoints of replicas of {min(others)} processes, and "
+                    f"here a replica has {num_shards}: choose another directory. To go on with "
+                    "another number of shards, load what torch.distributed.checkpoint saved "
+                    "(docs/shards.md)"
+                )
             return path if num_shards == 1 else Path(path) / f"shard-{shard}-of-{num_shards}"
 
         directory, resume = saving.directory, saving.resume
         own_resume = resume if resume == "auto" else own_place(resume)
         return dataclasses.replace(saving, directory=own_place(directory), resume=own_resume)
-
-    def _check_size(self, place: Path) -> None:
-        """Raise ValueError if the place holds checkpoints of another number of shards."""
-        num_shards = self.environment.num_shards
-        sizes = (each.name.rpartition("-")[2] for each in place.glob("shard-*-of-*"))
-        others = {int(size) for size in sizes if size.isdecimal()}
-        if num_shards > 1 and any(place.glob("worker-*")):
-            others.add(1)
-        if others - {num_shards}:
-            raise ValueError(
-                f"{str(place)!r} holds checkpoints of replicas of {min(others - {num_shards})} "
-                f"processes, and here a replica has {num_shards}: choose another directory. To go "
-                "on with another number of shards, load what torch.distributed.checkpoint saved "
-                "(docs/shards.md)"
-            )
 
     def agree(self, own: Agreed) -> Agreed:
         """Add up the facts of all processes of the replica; ``own`` if there is only this one."""
