@@ -131,13 +131,15 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
         *_goodput_tile(view),
     ]
     if view.gossips and view.num_ranks > 1:
-        achieved, asked = view.achieved_comm_rate, view.configuration.get("comm_rate")
-        rate = f"{achieved:.2f}" if achieved is not None else "–"
+        # Each was initiated by one worker, and counts for two.
+        num_exchanges = sum(last.exchanges_initiated for last in view.last.values())
+        rate = f"{2 * num_exchanges / sum(steps):.2f}" if any(steps) else "–"
+        asked = view.configuration.get("comm_rate")
         asked_for = f"asked for {asked:g}" if isinstance(asked, float | int) else ""
         if asked == "auto":
             bounds = Counter(last.comm_rate_bound for last in view.last.values())
             asked_for = f"set by itself: {bounds.most_common(1)[0][0]}" if bounds else ""
-        tiles.append(("exchanges", number(view.num_exchanges), f"{view.num_ranks} workers"))
+        tiles.append(("exchanges", number(num_exchanges), f"{view.num_ranks} workers"))
         tiles.append(("comm rate", rate, asked_for))
     if (distance := view.consensus_distance) is None:
         return [*tiles, ("consensus distance", "unknown", "no worker came to the end")]

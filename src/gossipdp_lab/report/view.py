@@ -161,8 +161,6 @@ class RunView:
             for rank, worker in self.workers.items()
         }
         self.last = {rank: each.counts[-1] for rank, each in self.workers.items() if each.counts}
-        # Completed ones; each was initiated by one worker.
-        self.num_exchanges = sum(last.exchanges_initiated for last in self.last.values())
 
     def _find_pauses(self) -> tuple[Pause, ...]:
         """Return the times in which no process lived, as far as the logs hold it."""
@@ -187,12 +185,6 @@ class RunView:
         return at_s - sum(
             min(at_s, pause.end_s) - pause.start_s for pause in self.pauses if at_s > pause.start_s
         )
-
-    @property
-    def achieved_comm_rate(self) -> float | None:
-        """Return 2 * exchanges / all gradient steps; None without a step."""
-        steps = sum(last.gradient_steps for last in self.last.values())
-        return 2 * self.num_exchanges / steps if steps else None
 
     @property
     def consensus_distance(self) -> float | None:
