@@ -1,11 +1,11 @@
 import json
 from collections.abc import Collection
-from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
+from msgspec.structs import replace
 
-from gossipdp.observe.log import CountsRecord, EndRecord, StartRecord, ValuesRecord
+from gossipdp.observe.log import CountsRecord, Record, StartRecord
 from gossipdp.parallel.options import METHODS
 from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import (
@@ -30,20 +30,20 @@ def test_the_names_are_those_of_the_library():
 def make_log(num_workers: int, *, killed: Collection[int] = (), late: int = -1) -> RunLog:
     workers = {}
     for rank in range(num_workers):
-        counts = CountsRecord(
+        last = CountsRecord(
             time_s=4.0 + rank,
             gradient_steps=100 + rank,
             samples=3200 + 32 * rank,
             exchanges_initiated=50,
             exchanges_answered=49,
         )
-        values = {METRIC: 0.97, DIGEST: "cd" if rank == late else "ab"}
-        start = StartRecord(rank, num_workers, 1, 0.0, {})
-        workers[rank] = WorkerLog(start, counts=(counts,))
+        records: list[Record] = [StartRecord(rank, num_workers, 1, 0.0, {}), last]
         if rank not in killed:
-            end = EndRecord(5.0, 100 + rank, 3200 + 32 * rank, consensus_distance=0.01)
-            written = (ValuesRecord(5.0, 100 + rank, values),)
-            workers[rank] = replace(workers[rank], end=end, values=written)
+            values = {METRIC: 0.97, DIGEST: "cd" if rank == late else "ab"}
+            end = replace(last, time_s=6.0, state="left", consensus_distance=0.01, logged=values)
+            records.append(end)
+        workers[rank] = WorkerLog()
+        workers[rank].take(records)
     return RunLog(workers)
 
 
