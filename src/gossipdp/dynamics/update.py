@@ -148,7 +148,7 @@ def snapshot(
     if c is not None and flows:
         pending = torch.add(pending, c, alpha=share, out=scratch(pending))
     torch.add(x, pending, out=out)
-    return finite_sum(out)
+    return out.sum(dtype=torch.float32)
 
 
 def exchange(
@@ -195,11 +195,10 @@ def exchange_coded(
     return loop("exchange_coded")(pending, _or(c, pending), c is not None, *coded, *numbers)
 
 
-def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, left: float = 1.0) -> None:
+def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor, left: float) -> None:
     """Write x + pending + left c/2: the flow ends there, and its mean over workers is conserved."""
     torch.add(x, pending, out=out)
-    if c is not None:
-        out.add_(c, alpha=0.5 * left)
+    out.add_(c, alpha=0.5 * left)
 
 
 def carry_on(values: Tensor, before: Tensor, now: Tensor) -> Tensor:
@@ -233,13 +232,8 @@ def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:
 
 def is_finite(values: Tensor, total: Tensor | None = None) -> bool:
     """Return True if no value is NaN or infinite: one sum, and a closer look if it overflows."""
-    total = finite_sum(values) if total is None else total
+    total = values.sum(dtype=torch.float32) if total is None else total
     return math.isfinite(float(total)) or bool(torch.isfinite(values).all())
-
-
-def finite_sum(values: Tensor) -> Tensor:
-    """Return a number that is not finite if any value is not."""
-    return values.sum(dtype=torch.float32)
 
 
 class _Kept(threading.local):

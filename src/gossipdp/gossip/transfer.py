@@ -140,62 +140,52 @@ class Transfers:
         self._refusal = refusal
         self._clock = clock
         # By peer: one at most for each, so that no peer can make this worker hold more.
-        self._requests: dict[int, RequestState] = {}
-        self._senders: dict[int, tuple[Link, Iterator[None]]] = {}
+        self._gifts: dict[int, tuple[Link, Iterator[None]]] = {}
         self._fetch: _Fetch | None = None
         self._counter = 0
         self._log = OnceLog(logger)
 
     # Giving.
 
-    def _give(self, link: Link, request: RequestState) -> bool:
-        """Begin to send the state, or refuse; return False if it cannot answer now."""
+    def _giving(self, link: Link, request: RequestState) -> Iterator[None]:
+        """Give the state, or refuse; yield where it must wait. No turn looks at all pieces."""
         peer, counter = link.peer, request.counter
-        reason = self._refusal() if self.has_state else "it has none yet"
-        if reason is not None:
-            self._send(peer, StateRefused(counter, reason, is_early=not self.has_state))
-            return True
+        offer: Offer | None = None
+        while True:
+            reason = self._refusal() if self.has_state else "it has none yet"
+            if reason is None and request.wants_optimizers:
+                try:
+                    offer = self.offer((peer, counter))
+                except ValueError as error:
+                    reason = str(error)[:200]
+                    text = "worker %d cannot start from this worker's optimizer state: %s"
+                    self._log.warn_once("refused", str(peer), text, peer, error)
+            if reason is not None:
+                self._send(peer, StateRefused(counter, reason, is_early=not self.has_state))
+                return
+            if offer is not None or not request.wants_optimizers:
+                break
+            yield
         chunks = map(self._chunks.__getitem__, range(request.start, len(self._chunks)))
         pieces: Iterator[_Piece] = ((chunk.x.nbytes, partial(_read, chunk)) for chunk in chunks)
         most_bytes = self._most_bytes
-        if request.wants_optimizers:
-            try:
-                offer = self.offer((peer, counter))
-            except ValueError as error:
-                text = "worker %d cannot start from this worker's optimizer state: %s"
-                self._log.warn_once("refused", str(peer), text, peer, error)
-                self._send(peer, StateRefused(counter, str(error)[:200]))
-                return True
-            if offer is None:
-                return False
+        if offer is not None:
             layout = torch.frombuffer(bytearray(offer.layout), dtype=torch.uint8)
             first = _pieces(chain([layout], offer.tensors))
             pieces = chain(((each.numel(), partial(offer.copy, each)) for each in first), pieces)
             most_bytes = max(most_bytes, CHUNK_BYTES)
             self._send(peer, OfferState(counter, len(offer.layout)))
-        self._senders[peer] = link, self._sending(link, request, pieces, most_bytes)
-        return True
-
-    def _sending(
-        self, link: Link, request: RequestState, pieces: Iterator[_Piece], most_bytes: int
-    ) -> Iterator[None]:
-        """Send pieces of at most ``most_bytes`` until all have left; yield where it must wait.
-
-        ``pieces``: for each its size, and a function that writes it to a slot of that size, or
-        returns False if it cannot now. No turn looks at all of them.
-        """
         # Rows that begin where numbers of any type may.
         slots = torch.empty((SLOTS, -(-most_bytes // 64) * 64), dtype=torch.uint8, device="cpu")
         for number, (num_bytes, read) in enumerate(pieces):
             slot = slots[number % SLOTS][:num_bytes]
             while link.queued_chunks >= SLOTS or not read(slot):
                 yield
-            incarnation = link.peer_identity.incarnation
-            key = ChunkKey(link.peer, incarnation, request.counter, number)
+            key = ChunkKey(peer, link.peer_identity.incarnation, counter, number)
             link.send_chunk(FrameType.STATE_CHUNK, key, tensor_bytes(slot))
-        if request.wants_optimizers:
+        if offer is not None:
             self.num_given += 1
-            logger.info("worker %d has been sent this worker's state", link.peer)
+            logger.info("worker %d has been sent this worker's state", peer)
         while link.queued_chunks > 0:
             yield
 
@@ -262,7 +252,7 @@ class Transfers:
     def receive(self, link: Link, message: TransferMessage) -> None:
         """Deal with one message."""
         if isinstance(message, RequestState):
-            self._requests[link.peer] = message
+            self._gifts[link.peer] = link, self._giving(link, message)
         elif (fetch := self._awaited(link, message.counter)) is None:
             pass  # it answers an older request
         elif isinstance(message, StateRefused):
@@ -275,10 +265,8 @@ class Transfers:
 
     def link_down(self, link: Link) -> None:
         """Drop what was to be sent on ``link``, and ask again for what was to come."""
-        sender = self._senders.get(link.peer)
-        if sender is not None and sender[0] is link:
-            del self._senders[link.peer]
-        self._requests.pop(link.peer, None)
+        if link.peer in self._gifts and self._gifts[link.peer][0] is link:
+            del self._gifts[link.peer]
         fetch = self._fetch
         if fetch is None or fetch.peer != link.peer:
             return
@@ -331,19 +319,15 @@ class Transfers:
 
         On a closed link there is always room, and nothing is sent: ``link_down`` is on its way.
         """
-        for peer, request in list(self._requests.items()):
-            link = self._links.get(peer)
-            if link is None or self._give(link, request):
-                self._requests.pop(peer, None)
-        for peer, (link, sending) in list(self._senders.items()):
-            if not link.closed and next(sending, True):  # True: the kernel has it all
-                del self._senders[peer]
+        for peer, (link, giving) in list(self._gifts.items()):
+            if not link.closed and next(giving, True):  # True: the kernel has it all
+                del self._gifts[peer]
         fetch = self._fetch
         if fetch is not None and self._clock() > fetch.deadline_s:
             reason = f"worker {fetch.peer} sent nothing of its state for {fetch.timeout_s:g} s"
             self.end(PeerLostError(reason))
-            if (link := self._links.get(fetch.peer)) is not None:
-                link.close(reason)
+            if (giver := self._links.get(fetch.peer)) is not None:
+                giver.close(reason)
 
 
 def _read(chunk: Chunk, slot: Tensor) -> bool:

@@ -226,8 +226,6 @@ class Handshake:
         refusal: the reason for the end, if it made no link.
     """
 
-    version = VERSION
-
     def __init__(
         self,
         identity: Identity,
@@ -309,9 +307,9 @@ class Handshake:
             self.refuse(Refusal("tls", "off", "on"))
         elif magic != MAGIC:
             raise HandshakeError(f"connection starts with {bytes(magic)!r}, not {MAGIC!r}")
-        elif tuple(version) != self.version:
+        elif tuple(version) != VERSION:
             # An acceptor answers in its own version, so the dialler finds the difference here.
-            here, there = (".".join(map(str, each)) for each in (self.version, version))
+            here, there = (".".join(map(str, each)) for each in (VERSION, version))
             ours, theirs = (there, here) if self.dialler else (here, there)
             self.refuse(Refusal("gossipdp_version", ours, theirs))
         elif not 0 < length <= MAX_MESSAGE_BYTES:
@@ -392,4 +390,4 @@ class Handshake:
 
     def _send(self, message: _Message) -> None:
         body = _encode(message)
-        self._output += _PREFIX.pack(MAGIC, *self.version, len(body)) + body
+        self._output += _PREFIX.pack(MAGIC, *VERSION, len(body)) + body

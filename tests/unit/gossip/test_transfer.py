@@ -286,7 +286,7 @@ def test_a_peer_that_asks_again_and_again_is_given_one_state(ends):
         giver.transfers.receive(giver.links[1], RequestState(counter, 0, counter % 2 == 0))
         giver.transfers.pump()
     assert giver.links[1].queued_chunks == 2
-    assert len(giver.transfers._senders) == 1
+    assert len(giver.transfers._gifts) == 1
 
 
 def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):
