@@ -84,17 +84,6 @@ def test_a_store_that_nobody_hosts_is_told_in_time(workers):
         workers(arrive_alone, 2, environment=by_hand)
 
 
-def describe_worker(word: str) -> tuple[str, str, str, str]:
-    return os.environ["RANK"], os.environ["COLOUR"], word, multiprocessing.get_start_method()
-
-
-def test_arguments_and_environment(workers):
-    results = workers(describe_worker, 2, ("hello",), environment={"COLOUR": "red"})
-    # Processes of a worker's data loader start as in a script.
-    method = multiprocessing.get_start_method()
-    assert results == [("0", "red", "hello", method), ("1", "red", "hello", method)]
-
-
 class Local:
     """Found by no import: instances travel by value, both ways."""
 
@@ -102,10 +91,20 @@ class Local:
         self.value = value
 
 
-def test_classes_and_closures_travel_and_a_large_result_comes_back(workers):
-    results = workers(lambda given: Local(20_000_000 * given.value), 2, (Local(b"x"),))
-    assert all(isinstance(result, Local) for result in results)
-    assert [len(result.value) for result in results] == [20_000_000] * 2
+def test_arguments_environment_and_closures_travel_and_a_large_result_comes_back(workers):
+    word = "hello"
+
+    def describe(given: Local) -> tuple[str, str, str, str, Local]:
+        method = multiprocessing.get_start_method()
+        large = Local(20_000_000 * given.value)
+        return os.environ["RANK"], os.environ["COLOUR"], word, method, large
+
+    results = workers(describe, 2, (Local(b"x"),), environment={"COLOUR": "red"})
+    # Processes of a worker's data loader start as in a script.
+    method = multiprocessing.get_start_method()
+    assert [said for *said, _ in results] == [[rank, "red", word, method] for rank in "01"]
+    assert all(isinstance(large, Local) for *_, large in results)
+    assert [len(large.value) for *_, large in results] == [20_000_000] * 2
 
 
 def fail_on_worker_1() -> None:

@@ -6,9 +6,8 @@ import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 
 from gossipdp.protocol import messages as say
-from gossipdp.protocol.actions import Begin, Notice, Send, Stop, Unlink
+from gossipdp.protocol.actions import Notice, Send, Stop, Unlink
 from gossipdp.protocol.members import Member, ProgressEntry, Status
-from gossipdp.protocol.pairing import Exchanging
 from gossipdp.protocol.worker import WorkerProtocol
 
 # --- exchanges that stand still, and what breaks the rules --------------------------------
@@ -26,25 +25,6 @@ def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives():
     assert "nothing of it" in stop.reason
     assert worker.exchanges_failed == 1
     assert worker.peers.live == {2}, "its link is closed"
-
-
-def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer():
-    """Else it could ask again at once, and hold a worker for all of its time."""
-    worker, now, held_s = make_worker(0, 2), 1.0, 0.0
-    for counter in range(1, 1000):
-        worker.link_up(0, now)
-        actions = worker.receive(0, ask(0, counter), now)
-        if not of_type(actions, Begin):
-            assert isinstance(said(actions, 0)[0], say.Busy)
-            assert worker.pairing.available.keys() == {2}
-        before = now
-        while isinstance(worker.pairing.state, Exchanging) or now < before + 1.0:
-            now += 0.5
-            worker.heard(0, now)
-            worker.heard(2, now)
-            worker.poll(now)
-            held_s += 0.5 * isinstance(worker.pairing.state, Exchanging)
-    assert held_s < 0.1 * now
 
 
 def test_an_epoch_out_of_all_order_closes_the_link():
