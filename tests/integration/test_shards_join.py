@@ -34,8 +34,10 @@ def joining_variables(directory: Path) -> dict[str, str]:
     wait_until(lambda: all(path.exists() for path in paths), "the run has addresses")
     addresses = [tuple(json.loads(path.read_text())) for path in reversed(paths)]
     network = ask_join_infos(addresses, NUM_SHARDS)[int(os.environ["RANK"])]
-    no_rank = dict.fromkeys(OF_REPLICA.values(), "")
-    return network.join_variables(-1, 0) | no_rank | {"GOSSIPDP_RUN_ID": str(network.run_id)}
+    no_rank = dict.fromkeys(OF_REPLICA.values(), "") | {"GOSSIPDP_WORLD_SIZE": "0"}
+    # The file with newer addresses ends with this object: its number may be a pipe's soon.
+    own = {"GOSSIPDP_RUN_ID": str(network.run_id), "GOSSIPDP_JOIN_FILE": ""}
+    return network.join_variables(-1, 0) | no_rank | own
 
 
 class Lagging(Worker):

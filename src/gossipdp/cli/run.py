@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 # Variables of another launcher that started us: they would mislead a worker.
 NOT_INHERITED = (
-    *(*PLACE, "GROUP_RANK", "GOSSIPDP_JOIN", "GOSSIPDP_JOIN_FILE", "GOSSIPDP_RESTARTS"),
+    *PLACE,
     *OF_REPLICA.values(),
+    *("GROUP_RANK", "GOSSIPDP_JOIN", "GOSSIPDP_JOIN_FILE", "GOSSIPDP_RESTARTS"),
     *("GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
 )
 SAY_WAITS_AFTER_S = 10.0
@@ -180,13 +181,13 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal num_shown, say_waits_at_s
-        waiting = [shown_rank(worker.rank) for worker in supervisor.running]
-        some_ended = len(waiting) < plan.num_local
+        running = [shown_rank(worker.rank) for worker in supervisor.running]
+        some_ended = len(running) < plan.num_local
         if supervisor.is_complete and some_ended and not supervisor.ending:
             say_waits_at_s = say_waits_at_s or time.monotonic() + SAY_WAITS_AFTER_S
             if time.monotonic() > say_waits_at_s:
                 say_waits_at_s = math.inf  # said once
-                who = " and ".join(f"worker {rank}" for rank in waiting)
+                who = " and ".join(f"worker {rank}" for rank in running)
                 _tell(f"the run is complete; waiting for {who} to end, unless Ctrl+C ends it")
         spares.follow(supervisor)
         known = [network.addresses for network in plan.join_infos]
@@ -356,19 +357,18 @@ def _plan(
                 "of this process says the rank and where the workers meet"
             )
         return LaunchPlan.launched(os.environ, secret)
-    if not several:
-        if arguments.node_rank:
-            raise ValueError("--node-rank without --nnodes; say how many hosts there are")
-        store = arguments.host or "127.0.0.1", arguments.port
-        return LaunchPlan.on_hosts(num_local, store, secret, num_shards=num_shards)
-    addresses = read_addresses("--rendezvous", arguments.rendezvous or "")
-    if len(addresses) != 1 or arguments.port:
-        raise ValueError(
-            "several hosts need one --rendezvous HOST:PORT, the same on all, with an address of "
-            "host 0 and a free port there; --port is for one host"
-        )
-    ((host, port),) = addresses
-    if secret is None and tls is None and not is_loopback(host):
+    host, port = arguments.host or "127.0.0.1", arguments.port
+    if not several and arguments.node_rank:
+        raise ValueError("--node-rank without --nnodes; say how many hosts there are")
+    if several:
+        addresses = read_addresses("--rendezvous", arguments.rendezvous or "")
+        if len(addresses) != 1 or port:
+            raise ValueError(
+                "several hosts need one --rendezvous HOST:PORT, the same on all, with an address "
+                "of host 0 and a free port there; --port is for one host"
+            )
+        ((host, port),) = addresses
+    if several and secret is None and tls is None and not is_loopback(host):
         raise ValueError(
             f"several hosts need a secret: everyone who reaches {host}:{port} could take part in "
             "the run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "

@@ -162,7 +162,7 @@ class Environment:
         if variables is None:
             variables = _with_process_group({**os.environ, **_taken_out})
         shard, num_shards = 0, 1
-        if "GOSSIPDP_WORLD_SIZE" in variables:
+        if variables.get("GOSSIPDP_WORLD_SIZE"):
             shard, num_shards = _number(variables, "RANK", 0), _number(variables, "WORLD_SIZE", 1)
             of_replica = {name: variables.get(own, "") for name, own in OF_REPLICA.items()}
             variables = {**variables, **of_replica}

@@ -23,6 +23,7 @@ from gossipdp.launcher.environment import (
     OF_REPLICA,
     PLACE,
     UNKNOWN_RANK,
+    UNKNOWN_WORLD_SIZE,
     Environment,
     show_address,
     with_torchrun_names,
@@ -36,8 +37,8 @@ from gossipdp.rules import at_least_1
 
 # A supervisor that is silent for so long was killed, or its host is gone.
 LOST_AFTER_S = 300.0
-# One of these addresses must be live for a worker to join.
-MAX_JOIN_ADDRESSES = 32
+# One of these addresses must be live for a worker to join; the file that holds them has this size.
+MAX_JOIN_ADDRESSES, FILE_BYTES = 32, 4096
 # An identity of no run: a worker that gets this hello refuses it and names its own run.
 NO_RUN = Identity(0, 0, 0, "", "", "", "", "", "")
 
@@ -70,10 +71,9 @@ class JoinInfo:
             self.addresses[rank] = address
         self.run_id = report.run_id or self.run_id
         self.secret = report.secret or self.secret
-        if report.addresses:  # a reader between the two calls below keeps to what it knows
+        if report.addresses:  # a reader finds the old ones or the new: the file never shrinks
             newest = dict([*self.addresses.items()][-MAX_JOIN_ADDRESSES:])
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, msgspec.json.encode(newest), 0)
+            os.pwrite(self._file, msgspec.json.encode(newest).ljust(FILE_BYTES), 0)
 
     def join_variables(self, rank: int, num_restarts: int) -> dict[str, str]:
         """Return the variables by which the worker of that rank, on this host, joins the others."""
@@ -233,6 +233,7 @@ class LaunchPlan:
         num_shards = len(self.join_infos)
         return own | {
             **{of_replica: own.get(name, "") for name, of_replica in OF_REPLICA.items()},
+            OF_REPLICA["WORLD_SIZE"]: own.get("WORLD_SIZE", str(UNKNOWN_WORLD_SIZE)),
             "RANK": str(shard),
             "WORLD_SIZE": str(num_shards),
             "LOCAL_RANK": str(local_rank * num_shards + shard),

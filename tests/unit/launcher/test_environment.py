@@ -190,6 +190,7 @@ def test_a_bad_value_is_named(variables, message):
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SHARD = MASTER | {"RANK": "1", "WORLD_SIZE": "2", "GOSSIPDP_RANK": "2", "GOSSIPDP_WORLD_SIZE": "3"}
 SHARD |= {"GOSSIPDP_MASTER_ADDR": "::1", "GOSSIPDP_MASTER_PORT": "7"}
+JOINS = JOIN | {"GOSSIPDP_RUN_ID": "r", "GOSSIPDP_RANK": "", "GOSSIPDP_WORLD_SIZE": "0"}
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,7 @@ SHARD |= {"GOSSIPDP_MASTER_ADDR": "::1", "GOSSIPDP_MASTER_PORT": "7"}
         (TORCHRUN, (0, 1), (3, 4, 0)),  # some frameworks begin a group on each worker
         (SLURM, (1, 2), (1, 2, 0)),  # one task a node spawned them
         (SHARD, (1, 2), (2, 3, 1)),
+        (SHARD | JOINS, (1, 2), (-1, 0, 1)),
         (TORCHRUN, (2, 4), "RANK is 3 in the environment and 2 in torch.* remove RANK and WORLD"),
         (MASTER | {"WORLD_SIZE": "1"}, (3, 4), "WORLD_SIZE is 1 in the environment and 4 in"),
         ({}, (1, 2), r"init_process_group\), but not MASTER_ADDR, MASTER_PORT: start"),

@@ -332,13 +332,21 @@ def test_no_connection_is_left_where_tls_comes_to_nothing(authority, open_descri
 
 
 def test_the_networks_to_join_are_known_by_their_run_ids(monkeypatch):
-    first, second, third = (("10.0.0.1", port) for port in (1, 2, 3))
+    first, second, third, silent = (("10.0.0.1", port) for port in (1, 2, 3, 4))
     run_ids = {first: "r-shard-1-of-2", second: "r-shard-0-of-2", third: "r-shard-1-of-2"}
-    monkeypatch.setattr(plans, "_ask", lambda address, *_: run_ids[address])
-    assert ask_join_infos([first, second, third], 2) == [
+
+    def ask(address: tuple[str, int], *_: object) -> str:
+        if address not in run_ids:
+            raise ConnectionRefusedError
+        return run_ids[address]
+
+    monkeypatch.setattr(plans, "_ask", ask)
+    assert ask_join_infos([first, silent, second, third], 2) == [
         JoinInfo("r-shard-0-of-2", join=(second,)),
         JoinInfo("r-shard-1-of-2", join=(first, third)),
     ]
+    with pytest.raises(RendezvousError, match=r"no worker to join answers \(10.0.0.1:4: closed"):
+        ask_join_infos([first, silent], 2)
     # Where workers are single processes, any that answers says it for all.
     monkeypatch.setattr(plans, "_ask", lambda *_: "r")
     assert ask_join_infos([first, second], 1) == [JoinInfo("r", join=(first, second))]

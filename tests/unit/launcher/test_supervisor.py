@@ -712,6 +712,7 @@ def test_a_new_replica_joins_the_networks_that_its_user_names(make):
         assert environment.store_host is None
         assert process.variables["MASTER_ADDR"] == "127.0.0.1"
         assert process.variables["RANK"] == str(shard)
+        assert process.variables["GOSSIPDP_WORLD_SIZE"] == "0"  # it tells that this is a replica's
         process.report(begins=True, rank=4 + number // 2)
     setting.step(1)
     again = start_again(setting)[1]  # it comes back under the rank that it was given
