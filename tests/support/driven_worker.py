@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, TypeVar
 
-from gossipdp.graph.constants import Constants
+from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Send
 from gossipdp.protocol.members import Member, Status
@@ -27,16 +27,20 @@ def member(rank: int, status: Status = Status.ALIVE, incarnation: int = 0) -> Me
     return Member(rank, incarnation, 70 + rank, status, "10.0.0.1", 4000 + rank)
 
 
-def protocol_of(rank: int, **changes: Any) -> WorkerProtocol:
+def protocol_of(
+    rank: int,
+    *,
+    incarnation: int = 0,
+    process_id: int | None = None,
+    status: Status = Status.ALIVE,
+    constants: Constants = RING,
+    **changes: Any,
+) -> WorkerProtocol:
     """Make the protocol of one worker of a ring of six, or as ``changes`` say."""
-    own = member(rank)
+    process_id = 70 + rank if process_id is None else process_id
     arguments: dict[str, Any] = {
-        "rank": rank,
-        "incarnation": 0,
-        "process_id": own.process_id,
-        "host": own.host,
-        "port": own.port,
-        "constants": RING,
+        "own": Member(rank, incarnation, process_id, status, "10.0.0.1", 4000 + rank),
+        "graph": LiveGraph(constants),
         "method": "a2cid2",
         "timeout_s": TIMEOUT_S,
         "random": Random(0),

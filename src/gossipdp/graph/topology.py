@@ -211,7 +211,7 @@ def without(graph: Graph, dead: Iterable[int]) -> Graph:
         raise ValueError(f"graph {name!r} has no worker {unknown[0]}: pass ranks that are in it")
     if len(ranks) == len(graph):
         raise ValueError(f"graph {name!r} without all of its workers is empty: keep at least one")
-    survivors = _copy(graph)
+    survivors = Graph(graph, graph.edges, name)
     for rank in ranks:
         neighbours = sorted(survivors.pop(rank))
         for neighbour in neighbours:
@@ -240,8 +240,7 @@ def attach(graph: Graph, joiners: Iterable[int]) -> Graph:
         [(0, 1), (0, 3), (0, 4), (1, 2), (1, 4), (2, 3)]
     """
     added = sorted(set(joiners))
-    joined = _copy(graph)
-    joined.update((rank, set()) for rank in added)
+    joined = Graph([*graph, *added], graph.edges, graph.name)
     ranks = sorted(joined)
     for rank in added:
         position = ranks.index(rank)
@@ -250,12 +249,6 @@ def attach(graph: Graph, joiners: Iterable[int]) -> Graph:
             if following != rank:
                 joined.join(rank, following)
     return joined
-
-
-def _copy(graph: Graph) -> Graph:
-    copy = Graph(name=graph.name)
-    copy.update((rank, set(neighbours)) for rank, neighbours in graph.items())
-    return copy
 
 
 def _of_ranks(graph: Graph, num_workers: int) -> Graph:

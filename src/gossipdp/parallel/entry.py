@@ -21,7 +21,7 @@ from gossipdp.errors import SupersededError
 from gossipdp.gossip.joining import RunEndingError, ask_members
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
-from gossipdp.graph.constants import Constants
+from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.environment import is_loopback
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
@@ -241,24 +241,28 @@ class Entry:
         # Of two processes of a rank the later life has the higher id: that one stays.
         process_id = self.incarnation << 32 | secrets.randbits(32)
         self._work_out = Background[Place]()
+        status = Status.JOINING if is_joining else Status.ALIVE
+        status_address = ("", 0) if self._page is None else self._page.announced(host)
         self._protocol = protocol = WorkerProtocol(
-            rank=self.rank,
-            incarnation=self.incarnation,
-            process_id=process_id,
-            host=host,
-            port=listener.getsockname()[1],
-            constants=self._constants,
+            own=Member(
+                self.rank,
+                self.incarnation,
+                process_id,
+                status,
+                host,
+                listener.getsockname()[1],
+                *status_address,
+                restarts=self._restarts,
+            ),
+            graph=LiveGraph(self._constants),
             method=self._method,  # type: ignore[arg-type]
             timeout_s=network.timeout_s,
             random=Random(f"{options.seed} {self.rank} {self.incarnation}"),
             num_chunks=len(self._state.averaged_chunks),
             num_copied_chunks=len(self._state.all_chunks) - len(self._state.averaged_chunks),
-            is_joining=is_joining,
             work_out=self._work_out,
-            status_address=("", 0) if self._page is None else self._page.announced(host),
             exchange_rate=self._exchange_rate(),
             moments_due=self._moments_due(),
-            restarts=self._restarts,
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())

@@ -100,8 +100,12 @@ class LiveAverages:
 
     def sum_of(self, epoch: Epoch) -> Reduction | None:
         """Return the sum of this name, if this worker takes part in it."""
+        request = self._request(epoch)
+        return None if request is None else request.sum
+
+    def _request(self, epoch: Epoch) -> _Request | None:
         request = self._requests.get(epoch.leader)
-        return request.sum if request is not None and request.sum.epoch == epoch else None
+        return request if request is not None and request.sum.epoch == epoch else None
 
     # --- this worker's own request ---------------------------------------------------------
 
@@ -116,10 +120,8 @@ class LiveAverages:
     def _begin(self, own: _Own) -> None:
         self._number += 1
         epoch = Epoch(self._number, self.rank, self._process_tag)
-        others = own.blame.order(own.live - own.without.keys())
-        has_suspects = not own.blame.suspects.isdisjoint(others)
-        ask = AskAverage(epoch, (self.rank, *others), has_suspects)
-        self._join(ask, own.blame)
+        others, has_suspects = own.blame.begin(own.live - own.without.keys())
+        self._join(AskAverage(epoch, (self.rank, *others), has_suspects), own.blame)
 
     # --- inputs ----------------------------------------------------------------------------
 
@@ -132,8 +134,8 @@ class LiveAverages:
         if isinstance(message, AskAverage):
             self._asked(peer, message)
             return self._flush()
-        request = self._requests.get(message.epoch.leader)
-        if request is None or request.sum.epoch != message.epoch:
+        request = self._request(message.epoch)
+        if request is None:
             return []
         match message:
             case TellAverage() if peer in request.sum.children:
@@ -161,10 +163,10 @@ class LiveAverages:
             reduction.landed(peer, chunk)
         return self._flush()
 
-    def chunk_finished(self, epoch: Epoch, chunk: int) -> Actions:
-        """Count a chunk of this worker's own average."""
-        request = self._requests.get(self.rank)
-        if request is not None and request.sum.epoch == epoch:
+    def chunk_finished(self, epoch: Epoch, chunk: int, squared_distance: float = 0.0) -> Actions:
+        """Count a chunk of this worker's own average, whose distance nobody asks for."""
+        request = self._request(epoch)
+        if request is not None:
             request.sum.finished(chunk)
             self._end_if_whole(request)
         return self._flush()

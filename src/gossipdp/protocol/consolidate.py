@@ -223,10 +223,12 @@ class Consolidation:
     def has_begun(self) -> bool:
         return self._attempt is not None
 
-    @property
-    def current(self) -> Reduction | None:
-        """Return the sum under way."""
-        return None if self._attempt is None or self._attempt.is_refused else self._attempt.sum
+    def sum_of(self, epoch: Epoch) -> Reduction | None:
+        """Return the sum of this name, if it is under way here."""
+        attempt = self._attempt
+        if attempt is None or attempt.is_refused or attempt.epoch != epoch:
+            return None
+        return attempt.sum
 
     def review(self, members: Iterable[Member]) -> Actions:
         """Take over the membership view, which changed: this worker itself may be done now."""
@@ -298,24 +300,24 @@ class Consolidation:
 
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
         """Count a partial sum that was accepted and added to the chunk's sum here."""
-        current = self.current
-        if current is not None and current.epoch == epoch and current.landed(peer, chunk):
+        reduction = self.sum_of(epoch)
+        if reduction is not None and reduction.landed(peer, chunk):
             self._vain_ticks = 0
         return self._settle()
 
     def chunk_finished(self, epoch: Epoch, chunk: int, squared_distance: float) -> Actions:
         """Count a chunk of the result at the root, whose sum of it is divided."""
-        current = self.current
-        if current is not None and current.epoch == epoch and current.num_finished == chunk:
+        reduction = self.sum_of(epoch)
+        if reduction is not None and reduction.num_finished == chunk:
             self._count_result(squared_distance)
-            current.finished(chunk)
+            reduction.finished(chunk)
         return self._settle()
 
     def cannot_give(self, epoch: Epoch, rank: int, reason: str) -> Actions:
         """Go on without the useless values of ``rank``: a child, this worker or the source."""
-        current = self.current
-        if current is not None and current.epoch == epoch:
-            current.accuse(rank, reason)
+        reduction = self.sum_of(epoch)
+        if reduction is not None:
+            reduction.accuse(rank, reason)
         elif epoch == self.origin and rank != self.rank:
             self._participants.leave_out(rank, reason)
         return self._settle()
@@ -408,12 +410,12 @@ class Consolidation:
                 average, source = found, holder
         self._found = None
         processes = dict(members)
-        others = self._blame.order(processes.keys() - {self.rank})
+        others, has_suspects = self._blame.begin(processes.keys() - {self.rank})
         begin = BeginEpoch(
             epoch,
             tuple((rank, processes[rank]) for rank in (self.rank, *others)),
             average,
-            has_suspects=not self._blame.suspects.isdisjoint(others),
+            has_suspects,
             left_out=tuple(
                 LeftOut(process, reason)
                 for process, reason in sorted(self._participants.left_out.items())

@@ -8,30 +8,20 @@ A worker takes part in
 
 exchanges a step. t is the duration of a gradient step, and d that of an exchange. For one exchange
 gossip takes the processor time p, of which it spends q in Python. c is the share of one core that
-the machine leaves idle, and i the share of time for which the training thread is idle. i matters
-because only one thread runs Python at a time: gossip's Python stops a training thread that runs
-Python, however many cores there are. Exchanges come at any time, so the share 1 - c, or 1 - i, of
-what they take is taken from training. Where the limit of a container lets a thread run only for a
-share l of the time that it wants, a step has only l t of the processor: p / l and q / l count. On a
-GPU q is all of p, because Python launches its work, and a training thread that waits for the one
-that launches its backward pass is not idle.
+the machine leaves idle, and i the share of time for which the training thread is idle: only one
+thread runs Python at a time, so gossip's Python stops a training thread that runs Python, however
+many cores there are. Exchanges come at any time, so the share 1 - c, or 1 - i, of what they take is
+taken from training. Where the limit of a container lets a thread run only for a share l of the time
+that it wants, a step has only l t of the processor: p / l and q / l count. On a GPU q = p, because
+Python launches its work. There a training thread that waits for the one that launches its backward
+pass counts as busy.
 
 At this rate exchanges fill at most half of a worker's time. They take 2% of it from training, or up
 to m where that buys no more than one exchange a step: below one, an exchange lowers the loss by
 more than the steps are worth that it takes (benchmarks/NOTES.md). At 4 a step, 16 simulated workers
 end level with all-reduce (docs/quality.md); more was not tried.
 
-A worker asks for half of its r exchanges. It also answers other workers, which have rates of their
-own and may afford more. So it limits all its exchanges to 1.5 r, which may take half as much again
-of its time and its processor. Above that it is closed until it can afford another exchange
-(:meth:`ExchangeRate.opens_at`): it neither asks for one nor accepts one.
-
-If the worker's own limit on sent bytes is what makes d long, the bound is that limit, not the
-link: without it the rate would be more than a quarter higher.
-
 All are running medians: one exchange that stood still for seconds says nothing of the others.
-The rate in force changes only if the rate that they allow differs from it by more than a quarter,
-or reaches 4 a step: a rate that trembles would change the gaps between exchanges for nothing.
 """
 
 from __future__ import annotations
@@ -77,6 +67,7 @@ def affordable_rate(
         most_taken: m.
     """
     allowed: dict[Bound, float] = {"ceiling": CEILING}
+    # The limit is the bound, not the link, if without it d would be shorter by more than a quarter.
     is_limited = exchange_s > HYSTERESIS * (exchange_s - held_s)
     allowed["limit" if is_limited else "link"] = LINK_SHARE * step_s / max(exchange_s, 1e-9)
     for used_s, idle in processor:
@@ -110,10 +101,7 @@ class ExchangeRate:
         self._step_s: float | None = None
 
     def exchanged(self, duration_s: float, held_s: float = 0.0) -> None:
-        """Count an exchange that ended well; its duration counts from its agreement.
-
-        ``held_s``: of that, the time for which this worker's own limit held its bytes back.
-        """
+        """Count an exchange that ended well; ``held_s`` as in :func:`affordable_rate`."""
         self._duration_s.append(duration_s)
         self._held_s.append(held_s)
 
@@ -136,7 +124,11 @@ class ExchangeRate:
         self._ran.append(min(1.0, max(0.0, ran)))
 
     def stepped(self, step_s: float | None) -> bool:
-        """Look at the duration of a gradient step; return whether another rate is in force now."""
+        """Look at the duration of a gradient step; return whether another rate is in force now.
+
+        It changes only if the rate that is allowed differs from it by more than a quarter, or
+        reaches 4 a step: a rate that trembles would change the gaps between exchanges for nothing.
+        """
         self._step_s = step_s
         if step_s is None or len(self._duration_s) < NUM_TO_KNOW:
             return False
@@ -169,7 +161,12 @@ class ExchangeRate:
         self._tokens = max(0.0, self._tokens - 1.0)
 
     def opens_at(self, now: float) -> float:
-        """Return when the worker can afford another exchange: now, or later."""
+        """Return when the worker can afford another exchange: now, or later.
+
+        A worker asks for half of its r exchanges. It also answers others, which have rates of their
+        own and may afford more. So all its exchanges are limited to ``SPARE`` r. When its tokens
+        run out, it neither asks nor accepts until it has earned one.
+        """
         self._earn(now)
         missing = 1.0 - self._tokens
         if self._step_s is None or missing <= 0.0:

@@ -19,16 +19,6 @@ Guarantees:
   time-outs of its last sign of life here, whatever the others do; without a witness to ask, after
   the time-out alone. If a witness heard it after the question, the next inquiry begins a back-off
   later (1, 2, 4, at most 8 time-outs): until then its other watchers find it dead.
-- A worker that slept itself restarts all waits (:meth:`FailureDetector.slept`): its own silence is
-  no evidence against others.
-
-Races:
-
-- The suspect is heard while answers are on their way: the inquiry is dropped, and late answers to
-  it name an older counter.
-- The link to a witness is replaced: the question or the answer may be lost with the old link, so
-  the witness is asked again (:meth:`FailureDetector.link_up`).
-- The witness dies too: its own refused dial takes it out of every inquiry.
 - Two workers that watch the same peer ask each other: each answers from what it hears itself, never
   from the word of others, so no rumour keeps a dead worker alive.
 
@@ -39,13 +29,15 @@ period; here heartbeats flow on every link anyway, so silence takes the place of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias
 
-from gossipdp.protocol.actions import Send
+from gossipdp.protocol.actions import LifeAction, Reach, Send, Unlink
+from gossipdp.protocol.members import Membership
 from gossipdp.protocol.messages import AskLife, LifeMessage, TellLife
+from gossipdp.protocol.peers import Peers
 
 MAX_WITNESSES = 3
 
@@ -59,24 +51,7 @@ FIRST_RETRY = 1.0
 LONGEST_RETRY = 8.0
 
 
-@dataclass(frozen=True)
-class Seek:
-    """Try to reach ``peer``, to which there is no link."""
-
-    peer: int
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """An inquiry has ended: ``peer`` is dead, or others hear it though this worker does not."""
-
-    peer: int
-    is_dead: bool
-
-
-DetectorAction: TypeAlias = Send[LifeMessage] | Seek | Verdict
-Witnesses: TypeAlias = Callable[[int], tuple[Sequence[int], Sequence[int]]]
-"""Returns the possible witnesses of a suspect: those linked, and the others."""
+DetectorAction: TypeAlias = Send[LifeMessage] | LifeAction
 
 
 @dataclass
@@ -122,20 +97,20 @@ class FailureDetector:
     """One worker's opinion on whether others live.
 
     Args:
-        rank: this worker.
+        membership: the live workers, who are witnesses; it is told who is dead.
+        peers: when each was heard last.
         timeout_s: silence of this length makes a peer suspect.
         random: draws the witnesses.
-        waits_since: since when this worker waits for a sign of life of a peer; see
-            :meth:`~gossipdp.protocol.peers.Peers.waits_since`.
     """
 
     def __init__(
-        self, rank: int, timeout_s: float, random: Random, waits_since: Callable[[int], float]
+        self, membership: Membership, peers: Peers, timeout_s: float, random: Random
     ) -> None:
-        self.rank = rank
+        self.rank = membership.own.rank
         self.timeout_s = timeout_s
+        self._membership = membership
+        self._peers = peers
         self._random = random
-        self._waits_since = waits_since
         self._watches: dict[int, _Watch] = {}
         self._questions: dict[int, _Question] = {}
         self._counter = 0
@@ -143,6 +118,11 @@ class FailureDetector:
         self._quiet_until: float | None = None
 
     # --- inputs ----------------------------------------------------------------------------
+
+    @property
+    def watched(self) -> Collection[int]:
+        """Return the peers that are watched."""
+        return self._watches.keys()
 
     def watch(self, peers: Collection[int], now: float) -> None:
         """Watch exactly these peers from now on. The time-out of a new one begins now."""
@@ -155,7 +135,10 @@ class FailureDetector:
             self._watches[peer] = self._fresh_watch(now)
 
     def heard(self, peer: int, now: float) -> list[DetectorAction]:
-        """Take a sign of life from ``peer``, of which ``waits_since`` knows already."""
+        """Take a sign of life from ``peer``, of which :class:`Peers` knows already.
+
+        An inquiry after it is dropped. Late answers to that one name an older counter.
+        """
         watch = self._watches.get(peer)
         if watch is not None and watch.is_busy:
             self._watches[peer] = self._fresh_watch(now)
@@ -171,7 +154,10 @@ class FailureDetector:
         return self._answer(peer, is_heard=False)
 
     def refused(self, peer: int, now: float) -> list[DetectorAction]:
-        """Suspect ``peer``, whose address refuses connections, and expect no answer from it."""
+        """Suspect ``peer``, whose address refuses connections.
+
+        It may be the witness of other inquiries too: these expect no answer from it.
+        """
         watch = self._watches.get(peer)
         if watch is not None:
             watch.is_refused = True
@@ -189,7 +175,7 @@ class FailureDetector:
             return []
         question.deadline = min(question.deadline, now + REACH_FOR * self.timeout_s)
         self._quiet_until = None
-        return [Seek(peer)]
+        return self._reach(peer)
 
     def gone(self, peer: int) -> list[DetectorAction]:
         """End all that concerns ``peer``, which is known to be dead or gone."""
@@ -199,7 +185,7 @@ class FailureDetector:
         return self._answer(peer, is_heard=False)
 
     def link_up(self, peer: int) -> list[DetectorAction]:
-        """Repeat to ``peer`` the questions that were put on an older link."""
+        """Repeat to ``peer`` the questions that were put on an older link: one may be lost."""
         return [
             Send(peer, AskLife(suspect, watch.inquiry.counter))
             for suspect, watch in self._watches.items()
@@ -213,24 +199,12 @@ class FailureDetector:
             self._watches[peer] = self._fresh_watch(now)
         self._questions.clear()
 
-    def receive(
-        self, peer: int, message: LifeMessage, now: float, *, is_linked: bool, is_live: bool
-    ) -> list[DetectorAction]:
-        """Take a question or an answer of ``peer``.
-
-        Args:
-            peer: the sender.
-            message: the question or answer.
-            now: the time.
-            is_linked: whether there is a link to the suspect.
-            is_live: whether the suspect is known here to live; else the answer is no.
-        """
+    def receive(self, peer: int, message: LifeMessage, now: float) -> list[DetectorAction]:
+        """Take a question or an answer of ``peer``."""
         self._quiet_until = None
         match message:
-            case AskLife(suspect=suspect, counter=counter) if not is_live and suspect != self.rank:
-                return [Send(peer, TellLife(suspect, counter, is_heard=False))]
             case AskLife(suspect=suspect, counter=counter):
-                return self._on_question(peer, suspect, counter, now, is_linked)
+                return self._on_question(peer, suspect, counter, now)
             case TellLife(suspect=suspect, counter=counter, is_heard=is_heard):
                 watch = self._watches.get(suspect)
                 inquiry = None if watch is None else watch.inquiry
@@ -242,14 +216,16 @@ class FailureDetector:
                     watch.is_refused = False
                     watch.not_before = now + watch.retry_s
                     watch.retry_s = min(2 * watch.retry_s, LONGEST_RETRY * self.timeout_s)
-                    return [Verdict(suspect, is_dead=False)]
+                    if not self._peers.is_silent(suspect):
+                        return []
+                    return [Unlink(suspect, "it is silent here, but others hear it")]
                 if peer in inquiry.unanswered:
                     inquiry.unanswered.discard(peer)
                     inquiry.is_confirmed = True
         return []
 
-    def poll(self, now: float, witnesses: Witnesses) -> list[DetectorAction]:
-        """Do what is due: begin inquiries, end them, answer questions."""
+    def poll(self, now: float) -> list[DetectorAction]:
+        """Do what is due: begin inquiries, end them, declare workers dead, answer questions."""
         if now < self.next_deadline():
             return []
         self._quiet_until = None
@@ -261,10 +237,10 @@ class FailureDetector:
             if now < self._due_at(peer, watch):
                 continue
             if watch.inquiry is None:
-                actions += self._inquire(peer, watch, now, witnesses)
+                actions += self._inquire(peer, watch, now)
             if watch.inquiry is not None and now >= self._due_at(peer, watch):
                 del self._watches[peer]
-                actions.append(Verdict(peer, is_dead=True))
+                self._membership.declare_dead(peer)
         return actions
 
     def next_deadline(self) -> float:
@@ -287,7 +263,7 @@ class FailureDetector:
         return _Watch(since=now, retry_s=FIRST_RETRY * self.timeout_s)
 
     def _due_at(self, peer: int, watch: _Watch) -> float:
-        heard_at, inquiry = max(watch.since, self._waits_since(peer)), watch.inquiry
+        heard_at, inquiry = max(watch.since, self._peers.waits_since(peer)), watch.inquiry
         if inquiry is None:
             due_at = min(watch.inquire_at, heard_at + ASK_AFTER * self.timeout_s)
             return max(due_at, watch.not_before)
@@ -298,33 +274,39 @@ class FailureDetector:
             answered_at -= (ANSWER_WITHIN - CONFIRMED_WITHIN) * self.timeout_s
         return answered_at
 
-    def _inquire(
-        self, peer: int, watch: _Watch, now: float, witnesses: Witnesses
-    ) -> list[DetectorAction]:
-        linked, others = witnesses(peer)
-        asked = self._random.sample(list(linked), min(len(linked), MAX_WITNESSES))
+    def _inquire(self, peer: int, watch: _Watch, now: float) -> list[DetectorAction]:
+        heard = self._peers.live
+        live = [rank for rank in self._membership.live() if rank not in (self.rank, peer)]
+        linked = [rank for rank in live if rank in heard]
+        others = [rank for rank in live if rank not in self._peers]
         # Drawn at random, or one that lies might be asked every time.
-        asked += self._random.sample(list(others), min(len(others), MAX_WITNESSES - len(asked)))
+        asked = self._random.sample(linked, min(len(linked), MAX_WITNESSES))
+        asked += self._random.sample(others, min(len(others), MAX_WITNESSES - len(asked)))
         self._counter += 1
         deadline = now + ANSWER_WITHIN * self.timeout_s
         watch.inquiry = _Inquiry(self._counter, deadline, set(asked))
         return [Send(witness, AskLife(peer, self._counter)) for witness in asked]
 
     def _on_question(
-        self, asker: int, suspect: int, counter: int, now: float, is_linked: bool
+        self, asker: int, suspect: int, counter: int, now: float
     ) -> list[DetectorAction]:
         if suspect == self.rank:
             return [Send(asker, TellLife(suspect, counter, is_heard=True))]
+        is_linked = suspect in self._peers
         if is_linked:
-            deadline = self._waits_since(suspect) + self.timeout_s
-            if now >= deadline:
-                return [Send(asker, TellLife(suspect, counter, is_heard=False))]
+            deadline = self._peers.waits_since(suspect) + self.timeout_s
         else:
             deadline = now + REACH_FOR * self.timeout_s
+        if now >= deadline or not self._membership.is_live(suspect):
+            return [Send(asker, TellLife(suspect, counter, is_heard=False))]
         question = self._questions.setdefault(suspect, _Question(deadline))
         question.askers[asker] = counter
         # Another worker's question may have caused a dial already; a second one then does nothing.
-        return [] if is_linked else [Seek(suspect)]
+        return [] if is_linked else self._reach(suspect)
+
+    def _reach(self, suspect: int) -> list[DetectorAction]:
+        member = self._membership.get(suspect)
+        return [] if member is None else [Reach(suspect, member.host, member.port)]
 
     def _answer(self, suspect: int, *, is_heard: bool) -> list[DetectorAction]:
         question = self._questions.pop(suspect, None)

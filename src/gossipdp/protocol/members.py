@@ -1,6 +1,7 @@
 """The workers of the run, how much each has trained, and how a worker joins.
 
-There are two tables. The views of all workers converge, whatever the order and number of merges:
+There are two tables (:class:`News`). The views of all workers converge, whatever the order and
+number of merges:
 
 - :class:`Membership` holds one record a rank. Records are totally ordered: the higher incarnation
   wins, then the higher process id, then (the same life of the same process) the higher status.
@@ -25,7 +26,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
-from typing import Annotated, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -38,7 +39,8 @@ MAX_JOINERS = 4096
 """Records of ranks beyond those that the run began with."""
 MAX_PROCESSES = 65_536
 
-_Record = TypeVar("_Record")
+_Key = TypeVar("_Key")
+_Record = TypeVar("_Record", "Member", "ProgressEntry")
 
 Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
 Incarnation = Annotated[int, Meta(ge=0, le=MAX_INCARNATION)]
@@ -93,11 +95,47 @@ class Member(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_un
         return self.status >= Status.LEFT
 
 
-class Membership:
-    """One worker's view of all workers, itself included.
+class News(Generic[_Key, _Record]):
+    """Records by key, of which others are told what has changed.
 
-    ``version`` rises with every change; ``news(since)`` gives the records that changed after a
-    version. A link that has carried everything up to that version needs no more.
+    ``version`` rises with every change. A link that has carried everything up to a version needs no
+    more than :meth:`news` since that version.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._records: dict[_Key, _Record] = {}
+        self._changed_at: dict[_Key, int] = {}  # in ascending order of version
+
+    def news(self, since: int = 0, most: int | None = None) -> tuple[tuple[_Record, ...], int]:
+        """Return at most ``most`` records changed after version ``since``, the oldest change first.
+
+        The cost is that of the records after ``since``, not of all that are known.
+
+        Returns:
+            The sorted records, and the version that they bring up to.
+        """
+        if since == self.version:
+            return (), since
+        changed_at = self._changed_at
+        newer = list(takewhile(lambda key: changed_at[key] > since, reversed(changed_at)))[::-1]
+        told = newer[:most]
+        brought_to = self.version if len(told) == len(newer) else changed_at[told[-1]]
+        return tuple(sorted(self._records[key] for key in told)), brought_to
+
+    def _store(self, key: _Key, record: _Record) -> None:
+        self.version += 1
+        self._records[key] = record
+        self._changed_at.pop(key, None)  # so that it comes last
+        self._changed_at[key] = self.version
+
+    def _drop(self, key: _Key) -> None:
+        self.version += 1
+        del self._records[key], self._changed_at[key]
+
+
+class Membership(News[int, Member]):
+    """One worker's view of all workers, itself included.
 
     A greater record of this worker's rank means that it was declared dead, or that another process
     has its rank. Either way this worker *outbids* it at once: it takes the next incarnation and
@@ -109,32 +147,30 @@ class Membership:
     """
 
     def __init__(self, own: Member, num_workers: int = MAX_RANK + 1) -> None:
-        self.version = 0
+        super().__init__()
         self.own = own
         self.rival: Member | None = None
         """The live record of another process of this rank that was outbid last."""
         self.is_exhausted = False
         """True if this worker would have to outbid the greatest incarnation that there is."""
-        self._num_workers = num_workers
-        self._members: dict[int, Member] = {}
-        self._changed_at: dict[int, int] = {}
-        self._by_version: dict[int, Member] = {}  # in ascending order of version
+        self.num_workers = num_workers
         self._over_since: dict[int, float] = {}
-        self._addresses: dict[int, tuple[str, int]] | None = None
-        self._store(own)
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._addresses_version = 0
+        self._store(own.rank, own)
 
     def get(self, rank: int) -> Member | None:
         """Return the record of one worker; None if it is unknown."""
-        return self._members.get(rank)
+        return self._records.get(rank)
 
     def is_live(self, rank: int) -> bool:
         """Return whether ``rank`` is known to take part."""
-        member = self._members.get(rank)
+        member = self._records.get(rank)
         return member is not None and member.is_live
 
     def merge(self, member: Member) -> bool:
         """Take in another worker's record; return whether this view changed."""
-        known = self._members.get(member.rank)
+        known = self._records.get(member.rank)
         if known is None:
             if not self._has_room_for(member):
                 return False
@@ -142,13 +178,13 @@ class Membership:
             return False
         if member.rank == self.own.rank:
             member = self._outbid(member)
-        self._store(member)
+        self._store(member.rank, member)
         return True
 
     def merge_all(self, members: Iterable[Member]) -> bool:
         """Take in several records; return whether any changed this view."""
         before = self.version
-        known = self._members
+        known = self._records
         for member in members:
             if known.get(member.rank) is not member:
                 self.merge(member)
@@ -163,7 +199,7 @@ class Membership:
 
     def declare_dead(self, rank: int) -> bool:
         """Declare another worker dead, unless it has left; return whether that is news."""
-        known = self._members.get(rank)
+        known = self._records.get(rank)
         if known is None or known.is_over:
             return False
         if known == self.own:
@@ -175,25 +211,24 @@ class Membership:
 
         One that takes longer to join comes back into the view once it lives.
         """
-        for rank, member in list(self._members.items()):
-            if rank < self._num_workers or member.is_live or rank == self.own.rank:
+        for rank, member in list(self._records.items()):
+            if rank < self.num_workers or member.is_live or rank == self.own.rank:
                 self._over_since.pop(rank, None)
             elif now >= self._over_since.setdefault(rank, now) + after_s:
-                del self._by_version[self._changed_at.pop(rank)]
-                del self._members[rank], self._over_since[rank]
-                self.version += 1
-                self._addresses = None
+                del self._over_since[rank]
+                self._drop(rank)
 
     def members(self) -> tuple[Member, ...]:
         """Return every known record, by rank."""
-        return tuple(self._members[rank] for rank in sorted(self._members))
+        return tuple(self._records[rank] for rank in sorted(self._records))
 
     def addresses(self) -> Mapping[int, tuple[str, int]]:
         """Return the others' addresses, also of those declared dead, which may come back there."""
-        if self._addresses is None:
+        if self._addresses_version != self.version:
+            self._addresses_version = self.version
             self._addresses = {
                 member.rank: (member.host, member.port)
-                for member in self._members.values()
+                for member in self._records.values()
                 if member.rank != self.own.rank and member.status is not Status.LEFT
             }
         return self._addresses
@@ -202,22 +237,11 @@ class Membership:
         """Return the live ranks, in ascending order."""
         return tuple(member.rank for member in self.members() if member.is_live)
 
-    def news(self, since: int = 0, most: int | None = None) -> tuple[tuple[Member, ...], int]:
-        """Return at most ``most`` records changed after version ``since``, the oldest change first.
-
-        Returns:
-            The records by rank, and the version that they bring up to.
-        """
-        if since == self.version:
-            return (), since
-        told, brought_to = _newest(self._by_version, since, self.version, most)
-        return tuple(sorted(told)), brought_to
-
     def _has_room_for(self, member: Member) -> bool:
         """Return whether to take in a new record: a joiner must not be over, nor one too many."""
-        if member.rank < self._num_workers or member.rank == self.own.rank:
+        if member.rank < self.num_workers or member.rank == self.own.rank:
             return True
-        num_joiners = sum(rank >= self._num_workers for rank in self._members)
+        num_joiners = sum(rank >= self.num_workers for rank in self._records)
         return not member.is_over and num_joiners < MAX_JOINERS
 
     def _outbid(self, member: Member) -> Member:
@@ -231,25 +255,6 @@ class Membership:
             return member
         self.own = msgspec.structs.replace(self.own, incarnation=member.incarnation + 1)
         return self.own
-
-    def _store(self, member: Member) -> None:
-        self.version += 1
-        self._addresses = None
-        self._by_version.pop(self._changed_at.get(member.rank, 0), None)
-        self._members[member.rank] = self._by_version[self.version] = member
-        self._changed_at[member.rank] = self.version
-
-
-def _newest(
-    by_version: dict[int, _Record], since: int, version: int, most: int | None
-) -> tuple[list[_Record], int]:
-    """Return at most ``most`` records after ``since``, the oldest first, and their last version.
-
-    The cost is that of the records after ``since``, not of all that are known.
-    """
-    newer = list(takewhile(lambda each: each > since, reversed(by_version)))[::-1]
-    told = newer[:most]
-    return [by_version[each] for each in told], version if len(told) == len(newer) else told[-1]
 
 
 def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int, int]:
@@ -296,15 +301,11 @@ class ProgressEntry(
     is_stopped: bool = False
 
 
-class Progress:
-    """The progress of all workers as one of them knows it, its own counter included.
-
-    ``version`` rises with every change; ``news(since)`` gives the entries that changed after a
-    version, as :class:`Membership` does.
-    """
+class Progress(News[tuple[int, int], ProgressEntry]):
+    """The progress of all processes as one worker knows it, its own counter included."""
 
     def __init__(self, rank: int, process_id: int) -> None:
-        self.version = 0
+        super().__init__()
         self.total_samples = 0
         self.total_steps = 0
         self.is_stopped = False
@@ -312,9 +313,6 @@ class Progress:
         self.own: ProgressEntry | None = None
         """This worker's own count; None before its first step."""
         self._own = (rank, process_id)
-        self._entries: dict[tuple[int, int], ProgressEntry] = {}
-        self._changed_at: dict[tuple[int, int], int] = {}
-        self._by_version: dict[int, ProgressEntry] = {}  # in ascending order of version
         self.stepped_at: dict[int, float] = {}
         """By rank, when its steps last grew in this view."""
 
@@ -331,7 +329,7 @@ class Progress:
             steps + before.steps,
             is_stopped or before.is_stopped,
         )
-        self._store(self.own, known, now)
+        self._count(self.own, known, now)
 
     @property
     def others_samples(self) -> int:
@@ -346,7 +344,7 @@ class Progress:
         before = self.version
         for entry in entries:
             process = (entry.rank, entry.process_id)
-            known = self._entries.get(process)
+            known = self._records.get(process)
             if known is not None:
                 # The usual case where workers share memory, as in the simulator.
                 if known is entry:
@@ -358,22 +356,11 @@ class Progress:
                 if merged == known:
                     continue
                 entry = entry if merged == entry else merged  # so that views share it
-            elif len(self._entries) >= MAX_PROCESSES:
+            elif len(self._records) >= MAX_PROCESSES:
                 continue
             if process != self._own:
-                self._store(entry, known, now)
+                self._count(entry, known, now)
         return self.version > before
-
-    def news(
-        self, since: int = 0, most: int | None = None
-    ) -> tuple[tuple[ProgressEntry, ...], int]:
-        """Return at most ``most`` entries changed after version ``since``, the oldest change first.
-
-        Returns:
-            The sorted entries, and the version that they bring up to.
-        """
-        told, brought_to = _newest(self._by_version, since, self.version, most)
-        return tuple(sorted(told)), brought_to
 
     def by_rank(self) -> dict[int, tuple[int, int]]:
         """Return samples and gradient steps of every rank over all its processes.
@@ -381,22 +368,18 @@ class Progress:
         Any thread may call it: the entries are copied in one step, and none ever changes.
         """
         totals: dict[int, tuple[int, int]] = {}
-        for entry in list(self._entries.values()):
+        for entry in list(self._records.values()):
             samples, steps = totals.get(entry.rank, (0, 0))
             totals[entry.rank] = (samples + entry.samples, steps + entry.steps)
         return totals
 
-    def _store(self, entry: ProgressEntry, known: ProgressEntry | None, now: float) -> None:
-        process = (entry.rank, entry.process_id)
+    def _count(self, entry: ProgressEntry, known: ProgressEntry | None, now: float) -> None:
         self.total_samples += entry.samples
         self.total_steps += entry.steps
         self.is_stopped |= entry.is_stopped
         if known is not None:
             self.total_samples -= known.samples
             self.total_steps -= known.steps
-            del self._by_version[self._changed_at[process]]
         if known is None or entry.steps > known.steps:
             self.stepped_at[entry.rank] = now
-        self.version += 1
-        self._entries[process] = self._by_version[self.version] = entry
-        self._changed_at[process] = self.version
+        self._store((entry.rank, entry.process_id), entry)

@@ -81,7 +81,7 @@ def weighted_order(rates: Mapping[int, float], random: Random) -> list[int]:
 
 
 class Place(NamedTuple):
-    """One worker's place in a graph: its rates with their sum, and the constants."""
+    """One worker's place in a graph: lambda of each neighbour, their sum, and the constants."""
 
     rates: Mapping[int, float]
     worker_rate: float
@@ -120,27 +120,18 @@ class Neighbourhood:
         work_out: WorkOut = at_once,
     ) -> None:
         self.rank = rank
-        self.rates: Mapping[int, float] = {}
-        """lambda of each neighbour, at the comm rate asked for."""
-        self.alpha_tilde = 0.5
-        self.worker_rate = 0.0
-        """The sum of the rates."""
         self.graph = graph
         self._has_momentum = has_momentum
         self._work_out = work_out
-        self._eta = 0.0
         self._originals = frozenset(graph.original.workers)
         self._live = self._originals
         self._wanted = self._originals
         self._is_outdated = False
         self._look_at = -math.inf
+        self.place = Place({}, 0.0, 0.0, 0.5)
+        """At the comm rate asked for."""
         if rank in self._originals:
-            self._take(self._place_in(graph.original))
-
-    @property
-    def num_originals(self) -> int:
-        """Return the number of workers that the run began with."""
-        return len(self._originals)
+            self.place = self._place_in(graph.original)
 
     def review(self, members: Iterable[Member]) -> None:
         """Take over the membership view, which changed."""
@@ -165,25 +156,22 @@ class Neighbourhood:
         if place is None:
             self._look_at = now + LOOK_INTERVAL_S
             return None
-        self._live, self._look_at, self._is_outdated = wanted, now + REBUILD_INTERVAL_S, False
-        self._take(place)
+        self.place, self._live, self._is_outdated = place, wanted, False
+        self._look_at = now + REBUILD_INTERVAL_S
         comm_rate = self.graph.comm_rate or 1.0
         return Rebuilt(
-            eta=self._eta / comm_rate,
-            worker_rate=self.worker_rate / comm_rate,
-            neighbours=frozenset(self.rates),
+            eta=place.eta / comm_rate,
+            worker_rate=place.worker_rate / comm_rate,
+            neighbours=frozenset(place.rates),
             dead=frozenset(member.rank for member in members if member.status is Status.DEAD),
         )
 
-    def _take(self, place: Place) -> None:
-        self.rates, self.worker_rate, self._eta, self.alpha_tilde = place
-
     def _place(self, live: frozenset[int], has_ended: bool) -> Place:
         if self.rank not in live:
-            return Place({}, 0.0, 0.0, self.alpha_tilde)
+            return Place({}, 0.0, 0.0, self.place.alpha_tilde)
         if has_ended:
-            rates = dict.fromkeys(sorted(self.graph.graph(live)[self.rank]), 1.0)
-            return Place(rates, self.worker_rate, self._eta, self.alpha_tilde)
+            neighbours = sorted(self.graph.graph(live)[self.rank])
+            return self.place._replace(rates=dict.fromkeys(neighbours, 1.0))
         return self._place_in(self.graph.constants(live))
 
     def _place_in(self, constants: Constants) -> Place:

@@ -24,6 +24,7 @@ other message with a foreign id is dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, final
@@ -94,7 +95,7 @@ class MomentsDue:
         num_steps: after so many steps each moment is due, whatever its period.
     """
 
-    def __init__(self, periods: Collection[int], num_steps: float) -> None:
+    def __init__(self, periods: Collection[int] = (), num_steps: float = math.inf) -> None:
         self._num_steps = num_steps
         self._exchanges = self._steps = 0
         # The counts of exchanges and steps as moments of each period travelled last.
@@ -157,7 +158,7 @@ class Pairing:
         self.backlog = 0
         """Demands not served yet, at most :data:`MAX_BACKLOG`."""
         self._counter = 0
-        self._moments_due = moments_due
+        self.moments_due = moments_due or MomentsDue()
         self._vain_ticks = 0  # since the last exchange
         self._asks = True
         self.answers = True
@@ -183,25 +184,27 @@ class Pairing:
             return []
         return self._propose_next(self._draw())
 
-    def finished(self, id: ExchangeId) -> list[PairingAction]:
-        """End the exchange ``id``, complete at this end; an id that is not current is dropped."""
+    def exchange(self, id: ExchangeId) -> Exchanging | None:
+        """Return the exchange ``id``; None if it is over: it may have been stopped meanwhile."""
         state = self.state
-        if not (isinstance(state, Exchanging) and state.id == id):
+        return state if isinstance(state, Exchanging) and state.id == id else None
+
+    def finished(self, id: ExchangeId) -> list[PairingAction]:
+        """End the exchange ``id``, complete at this end, if it is not over yet."""
+        exchange = self.exchange(id)
+        if exchange is None:
             return []
-        self._policy.exchanged(state.peer, initiated=state.initiator)
-        if state.initiator:
+        self._policy.exchanged(exchange.peer, initiated=exchange.initiator)
+        if exchange.initiator:
             self.backlog = max(0, self.backlog - 1)
         return self._become_idle()
 
     def failed(self, id: ExchangeId) -> list[PairingAction]:
-        """End the exchange ``id``, which broke at this end; the driver closes its link.
-
-        An id that is not current is dropped: the exchange may have been stopped meanwhile.
-        """
-        state = self.state
-        if not (isinstance(state, Exchanging) and state.id == id):
+        """End the exchange ``id``, which broke at this end; the driver closes its link."""
+        exchange = self.exchange(id)
+        if exchange is None:
             return []
-        self._unlink(state.peer)
+        self._unlink(exchange.peer)
         return self._become_idle()
 
     def abort(self, reason: str) -> list[PairingAction]:
@@ -347,6 +350,7 @@ class Pairing:
             )
         self._refused.pop(peer, None)  # it is served: others have waited longer
         self.state = Exchanging(peer, state.id, initiator=True)
+        self.moments_due.began(state.proposal.moments)
         return [
             # Take the gain of ACCEPT, with which the peer has begun: this worker's own may have
             # changed with a new graph since it proposed.
@@ -363,8 +367,8 @@ class Pairing:
         return [Send(peer, Pass())]
 
     def _is_in(self, peer: int, id: ExchangeId) -> bool:
-        state = self.state
-        return isinstance(state, Exchanging) and state.peer == peer and state.id == id
+        exchange = self.exchange(id)
+        return exchange is not None and exchange.peer == peer
 
     # --- transitions -----------------------------------------------------------------------
 
@@ -391,8 +395,7 @@ class Pairing:
         peer, *rest = untried
         self._counter += 1
         id = ExchangeId(self.rank, self.incarnation, self._counter)
-        moments = () if self._moments_due is None else self._moments_due.now()
-        proposal = Propose(id, self.alpha_tilde, moments)
+        proposal = Propose(id, self.alpha_tilde, self.moments_due.now())
         self.state = Proposing(peer, proposal, tuple(rest))
         return [Send(peer, proposal)]
 
@@ -425,6 +428,7 @@ class Pairing:
         self._parked.pop(peer, None)
         self._refused.pop(peer, None)
         self.state = Exchanging(peer, proposal.id, initiator=False)
+        self.moments_due.began(proposal.moments)
         return [
             Send(peer, Accept(proposal.id, alpha_tilde)),
             Begin(peer, proposal.id, alpha_tilde, False, proposal.moments),

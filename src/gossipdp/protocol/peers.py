@@ -4,24 +4,6 @@ A peer can exchange now if it is linked and heard, answers proposals, has not sa
 closed, and does not rest. Whatever changes that sets :attr:`Peers.has_changed`, which the worker
 settles once at the end of an input. The failure detector decides who is dead.
 
-*Waits for an answer.* A worker that is asked answers at once, or as soon as its own proposal is
-answered. So a proposal, or FREE, waits for a few times the peer's usual answer, late answers
-included. The wait doubles with each proposal that was withdrawn since the last answer in time: a
-peer 300 ms away among near ones is still reached. A peer that has not answered is left out until
-it is heard again; if it goes on not to answer, it takes at most a fifth of this worker's time.
-
-*Exchanges that stand still.* An exchange ends if none of its bytes moves for several times the
-longest such gap but one in the last exchanges with that peer, 0.25 s at least. Then the peer rests
-for as long, and twice as long each time, until an exchange with it succeeds: else a peer that
-agrees to exchange, and then sends only heartbeats, could hold this worker all of its time.
-
-*Exchanges that take long.* One exchange runs at a time. Over a bad link it may last so long that
-the demands which come meanwhile are lost. Once ``IN_A_ROW`` exchanges with a peer have taken far
-longer than others do, it rests after each, so that all its exchanges together cost at most
-``LOST_SHARE`` of the demands, unless there is nobody else. A single long one says nothing: where
-the transfers of a simulated ring of 16 vary by chance, resting after each costs three quarters of
-the decay.
-
 *News* travels with every message: the records of membership and progress that this link has not
 carried yet, at most ``MAX_NEWS`` of each at a time. A new link has carried none, so it repeats the
 news that was lost with an old one. A worker's own progress goes with each message, that of others
@@ -75,9 +57,8 @@ class _Link:
 
     last_sent: float = -math.inf
     is_silent: bool = False
-    is_answering: bool = True
-    left_out_until: float = -math.inf
-    """Until then only an answer, not any sign of life, makes a peer that did not answer count."""
+    left_out_until: float | None = None
+    """It did not answer, and until then only an answer, not any sign of life, counts; else None."""
     is_closed: bool = False
     """The peer has said that it accepts no proposal for now."""
     proposed: dict[ExchangeId, float] = field(default_factory=dict)
@@ -135,7 +116,7 @@ class Peers:
     @property
     def live(self) -> frozenset[int]:
         """Return the peers whose link is not silent."""
-        return frozenset(peer for peer, link in self._links.items() if not link.is_silent)
+        return frozenset(self._links) - self.silent
 
     @property
     def silent(self) -> frozenset[int]:
@@ -163,7 +144,11 @@ class Peers:
         if not rested:  # better exchanges that take long than none
             rested = [peer for peer in heard if self._partner(peer).rest_s == 0.0]
         links = self._links
-        return [peer for peer in rested if links[peer].is_answering and not links[peer].is_closed]
+        return [
+            peer
+            for peer in rested
+            if links[peer].left_out_until is None and not links[peer].is_closed
+        ]
 
     # --- links -----------------------------------------------------------------------------
 
@@ -188,8 +173,8 @@ class Peers:
             partner.last_heard = max(now, partner.last_heard)
         if link is None:
             return
-        if link.is_silent or (not link.is_answering and now >= link.left_out_until):
-            link.is_silent, link.is_answering = False, True
+        if link.is_silent or (link.left_out_until is not None and now >= link.left_out_until):
+            link.is_silent, link.left_out_until = False, None
             self.has_changed = True
 
     def slept(self, now: float) -> None:
@@ -220,7 +205,13 @@ class Peers:
     # --- answers ---------------------------------------------------------------------------
 
     def wait_s(self, peer: int) -> float:
-        """Return how long a proposal, or FREE, waits for the answer of ``peer``."""
+        """Return how long a proposal, or FREE, waits for the answer of ``peer``.
+
+        A worker that is asked answers at once, or as soon as its own proposal is answered. So this
+        is a few times its usual answer, late answers included. It doubles with each proposal that
+        was withdrawn since the last answer in time: a peer 300 ms away among near ones is still
+        reached.
+        """
         partner = self._partner(peer)
         answers_s = partner.answers_s or self._answers_s  # at first as others
         usual_s = USUAL_ANSWERS * median(answers_s) if answers_s else FIRST_WAIT_S
@@ -250,21 +241,26 @@ class Peers:
     def says(self, peer: int, *, is_closed: bool) -> None:
         """Note that ``peer`` answers, and whether it accepts no proposal for now."""
         link = self._links[peer]
-        self.has_changed |= link.is_closed != is_closed or not link.is_answering
-        link.is_closed, link.is_answering = is_closed, True
+        self.has_changed |= link.is_closed != is_closed or link.left_out_until is not None
+        link.is_closed, link.left_out_until = is_closed, None
 
     def unanswered(self, peer: int, now: float) -> None:
-        """Leave out ``peer``, which has not answered a proposal or FREE in time."""
-        link = self._links[peer]
-        link.is_answering = False
-        link.left_out_until = now + LEFT_OUT_WAITS * self.wait_s(peer)
+        """Leave out ``peer``, which has not answered a proposal or FREE in time.
+
+        It is left out until it is heard again. If it goes on not to answer, it takes at most a
+        fifth of this worker's time.
+        """
+        self._links[peer].left_out_until = now + LEFT_OUT_WAITS * self.wait_s(peer)
         self._partner(peer).num_withdrawn += 1
         self.has_changed = True
 
     # --- exchanges -------------------------------------------------------------------------
 
     def patience_s(self, peer: int) -> float:
-        """Return for how long an exchange with ``peer`` may stand still."""
+        """Return for how long an exchange with ``peer`` may stand still: none of its bytes moves.
+
+        It is several times the longest such gap but one in the last exchanges with that peer.
+        """
         partner = self._partner(peer)
         gaps_s = partner.gaps_s or self._gaps_s
         # The second longest: one that stood still says nothing of the others.
@@ -284,6 +280,12 @@ class Peers:
     ) -> None:
         """Note an exchange with ``peer`` that ended well.
 
+        One exchange runs at a time. Over a bad link it may last so long that the demands which come
+        meanwhile are lost. Once ``IN_A_ROW`` exchanges with a peer have taken far longer than
+        others do, it rests after each, so that all its exchanges together cost at most
+        ``LOST_SHARE`` of the demands. A single long one says nothing: where the transfers of a
+        simulated ring of 16 vary by chance, resting after each costs three quarters of the decay.
+
         Args:
             peer: its other end.
             now: the time.
@@ -301,24 +303,25 @@ class Peers:
         num_lost = long_s * demands_per_s - MAX_BACKLOG
         if long_s > LONG_EXCHANGE * median(self._durations_s) and num_lost > 0.0:
             rest_s = num_lost / (LOST_SHARE * demands_per_s) - long_s
-            self._rest(partner, now + min(rest_s, LONGEST_REST * self._timeout_s))
+            partner.rests_until = now + min(rest_s, LONGEST_REST * self._timeout_s)
+            self.has_changed = True
 
     def stood_still(self, peer: int, now: float) -> None:
-        """Let ``peer`` rest: an exchange with it stood still."""
+        """Let ``peer`` rest: an exchange with it stood still.
+
+        It rests twice as long each time, until one succeeds. Else a peer that agrees to exchange,
+        and then sends only heartbeats, could hold this worker all of its time.
+        """
         partner = self._partner(peer)
-        waited_s = self.patience_s(peer)
-        longest_s = LONGEST_REST * self._timeout_s
-        partner.rest_s = min(max(2 * partner.rest_s, waited_s), longest_s)
-        self._rest(partner, now + partner.rest_s)
+        rest_s = max(2 * partner.rest_s, self.patience_s(peer))
+        partner.rest_s = min(rest_s, LONGEST_REST * self._timeout_s)
+        partner.rests_until = now + partner.rest_s
+        self.has_changed = True
 
     def rests(self, peer: int, now: float) -> bool:
         """Return whether there is to be no exchange with ``peer`` yet."""
         partner = self._partners.get(peer)
         return partner is not None and now < partner.rests_until
-
-    def _rest(self, partner: _Partner, until: float) -> None:
-        partner.rests_until = until
-        self.has_changed = True
 
     def _partner(self, peer: int) -> _Partner:
         return self._partners.setdefault(peer, _Partner())

@@ -1,8 +1,9 @@
 """One worker's opinion on which workers are present, from membership, silence and dials.
 
 The membership view says who lives, the failure detector finds out who does not, and the
-neighbourhood follows both. :class:`Presence` keeps the three in line. It decides which peers are
-watched, notices what happens to them, and decides whether this worker itself may go on.
+neighbourhood follows both. :class:`Presence` keeps the three in line. It hands on every sign of
+life, decides which peers are watched, notices what happens to them, and decides whether this worker
+itself may go on.
 
 *Two processes of one rank.* Both were started without knowing of each other, or one was believed
 dead, replaced, and is awake again. They outbid each other's record and dial each other. The one
@@ -20,10 +21,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal
 
-from gossipdp.protocol.actions import LeftBehind, Notice, NoticeKind, Reach, Rebuilt, Superseded
-from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Verdict
+from gossipdp.protocol.actions import (
+    LeftBehind,
+    Notice,
+    NoticeKind,
+    Reach,
+    Superseded,
+    Unlink,
+)
+from gossipdp.protocol.liveness import DetectorAction, FailureDetector
 from gossipdp.protocol.members import Member, Membership, Status
 from gossipdp.protocol.neighbours import Neighbourhood
 from gossipdp.protocol.peers import HEARTBEATS_PER_TIMEOUT, Peers
@@ -37,19 +45,6 @@ BUFFERED_FOR = 1 / HEARTBEATS_PER_TIMEOUT
 """In time-outs: a live peer says something so often."""
 
 
-@dataclass(frozen=True)
-class CloseIfSilent:
-    """Close the link to ``peer`` if it is silent; a link that is not carries the news to it."""
-
-    peer: int
-    reason: str
-
-
-PresenceAction: TypeAlias = (
-    DetectorAction | CloseIfSilent | Notice | Reach | Rebuilt | Superseded | LeftBehind
-)
-
-
 @dataclass
 class _Life:
     """What has been noticed of another worker."""
@@ -58,10 +53,9 @@ class _Life:
     """Its record at the last review."""
     process_id: int = 0
     """Of its last process that took part; 0 if only its address is known."""
-    is_silent: bool = False
-    is_lost: bool = False
+    away: Literal["silent", "lost"] | None = None
     since: float | None = None
-    """When it was heard last before it fell silent or was lost; None if that is not known."""
+    """When it was heard last before it was away; None if that is not known."""
 
 
 class Presence:
@@ -93,9 +87,9 @@ class Presence:
         # Others have turned this process away as an older one since then; inf: they have not.
         self._outdated_since = math.inf
         self._has_given_way = False
-        # Since when it is awake again, if nobody was heard since then, and how long it stood still.
-        self._awake_since: float | None = None
-        self._stood_still_s = 0.0
+        # When it woke, if nobody was heard since then, and how long it had slept.
+        self._woken_at: float | None = None
+        self._slept_s = 0.0
         self._unreachable: set[int] = set()
         self._lives: dict[int, _Life] = {}
         self._notices: list[Notice] = []  # since the last review
@@ -104,44 +98,64 @@ class Presence:
 
     # --- observations ----------------------------------------------------------------------
 
-    def linked(self, peer: int, now: float) -> None:
+    def linked(self, peer: int, now: float) -> list[DetectorAction]:
         """Note that a link to ``peer`` is up."""
+        self._peers.up(peer, now)
         self._outdated_since = math.inf
         self._unreachable.discard(peer)
-        self.heard(peer, now)
+        return [*self.heard(peer, now), *self._detector.link_up(peer)]
 
-    def heard(self, peer: int, now: float) -> None:
+    def heard(self, peer: int, now: float) -> list[DetectorAction]:
         """Note a sign of life from ``peer``; without a link, it is no answer yet."""
-        awake_since = self._awake_since
-        if awake_since is not None and now > awake_since + BUFFERED_FOR * self._timeout_s:
-            self._awake_since = None
+        self._peers.heard(peer, now)
+        woken_at = self._woken_at
+        if woken_at is not None and now > woken_at + BUFFERED_FOR * self._timeout_s:
+            self._woken_at = None
         life = self._lives.get(peer)
-        if life is not None and life.is_silent and not life.is_lost and peer in self._peers:
+        if life is not None and life.away == "silent" and peer in self._peers:
             self._end_silence(peer, life, "answered", now)
+        return self._detector.heard(peer, now)
 
-    def fell_silent(self, peer: int, now: float) -> None:
-        """Note that nothing has come for the time-out on the link to ``peer``."""
-        life = self._lives.setdefault(peer, _Life())
-        if not life.is_silent and not life.is_lost:
-            life.is_silent, life.since = True, self._peers.last_heard(peer)
-            self._note(peer, "silent", now, life.since)
+    def look(self, now: float) -> list[Unlink]:
+        """Note the linked peers that have been silent for the time-out."""
+        if now >= self._forget_at:
+            self._forget_at = now + self._timeout_s
+            self._membership.forget(now, FORGET_AFTER * self._timeout_s)
+        fallen = self._peers.fall_silent(now)
+        for peer in fallen:
+            if self._membership.get(peer) is None:  # a visitor
+                continue
+            life = self._lives.setdefault(peer, _Life())
+            if life.away is None:
+                life.away, life.since = "silent", self._peers.last_heard(peer)
+                self._note(peer, "silent", now, life.since)
+        return [unlink for peer in fallen for unlink in self._unlink_dead(peer)]
 
-    def stood_still(self, since: float, now: float) -> None:
-        """Note that this worker itself did not run; it counts as stopped after a time-out."""
+    def _unlink_dead(self, peer: int) -> list[Unlink]:
+        """Close a silent link to a worker that is over; one that is not carries the news to it."""
+        member = self._membership.get(peer)
+        is_over = member is not None and member.is_over
+        return [Unlink(peer, "it is dead")] if is_over and self._peers.is_silent(peer) else []
+
+    def slept(self, since: float, now: float) -> None:
+        """Restart all waits: this worker did not run. It counts as stopped after a time-out."""
         if now - since >= self._timeout_s:
             self._note(self.rank, "stopped", now, since)
         if self._has_others:
-            self._awake_since, self._stood_still_s = now, now - since
+            self._woken_at, self._slept_s = now, now - since
+        self._peers.slept(now)
+        self._detector.slept(now)
 
-    def dialled_in_vain(self, peer: int) -> bool:
-        """Note that a dial to ``peer``, which is not linked, failed; return whether to watch it.
-
-        If others asked about it they watch it themselves, or each witness would ask further ones.
-        """
-        is_news = self._membership.is_live(peer) and not self._detector.has_question(peer)
-        if is_news:
+    def dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> list[DetectorAction]:
+        """Inquire after ``peer``: a dial to it failed."""
+        if peer in self._peers or peer == self.rank:
+            return []
+        # Not if it was dialled for another's question: else each witness would ask further ones.
+        if self._membership.is_live(peer) and not self._detector.has_question(peer):
             self._unreachable.add(peer)
-        return is_news
+            self._detector.watch({*self._detector.watched, peer}, now)
+        found = self._detector.refused if is_refused else self._detector.unreachable
+        return found(peer, now)
 
     def outdated(self, now: float) -> list[Superseded]:
         """Note that a peer turned us away: it is linked to a later process of this rank."""
@@ -155,32 +169,9 @@ class Presence:
             return self._give_way()
         return []
 
-    def judge(self, verdict: Verdict) -> list[CloseIfSilent]:
-        """Follow the detector's verdict; :meth:`review` does what follows from a death."""
-        if not verdict.is_dead:
-            return [CloseIfSilent(verdict.peer, "it is silent here, but others hear it")]
-        self._unreachable.discard(verdict.peer)
-        self._membership.declare_dead(verdict.peer)
-        return []
-
-    def witnesses(self, suspect: int) -> tuple[list[int], list[int]]:
-        """Return possible witnesses of a suspect: live workers that are linked, and the others."""
-        linked, silent = self._peers.live, self._peers.silent
-        others = [rank for rank in self._membership.live() if rank not in (self.rank, suspect)]
-        return (
-            [rank for rank in others if rank in linked],
-            [rank for rank in others if rank not in linked and rank not in silent],
-        )
-
-    def forget(self, now: float) -> None:
-        """Drop the records of joiners that have long been over; done once in a time-out."""
-        if now >= self._forget_at:
-            self._forget_at = now + self._timeout_s
-            self._membership.forget(now, FORGET_AFTER * self._timeout_s)
-
     # --- consequences ----------------------------------------------------------------------
 
-    def review(self, now: float, *, has_changed: bool, has_ended: bool) -> list[PresenceAction]:
+    def review(self, now: float, *, has_changed: bool, has_ended: bool) -> list[DetectorAction]:
         """Follow the membership view: deaths, neighbours, this worker's own life.
 
         Args:
@@ -189,7 +180,7 @@ class Presence:
             has_ended: whether there are no more exchanges.
         """
         members = self._membership
-        actions: list[PresenceAction] = []
+        actions: list[DetectorAction] = []
         if has_changed:
             self._neighbourhood.review(members.members())
             for member in members.members():
@@ -202,27 +193,26 @@ class Presence:
                 if member.is_over:
                     self._unreachable.discard(member.rank)
                     actions += self._detector.gone(member.rank)
-                    actions.append(CloseIfSilent(member.rank, "it is dead"))
+                    actions += self._unlink_dead(member.rank)
             actions += self._meet_rival()
         actions += self._notices
         self._notices.clear()
-        if self._awake_since is not None and not self._has_others and not self._has_left:
-            self._awake_since = None
-            actions.append(LeftBehind(self._stood_still_s))
+        if self._woken_at is not None and not self._has_others and not self._has_left:
+            self._woken_at = None
+            actions.append(LeftBehind(self._slept_s))
         if now >= self._neighbourhood.next_deadline():
             rebuilt = self._neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
             if rebuilt is not None:
                 actions.append(rebuilt)
         return actions
 
-    def watched(self, *, is_held: bool) -> set[int]:
-        """Return the peers whose silence matters: neighbours, linked, or dialled in vain."""
-        if self._has_left:
-            return set()
+    def watch(self, now: float, *, is_held: bool) -> None:
+        """Watch the peers whose silence matters: neighbours, linked, or dialled in vain."""
         candidates = {*self._peers, *self._unreachable}
         if not is_held:  # else no neighbour may have been dialled yet
-            candidates |= self._neighbourhood.rates.keys()
-        return {peer for peer in candidates if peer != self.rank and self._membership.is_live(peer)}
+            candidates |= self._neighbourhood.place.rates.keys()
+        live = [peer for peer in candidates if peer != self.rank and self._membership.is_live(peer)]
+        self._detector.watch([] if self._has_left else live, now)
 
     @property
     def _has_left(self) -> bool:
@@ -242,37 +232,37 @@ class Presence:
             return
         is_another = member.process_id != life.process_id
         if life.process_id == 0:
-            is_another = life.is_lost and member.restarts > 0
+            is_another = life.away == "lost" and member.restarts > 0
         if is_another:
             if before is not None and before.is_live:
                 # It was started again so soon that its new life is heard of before the loss.
                 self._lose(life, before, now)
             self._peers.restarted(rank)
         if member.status is Status.LEFT:
-            life.is_silent, life.since = False, None
+            life.away, life.since = "lost" if life.away == "lost" else None, None
         if not member.is_live:
             return
         is_first, life.process_id = life.process_id == 0, member.process_id
-        if is_another or life.is_lost:
+        if is_another or life.away == "lost":
             self._end_silence(rank, life, "restarted" if is_another else "answered", now)
         elif is_first and (before is None or before.status is Status.JOINING):
-            if rank >= self._neighbourhood.num_originals and member.restarts == 0:
+            if rank >= self._membership.num_workers and member.restarts == 0:
                 self._note(rank, "joined", now, None)
             elif before is not None:
                 self._note(rank, "restarted", now, None)
 
     def _lose(self, life: _Life, member: Member, now: float) -> None:
         life.process_id = life.process_id or member.process_id
-        if not (life.is_silent or life.is_lost):
+        if life.away is None:
             life.since = self._peers.last_heard(member.rank)
         if life.since is not None and now - life.since > FOUND_DEAD_WITHIN * self._timeout_s:
             life.since = None
-        life.is_lost = True
+        life.away = "lost"
         self._note(member.rank, "lost", now, life.since)
 
     def _end_silence(self, rank: int, life: _Life, kind: NoticeKind, now: float) -> None:
-        self._note(rank, kind, now, life.since if life.is_silent or life.is_lost else None)
-        life.is_silent = life.is_lost = False
+        self._note(rank, kind, now, life.since)
+        life.away = life.since = None
 
     def _note(self, rank: int, kind: NoticeKind, now: float, since: float | None) -> None:
         self._num_notices += 1

@@ -2,8 +2,8 @@
 
 The members form a binary tree (:func:`tree`). For each chunk a member adds the partial sums of its
 children and then its own values, own + (left + right), and sends the sum to its parent; the root
-divides. So the bits do not depend on which child is quicker. There is no pass over the model
-before: a member reads its own values of a chunk when it sends the sum of that chunk.
+divides. So the bits do not depend on which child is quicker. A member reads its own
+values of a chunk when it sends the sum of that chunk: there is no pass over the model before.
 
 *Credit.* A parent says up to which chunk a child may send, never more than ``WINDOW`` beyond those
 that have landed. So no member holds or computes more than a few chunks at once, whatever the size
@@ -36,7 +36,7 @@ from gossipdp.protocol.messages import (
 WINDOW = 4
 """Chunks by which a child may be ahead of its parent; also of a result on its way down."""
 TICKS_PER_TIMEOUT = 4
-"""Ticks in a time-out. The next five are in these ticks."""
+"""Those below are in ticks."""
 STALLED_AFTER = 6
 """A child whose turn it is, and that brings nothing for so long, is named to the root."""
 REPEAT_AFTER = 4
@@ -123,8 +123,6 @@ class Reduction:
         self.progress = 0
         self._actions = actions
         self._blame = blame
-        if blame is not None:
-            blame.begin()
         self._granted = 0
         self._next: int | None = None
         """The next chunk to send to the parent, or to finish; None until it asked on this link."""
@@ -272,15 +270,6 @@ class Reduction:
         self._actions.append(Send(peer, message))
 
 
-@dataclass(frozen=True)
-class _Accusation:
-    """The accusation that a child gives nothing: since which tick, and why."""
-
-    since: int
-    is_heard: bool
-    reason: str
-
-
 class Blame:
     """The root's judgement on members that give nothing, from sum to sum.
 
@@ -294,16 +283,22 @@ class Blame:
         self.suspects: set[int] = set()
         self._rank = rank
         self._tick = 0
-        self._said: dict[tuple[int, int], _Accusation] = {}
+        self._said: dict[tuple[int, int], tuple[int, Stalled]] = {}  # with the tick
 
-    def begin(self) -> None:
-        """Forget the accusations of an earlier attempt."""
+    def begin(self, ranks: Collection[int]) -> tuple[list[int], bool]:
+        """Begin a new attempt, for which accusations of an earlier one do not count.
+
+        Returns:
+            The members below the root in the order of their tree, the suspects last, and whether
+            any of them is suspect.
+        """
         self._said.clear()
+        order = sorted(ranks, key=lambda rank: (rank in self.suspects, rank))
+        return order, not self.suspects.isdisjoint(ranks)
 
     def said(self, accuser: int, message: Stalled) -> None:
         """Note an accusation; ``accuser`` is the parent of the accused, or the accused itself."""
-        first = _Accusation(self._tick, message.is_heard, message.reason)
-        self._said.setdefault((accuser, message.rank), first)
+        self._said.setdefault((accuser, message.rank), (self._tick, message))
 
     def tick(self) -> dict[int, str] | None:
         """Count time; return the members to leave out of a new attempt, and why.
@@ -312,24 +307,24 @@ class Blame:
         """
         self._tick += 1
         said = self._said
-        if all(self._tick - each.since < GRACE for each in said.values()):
+        if all(self._tick - since < GRACE for since, _ in said.values()):
             return None
         self._said = {}
-        ripe = {pair: each for pair, each in said.items() if self._tick - each.since >= RIPE_AFTER}
+        ripe = {
+            pair: message
+            for pair, (since, message) in said.items()
+            if self._tick - since >= RIPE_AFTER
+        }
         suspects, left_out = set(self.suspects), {}
         accusers = {accuser for accuser, rank in said if accuser != rank}
-        for (accuser, rank), each in ripe.items():
+        for (accuser, rank), message in ripe.items():
             if accuser == rank or (
                 rank not in accusers
-                and (rank in suspects or (accuser == self._rank and each.is_heard))
+                and (rank in suspects or (accuser == self._rank and message.is_heard))
             ):
-                left_out[rank] = each.reason
+                left_out[rank] = message.reason
             elif rank not in accusers:  # else it waits for another member itself
                 self.suspects |= {accuser, rank} - {self._rank}
         if not left_out and self.suspects == suspects:  # or it would restart without end
             self.suspects |= {rank for _, rank in ripe}
         return left_out
-
-    def order(self, ranks: Collection[int]) -> list[int]:
-        """Return the members below the root in the order of their tree, the suspects last."""
-        return sorted(ranks, key=lambda rank: (rank in self.suspects, rank))

@@ -4,31 +4,24 @@
 detector, presence, pairing and sums. An input reports something that happened to the worker, and
 returns the actions to perform. The class itself knows only why this worker does not exchange now,
 its own silence, and when its waits end.
-
-*The worker's own silence.* Every input is also a look at the clock: :meth:`next_deadline` is never
-further ahead than a quarter of the time-out, so a longer gap between two inputs means that the
-worker itself did not run. If it did not run for half a time-out, all its waits for others restart,
-whichever input comes first. The worker keeps its parameters, however long it was silent: exchanges
-merge them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import signature
 from random import Random
 from typing import Concatenate, Literal, ParamSpec, TypeAlias
 
-from gossipdp.graph.constants import Constants, LiveGraph
+from gossipdp.graph.constants import LiveGraph
 from gossipdp.protocol.actions import (
     Begin,
     DataAction,
     Finished,
     LifeAction,
-    Reach,
     Rebuilt,
     Send,
     Stop,
@@ -38,7 +31,7 @@ from gossipdp.protocol.actions import (
 from gossipdp.protocol.averages import FIRST_NUMBER, LiveAverages
 from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.exchange_rate import ExchangeRate
-from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
+from gossipdp.protocol.liveness import DetectorAction, FailureDetector
 from gossipdp.protocol.members import Member, Membership, Progress, Status
 from gossipdp.protocol.messages import (
     MAX_RECORDS,
@@ -68,15 +61,15 @@ from gossipdp.protocol.neighbours import (
 )
 from gossipdp.protocol.pairing import Exchanging, MomentsDue, Pairing, PairingAction, Proposing
 from gossipdp.protocol.peers import Peers
-from gossipdp.protocol.presence import CloseIfSilent, Presence
+from gossipdp.protocol.presence import Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
 from gossipdp.protocol.step_clock import StepClock
 from gossipdp.rules import positive_number
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
 Action: TypeAlias = Send[Envelope] | Begin | Stop | Withdrawn | LifeAction | DataAction
-_Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | LifeAction | Send[Members]
-"""The parts' actions, before messages are wrapped and verdicts carried out."""
+_Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | Send[Members]
+"""The parts' actions, before messages are wrapped."""
 _Given = ParamSpec("_Given")
 
 LOOKS_PER_TIMEOUT = 4
@@ -108,9 +101,10 @@ class WorkerProtocol:
     """The protocol of one worker.
 
     Args:
-        rank, incarnation, process_id, host, port, status_address, restarts: this worker, as others
-            will know it: see :class:`~gossipdp.protocol.members.Member`.
-        constants: the graph with its rates, at the wanted comm rate; at 1 with ``exchange_rate``.
+        own: this worker, as others will know it. If it is joining, it comes late, held, without
+            parameters: see :meth:`release`.
+        graph: the graph with its rates, at the wanted comm rate; at 1 with ``exchange_rate``.
+            Workers of one process share its cache.
         exchange_rate, moments_due: what the worker can afford, if the comm rate sets itself, and
             when the optimizer's moments travel.
         method: "a2cid2", "gossip", or "none": no ticks, and BUSY to every proposal.
@@ -119,8 +113,6 @@ class WorkerProtocol:
             from it. How long an exchange waits for a peer: see :mod:`~gossipdp.protocol.peers`.
         random: seeds the clock and the policy.
         num_chunks, num_copied_chunks: chunks that consolidation averages, and that it copies.
-        is_joining: come late, held, without parameters; see :meth:`release`.
-        live_graph: made of ``constants``; workers of one process share its cache.
         work_out: works out the graph over the live workers, at once or elsewhere.
 
     If the driver performs every action in order, keeps links FIFO, and reports nothing from a link
@@ -132,36 +124,23 @@ class WorkerProtocol:
     def __init__(
         self,
         *,
-        rank: int,
-        incarnation: int,
-        process_id: int,
-        host: str,
-        port: int,
-        constants: Constants,
+        own: Member,
+        graph: LiveGraph,
         method: Method,
         timeout_s: float,
         random: Random,
         policy_type: type[NeighbourPolicy] = Fresh,
         num_chunks: int = 0,
         num_copied_chunks: int = 0,
-        is_joining: bool = False,
-        live_graph: LiveGraph | None = None,
         work_out: WorkOut = at_once,
-        status_address: tuple[str, int] = ("", 0),
         exchange_rate: ExchangeRate | None = None,
         moments_due: MomentsDue | None = None,
-        restarts: int = 0,
     ) -> None:
-        self.rank = rank
+        self.rank = rank = own.rank
         self.timeout_s = positive_number("timeout_s", timeout_s)
-        self.exchange_rate, self._moments_due = exchange_rate, moments_due
-        status = Status.JOINING if is_joining else Status.ALIVE
-        self.membership = Membership(
-            Member(rank, incarnation, process_id, status, host, port, *status_address, restarts),
-            len(constants.workers),
-        )
-        self.progress = Progress(rank, process_id)
-        graph = live_graph or LiveGraph(constants)
+        self.exchange_rate = exchange_rate
+        self.membership = Membership(own, len(graph.original.workers))
+        self.progress = Progress(rank, own.process_id)
         self.peers = Peers(self.membership, self.progress, timeout_s)
         self.neighbourhood = Neighbourhood(
             rank, graph, has_momentum=method == "a2cid2", work_out=work_out
@@ -169,22 +148,24 @@ class WorkerProtocol:
         self.clock = StepClock(0.0, Random(random.getrandbits(64)))
         self.pairing = Pairing(
             rank=rank,
-            incarnation=incarnation,
+            incarnation=own.incarnation,
             policy=policy_type(Random(random.getrandbits(64))),
-            alpha_tilde=self.neighbourhood.alpha_tilde,
+            alpha_tilde=self.neighbourhood.place.alpha_tilde,
             moments_due=moments_due,
         )
         self.consolidation = Consolidation(
-            rank, process_id, num_chunks, num_copied_chunks, self.peers.__contains__
+            rank, own.process_id, num_chunks, num_copied_chunks, self.peers.__contains__
         )
         # Two lives of a rank use different numbers for requests, which no consolidation uses.
         number = FIRST_NUMBER + random.getrandbits(60)
-        self.averages = LiveAverages(rank, process_id, number, num_chunks, lambda: self.can_donate)
-        self.detector = FailureDetector(
-            rank, timeout_s, Random(random.getrandbits(64)), self.peers.waits_since
+        self.averages = LiveAverages(
+            rank, own.process_id, number, num_chunks, lambda: self.can_donate
+        )
+        self._detector = FailureDetector(
+            self.membership, self.peers, timeout_s, Random(random.getrandbits(64))
         )
         self._presence = Presence(
-            self.membership, self.peers, self.neighbourhood, self.detector, timeout_s
+            self.membership, self.peers, self.neighbourhood, self._detector, timeout_s
         )
         self._reviewed: int | None = None
         self._tick_at = -math.inf  # of sums
@@ -208,12 +189,12 @@ class WorkerProtocol:
         self.proposals_unanswered = 0
         self.is_done = False
         self._has_method = method != "none"
-        self._seen_version = -1  # of membership
+        self._seen_version = -1  # of membership, for which `_quiet_until` holds
         self._quiet_until = -math.inf
         self._last_input = -math.inf
         # The reasons why this worker neither asks nor accepts; empty: it does.
         self._closed_for: set[str] = set()
-        if is_joining:
+        if own.status is Status.JOINING:
             self.pairing.close()
             self._closed_for.add("hold")
         if not self._has_method:
@@ -224,7 +205,7 @@ class WorkerProtocol:
     @property
     def neighbours(self) -> frozenset[int]:
         """Return the workers with which the graph lets this one exchange."""
-        return frozenset(self.neighbourhood.rates)
+        return frozenset(self.neighbourhood.place.rates)
 
     @property
     def incarnation(self) -> int:
@@ -239,8 +220,7 @@ class WorkerProtocol:
         self.progress.add(samples, now=now)
         self.clock.step(now)
         rate = self.exchange_rate
-        if self._moments_due is not None:
-            self._moments_due.step()
+        self.pairing.moments_due.step()
         if rate is not None and rate.stepped(self.clock.step_seconds):
             self._set_clock_rate()
         if self.clock.step_seconds is not None and not self.clock.is_paused:
@@ -308,7 +288,7 @@ class WorkerProtocol:
         is_training = any(member.status is Status.ALIVE for member in members)
         return Members(
             counter,
-            num_workers=self.neighbourhood.num_originals,
+            num_workers=self.membership.num_workers,
             is_ending="consolidation" in self._closed_for or not is_training,
             members=tuple(sorted(members[:MAX_RECORDS], key=lambda each: each.rank)),
             progress=self.progress.news()[0][:MAX_RECORDS],
@@ -321,7 +301,7 @@ class WorkerProtocol:
         """Take in ``envelope`` of ``peer``; drop it if its link already counts as closed."""
         if peer not in self.peers:
             return []
-        actions: list[_Inner] = [*self._note_life(peer, now)]
+        actions: list[_Inner] = [*self._presence.heard(peer, now)]
         self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
         message = envelope.message
@@ -335,7 +315,7 @@ class WorkerProtocol:
         try:
             actions += self._take(peer, message, now)
         except ProtocolError as error:
-            return [*actions, *self._break(peer, str(error))]
+            return [*actions, *self._unlinked([Unlink(peer, str(error))])]
         if isinstance(message, Accept | Busy):  # not before: CANCEL goes before a new proposal
             self.peers.says(peer, is_closed=isinstance(message, Busy) and message.is_closed)
         return actions
@@ -353,9 +333,7 @@ class WorkerProtocol:
         if isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
         elif isinstance(message, LifeMessage):
-            suspect = message.suspect
-            is_linked, is_live = suspect in self.peers, self.membership.is_live(suspect)
-            return self.detector.receive(peer, message, now, is_linked=is_linked, is_live=is_live)
+            return self._unlinked(self._detector.receive(peer, message, now))
         elif isinstance(message, AskMembers):
             return [Send(peer, self.answer_joiner(message.counter))]
         return []
@@ -371,34 +349,34 @@ class WorkerProtocol:
 
         ``held_s``: the time for which this worker's own limit held its bytes back meanwhile.
         """
-        state = self.pairing.state
-        if isinstance(state, Exchanging) and state.id == id:
-            self.exchanges_initiated += state.initiator
-            self.exchanges_answered += not state.initiator
-            self.progressed(now)
-            self._owed = max(-MOST_AHEAD, self._owed - 1.0)
-            step_s, duration_s = self.clock.step_seconds, now - self._began_at
-            self.peers.exchanged(
-                state.peer,
-                now,
-                duration_s=duration_s - self._longest_gap_s,
-                gap_s=self._longest_gap_s,
-                demands_per_s=0.0 if step_s is None else self._wanted_rate / step_s,
-            )
-            if self.exchange_rate is not None:
-                self.exchange_rate.exchanged(duration_s, held_s)
+        exchange = self.pairing.exchange(id)
+        if exchange is None:
+            return []
+        self.exchanges_initiated += exchange.initiator
+        self.exchanges_answered += not exchange.initiator
+        self.progressed(now)
+        self._owed = max(-MOST_AHEAD, self._owed - 1.0)
+        step_s, duration_s = self.clock.step_seconds, now - self._began_at
+        self.peers.exchanged(
+            exchange.peer,
+            now,
+            duration_s=duration_s - self._longest_gap_s,
+            gap_s=self._longest_gap_s,
+            demands_per_s=0.0 if step_s is None else self._wanted_rate / step_s,
+        )
+        if self.exchange_rate is not None:
+            self.exchange_rate.exchanged(duration_s, held_s)
         return self.pairing.finished(id)
 
     @_input
     def failed(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
         """End the exchange ``id``, which broke at this end; the driver closes its link."""
-        state = self.pairing.state
-        actions: list[_Inner] = []
-        if isinstance(state, Exchanging) and state.id == id:
-            self.exchanges_failed += 1
-            self.peers.drop(state.peer)
-            actions += self.pairing.failed(id)
-        return actions
+        exchange = self.pairing.exchange(id)
+        if exchange is None:
+            return []
+        self.exchanges_failed += 1
+        self.peers.drop(exchange.peer)
+        return self.pairing.failed(id)
 
     # --- sums over a tree ------------------------------------------------------------------
 
@@ -412,9 +390,10 @@ class WorkerProtocol:
 
     def sum_of(self, epoch: Epoch) -> Reduction | None:
         """Return the sum of this name, if this worker takes part in it."""
-        current = self.consolidation.current
-        is_current = current is not None and current.epoch == epoch
-        return current if is_current else self.averages.sum_of(epoch)
+        return self._sums(epoch).sum_of(epoch)
+
+    def _sums(self, epoch: Epoch) -> Consolidation | LiveAverages:
+        return self.averages if epoch.number >= FIRST_NUMBER else self.consolidation
 
     def moved(self, peer: int, epoch: Epoch) -> None:
         """Note that payload of this sum or result came from ``peer`` or left for it."""
@@ -423,18 +402,14 @@ class WorkerProtocol:
     @_input
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> Sequence[_Inner]:
         """Count a partial sum that was accepted and added."""
-        if self.averages.sum_of(epoch) is not None:
-            return self.averages.partial_landed(peer, epoch, chunk)
-        return self.consolidation.partial_landed(peer, epoch, chunk)
+        return self._sums(epoch).partial_landed(peer, epoch, chunk)
 
     @_input
     def chunk_finished(
         self, epoch: Epoch, chunk: int, squared_distance: float, now: float
     ) -> Sequence[_Inner]:
         """Take the answer to ``FinishChunk``: |input - result|² of this worker's chunk."""
-        if self.averages.sum_of(epoch) is not None:
-            return self.averages.chunk_finished(epoch, chunk)
-        return self.consolidation.chunk_finished(epoch, chunk, squared_distance)
+        return self._sums(epoch).chunk_finished(epoch, chunk, squared_distance)
 
     @_input
     def result_landed(
@@ -446,42 +421,35 @@ class WorkerProtocol:
     @_input
     def cannot_give(self, epoch: Epoch, rank: int, reason: str, now: float) -> Sequence[_Inner]:
         """Say that the values of ``rank``, a child or this worker, are of no use to a sum."""
-        if self.averages.sum_of(epoch) is not None:
-            return self.averages.cannot_give(epoch, rank, reason)
-        return self.consolidation.cannot_give(epoch, rank, reason)
+        return self._sums(epoch).cannot_give(epoch, rank, reason)
 
     # --- links and time --------------------------------------------------------------------
 
     @_input
     def link_up(self, peer: int, now: float) -> Sequence[_Inner]:
         """Add a link to ``peer``, which is ready and replaces an older one."""
-        actions: list[_Inner] = []
-        if peer in self.peers:
-            actions += self._drop_link(peer)
-        self.peers.up(peer, now)
-        self._presence.linked(peer, now)
-        actions += self.detector.heard(peer, now)
-        return [*actions, *self.detector.link_up(peer)]
+        dropped = self._drop_link(peer) if peer in self.peers else []
+        return [*dropped, *self._presence.linked(peer, now)]
 
     @_input
     def link_down(self, peer: int, now: float) -> Sequence[_Inner]:
         """Drop the link to ``peer``, which is closed."""
-        return [*self._drop_link(peer), *self.detector.link_lost(peer, now)]
+        return [*self._drop_link(peer), *self._detector.link_lost(peer, now)]
 
     @_input
     def heard(self, peer: int, now: float) -> Sequence[_Inner]:
         """Take any byte from ``peer`` as a sign of life."""
-        return self._note_life(peer, now)
+        return self._presence.heard(peer, now)
 
     @_input
     def outdated(self, peer: int, now: float) -> Sequence[_Inner]:
         """Note that ``peer`` turned us away: it is linked to a later process of this rank."""
-        return [*self._note_life(peer, now), *self._presence.outdated(now)]
+        return [*self._presence.heard(peer, now), *self._presence.outdated(now)]
 
     @_input
     def reached(self, peer: int, now: float) -> Sequence[_Inner]:
         """Note that the address of ``peer`` answered, though without a link: it lives."""
-        return [*self._note_life(peer, now), *self._presence.reached(peer)]
+        return [*self._presence.heard(peer, now), *self._presence.reached(peer)]
 
     @_input
     def dial_refused(
@@ -494,29 +462,21 @@ class WorkerProtocol:
         member = self.membership.get(peer)
         if member is not None and address not in (None, (member.host, member.port)):
             return []
-        return self._dialled_in_vain(peer, now, is_refused=True)
+        return self._presence.dialled_in_vain(peer, now, is_refused=True)
 
     @_input
     def peer_unreachable(self, peer: int, now: float) -> Sequence[_Inner]:
         """Ask others about ``peer``: a dial to it failed, though its address did not refuse."""
-        return self._dialled_in_vain(peer, now, is_refused=False)
-
-    def _dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> Sequence[_Inner]:
-        if peer in self.peers or peer == self.rank:
-            return []
-        if self._presence.dialled_in_vain(peer):
-            self._watch(now)
-        found = self.detector.refused if is_refused else self.detector.unreachable
-        return found(peer, now)
+        return self._presence.dialled_in_vain(peer, now, is_refused=False)
 
     @_input
     def poll(self, now: float) -> Sequence[_Inner]:
         """Do what is due; call it at :meth:`next_deadline`, and at any other time as you like."""
-        actions = [*self._notice_silence(now), *self._end_waits(now)]
+        actions = [*self._unlinked(self._presence.look(now)), *self._end_waits(now)]
         if self._is_spent and self._affords_another_at(now) <= now:
             self._is_spent = False
             actions += [] if self._closed_for else self.pairing.open()
-        actions += [*self._ticks(now), *self.detector.poll(now, self._presence.witnesses)]
+        actions += [*self._ticks(now), *self._detector.poll(now)]
         if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
             actions += self.averages.tick(self.peers.live, self._moving)
@@ -526,7 +486,6 @@ class WorkerProtocol:
         if now >= self._waits_until and self.consolidation.waits_for_all:
             self.consolidation.waits_for_all = False
             self._reviewed = None
-        self._presence.forget(now)
         return actions
 
     def next_deadline(self, now: float) -> float:
@@ -535,18 +494,13 @@ class WorkerProtocol:
         return min(
             self._quiet_until,
             self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
-            self.detector.next_deadline(),
+            self._detector.next_deadline(),
             self.neighbourhood.next_deadline(),
             self._waits_end_at(),
             self._waits_until if self.consolidation.waits_for_all else math.inf,
             self._affords_another_at(self._last_input) if self._is_spent else math.inf,
             math.inf if tick is None else tick,
         )
-
-    def _note_life(self, peer: int, now: float) -> list[DetectorAction]:
-        self.peers.heard(peer, now)
-        self._presence.heard(peer, now)
-        return self.detector.heard(peer, now)
 
     def _drop_link(self, peer: int) -> list[PairingAction | ReductionAction]:
         self.peers.drop(peer)
@@ -556,11 +510,14 @@ class WorkerProtocol:
             *self.averages.link_lost(peer),
         ]
 
-    def _close_if_silent(self, link: CloseIfSilent) -> list[_Inner]:
-        return self._break(link.peer, link.reason) if self.peers.is_silent(link.peer) else []
-
-    def _break(self, peer: int, reason: str) -> list[_Inner]:
-        return [*self._drop_link(peer), Unlink(peer, reason)]
+    def _unlinked(self, actions: Iterable[_Inner]) -> list[_Inner]:
+        """Drop the links that these actions close; return them with what follows from that."""
+        followed: list[_Inner] = []
+        for action in actions:
+            if isinstance(action, Unlink):
+                followed += self._drop_link(action.peer)
+            followed.append(action)
+        return followed
 
     def _waits_end_at(self) -> float:
         """Return when the next wait for an answer, or for a byte of the exchange, ends."""
@@ -591,27 +548,19 @@ class WorkerProtocol:
         return actions
 
     def _look_at_clock(self, now: float) -> None:
-        """Restart all waits for others if this worker itself was silent until now."""
+        """Restart all waits for others if this worker itself did not run for half a time-out.
+
+        Every input comes here first: :meth:`next_deadline` is never further ahead than a quarter of
+        the time-out, so a longer gap between two inputs means that the worker itself did not run.
+        It keeps its parameters, however long it was silent: exchanges merge them.
+        """
         slept_s = now - self._last_input
         if not self.timeout_s / 2 < slept_s < math.inf:
             return
-        self._presence.stood_still(self._last_input, now)
+        self._presence.slept(self._last_input, now)
         self._progressed_at = now
         self._began_at += slept_s
         self._proposal_due = self._free_due = now + self.timeout_s
-        self.peers.slept(now)
-        self.detector.slept(now)
-
-    def _notice_silence(self, now: float) -> list[_Inner]:
-        actions: list[_Inner] = []
-        for peer in self.peers.fall_silent(now):
-            member = self.membership.get(peer)
-            if member is None:  # a visitor
-                continue
-            self._presence.fell_silent(peer, now)
-            if member.is_over:
-                actions += self._close_if_silent(CloseIfSilent(peer, "it is dead"))
-        return actions
 
     def _ticks(self, now: float) -> list[PairingAction]:
         """Take the demands that are due: one a tick, or two while others ask less than their half.
@@ -628,20 +577,10 @@ class WorkerProtocol:
     def _settle(self, actions: Sequence[_Inner], now: float) -> list[Action]:
         """Bring the parts in line with one another, add due actions, wrap messages."""
         self._last_input = max(now, self._last_input)
-        settled: list[_Inner] = []
         for action in actions:
-            match action:
-                case Stop():  # its link is closed, so do not choose it again now
-                    self.exchanges_failed += 1
-                    self.peers.drop(action.peer)
-                    settled.append(action)
-                case Verdict():
-                    for link in self._presence.judge(action):
-                        settled += self._close_if_silent(link)
-                case _:
-                    settled.append(action)
-        settled += self._review_members(now)
-        settled += self._set_available(now)
+            if isinstance(action, Stop):  # its link is closed, so do not choose it again now
+                self.peers.drop(action.peer)
+        settled = [*actions, *self._review_members(now), *self._set_available(now)]
         # Wait while its own proposal or exchange is open: once all are done, no exchange can begin.
         if self.is_done and not self.pairing.is_initiating:
             self.membership.set_status(Status.DONE)
@@ -649,27 +588,23 @@ class WorkerProtocol:
         for action in [*settled, *self._consolidate(now)]:
             match action:
                 case Begin():
-                    self._begin(action, now)
-                    outward.append(action)
-                case Send(peer=peer, message=message):
-                    if isinstance(message, Propose):
-                        self.peers.proposed(peer, message.id, now)
-                        self._proposal_due = now + self.peers.wait_s(peer)
-                    elif isinstance(message, Free):
-                        self._free_due = now + self.peers.wait_s(peer)
-                    outward.append(self.peers.wrap(peer, message, now))
-                case Seek(peer=peer) if (member := self.membership.get(peer)) is not None:
-                    outward.append(Reach(peer, member.host, member.port))
-                case Seek():
-                    pass
-                case Verdict():
-                    raise AssertionError("verdicts are carried out above")
+                    self._begin(now)
+                case Stop():
+                    self.exchanges_failed += 1
+                case Send(peer=peer, message=Propose(id=id)):
+                    self.peers.proposed(peer, id, now)
+                    self._proposal_due = now + self.peers.wait_s(peer)
+                case Send(peer=peer, message=Free()):
+                    self._free_due = now + self.peers.wait_s(peer)
                 case Finished():
                     self.membership.set_status(Status.LEFT)
                     self.peers.say_all_at_once()
-                    outward.append(action)
                 case _:
-                    outward.append(action)
+                    pass
+            if isinstance(action, Send):
+                outward.append(self.peers.wrap(action.peer, action.message, now))
+            else:
+                outward.append(action)
         if now >= self._quiet_until or self._seen_version != self.membership.version:
             outward += self.peers.heartbeats(now)
             # Traffic only defers this time: one look at all links serves for many inputs.
@@ -678,20 +613,15 @@ class WorkerProtocol:
 
     def _review_members(self, now: float) -> list[_Inner]:
         """Follow the membership view: deaths, neighbours, this worker's own life."""
-        actions: list[_Inner] = []
         has_changed = self._seen_version != self.membership.version
         has_ended = "consolidation" in self._closed_for
-        for found in self._presence.review(now, has_changed=has_changed, has_ended=has_ended):
-            match found:
-                case CloseIfSilent():
-                    actions += self._close_if_silent(found)
-                case Rebuilt():
-                    self.pairing.alpha_tilde = self.neighbourhood.alpha_tilde
-                    self._set_clock_rate()
-                    self.peers.has_changed = True
-                    actions.append(found)
-                case _:
-                    actions.append(found)
+        actions = self._unlinked(
+            self._presence.review(now, has_changed=has_changed, has_ended=has_ended)
+        )
+        if any(isinstance(action, Rebuilt) for action in actions):
+            self.pairing.alpha_tilde = self.neighbourhood.place.alpha_tilde
+            self._set_clock_rate()
+            self.peers.has_changed = True
         if has_changed:
             self._seen_version = self.membership.version
             self.peers.has_changed = True
@@ -705,26 +635,22 @@ class WorkerProtocol:
     @property
     def _wanted_rate(self) -> float:
         """The exchanges a gradient step, asked for and answered, that this worker aims at."""
-        rate = self.neighbourhood.worker_rate if self._has_method else 0.0
+        rate = self.neighbourhood.place.worker_rate if self._has_method else 0.0
         return rate if self.exchange_rate is None else rate * self.exchange_rate.rate
 
-    def _begin(self, begin: Begin, now: float) -> None:
+    def _begin(self, now: float) -> None:
         """Note that an exchange begins; if it was the last affordable one, close after it."""
         self._progressed_at = self._began_at = now
         self._longest_gap_s = 0.0
-        if self._moments_due is not None:
-            self._moments_due.began(begin.moments)
-        if self.exchange_rate is None:
-            return
-        self.exchange_rate.began(now)
+        if self.exchange_rate is not None:
+            self.exchange_rate.began(now)
         is_exchanging = isinstance(self.pairing.state, Exchanging)  # else it was stopped at once
         if self._affords_another_at(now) > now and not self._is_spent and is_exchanging:
             self._is_spent = True
-            self.pairing.close()  # without a word: it is exchanging, and answers BUSY anyway
+            self.pairing.close()  # it is exchanging, so that sends nothing
 
     def _affords_another_at(self, now: float) -> float:
-        assert self.exchange_rate is not None
-        return self.exchange_rate.opens_at(now)
+        return now if self.exchange_rate is None else self.exchange_rate.opens_at(now)
 
     # --- times without exchanges -----------------------------------------------------------
 
@@ -765,7 +691,7 @@ class WorkerProtocol:
             try:
                 actions += self.consolidation.receive(peer, message)
             except ProtocolError as error:
-                actions += self._break(peer, str(error))
+                actions += self._unlinked([Unlink(peer, str(error))])
         self._deferred.clear()
         if self.consolidation.has_begun:
             actions = [*self._close("consolidation", now), *actions]
@@ -776,12 +702,9 @@ class WorkerProtocol:
         if not self.peers.has_changed and now < self._quiet_until:
             return []
         self.peers.has_changed, self._quiet_until = False, -math.inf
-        self._watch(now)
-        rates = self.neighbourhood.rates
+        self._presence.watch(now, is_held="hold" in self._closed_for)
+        rates = self.neighbourhood.place.rates
         known = {peer: self.membership.get(peer) for peer in rates}
         live = [peer for peer, member in known.items() if member is None or member.is_live]
         weights = {peer: rates[peer] for peer in self.peers.can_exchange(live, now)}
         return [] if weights == self.pairing.available else self.pairing.set_available(weights)
-
-    def _watch(self, now: float) -> None:
-        self.detector.watch(self._presence.watched(is_held="hold" in self._closed_for), now)

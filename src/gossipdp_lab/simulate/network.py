@@ -22,6 +22,7 @@ from typing import Literal, TypeAlias
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.protocol.actions import Begin, Send, Withdrawn
 from gossipdp.protocol.exchange_rate import ExchangeRate
+from gossipdp.protocol.members import Member
 from gossipdp.protocol.messages import Envelope, ExchangeId
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.worker import Action, Method, WorkerProtocol
@@ -45,21 +46,16 @@ def make_workers(
     They know one another from the start, as after a rendezvous. ``sets_own_rate``: each exchanges
     as often as its links allow, and ``constants`` are those of comm rate 1.
     """
-    live_graph = LiveGraph(constants)
+    graph = LiveGraph(constants)
     workers = {
         rank: WorkerProtocol(
-            rank=rank,
-            incarnation=0,
-            process_id=rank,
-            host="simulated",
-            port=0,
-            constants=constants,
+            own=Member(rank, 0, rank, host="simulated"),
+            graph=graph,
             method=method,
             policy_type=policy_type,
             timeout_s=timeout_s,
             random=Random(f"{seed} {rank} 0"),  # as a real worker of that seed
             num_chunks=num_chunks,
-            live_graph=live_graph,
             exchange_rate=ExchangeRate() if sets_own_rate else None,
         )
         for rank in constants.workers

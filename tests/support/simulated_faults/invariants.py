@@ -201,13 +201,13 @@ class Invariants:
                 self._expect(view == tuple(live), "views converge", rank, f"{view}, not {live}")
                 assert graph is not None
                 self._expect(
-                    worker.neighbourhood.rates == graph.neighbours(rank),
+                    worker.neighbourhood.place.rates == graph.neighbours(rank),
                     "all follow one graph",
                     rank,
                     f"neighbours {sorted(worker.neighbours)}",
                 )
                 seen = self._seen[worker]
-                demands = worker.neighbourhood.worker_rate * within_s / self._step_s
+                demands = worker.neighbourhood.place.worker_rate * within_s / self._step_s
                 self._expect(
                     len(live) == 1 or seen.exchanged_s > since_s or demands < MANY_DEMANDS,
                     "no deadlock",

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.protocol import actions as do
 from gossipdp.protocol.exchange_rate import ExchangeRate
-from gossipdp.protocol.members import first_incarnation
+from gossipdp.protocol.members import Member, Status, first_incarnation
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, Exchange, VirtualNetwork, Wire
@@ -144,18 +144,14 @@ class FaultyNetwork(VirtualNetwork):
         informant = self.workers[asked]
         answer, chunks = informant.answer_joiner(1), informant.consolidation.num_chunks
         rank, incarnation = first_incarnation(answer.members, rank)
+        status = Status.JOINING if is_joining else Status.ALIVE
         worker = WorkerProtocol(
-            rank=rank,
-            incarnation=incarnation,
-            process_id=process_id,
-            host="simulated",
-            port=0,
-            constants=informant.neighbourhood.graph.original,
+            own=Member(rank, incarnation, process_id, status, "simulated"),
+            graph=informant.neighbourhood.graph,
             method="a2cid2",
             timeout_s=informant.timeout_s,
             random=Random(process_id),
             num_chunks=chunks,
-            is_joining=is_joining,
             exchange_rate=None if informant.exchange_rate is None else ExchangeRate(),
         )
         worker.membership.merge_all(answer.members)

@@ -12,7 +12,7 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.exchange_rate import ExchangeRate
-from gossipdp.protocol.members import first_incarnation
+from gossipdp.protocol.members import Member, Status, first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.objectives import Quadratic
 from gossipdp_lab.simulate.population import Population, Training
@@ -209,19 +209,14 @@ class _Run:
         """Make a new process."""
         schedule = self.schedule
         process_id = self.random.getrandbits(48)
+        status = Status.JOINING if is_joining else Status.ALIVE
         return WorkerProtocol(
-            rank=rank,
-            incarnation=incarnation,
-            process_id=process_id,
-            host=f"host-{rank}",
-            port=process_id % 65536,
-            constants=self.constants,
+            own=Member(rank, incarnation, process_id, status, f"host-{rank}", process_id % 65536),
+            graph=self.live_graph,
             method=schedule.method,
             policy_type=NEIGHBOUR_POLICIES[schedule.policy],
             timeout_s=schedule.timeout_s,
             random=Random(f"{schedule.seed} {rank} {process_id}"),
             num_chunks=NUM_CHUNKS,
-            is_joining=is_joining,
-            live_graph=self.live_graph,
             exchange_rate=ExchangeRate() if schedule.comm_rate == "auto" else None,
         )

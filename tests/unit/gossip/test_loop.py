@@ -118,7 +118,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
     worker = Worker()
     link, flowed_to = worker.links[1], 0.0
     gain, peers = 0.55, X.flip(0).contiguous()
-    assert gain != worker.loop.protocol.neighbourhood.alpha_tilde
+    assert gain != worker.loop.protocol.neighbourhood.place.alpha_tilde
     state = MomentumState(X.double(), torch.zeros(8).double())
     for number in (1, 2, 3):
         worker.now = float(number)
@@ -256,7 +256,8 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
     ends = []
     worker.loop.sums.on_end = ends.append
     worker.loop.perform(protocol.done(worker.now))
-    epoch = protocol.consolidation.current.epoch
+    epoch = protocol.consolidation.highest
+    assert epoch is not None
     key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, 0)
     for link in worker.links.values():
         kind = FrameType.PARTIAL_CHUNK

@@ -44,11 +44,7 @@ def test_no_rounding_brings_the_gain_below_one_half(monkeypatch, least_bits):
     exact = constants_module._spectrum_of
 
     def rounded(*arguments):
-        found = exact(*arguments)
-        return found._replace(
-            lambda_2=found.lambda_2 * (1 + least_bits),
-            resistances=found.resistances * (1 + least_bits),
-        )
+        return tuple(each * (1 + least_bits) for each in exact(*arguments))
 
     monkeypatch.setattr(constants_module, "_spectrum_of", rounded)
     for num_workers in range(2, 65):

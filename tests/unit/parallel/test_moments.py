@@ -330,7 +330,7 @@ def test_by_default_one_exchange_in_four_carries_moments_or_one_in_a_quarter_of_
 
 def carrying(model: GossipDataParallel, num_exchanges: int) -> list[int]:
     """Return those of the next exchanges, one a step, that carry moments."""
-    state, due = model._worker._state, model._worker._protocol.pairing._moments_due
+    state, due = model._worker._state, model._worker._protocol.pairing.moments_due
     assert due is not None
     with_moments = []
     for count in range(1, num_exchanges + 1):

@@ -43,7 +43,7 @@ def test_news_costs_what_is_new_and_not_what_is_known():
     """At the end of a run of n workers n of them say that they are done, one after another."""
     table, n = view(), 1000
     table.merge_all(Member(rank, 0, 1) for rank in range(1, n))
-    table._by_version = watched = Watched(table._by_version)
+    table._changed_at = watched = Watched(table._changed_at)
     for rank in range(1, n):
         before = table.version
         done = Member(rank, 0, 1, Status.DONE)

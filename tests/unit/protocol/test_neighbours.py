@@ -47,8 +47,8 @@ def members(**statuses: Status) -> list[Member]:
 
 def test_it_begins_with_the_original_graph():
     neighbourhood = make()
-    assert neighbourhood.rates == RING.neighbours(0)
-    assert neighbourhood.alpha_tilde == RING.alpha_tilde
+    assert neighbourhood.place.rates == RING.neighbours(0)
+    assert neighbourhood.place.alpha_tilde == RING.alpha_tilde
     assert neighbourhood.next_deadline() == math.inf
     neighbourhood.review(members(r0=Status.ALIVE, r1=Status.DONE))
     assert neighbourhood.next_deadline() == math.inf, "of the others nothing is known"
@@ -60,13 +60,13 @@ def test_whoever_does_not_take_part_is_left_out(status):
     neighbourhood.review(view)
     rebuilt = neighbourhood.rebuild(view, 5.0, has_ended=False)
     seven = LiveGraph(RING).constants({0, 2, 3, 4, 5, 6, 7})
-    assert rebuilt.neighbours == {2, 7} == neighbourhood.rates.keys()
+    assert rebuilt.neighbours == {2, 7} == neighbourhood.place.rates.keys()
     assert rebuilt.dead == ({1} if status is Status.DEAD else set())
-    assert neighbourhood.alpha_tilde == seven.alpha_tilde != RING.alpha_tilde
+    assert neighbourhood.place.alpha_tilde == seven.alpha_tilde != RING.alpha_tilde
     # At comm rate 1, whatever the run's is.
     assert rebuilt.eta == pytest.approx(seven.eta / 2)
     assert rebuilt.worker_rate == pytest.approx(1.0)
-    assert neighbourhood.worker_rate == pytest.approx(2.0)
+    assert neighbourhood.place.worker_rate == pytest.approx(2.0)
 
 
 def test_a_burst_of_deaths_is_followed_once_an_interval():
@@ -95,7 +95,7 @@ def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere():
         neighbourhood.review(view)
         assert neighbourhood.next_deadline() <= now
         assert neighbourhood.rebuild(view, now, has_ended=False) is None
-        assert neighbourhood.rates == RING.neighbours(0)
+        assert neighbourhood.place.rates == RING.neighbours(0)
         assert now < neighbourhood.next_deadline() <= now + REBUILD_INTERVAL_S
         now += 1.0
     first, second = asked
@@ -107,7 +107,9 @@ def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere():
     rebuilt = neighbourhood.rebuild(view, now, has_ended=False)
     assert rebuilt is not None
     assert rebuilt.neighbours == {3, 7}
-    assert neighbourhood.alpha_tilde == results[second].alpha_tilde != results[first].alpha_tilde
+    assert (
+        neighbourhood.place.alpha_tilde == results[second].alpha_tilde != results[first].alpha_tilde
+    )
     assert neighbourhood.next_deadline() == math.inf
 
 
@@ -116,4 +118,4 @@ def test_after_the_exchanges_neighbours_alone_are_worked_out():
     neighbourhood.review(view)
     rebuilt = neighbourhood.rebuild(view, 5.0, has_ended=True)
     assert rebuilt.neighbours == {2, 7}
-    assert neighbourhood.alpha_tilde == RING.alpha_tilde
+    assert neighbourhood.place.alpha_tilde == RING.alpha_tilde

@@ -85,7 +85,7 @@ class Watcher:
             self.membership,
             self.peers,
             Neighbourhood(0, graph, has_momentum=False, work_out=at_once),
-            FailureDetector(0, TIMEOUT_S, Random(0), self.peers.waits_since),
+            FailureDetector(self.membership, self.peers, TIMEOUT_S, Random(0)),
             TIMEOUT_S,
         )
 
@@ -95,13 +95,10 @@ class Watcher:
         if heard_s is None:
             self.peers.drop(peer)
         elif peer not in self.peers:
-            self.peers.up(peer, heard_s)
-            self.presence.linked(peer, now)
+            self.presence.linked(peer, heard_s)
         elif heard_s > self.peers.last_heard(peer):
-            self.peers.heard(peer, heard_s)
-            self.presence.heard(peer, now)
-        for silent in self.peers.fall_silent(now):
-            self.presence.fell_silent(silent, now)
+            self.presence.heard(peer, heard_s)
+        self.presence.look(now)
         self.membership.merge(record)
         return [
             each
@@ -202,7 +199,6 @@ def test_an_address_that_answers_is_no_answer_of_a_silent_worker():
     watcher.look(one(), 1.0, 1.0)
     watcher.look(one(), 1.0, 6.0)
     watcher.look(one(), None, 7.0)
-    watcher.peers.heard(1, 8.0)
     watcher.presence.heard(1, 8.0)
     assert watcher.look(one(), None, 8.0) == []
 
@@ -264,7 +260,7 @@ def after_a_sleep(*, heard_s: float | None, have_left: bool, died_s: float = 9.0
     if died_s < 2.0:
         for rank in (1, 2):
             watcher.look(Member(rank, 0, 100 + rank, OTHERS[have_left]), None, died_s)
-    watcher.presence.stood_still(2.0, 6.0)
+    watcher.presence.slept(2.0, 6.0)
     if heard_s is not None:
         watcher.presence.heard(2, heard_s)
     for rank in (1, 2):
@@ -294,7 +290,7 @@ def test_a_last_survivor_goes_on_even_if_it_sleeps():
 def test_one_that_has_left_itself_is_not_left_behind():
     watcher = Watcher()
     watcher.look(one(), 1.0, 1.0)
-    watcher.presence.stood_still(2.0, 6.0)
+    watcher.presence.slept(2.0, 6.0)
     watcher.membership.set_status(Status.LEFT)
     assert not [
         each
@@ -366,7 +362,7 @@ def test_a_worker_that_has_had_all_its_lives_ends_with_a_clear_reason():
 
 
 def test_a_joiner_counts_once_it_has_parameters():
-    joiner = make_worker(rank=6, process_id=900, is_joining=True)
+    joiner = make_worker(rank=6, process_id=900, status=Status.JOINING)
     other = make_worker(0, 2)
     assert joiner.neighbours == frozenset()
     assert not joiner.can_donate
@@ -381,7 +377,7 @@ def test_a_joiner_counts_once_it_has_parameters():
 
 
 def test_a_joiner_that_has_parameters_says_so_at_once():
-    joiner = make_worker(0, 2, rank=6, process_id=900, is_joining=True)
+    joiner = make_worker(0, 2, rank=6, process_id=900, status=Status.JOINING)
     joiner.poll(1.0)  # all links have heard all that there was
     told = {
         action.peer: action.message.members
@@ -393,7 +389,7 @@ def test_a_joiner_that_has_parameters_says_so_at_once():
 
 
 def test_a_joiner_whose_rank_is_taken_is_told_at_once():
-    joiner = make_worker(0, rank=6, process_id=10, is_joining=True)
+    joiner = make_worker(0, rank=6, process_id=10, status=Status.JOINING)
     other = Member(6, 0, 11, Status.JOINING, "10.0.0.3", 4000)
     assert len(of_type(joiner.receive(0, tell(other), 0.5), Superseded)) == 1
 

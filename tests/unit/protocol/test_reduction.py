@@ -176,7 +176,7 @@ def test_whom_the_root_does_not_hear_may_be_heard_by_others():
     blame.said(0, stalled(1, is_heard=False))
     assert judged(blame) == {}
     assert blame.suspects == {1}
-    assert blame.order([1, 2, 3]) == [2, 3, 1]
+    assert blame.begin([1, 2, 3]) == ([2, 3, 1], True)
     blame.said(3, stalled(1))
     assert judged(blame) == {1: "1 it is"}
 
@@ -186,7 +186,8 @@ def test_of_two_one_of_whom_accuses_the_other_both_are_suspect():
     blame.said(2, stalled(5))
     assert judged(blame) == {}
     assert blame.suspects == {2, 5}
-    assert blame.order([1, 2, 3, 4, 5]) == [1, 3, 4, 2, 5]
+    assert blame.begin([1, 2, 3, 4, 5]) == ([1, 3, 4, 2, 5], True)
+    assert blame.begin([1, 3]) == ([1, 3], False)
     blame.said(4, stalled(5))
     assert judged(blame) == {5: "5 it is"}
     assert blame.suspects == {2, 5}, "whom a suspect stalls is none for it"
@@ -214,7 +215,7 @@ def test_what_was_said_of_an_earlier_attempt_does_not_count():
     blame = Blame(0)
     blame.said(0, stalled(1))
     blame.tick()
-    Reduction(EPOCH, 0, tree(range(3)), 1, [], blame=blame)
+    blame.begin([1, 2])
     assert [blame.tick() for _ in range(50)] == [None] * 50
 
 

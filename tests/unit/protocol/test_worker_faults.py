@@ -94,7 +94,7 @@ def test_a_pause_that_nobody_could_notice_is_no_standstill():
 
 def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for():
     """Or a long quiet time would look like a stall."""
-    worker = make_worker(*(), is_joining=True)
+    worker = make_worker(*(), status=Status.JOINING)
     now = 0.0
     for _ in range(20):
         worker.poll(now)
