@@ -18,27 +18,30 @@ cli         the command line
 
 Demo, built-in trainings, simulator and report page are in gossipdp_lab.
 
-Three walks, each arrow from one file to the next (a test says that they are there):
+Three walks; each file hands on to the next (a test says that all of them are there):
 
 A parameter, from one worker's step to its neighbour's next one.
 optimizer.step → parallel/hooks → parallel/worker (stepped) → dynamics/state → dynamics/chunks
-→ dynamics/update (its loops: dynamics/update_loops); then, in the gossip thread, gossip/loop
-→ gossip/exchange → gossip/codec → dynamics/chunks (a snapshot) → links/tcp_link → the neighbour's
-gossip/loop → gossip/exchange → gossip/codec → dynamics/chunks → dynamics/update, and with its next
-step into its parameters. At the end, and in averaged(): protocol/consolidate or protocol/averages
-→ protocol/reduction (whose turn it is) → gossip/sums (reads, adds, divides) → links/tcp_link.
+→ dynamics/update (its loops: dynamics/update_loops). Then, in the gossip thread, gossip/loop
+→ gossip/exchange: by gossip/codec it takes a snapshot from dynamics/chunks, and hands that to
+links/tcp_link → the neighbour's gossip/loop → gossip/exchange → gossip/codec → dynamics/chunks
+→ dynamics/update, and with its next step into its parameters. At the end, and in averaged(),
+protocol/worker asks protocol/consolidate or protocol/averages, and both protocol/reduction, whose
+turn it is; gossip/loop has gossip/sums read, add, divide and send.
 
 comm_rate, from the argument to an exchange.
 parallel/options → parallel/entry → protocol/exchange_rate if it is "auto" (gossip/processor tells
-it what is idle) → protocol/worker → protocol/step_clock (when one is due) → protocol/pairing
-→ protocol/neighbours (whom to ask) → gossip/loop.
+it what is idle) → protocol/worker. That asks protocol/step_clock when one is due, and
+protocol/pairing for it, which draws whom to ask from protocol/neighbours → gossip/loop.
 
 A death, from a silence to the line about it.
-links/tcp (nothing comes, or a dial is refused) → gossip/loop → protocol/peers (it is silent)
-→ protocol/liveness (others are asked) → protocol/presence → protocol/members (it is dead, and all
-hear so) → protocol/neighbours (a graph without it). A Notice of it: protocol/actions
-→ gossip/snapshot → observe/log, observe/status → observe/events → cli/top. On its own machine:
-launcher/supervisor → launcher/spares → parallel/entry (it joins the run again).
+links/tcp (nothing comes, or a dial is refused) → gossip/loop → protocol/worker, which polls
+protocol/liveness: it reads protocol/peers, asks others, and declares the worker dead in
+protocol/members, whose news all hear. protocol/presence turns that into a Notice, and
+protocol/neighbours into a graph without the worker. The Notice: gossip/loop → gossip/snapshot
+→ parallel/worker (stats) → parallel/monitoring → observe/log, and observe/status → observe/board
+→ observe/events → cli/top. On its own machine: launcher/supervisor → launcher/processes
+→ cli/run → launcher/spares; the new process comes in by parallel/entry.
 """
 
 from importlib import import_module

@@ -166,7 +166,7 @@ def test_the_map_names_every_file_and_no_other():
 
 def test_the_threads_of_the_table_are_those_that_are_started():
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    named = {name.removesuffix("RANK") for name in re.findall(r"^\| `(gossipdp[^`]*)`", page, re.M)}
+    named = set(re.findall(r"^\| `(gossipdp-[a-z]*)", page, re.MULTILINE))
     rooms = ("dynamics", "gossip", "parallel", "observe")
     code = "\n".join(path.read_text() for room in rooms for path in files_of(room))
     assert set(re.findall(r'"(gossipdp-[a-z]*)', code)) == named
@@ -175,7 +175,7 @@ def test_the_threads_of_the_table_are_those_that_are_started():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (399, 5), "cli": (1107, 6), "dynamics": (2567, 12), "gossip": (2597, 11),
+        ".": (402, 5), "cli": (1107, 6), "dynamics": (2567, 12), "gossip": (2597, 11),
         "graph": (578, 3), "integrations": (573, 5), "launcher": (3332, 13), "links": (2910, 12),
         "observe": (1641, 8), "parallel": (7353, 23), "protocol": (5388, 17),
     },

@@ -2,9 +2,9 @@
 
 The training thread and the gossip thread meet here and nowhere else. The rules:
 
-* The main thread alone writes ``x`` (optimizer, boundary, loading), except at the start and in
-  ``consolidate``: there the gossip thread writes it while the main thread only waits. A snapshot
-  torn by a running step is harmless: both ends of the exchange use that same snapshot.
+* The main thread alone writes ``x`` (optimizer, boundary, loading, the average), except at the
+  start: there the gossip thread writes it while the main thread only waits. A snapshot torn by a
+  running step is harmless: both ends of the exchange use that same snapshot.
 * ``pending``, ``c`` and the phases are read and written under the chunk's lock. A thread holds one
   lock at a time, for one pass over one chunk, and never across I/O, so nothing can deadlock. The
   boundary only *tries* it: a chunk in use keeps its pending for the next boundary, so training

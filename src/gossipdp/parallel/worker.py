@@ -73,7 +73,7 @@ class Worker(Entry):
 
     It owns the flat parameters, the state shared with the gossip thread, that thread, and all that
     belongs to one wrapper: checkpoints, data, log and hooks. The main thread's part of an exchange
-    is in :meth:`stepped`; while it waits, at the start and at the end, the gossip thread writes x.
+    is in :meth:`stepped`; while it waits for a state at the start, the gossip thread writes x.
     Main thread only; :meth:`stats` and :meth:`view` any thread may call.
 
     Neither it nor its parts refer to the wrapper: so a wrapper that is dropped is collected, which
