@@ -19,7 +19,7 @@ from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, Supersed
 from gossipdp.gossip.codec import Codec, PoisonFound
 from gossipdp.gossip.exchange import CompletedExchange, Exchange
 from gossipdp.gossip.processor import IdleWatch
-from gossipdp.gossip.snapshot import PUBLISH_EVERY_S, Publisher
+from gossipdp.gossip.snapshot import PUBLISH_EVERY_S, LoopSnapshot, Publisher
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
 from gossipdp.launcher.reports import Report, say_instead_of_traceback, send_report
@@ -175,8 +175,14 @@ class GossipLoop(LinkHandler):
         self._pump()
         self._is_snapshot_old = now < self._publish_due_s
         if not self._is_snapshot_old:
-            self._publish_due_s = now + PUBLISH_EVERY_S
-            self.snapshot = self._publisher.snapshot(now)
+            self.publish()
+
+    def publish(self) -> LoopSnapshot:
+        """Replace the snapshot by one as of now, and return it."""
+        now = self.clock()
+        self._publish_due_s = now + PUBLISH_EVERY_S
+        self.snapshot = self._publisher.snapshot(now)
+        return self.snapshot
 
     def _report_addresses(self, now: float) -> None:
         """Report the live workers' addresses to the supervisor, if they have changed."""
@@ -240,7 +246,7 @@ class GossipLoop(LinkHandler):
             if not any(link.has_unsent for link in self._links.values()):
                 break
             self.transport.poll(FAREWELL_S / 10)
-        self.snapshot = self._publisher.snapshot(self.clock())
+        self.publish()
         self.transport.close()
 
     def perform(self, actions: Iterable[Action]) -> None:

@@ -33,7 +33,7 @@ class LoopSnapshot:
     """A worker's run, as of a turn of the gossip thread that ended at most 50 ms before the last.
 
     Attributes:
-        counters: those that the gossip thread counts; the engine and the checkpoints add theirs.
+        counters: those that the gossip thread counts; the worker adds its own.
         num_ticks: of the protocol's clock.
         others_samples: as last heard.
         is_stopped: a worker has ended the run for all, as last heard.

@@ -173,7 +173,8 @@ class Environment:
         else:
             given = with_torchrun_names(given)
         if not join and not given.keys() & {"RANK", "WORLD_SIZE"}:  # one worker alone
-            given = {name: given[name] for name in given if name.startswith("GOSSIPDP_")}
+            own = {name for name in given if name.startswith("GOSSIPDP_")} - {"GOSSIPDP_RUN_ID"}
+            given = {name: given[name] for name in own}
         missing = [name for name in REQUIRED if name not in given]
         present = [name for name in REQUIRED if name in given]
         if missing and present and not join:

@@ -266,8 +266,10 @@ class FaultInjector:
 
     def _send_signals(self) -> None:
         slow = {rank for rank, each in self._slow.items() if each.stands_still}
-        stand_still = {rank for rank in self._stops.keys() | slow if self._workers[rank].runs}
-        for rank in self._stopped - stand_still:
+        # A worker that joins may take another rank.
+        running = {rank for rank, worker in self._workers.items() if worker.runs}
+        stand_still = running & (self._stops.keys() | slow)
+        for rank in (self._stopped - stand_still) & self._workers.keys():
             self._workers[rank].send(signal.SIGCONT)
         for rank in stand_still - self._stopped:
             self._workers[rank].send(signal.SIGSTOP)

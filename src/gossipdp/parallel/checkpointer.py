@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Facts, encode, file_path, saved_steps
+from gossipdp.parallel.checkpoint import Facts, encode, file_path, saved_by
 from gossipdp.parallel.checkpoint_files import in_use, remove_unfinished, write_tensors
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.entry import Entry
@@ -333,9 +333,9 @@ class Checkpointer:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(path.parent)
             write_tensors(path, tensors, metadata, advance)  # whole on the disk
-            for step in saved_steps(directory, facts.rank)[keep:]:
-                if step != facts.step:
-                    file_path(directory, facts.rank, step).unlink(missing_ok=True)
+            for saved in saved_by(directory, facts.rank)[keep:]:  # a damaged file counts for none
+                if saved.step != facts.step:
+                    file_path(directory, facts.rank, saved.step).unlink(missing_ok=True)
             return path
 
         return write

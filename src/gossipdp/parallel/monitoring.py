@@ -217,7 +217,9 @@ class Monitoring:
         ours = self._gradient_steps, stats.exchanges, self._num_logged, len(self._ending)
         counted = num_noticed, *ours
         is_due = finally_ and counted != self._recorded
-        if is_due or (self._gradient_steps and writer.wait_s() <= 0):
+        # What others wait to see is written at the next look, however rare the records are by then.
+        is_new = num_noticed > self._recorded[0] or (self._gradient_steps and not self._recorded[1])
+        if is_due or is_new or (self._gradient_steps and writer.wait_s() <= 0):
             self._write_counts(writer, stats)
             self._recorded = counted
 

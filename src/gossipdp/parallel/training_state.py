@@ -290,7 +290,7 @@ def refuse_poison(state: Any) -> None:
     """
     for path, tensor in tree_flatten_with_path(state)[0]:
         place = keystr(path)
-        if not isinstance(tensor, Tensor) or "['param_groups']" in place:
+        if not isinstance(tensor, Tensor) or "['state']" not in place:
             continue
         parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         parts = parts.float() if parts.element_size() == 1 else parts

@@ -422,13 +422,18 @@ class Worker(Entry):
         self._state.flow(self._theta())
         tensors = self._flat.tensors()
         protocol = self._protocol
-        (progress, _), members = self._call(
-            lambda: (protocol.progress.news(), protocol.membership.members())
+        # Notices as new as the members: of a death without one nobody knows when it was.
+        (progress, _), members, noticed = self._call(
+            lambda: (
+                protocol.progress.news(),
+                protocol.membership.members(),
+                self._loop.publish().noticed,
+            )
         )
         # If all are asked to end, one may have saved and ended while another was still in its step.
         # After the average, whoever died is not in it, however late that was.
         now_s = min(self._loop.clock(), self.end_asked_s()) if self.lead is None else math.inf
-        ended = ended_lives(members, self._loop.snapshot.noticed, now_s)
+        ended = ended_lives(members, noticed, now_s)
         facts = Facts(
             rank=self.rank,
             world_size=self.world_size,
