@@ -5,6 +5,7 @@ of the worker arrive on standard input; if that ends empty, the process ends.
 """
 
 import builtins
+import gc
 import io
 import json
 import os
@@ -23,6 +24,7 @@ def main() -> None:
         # In place of the present directory what ``python`` would have there for these words.
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(words[0]))
     has_imported = import_ahead()
+    gc.freeze()  # a collection over what torch imports takes 0.3 s
     message = sys.stdin.buffer.read()
     if not message:
         return
