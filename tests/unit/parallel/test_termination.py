@@ -21,6 +21,7 @@ from gossipdp.parallel import worker as worker_module
 from gossipdp.parallel.checkpoint import file_path, read
 from gossipdp.parallel.checkpointer import Write
 from gossipdp.parallel.termination import TERMINATION, Termination
+from gossipdp.protocol.actions import Notice
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +143,18 @@ def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monk
     with pytest.raises(SystemExit):
         step(model, optimizer)
     assert judged == [asked_s]
+
+
+def test_a_checkpoint_s_notices_are_as_new_as_its_members(linear, tmp_path, monkeypatch):
+    """However old the snapshot is: a death without a notice counts as one of long ago."""
+    model, _ = linear(tmp_path)
+    loop, judged = model._worker._loop, []
+    notice = Notice(1, "lost", 5.0, 1)
+    model._worker._call(lambda: setattr(loop, "_publish_due_s", math.inf))
+    model._worker._call(lambda: loop.perform([notice]))
+    monkeypatch.setattr(worker_module, "ended_lives", lambda *_: judged.append(_[1]) or ())
+    model.save_checkpoint()
+    assert judged == [(notice,)]
 
 
 def test_whoever_died_before_the_average_has_not_made_it(linear, tmp_path, monkeypatch):
