@@ -167,7 +167,7 @@ def end_a_run(directory: str) -> dict[str, Tensor]:
 
 
 def test_a_finished_run_started_again_holds_exactly_its_average(workers, tmp_path):
-    """Of three: a sum of three equal numbers, divided by three, is often not that number."""
+    """Three of them: a sum of three equal numbers, divided by three, is often not that number."""
     (first, *_), again = (workers(end_a_run, 3, (str(tmp_path),)) for _ in range(2))
     for state in again:
         assert all(torch.equal(value, first[name]) for name, value in state.items())

@@ -175,21 +175,21 @@ def test_the_threads_of_the_table_are_those_that_are_started():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (402, 5), "cli": (1107, 6), "dynamics": (2567, 12), "gossip": (2603, 11),
+        ".": (402, 5), "cli": (1107, 6), "dynamics": (2567, 12), "gossip": (2604, 11),
         "graph": (578, 3), "integrations": (573, 5), "launcher": (3342, 13), "links": (2910, 12),
-        "observe": (1641, 8), "parallel": (7360, 23), "protocol": (5388, 17),
+        "observe": (1641, 8), "parallel": (7366, 23), "protocol": (5388, 17),
     },
     "src/gossipdp_lab": {
         ".": (319, 3), "demo": (1177, 7), "report": (1124, 6), "simulate": (3233, 18),
         "tasks": (1687, 9),
     },
     "tests": {
-        ".": (229, 1), "benchmarks": (1705, 13), "browser": (95, 1), "chaos": (1273, 5),
+        ".": (229, 1), "benchmarks": (1709, 13), "browser": (95, 1), "chaos": (1273, 5),
         "clusters": (365, 2), "fuzz": (677, 3), "integration": (3737, 24), "mutants": (289, 2),
-        "property": (1331, 8), "simulation": (1051, 6), "support": (4794, 34), "unit": (25483, 126),
+        "property": (1331, 8), "simulation": (1051, 6), "support": (4794, 34), "unit": (25562, 126),
     },
     "benchmarks": {
-        ".": (5361, 17), "reproduction": (1027, 6), "support": (2861, 16),
+        ".": (5361, 17), "reproduction": (1028, 6), "support": (2861, 16),
     },
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class Idle(NamedTuple):
-    """What was idle for about a second.
+    """The idle share of about a second.
 
     Attributes:
         core: the idle cores of this machine, at most one.

@@ -1,8 +1,9 @@
 """The snapshot that the gossip thread gives the other threads of its worker.
 
 The main thread, the log's thread and the status port's threads read :attr:`GossipLoop.snapshot` at
-any time. Apart from :attr:`GossipLoop.poisoned`, they read nothing else that the gossip thread
-changes. It is replaced as a whole, so one that a thread holds never changes.
+any time. Apart from single values that are replaced, such as :attr:`GossipLoop.poisoned`, they
+read nothing else that the gossip thread changes. It is replaced as a whole, so one that a thread
+holds never changes.
 """
 
 import math

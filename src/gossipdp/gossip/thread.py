@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 JOIN_TIMEOUT_S = 5.0
 ENDS = (SupersededError, PeerLostError)
-"""What ends a worker without a fault of its gossip thread."""
+"""The errors that end a worker without a fault of its gossip thread."""
 
 
 class Background(Generic[Result]):

@@ -152,24 +152,29 @@ def saved_steps(directory: Path, rank: int) -> list[int]:
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
-def saved_by(directory: Path, rank: int) -> list[Facts]:
-    """Return the facts of one worker's files, the newest first; warn of those that are damaged."""
+def saved_by(directory: Path, rank: int, *, warns: bool = True) -> list[Facts]:
+    """Return the facts of one worker's files that can be read, the newest first."""
     found = []
     for step in saved_steps(directory, rank):
-        path = file_path(directory, rank, step)
         try:
-            metadata = read_metadata(path)
-            if metadata.get("format") != FORMAT:
-                raise DamagedFileError(
-                    f"{path} is of format {metadata.get('format')!r}, and this version reads "
-                    f"{FORMAT!r}: go on with the version that wrote it, or move it away"
-                )
-            found.append(_decode_facts(metadata.get("facts", "")))
+            found.append(_facts(file_path(directory, rank, step)))
         except DamagedFileError as error:
-            logger.warning("a checkpoint is passed over: %s", error)
-        except msgspec.MsgspecError as error:
-            logger.warning("a checkpoint is passed over: %s is damaged: %s", path, error)
+            if warns:
+                logger.warning("a checkpoint is passed over: %s", error)
     return found
+
+
+def _facts(path: Path) -> Facts:
+    metadata = read_metadata(path)
+    if metadata.get("format") != FORMAT:
+        raise DamagedFileError(
+            f"{path} is of format {metadata.get('format')!r}, and this version reads {FORMAT!r}: "
+            "go on with the version that wrote it, or move it away"
+        )
+    try:
+        return _decode_facts(metadata.get("facts", ""))
+    except msgspec.MsgspecError as error:
+        raise DamagedFileError(f"{path} is damaged: {error}") from error
 
 
 def saved_in(directory: Path) -> dict[int, list[Facts]]:

@@ -299,7 +299,7 @@ def copied_state(
 
 
 class Average(msgspec.Struct, frozen=True):
-    """What a saved average is of: its run, and the samples that the run had trained on.
+    """The origin of a saved average: its run, and the samples that the run had trained on.
 
     ``rank``: the lowest of the workers that it is of, if ``is_end``; before the end, the saver's.
     """

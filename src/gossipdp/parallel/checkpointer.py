@@ -333,7 +333,8 @@ class Checkpointer:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(path.parent)
             write_tensors(path, tensors, metadata, advance)  # whole on the disk
-            for saved in saved_by(directory, facts.rank)[keep:]:  # a damaged file counts for none
+            # A damaged file counts for none, and was named when the run began.
+            for saved in saved_by(directory, facts.rank, warns=False)[keep:]:
                 if saved.step != facts.step:
                     file_path(directory, facts.rank, saved.step).unlink(missing_ok=True)
             return path

@@ -1,4 +1,4 @@
-"""What a gradient step does if exchanges lag behind: wait for them, or warn once."""
+"""A gradient step's answer to exchanges that lag behind: it waits for them, or warns once."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""What one worker knows of its peers: their links, their silence, and whether they can exchange.
+"""One worker's knowledge of its peers: their links, their silence, and whether they can exchange.
 
 A peer can exchange now if it is linked and heard, answers proposals, has not said that it is
 closed, and does not rest. Whatever changes that sets :attr:`Peers.has_changed`, which the worker

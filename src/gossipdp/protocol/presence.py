@@ -47,12 +47,12 @@ BUFFERED_FOR = 1 / HEARTBEATS_PER_TIMEOUT
 
 @dataclass
 class _Life:
-    """What has been noticed of another worker."""
+    """A record of what has been noticed of another worker."""
 
     member: Member | None = None
     """Its record at the last review."""
     process_id: int = 0
-    """Of its last process that took part; 0 if only its address is known."""
+    """The id of its last process that took part; 0 if only its address is known."""
     away: Literal["silent", "lost"] | None = None
     since: float | None = None
     """When it was heard last before it was away; None if that is not known."""

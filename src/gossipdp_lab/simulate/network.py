@@ -209,7 +209,7 @@ class VirtualNetwork:
         self._wires: dict[tuple[int, int], Wire] = {}
         self._running: dict[int, Exchange] = {}
         self._held: dict[int, tuple[Begin, object]] = {}
-        """What the ends that were asked send once their exchange is confirmed."""
+        """Return what the ends that were asked send once their exchange is confirmed."""
         self._alarms: dict[int, Event] = {}
         for rank in sorted(workers):
             self._start_step(rank)

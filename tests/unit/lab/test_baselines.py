@@ -93,7 +93,7 @@ def test_it_trains_in_step_on_the_budget_and_measures_who_waits(workers, tmp_pat
 
 
 def test_its_process_group_outlives_it(tmp_path):
-    """Where torch frees one with its model, a process waits for ever now and then."""
+    """If torch frees one with its model, a process waits for ever now and then."""
     model = SynchronousDataParallel(
         make_net(), batch_size=1, budget_samples=1, seed=0, log_dir=tmp_path
     )
