@@ -23,7 +23,7 @@ the trained ones: this includes an EMA or a target network, and excludes an adap
 STATISTICS = ("running_mean", "running_var")
 """Buffers that are averaged by default, in a module that has both: torch's norms and their like."""
 SAMPLED_VALUES = 512
-"""Values of a frozen tensor for the digest: few, as each may lie on a page of its own on disk."""
+"""Values of a frozen tensor for the digest: few, as each may lie on a disk page of its own."""
 
 
 @dataclass(slots=True)

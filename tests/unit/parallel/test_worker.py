@@ -170,7 +170,7 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
 
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
 def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given, threads):
-    """It has 8 cores, beside a live worker; a dead one, and one elsewhere, count for nothing."""
+    """It has 8 cores, beside a live worker; a dead one and one elsewhere count for nothing."""
     worker, told = wrap_sgd(nn.Linear(2, 2))[0]._worker, []
     own = worker._protocol.membership.own
     others = [(Status.ALIVE, own.host), (Status.ALIVE, "10.0.0.9"), (Status.DEAD, own.host)]
