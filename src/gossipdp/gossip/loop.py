@@ -83,7 +83,7 @@ class GossipLoop(LinkHandler):
         make_transport: Callable[[LinkHandler], Transport],
         clock: Callable[[], float],
         *,
-        wire_format: str = "full",
+        wire_format: str,
     ) -> None:
         self.protocol = protocol
         self._state, self._phase = state, phase

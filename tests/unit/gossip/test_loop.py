@@ -68,7 +68,9 @@ class Worker:
         protocol.membership.merge_all(
             Member(rank, 0, 7, Status.ALIVE, *self.address(rank)) for rank in (1, 2)
         )
-        self.loop = GossipLoop(protocol, state, self.phase, NoNetwork, lambda: self.now)
+        self.loop = GossipLoop(
+            protocol, state, self.phase, NoNetwork, lambda: self.now, wire_format="full"
+        )
         self.links = {peer: FakeLink(peer) for peer in (1, 2)}
         for link in self.links.values():
             self.loop.link_up(link)
