@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
+from msgspec.structs import replace
+
 from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.links.handshake import FIRST_VISITOR_RANK
@@ -67,12 +69,8 @@ class Publisher:
     def __init__(self, protocol: WorkerProtocol, links: Mapping[int, Link]) -> None:
         self._protocol = protocol
         self._links = links
-        self._by_neighbour: dict[int, int] = {}
-        self._wire_formats: dict[int, str] = {}
+        self._counters = Counters()  # as the last completed exchange left them
         self._recent: deque[CompletedExchange] = deque(maxlen=RECENT_EXCHANGES)
-        self._edge_distance = math.nan
-        self._exchange_seconds = 0.0
-        self._num_chunks = self._num_repeated = 0
         self._notices: tuple[Notice, ...] = ()
         self._ended_bytes: Counter[str] = Counter()  # of links that have ended
         self._others_due_s = -math.inf
@@ -83,14 +81,18 @@ class Publisher:
 
     def exchanged(self, exchange: CompletedExchange, num_chunks: int, num_repeated: int) -> None:
         """Count an exchange that was completed here."""
-        num_before = self._by_neighbour.get(exchange.peer, 0)
-        self._by_neighbour = {**self._by_neighbour, exchange.peer: num_before + 1}
-        self._wire_formats = {**self._wire_formats, exchange.peer: exchange.wire_format}
+        before, peer = self._counters, exchange.peer
+        num_before = before.exchanges_by_neighbour.get(peer, 0)
         self._recent.append(exchange)
-        self._edge_distance = fmean(each.half_squared_distance for each in self._recent)
-        self._exchange_seconds += exchange.ended_s - exchange.started_s
-        self._num_chunks += num_chunks
-        self._num_repeated += num_repeated
+        self._counters = replace(
+            before,
+            exchanges_by_neighbour={**before.exchanges_by_neighbour, peer: num_before + 1},
+            wire_formats={**before.wire_formats, peer: exchange.wire_format},
+            edge_distance=fmean(each.half_squared_distance for each in self._recent),
+            exchange_seconds=before.exchange_seconds + (exchange.ended_s - exchange.started_s),
+            chunks_exchanged=before.chunks_exchanged + num_chunks,
+            chunks_repeated=before.chunks_repeated + num_repeated,
+        )
 
     def noticed(self, notice: Notice) -> None:
         """Keep a notice; of too many, drop the oldest that is not the last of its worker."""
@@ -124,21 +126,16 @@ class Publisher:
         links = self._links.values()
         step_seconds, rate = protocol.clock.step_seconds, protocol.exchange_rate
         return LoopSnapshot(
-            counters=Counters(
+            counters=replace(
+                self._counters,
                 step_seconds=math.nan if step_seconds is None else step_seconds,
                 exchanges_initiated=protocol.exchanges_initiated,
                 exchanges_answered=protocol.exchanges_answered,
                 exchanges_failed=protocol.exchanges_failed,
-                exchanges_by_neighbour=self._by_neighbour,
-                wire_formats=self._wire_formats,
                 aimed_comm_rate=protocol.neighbourhood.graph.comm_rate
                 if rate is None
                 else rate.rate,
                 comm_rate_bound="fixed" if rate is None else rate.bound,
-                edge_distance=self._edge_distance,
-                exchange_seconds=self._exchange_seconds,
-                chunks_exchanged=self._num_chunks,
-                chunks_repeated=self._num_repeated,
                 **{
                     name: self._ended_bytes[name] + sum(getattr(link, name) for link in links)
                     for name in _BYTES
