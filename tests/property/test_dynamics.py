@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from reference import MomentumState, PaperState
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Role
-from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.chunks import Moment, Role
 from gossipdp.dynamics.state import Segment, State
 
 ETA = 0.37

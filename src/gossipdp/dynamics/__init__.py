@@ -2,8 +2,8 @@
 
 Arithmetic on tensors: no socket, file or clock.
 
-chunks      the unit of the state, with its lock, and the rules for the two threads that share it
-moments     chunks of what optimizers keep, such as Adam's second moment
+chunks      the unit of the state, with its lock, and the rules for the two threads that share it;
+            of parameters, of buffers, and of what optimizers keep, such as Adam's second moment
 state       all chunks of one worker, and the boundary that passes over them
 update      the equations; update_loops: they and the 8-bit code as loops that are compiled;
             machine_code: those loops, kept on disk

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role, working_dtype
+from gossipdp.dynamics.chunks import BufferChunk, Chunk, Moment, MomentChunk, Role, working_dtype
 from gossipdp.dynamics.device import Credit, Device, QueuedDevice, device_of, zeros
 from gossipdp.dynamics.inboxes import InboxChunk
-from gossipdp.dynamics.moments import Moment, MomentChunk
 
 CHUNK_BYTES = 1 << 20
 MOST_BYTES = 1 << 26

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.chunks import Moment, Role
 from gossipdp.dynamics.device import zeros
-from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import CHUNK_BYTES, Segment, State
 from gossipdp.errors import ModelChangedError
 from gossipdp.links import frames

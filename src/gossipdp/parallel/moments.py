@@ -7,7 +7,7 @@ as they average parameters but seldom: it changes slowly.
 The optimizer keeps such a tensor in its own state. After its first step, and whenever a state was
 loaded into it, the tensor is replaced by a view of flat memory that holds the same values; the
 optimizer, ``state_dict()`` and its readers see no difference. Exchanges average that memory in
-chunks (:class:`~gossipdp.dynamics.moments.MomentChunk`).
+chunks (:class:`~gossipdp.dynamics.chunks.MomentChunk`).
 """
 
 import logging

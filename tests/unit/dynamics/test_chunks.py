@@ -11,8 +11,7 @@ from calling_back import CallingLock
 from reference import MomentumState
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Chunk, Role
-from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.chunks import Chunk, Moment, Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.links.frames import MAX_CHUNK_BYTES
 

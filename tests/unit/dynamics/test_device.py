@@ -14,7 +14,7 @@ import torch
 from clocked_device import GOSSIP, MAIN, ClockedDevice, OutOfOrderError
 from torch import Tensor, nn
 
-from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
+from gossipdp.dynamics.chunks import BufferChunk, Chunk, Moment, Role
 from gossipdp.dynamics.device import (
     HUGE_PAGE_BYTES,
     LEAST_HUGE_BYTES,
@@ -27,7 +27,6 @@ from gossipdp.dynamics.device import (
     refusal,
     zeros,
 )
-from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.parallel.training_state import BetweenSteps

@@ -6,9 +6,8 @@ import pytest
 import torch
 from fake_card import CARD
 
-from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.chunks import Moment, Role
 from gossipdp.dynamics.device import AcceleratorDevice
-from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import FORMATS, Codec
 from gossipdp.parallel.flat_parameters import chunk_bytes_for

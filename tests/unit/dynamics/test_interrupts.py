@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
+from gossipdp.dynamics.chunks import BufferChunk, Chunk, Moment, MomentChunk, Role
 from gossipdp.dynamics.device import Mark, QueuedDevice
 from gossipdp.dynamics.inboxes import InboxChunk
-from gossipdp.dynamics.moments import Moment, MomentChunk
 from gossipdp.dynamics.state import Segment, State
 
 # A trace function without bytecodes of its own: the signal arrives, and it is the traced code where

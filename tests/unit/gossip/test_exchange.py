@@ -9,8 +9,7 @@ import pytest
 import torch
 from links import MemoryLink
 
-from gossipdp.dynamics.chunks import Role
-from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.chunks import Moment, Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import FORMATS, Codec, PoisonFound
 from gossipdp.gossip.exchange import Exchange

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipdp import Counting, Exchange, GossipDataParallel
-from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.chunks import Moment
 from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import DEFAULT_PERIOD, MOST_REPLACED, chosen_moments
