@@ -8,7 +8,7 @@ state       all chunks of one worker, and the boundary that passes over them
 update      the equations; update_loops: they and the 8-bit code as loops that are compiled;
             machine_code: those loops, kept on disk
 phase       how far a worker's momentum has flowed
-lattice     the 8-bit code for the difference of two workers: what it guarantees; squares: of v
+lattice     the 8-bit codes, of the difference of two workers and of v: what they guarantee
 device      the rules for parameters on a GPU
 inboxes     there, what lets neither a step nor an exchange wait for the other
 """

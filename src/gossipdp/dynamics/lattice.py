@@ -1,5 +1,7 @@
 """An 8-bit code for the difference of two vectors whose holders know that they are near.
 
+(The code of an optimizer's moments is another: :func:`encode_squares`.)
+
 Both ends round their values to points of one lattice, k = round(x / s), with a step s for each
 block of values, and send k modulo 256. The receiver, who holds y, takes the number congruent to it
 that is nearest to its own round(y / s). That is the sender's k if, for every value,
@@ -171,3 +173,36 @@ class LatticeSteps:
 def clamped(exponents: Tensor) -> Tensor:
     """Return the nearest exponents whose steps, and their reciprocals, are ordinary numbers."""
     return exponents.clamp(SMALLEST_EXPONENT, LARGEST_EXPONENT).to(torch.int8)
+
+
+# Squares: values that are never negative, such as an optimizer's means of squared gradients.
+
+
+def squares_bytes(num_elements: int) -> int:
+    """Return the bytes of a code of squares: each block's largest level, then the codes."""
+    return 2 * num_blocks(num_elements) + num_elements
+
+
+def encode_squares(values: Tensor, code: Tensor) -> None:
+    """Write the ``code`` (uint8) of ``values``: float32, finite and not negative.
+
+    A float32's bits, read as a whole number, are close to its logarithm. The code keeps the
+    exponent and three bits of the mantissa, rounded: eight levels from one power of two to the
+    next. It counts levels from the largest value of its block down: 255 is the level of that value,
+    1 is a 2**-31.75th of it, and 0 is zero alone. So for v >= 2**-31 times the largest of its block
+
+        |decoded - v| <= v / 16,    and for its root  |sqrt(decoded) - sqrt(v)| <= sqrt(v) / 30;
+
+    smaller ones but zero are raised to about that size. What is decoded is finite and not negative.
+    """
+    loop("encode_squares")(values, *_parts(code, len(values)))
+
+
+def decode_squares(code: Tensor, values: Tensor) -> None:
+    """Write the values of a ``code``."""
+    loop("decode_squares")(values, *_parts(code, len(values)))
+
+
+def _parts(code: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
+    num_tops = 2 * num_blocks(num_elements)
+    return code[:num_tops].view(torch.int16), code[num_tops:]

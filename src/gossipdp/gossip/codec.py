@@ -22,7 +22,7 @@ takes about twice the processor time of values where no byte travels, over TCP u
 BatchNorm's statistics always travel as they are held: they differ too much in size to share a step,
 and a variance must not turn negative. So the optimizers' moments travel in bfloat16 where
 parameters are coded, and Adam's second moment in 8 bits by its logarithm
-(:mod:`~gossipdp.dynamics.squares`).
+(:func:`~gossipdp.dynamics.lattice.encode_squares`).
 """
 
 import itertools
@@ -37,7 +37,7 @@ from typing import Any, TypeAlias, TypeVar, cast, final
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics import lattice, squares
+from gossipdp.dynamics import lattice
 from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.machine_code import CODED, loop
 from gossipdp.dynamics.state import State
@@ -220,7 +220,7 @@ class Codec:
     def num_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk on its way, unless it must be repeated."""
         if self._is_square(chunk):
-            return squares.coded_bytes(chunk.num_elements)
+            return lattice.squares_bytes(chunk.num_elements)
         if self.is_certain(chunk):
             return chunk.num_elements * self._dtype(chunk).itemsize
         return _CHECKSUM.size + chunk.num_elements
@@ -270,7 +270,7 @@ class Codec:
         elif self._is_square(chunk):
             values = self._squares[: chunk.num_elements]
             chunk.snapshot(self._theta, values)
-            squares.encode(values, torch.frombuffer(self.room(chunk), dtype=torch.uint8))
+            lattice.encode_squares(values, torch.frombuffer(self.room(chunk), dtype=torch.uint8))
         elif not chunk.snapshot(self._theta, self._tensor(chunk, self._dtype(chunk))):
             raise PoisonFound(ours=True)
 
@@ -286,7 +286,7 @@ class Codec:
             return self._exchange_decoded(chunk)
         if self._is_square(chunk):
             mine = peers = self._squares[: chunk.num_elements]  # a moment takes the peer's alone
-            squares.decode(torch.frombuffer(payload, dtype=torch.uint8), peers)
+            lattice.decode_squares(torch.frombuffer(payload, dtype=torch.uint8), peers)
         else:
             mine = self._tensor(chunk, self._dtype(chunk))
             peers = torch.frombuffer(payload, dtype=mine.dtype)

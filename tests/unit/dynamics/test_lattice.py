@@ -1,4 +1,4 @@
-"""The 8-bit code: exact within its range, found out beyond it, and its steps."""
+"""The 8-bit codes: of differences exact or found out, with its steps; of squares within bounds."""
 
 import pytest
 import torch
@@ -10,9 +10,12 @@ from gossipdp.dynamics.lattice import (
     CARRY,
     LatticeSteps,
     decode,
+    decode_squares,
     difference,
     encode,
+    encode_squares,
     num_blocks,
+    squares_bytes,
     weights,
 )
 from gossipdp.dynamics.machine_code import BLOCK
@@ -214,3 +217,55 @@ def test_one_huge_difference_is_forgotten_in_time(distance, size):
         steps.learn(ALL, distances, sizes)
     # 4 times 0.25 is 1, and 1/127 is between 2**-7 and 2**-6.
     assert steps.exponents().tolist() == [-6]
+
+
+# Squares.
+
+
+def there_and_back(values):
+    code, out = torch.empty(squares_bytes(len(values)), dtype=torch.uint8), torch.empty_like(values)
+    encode_squares(values, code)
+    decode_squares(code, out)
+    return out
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_values=st.integers(1, 3 * BLOCK),
+    spread=st.floats(0, 12),
+    scale=st.floats(-80, 80),
+)
+@settings(max_examples=150, deadline=None)
+def test_errors_of_squares_are_those_that_are_stated(seed, num_values, spread, scale):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = spread * torch.randn(num_values, generator=generator, dtype=torch.float64) + scale
+    values = drawn.exp().clamp(max=3e38).float()
+    values[torch.rand(num_values, generator=generator) < 0.2] = 0.0
+    out = there_and_back(values)
+    assert torch.equal(out == 0, values == 0)
+    assert bool((out >= 0).all())
+    assert bool(out.isfinite().all())
+    for mine, theirs in zip(values.double().split(BLOCK), out.double().split(BLOCK), strict=True):
+        # Below 2**-126 numbers have fewer bits than a level.
+        is_coded = mine >= max(2.0**-31 * float(mine.max()), 2.0**-126)
+        error = (theirs - mine).abs()[is_coded]
+        assert bool((error <= mine[is_coded] / 16).all())
+        roots = (theirs.sqrt() - mine.sqrt()).abs()[is_coded]
+        assert bool((roots <= mine[is_coded].sqrt() / 30).all())
+        assert bool((theirs[~is_coded] <= max(2.0**-30 * float(mine.max()), 2.0**-125)).all())
+
+
+def test_the_levels_of_squares_are_evenly_rounded_and_the_largest_number_stays_finite():
+    values = torch.tensor([1.0, 1.0624, 1.0626, 1.125, 0.5, 0.0, 3.4e38])
+    assert there_and_back(values)[-2:].tolist() == [0.0, 2.0**127 * 1.75]
+    assert there_and_back(values[:-1]).tolist() == [1.0, 1.0, 1.125, 1.125, 0.5, 0.0]
+
+
+def test_a_hostile_code_of_squares_gives_finite_numbers_that_are_not_negative():
+    generator = torch.Generator().manual_seed(1)
+    out = torch.empty(2 * BLOCK)
+    for _ in range(200):
+        code = torch.randint(0, 256, (squares_bytes(len(out)),), generator=generator)
+        decode_squares(code.to(torch.uint8), out)
+        assert bool(out.isfinite().all())
+        assert bool((out >= 0).all())
