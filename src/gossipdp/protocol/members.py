@@ -181,14 +181,11 @@ class Membership(News[int, Member]):
         self._store(member.rank, member)
         return True
 
-    def merge_all(self, members: Iterable[Member]) -> bool:
-        """Take in several records; return whether any changed this view."""
-        before = self.version
-        known = self._records
+    def merge_all(self, members: Iterable[Member]) -> None:
+        """Take in several records."""
         for member in members:
-            if known.get(member.rank) is not member:
+            if self._records.get(member.rank) is not member:
                 self.merge(member)
-        return self.version > before
 
     def set_status(self, status: Status) -> bool:
         """Set that this worker is done or has left; a status that is not higher changes nothing."""
@@ -260,15 +257,9 @@ class Membership(News[int, Member]):
 def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int, int]:
     """Choose the rank and incarnation of a worker that is about to join.
 
-    Two workers that join without a rank may take the same one. One's record wins; the other gets
-    ``Superseded`` and starts again with another rank.
-
-    Args:
-        members: the records of a live worker.
-        rank: the rank to take, or None for the one after the highest known.
-
-    Returns:
-        The rank, and the incarnation after the highest known one of it; 0 for a new rank.
+    It is the given rank, or else the one after the highest known; and the incarnation after the
+    highest known one of it, 0 for a new rank. Two workers that join without a rank may take the
+    same one: the one whose record loses gets ``Superseded`` and starts again with another.
 
     Raises:
         ValueError: there are no records, or the rank or its incarnation is out of bounds.
