@@ -194,8 +194,8 @@ def test_a_stop_in_the_end_does_not_hold_it_up(has_begun):
     for rank in network.workers:
         if has_begun or rank != victim:
             network.done(rank)
-    workers = network.workers.values()
-    while has_begun and not any(worker.consolidation.missing() == () for worker in workers):
+    views = [worker.consolidation.participants for worker in network.workers.values()]
+    while has_begun and not any(view.missing() == () for view in views):
         run_on(network, 0.001)
     network.stall(victim, 60.0)
     run_on(network, 12.0)

@@ -1,28 +1,24 @@
 """Termination: all live workers end with the same bits, the mean over all of them.
 
-**One epoch**, if nothing fails. Once every live worker is done, the lowest of them, the leader,
-fixes the member list. It sends the list down the tree of a sum over the members
-(:mod:`~gossipdp.protocol.reduction`), and to all that are linked to it: no other worker can begin
-an epoch in its name at a member with a link to it. The root's results go down the same tree, while
-later chunks are still on their way up. Members that hold every chunk of the result sum their
-squared distances to it up the tree, so the root knows when all hold it. It commits; COMMIT goes
-down, its acknowledgement up, RELEASE down. The caller that waits for the end writes the parameters
-after that: until then x + pending + c/2 is this worker's input.
+**One epoch.** Once every live worker is done, the lowest of them, the leader, sends the member list
+down the tree of a sum over the members (:mod:`~gossipdp.protocol.reduction`), and to all that are
+linked to it: no other worker can begin an epoch in its name there. The root's results go down the
+same tree, while later chunks are still on their way up. Members that hold all of the result sum
+their squared distances to it up the tree, so the root knows when all hold it. It commits; COMMIT
+goes down, its acknowledgement up, RELEASE down. The parameters are written after that: until then
+x + pending + c/2 is this worker's input.
 
-**Failures.** A worker that believes itself to be the lowest live one leads; when its view of the
-live workers changes, it starts a new epoch. Epochs are totally ordered (:class:`Epoch`). A worker
-follows the worker that it believes to lead, into each of its epochs that is higher than those it
-was in; it drops messages of lower ones and tells a leader that is behind. Every request is repeated
-when its link is lost, and every message may arrive twice. Once views agree, one worker leads, it
-hears of every higher epoch, goes above it, and all follow; so all ends once failures cease.
+**Failures.** A worker that believes itself to be the lowest live one leads, with a new epoch
+whenever its view of the live workers changes. A worker follows the one that it believes to lead,
+into each epoch above those it was in; it drops messages of lower ones and tells a leader that is
+behind. Every request is repeated when its link is lost, and every message may arrive twice. Once
+views agree, one worker leads, hears of every higher epoch, goes above it, and all follow; so all
+ends once failures cease. :mod:`~gossipdp.protocol.participants` says which worker is left out or
+passed over because it stalls.
 
-**Stalling.** A worker that stalls is left out of the epochs that follow, or passed over if it
-leads: :mod:`~gossipdp.protocol.participants` says which and when.
-
-**One result only.** A new epoch does not always compute a new mean. A member that holds every
-chunk of a result refuses to join an epoch that would replace it (``Held``), and the leader restarts
-with that result, fetched from the member. Between two such results a committed one survives, then
-the one computed in the later epoch.
+**One result only.** A member that holds all of a result refuses to join an epoch that would replace
+it (``Held``), and the leader restarts with that result, fetched from the member. Between two such
+results a committed one survives, then the one computed in the later epoch.
 
 *Claim.* If all members of an epoch e hold the result v that e computed, as they do before anyone
 commits to it, then no later epoch that shares a process with e computes a result.
@@ -39,18 +35,16 @@ bits: every live worker is a member of every epoch, and the one that first commi
 all that follow for as long as it lives. No worker leaves before all live workers have committed: so
 if the only worker that had committed dies, its user never saw its result.
 
-*Limits.* A worker declared dead by mistake is covered as well once it holds the result of the
-others or they hold its own. But two groups that each declare the other dead before they hold a
-result in common each compute their own mean. If they meet before they leave, one of the two
-survives on both sides; if not, ``Commit.num_members`` gives the number of workers that were
-averaged. A worker that is cut off until all others have left likewise consolidates by itself. If
-members die after a result was complete, it is kept: the mean then includes the dead, and the
-consensus distance is over the survivors, which can still compare.
+*Limits.* A worker declared dead by mistake is covered once it holds the result of the others or
+they hold its own. Two groups that each declare the other dead before that each compute their own
+mean. If they meet before they leave, one of the two survives on both sides; if not,
+``Commit.num_members`` gives the number of workers that were averaged. A worker that is cut off
+until all others have left likewise consolidates by itself. If members die after a result was
+complete, the mean includes the dead, and the consensus distance is over the survivors.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -153,14 +147,13 @@ class Consolidation:
             the leader.
         is_linked: returns whether there is a link to a rank.
 
-    Every input returns the actions to perform, in order. Control messages may go to any rank: the
-    driver dials if there is no link, and reports a refused dial through membership. It reports a
-    lost link before anything that arrives on a new one.
+    Control messages may go to any rank: the driver dials if there is no link, and reports a refused
+    dial through membership. It reports a lost link before anything that arrives on a new one.
 
     Attributes:
+        participants: who is to be averaged, and for whom all wait.
         has_begun: whether this worker has been in an epoch.
         waits_for_all: whether to average nothing before all live workers are done.
-        wait_ticks: how long all wait for those that are not done.
     """
 
     def __init__(
@@ -178,9 +171,8 @@ class Consolidation:
         self.total_chunks = num_chunks + num_copied_chunks
         self.is_finished = False
         self.waits_for_all = True
-        self.wait_ticks = math.inf
         self._actions: Actions = []
-        self._participants = Participants(rank, process_id)
+        self.participants = Participants(rank, process_id)
         self._blame = Blame(rank)
         self._attempt: _Attempt | None = None
         self.highest: Epoch | None = None
@@ -201,14 +193,10 @@ class Consolidation:
 
     # --- inputs ----------------------------------------------------------------------------
 
-    def missing(self) -> tuple[int, ...]:
-        """Return the live workers that are not done yet, for which all others wait."""
-        return self._participants.missing()
-
     @property
     def left_out(self) -> dict[int, str]:
         """Return the workers that live and are done, but gave nothing for too long; and why."""
-        own = {rank: reason for (rank, _), reason in self._participants.left_out.items()}
+        own = {rank: reason for (rank, _), reason in self.participants.left_out.items()}
         begin = None if self._attempt is None else self._attempt.begin
         told = {} if begin is None else {each.process[0]: each.reason for each in begin.left_out}
         return dict(sorted((told | own).items()))
@@ -232,8 +220,8 @@ class Consolidation:
 
     def review(self, members: Iterable[Member]) -> Actions:
         """Take over the membership view, which changed: this worker itself may be done now."""
-        self._participants.review(members)
-        done = self._participants.done()
+        self.participants.review(members)
+        done = self.participants.done()
         self._offered = {
             process: begin for process, begin in self._offered.items() if process in done
         }
@@ -245,14 +233,14 @@ class Consolidation:
         Raises:
             ProtocolError: it breaks the rules.
         """
-        if self._participants.is_left_out(peer):
+        if self.participants.is_left_out(peer):
             return []
         if isinstance(message, BeginEpoch | NewerEpoch):
             known = 0 if self.highest is None else self.highest.number
             if message.epoch.number > known + MAX_LEAP:
                 raise ProtocolError(f"epoch {message.epoch.number} follows none, after {known}")
             if self._hear_of(message.epoch) and self._is_leading:
-                self._participants.restarted_by(peer)
+                self.participants.restarted_by(peer)
         if self._is_taking_part:
             attempt = self._attempt
             match message:
@@ -319,7 +307,7 @@ class Consolidation:
         if reduction is not None:
             reduction.accuse(rank, reason)
         elif epoch == self.origin and rank != self.rank:
-            self._participants.leave_out(rank, reason)
+            self.participants.leave_out(rank, reason)
         return self._settle()
 
     def accepts_result(self, peer: int, origin: Epoch, chunk: int) -> bool:
@@ -353,7 +341,7 @@ class Consolidation:
 
     @property
     def _is_taking_part(self) -> bool:
-        return self._participants.includes_self and not self.is_finished
+        return self.participants.includes_self and not self.is_finished
 
     @property
     def _is_leading(self) -> bool:
@@ -374,9 +362,9 @@ class Consolidation:
         self._actions.append(Send(peer, message))
 
     def _lead(self) -> None:
-        if self._held is None and self.waits_for_all and self.missing():
+        if self._held is None and self.waits_for_all and self.participants.missing():
             return  # a mean is computed over all; a result at hand waits for none
-        members, attempt = self._participants.done(), self._attempt
+        members, attempt = self.participants.done(), self._attempt
         lowest = members[0]
         if lowest[0] == self.rank:
             if (
@@ -418,7 +406,7 @@ class Consolidation:
             has_suspects,
             left_out=tuple(
                 LeftOut(process, reason)
-                for process, reason in sorted(self._participants.left_out.items())
+                for process, reason in sorted(self.participants.left_out.items())
             ),
         )
         self._join(begin, source)
@@ -447,13 +435,13 @@ class Consolidation:
             return
         leader = begin.epoch.leader
         is_relayed = _parents(begin).get(self.rank) == peer and not self._is_linked(leader)
-        if (peer == leader or is_relayed) and begin.members[0] in self._participants.done():
+        if (peer == leader or is_relayed) and begin.members[0] in self.participants.done():
             self._offered[begin.members[0]] = begin
 
     def _join(self, begin: BeginEpoch, source: int | None) -> None:
         epoch = begin.epoch
         own, leader = (self.rank, self.process_id), begin.members[0]
-        if own not in begin.members or leader in self._participants.left_out:
+        if own not in begin.members or leader in self.participants.left_out:
             return
         current = self._attempt.epoch if self._attempt is not None else None
         if current is not None and epoch.order <= current.order:
@@ -570,15 +558,15 @@ class Consolidation:
 
     def _watch(self, heard: Collection[int], moving: Collection[int]) -> None:
         """Leave out workers that stall; repeat words that may have been lost."""
-        participants, attempt = self._participants, self._attempt
+        participants, attempt = self.participants, self._attempt
         if attempt is None:
-            participants.watch_leader(None, gets_on=False, wait_ticks=self.wait_ticks)
+            participants.watch_leader(None, gets_on=False)
             return
         gets_on = False
         if not attempt.is_refused:
             awaited = [rank for rank in attempt.sum.children if self._awaits(attempt, rank)]
             gets_on = attempt.sum.tick(moving, awaited, heard)
-        participants.watch_leader(attempt.epoch, gets_on=gets_on, wait_ticks=self.wait_ticks)
+        participants.watch_leader(attempt.epoch, gets_on=gets_on)
         if self._is_leading and not attempt.is_refused:
             source = attempt.source
             if source is not None and self._num_results < self.total_chunks:
@@ -619,7 +607,7 @@ class Consolidation:
             case Held(average=average) if attempt.parent is None:
                 if self._found is None or average.order > self._found[1].order:
                     self._found = (peer, average)
-                    self._participants.restarted_by(peer)
+                    self.participants.restarted_by(peer)
             case Stalled() | Progressed() | PullPartials():
                 if not attempt.is_refused:
                     attempt.sum.receive(peer, message)
@@ -646,7 +634,7 @@ class Consolidation:
         self._advance_distance(attempt, self._held)
         if attempt.is_committed and attempt.committed >= attempt.sum.children.keys():
             if attempt.parent is None:
-                if set(self._participants.done()) <= set(attempt.begin.members):
+                if set(self.participants.done()) <= set(attempt.begin.members):
                     self._release(attempt.begin)
             elif not attempt.is_acknowledged:
                 attempt.is_acknowledged = True
@@ -704,7 +692,7 @@ class Consolidation:
         if begin is None:
             return
         left_out = (each.process for each in begin.left_out)
-        if {*begin.members, *left_out}.issuperset(self._participants.done()):
+        if {*begin.members, *left_out}.issuperset(self.participants.done()):
             self._release(begin)
 
     def _release(self, begin: BeginEpoch) -> None:

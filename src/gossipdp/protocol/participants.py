@@ -9,6 +9,7 @@ consolidate two models in opposite orders would wait for ever: :class:`Crossing`
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -26,19 +27,17 @@ MAX_EPOCHS = 16
 
 
 class Participants:
-    """The workers to be averaged, as one worker sees it.
+    """The workers to be averaged, as the worker ``rank, process_id`` sees it.
 
-    Args:
-        rank, process_id: this worker.
-
-    Attributes:
-        left_out: the processes that are done but gave nothing for too long, and why.
+    ``left_out``: the processes that are done but gave nothing for too long, and why.
+    ``wait_ticks``: for how long a leader may wait for workers that are not done.
     """
 
     def __init__(self, rank: int, process_id: int) -> None:
         self.rank = rank
         self.process_id = process_id
         self.left_out: dict[Process, str] = {}
+        self.wait_ticks = math.inf
         self._view: dict[int, Member] = {}
         self._restarts: Counter[int] = Counter()
         self._watched: Epoch | None = None
@@ -84,13 +83,12 @@ class Participants:
         if self._restarts[peer] > MAX_RESTARTS:
             self.leave_out(peer, f"it made worker {self.rank} restart {MAX_RESTARTS} times")
 
-    def watch_leader(self, epoch: Epoch | None, *, gets_on: bool, wait_ticks: float) -> None:
+    def watch_leader(self, epoch: Epoch | None, *, gets_on: bool) -> None:
         """Pass over a leader under which nothing moves, or that restarts without end.
 
         Args:
             epoch: the epoch under way. While it gets on no leader is passed over.
             gets_on: whether any of it moved since the last tick.
-            wait_ticks: for how long a leader may wait for workers that are not done.
         """
         leader = self.done()[0][0]
         if leader == self.rank:
@@ -107,7 +105,7 @@ class Participants:
             return
         if (epoch is None or epoch.leader != leader) and self.missing():
             self._waited_ticks[leader] += 1
-            if self._waited_ticks[leader] <= wait_ticks:
+            if self._waited_ticks[leader] <= self.wait_ticks:
                 return  # it waits for them too, since it is done itself
         self._idle_ticks[leader] += 1
         if self._idle_ticks[leader] >= PASS_OVER_AFTER:

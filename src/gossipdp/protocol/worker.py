@@ -52,13 +52,7 @@ from gossipdp.protocol.messages import (
     ProtocolError,
     ReductionMessage,
 )
-from gossipdp.protocol.neighbours import (
-    Fresh,
-    Neighbourhood,
-    NeighbourPolicy,
-    WorkOut,
-    at_once,
-)
+from gossipdp.protocol.neighbours import Fresh, Neighbourhood, NeighbourPolicy, WorkOut, at_once
 from gossipdp.protocol.pairing import Exchanging, MomentsDue, Pairing, PairingAction, Proposing
 from gossipdp.protocol.peers import Peers
 from gossipdp.protocol.presence import Presence
@@ -238,7 +232,7 @@ class WorkerProtocol:
         self.is_done = True
         self._waits_until = now + wait_s
         self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
-        self.consolidation.wait_ticks = TICKS_PER_TIMEOUT * wait_s / self.timeout_s
+        self.consolidation.participants.wait_ticks = TICKS_PER_TIMEOUT * wait_s / self.timeout_s
         self.pairing.stop_asking()
         self.clock.pause(now)
         return []

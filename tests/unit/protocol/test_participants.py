@@ -68,7 +68,7 @@ def test_a_leader_that_begins_anew_without_end_is_passed_over():
 
 def test_a_leader_waits_for_those_that_train_as_long_as_was_asked():
     machine = worker(1)
-    machine.wait_ticks = 100
+    machine.participants.wait_ticks = 100
     machine.review(view(3, worker2=Status.ALIVE))
     ticks(machine, 100 + PASS_OVER_AFTER - 1)
     assert machine.left_out == {}

@@ -124,7 +124,7 @@ def test_the_average_goes_on_without_one_whose_training_hangs():
     worker.receive(2, tell(member(2, Status.DONE)), 0.1)
     actions = worker.done(1.0, wait_s=30.0) + run(worker, 1.0, 30.9, [0, 2])
     assert not worker.consolidation.has_begun
-    assert worker.consolidation.missing() == (0,)
+    assert worker.consolidation.participants.missing() == (0,)
     actions = run(worker, 30.9, 31.2, [0, 2])
     (begun,) = (each for each in said(actions, 2) if isinstance(each, say.BeginEpoch))
     assert [rank for rank, _ in begun.members] == [1, 2]
