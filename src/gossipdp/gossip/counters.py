@@ -84,8 +84,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "fixed"
     edge_distance: Annotated[
-        float,
-        Metric("Half the mean squared distance to the partner, last 16 exchanges.", "gauge"),
+        float, Metric("Half the mean squared distance to the partner, last 16 exchanges.", "gauge")
     ] = math.nan
     exchange_seconds: Annotated[
         float, Metric("Time with an exchange under way, in the background.")

@@ -77,12 +77,7 @@ class LiveAverages:
     """
 
     def __init__(
-        self,
-        rank: int,
-        process_id: int,
-        number: int,
-        num_chunks: int,
-        can_give: Callable[[], bool],
+        self, rank: int, process_id: int, number: int, num_chunks: int, can_give: Callable[[], bool]
     ) -> None:
         self.rank = rank
         self._process_tag = process_id % 2**32

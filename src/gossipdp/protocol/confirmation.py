@@ -23,8 +23,7 @@ A link keeps frames in order, so they arrive in time:
 - code ``i + window`` comes after chunk ``i`` is closed here: the peer has closed it by then, so it
   has sent its verdict and its repeat before, and has ours. So ``window`` slots hold all chunks.
 
-A link lost between the two ends' closing of a chunk leaves it applied at one end alone, as any
-chunk that was on its way when the link was lost.
+If a link is lost between the two ends' closing of a chunk, one end alone has applied it.
 """
 
 from collections.abc import Sequence
@@ -61,10 +60,6 @@ class Confirmation:
     Args:
         is_certain: for each chunk, whether it needs no verdict.
         window: chunks between the first that is not closed and the last that is open.
-
-    Attributes:
-        num_sent, num_received: codes, in order.
-        num_closed: chunks that were applied here.
     """
 
     def __init__(self, is_certain: Sequence[bool], window: int) -> None:

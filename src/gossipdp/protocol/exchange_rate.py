@@ -86,8 +86,7 @@ class ExchangeRate:
         most_taken: m of the module's text.
 
     Attributes:
-        rate: the one in force.
-        bound: the limit that keeps it from being higher.
+        rate, bound: the one in force, and the limit that keeps it from being higher.
     """
 
     def __init__(self, most_taken: float = TAKEN_SHARE_BELOW_ONE) -> None:
@@ -109,10 +108,8 @@ class ExchangeRate:
         """Note the processor time that the gossip thread took from an exchange's begin to its end.
 
         The time between exchanges does not count: the thread's other work would make rare exchanges
-        look expensive, and so rarer still. A state that was given meanwhile is an outlier, but the
-        median of the last exchanges counts.
-
-        ``arrays_s``: of that, the time spent on arrays, outside of Python.
+        look expensive, and so rarer still. ``arrays_s``: of that, the time on arrays, outside of
+        Python.
         """
         self._processor_s.append(processor_s)
         self._python_s.append(max(0.0, processor_s - arrays_s))
@@ -126,8 +123,8 @@ class ExchangeRate:
     def stepped(self, step_s: float | None) -> bool:
         """Look at the duration of a gradient step; return whether another rate is in force now.
 
-        It changes only if the rate that is allowed differs from it by more than a quarter, or
-        reaches 4 a step: a rate that trembles would change the gaps between exchanges for nothing.
+        It changes only if the allowed rate differs by more than a quarter, or reaches 4 a step: a
+        rate that trembles would change the gaps between exchanges for nothing.
         """
         self._step_s = step_s
         if step_s is None or len(self._duration_s) < NUM_TO_KNOW:

@@ -121,7 +121,6 @@ class FailureDetector:
 
     @property
     def watched(self) -> Collection[int]:
-        """Return the peers that are watched."""
         return self._watches.keys()
 
     def watch(self, peers: Collection[int], now: float) -> None:
@@ -135,10 +134,7 @@ class FailureDetector:
             self._watches[peer] = self._fresh_watch(now)
 
     def heard(self, peer: int, now: float) -> list[DetectorAction]:
-        """Take a sign of life from ``peer``, of which :class:`Peers` knows already.
-
-        An inquiry after it is dropped. Late answers to that one name an older counter.
-        """
+        """Drop an inquiry after ``peer``, of whose sign of life :class:`Peers` knows already."""
         watch = self._watches.get(peer)
         if watch is not None and watch.is_busy:
             self._watches[peer] = self._fresh_watch(now)

@@ -1,9 +1,8 @@
 """The control messages between workers, and the envelope that carries them.
 
-Every message travels in an :class:`Envelope` together with news of membership and progress.
-The wire format is msgpack, strictly typed and bounded. Bytes that do not decode to exactly these
-types, or hold a number or a list beyond its bound, are a :class:`ProtocolError`. Nothing is ever
-unpickled.
+Every message travels in an :class:`Envelope` together with news of membership and progress. The
+wire format is msgpack, strictly typed and bounded: bytes that do not decode to exactly these types,
+or hold a number or a list beyond its bound, are a :class:`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ class Epoch(_Value, frozen=True):
 
     In consolidation it is an epoch, led by its root. ``process_tag`` is the low 32 bits of the
     root's process id. An incarnation would not do: two lives that did not know of each other may
-    share one. ``order`` is total: the higher number wins, then the lower root, then the higher tag.
+    share one.
     """
 
     number: Counter
@@ -151,7 +150,7 @@ class Epoch(_Value, frozen=True):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Return the key that sorts epochs; the greatest wins."""
+        """Return the key that sorts epochs, a total order; the greatest wins."""
         return (self.number, -self.leader, self.process_tag)
 
 

@@ -90,10 +90,7 @@ class Place(NamedTuple):
 
 
 WorkOut: TypeAlias = Callable[[Hashable, Callable[[], Place]], Place | None]
-"""Calls a function and returns its result, or None while there is none yet: ask again later.
-
-The key names the result, since by then another one may be wanted.
-"""
+"""Calls a function and returns its result, which the key names; None: not yet, ask again later."""
 
 
 def at_once(key: Hashable, function: Callable[[], Place]) -> Place:
@@ -112,12 +109,7 @@ class Neighbourhood:
     """
 
     def __init__(
-        self,
-        rank: int,
-        graph: LiveGraph,
-        *,
-        has_momentum: bool,
-        work_out: WorkOut = at_once,
+        self, rank: int, graph: LiveGraph, *, has_momentum: bool, work_out: WorkOut = at_once
     ) -> None:
         self.rank = rank
         self.graph = graph

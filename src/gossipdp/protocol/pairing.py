@@ -124,14 +124,13 @@ class Pairing:
     """The pairing state machine of one worker.
 
     Args:
-        rank: this worker; it breaks ties between proposals that cross.
-        incarnation: this worker's life, part of every exchange id.
+        rank, incarnation: this worker and its life.
         policy: the order in which neighbours are asked.
         alpha_tilde: this worker's gain; settable. Both ends use the smaller of their two.
         moments_due: says which moments the exchange that is proposed next carries.
 
-    Every input returns the actions to perform, in order. Links are FIFO while they last; the
-    driver reports a lost link with :meth:`lost`, and nothing from that link afterwards.
+    Links are FIFO while they last; the driver reports a lost link with :meth:`lost`, and nothing
+    from that link afterwards.
     """
 
     def __init__(

@@ -270,13 +270,7 @@ class Peers:
         return min(self._timeout_s, max(SHORTEST_GAP_S, USUAL_GAPS * usual_s, partner.rest_s))
 
     def exchanged(
-        self,
-        peer: int,
-        now: float,
-        *,
-        duration_s: float,
-        gap_s: float,
-        demands_per_s: float,
+        self, peer: int, now: float, *, duration_s: float, gap_s: float, demands_per_s: float
     ) -> None:
         """Note an exchange with ``peer`` that ended well.
 
@@ -287,8 +281,7 @@ class Peers:
         simulated ring of 16 vary by chance, resting after each costs three quarters of the decay.
 
         Args:
-            peer: its other end.
-            now: the time.
+            peer, now: its other end, and the time.
             duration_s: from its begin, without its longest gap.
             gap_s: the longest time in which none of its bytes moved.
             demands_per_s: how often this worker is to exchange.

@@ -23,14 +23,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from gossipdp.protocol.actions import (
-    LeftBehind,
-    Notice,
-    NoticeKind,
-    Reach,
-    Superseded,
-    Unlink,
-)
+from gossipdp.protocol.actions import LeftBehind, Notice, NoticeKind, Reach, Superseded, Unlink
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector
 from gossipdp.protocol.members import Member, Membership, Status
 from gossipdp.protocol.neighbours import Neighbourhood
@@ -174,10 +167,7 @@ class Presence:
     def review(self, now: float, *, has_changed: bool, has_ended: bool) -> list[DetectorAction]:
         """Follow the membership view: deaths, neighbours, this worker's own life.
 
-        Args:
-            now: the time.
-            has_changed: whether the view has, since the last review.
-            has_ended: whether there are no more exchanges.
+        ``has_changed``: whether the view has; ``has_ended``: whether there are no more exchanges.
         """
         members = self._membership
         actions: list[DetectorAction] = []
