@@ -36,12 +36,12 @@ class LoopSnapshot:
     """A worker's run, as of a turn of the gossip thread that ended at most 50 ms before the last.
 
     Attributes:
-        counters: those that the gossip thread counts; the worker adds its own.
+        counters: those that the gossip thread counts; the worker adds its own. At most
+            ``MAX_NOTICES`` are in it, and the last of each worker in any case.
         num_ticks: of the protocol's clock.
         others_samples: as last heard.
         is_stopped: a worker has ended the run for all, as last heard.
         recent_exchanges: the last completed ones, oldest first.
-        noticed: at most ``MAX_NOTICES``, oldest first, and the last of each worker in any case.
         silent: linked peers that have been silent for the time-out.
         neighbours: in the graph of the live workers.
         heard: by peer, when each link that is up was heard last.
@@ -54,7 +54,6 @@ class LoopSnapshot:
     others_samples: int
     is_stopped: bool
     recent_exchanges: tuple[CompletedExchange, ...]
-    noticed: tuple[Notice, ...]
     silent: frozenset[int]
     neighbours: frozenset[int]
     heard: Mapping[int, float]
@@ -69,9 +68,8 @@ class Publisher:
     def __init__(self, protocol: WorkerProtocol, links: Mapping[int, Link]) -> None:
         self._protocol = protocol
         self._links = links
-        self._counters = Counters()  # as the last completed exchange left them
+        self._counters = Counters()  # as the last completed exchange, or notice, left them
         self._recent: deque[CompletedExchange] = deque(maxlen=RECENT_EXCHANGES)
-        self._notices: tuple[Notice, ...] = ()
         self._ended_bytes: Counter[str] = Counter()  # of links that have ended
         self._others_due_s = -math.inf
         self._version = -1
@@ -96,12 +94,12 @@ class Publisher:
 
     def noticed(self, notice: Notice) -> None:
         """Keep a notice; of too many, drop the oldest that is not the last of its worker."""
-        notices = [*self._notices, notice]
+        notices = [*self._counters.noticed, notice]
         if len(notices) > MAX_NOTICES:
             last = {notice.rank: index for index, notice in enumerate(notices)}
             old = (index for index, notice in enumerate(notices) if last[notice.rank] != index)
             del notices[next(old, 0)]
-        self._notices = tuple(notices)
+        self._counters = replace(self._counters, noticed=tuple(notices))
 
     def link_down(self, link: Link) -> None:
         """Keep the bytes of a link that has ended."""
@@ -145,7 +143,6 @@ class Publisher:
             others_samples=protocol.progress.others_samples,
             is_stopped=protocol.progress.is_stopped,
             recent_exchanges=tuple(self._recent),
-            noticed=self._notices,
             silent=frozenset(silent),
             neighbours=protocol.neighbours,
             heard=heard,

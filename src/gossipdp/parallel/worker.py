@@ -427,7 +427,7 @@ class Worker(Entry):
             lambda: (
                 protocol.progress.news(),
                 protocol.membership.members(),
-                self._loop.publish().noticed,
+                self._loop.publish().counters.noticed,
             )
         )
         # If all are asked to end, one may have saved and ended while another was still in its step.
@@ -636,7 +636,7 @@ class Worker(Entry):
         snapshot = self._loop.snapshot
         members = snapshot.members
         ended_s = since_boot_s() - self.options.network.timeout_s
-        ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
+        ending = {notice.rank for notice in snapshot.counters.noticed if notice.at_s > ended_s}
         ranks = {member.rank for member in members if member.status is not Status.DEAD}
         is_first = self.rank == min(ranks | ending)
         is_odd = is_early or any(each.status in (Status.DONE, Status.LEFT) for each in members)
@@ -682,7 +682,6 @@ class Worker(Entry):
             "rank": self.rank,
             "world_size": self.world_size,
             "at_s": since_boot_s(),
-            "noticed": snapshot.noticed,
             "gradient_steps": counts.steps,
             "samples": counts.samples,
             "waited_seconds": self._pace.waited_s,

@@ -372,7 +372,7 @@ def test_a_loss_is_not_forgotten_whatever_happens_to_others():
     publisher.noticed(Notice(0, "lost", 1.0, 1))
     for number in range(2 * MAX_NOTICES):
         publisher.noticed(Notice(1, ("lost", "answered")[number % 2], 2.0, 2 + number))
-    notices = publisher.snapshot(3.0).noticed
+    notices = publisher.snapshot(3.0).counters.noticed
     assert len(notices) == MAX_NOTICES
     assert (notices[0].rank, notices[0].kind) == (0, "lost")
     numbers = [notice.number for notice in notices[1:]]
