@@ -80,6 +80,7 @@ class _Child:
     quiet_ticks: int = 0
 
 
+@dataclass(eq=False)
 class Reduction:
     """One sum as one of its members sees it; a new attempt is a new object.
 
@@ -99,30 +100,22 @@ class Reduction:
             subtree.
     """
 
-    def __init__(
-        self,
-        epoch: Epoch,
-        rank: int,
-        parents: Mapping[int, int | None],
-        num_chunks: int,
-        actions: list[ReductionAction],
-        *,
-        blame: Blame | None = None,
-        divisor: int | None = None,
-        gives: bool = True,
-    ) -> None:
-        self.epoch = epoch
-        self.rank = rank
-        self.parents = parents
-        self.parent = parents[rank]
-        self.children = {child: _Child() for child, above in parents.items() if above == rank}
-        self.num_chunks = num_chunks
-        self.divisor = divisor
-        self.gives = gives
+    epoch: Epoch
+    rank: int
+    parents: Mapping[int, int | None]
+    num_chunks: int
+    actions: list[ReductionAction]
+    blame: Blame | None = None
+    divisor: int | None = None
+    gives: bool = True
+
+    def __post_init__(self) -> None:
+        self.parent = self.parents[self.rank]
+        self.children = {
+            child: _Child() for child, above in self.parents.items() if above == self.rank
+        }
         self.num_finished = 0
         self.progress = 0
-        self._actions = actions
-        self._blame = blame
         self._granted = 0
         self._next: int | None = None
         """The next chunk to send to the parent, or to finish; None until it asked on this link."""
@@ -146,9 +139,9 @@ class Reduction:
             return
         for chunk in range(self._next, num_whole):
             if self.parent is not None:
-                self._actions.append(SendPartial(self.parent, self.epoch, chunk))
+                self.actions.append(SendPartial(self.parent, self.epoch, chunk))
             elif self.divisor is not None:
-                self._actions.append(FinishChunk(self.epoch, chunk, self.divisor))
+                self.actions.append(FinishChunk(self.epoch, chunk, self.divisor))
         self._next = max(self._next, num_whole)
 
     def receive(self, peer: int, message: ReductionMessage) -> None:
@@ -165,10 +158,10 @@ class Reduction:
                 elif peer in self.children and count > self.children[peer].count:
                     self.children[peer].count = count
                     self.moved(peer)
-            case Stalled(rank=rank) if self._blame is not None:
+            case Stalled(rank=rank) if self.blame is not None:
                 is_its_own = rank == peer and peer in self.parents
                 if is_its_own or self.parents.get(rank) == peer:
-                    self._blame.said(peer, message)
+                    self.blame.said(peer, message)
             case _:  # from a worker at another place in this tree
                 pass
 
@@ -258,8 +251,8 @@ class Reduction:
     def accuse(self, rank: int, reason: str, *, is_heard: bool = True) -> None:
         """Name ``rank`` to the root: it gives nothing."""
         said = Stalled(self.epoch, rank, is_heard, reason)
-        if self._blame is not None:
-            self._blame.said(self.rank, said)
+        if self.blame is not None:
+            self.blame.said(self.rank, said)
         else:
             self._say(self.epoch.leader, said)
 
@@ -267,7 +260,7 @@ class Reduction:
         self._say(rank, PullPartials(self.epoch, child.landed, child.stop))
 
     def _say(self, peer: int, message: ReductionMessage) -> None:
-        self._actions.append(Send(peer, message))
+        self.actions.append(Send(peer, message))
 
 
 class Blame:
