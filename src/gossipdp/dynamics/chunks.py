@@ -117,7 +117,6 @@ class Chunk:
 
     @property
     def num_elements(self) -> int:
-        """Number of values in the chunk."""
         return self.x.numel()
 
     # The main thread's part.

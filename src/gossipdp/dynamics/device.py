@@ -3,16 +3,13 @@
 In host memory (:class:`Device`) an operation is done when its call returns, so a lock is all that
 two threads need. On a GPU a call only queues, each thread's on a stream of its own: a stream works
 in order, two streams in any order. A :class:`Mark` is a place in a stream (a CUDA event) that
-others can wait for. :class:`QueuedDevice` has the rules; tests check them with a stand-in that
-works late, in any order that they allow. :class:`AcceleratorDevice` has run on an NVIDIA H200 and
-an H100. Torch has the same streams and events for ROCm and XPU; memory that workers share is pinned
-by CUDA's driver, or ROCm's.
+others can wait for. Tests check the rules of :class:`QueuedDevice` with a stand-in that works late,
+in any order that they allow. :class:`AcceleratorDevice` has run on an NVIDIA H200 and an H100.
 
 **Rule 1, order.** The holder of a chunk's lock first makes its stream wait for the lock's mark, and
 in the end leaves the mark behind all that it has queued (:class:`Order`). So the holders' work is
 done in the order in which they held the lock, and no two streams wait for each other: each wait is
-for a mark that exists. The boundary of a chunk with two inboxes needs no mark;
-:mod:`~gossipdp.dynamics.inboxes` says why.
+for a mark that exists. The boundary of a chunk with two inboxes needs no mark.
 
 **Rule 2, what is read.** Queued optimizer steps, and boundaries of inboxes, write x without a lock,
 as steps do in host memory. A snapshot may read the old or the new of each value, and both ends use
@@ -26,10 +23,11 @@ copy from it is done.
 other calls :meth:`Device.finish`.
 
 **Rule 5, waits are short.** An exchange that had to wait for what the main thread has queued would
-wait for a whole step, and no heartbeat would leave. So trained parameters have two inboxes, and the
-host runs one boundary ahead of the device (:class:`Credit`). For what has none (buffers, moments,
-and everything that is rare), the main thread first finishes its stream, so that its marks are at
-once past. For a joiner that takes the optimizers' state it waits at the end of each step.
+wait for a whole step, and no heartbeat would leave. So trained parameters have two inboxes
+(:mod:`~gossipdp.dynamics.inboxes`), and the host runs one boundary ahead of the device
+(:class:`Credit`). For what has none (buffers, moments, and all that is rare), the main thread first
+finishes its stream, so that its marks are at once past. For a joiner that takes the optimizers'
+state it waits at the end of each step.
 
 Memory that both threads use is allocated before the gossip thread starts and freed after it was
 joined; scratch belongs to one thread, so to one stream.

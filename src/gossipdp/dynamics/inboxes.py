@@ -1,9 +1,8 @@
 """Two inboxes: on a device that queues, no step waits for an exchange, and no exchange for a step.
 
-In host memory a boundary and an exchange take turns at a chunk. On a GPU the boundary is queued
-behind the step, so an exchange whose turn comes after it would wait for the end of that step. So
-each chunk of trained parameters has two pendings there, ``pending`` and ``taken``, and what others
-see is ``x + pending + taken``:
+On a GPU the boundary is queued behind the step, so an exchange whose turn at a chunk comes after it
+would wait for the end of that step. So each chunk of trained parameters has two pendings there,
+``pending`` and ``taken``, and what others see is ``x + pending + taken``:
 
 * Exchanges add to ``pending``, and c is theirs alone.
 * A boundary that finds something in ``pending`` swaps the two, under the lock, and then queues

@@ -28,9 +28,8 @@ The idea: Davies, Gurunathan, Moshrefi, Ashkboos, Alistarh, "New Bounds for Dist
 Estimation and Variance Reduction", ICLR 2021; for gossip: Nadiradze et al., "Asynchronous
 Decentralized SGD with Quantized and Local Updates" (SwarmSGD), NeurIPS 2021. Departures: a step
 for each block in place of a random rotation; a checksum in place of an assumed distance; rounding
-to the nearest point without dither, which near agreement adds as much noise as it takes away bias:
-with gradients whose size varies 100-fold within a block, on a ring of 8, the consensus distance is
-1.11 times the exact exchange's without dither, 1.34 with it.
+to the nearest point without dither: with gradients whose size varies 100-fold within a block, on a
+ring of 8, the consensus distance is 1.11 times the exact exchange's, with dither 1.34.
 """
 
 import functools

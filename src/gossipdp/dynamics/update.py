@@ -2,11 +2,10 @@ r"""The arithmetic of the dynamics: every change of x, c and pending, in one pla
 
 Each event is one function. It works in place on one-dimensional tensors of one length: ``x`` (the
 parameters), ``pending`` (the next boundary adds it to x; float32 if x has 2 bytes a value) and
-``c`` (the momentum as an exchange last wrote it, None under plain averaging).
-
-Flow decays the momentum, :math:`c(\theta) = e^{-2(\theta - \theta_c)}\,c` with :math:`\theta_c` the
-phase at which c was written, but does not write it: only an exchange does, which writes c anyway.
-So a flow from :math:`\theta_1` to :math:`\theta_2` is one multiply and add. With
+``c`` (the momentum as an exchange last wrote it, None under plain averaging). Flow decays the
+momentum, :math:`c(\theta) = e^{-2(\theta - \theta_c)}\,c` with :math:`\theta_c` the phase at which
+c was written, but only an exchange writes it. So a flow from :math:`\theta_1` to :math:`\theta_2`
+is one multiply and add. With
 :math:`q = \tfrac12(e^{-2(\theta_1-\theta_c)} - e^{-2(\theta_2-\theta_c)})` → ``share`` (0 where
 there is nothing to flow), :math:`s = e^{-2(\theta_2-\theta_c)}` → ``left`` and
 :math:`\tilde\alpha` → ``alpha_tilde``:

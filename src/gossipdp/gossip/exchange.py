@@ -79,6 +79,7 @@ class Exchange:
         self.num_applied = 0
         self.num_repeated = 0
         self._chunks = state.carried(moments)
+        self.num_chunks = len(self._chunks)
         self._codec = codec
         self._phase_and_gain = theta, alpha_tilde
         self._is_confirmed = id.initiator != link.peer
@@ -95,11 +96,6 @@ class Exchange:
         certain = [codec.is_certain(chunk) for chunk in self._chunks]
         self._confirmation = Confirmation(certain, codec.form.window)
         self._handed_of_slot = [0] * codec.form.window
-
-    @property
-    def num_chunks(self) -> int:
-        """Return the number of chunks."""
-        return len(self._chunks)
 
     @property
     def is_finished(self) -> bool:

@@ -90,7 +90,6 @@ class LiveAverages:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no sum is under way here."""
         return not self._requests
 
     def sum_of(self, epoch: Epoch) -> Reduction | None:

@@ -160,7 +160,6 @@ class Membership(News[int, Member]):
         self._store(own.rank, own)
 
     def get(self, rank: int) -> Member | None:
-        """Return the record of one worker; None if it is unknown."""
         return self._records.get(rank)
 
     def is_live(self, rank: int) -> bool:
@@ -216,7 +215,6 @@ class Membership(News[int, Member]):
                 self._drop(rank)
 
     def members(self) -> tuple[Member, ...]:
-        """Return every known record, by rank."""
         return tuple(self._records[rank] for rank in sorted(self._records))
 
     def addresses(self) -> Mapping[int, tuple[str, int]]:
@@ -231,7 +229,6 @@ class Membership(News[int, Member]):
         return self._addresses
 
     def live(self) -> tuple[int, ...]:
-        """Return the live ranks, in ascending order."""
         return tuple(member.rank for member in self.members() if member.is_live)
 
     def _has_room_for(self, member: Member) -> bool:
@@ -324,7 +321,6 @@ class Progress(News[tuple[int, int], ProgressEntry]):
 
     @property
     def others_samples(self) -> int:
-        """Return the samples of all processes but this one."""
         return self.total_samples - (self.own.samples if self.own else 0)
 
     def merge_all(self, entries: Iterable[ProgressEntry], now: float = 0.0) -> bool:

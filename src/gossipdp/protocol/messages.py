@@ -273,12 +273,10 @@ class Average(_Value, frozen=True):
 
     @property
     def is_committed(self) -> bool:
-        """Return whether a worker has committed to it."""
         return self.consensus_distance is not None
 
     @property
     def order(self) -> tuple[bool, tuple[int, int, int]]:
-        """Return the key that sorts results; the greatest survives."""
         return (self.is_committed, self.origin.order)
 
 
@@ -399,7 +397,6 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode(envelope: Envelope) -> bytes:
-    """Return the bytes of an envelope."""
     return _encoder.encode(envelope)
 
 

@@ -65,7 +65,6 @@ class Proposing:
 
     @property
     def id(self) -> ExchangeId:
-        """Return the name of the exchange that is proposed."""
         return self.proposal.id
 
 

@@ -73,7 +73,6 @@ class Participants:
         return member is not None and (rank, member.process_id) in self.left_out
 
     def leave_out(self, rank: int, reason: str) -> None:
-        """Average without ``rank`` from now on."""
         if rank in self._view and rank != self.rank:
             self.left_out[rank, self._view[rank].process_id] = reason
 

@@ -115,16 +115,13 @@ class Peers:
 
     @property
     def live(self) -> frozenset[int]:
-        """Return the peers whose link is not silent."""
         return frozenset(self._links) - self.silent
 
     @property
     def silent(self) -> frozenset[int]:
-        """Return the peers whose link is silent."""
         return frozenset(peer for peer, link in self._links.items() if link.is_silent)
 
     def is_silent(self, peer: int) -> bool:
-        """Return whether there is a link to ``peer`` that is silent."""
         link = self._links.get(peer)
         return link is not None and link.is_silent
 
@@ -159,7 +156,6 @@ class Peers:
         self.has_changed = True
 
     def drop(self, peer: int) -> None:
-        """Forget a link, if there is one."""
         self._links.pop(peer, None)
         if self._membership.get(peer) is None:
             self._partners.pop(peer, None)
