@@ -102,10 +102,8 @@ class WorkerProtocol:
         exchange_rate, moments_due: what the worker can afford, if the comm rate sets itself, and
             when the optimizer's moments travel.
         method: "a2cid2", "gossip", or "none": no ticks, and BUSY to every proposal.
-        policy_type: the order in which neighbours are asked.
         timeout_s: a peer that is silent for this long is suspect: this worker waits for nothing
             from it. How long an exchange waits for a peer: see :mod:`~gossipdp.protocol.peers`.
-        random: seeds the clock and the policy.
         num_chunks, num_copied_chunks: chunks that consolidation averages, and that it copies.
         work_out: works out the graph over the live workers, at once or elsewhere.
 
@@ -182,7 +180,6 @@ class WorkerProtocol:
         self.exchanges_failed = 0
         self.proposals_unanswered = 0
         self.is_done = False
-        self._has_method = method != "none"
         self._seen_version = -1  # of membership, for which `_quiet_until` holds
         self._quiet_until = -math.inf
         self._last_input = -math.inf
@@ -191,7 +188,7 @@ class WorkerProtocol:
         if own.status is Status.JOINING:
             self.pairing.close()
             self._closed_for.add("hold")
-        if not self._has_method:
+        if method == "none":
             self.pairing.close()
             self._closed_for.add("method none")
         self._set_clock_rate()
@@ -593,8 +590,6 @@ class WorkerProtocol:
                 case Finished():
                     self.membership.set_status(Status.LEFT)
                     self.peers.say_all_at_once()
-                case _:
-                    pass
             if isinstance(action, Send):
                 outward.append(self.peers.wrap(action.peer, action.message, now))
             else:
@@ -629,7 +624,7 @@ class WorkerProtocol:
     @property
     def _wanted_rate(self) -> float:
         """The exchanges a gradient step, asked for and answered, that this worker aims at."""
-        rate = self.neighbourhood.place.worker_rate if self._has_method else 0.0
+        rate = 0.0 if "method none" in self._closed_for else self.neighbourhood.place.worker_rate
         return rate if self.exchange_rate is None else rate * self.exchange_rate.rate
 
     def _begin(self, now: float) -> None:
