@@ -83,8 +83,6 @@ class Chunk:
     and of one length; pending is empty if the values are not exchanged.
 
     Attributes:
-        role: the treatment of the values when workers meet.
-        index: the chunk's place in the state.
         x: the parameter storage itself.
         pending: the sum of exchanges and flow that the next boundary adds.
         c: the momentum as it was at ``theta_c``; None under plain averaging.
@@ -95,7 +93,6 @@ class Chunk:
             no exchange, training is bitwise that of the plain loop.
         is_compiled: True if numba's loops compute here.
         is_square: True if the values are means of squares: float32, and never negative.
-        device: where the values live.
         lock: guards pending, c, the phases and the flags; see the module.
         order: entered under the lock, so that a device does the holders' work in their order.
     """

@@ -132,9 +132,6 @@ class LatticeSteps:
 
     It begins with nothing known: the finest step, whose code fails unless the two agree, so that
     the first exchange shows the distance.
-
-    Args:
-        num_blocks: blocks of all chunks, one after the other.
     """
 
     def __init__(self, num_blocks: int) -> None:

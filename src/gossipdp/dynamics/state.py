@@ -28,7 +28,6 @@ class Segment:
 
     Args:
         x: one-dimensional; the module's parameters lie in its memory.
-        role: the treatment of the values when workers meet.
         momentum: True if trained values carry c (method ``a2cid2``).
         optimizer_index: the optimizer whose boundary covers this segment.
         chunk_bytes: the largest size of a chunk.
@@ -145,12 +144,10 @@ class State:
     """All segments of one worker and their chunks, in the order in which every worker has them.
 
     Args:
-        segments: in the order of all workers.
         device: where they live, in place of the device that torch names.
-        moments: segments of optimizers' moments, in the order of all workers.
+        moments: segments of optimizers' moments, in the order of all workers too.
 
     Attributes:
-        segments, moments: as given.
         chunks: those that every exchange averages; their ``index`` is their place here.
         averaged_chunks: those and the unoptimized: the average of all workers consists of them.
         all_chunks: those and the copied: all that a starting worker is given, by ``index``.
@@ -268,7 +265,6 @@ class State:
         """Flow every chunk to the phase ``theta`` and add its pending; return the chunks skipped.
 
         Args:
-            theta: the present phase.
             optimizer_index: only the chunks of that optimizer (None: all).
             wait: wait for a chunk in use instead of leaving it for the next boundary.
         """

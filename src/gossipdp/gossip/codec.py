@@ -118,7 +118,6 @@ class Codec:
 
     Args:
         name: one of ``FORMATS``, or ``auto``.
-        state: whose chunks.
         allocate: the transport's, so that peers of the same host can read the slots in place.
             None: memory that no other process sees.
 

@@ -194,7 +194,6 @@ class Transfers:
         """Ask ``peer`` for its state, and take it over chunk by chunk.
 
         Args:
-            peer: the giver.
             unfold: makes room, as bytes, for the tensors of the optimizers' state that a layout
                 describes; a ValueError refuses them. None: the parameters alone are wanted.
             on_end: called once, in the loop's thread, with None or an error.

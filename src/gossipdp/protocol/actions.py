@@ -131,8 +131,6 @@ class Rebuilt:
     Args:
         eta: mixing speed at comm rate 1; 0 where the method has no momentum.
         worker_rate: the sum of this worker's rates at comm rate 1.
-        neighbours: the workers to exchange with.
-        dead: workers declared dead.
     """
 
     eta: float

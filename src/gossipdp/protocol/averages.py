@@ -70,9 +70,7 @@ class LiveAverages:
     """All sums over live workers in which this worker takes part.
 
     Args:
-        rank, process_id: this worker.
         number: numbers of its requests begin here; two lives of a rank have different ones.
-        num_chunks: chunks that are averaged.
         can_give: whether this worker has parameters to average.
     """
 
@@ -146,8 +144,6 @@ class LiveAverages:
                 request.sum.receive(peer, message)
             case Progressed() | Stalled():
                 request.sum.receive(peer, message)
-            case _:
-                pass
         return self._flush()
 
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:

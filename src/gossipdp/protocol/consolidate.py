@@ -141,7 +141,6 @@ class Consolidation:
     """One worker's part in termination, from the first membership view to ``Finished``.
 
     Args:
-        rank, process_id: this worker.
         num_chunks: float chunks 0 .. num_chunks - 1, which are averaged.
         num_copied_chunks: integer chunks, numbered on from there, which the members take from
             the leader.

@@ -80,13 +80,9 @@ def affordable_rate(
 
 @final
 class ExchangeRate:
-    """One worker's rate, in exchanges a gradient step, from what it has measured.
+    """One worker's ``rate``, in exchanges a gradient step, from what it has measured.
 
-    Args:
-        most_taken: m of the module's text.
-
-    Attributes:
-        rate, bound: the one in force, and the limit that keeps it from being higher.
+    ``bound`` is the limit that keeps it from being higher, ``most_taken`` m of the module's text.
     """
 
     def __init__(self, most_taken: float = TAKEN_SHARE_BELOW_ONE) -> None:

@@ -94,14 +94,7 @@ class _Question:
 
 
 class FailureDetector:
-    """One worker's opinion on whether others live.
-
-    Args:
-        membership: the live workers, who are witnesses; it is told who is dead.
-        peers: when each was heard last.
-        timeout_s: silence of this length makes a peer suspect.
-        random: draws the witnesses.
-    """
+    """One worker's opinion on whether others live; ``membership`` is told who is dead."""
 
     def __init__(
         self, membership: Membership, peers: Peers, timeout_s: float, random: Random

@@ -140,10 +140,7 @@ class Membership(News[int, Member]):
     A greater record of this worker's rank means that it was declared dead, or that another process
     has its rank. Either way this worker *outbids* it at once: it takes the next incarnation and
     keeps its status. ``rival`` is then the other process, if it may live.
-
-    Args:
-        own: this worker's record.
-        num_workers: workers that the run began with; their ranks are never forgotten.
+    The ranks of the ``num_workers`` that the run began with are never forgotten.
     """
 
     def __init__(self, own: Member, num_workers: int = MAX_RANK + 1) -> None:

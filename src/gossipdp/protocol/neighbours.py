@@ -102,10 +102,8 @@ class Neighbourhood:
     """One worker's place in the graph over the live workers.
 
     Args:
-        rank: this worker.
         graph: the run's graph; its workers without a record count as live.
         has_momentum: whether the method is a2cid2; else eta is 0 and alpha_tilde 1/2.
-        work_out: calls functions that take long.
     """
 
     def __init__(

@@ -88,10 +88,6 @@ class MomentsDue:
     and sooner where exchanges are so rare that ``num_steps`` gradient steps have passed since the
     last one that carried it. So this needs no comm rate, which may be unknown and may change. The
     worker that asks for an exchange chooses, and PROPOSE tells the other one.
-
-    Args:
-        periods: those of all moments.
-        num_steps: after so many steps each moment is due, whatever its period.
     """
 
     def __init__(self, periods: Collection[int] = (), num_steps: float = math.inf) -> None:
@@ -122,14 +118,9 @@ class MomentsDue:
 class Pairing:
     """The pairing state machine of one worker.
 
-    Args:
-        rank, incarnation: this worker and its life.
-        policy: the order in which neighbours are asked.
-        alpha_tilde: this worker's gain; settable. Both ends use the smaller of their two.
-        moments_due: says which moments the exchange that is proposed next carries.
-
-    Links are FIFO while they last; the driver reports a lost link with :meth:`lost`, and nothing
-    from that link afterwards.
+    ``alpha_tilde`` is this worker's gain; both ends use the smaller of their two. Links are FIFO
+    while they last; the driver reports a lost link with :meth:`lost`, and nothing from that link
+    afterwards.
     """
 
     def __init__(

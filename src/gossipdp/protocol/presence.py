@@ -54,12 +54,8 @@ class _Life:
 class Presence:
     """One worker's opinion on who is there.
 
-    Args:
-        membership: the view, to which other parts add.
-        peers: when each was heard; a new process of a rank is a new peer.
-        neighbourhood: rebuilt here, when others come or go.
-        detector: gets from here the peers to watch, and those that are gone.
-        timeout_s: a peer silent for this long is suspect.
+    It rebuilds the ``neighbourhood`` when others come or go, and tells the ``detector`` which peers
+    to watch, and which are gone. A new process of a rank is a new peer.
     """
 
     def __init__(

@@ -85,8 +85,6 @@ class Reduction:
     """One sum as one of its members sees it; a new attempt is a new object.
 
     Args:
-        epoch: its name.
-        rank: this worker.
         parents: the tree, of all members.
         num_chunks: chunks that are summed; 0 to spread a result at hand.
         actions: the list to which this appends.
