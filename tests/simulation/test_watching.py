@@ -25,7 +25,7 @@ def make(*, momentum: bool = True) -> tuple[Ledger, Population]:
 
 def begin(ledger: Ledger, alpha_tildes: tuple[float, float] = (0.8, 0.8)) -> list[object]:
     return [
-        ledger.exchange_began(rank, Begin(1 - rank, ID, alpha_tilde, initiator=rank == 0), 1.0)
+        ledger.exchange_began(rank, Begin(1 - rank, ID, alpha_tilde), 1.0)
         for rank, alpha_tilde in enumerate(alpha_tildes)
     ]
 
@@ -42,7 +42,7 @@ def test_a_second_exchange_is_noticed():
     ledger, _ = make()
     begin(ledger)
     with pytest.raises(InvariantBroken, match="one exchange at a time"):
-        ledger.exchange_began(0, Begin(2, ExchangeId(2, 0, 1), 0.8, initiator=False), 1.1)
+        ledger.exchange_began(0, Begin(2, ExchangeId(2, 0, 1), 0.8), 1.1)
 
 
 def test_a_row_that_changes_by_itself_is_noticed():

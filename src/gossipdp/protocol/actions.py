@@ -35,15 +35,14 @@ class Begin:
     """Start an exchange with ``peer``; end it with ``finished(id)`` or ``failed(id)``.
 
     ``moments`` are the periods of the optimizer's moments that travel with the parameters.
-    The end that was asked (``initiator`` False) sends and applies nothing before the initiator's
-    first chunk begins to arrive: that chunk confirms the exchange.
+    The end that was asked sends and applies nothing before the first chunk of ``id.initiator``
+    begins to arrive: that chunk confirms the exchange.
     Say ``progressed`` whenever any of its bytes came or left: an exchange without progress ends.
     """
 
     peer: int
     id: ExchangeId
     alpha_tilde: float
-    initiator: bool
     moments: tuple[int, ...] = ()
 
 

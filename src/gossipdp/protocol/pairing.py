@@ -74,7 +74,6 @@ class Exchanging:
 
     peer: int
     id: ExchangeId
-    initiator: bool
 
 
 State: TypeAlias = Idle | Proposing | Exchanging
@@ -156,8 +155,7 @@ class Pairing:
     @property
     def is_initiating(self) -> bool:
         """Return whether a proposal of this worker is open, or an exchange that it asked for."""
-        state = self.state
-        return isinstance(state, Proposing) or (isinstance(state, Exchanging) and state.initiator)
+        return not isinstance(self.state, Idle) and self.state.id.initiator == self.rank
 
     # --- demands and their end -------------------------------------------------------------
 
@@ -183,8 +181,9 @@ class Pairing:
         exchange = self.exchange(id)
         if exchange is None:
             return []
-        self._policy.exchanged(exchange.peer, initiated=exchange.initiator)
-        if exchange.initiator:
+        is_own = id.initiator == self.rank
+        self._policy.exchanged(exchange.peer, initiated=is_own)
+        if is_own:
             self.backlog = max(0, self.backlog - 1)
         return self._become_idle()
 
@@ -338,12 +337,12 @@ class Pairing:
                 f"it accepts with a gain of {accept.alpha_tilde:g}, where {proposed:g} was proposed"
             )
         self._refused.pop(peer, None)  # it is served: others have waited longer
-        self.state = Exchanging(peer, state.id, initiator=True)
+        self.state = Exchanging(peer, state.id)
         self.moments_due.began(state.proposal.moments)
         return [
             # Take the gain of ACCEPT, with which the peer has begun: this worker's own may have
             # changed with a new graph since it proposed.
-            Begin(peer, state.id, accept.alpha_tilde, True, state.proposal.moments),
+            Begin(peer, state.id, accept.alpha_tilde, state.proposal.moments),
             *self._refuse_parked(),
         ]
 
@@ -416,11 +415,11 @@ class Pairing:
         alpha_tilde = min(proposal.alpha_tilde, self.alpha_tilde)
         self._parked.pop(peer, None)
         self._refused.pop(peer, None)
-        self.state = Exchanging(peer, proposal.id, initiator=False)
+        self.state = Exchanging(peer, proposal.id)
         self.moments_due.began(proposal.moments)
         return [
             Send(peer, Accept(proposal.id, alpha_tilde)),
-            Begin(peer, proposal.id, alpha_tilde, False, proposal.moments),
+            Begin(peer, proposal.id, alpha_tilde, proposal.moments),
             *self._refuse_parked(),
         ]
 

@@ -343,8 +343,9 @@ class WorkerProtocol:
         exchange = self.pairing.exchange(id)
         if exchange is None:
             return []
-        self.exchanges_initiated += exchange.initiator
-        self.exchanges_answered += not exchange.initiator
+        is_own = id.initiator == self.rank
+        self.exchanges_initiated += is_own
+        self.exchanges_answered += not is_own
         self.progressed(now)
         self._owed = max(-MOST_AHEAD, self._owed - 1.0)
         step_s, duration_s = self.clock.step_seconds, now - self._began_at

@@ -318,7 +318,7 @@ class VirtualNetwork:
         wire = self.wire(rank, peer)
         if wire is None:
             return  # the end will learn that it was cut
-        if not begin.initiator:
+        if begin.id.initiator != rank:
             self._held[rank] = begin, data
             return
         self.send_data(wire, rank, begin, data)

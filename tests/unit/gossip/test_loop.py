@@ -124,7 +124,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
     state = MomentumState(X.double(), torch.zeros(8).double())
     for number in (1, 2, 3):
         worker.now = float(number)
-        worker.loop.perform([Begin(1, say.ExchangeId(1, 0, number), gain, False)])
+        worker.loop.perform([Begin(1, say.ExchangeId(1, 0, number), gain)])
         theta = worker.phase.at(worker.now + 0.5)
         state, flowed_to = state.flow(1.0, theta - flowed_to), theta
         key = ChunkKey(1, 0, number, 0)
@@ -145,7 +145,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
 
 def test_a_worker_that_finds_poison_in_itself_exchanges_no_more():
     worker = Worker(x=torch.full((8,), math.nan))
-    worker.loop.perform([Begin(1, say.ExchangeId(0, 0, 1), 0.6, True)])
+    worker.loop.perform([Begin(1, say.ExchangeId(0, 0, 1), 0.6)])
     worker.loop.writable(worker.links[1])
     assert "worker 0 hold NaN" in str(worker.loop.poisoned)
     assert not worker.links[1].chunks
@@ -300,7 +300,7 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
     worker = Worker(chunk_bytes=4)
     link = worker.links[1]
     link.leaves_at_once = False
-    worker.loop.perform([Begin(1, say.ExchangeId(0, 0, 1), 0.5, True)])
+    worker.loop.perform([Begin(1, say.ExchangeId(0, 0, 1), 0.5)])
     worker.loop.writable(link)
     slots = link.chunks[:]
     assert len(slots) == FORMATS["full"].window
@@ -323,13 +323,13 @@ def test_the_end_that_was_asked_sends_nothing_before_the_initiator_s_first_byte(
         worker.phase.start_exchange(worker.now)
         worker.phase.end_exchange(worker.now)
     worker.now = 11.0
-    worker.loop.perform([Begin(1, id, 0.5, False)])
+    worker.loop.perform([Begin(1, id, 0.5)])
     worker.loop.writable(link)
     assert not link.chunks
     worker.loop.perform([Withdrawn(1, id)])
     assert not link.closed
     assert worker.phase.at(20.0) == pytest.approx(0.4), "the clock of the phase has counted it"
-    worker.loop.perform([Begin(1, id, 0.5, False)])
+    worker.loop.perform([Begin(1, id, 0.5)])
     worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, ChunkKey(1, 0, 1, 0), X.nbytes)
     worker.loop.writable(link)
     assert link.chunks

@@ -62,7 +62,7 @@ def ask(peer: int, counter: int = 1, alpha_tilde: float = 0.7) -> Propose:
 def answered(pairing: Pairing, peer: int, counter: int = 1) -> ExchangeId:
     """Make ``peer`` ask an idle pairing, and return the exchange that began."""
     id = ExchangeId(peer, 0, counter)
-    assert Begin(peer, id, 0.7, initiator=False) in pairing.receive(peer, ask(peer, counter))
+    assert Begin(peer, id, 0.7) in pairing.receive(peer, ask(peer, counter))
     return id
 
 
@@ -101,7 +101,7 @@ def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event)
 )
 def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(event, reason):
     pairing = proposing()
-    assert pairing.receive(2, Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6, initiator=True)]
+    assert pairing.receive(2, Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6)]
     assert pairing.is_initiating
     actions = event(pairing, own(1))
     stops = [] if reason is None else [Stop(2, own(1), reason)]
@@ -123,9 +123,9 @@ def test_idle_accepts_with_the_smaller_gain():
         id = ExchangeId(9, 0, 1)
         assert pairing.receive(9, Propose(id, theirs)) == [
             Send(9, Accept(id, agreed)),
-            Begin(9, id, agreed, initiator=False),
+            Begin(9, id, agreed),
         ]
-        assert pairing.state == Exchanging(9, id, initiator=False)
+        assert pairing.state == Exchanging(9, id)
 
 
 def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only():
@@ -183,7 +183,7 @@ def test_accepted_proposal_refuses_the_parked():
     pairing.receive(4, ask(4))
     pairing.receive(3, ask(3))
     assert pairing.receive(2, Accept(own(1), 0.9)) == [
-        Begin(2, own(1), 0.9, initiator=True),
+        Begin(2, own(1), 0.9),
         Send(4, Busy(ask(4).id)),
         Send(3, Busy(ask(3).id)),
     ]
@@ -196,7 +196,7 @@ def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others():
     pairing.receive(3, ask(3))
     assert pairing.receive(2, Busy(own(1))) == [
         Send(4, Accept(ask(4).id, 0.7)),
-        Begin(4, ask(4).id, 0.7, initiator=False),
+        Begin(4, ask(4).id, 0.7),
         Send(3, Busy(ask(3).id)),
     ]
     assert pairing.backlog == 1
@@ -208,7 +208,7 @@ def test_crossing_proposals_merge_into_that_of_the_lower_rank():
     higher.receive(4, ask(4))
     assert higher.receive(2, ask(2)) == [
         Send(2, Accept(ask(2).id, 0.7)),
-        Begin(2, ask(2).id, 0.7, initiator=False),
+        Begin(2, ask(2).id, 0.7),
         Send(4, Busy(ask(4).id)),
     ]
     assert higher.backlog == 1
@@ -216,7 +216,7 @@ def test_crossing_proposals_merge_into_that_of_the_lower_rank():
     lower = make_pairing(rank=5, neighbours=(8,))
     lower.tick()
     assert lower.receive(8, ask(8)) == []
-    assert lower.receive(8, Accept(own(1), 0.9)) == [Begin(8, own(1), 0.9, initiator=True)]
+    assert lower.receive(8, Accept(own(1), 0.9)) == [Begin(8, own(1), 0.9)]
 
 
 def test_free_is_answered_by_propose_only_with_a_demand():
@@ -322,7 +322,7 @@ def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal():
     pairing = proposing()
     pairing.alpha_tilde = 0.6  # on a new graph
     actions = pairing.receive(2, Accept(own(1), 0.8))
-    assert actions == [Begin(2, own(1), 0.8, initiator=True)]
+    assert actions == [Begin(2, own(1), 0.8)]
 
 
 def test_an_accept_with_more_than_was_proposed_is_refused():
