@@ -109,7 +109,7 @@ class Publisher:
         """Return the state of the run now."""
         protocol, membership = self._protocol, self._protocol.membership
         # A joiner that asks for the members uses a number that is no rank.
-        silent = {peer for peer in protocol.peers.silent if peer < FIRST_VISITOR_RANK}
+        silent = frozenset(peer for peer in protocol.peers.silent if peer < FIRST_VISITOR_RANK)
         heard = {
             peer: link.last_heard_s
             for peer, link in self._links.items()
@@ -118,10 +118,10 @@ class Publisher:
         if membership.version != self._version or now >= self._others_due_s:
             self._version = membership.version
             self._others_due_s = now + LOOK_AT_OTHERS_EVERY_S
-            self._members = tuple(membership.members())
+            self._members = membership.members()
             self._progress = protocol.progress.by_rank()
             self._stepped_s = dict(protocol.progress.stepped_at)
-        links = self._links.values()
+        links, graph = self._links.values(), protocol.neighbourhood.graph
         step_seconds, rate = protocol.clock.step_seconds, protocol.exchange_rate
         return LoopSnapshot(
             counters=replace(
@@ -130,9 +130,7 @@ class Publisher:
                 exchanges_initiated=protocol.exchanges_initiated,
                 exchanges_answered=protocol.exchanges_answered,
                 exchanges_failed=protocol.exchanges_failed,
-                aimed_comm_rate=protocol.neighbourhood.graph.comm_rate
-                if rate is None
-                else rate.rate,
+                aimed_comm_rate=graph.comm_rate if rate is None else rate.rate,
                 comm_rate_bound="fixed" if rate is None else rate.bound,
                 **{
                     name: self._ended_bytes[name] + sum(getattr(link, name) for link in links)
@@ -143,7 +141,7 @@ class Publisher:
             others_samples=protocol.progress.others_samples,
             is_stopped=protocol.progress.is_stopped,
             recent_exchanges=tuple(self._recent),
-            silent=frozenset(silent),
+            silent=silent,
             neighbours=protocol.neighbours,
             heard=heard,
             members=self._members,
