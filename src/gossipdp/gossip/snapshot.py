@@ -36,8 +36,8 @@ class LoopSnapshot:
     """A worker's run, as of a turn of the gossip thread that ended at most 50 ms before the last.
 
     Attributes:
-        counters: those that the gossip thread counts; the worker adds its own. At most
-            ``MAX_NOTICES`` are in it, and the last of each worker in any case.
+        counters: those that the gossip thread counts; the worker adds its own. They hold at most
+            ``MAX_NOTICES`` notices, and the last of each worker in any case.
         num_ticks: of the protocol's clock.
         others_samples: as last heard.
         is_stopped: a worker has ended the run for all, as last heard.

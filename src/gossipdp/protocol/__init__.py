@@ -1,7 +1,7 @@
 """The protocol between workers, as pure state machines: no I/O, no thread, no wall clock.
 
-    messages      the words of the wire, strictly typed and bounded
-    actions       the requests of a state machine to its driver
+    messages      the words of the wire, strictly typed and bounded; the machines ``say`` them
+    actions       the requests of a state machine to its driver: what to ``do``
     members       who lives, is done, left or died; how much each has trained; how a worker joins
     step_clock    when to ask: even ticks in units of the worker's own gradient steps
     exchange_rate how many exchanges a step this worker can afford, for comm_rate="auto"

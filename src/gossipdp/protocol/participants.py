@@ -27,7 +27,7 @@ MAX_EPOCHS = 16
 
 
 class Participants:
-    """The workers to be averaged, as the worker ``rank, process_id`` sees it.
+    """The workers to be averaged, as one worker sees them.
 
     ``left_out``: the processes that are done but gave nothing for too long, and why.
     ``wait_ticks``: for how long a leader may wait for workers that are not done.
