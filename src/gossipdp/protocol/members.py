@@ -129,10 +129,6 @@ class News(Generic[_Key, _Record]):
         self._changed_at.pop(key, None)  # so that it comes last
         self._changed_at[key] = self.version
 
-    def _drop(self, key: _Key) -> None:
-        self.version += 1
-        del self._records[key], self._changed_at[key]
-
 
 class Membership(News[int, Member]):
     """One worker's view of all workers, itself included.
@@ -208,8 +204,8 @@ class Membership(News[int, Member]):
             if rank < self.num_workers or member.is_live or rank == self.own.rank:
                 self._over_since.pop(rank, None)
             elif now >= self._over_since.setdefault(rank, now) + after_s:
-                del self._over_since[rank]
-                self._drop(rank)
+                self.version += 1
+                del self._over_since[rank], self._records[rank], self._changed_at[rank]
 
     def members(self) -> tuple[Member, ...]:
         return tuple(self._records[rank] for rank in sorted(self._records))
