@@ -27,7 +27,7 @@ from gossipdp.launcher.environment import (
     show_address,
     with_torchrun_names,
 )
-from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.faults import FaultInjector, FaultPlan
 from gossipdp.links.tls import Tls, TlsFiles, check_private, tls_files
 from gossipdp.rules import at_least_0, at_least_1, option, port_number
 
@@ -144,7 +144,6 @@ def run(arguments: RunArguments) -> int:
         last checkpoint; 128 + the signal that ended the run (130 on Ctrl+C). A kill of --faults is
         no failure if another worker here succeeded.
     """
-    from gossipdp.launcher.faults import FaultInjector
     from gossipdp.launcher.spares import Spares
     from gossipdp.launcher.supervisor import Failure, Supervisor, shown_rank
     from gossipdp.observe.log import worker_file, write_process_end
