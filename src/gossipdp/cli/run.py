@@ -144,7 +144,7 @@ def run(arguments: RunArguments) -> int:
         last checkpoint; 128 + the signal that ended the run (130 on Ctrl+C). A kill of --faults is
         no failure if another worker here succeeded.
     """
-    from gossipdp.launcher.spares import Spares
+    from gossipdp.launcher.local import Spares
     from gossipdp.launcher.supervisor import Failure, Supervisor, shown_rank
     from gossipdp.observe.log import worker_file, write_process_end
 

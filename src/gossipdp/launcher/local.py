@@ -9,6 +9,7 @@ in an interpreter of its own (:class:`ScriptWorker`).
 import atexit
 import ctypes
 import gc
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -32,6 +33,7 @@ from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.processes import Ending, WorkerProcess, exit_reason
 from gossipdp.launcher.reports import report_variables
+from gossipdp.launcher.spare_interpreter import PROGRAM
 from gossipdp.launcher.supervisor import UNKILLABLE_S, Failure, Supervisor, describe
 from gossipdp.rules import at_least_0, at_least_1, grace_s
 
@@ -365,6 +367,74 @@ class ScriptWorker(WorkerProcess):
         if self._process.stdin is not None:
             self._process.stdin.close()
         self.close()
+
+
+class Spares:
+    """Interpreters that have imported torch, for a script's workers that are started again.
+
+    A new interpreter needs seconds for the imports of a training script, and the cores that the
+    other workers use. A spare one (:mod:`.spare_interpreter`) has them behind it. It gets a
+    worker's variables by its standard input, and then runs the script as ``python SCRIPT`` would.
+    The supervisor's loop alone calls these methods.
+
+    Args:
+        script: the command of a worker, after ``python``: a file, or -m and a module.
+        variables: the environment of a spare; a worker has all of it and a little more.
+        number: how many are kept; none of a script that is no file of Python.
+        say: shows a line.
+    """
+
+    def __init__(
+        self,
+        script: Sequence[str],
+        variables: Mapping[str, str],
+        number: int,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        is_python = script[0] == "-m" or script[0].endswith(".py")
+        self._script, self._variables, self._say = list(script), dict(variables), say
+        self._number = number if is_python else 0
+        self._waiting: list[ScriptWorker] = []
+
+    def start(self, variables: Mapping[str, str]) -> ScriptWorker:
+        """Return a worker with this environment: a spare one, or a new one if there is none."""
+        own = json.dumps(dict(variables.items() - self._variables.items())).encode()
+        while self._waiting:
+            spare = self._waiting.pop(0)
+            if spare.poll() is None and spare.tell(own):
+                return spare
+            spare.discard()
+        return ScriptWorker([sys.executable, *self._script], variables)
+
+    def follow(self, supervisor: Supervisor) -> None:
+        """Keep spares while a restart may come: started when all train, ended when none can."""
+        if not supervisor.may_restart:
+            self.close()
+        elif supervisor.all_train:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Start the spares that are missing; keep none once one has died or cannot be started."""
+        if any(spare.poll() is not None for spare in self._waiting):
+            self._give_up("it died")
+        while len(self._waiting) < self._number:
+            command = [sys.executable, "-c", PROGRAM, *self._script]
+            try:
+                spare = ScriptWorker(command, self._variables, stdin=subprocess.PIPE)
+            except Exception as error:  # no process or descriptor left: the workers are healthy
+                self._give_up(f"{type(error).__name__}: {error}")
+            else:
+                self._waiting.append(spare)
+
+    def close(self) -> None:
+        """End those that wait."""
+        while self._waiting:
+            self._waiting.pop().discard()
+
+    def _give_up(self, reason: str) -> None:
+        self.close()
+        self._number = 0
+        self._say(f"no spare interpreter is kept any more: {reason}")
 
 
 def _end_with(parent_pid: int) -> Callable[[], None]:
