@@ -40,12 +40,13 @@ from gossipdp.launcher.environment import show_address
 from gossipdp.links import sockets
 from gossipdp.logs import OnceLog
 from gossipdp.observe.board import GONE, StatusBoard
-from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
 from gossipdp.observe.status import (
     METRICS_PATH,
+    METRICS_TYPE,
     STATUS_PATH,
     StatusPoll,
     WorkerStatus,
+    metrics_text,
 )
 
 logger = logging.getLogger("gossipdp.observe")
@@ -82,7 +83,7 @@ def pages_of(status: Callable[[], WorkerStatus]) -> dict[str, Page]:
         "/": Page("text/html; charset=utf-8", lambda: html),
         "/job": Page("application/json", JobView(status).build, JOB_REBUILD_S),
         STATUS_PATH: Page("application/json", lambda: msgspec.json.encode(status())),
-        METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
+        METRICS_PATH: Page(METRICS_TYPE, lambda: metrics_text(status())),
     }
 
 
