@@ -115,7 +115,6 @@ class OwnRate(NamedTuple):
     step_seconds: float
 
     def text(self) -> str:
-        """Return it in sentences."""
         rate, num_steps = self.comm_rate, self.exchange_seconds / self.step_seconds
         often = f", one in {1 / rate:.3g} steps" if rate < 1 else ""
         bytes_per_second = self.exchange_bytes * rate / self.step_seconds

@@ -21,7 +21,6 @@ class TlsInitArguments:
 
 
 def run(arguments: TlsInitArguments) -> int:
-    """Run ``gossipdp tls-init`` and return the exit status."""
     from gossipdp.links.tls import make_tls_files
 
     files = make_tls_files(arguments.directory)

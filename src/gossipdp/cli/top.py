@@ -80,7 +80,6 @@ class Top:
     sleep: Callable[[float], None] = time.sleep
 
     def run(self) -> int:
-        """Run the loop; see :func:`run`."""
         try:
             return self._once() if self.arguments.once else self._live()
         except KeyboardInterrupt:  # the usual way to leave it

@@ -4,11 +4,8 @@ The names are torchrun's, so a script runs unchanged under torchrun, under our l
 shell that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Ours begin with GOSSIPDP_. Those of
 Slurm and Kubernetes are translated.
 
-Accelerate, the Trainer of transformers and Lightning read RANK, WORLD_SIZE and their like when
-they are set up, start ``torch.distributed``, average gradients and give each worker a share of the
-data. Under gossipdp each worker is one training of one process to them.
-:func:`without_launcher_variables` takes these variables out of the environment, and
-:meth:`Environment.read` still finds them.
+Accelerate, the Trainer of transformers and Lightning start ``torch.distributed`` when they find
+these. :func:`without_launcher_variables` hides them; :meth:`Environment.read` still finds them.
 """
 
 import dataclasses
@@ -62,11 +59,7 @@ _taken_out: dict[str, str] = {}
 
 
 def check_platform(platform: str = sys.platform) -> None:
-    """Refuse to train on anything but Linux.
-
-    Raises:
-        OSError: it is another system.
-    """
+    """Raise OSError on anything but Linux."""
     if platform != "linux":
         raise OSError(f"gossipdp trains on Linux, and this is {platform}; on Windows use WSL")
 
@@ -113,12 +106,9 @@ class Environment:
     num_restarts: int = 0
 
     def __post_init__(self) -> None:
-        for name, port in (
-            ("MASTER_PORT", self.store_port),
-            ("GOSSIPDP_PORT", self.port),
-            ("GOSSIPDP_STATUS_PORT", self.status_port or 0),
-        ):
-            port_number(name, port)
+        port_number("MASTER_PORT", self.store_port)
+        port_number("GOSSIPDP_PORT", self.port)
+        port_number("GOSSIPDP_STATUS_PORT", self.status_port or 0)
         if not 0 <= self.shard < self.num_shards:
             raise ValueError(
                 f"this process is number {self.shard} (RANK) of a replica of {self.num_shards} "
@@ -243,9 +233,7 @@ class Environment:
         Raises:
             RendezvousError: the name does not resolve, or no interface leads there.
         """
-        if self.host:
-            return _look_up("GOSSIPDP_HOST", self.host)
-        return self._routed_host()
+        return _look_up("GOSSIPDP_HOST", self.host) if self.host else self._routed_host()
 
     def announced_host(self, bound: str) -> str:
         """Return the address that a worker listening on ``bound`` announces to the others.
@@ -294,11 +282,6 @@ def _look_up(name: str, host: str, *, route: bool = False) -> str:
         raise RendezvousError(
             f"cannot reach {name} {host!r} ({error}); check the name and the network"
         ) from error
-
-
-def shard_run_id(run_id: str, shard: int, num_shards: int) -> str:
-    """Return the id of the network of one shard, in the run of that id."""
-    return f"{run_id}-shard-{shard}-of-{num_shards}"
 
 
 def check_secret(secret: bytes, name: str = "the secret") -> bytes:
@@ -390,13 +373,8 @@ def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
     The workers meet at the step's first node, on a port that follows from the job and the step:
     20000 + (16 · job + step) mod 10000.
     """
-    numbers = {
-        name: given.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
-    }
-    for name, text in numbers.items():
-        if not text.isdecimal():
-            raise ValueError(f"{name} is {text!r}; it must be a whole number")
-    job, step, node = map(int, numbers.values())
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
+    job, step, node = (_number(given, name, 0) for name in names)
     tasks = tasks_per_node(given.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     if node >= len(tasks):
         raise ValueError(

@@ -153,7 +153,6 @@ class FaultPlan:
 
     @property
     def kills(self) -> bool:
-        """Return whether a clause kills."""
         return any(clause.kind == "kill" for clause in self.clauses)
 
     @classmethod

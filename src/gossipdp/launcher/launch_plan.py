@@ -65,7 +65,6 @@ class JoinInfo:
         weakref.finalize(self, os.close, self._file)
 
     def take(self, report: Report) -> None:
-        """Note the report of a worker."""
         for rank, address in (report.addresses or {}).items():
             self.addresses.pop(rank, None)  # the newest come last
             self.addresses[rank] = address
@@ -93,7 +92,6 @@ class LaunchPlan:
     For workers that join a run make it directly, with ``join_infos`` and without a store.
 
     Attributes:
-        num_local: workers here.
         world_size: workers of the run; 0 for workers that join one.
         first_rank: lowest rank of the workers here; None if a live worker gives them their ranks.
         store: (host, port) where the workers meet; None for workers that join.
@@ -204,9 +202,8 @@ class LaunchPlan:
             replica_store: (host, port) where the processes of the replica meet, if it has several.
             rejoins: rank and number of restarts of a worker that died and joins the others again.
         """
-        own = dict(self.launcher_variables)
-        if not own:
-            own = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
+        here = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
+        own = dict(self.launcher_variables or here)
         if self.store is not None and not self.launcher_variables:
             assert self.first_rank is not None
             own |= {
@@ -259,7 +256,6 @@ class LaunchPlan:
             join_info.addresses.clear()
 
     def close(self) -> None:
-        """Let go of the store."""
         if self.hosted is not None:
             self.hosted.close()
 
@@ -313,14 +309,8 @@ def ask_join_infos(
 
     The id is no secret and proves nothing: a worker tells it to any caller whose id differs. The
     handshake that follows proves to both sides that they are in one run. The id names the shard of
-    a replica's process (:func:`shard_run_id`), so all addresses are asked. If workers are single
-    processes, one answer is enough.
-
-    Args:
-        addresses: (host, port) of workers, asked one after the other.
-        num_shards: processes of a replica.
-        tls: needed if the run uses it.
-        timeout_s: for each of them, from the dial to the answer.
+    a replica's process, so all (host, port) are asked, each for ``timeout_s`` from the dial to the
+    answer. If workers are single processes, one answer is enough.
 
     Raises:
         RefusedError: a worker answers, but with TLS where we have none, or in another version.

@@ -1,9 +1,8 @@
 """Workers on this machine: forked ones that call a function (``launch``), and scripts.
 
-``launch`` is for notebooks, demo, tests and benchmarks. Its workers are forked from a server that
-has imported ``torch`` once: a second launch in the same process starts 16 workers in about half a
-second, and fresh interpreters would need half a minute. A script of ``gossipdp run`` is a program
-in an interpreter of its own (:class:`ScriptWorker`).
+The workers of ``launch`` are forked from a server that has imported ``torch`` once: a second launch
+in the same process starts 16 workers in about half a second, and fresh interpreters would need half
+a minute. A script of ``gossipdp run`` is a program in an interpreter of its own.
 """
 
 import atexit
@@ -105,8 +104,10 @@ def launch(
             f"world_size is {world_size}; it counts processes, and must be a multiple of "
             f"nproc_per_replica, here {nproc_per_replica}"
         )
-    try:
-        payload = pickled((function, tuple(args)))
+    import cloudpickle
+
+    try:  # code of a notebook or of __main__, which a worker cannot import, goes by value
+        payload = cloudpickle.dumps((function, tuple(args)))
     except Exception as error:
         raise ValueError(
             f"launch cannot send {function!r} and its arguments to the workers: "
@@ -170,14 +171,6 @@ def num_threads(num_workers: int) -> int:
     return int(chosen) if chosen.isdigit() else max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
-def pickled(value: Any) -> bytes:
-    """Pickle a value; code of a notebook or of __main__, which a worker cannot import, by value."""
-    import cloudpickle
-
-    pickled: bytes = cloudpickle.dumps(value)
-    return pickled
-
-
 @final
 class ForkedWorker(WorkerProcess):
     """A worker forked from the server; its result or traceback comes back through a pipe.
@@ -232,7 +225,6 @@ class ForkedWorker(WorkerProcess):
         return ending if ending.reason else Ending(exit_reason(code))
 
     def close(self) -> None:
-        """Let go of the process; a second call does nothing."""
         if not self._reader.closed:
             super().close()
             self._reader.close()
@@ -259,6 +251,7 @@ def work(
     # Back to the platform's default: by "forkserver", loaders would start a server of their own,
     # which imports torch.
     multiprocessing.set_start_method(None, force=True)
+    import cloudpickle
     import torch
 
     torch.set_num_threads(num_threads)
@@ -268,14 +261,14 @@ def work(
     code = 1
     try:
         function, args = pickle.loads(payload)
-        answer = pickled((Ending(), function(*args)))
+        answer = cloudpickle.dumps((Ending(), function(*args)))
         code = 0
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         answer = b""
     except BaseException as error:
         sys.last_value = error  # as Python sets it, for what runs at exit
-        answer = pickled((_ending_of(error), None))
+        answer = cloudpickle.dumps((_ending_of(error), None))
     finally:
         atexit._run_exitfuncs()
     with writer, open(writer.fileno(), "wb", closefd=False) as pipe:
@@ -427,7 +420,6 @@ class Spares:
                 self._waiting.append(spare)
 
     def close(self) -> None:
-        """End those that wait."""
         while self._waiting:
             self._waiting.pop().discard()
 
@@ -440,8 +432,7 @@ class Spares:
 def _end_with(parent_pid: int) -> Callable[[], None]:
     """Return a ``preexec_fn`` that asks the kernel for SIGTERM at the parent's death.
 
-    It imports nothing and takes no lock of Python's, so it is safe while another thread runs in the
-    parent. The kernel forgets the request at the child's own forks.
+    It imports nothing and takes no lock of Python's, so another thread may run in the parent.
     """
     prctl = ctypes.CDLL(None).prctl
 

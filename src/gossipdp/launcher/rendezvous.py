@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
-from gossipdp.launcher.environment import Environment, check_secret, is_loopback, shard_run_id
+from gossipdp.launcher.environment import Environment, check_secret, is_loopback
 from gossipdp.launcher.reports import Report, say_instead_of_traceback, send_report
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
@@ -327,8 +327,8 @@ class Rendezvous:
             run_id = f"{run_id}-{self._token()}"
         if environment.restart_count or self._number:
             run_id = f"{run_id}-{environment.restart_count}-{self._number}"
-        if environment.num_shards > 1:
-            run_id = shard_run_id(run_id, environment.shard, environment.num_shards)
+        if environment.num_shards > 1:  # a launcher that joins workers reads it
+            run_id = f"{run_id}-shard-{environment.shard}-of-{environment.num_shards}"
         made = None
         if secret is None and environment.tls is None:  # with TLS, its key is membership
             made = secrets.token_hex(16)

@@ -47,7 +47,6 @@ class Failure:
 
     @property
     def ending(self) -> Ending:
-        """Return the end of its last life."""
         return self.endings[-1]
 
 
@@ -146,12 +145,10 @@ class Supervisor:
 
     @property
     def running(self) -> list[SupervisedWorker]:
-        """Return the workers that run."""
         return [worker for worker in self.workers if worker.runs]
 
     @property
     def ending(self) -> bool:
-        """Return whether the workers are being ended."""
         return self._kill_at is not None
 
     @property
@@ -222,7 +219,6 @@ class Supervisor:
         return caught[0] if caught else None
 
     def start(self) -> None:
-        """Start all workers."""
         for worker in self.workers:
             worker.start(self._plan, self._start_process, rejoins=False)
         self._plan.open()  # the workers import torch meanwhile

@@ -66,7 +66,6 @@ class Link(abc.ABC):
     @property
     @final
     def peer(self) -> int:
-        """The peer's rank."""
         return self.peer_identity.rank
 
     @property
@@ -247,7 +246,6 @@ class Dialer:
         self._wishes: dict[int, _Wish] = {}
 
     def want(self, peers: Iterable[int], now_s: float, *, at_once: bool = False) -> None:
-        """Add peers to those wanted."""
         for peer in peers:
             grace_s = 0.0 if at_once or self._rank < peer else GRACE_S
             wish = self._wishes.setdefault(peer, _Wish(now_s + grace_s))
@@ -255,12 +253,10 @@ class Dialer:
                 wish.due_s = min(wish.due_s, now_s)
 
     def unlinked(self, peer: int, now_s: float) -> None:
-        """Take note that the link to ``peer`` went down."""
         if peer in self._wishes:
             self._wishes[peer] = _Wish(now_s + (0.0 if self._rank < peer else GRACE_AFTER_LOSS_S))
 
     def failed(self, peer: int, now_s: float) -> None:
-        """Take note that a dial failed."""
         wish = self._wishes.get(peer)
         if wish is not None and peer not in self._links:
             wish.due_s = now_s + wish.retry_s * self._random.uniform(0.8, 1.2)

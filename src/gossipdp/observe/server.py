@@ -192,7 +192,6 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
     # By the base class.
 
     def server_close(self) -> None:
-        """Free the port."""
         with sockets.descriptors_guard:
             self.socket.close()
 
@@ -218,7 +217,6 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close_request(self, request: Any) -> None:
-        """Close a connection."""
         with sockets.descriptors_guard:
             self._connections.pop(request, None)
             request.close()
