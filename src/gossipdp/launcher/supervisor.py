@@ -92,16 +92,13 @@ class Supervisor:
     failure: the run is complete without it.
 
     Args:
-        plan: the run they belong to.
-        start_process: starts a process with these variables.
         max_restarts: how many restarts, of all workers together.
-        faults: kills, stops and slows the workers.
         on_failure: called once for each failure; the others go on if all have :attr:`begun`.
         on_sentence: called with sentences for the user, once with each that workers have.
         clock: seconds, monotonic.
 
     Attributes:
-        workers: the workers here, by local rank.
+        workers: by local rank.
         failures: of the workers that were not started again.
         begun: whether all workers here have begun to train, as last seen.
         is_complete: whether a worker holds the average at the end of the run.
@@ -166,8 +163,7 @@ class Supervisor:
     @property
     def loss(self) -> str:
         """Return a sentence on what was lost if the run began and all its workers failed, or ""."""
-        has_begun = self.begun or self._plan.num_meetings > 0
-        if not self.failures or not has_begun or self._others_count:
+        if not self.failures or not self._has_begun or self._others_count:
             return ""
         name = "worker-*/step-*.safetensors"
         files = [path for each in self._checkpoints for path in Path(each).rglob(name)]
@@ -178,6 +174,10 @@ class Supervisor:
             f"no worker is left: all that they trained after {newest} is lost; start the run again "
             'with resume="auto" to go on from there'
         )
+
+    @property
+    def _has_begun(self) -> bool:
+        return self.begun or self._plan.num_meetings > 0
 
     @property
     def _may_resume(self) -> bool:
@@ -229,10 +229,9 @@ class Supervisor:
         Returns:
             Whether a worker runs or is to run.
         """
-        for due_at, _ in self._due.values():
-            timeout_s = min(timeout_s, max(0.0, due_at - self._clock()))
-        if self._faults is not None:
-            timeout_s = min(timeout_s, self._faults.wait_s())
+        waits_s = [timeout_s, *(due_at - self._clock() for due_at, _ in self._due.values())]
+        waits_s += [self._faults.wait_s()] if self._faults is not None else []
+        timeout_s = max(0.0, min(waits_s))
         things = [thing for worker in self.running for thing in worker.waits_for()]
         try:
             multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
@@ -353,7 +352,7 @@ class Supervisor:
     ) -> None:
         """Handle the failure of a life of this worker, or of its start."""
         self._take_reports()
-        may_restart = self._num_restarts_left > 0 and (self.begun or self._plan.num_meetings > 0)
+        may_restart = self._num_restarts_left > 0 and self._has_begun
         if worker.missed_end:
             return
         if self.is_complete and not worker.consolidated and may_restart:

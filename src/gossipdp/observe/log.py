@@ -135,30 +135,26 @@ class LogReader:
             ValueError: a line is no record, or another version wrote them.
         """
         records: list[Record] = []
-        for line in self._new_lines():
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                lines = whole_lines(file.read())
+        except FileNotFoundError:
+            return records
+        self._position += sum(map(len, lines))
+        for line in lines:
             self._num_lines += 1
             try:
                 record: Record = decode(line, Record)  # type: ignore[arg-type]
             except ValueError as error:
                 place = f"{self._path}, line {self._num_lines}"
                 raise ValueError(f"{place} is no record of a run log: {error}") from error
-            if self._num_lines == 1:
+            if self._num_lines == 1:  # other versions have other records on the next line
                 self._check_first(record)
             records.append(record)
         return records
 
-    def _new_lines(self) -> list[bytes]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                lines = whole_lines(file.read())
-        except FileNotFoundError:
-            return []
-        self._position += sum(map(len, lines))
-        return lines
-
     def _check_first(self, start: Record) -> None:
-        # Before the next line is read: other versions have other records.
         if not isinstance(start, StartRecord):
             raise ValueError(f"{self._path} does not begin with a start record, but with {start!r}")
         if start.format != FORMAT:
