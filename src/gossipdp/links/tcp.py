@@ -30,9 +30,8 @@ from gossipdp.links import sockets
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.frames import run_tag
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity, Refusal
-from gossipdp.links.link import LinkHandler, Transport
+from gossipdp.links.link import LinkHandler, SendLimit, Transport
 from gossipdp.links.opening import Opening
-from gossipdp.links.send_limit import SendLimit
 from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import Listener
 from gossipdp.links.tcp_link import LinkOwner, TcpLink

@@ -20,8 +20,7 @@ from typing import Any, final
 from gossipdp.links import frames
 from gossipdp.links.frames import ChunkKey, FrameError, FrameType, Header
 from gossipdp.links.handshake import Identity
-from gossipdp.links.link import Link, LinkHandler
-from gossipdp.links.send_limit import SendLimit
+from gossipdp.links.link import Link, LinkHandler, SendLimit
 from gossipdp.links.shared_memory import PeerMemory, SlotMemory
 from gossipdp.links.sockets import Stream
 
