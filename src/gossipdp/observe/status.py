@@ -72,14 +72,8 @@ class WorkerStatus(Counters, frozen=True):
     """One worker's answer, with its counters.
 
     Attributes:
-        incarnation, restarts: of the worker: see :class:`MemberStatus`.
-        run_id, method, graph, comm_rate: of the run; ``graph`` is its name.
-        host, process_id: of the worker's process.
+        graph: the name of the run's graph.
         state: ``training``, or ``averaging`` from ``consolidate()`` on.
-        run_samples: of all workers, as far as this one knows.
-        budget_samples: samples that all workers together are to train on.
-        since_step_s: since the last gradient step ended.
-        logged: the numbers that the script logged last, such as ``loss``.
         members: all workers that this one knows of, itself included, by rank.
     """
 
@@ -121,8 +115,7 @@ def ask(address: str, timeout_s: float = ANSWER_WITHIN_S) -> WorkerStatus:
     """Return the status of the worker at HOST:PORT.
 
     Raises:
-        OSError: no worker answers there, or the answer is not whole within ``timeout_s``, even if
-            it still trickles in.
+        OSError: nobody answers there, or the answer is not whole in time, though it trickles in.
         ValueError: ``address`` is invalid, or the answer is not a worker's.
     """
     (there,) = read_addresses("the address", address)
