@@ -25,7 +25,7 @@ import itertools
 import math
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -89,19 +89,12 @@ class Clause:
             ValueError: it is none; the message shows it, and the shape of a right one.
         """
         kind, *words = text.lower().split() or [""]
-        if kind not in SHAPES:
-            unknown = f"{kind!r} is no fault" if kind else "an empty clause"
-            raise _refusal(text, unknown, *SHAPES.values())
-        found: dict[str, float] = {}
-        rest = iter(words)
-        for word in rest:
-            name, value = _read(kind, word, rest, text)
-            if name in found:
-                raise _refusal(text, f"{name!r} is given twice", SHAPES[kind])
-            found[name] = value
-        problem = _problem(kind, found)
-        if problem:
-            raise _refusal(text, problem, SHAPES[kind])
+        shapes = [SHAPES[kind]] if kind in SHAPES else SHAPES.values()
+        try:
+            found = _read(kind, words)
+        except ValueError as problem:
+            refusal = f"{text.strip()!r}: {problem}; write {', or '.join(shapes)}"
+            raise ValueError(f"--faults: {refusal}") from None
         return cls(
             kind,  # type: ignore[arg-type]
             rank=int(found["rank"]) if "rank" in found else None,
@@ -172,26 +165,35 @@ class FaultPlan:
         return plan
 
 
-def _read(kind: str, word: str, rest: Iterator[str], text: str) -> tuple[str, float]:
-    """Return the meaning and the value of a word; it may take the next one for its time."""
-    if word in ("at", "every", "for"):
-        time = next(rest, "")
-        value = _seconds(time)
-        if value is None:
-            what = f"{time!r} after {word!r}" if time else f"nothing after {word!r}"
-            raise _refusal(text, f"{what} is no time such as 500ms, 8s, 2m or 1h", SHAPES[kind])
-        return word, value
-    if word.isascii() and word.isdigit() and len(word) < 7:
-        return "rank", int(word)
-    if re.fullmatch(r"\d{1,4}(\.\d{1,3})?x", word, re.ASCII):
-        return "factor", float(word[:-1])
-    seconds = _seconds(word)
-    if kind == "stop" and seconds is not None:
-        return "for", seconds
-    raise _refusal(text, f"{word!r} has no meaning here", SHAPES[kind])
+def _read(kind: str, words: Iterable[str]) -> dict[str, float]:
+    """Return the values of the words after ``kind``, by name; raise ValueError for a problem."""
+    if kind not in SHAPES:
+        raise ValueError(f"{kind!r} is no fault" if kind else "an empty clause")
+    found: dict[str, float] = {}
+    rest = iter(words)
+    for word in rest:
+        name, value = "for", _seconds(word)
+        if word in ("at", "every", "for"):
+            time = next(rest, "")
+            name, value = word, _seconds(time)
+            if value is None:
+                what = f"{time!r} after {word!r}" if time else f"nothing after {word!r}"
+                raise ValueError(f"{what} is no time such as 500ms, 8s, 2m or 1h")
+        elif word.isascii() and word.isdigit() and len(word) < 7:
+            name, value = "rank", int(word)
+        elif re.fullmatch(r"\d{1,4}(\.\d{1,3})?x", word, re.ASCII):
+            name, value = "factor", float(word[:-1])
+        elif kind != "stop" or value is None:
+            raise ValueError(f"{word!r} has no meaning here")
+        if name in found:
+            raise ValueError(f"{name!r} is given twice")
+        found[name] = value
+    if problem := _problem(kind, found):
+        raise ValueError(problem)
+    return found
 
 
-def _problem(kind: str, found: dict[str, float]) -> str:
+def _problem(kind: str, found: Mapping[str, float]) -> str:
     if "at" in found and "every" in found:
         return "choose 'at' or 'every'"
     if found.get("every", 1.0) < SHORTEST_PERIOD_S:
@@ -219,10 +221,6 @@ def _shown(seconds: float) -> str:
         if seconds and seconds % UNITS_S[unit] == 0:
             return f"{seconds / UNITS_S[unit]:.15g}{unit}"
     return f"{seconds:.15g}s"
-
-
-def _refusal(text: str, problem: str, *shapes: str) -> ValueError:
-    return ValueError(f"--faults: {text.strip()!r}: {problem}; write {', or '.join(shapes)}")
 
 
 class FaultRecord(msgspec.Struct, frozen=True):
