@@ -1,9 +1,8 @@
 """``LaunchPlan``: the workers that one supervisor starts, and the run that they belong to.
 
-A worker joins a running job by the addresses of live workers and the run id that they answer. If
-workers are single processes, a run is one network. If each is a replica of several processes, the
-processes of one shard make a network of their own, whose run id names the shard. A replica joins
-all of them under one rank, which its first process asks for and passes to the others.
+A worker joins a running job by the addresses of live workers and the run id that they answer. A
+replica of several processes joins the networks of all shards, each with a run id of its own, under
+one rank, which its first process asks for and passes to the others.
 """
 
 import dataclasses

@@ -21,7 +21,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
@@ -134,7 +134,7 @@ class Tls:
             not signed by it, not meant for both ends of a connection).
     """
 
-    def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, files: TlsFiles) -> None:
         for path in (files.cert, files.key, files.ca):
             try:
                 path.read_text("ascii")
@@ -148,7 +148,7 @@ class Tls:
         # No session tickets: every link shows its certificate, and no unexpected message follows.
         self._server.num_tickets = 0
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
-        left_s = self._meet_oneself(files) - clock()
+        left_s = self._meet_oneself(files) - time.time()
         if left_s < WARN_BEFORE_EXPIRY_S:
             text = "the certificate %s expires in %.1f hours; links made after that are refused"
             logger.warning(text, files.cert, left_s / 3600)
