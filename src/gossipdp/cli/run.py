@@ -28,7 +28,7 @@ from gossipdp.launcher.environment import (
     with_torchrun_names,
 )
 from gossipdp.launcher.faults import FaultInjector, FaultPlan
-from gossipdp.links.tls import Tls, TlsFiles, check_private, tls_files
+from gossipdp.links.tls import Tls, check_private
 from gossipdp.rules import at_least_0, at_least_1, option, port_number
 
 if TYPE_CHECKING:
@@ -152,9 +152,8 @@ def run(arguments: RunArguments) -> int:
     # Options are checked before a port is taken.
     num_workers = _num_workers(arguments)
     script = _script(arguments)
-    tls = tls_files(place) if (place := arguments.tls or os.environ.get("GOSSIPDP_TLS")) else None
-    if tls is not None:
-        Tls(tls)  # reads the files
+    place = arguments.tls or os.environ.get("GOSSIPDP_TLS")
+    tls = Tls(Path(place)) if place else None
     fault_plan = _fault_plan(arguments, num_workers)
     secret = read_secret(arguments.secret_file)
     given = {**os.environ, **_common_variables(arguments, num_workers)}
@@ -328,7 +327,7 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
 
 
 def _plan(
-    arguments: RunArguments, num_local: int, tls: TlsFiles | None, secret: str | None
+    arguments: RunArguments, num_local: int, tls: Tls | None, secret: str | None
 ) -> "LaunchPlan":
     """Build the launch plan: a run on this host or on several, or workers that join one."""
     from gossipdp.launcher.launch_plan import LaunchPlan, ask_join_infos
@@ -347,7 +346,7 @@ def _plan(
                 "--join needs the --secret-file (or GOSSIPDP_SECRET), or the --tls, with which "
                 "the run was started; a run that was started without cannot be joined"
             )
-        networks = ask_join_infos(addresses, num_shards, Tls(tls) if tls else None)
+        networks = ask_join_infos(addresses, num_shards, tls)
         return LaunchPlan(num_local, secret=secret, join_infos=networks)
     if arguments.workers is None:
         if several or arguments.node_rank or arguments.port:

@@ -22,7 +22,6 @@ from pathlib import Path
 import msgspec
 
 from gossipdp.errors import RendezvousError
-from gossipdp.links.tls import TlsFiles, tls_files
 from gossipdp.rules import at_least_1, port_number
 
 logger = logging.getLogger("gossipdp")
@@ -100,7 +99,7 @@ class Environment:
     port: int = 0
     status_host: str | None = None
     status_port: int | None = None
-    tls: TlsFiles | None = None
+    tls: Path | None = None
     join: tuple[tuple[str, int], ...] = ()
     join_file: str = ""
     num_restarts: int = 0
@@ -197,7 +196,7 @@ class Environment:
             port=first_port + local_rank if first_port else 0,
             status_host=given.get("GOSSIPDP_STATUS_HOST"),
             status_port=_number(given, "GOSSIPDP_STATUS_PORT", 0) if status_port else None,
-            tls=tls_files(tls) if (tls := given.get("GOSSIPDP_TLS")) else None,
+            tls=Path(tls) if (tls := given.get("GOSSIPDP_TLS")) else None,
             join=join,
             join_file=given.get("GOSSIPDP_JOIN_FILE", ""),
             num_restarts=_number(given, "GOSSIPDP_RESTARTS", 0),
