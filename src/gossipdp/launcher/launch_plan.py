@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import secrets
+import select
 import socket
 import time
 import weakref
@@ -30,6 +31,7 @@ from gossipdp.launcher.environment import (
 from gossipdp.launcher.reports import Report
 from gossipdp.launcher.store import CHECK_EVERY_S, CONNECT_S, MAX_RUN_ID, HostedStore, connect
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity
+from gossipdp.links.opening import Opening
 from gossipdp.links.tls import Tls
 from gossipdp.logs import printable
 from gossipdp.rules import at_least_1
@@ -354,32 +356,24 @@ def ask_join_infos(
     return [JoinInfo(run_ids[each], join=tuple(joins[each])) for each in range(num_shards)]
 
 
-def _ask(address: tuple[str, int], tls: Tls | None, deadline: float) -> str:
-    def left_s() -> float:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("did not answer in time")
-        return left
-
+def _ask(address: tuple[str, int], tls: Tls | None, deadline_s: float) -> str:
     # The secret is never used: no proof is made before the answer.
     handshake = Handshake(NO_RUN, b"unused", dialler=True)
-    connection: socket.socket = socket.create_connection(address, left_s())
+    connection = socket.create_connection(address, max(0.001, deadline_s - time.monotonic()))
+    connection.setblocking(False)
+    opening = Opening(connection, handshake, address, deadline_s, tls)
+    events = select.poll()
+    events.register(connection, select.POLLIN)
     try:
-        if tls is not None:
-            stream = tls.wrap(connection, server_side=False)
-            connection = stream.connection  # it owns the descriptor from here on
-            connection.settimeout(left_s())
-            stream.do_handshake()
-        connection.settimeout(left_s())
-        connection.sendall(handshake.take_output())
-        while handshake.num_wanted and handshake.refusal is None:
-            connection.settimeout(left_s())
-            data = connection.recv(handshake.num_wanted)
-            if not data:
-                raise EOFError
-            handshake.receive(data)
+        while handshake.num_wanted:
+            try:
+                opening.advance()
+            except BlockingIOError:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not events.poll(1e3 * left_s):
+                    raise TimeoutError("timed out") from None
     finally:
-        connection.close()
+        opening.connection.close()
     refusal = handshake.refusal
     if refusal is None:
         raise HandshakeError("it did not say which run it belongs to")
