@@ -65,11 +65,7 @@ def run(arguments: TopArguments) -> int:
 class Top:
     """The loop: look, show, wait.
 
-    Attributes:
-        arguments: of the command.
-        board: names the addresses to ask, and takes the answers.
-        ask: gives the answers that have come within a time; see ``StatusPoll.answers``.
-        console, clock, sleep: for tests.
+    ``ask`` gives the answers that have come within a time; see ``StatusPoll.answers``.
     """
 
     arguments: TopArguments

@@ -229,7 +229,6 @@ class FaultRecord(msgspec.Struct, frozen=True):
     Attributes:
         planned_s, at_s: seconds since all workers here train, as planned and as it happened; at_s
             is None if it did not.
-        rank, kind: the worker and "kill", "stop" or "slow".
         for_s, factor: of a stopped or slow worker, as planned; ``for_s`` is None if the plan sets
             no end.
         missed: the reason why it did not happen; None if it did.
@@ -300,10 +299,8 @@ class FaultInjector:
     has its id.
 
     Args:
-        plan: what to do.
         num_workers: of the whole run, among whom the plan draws; or those here, if they join one.
         seed: of the draws of workers.
-        say: shows a line.
         directory: for the faults log, ``faults-RANK.jsonl``, where RANK is the lowest rank here.
         clock: that of the workers' logs, the same for all processes of a machine.
 

@@ -374,7 +374,6 @@ class Spares:
         script: the command of a worker, after ``python``: a file, or -m and a module.
         variables: the environment of a spare; a worker has all of it and a little more.
         number: how many are kept; none of a script that is no file of Python.
-        say: shows a line.
     """
 
     def __init__(

@@ -34,9 +34,8 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
 class Failure:
     """A worker that ended with an error of its own, not one that we ended.
 
-    ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet.
-    ``endings``: of all its lives; the last one is this failure.
-    ``process_id``: of its process, or a replica's first one; 0 if none was started.
+    ``rank``: see :class:`SupervisedWorker`. ``endings``: of all its lives; the last one is this
+    failure. ``process_id``: of its process, or a replica's first one; 0 if none was started.
     ``is_injected``: it was killed by our :class:`FaultInjector`.
     """
 

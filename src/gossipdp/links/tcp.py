@@ -60,7 +60,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             (a ``host`` that is given stays: the address that others are to dial).
         secret: shared by all workers of the run; not used with ``tls``.
         listener: from :func:`~.sockets.listen`; the transport closes it.
-        tls: the TLS of all links; None: in the clear.
         clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
         max_bytes_per_s: the limit on the bytes that all links together send, handshakes aside;
             None for none.

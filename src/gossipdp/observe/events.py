@@ -71,9 +71,7 @@ def events_of(records: Iterable[tuple[float, Counters]]) -> list[Event]:
 
     A worker that was stopped itself notices late what happened meanwhile, but knows since when. So
     two notices are of one event if their own times agree, or their times since when.
-
-    Args:
-        records: of all workers, each with its time on a common clock.
+    ``records`` are of all workers, each with its time on a common clock.
     """
     notices = [
         Event(

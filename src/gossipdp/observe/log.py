@@ -183,9 +183,7 @@ class RunLogWriter:
     Args:
         path: the file, replaced if it exists; every line is flushed, so that a reader can follow.
         interval_s: least time between two ``counts`` records.
-        clock: monotonic, in seconds.
-        date: the time of day, in seconds since 1970.
-        run_id: of the run.
+        clock, date: monotonic, and the time of day since 1970, in seconds.
         goes_on: an earlier process of this worker may have written the log: if it took part in the
             same run, go on with its totals.
         resumes: go on also if that was another run, which this one resumes.

@@ -90,8 +90,7 @@ def pages_of(status: Callable[[], WorkerStatus]) -> dict[str, Page]:
 class JobView:
     """The job as ``gossipdp top`` shows it, seen from one worker, while somebody looks at it.
 
-    Args:
-        status: gives the worker's own status; the others are asked at their status ports.
+    ``status`` gives the worker's own; the others are asked at their status ports.
     """
 
     def __init__(self, status: Callable[[], WorkerStatus]) -> None:
@@ -116,11 +115,6 @@ class JobView:
 
 class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
     """A server that binds its port at once, and answers from :meth:`serve` on.
-
-    Args:
-        host: address to listen on.
-        port: 0 for any free one.
-        clock: seconds, monotonic.
 
     Raises:
         RendezvousError: the port is in use, or the host is no address of this machine.
