@@ -20,6 +20,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, final
@@ -161,10 +162,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             return
         with self._wake_guard:
             if not self._closed:
-                try:
+                with suppress(BlockingIOError):  # the counter is full, so a wake-up is pending
                     os.eventfd_write(self._wake_descriptor, 1)
-                except BlockingIOError:
-                    pass  # the counter is full, so a wake-up is pending
 
     def close(self) -> None:
         if self._closed:

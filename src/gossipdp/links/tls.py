@@ -21,6 +21,7 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -150,10 +151,8 @@ class Tls:
         server = self._server.wrap_bio(there, back, server_side=True)
         try:
             for end in (client, server, client, server):
-                try:
+                with suppress(ssl.SSLWantReadError):
                     end.do_handshake()
-                except ssl.SSLWantReadError:
-                    pass
         except ssl.SSLError as error:
             cert, _, ca = self._files
             raise ValueError(
