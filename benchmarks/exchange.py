@@ -33,7 +33,7 @@ from gossipdp.links.handshake import Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler
 from gossipdp.links.sockets import listen
 from gossipdp.links.tcp import TcpTransport
-from gossipdp.links.tls import Tls, TlsFiles, make_tls_files
+from gossipdp.links.tls import Tls, make_tls_files
 
 # The order of the table, and what each is.
 CONTENDERS = {
@@ -104,7 +104,7 @@ class LinkTransfer(Transfer, LinkHandler):
         num_values: int,
         meeting: Meeting,
         shared_memory: Literal["auto", "off"],
-        tls: TlsFiles | None = None,
+        tls: Path | None = None,
     ) -> None:
         super().__init__(rank, num_values)
         self._sent, self._received = tensor_bytes(self.outgoing), tensor_bytes(self.incoming)
@@ -205,12 +205,10 @@ def contend(num_values: int, num_rounds: int, folder: Path) -> dict[str, list[tu
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     meeting = Meeting(folder / "meeting", rank, poll_s=0.0)  # both begin to run at once
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    tls = TlsFiles(certificate, key, certificate)
     made: dict[str, Transfer] = {
         "shared_memory": LinkTransfer(rank, num_values, meeting, "auto"),
         "tcp": LinkTransfer(rank, num_values, meeting, "off"),
-        "tls": LinkTransfer(rank, num_values, meeting, "off", tls),
+        "tls": LinkTransfer(rank, num_values, meeting, "off", folder),
         "gloo_at_once": Gloo(rank, num_values),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
@@ -232,7 +230,7 @@ def measure(megabytes: float, num_rounds: int) -> list[dict[str, Any]]:
     """Return the figures of each contender."""
     num_values = int(megabytes * 1e6) // 4
     with tempfile.TemporaryDirectory() as folder:
-        make_tls_files(folder)
+        make_tls_files(Path(folder))
         Meeting.create(Path(folder) / "meeting", 2)
         environment = {"GLOO_SOCKET_IFNAME": "lo"}
         task = (num_values, num_rounds, Path(folder))

@@ -38,8 +38,7 @@ from support.race_settings import (
 from support.rows import Gossip
 
 from gossipdp import WorkerFailedError
-from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.faults import FaultInjector, FaultRecord
+from gossipdp.launcher.faults import FaultInjector, FaultPlan, FaultRecord
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.processes import Ending, WorkerProcess
 from gossipdp.launcher.supervisor import Supervisor, describe

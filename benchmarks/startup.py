@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 from support.report import Report, Spread, Table, asked, run_script
 
-from gossipdp.launcher.spares import Spares
+from gossipdp.launcher.local import Spares
 
 WORKER = str(Path(__file__).with_name("support") / "startup_worker.py")
 

@@ -24,7 +24,7 @@ from run_processes import path_before
 
 from gossipdp import logs
 from gossipdp.launcher.local import launch, start_fork_server
-from gossipdp.links.tls import TlsFiles, make_tls_files, tls_files
+from gossipdp.links.tls import make_tls_files
 
 TESTS = Path(__file__).parent
 LONG = {name for name, _ in read_list((TESTS / "long.txt").read_text())}
@@ -149,7 +149,7 @@ class Authority:
             ),
         )
 
-    def issue(self, first_day: float = -1, last_day: float = 365) -> TlsFiles:
+    def issue(self, first_day: float = -1, last_day: float = 365) -> Path:
         """Return a new worker's files; its certificate is valid between two days from now."""
         number = next(self._numbers)
         key = ec.generate_private_key(ec.SECP256R1())
@@ -161,7 +161,7 @@ class Authority:
         private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
         self._write(f"{number}/key.pem", private)
         self._write(f"{number}/ca.pem", self.ca.read_bytes())
-        return tls_files(self._directory / str(number))
+        return self._directory / str(number)
 
     def _sign(
         self,
@@ -206,9 +206,11 @@ def authority(new_authority: Callable[[str], Authority]) -> Authority:
 
 
 @pytest.fixture(scope="session")
-def run_tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+def run_tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the one certificate of a run, and its key."""
-    return make_tls_files(tmp_path_factory.mktemp("tls"))
+    directory = tmp_path_factory.mktemp("tls")
+    make_tls_files(directory)
+    return directory
 
 
 # For scripts that use no store: the supervisor's takes no seconds to import torch, which it could

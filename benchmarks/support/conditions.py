@@ -7,7 +7,7 @@ from typing import Literal
 
 from support.hosts import EmulatedHosts, Hosts, ShapedHosts
 
-from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.faults import FaultPlan
 from gossipdp_lab.simulate.scenario import ComputeTime, LognormalTime, SlowedTime
 
 MODEL_PARAMETERS = 1_000_000

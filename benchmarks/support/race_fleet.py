@@ -12,9 +12,8 @@ from pathlib import Path
 from support.hosts import Hosts, run
 from support.race_settings import RaceSettings, Shelf, Values, log_path, num_parameters, shelf_path
 
-from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher.local import ScriptWorker, Spares
 from gossipdp.launcher.processes import WorkerProcess
-from gossipdp.launcher.spares import Spares
 
 WORKER = Path(__file__).parents[1] / "race_worker.py"
 PORT_ON_HOST = 29_400

@@ -41,7 +41,7 @@ protocol/members, whose news all hear. protocol/presence turns that into a Notic
 protocol/neighbours into a graph without the worker. The Notice: gossip/loop → gossip/snapshot
 → parallel/worker (stats) → parallel/monitoring → observe/log, and observe/status → observe/board
 → observe/events → cli/top. On its own machine: launcher/supervisor → launcher/processes
-→ cli/run → launcher/spares; the new process comes in by parallel/entry.
+→ cli/run → launcher/local; the new process comes in by parallel/entry.
 """
 
 from importlib import import_module

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.reports import Report, send_report
-from gossipdp.links.clock import boot_id, since_boot_s
+from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.parallel.module import seed_of
 from gossipdp.parallel.stats import Consolidated, Stats
@@ -100,9 +100,7 @@ class SynchronousDataParallel(DistributedDataParallel):
         self._waited_s = self._buffers_s = 0.0
         self._losses: list[Tensor] = []
         self._gradient_bytes = sum(each.numel() * each.element_size() for each in parameters)
-        self._log = RunLogWriter(
-            worker_file(log_dir, rank), boot_id=boot_id(), run_id=environment.run_id
-        )
+        self._log = RunLogWriter(worker_file(log_dir, rank), run_id=environment.run_id)
         configuration = {
             "method": "allreduce",
             "workers": num_workers,

@@ -25,8 +25,7 @@ from support.rows import OneOptimizer, RowPlan
 from torch import nn
 
 from gossipdp import WorkerFailedError
-from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.faults import FaultInjector
+from gossipdp.launcher.faults import FaultInjector, FaultPlan
 from gossipdp.launcher.processes import Ending
 
 SETTINGS = RaceSettings(

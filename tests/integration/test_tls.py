@@ -14,7 +14,7 @@ from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import read_addresses
 from gossipdp.launcher.launch_plan import ask_join_infos
 from gossipdp.links import tls
-from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
+from gossipdp.links.tls import Tls, TlsStream, make_tls_files
 
 
 def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]]:
@@ -59,7 +59,7 @@ def are_secured(model: GossipDataParallel) -> list[bool]:
 
 @pytest.mark.processes
 def test_under_an_own_authority_training_goes_on_while_links_get_new_keys(workers, authority):
-    tls = {"GOSSIPDP_TLS": str(authority.issue().cert.parent)}
+    tls = {"GOSSIPDP_TLS": str(authority.issue())}
     found = workers(train_while_keys_are_renewed, 2, environment=tls)
     for secured, num_deaths, num_workers, _, end in found:
         assert all(secured)
@@ -68,7 +68,7 @@ def test_under_an_own_authority_training_goes_on_while_links_get_new_keys(worker
     assert sum(num_renewed for _, _, _, num_renewed, _ in found) >= 3, found
 
 
-def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
+def join_over_tls(directory: Path, files: Path, stranger: Path) -> str:
     """Run as one of three processes: two begin the run, and the last joins it."""
     address = directory / "address"
     joins = os.environ["RANK"] == "2"
@@ -86,7 +86,7 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
         os.environ["GOSSIPDP_RUN_ID"] = str(ask_join_infos(known, 1, Tls(files))[0].run_id)
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    network = Network(start_timeout_s=60, tls=files.cert.parent)
+    network = Network(start_timeout_s=60, tls=files)
     model = GossipDataParallel(net, optimizer, network=network)
     transport = model._worker._loop.transport
     if model.rank == 0:
@@ -115,7 +115,8 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
 
 @pytest.mark.processes
 def test_a_worker_joins_a_run_over_tls(workers, run_tls, tmp_path):
-    stranger = make_tls_files(tmp_path / "another run")
+    stranger = tmp_path / "another run"
+    make_tls_files(stranger)
     found = workers(join_over_tls, 3, args=(tmp_path, run_tls, stranger))
     assert len(set(found)) == 1, "the same bits on all"
     assert found[0].startswith("[True, True] of 3: "), found

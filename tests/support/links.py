@@ -6,6 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
-from gossipdp.links.tls import Tls, TlsFiles
+from gossipdp.links.tls import Tls
 from gossipdp.logs import OnceLog
 
 
@@ -121,9 +122,9 @@ class Node:
 class World:
     """Makes workers and turns their loops until something is so."""
 
-    def __init__(self, tls_files: TlsFiles | None = None) -> None:
+    def __init__(self, tls: Path | None = None) -> None:
         self.nodes: list[Node] = []
-        self._tls_files = tls_files
+        self._tls_directory = tls
 
     def identity(self, rank: int, **changes: Any) -> Identity:
         plain = Identity(rank, 0, 1000 + rank, "run", "model", "a2cid2", "ring", "1.0", "float32")
@@ -144,8 +145,8 @@ class World:
 
     def tls(self, rank: int, **changes: Any) -> Node:
         """As ``tcp``, with the run's certificate and key; ``tls=`` gives others."""
-        assert self._tls_files is not None
-        return self.tcp(rank, **{"tls": Tls(self._tls_files), **changes})
+        assert self._tls_directory is not None
+        return self.tcp(rank, **{"tls": Tls(self._tls_directory), **changes})
 
     def shared(self, rank: int, num_bytes: int = 1 << 16, **changes: Any) -> Node:
         """As ``tcp``, with memory that peers read in place."""

@@ -2,16 +2,15 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from fake_card import FakeCard, fake_card
 from links import World
 
-from gossipdp.links.tls import TlsFiles
-
 
 @pytest.fixture
-def world(run_tls: TlsFiles) -> Iterator[World]:
+def world(run_tls: Path) -> Iterator[World]:
     world = World(run_tls)
     yield world
     for node in list(world.nodes):

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -55,7 +55,7 @@ class Common:
     """Options of every subcommand."""
 
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"] | None,
+        logs.Level | None,
         tyro.conf.arg(help_behavior_hint=""),  # in place of "(default: None)"
     ] = None
     """Lowest level shown; by default GOSSIPDP_LOG, or warning."""

@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from gossipdp import rules
 from gossipdp.protocol.exchange_rate import Bound, affordable_rate
-from gossipdp.rules import (
-    DEFAULT_GRAPH,
-    WireFormatName,
-    at_least_1,
-    megabits_per_s,
-    number,
-    option,
-    output_file,
-    positive_number,
-)
+from gossipdp.rules import DEFAULT_GRAPH, WireFormatName, option
 
 if TYPE_CHECKING:
     from gossipdp.graph import Constants
@@ -41,7 +33,7 @@ BOUNDS: dict[Bound, str] = {
 class PlanArguments:
     """Print a graph's constants and whether A2CiD2 helps on it."""
 
-    workers: int | None = option(None, at_least_1)
+    workers: int | None = option(None, rules.at_least_1)
     """Workers."""
 
     graph: str = DEFAULT_GRAPH
@@ -50,25 +42,25 @@ class PlanArguments:
     comm_rate: float | Literal["auto"] = 1.0
     """Exchanges per worker per gradient step; auto: as many as the links allow."""
 
-    parameters: float | None = option(None, positive_number)
+    parameters: float | None = option(None, rules.positive_number)
     """Trained parameters of the model."""
 
     wire_format: WireFormatName = "auto"
     """full, bfloat16 or lattice8: 4, 2 or 1 bytes a parameter; auto: lattice8 over a network."""
 
-    step_ms: float | None = option(None, positive_number)
+    step_ms: float | None = option(None, rules.positive_number)
     """Duration of a gradient step."""
 
-    link_mbps: float | None = option(None, positive_number)
+    link_mbps: float | None = option(None, rules.positive_number)
     """Speed of a link in each direction, Mbit/s."""
 
-    latency_ms: float = option(0.5, number)
+    latency_ms: float = option(0.5, rules.number)
     """Time that a message travels."""
 
-    max_megabits_per_s: float | None = option(None, megabits_per_s)
+    max_megabits_per_s: float | None = option(None, rules.megabits_per_s)
     """Limit that Network(max_megabits_per_s=) sets."""
 
-    json: Path | None = option(None, output_file)
+    json: Path | None = option(None, rules.output_file)
     """Also write the constants to this file."""
 
 
@@ -115,7 +107,6 @@ class OwnRate(NamedTuple):
     step_seconds: float
 
     def text(self) -> str:
-        """Return it in sentences."""
         rate, num_steps = self.comm_rate, self.exchange_seconds / self.step_seconds
         often = f", one in {1 / rate:.3g} steps" if rate < 1 else ""
         bytes_per_second = self.exchange_bytes * rate / self.step_seconds

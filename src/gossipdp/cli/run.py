@@ -16,19 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gossipdp.launcher.environment import (
-    OF_REPLICA,
-    PLACE,
-    Environment,
-    check_platform,
-    check_secret,
-    is_loopback,
-    read_addresses,
-    show_address,
-    with_torchrun_names,
-)
-from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.links.tls import Tls, TlsFiles, check_private, tls_files
+from gossipdp.launcher import environment
+from gossipdp.launcher.faults import FaultInjector, FaultPlan
+from gossipdp.links.tls import Tls, check_private
 from gossipdp.rules import at_least_0, at_least_1, option, port_number
 
 if TYPE_CHECKING:
@@ -37,8 +27,8 @@ if TYPE_CHECKING:
 
 # Variables of another launcher that started us: they would mislead a worker.
 NOT_INHERITED = (
-    *PLACE,
-    *OF_REPLICA.values(),
+    *environment.PLACE,
+    *environment.OF_REPLICA.values(),
     *("GROUP_RANK", "GOSSIPDP_JOIN", "GOSSIPDP_JOIN_FILE", "GOSSIPDP_RESTARTS"),
     *("GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
 )
@@ -144,18 +134,16 @@ def run(arguments: RunArguments) -> int:
         last checkpoint; 128 + the signal that ended the run (130 on Ctrl+C). A kill of --faults is
         no failure if another worker here succeeded.
     """
-    from gossipdp.launcher.faults import FaultInjector
-    from gossipdp.launcher.spares import Spares
+    from gossipdp.launcher.local import Spares
     from gossipdp.launcher.supervisor import Failure, Supervisor, shown_rank
     from gossipdp.observe.log import worker_file, write_process_end
 
-    check_platform()
+    environment.check_platform()
     # Options are checked before a port is taken.
     num_workers = _num_workers(arguments)
     script = _script(arguments)
-    tls = tls_files(place) if (place := arguments.tls or os.environ.get("GOSSIPDP_TLS")) else None
-    if tls is not None:
-        Tls(tls)  # reads the files
+    place = arguments.tls or os.environ.get("GOSSIPDP_TLS")
+    tls = Tls(Path(place)) if place else None
     fault_plan = _fault_plan(arguments, num_workers)
     secret = read_secret(arguments.secret_file)
     given = {**os.environ, **_common_variables(arguments, num_workers)}
@@ -274,7 +262,7 @@ def stopped_line(
 
 
 def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) -> str:
-    shown = ",".join(show_address(*each) for each in addresses)
+    shown = ",".join(environment.show_address(*each) for each in addresses)
     noun = "worker" if len(addresses) == 1 else "replica"
     words = [f"to add a {noun}: gossipdp run --join {shown}"]
     words += [f"--nproc-per-replica {len(addresses)}"] if len(addresses) > 1 else []
@@ -294,7 +282,7 @@ def _num_workers(arguments: RunArguments) -> int:
             "device mesh and give the other: GossipDataParallel(..., mesh=mesh['replicate'])"
         )
     if number is None:
-        if "RANK" not in with_torchrun_names(os.environ):
+        if "RANK" not in environment.with_torchrun_names(os.environ):
             raise ValueError(
                 "-n is missing: say how many workers to start. Options come before the script, as "
                 "in gossipdp run -n 4 train.py: what follows the script is the script's"
@@ -314,7 +302,7 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
 
     num_local = num_workers
     if arguments.workers is None and arguments.join is None:  # the launcher has others here
-        num_local = Environment.read().local_world_size or 1
+        num_local = environment.Environment.read().local_world_size or 1
     is_on_several = arguments.workers is None or arguments.rendezvous or arguments.join
     given = {
         # A worker that joins hears who else is on its host, and then takes its share.
@@ -329,7 +317,7 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
 
 
 def _plan(
-    arguments: RunArguments, num_local: int, tls: TlsFiles | None, secret: str | None
+    arguments: RunArguments, num_local: int, tls: Tls | None, secret: str | None
 ) -> "LaunchPlan":
     """Build the launch plan: a run on this host or on several, or workers that join one."""
     from gossipdp.launcher.launch_plan import LaunchPlan, ask_join_infos
@@ -342,13 +330,13 @@ def _plan(
                 "--join needs none of --nnodes, --node-rank, --rendezvous and --port: the workers "
                 "of the run know the others"
             )
-        addresses = read_addresses("--join", arguments.join)
+        addresses = environment.read_addresses("--join", arguments.join)
         if secret is None and tls is None:
             raise ValueError(
                 "--join needs the --secret-file (or GOSSIPDP_SECRET), or the --tls, with which "
                 "the run was started; a run that was started without cannot be joined"
             )
-        networks = ask_join_infos(addresses, num_shards, Tls(tls) if tls else None)
+        networks = ask_join_infos(addresses, num_shards, tls)
         return LaunchPlan(num_local, secret=secret, join_infos=networks)
     if arguments.workers is None:
         if several or arguments.node_rank or arguments.port:
@@ -361,14 +349,14 @@ def _plan(
     if not several and arguments.node_rank:
         raise ValueError("--node-rank without --nnodes; say how many hosts there are")
     if several:
-        addresses = read_addresses("--rendezvous", arguments.rendezvous or "")
+        addresses = environment.read_addresses("--rendezvous", arguments.rendezvous or "")
         if len(addresses) != 1 or port:
             raise ValueError(
                 "several hosts need one --rendezvous HOST:PORT, the same on all, with an address "
                 "of host 0 and a free port there; --port is for one host"
             )
         ((host, port),) = addresses
-    if several and secret is None and tls is None and not is_loopback(host):
+    if several and secret is None and tls is None and not environment.is_loopback(host):
         raise ValueError(
             f"several hosts need a secret: everyone who reaches {host}:{port} could take part in "
             "the run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "
@@ -391,7 +379,7 @@ def _fault_plan(arguments: RunArguments, num_processes: int) -> FaultPlan | None
     if arguments.join is not None:
         num_workers = None
     elif arguments.workers is None:
-        num_workers = Environment.read().world_size
+        num_workers = environment.Environment.read().world_size
     return FaultPlan.parse(arguments.faults, num_workers)
 
 
@@ -425,7 +413,7 @@ def read_secret(path: Path | None) -> str | None:
             raise ValueError(f"{name} {reason}; name a file with a long random text") from None
         check_private("--secret-file", path)
     if secret is not None:
-        check_secret(secret.encode(), name)
+        environment.check_secret(secret.encode(), name)
     return secret
 
 

@@ -21,13 +21,13 @@ class TlsInitArguments:
 
 
 def run(arguments: TlsInitArguments) -> int:
-    """Run ``gossipdp tls-init`` and return the exit status."""
-    from gossipdp.links.tls import make_tls_files
+    from gossipdp.links.tls import CERT, KEY, make_tls_files
 
-    files = make_tls_files(arguments.directory)
+    directory = arguments.directory
+    make_tls_files(directory)
     sys.stdout.write(
-        f"wrote {files.cert} and {files.key}\n"
+        f"wrote {directory / CERT} and {directory / KEY}\n"
         "Copy both to every machine of the run; keep the key readable by you alone. Then:\n"
-        f"    gossipdp run -n 4 --tls {arguments.directory} train.py\n"
+        f"    gossipdp run -n 4 --tls {directory} train.py\n"
     )
     return 0

@@ -65,11 +65,7 @@ def run(arguments: TopArguments) -> int:
 class Top:
     """The loop: look, show, wait.
 
-    Attributes:
-        arguments: of the command.
-        board: names the addresses to ask, and takes the answers.
-        ask: gives the answers that have come within a time; see ``StatusPoll.answers``.
-        console, clock, sleep: for tests.
+    ``ask`` gives the answers that have come within a time; see ``StatusPoll.answers``.
     """
 
     arguments: TopArguments
@@ -80,7 +76,6 @@ class Top:
     sleep: Callable[[float], None] = time.sleep
 
     def run(self) -> int:
-        """Run the loop; see :func:`run`."""
         try:
             return self._once() if self.arguments.once else self._live()
         except KeyboardInterrupt:  # the usual way to leave it

@@ -203,9 +203,6 @@ class LiveGraph:
     A set that is not cached takes 1 to 3 ms for 64 workers and 9 to 19 for 256; complete graphs
     take ten times as long.
 
-    Args:
-        constants: The original graph with its rates.
-
     Example:
         >>> from gossipdp.graph import build_graph
         >>> live = LiveGraph(Constants.of(build_graph("ring", 4)))

@@ -49,7 +49,6 @@ class Worker:
 
     @property
     def is_first(self) -> bool:
-        """Return whether it is worker 0, which logs and saves."""
         return self.rank == 0
 
 

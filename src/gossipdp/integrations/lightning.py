@@ -54,7 +54,6 @@ class GossipStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Return whether this is worker 0, which logs and saves."""
         return self.global_rank == 0
 
     @property

@@ -6,6 +6,7 @@ import os
 import select
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gossipdp.errors import RendezvousError, WorkerFailedError
@@ -69,11 +70,10 @@ def launch(
                 failures[rank] = error
                 # Threads that it left running would make it count as alive to the others.
                 ray.kill(actors[rank])
-                try:
+                # If it is lost with its node, go on, since workers that wait for it fail.
+                with suppress(ray.exceptions.RayActorError):
                     if not ray.get(meeting.has_begun.remote()):
                         break
-                except ray.exceptions.RayActorError:
-                    pass  # it is lost with its node: go on, since workers that wait for it fail
     finally:
         for actor in [*actors, meeting]:
             ray.kill(actor)

@@ -9,7 +9,7 @@ The launcher's side:
 launch_plan  the workers of one supervisor, and the run they belong to or join
 processes    a worker of this machine over all its lives: a process, or a replica of several
 supervisor   watches these workers, and starts them again
-faults       kills, stops and slows them by a plan, to test a script; fault_plan: what plans mean
-local        the processes themselves: ``launch()`` for functions, and scripts
-spares       interpreters that have imported torch (spare_interpreter), for the next restart
+faults       kills, stops and slows them by a plan, to test a script
+local        the processes themselves: ``launch()`` for functions, and scripts, with spare
+             interpreters that have imported torch (spare_interpreter) for the next restart
 """

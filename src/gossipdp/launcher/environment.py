@@ -4,11 +4,8 @@ The names are torchrun's, so a script runs unchanged under torchrun, under our l
 shell that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Ours begin with GOSSIPDP_. Those of
 Slurm and Kubernetes are translated.
 
-Accelerate, the Trainer of transformers and Lightning read RANK, WORLD_SIZE and their like when
-they are set up, start ``torch.distributed``, average gradients and give each worker a share of the
-data. Under gossipdp each worker is one training of one process to them.
-:func:`without_launcher_variables` takes these variables out of the environment, and
-:meth:`Environment.read` still finds them.
+Accelerate, the Trainer of transformers and Lightning start ``torch.distributed`` when they find
+these. :func:`without_launcher_variables` hides them; :meth:`Environment.read` still finds them.
 """
 
 import dataclasses
@@ -25,7 +22,6 @@ from pathlib import Path
 import msgspec
 
 from gossipdp.errors import RendezvousError
-from gossipdp.links.tls import TlsFiles, tls_files
 from gossipdp.rules import at_least_1, port_number
 
 logger = logging.getLogger("gossipdp")
@@ -62,11 +58,7 @@ _taken_out: dict[str, str] = {}
 
 
 def check_platform(platform: str = sys.platform) -> None:
-    """Refuse to train on anything but Linux.
-
-    Raises:
-        OSError: it is another system.
-    """
+    """Raise OSError on anything but Linux."""
     if platform != "linux":
         raise OSError(f"gossipdp trains on Linux, and this is {platform}; on Windows use WSL")
 
@@ -107,18 +99,15 @@ class Environment:
     port: int = 0
     status_host: str | None = None
     status_port: int | None = None
-    tls: TlsFiles | None = None
+    tls: Path | None = None
     join: tuple[tuple[str, int], ...] = ()
     join_file: str = ""
     num_restarts: int = 0
 
     def __post_init__(self) -> None:
-        for name, port in (
-            ("MASTER_PORT", self.store_port),
-            ("GOSSIPDP_PORT", self.port),
-            ("GOSSIPDP_STATUS_PORT", self.status_port or 0),
-        ):
-            port_number(name, port)
+        port_number("MASTER_PORT", self.store_port)
+        port_number("GOSSIPDP_PORT", self.port)
+        port_number("GOSSIPDP_STATUS_PORT", self.status_port or 0)
         if not 0 <= self.shard < self.num_shards:
             raise ValueError(
                 f"this process is number {self.shard} (RANK) of a replica of {self.num_shards} "
@@ -207,7 +196,7 @@ class Environment:
             port=first_port + local_rank if first_port else 0,
             status_host=given.get("GOSSIPDP_STATUS_HOST"),
             status_port=_number(given, "GOSSIPDP_STATUS_PORT", 0) if status_port else None,
-            tls=tls_files(tls) if (tls := given.get("GOSSIPDP_TLS")) else None,
+            tls=Path(tls) if (tls := given.get("GOSSIPDP_TLS")) else None,
             join=join,
             join_file=given.get("GOSSIPDP_JOIN_FILE", ""),
             num_restarts=_number(given, "GOSSIPDP_RESTARTS", 0),
@@ -243,9 +232,7 @@ class Environment:
         Raises:
             RendezvousError: the name does not resolve, or no interface leads there.
         """
-        if self.host:
-            return _look_up("GOSSIPDP_HOST", self.host)
-        return self._routed_host()
+        return _look_up("GOSSIPDP_HOST", self.host) if self.host else self._routed_host()
 
     def announced_host(self, bound: str) -> str:
         """Return the address that a worker listening on ``bound`` announces to the others.
@@ -294,11 +281,6 @@ def _look_up(name: str, host: str, *, route: bool = False) -> str:
         raise RendezvousError(
             f"cannot reach {name} {host!r} ({error}); check the name and the network"
         ) from error
-
-
-def shard_run_id(run_id: str, shard: int, num_shards: int) -> str:
-    """Return the id of the network of one shard, in the run of that id."""
-    return f"{run_id}-shard-{shard}-of-{num_shards}"
 
 
 def check_secret(secret: bytes, name: str = "the secret") -> bytes:
@@ -390,13 +372,8 @@ def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
     The workers meet at the step's first node, on a port that follows from the job and the step:
     20000 + (16 · job + step) mod 10000.
     """
-    numbers = {
-        name: given.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
-    }
-    for name, text in numbers.items():
-        if not text.isdecimal():
-            raise ValueError(f"{name} is {text!r}; it must be a whole number")
-    job, step, node = map(int, numbers.values())
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
+    job, step, node = (_number(given, name, 0) for name in names)
     tasks = tasks_per_node(given.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     if node >= len(tasks):
         raise ValueError(

@@ -1,28 +1,226 @@
-"""``FaultInjector``: kills, stops and slows one supervisor's workers, by a plan.
+"""``--faults``: what is done to which worker and when, and the injector that does it.
 
-It has no thread and no lock: the supervisor's loop alone calls it, :meth:`FaultInjector.step`
-between two looks at the processes, and :meth:`FaultInjector.ended` as soon as it has reaped one.
+::
+
+    PLAN      =  CLAUSE { ";" CLAUSE }
+    CLAUSE    =  "kill"             [ RANK ]  [ WHEN ]
+              |  "stop" DURATION    [ RANK ]  [ WHEN ]
+              |  "slow" FACTOR "x"  [ RANK ]  [ WHEN ]  [ "for" DURATION ]
+    WHEN      =  "at" DURATION  |  "every" DURATION
+    DURATION  =  NUMBER ( "ms" | "s" | "m" | "h" )
+
+The words after the first may be in any order, and ``stop for 8s`` is ``stop 8s``. Time counts from
+the moment when all workers have made their first gradient step. A clause without WHEN is due at
+that moment. ``every 60s`` is due after 60 s, 120 s, and so on. If a clause names no rank, each of
+its events draws one, and never the same worker twice in a row. A ``slow`` without ``for`` lasts
+until the clause's next event, which makes another worker slow, or to the end of the run.
+
+:class:`FaultPlan` knows no process and no clock. :class:`FaultInjector` has no thread and no lock:
+the supervisor's loop alone calls it, :meth:`FaultInjector.step` between two looks at the processes,
+and :meth:`FaultInjector.ended` as soon as it has reaped one.
 """
 
+import heapq
+import itertools
 import math
+import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
-from gossipdp.launcher.fault_plan import Clause, Event, FaultPlan
 from gossipdp.links.clock import since_boot_s
 
 if TYPE_CHECKING:
     from gossipdp.launcher.processes import SupervisedWorker
 
+UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+SHAPES = {
+    "kill": "kill [RANK] [at TIME | every TIME]",
+    "stop": "stop DURATION [RANK] [at TIME | every TIME]",
+    "slow": "slow FACTORx [RANK] [at TIME | every TIME] [for DURATION]",
+}
+# Events of one clause may not flood the log.
+SHORTEST_PERIOD_S = 0.1
+LARGEST_FACTOR = 100.0  # a worker runs for at least 5 ms at a time
 # A slow worker runs and stands still once in this time, and runs for at least RUN_S of it.
 TURN_S, RUN_S = 0.05, 0.005
 # Later turns make up for a late one by at most this: far below any time-out of the workers.
 MAX_DEBT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Clause:
+    """One clause: if ``every``, ``time_s`` is a period; if ``rank`` is None, each event draws one.
+
+    ``for_s`` is how long a worker is stopped or slow. If it is None, a slow one stays slow.
+    """
+
+    kind: Literal["kill", "stop", "slow"]
+    rank: int | None = None
+    time_s: float = 0.0
+    every: bool = False
+    for_s: float | None = None
+    factor: float = 1.0
+
+    def __str__(self) -> str:
+        words: list[str] = [self.kind]
+        if self.kind == "stop" and self.for_s is not None:
+            words.append(_shown(self.for_s))
+        if self.kind == "slow":
+            words.append(f"{self.factor:.9g}x")
+        if self.rank is not None:
+            words.append(str(self.rank))
+        if self.every or self.time_s:
+            words += ["every" if self.every else "at", _shown(self.time_s)]
+        if self.kind == "slow" and self.for_s is not None:
+            words += ["for", _shown(self.for_s)]
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the clause of a text.
+
+        Raises:
+            ValueError: it is none; the message shows it, and the shape of a right one.
+        """
+        kind, *words = text.lower().split() or [""]
+        shapes = [SHAPES[kind]] if kind in SHAPES else SHAPES.values()
+        try:
+            found = _read(kind, words)
+        except ValueError as problem:
+            refusal = f"{text.strip()!r}: {problem}; write {', or '.join(shapes)}"
+            raise ValueError(f"--faults: {refusal}") from None
+        return cls(
+            kind,  # type: ignore[arg-type]
+            rank=int(found["rank"]) if "rank" in found else None,
+            time_s=found.get("every", found.get("at", 0.0)),
+            every="every" in found,
+            for_s=found.get("for"),
+            factor=found.get("factor", 1.0),
+        )
+
+    def events(self, number: int, num_workers: int, seed: int = 0) -> "Iterator[Event]":
+        """Yield its events: a pure function of clause, its number, the seed and the workers.
+
+        Endless if it repeats.
+        """
+        random, order = Random(f"{seed} {number}"), list[int]()
+        for count in itertools.count(1):
+            if self.rank is not None:
+                order = [self.rank]
+            else:
+                last, order = order[:1], list(range(num_workers))
+                random.shuffle(order)
+                order.sort(key=lambda rank: [rank] == last)  # stable: the last one comes last
+            yield Event(round(count * self.time_s, 3), number, self, tuple(order))
+            if not self.every:
+                return
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """One event of a plan, ``at_s`` after all workers train; ``number`` is that of its clause.
+
+    ``ranks``: the one that the clause names, or all, in the order in which they are tried.
+    """
+
+    at_s: float
+    number: int
+    clause: Clause
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Clauses, in the order of their text."""
+
+    clauses: tuple[Clause, ...] = ()
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.clauses))
+
+    @property
+    def kills(self) -> bool:
+        return any(clause.kind == "kill" for clause in self.clauses)
+
+    @classmethod
+    def parse(cls, text: str, num_workers: int | None = None) -> Self:
+        """Return the plan of ``--faults``; if ``num_workers`` is given, ranks must be below it.
+
+        Raises:
+            ValueError: a clause cannot be read, or names a rank that does not exist.
+        """
+        plan = cls(tuple(map(Clause.parse, text.removesuffix(";").split(";"))))
+        for clause in plan.clauses:
+            if num_workers and clause.rank is not None and clause.rank >= num_workers:
+                raise ValueError(
+                    f"--faults: {str(clause)!r}: there is no rank {clause.rank} among "
+                    f"{num_workers} workers; choose 0 to {num_workers - 1}"
+                )
+        return plan
+
+
+def _read(kind: str, words: Iterable[str]) -> dict[str, float]:
+    """Return the values of the words after ``kind``, by name; raise ValueError for a problem."""
+    if kind not in SHAPES:
+        raise ValueError(f"{kind!r} is no fault" if kind else "an empty clause")
+    found: dict[str, float] = {}
+    rest = iter(words)
+    for word in rest:
+        name, value = "for", _seconds(word)
+        if word in ("at", "every", "for"):
+            time = next(rest, "")
+            name, value = word, _seconds(time)
+            if value is None:
+                what = f"{time!r} after {word!r}" if time else f"nothing after {word!r}"
+                raise ValueError(f"{what} is no time such as 500ms, 8s, 2m or 1h")
+        elif word.isascii() and word.isdigit() and len(word) < 7:
+            name, value = "rank", int(word)
+        elif re.fullmatch(r"\d{1,4}(\.\d{1,3})?x", word, re.ASCII):
+            name, value = "factor", float(word[:-1])
+        elif kind != "stop" or value is None:
+            raise ValueError(f"{word!r} has no meaning here")
+        if name in found:
+            raise ValueError(f"{name!r} is given twice")
+        found[name] = value
+    if problem := _problem(kind, found):
+        raise ValueError(problem)
+    return found
+
+
+def _problem(kind: str, found: Mapping[str, float]) -> str:
+    if "at" in found and "every" in found:
+        return "choose 'at' or 'every'"
+    if found.get("every", 1.0) < SHORTEST_PERIOD_S:
+        return "'every' takes at least 100ms"
+    if kind == "kill" and "for" in found:
+        return "a kill has no duration (gossipdp run --max-restarts starts the worker again)"
+    if kind == "stop" and "for" not in found:
+        return "say for how long"
+    if found.get("for", 1.0) == 0:
+        return "the duration is 0"
+    if kind != "slow" and "factor" in found:
+        return "a factor belongs to 'slow'"
+    if kind == "slow" and not 1 < found.get("factor", 0.0) <= LARGEST_FACTOR:
+        return f"say how many times slower: 4x, above 1x and up to {LARGEST_FACTOR:g}x"
+    return ""
+
+
+def _seconds(text: str) -> float | None:
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(ms|s|m|h)", text, re.ASCII)
+    return round(float(match[1]) * UNITS_S[match[2]], 3) if match else None
+
+
+def _shown(seconds: float) -> str:
+    for unit in ("h", "m"):
+        if seconds and seconds % UNITS_S[unit] == 0:
+            return f"{seconds / UNITS_S[unit]:.15g}{unit}"
+    return f"{seconds:.15g}s"
 
 
 class FaultRecord(msgspec.Struct, frozen=True):
@@ -31,7 +229,6 @@ class FaultRecord(msgspec.Struct, frozen=True):
     Attributes:
         planned_s, at_s: seconds since all workers here train, as planned and as it happened; at_s
             is None if it did not.
-        rank, kind: the worker and "kill", "stop" or "slow".
         for_s, factor: of a stopped or slow worker, as planned; ``for_s`` is None if the plan sets
             no end.
         missed: the reason why it did not happen; None if it did.
@@ -102,10 +299,8 @@ class FaultInjector:
     has its id.
 
     Args:
-        plan: what to do.
         num_workers: of the whole run, among whom the plan draws; or those here, if they join one.
         seed: of the draws of workers.
-        say: shows a line.
         directory: for the faults log, ``faults-RANK.jsonl``, where RANK is the lowest rank here.
         clock: that of the workers' logs, the same for all processes of a machine.
 
@@ -128,7 +323,8 @@ class FaultInjector:
         self._say, self._directory, self._clock = say, directory, clock
         clauses = enumerate(plan.clauses)
         self._events = [clause.events(number, num_workers, seed) for number, clause in clauses]
-        self._next = {number: next(events) for number, events in enumerate(self._events)}
+        self._next = [next(events) for events in self._events]  # a heap with one of each clause
+        heapq.heapify(self._next)
         self.records: list[FaultRecord] = []
         self.first_step_s: float | None = None
         self._workers: dict[int, SupervisedWorker] = {}
@@ -145,7 +341,7 @@ class FaultInjector:
             return math.inf
         dues = [*self._stops.values()]
         dues += [min(each.until_s, each.turn_ends_s) for each in self._slow.values()]
-        dues += [self.first_step_s + event.at_s for event in self._next.values()]
+        dues += [self.first_step_s + event.at_s for event in self._next[:1]]
         return max(0.0, min(dues, default=math.inf) - self._clock())
 
     def step(self, workers: Sequence["SupervisedWorker"]) -> None:
@@ -159,15 +355,10 @@ class FaultInjector:
             if not running or not all(worker.trains for worker in running):
                 return
             self.first_step_s = now
-        while self._next:
-            event = min(self._next.values(), key=lambda each: (each.at_s, each.number))
-            if now < self.first_step_s + event.at_s:
-                break
-            following = next(self._events[event.number], None)
-            if following is None:
-                del self._next[event.number]
-            else:
-                self._next[event.number] = following
+        while self._next and now >= self.first_step_s + self._next[0].at_s:
+            event = heapq.heappop(self._next)
+            for following in itertools.islice(self._events[event.number], 1):
+                heapq.heappush(self._next, following)
             self._inject(event, now - self.first_step_s, now)
         for rank in [rank for rank, until_s in self._stops.items() if now >= until_s]:
             del self._stops[rank]
@@ -194,7 +385,7 @@ class FaultInjector:
 
     def release(self) -> None:
         """Let all workers run, and do nothing more: the run ends."""
-        for event in self._next.values():
+        for event in sorted(self._next):
             if not event.clause.every:
                 self._miss(event, self._candidates(event), "the run had ended by then")
         self._next.clear()

@@ -1,15 +1,15 @@
 """``LaunchPlan``: the workers that one supervisor starts, and the run that they belong to.
 
-A worker joins a running job by the addresses of live workers and the run id that they answer. If
-workers are single processes, a run is one network. If each is a replica of several processes, the
-processes of one shard make a network of their own, whose run id names the shard. A replica joins
-all of them under one rank, which its first process asks for and passes to the others.
+A worker joins a running job by the addresses of live workers and the run id that they answer. A
+replica of several processes joins the networks of all shards, each with a run id of its own, under
+one rank, which its first process asks for and passes to the others.
 """
 
 import dataclasses
 import os
 import re
 import secrets
+import select
 import socket
 import time
 import weakref
@@ -31,6 +31,7 @@ from gossipdp.launcher.environment import (
 from gossipdp.launcher.reports import Report
 from gossipdp.launcher.store import CHECK_EVERY_S, CONNECT_S, MAX_RUN_ID, HostedStore, connect
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity
+from gossipdp.links.opening import Opening
 from gossipdp.links.tls import Tls
 from gossipdp.logs import printable
 from gossipdp.rules import at_least_1
@@ -65,7 +66,6 @@ class JoinInfo:
         weakref.finalize(self, os.close, self._file)
 
     def take(self, report: Report) -> None:
-        """Note the report of a worker."""
         for rank, address in (report.addresses or {}).items():
             self.addresses.pop(rank, None)  # the newest come last
             self.addresses[rank] = address
@@ -93,7 +93,6 @@ class LaunchPlan:
     For workers that join a run make it directly, with ``join_infos`` and without a store.
 
     Attributes:
-        num_local: workers here.
         world_size: workers of the run; 0 for workers that join one.
         first_rank: lowest rank of the workers here; None if a live worker gives them their ranks.
         store: (host, port) where the workers meet; None for workers that join.
@@ -204,9 +203,8 @@ class LaunchPlan:
             replica_store: (host, port) where the processes of the replica meet, if it has several.
             rejoins: rank and number of restarts of a worker that died and joins the others again.
         """
-        own = dict(self.launcher_variables)
-        if not own:
-            own = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
+        here = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
+        own = dict(self.launcher_variables or here)
         if self.store is not None and not self.launcher_variables:
             assert self.first_rank is not None
             own |= {
@@ -259,7 +257,6 @@ class LaunchPlan:
             join_info.addresses.clear()
 
     def close(self) -> None:
-        """Let go of the store."""
         if self.hosted is not None:
             self.hosted.close()
 
@@ -313,14 +310,8 @@ def ask_join_infos(
 
     The id is no secret and proves nothing: a worker tells it to any caller whose id differs. The
     handshake that follows proves to both sides that they are in one run. The id names the shard of
-    a replica's process (:func:`shard_run_id`), so all addresses are asked. If workers are single
-    processes, one answer is enough.
-
-    Args:
-        addresses: (host, port) of workers, asked one after the other.
-        num_shards: processes of a replica.
-        tls: needed if the run uses it.
-        timeout_s: for each of them, from the dial to the answer.
+    a replica's process, so all (host, port) are asked, each for ``timeout_s`` from the dial to the
+    answer. If workers are single processes, one answer is enough.
 
     Raises:
         RefusedError: a worker answers, but with TLS where we have none, or in another version.
@@ -365,32 +356,24 @@ def ask_join_infos(
     return [JoinInfo(run_ids[each], join=tuple(joins[each])) for each in range(num_shards)]
 
 
-def _ask(address: tuple[str, int], tls: Tls | None, deadline: float) -> str:
-    def left_s() -> float:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("did not answer in time")
-        return left
-
+def _ask(address: tuple[str, int], tls: Tls | None, deadline_s: float) -> str:
     # The secret is never used: no proof is made before the answer.
     handshake = Handshake(NO_RUN, b"unused", dialler=True)
-    connection: socket.socket = socket.create_connection(address, left_s())
+    connection = socket.create_connection(address, max(0.001, deadline_s - time.monotonic()))
+    connection.setblocking(False)
+    opening = Opening(connection, handshake, address, deadline_s, tls)
+    events = select.poll()
+    events.register(connection, select.POLLIN)
     try:
-        if tls is not None:
-            stream = tls.wrap(connection, server_side=False)
-            connection = stream.connection  # it owns the descriptor from here on
-            connection.settimeout(left_s())
-            stream.do_handshake()
-        connection.settimeout(left_s())
-        connection.sendall(handshake.take_output())
-        while handshake.num_wanted and handshake.refusal is None:
-            connection.settimeout(left_s())
-            data = connection.recv(handshake.num_wanted)
-            if not data:
-                raise EOFError
-            handshake.receive(data)
+        while handshake.num_wanted:
+            try:
+                opening.advance()
+            except BlockingIOError:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not events.poll(1e3 * left_s):
+                    raise TimeoutError("timed out") from None
     finally:
-        connection.close()
+        opening.connection.close()
     refusal = handshake.refusal
     if refusal is None:
         raise HandshakeError("it did not say which run it belongs to")

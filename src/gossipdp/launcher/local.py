@@ -1,14 +1,14 @@
 """Workers on this machine: forked ones that call a function (``launch``), and scripts.
 
-``launch`` is for notebooks, demo, tests and benchmarks. Its workers are forked from a server that
-has imported ``torch`` once: a second launch in the same process starts 16 workers in about half a
-second, and fresh interpreters would need half a minute. A script of ``gossipdp run`` is a program
-in an interpreter of its own (:class:`ScriptWorker`).
+The workers of ``launch`` are forked from a server that has imported ``torch`` once: a second launch
+in the same process starts 16 workers in about half a second, and fresh interpreters would need half
+a minute. A script of ``gossipdp run`` is a program in an interpreter of its own.
 """
 
 import atexit
 import ctypes
 import gc
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -32,6 +32,7 @@ from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.processes import Ending, WorkerProcess, exit_reason
 from gossipdp.launcher.reports import report_variables
+from gossipdp.launcher.spare_interpreter import PROGRAM
 from gossipdp.launcher.supervisor import UNKILLABLE_S, Failure, Supervisor, describe
 from gossipdp.rules import at_least_0, at_least_1, grace_s
 
@@ -103,8 +104,10 @@ def launch(
             f"world_size is {world_size}; it counts processes, and must be a multiple of "
             f"nproc_per_replica, here {nproc_per_replica}"
         )
-    try:
-        payload = pickled((function, tuple(args)))
+    import cloudpickle
+
+    try:  # code of a notebook or of __main__, which a worker cannot import, goes by value
+        payload = cloudpickle.dumps((function, tuple(args)))
     except Exception as error:
         raise ValueError(
             f"launch cannot send {function!r} and its arguments to the workers: "
@@ -168,14 +171,6 @@ def num_threads(num_workers: int) -> int:
     return int(chosen) if chosen.isdigit() else max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
-def pickled(value: Any) -> bytes:
-    """Pickle a value; code of a notebook or of __main__, which a worker cannot import, by value."""
-    import cloudpickle
-
-    pickled: bytes = cloudpickle.dumps(value)
-    return pickled
-
-
 @final
 class ForkedWorker(WorkerProcess):
     """A worker forked from the server; its result or traceback comes back through a pipe.
@@ -230,7 +225,6 @@ class ForkedWorker(WorkerProcess):
         return ending if ending.reason else Ending(exit_reason(code))
 
     def close(self) -> None:
-        """Let go of the process; a second call does nothing."""
         if not self._reader.closed:
             super().close()
             self._reader.close()
@@ -257,6 +251,7 @@ def work(
     # Back to the platform's default: by "forkserver", loaders would start a server of their own,
     # which imports torch.
     multiprocessing.set_start_method(None, force=True)
+    import cloudpickle
     import torch
 
     torch.set_num_threads(num_threads)
@@ -266,14 +261,14 @@ def work(
     code = 1
     try:
         function, args = pickle.loads(payload)
-        answer = pickled((Ending(), function(*args)))
+        answer = cloudpickle.dumps((Ending(), function(*args)))
         code = 0
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         answer = b""
     except BaseException as error:
         sys.last_value = error  # as Python sets it, for what runs at exit
-        answer = pickled((_ending_of(error), None))
+        answer = cloudpickle.dumps((_ending_of(error), None))
     finally:
         atexit._run_exitfuncs()
     with writer, open(writer.fileno(), "wb", closefd=False) as pipe:
@@ -367,11 +362,76 @@ class ScriptWorker(WorkerProcess):
         self.close()
 
 
+class Spares:
+    """Interpreters that have imported torch, for a script's workers that are started again.
+
+    A new interpreter needs seconds for the imports of a training script, and the cores that the
+    other workers use. A spare one (:mod:`.spare_interpreter`) has them behind it. It gets a
+    worker's variables by its standard input, and then runs the script as ``python SCRIPT`` would.
+    The supervisor's loop alone calls these methods.
+
+    Args:
+        script: the command of a worker, after ``python``: a file, or -m and a module.
+        variables: the environment of a spare; a worker has all of it and a little more.
+        number: how many are kept; none of a script that is no file of Python.
+    """
+
+    def __init__(
+        self,
+        script: Sequence[str],
+        variables: Mapping[str, str],
+        number: int,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        is_python = script[0] == "-m" or script[0].endswith(".py")
+        self._script, self._variables, self._say = list(script), dict(variables), say
+        self._number = number if is_python else 0
+        self._waiting: list[ScriptWorker] = []
+
+    def start(self, variables: Mapping[str, str]) -> ScriptWorker:
+        """Return a worker with this environment: a spare one, or a new one if there is none."""
+        own = json.dumps(dict(variables.items() - self._variables.items())).encode()
+        while self._waiting:
+            spare = self._waiting.pop(0)
+            if spare.poll() is None and spare.tell(own):
+                return spare
+            spare.discard()
+        return ScriptWorker([sys.executable, *self._script], variables)
+
+    def follow(self, supervisor: Supervisor) -> None:
+        """Keep spares while a restart may come: started when all train, ended when none can."""
+        if not supervisor.may_restart:
+            self.close()
+        elif supervisor.all_train:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Start the spares that are missing; keep none once one has died or cannot be started."""
+        if any(spare.poll() is not None for spare in self._waiting):
+            self._give_up("it died")
+        while len(self._waiting) < self._number:
+            command = [sys.executable, "-c", PROGRAM, *self._script]
+            try:
+                spare = ScriptWorker(command, self._variables, stdin=subprocess.PIPE)
+            except Exception as error:  # no process or descriptor left: the workers are healthy
+                self._give_up(f"{type(error).__name__}: {error}")
+            else:
+                self._waiting.append(spare)
+
+    def close(self) -> None:
+        while self._waiting:
+            self._waiting.pop().discard()
+
+    def _give_up(self, reason: str) -> None:
+        self.close()
+        self._number = 0
+        self._say(f"no spare interpreter is kept any more: {reason}")
+
+
 def _end_with(parent_pid: int) -> Callable[[], None]:
     """Return a ``preexec_fn`` that asks the kernel for SIGTERM at the parent's death.
 
-    It imports nothing and takes no lock of Python's, so it is safe while another thread runs in the
-    parent. The kernel forgets the request at the child's own forks.
+    It imports nothing and takes no lock of Python's, so another thread may run in the parent.
     """
     prctl = ctypes.CDLL(None).prctl
 

@@ -1,8 +1,7 @@
 """A worker of this machine over all its lives: a process, or a replica of several.
 
-The caller says how to start a process (:mod:`.local`). The processes of a replica live and end
-together, and meet at a store of their own. Each life makes a new one, because no process group
-survives the death of a member.
+The processes of a replica meet at a store of their own. Each life makes a new one, because no
+process group survives the death of a member.
 """
 
 import abc
@@ -54,7 +53,7 @@ class WorkerProcess(abc.ABC):
         """Take in what has arrived, and return how it ended; None while it runs. Never block."""
 
     def close(self) -> None:
-        """Let go of a process that has ended."""
+        """Let go of a process that has ended; a second call does nothing."""
         self.reports.close()
 
     def send(self, number: int) -> None:
@@ -120,12 +119,9 @@ class SupervisedWorker:
         return bool(self.processes) and len(self.begun) == len(self.processes)
 
     def start(self, plan: LaunchPlan, start_process: StartProcess, *, rejoins: bool) -> None:
-        """Start its next life, which meets the others, or joins those that go on.
+        """Start its next life, which meets the others, or ``rejoins`` those that go on.
 
-        Args:
-            plan: of all workers here.
-            start_process: starts a process with these variables; what it raises leaves none.
-            rejoins: whether it joins them after an earlier life.
+        ``start_process`` starts a process with these variables; what it raises leaves none.
         """
         self.close()
         num_shards, processes = len(plan.join_infos), list[WorkerProcess]()
@@ -148,7 +144,6 @@ class SupervisedWorker:
         self.trains = self.consolidated = self.saves = False
 
     def waits_for(self) -> list[object]:
-        """Return what becomes readable when something happens to a process."""
         return [thing for each in self._running.values() for thing in each.waits_for()]
 
     def poll(self) -> Ending | None:
@@ -168,13 +163,11 @@ class SupervisedWorker:
         return None if self._running else self._failure or Ending()
 
     def send(self, number: int) -> None:
-        """Send the processes that run a signal."""
         self._is_ending |= number in (signal.SIGINT, signal.SIGTERM)
         for process in self._running.values():
             process.send(number)
 
     def kill(self) -> None:
-        """Kill the processes that run, and what they started."""
         for process in self._running.values():
             process.kill()
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
-from gossipdp.launcher.environment import Environment, check_secret, is_loopback, shard_run_id
+from gossipdp.launcher.environment import Environment, check_secret, is_loopback
 from gossipdp.launcher.reports import Report, say_instead_of_traceback, send_report
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
@@ -157,8 +157,7 @@ class Rendezvous:
     Keep it until the run ends: if rank 0 hosts the store, dropping it ends the store.
 
     Args:
-        environment: this worker's environment: its rank, the store and so on.
-        store: the store where all meet; None for a worker alone.
+        store: where all meet; None for a worker alone.
         timeout_s: the longest wait for another worker, in seconds.
         number: counts the meetings of this process, from 0.
     """
@@ -324,11 +323,16 @@ class Rendezvous:
         environment = self._environment
         run_id = environment.run_id
         if not environment.unique_run_id:
-            run_id = f"{run_id}-{self._token()}"
+            token = secrets.token_hex(4)
+            if self._store is not None and environment.num_shards > 1:  # one for all shards
+                key = f"{environment.key_prefix}{self._number}/token"
+                known = self._store.compare_set(key, "", token).decode(errors="replace")
+                token = printable(known, 8)
+            run_id = f"{run_id}-{token}"
         if environment.restart_count or self._number:
             run_id = f"{run_id}-{environment.restart_count}-{self._number}"
-        if environment.num_shards > 1:
-            run_id = shard_run_id(run_id, environment.shard, environment.num_shards)
+        if environment.num_shards > 1:  # a launcher that joins workers reads it
+            run_id = f"{run_id}-shard-{environment.shard}-of-{environment.num_shards}"
         made = None
         if secret is None and environment.tls is None:  # with TLS, its key is membership
             made = secrets.token_hex(16)
@@ -342,14 +346,6 @@ class Rendezvous:
                     environment.store_port,
                 )
         return _Reference(run_id, self._facts(settings, secret, run_id), secret=made)
-
-    def _token(self) -> str:
-        """Return a token of this run, for its id; all shards of a run have the same."""
-        token, environment = secrets.token_hex(4), self._environment
-        if self._store is None or environment.num_shards == 1:
-            return token
-        key = f"{environment.key_prefix}{self._number}/token"
-        return printable(self._store.compare_set(key, "", token).decode(errors="replace"), 8)
 
     def _facts(self, settings: Settings, secret: bytes | None, run_id: str) -> dict[str, str]:
         shown = f"gossipdp rendezvous {run_id}".encode()

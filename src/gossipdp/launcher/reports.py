@@ -60,24 +60,22 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
 
 def send_report(report: Report, variables: Mapping[str, str] = os.environ) -> bool:
-    """Send a report to the launcher of this worker, and return whether it was taken."""
+    """Send a report to this worker's launcher, and return whether it was taken."""
     descriptor, _, inode = variables.get(REPORT_VARIABLE, "").partition(":")
     if not descriptor.isdigit():
         return False
     if report.addresses is not None and len(report.addresses) > MAX_ADDRESSES:
         kept = dict(sorted(report.addresses.items())[:MAX_ADDRESSES])
         report = msgspec.structs.replace(report, addresses=kept)
-    try:
+    with suppress(OSError):
         # If a program that the worker started calls this, the number may name another file.
         status = os.fstat(int(descriptor))
         if not stat.S_ISSOCK(status.st_mode) or str(status.st_ino) != inode:
             return False
-        copy = socket.socket(fileno=os.dup(int(descriptor)))
-        with copy:
+        with socket.socket(fileno=os.dup(int(descriptor))) as copy:
             copy.send(msgspec.json.encode(report), socket.MSG_DONTWAIT)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def say_instead_of_traceback() -> None:

@@ -1,7 +1,7 @@
-"""The program of a spare interpreter (:mod:`.spares`): imports torch, waits, becomes a worker.
+"""The program of a spare interpreter (see :mod:`.local`): imports torch, waits, becomes a worker.
 
-``python -c PROGRAM WORDS``: WORDS are what follows ``python`` in a worker's command. The variables
-of the worker arrive on standard input; if that ends empty, the process ends.
+``python -c PROGRAM WORDS``: WORDS are what follows ``python`` in a worker's command. The worker's
+own variables arrive on standard input; if that ends empty, the process ends.
 """
 
 import builtins
@@ -28,10 +28,7 @@ def main() -> None:
     message = sys.stdin.buffer.read()
     if not message:
         return
-    changes = json.loads(message)
-    for name in changes["removed"]:
-        os.environ.pop(name, None)
-    os.environ.update(changes["set"])
+    os.environ.update(json.loads(message))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     if not has_imported:  # an import that failed half-way may fail otherwise the next time

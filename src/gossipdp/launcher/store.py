@@ -84,7 +84,6 @@ class HostedStore:
         self._thread.start()
 
     def have_all_begun(self) -> bool:
-        """Return whether all workers of the run have met and train."""
         with self._lock:
             if self._store is not None and not self._all_begun:
                 self._all_begun = have_begun(self._store, *self._expected)

@@ -34,9 +34,8 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
 class Failure:
     """A worker that ended with an error of its own, not one that we ended.
 
-    ``rank`` is -1, -2, ... for the first, second, ... joining worker that has no rank yet.
-    ``endings``: of all its lives; the last one is this failure.
-    ``process_id``: of its process, or a replica's first one; 0 if none was started.
+    ``rank``: see :class:`SupervisedWorker`. ``endings``: of all its lives; the last one is this
+    failure. ``process_id``: of its process, or a replica's first one; 0 if none was started.
     ``is_injected``: it was killed by our :class:`FaultInjector`.
     """
 
@@ -47,7 +46,6 @@ class Failure:
 
     @property
     def ending(self) -> Ending:
-        """Return the end of its last life."""
         return self.endings[-1]
 
 
@@ -93,16 +91,13 @@ class Supervisor:
     failure: the run is complete without it.
 
     Args:
-        plan: the run they belong to.
-        start_process: starts a process with these variables.
         max_restarts: how many restarts, of all workers together.
-        faults: kills, stops and slows the workers.
         on_failure: called once for each failure; the others go on if all have :attr:`begun`.
         on_sentence: called with sentences for the user, once with each that workers have.
         clock: seconds, monotonic.
 
     Attributes:
-        workers: the workers here, by local rank.
+        workers: by local rank.
         failures: of the workers that were not started again.
         begun: whether all workers here have begun to train, as last seen.
         is_complete: whether a worker holds the average at the end of the run.
@@ -146,12 +141,10 @@ class Supervisor:
 
     @property
     def running(self) -> list[SupervisedWorker]:
-        """Return the workers that run."""
         return [worker for worker in self.workers if worker.runs]
 
     @property
     def ending(self) -> bool:
-        """Return whether the workers are being ended."""
         return self._kill_at is not None
 
     @property
@@ -169,8 +162,7 @@ class Supervisor:
     @property
     def loss(self) -> str:
         """Return a sentence on what was lost if the run began and all its workers failed, or ""."""
-        has_begun = self.begun or self._plan.num_meetings > 0
-        if not self.failures or not has_begun or self._others_count:
+        if not self.failures or not self._has_begun or self._others_count:
             return ""
         name = "worker-*/step-*.safetensors"
         files = [path for each in self._checkpoints for path in Path(each).rglob(name)]
@@ -181,6 +173,10 @@ class Supervisor:
             f"no worker is left: all that they trained after {newest} is lost; start the run again "
             'with resume="auto" to go on from there'
         )
+
+    @property
+    def _has_begun(self) -> bool:
+        return self.begun or self._plan.num_meetings > 0
 
     @property
     def _may_resume(self) -> bool:
@@ -222,7 +218,6 @@ class Supervisor:
         return caught[0] if caught else None
 
     def start(self) -> None:
-        """Start all workers."""
         for worker in self.workers:
             worker.start(self._plan, self._start_process, rejoins=False)
         self._plan.open()  # the workers import torch meanwhile
@@ -233,10 +228,9 @@ class Supervisor:
         Returns:
             Whether a worker runs or is to run.
         """
-        for due_at, _ in self._due.values():
-            timeout_s = min(timeout_s, max(0.0, due_at - self._clock()))
-        if self._faults is not None:
-            timeout_s = min(timeout_s, self._faults.wait_s())
+        waits_s = [timeout_s, *(due_at - self._clock() for due_at, _ in self._due.values())]
+        waits_s += [self._faults.wait_s()] if self._faults is not None else []
+        timeout_s = max(0.0, min(waits_s))
         things = [thing for worker in self.running for thing in worker.waits_for()]
         try:
             multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
@@ -357,7 +351,7 @@ class Supervisor:
     ) -> None:
         """Handle the failure of a life of this worker, or of its start."""
         self._take_reports()
-        may_restart = self._num_restarts_left > 0 and (self.begun or self._plan.num_meetings > 0)
+        may_restart = self._num_restarts_left > 0 and self._has_begun
         if worker.missed_end:
             return
         if self.is_complete and not worker.consolidated and may_restart:

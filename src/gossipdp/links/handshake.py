@@ -200,7 +200,6 @@ _Steps: TypeAlias = Generator[None, _Message, None]
 
 
 def _next(kind: type[_Kind]) -> Generator[None, _Message, _Kind]:
-    """Await a message of this kind."""
     message = yield
     if not isinstance(message, kind):
         came, due = (each.__name__.strip("_") for each in (type(message), kind))

@@ -1,4 +1,4 @@
-"""The seam between the gossip thread and the transport of its bytes; and the times of dials.
+"""The seam between the gossip thread and the transport of its bytes; when to dial, and to send.
 
 A :class:`Transport` (:mod:`.tcp`) makes links and calls one :class:`LinkHandler`.
 The conformance suite in ``tests/unit/links`` checks these guarantees:
@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import final
+from typing import Any, final
 
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
@@ -35,6 +35,13 @@ LONGEST_RETRY_S = 10.0
 # was killed, its address refuses the dial.
 GRACE_S = 1.0
 GRACE_AFTER_LOSS_S = 0.2
+# Chunks leave in portions: smaller ones would wake the gossip thread, and the peer's, too often. A
+# portion is 10 ms' worth or 32 KiB, whichever is more, but no more than a quarter of a second's.
+PORTION_S, LONGEST_PORTION_S = 0.01, 0.25
+PORTION_BYTES = 32 << 10
+LEAST_PORTION_BYTES = 1500
+# The portions that may be saved up, so that a thread that wakes late loses little.
+MOST_SAVED = 2
 
 
 class Link(abc.ABC):
@@ -54,7 +61,7 @@ class Link(abc.ABC):
     """
 
     peer_identity: Identity
-    closed = False
+    closed = is_shared = is_aging = False
     bytes_sent = bytes_received = 0
     shared_bytes_sent = shared_bytes_received = 0
     last_heard_s = 0.0
@@ -66,16 +73,7 @@ class Link(abc.ABC):
     @property
     @final
     def peer(self) -> int:
-        """The peer's rank."""
         return self.peer_identity.rank
-
-    @property
-    def is_shared(self) -> bool:
-        return False
-
-    @property
-    def is_aging(self) -> bool:
-        return False
 
     @property
     @abc.abstractmethod
@@ -247,7 +245,6 @@ class Dialer:
         self._wishes: dict[int, _Wish] = {}
 
     def want(self, peers: Iterable[int], now_s: float, *, at_once: bool = False) -> None:
-        """Add peers to those wanted."""
         for peer in peers:
             grace_s = 0.0 if at_once or self._rank < peer else GRACE_S
             wish = self._wishes.setdefault(peer, _Wish(now_s + grace_s))
@@ -255,12 +252,10 @@ class Dialer:
                 wish.due_s = min(wish.due_s, now_s)
 
     def unlinked(self, peer: int, now_s: float) -> None:
-        """Take note that the link to ``peer`` went down."""
         if peer in self._wishes:
             self._wishes[peer] = _Wish(now_s + (0.0 if self._rank < peer else GRACE_AFTER_LOSS_S))
 
     def failed(self, peer: int, now_s: float) -> None:
-        """Take note that a dial failed."""
         wish = self._wishes.get(peer)
         if wish is not None and peer not in self._links:
             wish.due_s = now_s + wish.retry_s * self._random.uniform(0.8, 1.2)
@@ -280,3 +275,62 @@ class Dialer:
     def _open(self, addresses: Mapping[int, tuple[str, int]]) -> list[tuple[int, _Wish]]:
         wanted = self._wishes.items()
         return [each for each in wanted if each[0] not in self._links and each[0] in addresses]
+
+
+def portion_of(bytes_per_s: float) -> float:
+    """Return the least number of bytes that leave at a time."""
+    small = min(PORTION_BYTES, LONGEST_PORTION_S * bytes_per_s)
+    return max(small, PORTION_S * bytes_per_s, LEAST_PORTION_BYTES)
+
+
+@final
+class SendLimit:
+    """Bytes that may be sent: they come in at a steady rate, and a few portions can be saved.
+
+    Chunks take what is there. Other frames always leave, and chunks then wait longer.
+
+    Attributes:
+        held: links whose chunk waits for a portion; who has waited longest comes first.
+        held_s: seconds, so far, for which there was one.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._portion = portion_of(bytes_per_s)
+        self._saved = MOST_SAVED * self._portion
+        self._at_s = -math.inf
+        self.held: dict[Any, None] = {}
+        self.held_s = 0.0
+        self._looked_s = math.nan
+
+    def take(self, most: int, now_s: float) -> int:
+        """Take up to ``most`` bytes and return their number; 0 if less than a portion is there."""
+        if self.opens_at(now_s) > now_s and self._saved < most:
+            return 0
+        taken = min(most, int(self._saved))
+        self._saved -= taken
+        return taken
+
+    def spend(self, num_bytes: int) -> None:
+        """Note bytes that left without asking."""
+        self._saved -= num_bytes
+
+    def next_held(self, now_s: float) -> Any | None:
+        """Return, and hold no longer, the link that has waited longest, if a portion is there."""
+        if self.held:
+            self.held_s += now_s - self._looked_s
+        self._looked_s = now_s
+        if not self.held or self.opens_at(now_s) > now_s:
+            return None
+        link = next(iter(self.held))
+        del self.held[link]
+        return link
+
+    def opens_at(self, now_s: float) -> float:
+        """Return when a portion is there: now, or later."""
+        if now_s > self._at_s:
+            earned = (now_s - self._at_s) * self._bytes_per_s
+            self._saved = min(MOST_SAVED * self._portion, self._saved + earned)
+            self._at_s = now_s
+        missing = self._portion - self._saved
+        return now_s if missing < 1.0 else now_s + missing / self._bytes_per_s

@@ -208,7 +208,6 @@ class PeerMemory:
         return self._memory[frame.offset : end]
 
     def close(self) -> None:
-        """Let go of the segment."""
         self._memory, self._pin = memoryview(b""), None
 
 

@@ -20,6 +20,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, final
@@ -30,9 +31,8 @@ from gossipdp.links import sockets
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.frames import run_tag
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity, Refusal
-from gossipdp.links.link import LinkHandler, Transport
+from gossipdp.links.link import LinkHandler, SendLimit, Transport
 from gossipdp.links.opening import Opening
-from gossipdp.links.send_limit import SendLimit
 from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import Listener
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
@@ -61,7 +61,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             (a ``host`` that is given stays: the address that others are to dial).
         secret: shared by all workers of the run; not used with ``tls``.
         listener: from :func:`~.sockets.listen`; the transport closes it.
-        tls: the TLS of all links; None: in the clear.
         clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
         max_bytes_per_s: the limit on the bytes that all links together send, handshakes aside;
             None for none.
@@ -163,10 +162,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             return
         with self._wake_guard:
             if not self._closed:
-                try:
+                with suppress(BlockingIOError):  # the counter is full, so a wake-up is pending
                     os.eventfd_write(self._wake_descriptor, 1)
-                except BlockingIOError:
-                    pass  # the counter is full, so a wake-up is pending
 
     def close(self) -> None:
         if self._closed:

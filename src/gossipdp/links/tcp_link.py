@@ -17,24 +17,10 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, final
 
-from gossipdp.links.frames import (
-    BARE_TYPES,
-    HEADER_BYTES,
-    KEYLESS_TYPES,
-    SEQUENCE_MODULUS,
-    SHARED_TYPES,
-    ChunkKey,
-    FrameError,
-    FrameType,
-    Header,
-    check_length,
-    pack_header,
-    pack_key,
-    parse_header,
-)
+from gossipdp.links import frames
+from gossipdp.links.frames import ChunkKey, FrameError, FrameType, Header
 from gossipdp.links.handshake import Identity
-from gossipdp.links.link import Link, LinkHandler
-from gossipdp.links.send_limit import SendLimit
+from gossipdp.links.link import Link, LinkHandler, SendLimit
 from gossipdp.links.shared_memory import PeerMemory, SlotMemory
 from gossipdp.links.sockets import Stream
 
@@ -111,7 +97,7 @@ class TcpLink(Link):
         self._write_error: str | None = None
 
         # Bytes read beyond the last payload: at most one header, or a header and small frames.
-        self._inbox = memoryview(bytearray(HEADER_BYTES + READ_AHEAD_BYTES))
+        self._inbox = memoryview(bytearray(frames.HEADER_BYTES + READ_AHEAD_BYTES))
         self._ahead = self._inbox[:0]
         self._frame: Header | None = None
         self._landing: memoryview | None = None
@@ -142,29 +128,30 @@ class TcpLink(Link):
         return sum(each.frame_type in frame_types for each in chain(self._leaving, self._waiting))
 
     @property
-    def is_shared(self) -> bool:
+    def is_shared(self) -> bool:  # type: ignore[override]
         segment = self._owner.memory.segment
         return segment is not None and segment.number == self.ready
 
     @property
-    def is_aging(self) -> bool:
+    def is_aging(self) -> bool:  # type: ignore[override]
         return self.stream.is_aging
 
     def send_control(self, data: bytes) -> None:
-        check_length(FrameType.CONTROL, len(data))
+        frames.check_length(FrameType.CONTROL, len(data))
         self._send_small(FrameType.CONTROL, data)
 
     def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
-        if frame_type in KEYLESS_TYPES:
+        if frame_type in frames.KEYLESS_TYPES:
             raise ValueError(f"a {frame_type.name} frame is not a chunk; use send_control")
-        check_length(frame_type, payload.nbytes)
-        chunk = _Queued(frame_type, payload.cast("B"), pack_key(key))
+        frames.check_length(frame_type, payload.nbytes)
+        chunk = _Queued(frame_type, payload.cast("B"), frames.pack_key(key))
         if self.closed:
             return
-        segment = self._owner.memory.segment if self.is_shared else None
-        offset = segment.offset_of(payload) if segment and frame_type in SHARED_TYPES else None
-        if segment is not None and offset is not None:
-            chunk.segment, chunk.offset = segment.number, offset
+        segment = self._owner.memory.segment
+        if segment is not None and self.is_shared and frame_type in frames.SHARED_TYPES:
+            offset = segment.offset_of(payload)
+            if offset is not None:
+                chunk.segment, chunk.offset = segment.number, offset
         self._waiting.append(chunk)
         self._owner.to_write[self] = None
 
@@ -204,7 +191,7 @@ class TcpLink(Link):
     @property
     def has_input(self) -> bool:
         """True if ``read_some`` could do anything now."""
-        wanted = HEADER_BYTES if self._frame is None else min(1, self._payload_rest)
+        wanted = frames.HEADER_BYTES if self._frame is None else min(1, self._payload_rest)
         waits = self.can_read or self._writable_due or len(self._ahead) >= wanted
         return waits and not self.closed
 
@@ -243,8 +230,9 @@ class TcpLink(Link):
                     self._landing[start : start + len(part)] = part
                 self._came(len(part))
                 self._ahead = self._ahead[len(part) :]
-            elif len(self._ahead) >= HEADER_BYTES:
-                header, self._ahead = self._ahead[:HEADER_BYTES], self._ahead[HEADER_BYTES:]
+            elif len(self._ahead) >= frames.HEADER_BYTES:
+                header = self._ahead[: frames.HEADER_BYTES]
+                self._ahead = self._ahead[frames.HEADER_BYTES :]
                 try:
                     self._start_frame(header)
                 except FrameError as error:
@@ -266,7 +254,7 @@ class TcpLink(Link):
         if rest:
             # Read only the next header behind a payload: the bytes after it have their own place.
             payload = self._owner.scratch[:rest] if self._landing is None else self._landing[-rest:]
-            rooms = [payload, room[:HEADER_BYTES]] if len(payload) == rest else [payload]
+            rooms = [payload, room[: frames.HEADER_BYTES]] if len(payload) == rest else [payload]
         try:
             count = self.stream.receive_into(rooms)
         except BlockingIOError:
@@ -297,7 +285,7 @@ class TcpLink(Link):
 
     def _start_frame(self, data: memoryview) -> None:
         """Look at a whole header; raise FrameError if no worker would send it."""
-        frame = parse_header(data, self._owner.tag, self._next_received)
+        frame = frames.parse_header(data, self._owner.tag, self._next_received)
         self._confirm(frame.num_read)
         if frame.frame_type is FrameType.SEGMENT_READY:
             if not self.ready < frame.segment <= self.offered:
@@ -305,7 +293,7 @@ class TcpLink(Link):
                 raise FrameError(text)
             self.ready = frame.segment
         self._next_received += 1
-        if frame.frame_type in BARE_TYPES:
+        if frame.frame_type in frames.BARE_TYPES:
             return
         in_place = self._peer_memory.find(frame) if frame.segment else None
         # If the handler raises here, the payload is dropped and the stream stays in step.
@@ -347,7 +335,7 @@ class TcpLink(Link):
 
     def _confirm(self, num_read: int) -> None:
         """Take note of the number of chunks that the peer has read in place, modulo 2**32."""
-        news = (num_read - self._num_confirmed) % SEQUENCE_MODULUS
+        news = (num_read - self._num_confirmed) % frames.SEQUENCE_MODULUS
         if not news:
             return
         if news > self._num_unread:
@@ -374,7 +362,7 @@ class TcpLink(Link):
             self._owner.handler.writable(self)
 
     def _send_small(self, frame_type: FrameType, data: bytes = b"", *, segment: int = 0) -> None:
-        num_bytes = HEADER_BYTES + len(data)  # many that are tiny take memory too
+        num_bytes = frames.HEADER_BYTES + len(data)  # many that are tiny take memory too
         if self._queued_small_bytes + num_bytes > MAX_QUEUED_CONTROL_BYTES:
             self.end(f"the peer leaves {self._queued_small_bytes} bytes of messages unread")
         if self.closed:
@@ -449,9 +437,9 @@ class TcpLink(Link):
         size = 0
         while self._small and size < CONTROL_BATCH_BYTES:
             frame = self._small.popleft()
-            self._queued_small_bytes -= HEADER_BYTES + len(frame.payload)
+            self._queued_small_bytes -= frames.HEADER_BYTES + len(frame.payload)
             parts += (self._header_of(frame), frame.payload)
-            size += HEADER_BYTES + len(frame.payload)
+            size += frames.HEADER_BYTES + len(frame.payload)
         while self._waiting and self._waiting[0].segment and not self._small:
             chunk = self._waiting.popleft()
             self._leaving.append(chunk)
@@ -476,7 +464,7 @@ class TcpLink(Link):
         self._writable_due &= self.queued_chunks < MAX_QUEUED_CHUNKS
 
     def _header_of(self, frame: _Queued) -> bytes:
-        header = pack_header(
+        header = frames.pack_header(
             self._owner.tag,
             frame.frame_type,
             self._next_sent,

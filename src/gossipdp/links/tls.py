@@ -13,7 +13,6 @@ over between two exchanges; at the bound it does so at any moment.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import errno
 import logging
@@ -21,7 +20,8 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -40,42 +40,22 @@ WARN_BEFORE_EXPIRY_S = 24 * 3600.0
 MAX_RECORDS = 1 << 24
 RECORD_BYTES = 16 << 10
 CERTIFICATE_DAYS = 365
+# The files of a directory. Without an authority the certificate is its own.
+CERT, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 
 
-@dataclasses.dataclass(frozen=True)
-class TlsFiles:
-    """The paths of a worker's certificate (or chain), its key and the authority, as PEM."""
-
-    cert: Path
-    key: Path
-    ca: Path
-
-
-def tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
-    """Return the files of a directory: ``cert.pem``, ``key.pem``, and ``ca.pem`` if it is there.
-
-    Without ``ca.pem`` the certificate is its own authority.
-    """
-    folder = Path(directory)
-    cert, ca = folder / "cert.pem", folder / "ca.pem"
-    return TlsFiles(cert, folder / "key.pem", ca if ca.exists() else cert)
-
-
-def make_tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
+def make_tls_files(directory: Path) -> None:
     """Make the certificate of a run, ``cert.pem``, and its key, ``key.pem``, in ``directory``.
 
     The certificate is self-signed (ECDSA, P-256) and valid for a year. Only you can read the key.
-
-    Args:
-        directory: made if it is not there.
+    The directory is made if it is not there.
 
     Raises:
         FileExistsError: one of the files is there; nothing is overwritten.
         OSError: they cannot be written.
 
     Example:
-        >>> make_tls_files(getfixture("tmp_path")).cert.name
-        'cert.pem'
+        >>> make_tls_files(getfixture("tmp_path"))
     """
     # Imported here: it takes a tenth of a second, and nothing else needs it.
     from cryptography import x509
@@ -97,14 +77,12 @@ def make_tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
         .sign(key, hashes.SHA256())
     )
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    folder = Path(directory)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    files = TlsFiles(folder / "cert.pem", folder / "key.pem", folder / "cert.pem")
-    if files.cert.exists():
-        raise FileExistsError(f"{files.cert} is there already: use it, or name another directory")
-    _write_new(files.key, key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain), 0o600)
-    _write_new(files.cert, certificate.public_bytes(pem), 0o644)
-    return files
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cert, private = directory / CERT, serialization.PrivateFormat.PKCS8
+    if cert.exists():
+        raise FileExistsError(f"{cert} is there already: use it, or name another directory")
+    _write_new(directory / KEY, key.private_bytes(pem, private, plain), 0o600)
+    _write_new(cert, certificate.public_bytes(pem), 0o644)
 
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:
@@ -126,7 +104,9 @@ def check_private(name: str, path: Path) -> None:
 
 @final
 class Tls:
-    """The certificates for either end of a TLS connection; ``files`` are read here once.
+    """The certificate (or chain), key and authority of a directory, for both ends of a connection.
+
+    They are PEM files, read here once.
 
     Raises:
         ValueError: a file cannot be read or used, the key does not fit the certificate, or another
@@ -134,8 +114,10 @@ class Tls:
             not signed by it, not meant for both ends of a connection).
     """
 
-    def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
-        for path in (files.cert, files.key, files.ca):
+    def __init__(self, directory: Path) -> None:
+        cert, key, ca = (directory / name for name in (CERT, KEY, AUTHORITY))
+        self._files = cert, key, ca if ca.exists() else cert
+        for path in self._files:
             try:
                 path.read_text("ascii")
             except UnicodeDecodeError:
@@ -143,15 +125,15 @@ class Tls:
             except OSError as error:
                 made = "gossipdp tls-init DIR makes a certificate and its key"
                 raise ValueError(f"cannot read {path}: {error.strerror}; {made}") from None
-        check_private("the key", files.key)
-        self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
+        check_private("the key", key)
+        self._server = _context(ssl.PROTOCOL_TLS_SERVER, *self._files)
         # No session tickets: every link shows its certificate, and no unexpected message follows.
         self._server.num_tickets = 0
-        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
-        left_s = self._meet_oneself(files) - clock()
+        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, *self._files)
+        left_s = self._meet_oneself() - time.time()
         if left_s < WARN_BEFORE_EXPIRY_S:
             text = "the certificate %s expires in %.1f hours; links made after that are refused"
-            logger.warning(text, files.cert, left_s / 3600)
+            logger.warning(text, cert, left_s / 3600)
 
     def wrap(self, connection: socket.socket, *, server_side: bool) -> TlsStream:
         """Return the stream over a connected socket, whose object is emptied; handshake is due."""
@@ -162,20 +144,19 @@ class Tls:
             )
         return TlsStream(wrapped)
 
-    def _meet_oneself(self, files: TlsFiles) -> float:
+    def _meet_oneself(self) -> float:
         """Connect two ends that both have these files; return the time at which they expire."""
         there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self._client.wrap_bio(back, there)
         server = self._server.wrap_bio(there, back, server_side=True)
         try:
             for end in (client, server, client, server):
-                try:
+                with suppress(ssl.SSLWantReadError):
                     end.do_handshake()
-                except ssl.SSLWantReadError:
-                    pass
         except ssl.SSLError as error:
+            cert, _, ca = self._files
             raise ValueError(
-                f"the certificate {files.cert} is of no use with the authority {files.ca}: "
+                f"the certificate {cert} is of no use with the authority {ca}: "
                 f"{explain(error)}; every other worker would refuse it"
             ) from None
         shown = server.getpeercert()
@@ -284,27 +265,27 @@ def _readable(error: OSError) -> OSError:
     return OSError(errno.EPROTO, explain(error)) if isinstance(error, ssl.SSLError) else error
 
 
-def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
+def _context(protocol: int, cert: Path, key: Path, ca: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
-        context.load_verify_locations(files.ca)
+        context.load_verify_locations(ca)
     except ssl.SSLError:
-        raise ValueError(f"{files.ca} holds no certificate in PEM form") from None
+        raise ValueError(f"{ca} holds no certificate in PEM form") from None
 
     def refuse_to_ask() -> str:
         raise ValueError(
-            f"{files.key} is encrypted, and workers cannot ask for its passphrase; "
+            f"{key} is encrypted, and workers cannot ask for its passphrase; "
             "give a key without one, readable by you alone"
         )
 
     try:
-        context.load_cert_chain(files.cert, files.key, password=refuse_to_ask)
+        context.load_cert_chain(cert, key, password=refuse_to_ask)
     except ssl.SSLError as error:
         fault = f"one of them is not usable PEM ({explain(error)})"
         if error.reason == "KEY_VALUES_MISMATCH":
             fault = "the key is not that of the certificate"
-        raise ValueError(f"{files.cert} and {files.key}: {fault}") from None
+        raise ValueError(f"{cert} and {key}: {fault}") from None
     return context

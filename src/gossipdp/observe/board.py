@@ -201,11 +201,7 @@ class Speeds:
 
 
 class StatusBoard:
-    """The collector of the answers: it names the addresses to ask, and gives the job.
-
-    Args:
-        addresses: HOST:PORT of any workers of the job.
-    """
+    """The collector of the answers of a job, at first those of workers at these addresses."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._given = tuple(addresses)

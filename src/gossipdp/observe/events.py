@@ -30,9 +30,9 @@ class Event(Notice, frozen=True):
     last_noticed_s: float = 0.0
 
     @property
-    def since_s(self) -> float | None:
-        """Return when the worker was heard last, if it is known."""
-        return None if self.silent_s is None else self.at_s - self.silent_s
+    def since_s(self) -> float:
+        """Return when the worker was heard last; NaN if that is not known."""
+        return self.at_s - (math.nan if self.silent_s is None else self.silent_s)
 
     @property
     def words(self) -> str:
@@ -49,15 +49,9 @@ class Event(Notice, frozen=True):
         }
         return words.get(self.kind, printable(self.kind))
 
-    def has_same_since(self, other: "Event") -> bool:
-        """Return whether both are known to go back to one time of silence."""
-        if self.since_s is None or other.since_s is None:
-            return False
-        return abs(self.since_s - other.since_s) <= SAME_EVENT_S
-
     def joined_by(self, later: "Event") -> "Event":
         """Return this event with the witnesses of ``later``, which is the same one."""
-        known = [each.since_s for each in (self, later) if each.since_s is not None]
+        known = [each.since_s for each in (self, later) if each.silent_s is not None]
         return msgspec.structs.replace(
             self,
             witnesses=tuple(sorted({*self.witnesses, *later.witnesses})),
@@ -71,9 +65,7 @@ def events_of(records: Iterable[tuple[float, Counters]]) -> list[Event]:
 
     A worker that was stopped itself notices late what happened meanwhile, but knows since when. So
     two notices are of one event if their own times agree, or their times since when.
-
-    Args:
-        records: of all workers, each with its time on a common clock.
+    ``records`` are of all workers, each with its time on a common clock.
     """
     notices = [
         Event(
@@ -93,7 +85,8 @@ def events_of(records: Iterable[tuple[float, Counters]]) -> list[Event]:
         key = notice.rank, notice.kind
         known = events.setdefault(key, [])
         is_late = notice.at_s > prompt_s.get(key, -math.inf) + SAME_EVENT_S
-        is_another = is_late and not (known and known[-1].has_same_since(notice))
+        has_same_since = known and abs(known[-1].since_s - notice.since_s) <= SAME_EVENT_S
+        is_another = is_late and not has_same_since
         if is_another:
             known.append(notice)
         else:

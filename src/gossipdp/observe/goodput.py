@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -35,12 +34,8 @@ SLOW_FACTOR = 1.5
 BIN_RATIO = 1.05
 
 
-@dataclass(frozen=True)
-class Part:
-    """One worker's part in the goodput of a run: k, T and f of the module's equation.
-
-    ``full_samples_per_second`` is NaN while it is not known.
-    """
+class Part(NamedTuple):
+    """One worker's k, T and f of the module's equation; f is NaN while it is not known."""
 
     samples: float
     seconds: float
@@ -128,11 +123,8 @@ def goodput_of(parts: Iterable[Part]) -> float:
     known = [speed for speed in speeds if not math.isnan(speed)]
     if not known:
         return math.nan
-    usual = median(known)
-    full = sum(
-        part.seconds * (usual if math.isnan(speed) else speed)
-        for part, speed in zip(parts, speeds, strict=True)
-    )
+    speeds = [median(known) if math.isnan(speed) else speed for speed in speeds]
+    full = sum(part.seconds * speed for part, speed in zip(parts, speeds, strict=True))
     return min(1.0, sum(part.samples for part in parts) / full)  # the last window may be faster
 
 
@@ -142,6 +134,5 @@ def lost_seconds_per_fault(parts: Iterable[Part], num_faults: int) -> float:
     All that is lost is laid to the faults, also what evaluations and saving took.
     """
     parts = list(parts)
-    if num_faults == 0:
-        return math.nan
-    return (1.0 - goodput_of(parts)) * sum(part.seconds for part in parts) / num_faults
+    lost_s = (1.0 - goodput_of(parts)) * sum(part.seconds for part in parts)
+    return lost_s / num_faults if num_faults else math.nan

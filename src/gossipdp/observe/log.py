@@ -55,7 +55,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     """The start of a process that trains.
 
     Attributes:
-        started_at, started_s: the same moment in seconds since 1970, and by ``since_boot_s``.
+        started_at, started_s: one moment in seconds since 1970, and by ``since_boot_s``.
         configuration: of the wrapper, in words and numbers.
         boot_id: of the boot since which ``started_s`` counts; empty if it is not known.
         run_id: of the run; the log of one that resumes holds the runs before it too.
@@ -135,30 +135,26 @@ class LogReader:
             ValueError: a line is no record, or another version wrote them.
         """
         records: list[Record] = []
-        for line in self._new_lines():
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                lines = whole_lines(file.read())
+        except FileNotFoundError:
+            return records
+        self._position += sum(map(len, lines))
+        for line in lines:
             self._num_lines += 1
             try:
                 record: Record = decode(line, Record)  # type: ignore[arg-type]
             except ValueError as error:
                 place = f"{self._path}, line {self._num_lines}"
                 raise ValueError(f"{place} is no record of a run log: {error}") from error
-            if self._num_lines == 1:
+            if self._num_lines == 1:  # other versions have other records on the next line
                 self._check_first(record)
             records.append(record)
         return records
 
-    def _new_lines(self) -> list[bytes]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                lines = whole_lines(file.read())
-        except FileNotFoundError:
-            return []
-        self._position += sum(map(len, lines))
-        return lines
-
     def _check_first(self, start: Record) -> None:
-        # Before the next line is read: other versions have other records.
         if not isinstance(start, StartRecord):
             raise ValueError(f"{self._path} does not begin with a start record, but with {start!r}")
         if start.format != FORMAT:
@@ -187,10 +183,7 @@ class RunLogWriter:
     Args:
         path: the file, replaced if it exists; every line is flushed, so that a reader can follow.
         interval_s: least time between two ``counts`` records.
-        clock: monotonic, in seconds.
-        date: the time of day, in seconds since 1970.
-        boot_id: of the boot since which ``clock`` counts; empty if it is not known.
-        run_id: of the run.
+        clock, date: monotonic, and the time of day since 1970, in seconds.
         goes_on: an earlier process of this worker may have written the log: if it took part in the
             same run, go on with its totals.
         resumes: go on also if that was another run, which this one resumes.
@@ -203,7 +196,6 @@ class RunLogWriter:
         interval_s: float = 0.2,
         clock: Callable[[], float] = since_boot_s,
         date: Callable[[], float] = time.time,
-        boot_id: str = "",
         run_id: str = "",
         goes_on: bool = False,
         resumes: bool = False,
@@ -220,10 +212,7 @@ class RunLogWriter:
         kept = whole_lines(path.read_bytes()) if before else []
         self._file.truncate(sum(map(len, kept)))
         self._position = self._file.seek(0, os.SEEK_END)
-        self._interval_s = interval_s
-        self._clock = clock
-        self._date = date
-        self._boot_id = boot_id
+        self._interval_s, self._clock, self._date = interval_s, clock, date
         self._run_id = run_id
         self.started_s = self._recorded_s = clock()
         """The worker's first start, by ``clock``: the zero of all times in the records."""
@@ -241,9 +230,9 @@ class RunLogWriter:
         now_s, date_s = self._clock(), self._date()
         self.started_s = self._recorded_s = now_s
         if self._first is not None:
-            self.started_s -= _elapsed_s(self._first, self._last_s, now_s, date_s, self._boot_id)
+            self.started_s -= _elapsed_s(self._first, self._last_s, now_s, date_s)
         process = (rank, num_workers, os.getpid(), date_s, dict(configuration), now_s)
-        at = self._boot_id, self._run_id, round(now_s - self.started_s, 4)
+        at = boot_id(), self._run_id, round(now_s - self.started_s, 4)
         self._write(StartRecord(*process, FORMAT, *at))
 
     def counts(self, counters: Counters, **news: Any) -> None:
@@ -257,7 +246,7 @@ class RunLogWriter:
         self._write(CountsRecord(round(self._recorded_s - self.started_s, 4), **fields, **news))
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. A later record opens it again."""
+        """Close the file; a later record opens it again."""
         self._file.close()
 
     def _write(self, record: Record) -> None:
@@ -291,8 +280,8 @@ def write_process_end(path: Path, process_id: int, reason: str) -> None:
         starts = [each for each in records if isinstance(each, StartRecord)]
         if not starts or starts[-1].process_id != process_id:
             return
-        now = since_boot_s(), time.time(), boot_id()
-        time_s = _elapsed_s(starts[0], max(each.time_s for each in records), *now)
+        last_s = max(each.time_s for each in records)
+        time_s = _elapsed_s(starts[0], last_s, since_boot_s(), time.time())
         lines = whole_lines(path.read_bytes())
         with path.open("r+b", buffering=0) as file:
             file.truncate(sum(map(len, lines)))  # the process may have died in mid-line
@@ -303,15 +292,13 @@ def write_process_end(path: Path, process_id: int, reason: str) -> None:
         logger.warning("cannot write the end of a worker's process into %s (%s)", path, error)
 
 
-def _elapsed_s(
-    first: StartRecord, last_s: float, now_s: float, date_s: float, boot_id: str
-) -> float:
+def _elapsed_s(first: StartRecord, last_s: float, now_s: float, date_s: float) -> float:
     """Return the time since the worker's first start, at the end of its log so far or later.
 
     Dates count only if the machine was started again since then, or if that is not known. The date
     may have been set back, so the time is never before the last record's.
     """
-    is_same_boot = boot_id and boot_id == first.boot_id
+    is_same_boot = first.boot_id and first.boot_id == boot_id()
     elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
     return max(elapsed_s, last_s)
 

@@ -40,12 +40,13 @@ from gossipdp.launcher.environment import show_address
 from gossipdp.links import sockets
 from gossipdp.logs import OnceLog
 from gossipdp.observe.board import GONE, StatusBoard
-from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
 from gossipdp.observe.status import (
     METRICS_PATH,
+    METRICS_TYPE,
     STATUS_PATH,
     StatusPoll,
     WorkerStatus,
+    metrics_text,
 )
 
 logger = logging.getLogger("gossipdp.observe")
@@ -82,15 +83,14 @@ def pages_of(status: Callable[[], WorkerStatus]) -> dict[str, Page]:
         "/": Page("text/html; charset=utf-8", lambda: html),
         "/job": Page("application/json", JobView(status).build, JOB_REBUILD_S),
         STATUS_PATH: Page("application/json", lambda: msgspec.json.encode(status())),
-        METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
+        METRICS_PATH: Page(METRICS_TYPE, lambda: metrics_text(status())),
     }
 
 
 class JobView:
     """The job as ``gossipdp top`` shows it, seen from one worker, while somebody looks at it.
 
-    Args:
-        status: gives the worker's own status; the others are asked at their status ports.
+    ``status`` gives the worker's own; the others are asked at their status ports.
     """
 
     def __init__(self, status: Callable[[], WorkerStatus]) -> None:
@@ -115,11 +115,6 @@ class JobView:
 
 class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
     """A server that binds its port at once, and answers from :meth:`serve` on.
-
-    Args:
-        host: address to listen on.
-        port: 0 for any free one.
-        clock: seconds, monotonic.
 
     Raises:
         RendezvousError: the port is in use, or the host is no address of this machine.
@@ -191,7 +186,6 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
     # By the base class.
 
     def server_close(self) -> None:
-        """Free the port."""
         with sockets.descriptors_guard:
             self.socket.close()
 
@@ -217,7 +211,6 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close_request(self, request: Any) -> None:
-        """Close a connection."""
         with sockets.descriptors_guard:
             self._connections.pop(request, None)
             request.close()
@@ -233,10 +226,8 @@ class StatusPort:
     """One worker's status port: ``first_port`` + the worker's rank, or with 0 any free port."""
 
     def __init__(self, host: str, first_port: int) -> None:
-        self._host = host
-        self._first_port = first_port
+        self._host, self._first_port = host, first_port
         self._server: StatusServer | None = None
-        self._pages: Mapping[str, Page] = {}
 
     def bind(self, rank: int) -> None:
         """Take the port of that rank; a worker that is given another rank moves.
@@ -259,7 +250,6 @@ class StatusPort:
         except RendezvousError as error:
             self._server = None
             logger.warning("worker %d shows no status, and training goes on: %s", rank, error)
-        self.show(self._pages)
 
     def announced(self, host: str) -> tuple[str, int]:
         """Return the address for others: ``host`` if it listens on all, ("", 0) without any."""
@@ -269,15 +259,13 @@ class StatusPort:
         return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
 
     def show(self, pages: Mapping[str, Page]) -> None:
-        """Show these pages from now on, also at another rank's port."""
-        self._pages = pages
-        if self._server is not None and pages:
+        """Show these pages at the port of the rank that was bound last."""
+        if self._server is not None:
             self._server.serve(pages)
             where = show_address(*self._server.address)
             logger.info("worker %d shows its status at http://%s%s", self._rank, where, STATUS_PATH)
 
     def close(self) -> None:
-        """Show nothing any more."""
         if self._server is not None:
             self._server.close()
 

@@ -1,9 +1,9 @@
-"""A worker's account of itself and of the others: the answer to ``GET /status``, as JSON.
+"""A worker's account of itself and of the others: as JSON, and as metrics for Prometheus.
 
 A worker learns by gossip whether each other one lives, how far it is, and where it shows its own
-status. So one answer names the whole job; for more about a worker, ask that worker. Numbers that
-are not known yet are null: JSON has no NaN. Readers ignore fields that they do not know, so some
-may be added.
+status. So one answer to ``GET /status`` names the whole job; for more about a worker, ask it.
+Numbers that are not known yet are null: JSON has no NaN. Readers ignore fields that they do not
+know, so some may be added.
 
 :func:`ask` asks one worker. :class:`StatusPoll` asks many and does not wait for those that hang.
 """
@@ -13,18 +13,20 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import msgspec
 
-from gossipdp.gossip.counters import Counters, Metric, decode
+from gossipdp.gossip.counters import Counters, Metric, decode, metrics_of
 from gossipdp.launcher.environment import read_addresses
 from gossipdp.logs import printable
+from gossipdp.rules import shown_rate
 
 STATUS_PATH = "/status"
 METRICS_PATH = "/metrics"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Far more than the status of a worker in a job of a thousand.
 MAX_STATUS_BYTES = 4 << 20
 IDLE_AFTER_S = 5.0
@@ -70,14 +72,8 @@ class WorkerStatus(Counters, frozen=True):
     """One worker's answer, with its counters.
 
     Attributes:
-        incarnation, restarts: of the worker: see :class:`MemberStatus`.
-        run_id, method, graph, comm_rate: of the run; ``graph`` is its name.
-        host, process_id: of the worker's process.
+        graph: the name of the run's graph.
         state: ``training``, or ``averaging`` from ``consolidate()`` on.
-        run_samples: of all workers, as far as this one knows.
-        budget_samples: samples that all workers together are to train on.
-        since_step_s: since the last gradient step ended.
-        logged: the numbers that the script logged last, such as ``loss``.
         members: all workers that this one knows of, itself included, by rank.
     """
 
@@ -119,8 +115,7 @@ def ask(address: str, timeout_s: float = ANSWER_WITHIN_S) -> WorkerStatus:
     """Return the status of the worker at HOST:PORT.
 
     Raises:
-        OSError: no worker answers there, or the answer is not whole within ``timeout_s``, even if
-            it still trickles in.
+        OSError: nobody answers there, or the answer is not whole in time, though it trickles in.
         ValueError: ``address`` is invalid, or the answer is not a worker's.
     """
     (there,) = read_addresses("the address", address)
@@ -181,3 +176,60 @@ class StatusPoll:
             except (OSError, ValueError) as error:
                 answers[address] = error
         return answers
+
+
+# For Prometheus.
+
+ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+# Each value with its labels, except for the rank.
+_Samples: TypeAlias = list[tuple[dict[str, object], float | None]]
+
+
+def metrics_text(status: WorkerStatus) -> bytes:
+    """Return the status in Prometheus's text format, the answer to ``GET /metrics``.
+
+    A metric has the name of its field, with ``gossipdp_`` before it and, if it only grows,
+    ``_total`` after it. Every sample has the label ``rank``. A value that is not known yet is left
+    out.
+    """
+    lines = []
+    for field, metric, samples in _families(status):
+        stem = f"{field.removesuffix('_s')}_seconds" if field.endswith("_s") else field
+        name = f"gossipdp_{stem}" + ("_total" if metric.kind == "counter" else "")
+        known = [each for each in samples if each[1] is not None and math.isfinite(each[1])]
+        if known:
+            lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
+        for labels, value in known:
+            pairs = {"rank": status.rank, **labels}.items()
+            shown = ",".join(f'{key}="{str(each).translate(ESCAPED)}"' for key, each in pairs)
+            lines.append(f"{name}{{{shown}}} {float(value or 0.0)}")
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _families(status: WorkerStatus) -> Iterator[tuple[str, Metric, _Samples]]:
+    about = {name: getattr(status, name) for name in ("run_id", "method", "graph", "host", "state")}
+    about["comm_rate"] = shown_rate(status.comm_rate)
+    yield "info", Metric("The run of this worker; always 1.", "gauge"), [(about, 1)]
+    for name, metric in metrics_of(WorkerStatus).items():
+        value = getattr(status, name)
+        samples: list[tuple[dict[str, object], Any]] = [({}, value)]
+        if metric.label:
+            samples = [({metric.label: key}, each) for key, each in value.items()]
+        if metric.kind == "word":
+            metric = Metric(metric.help, "gauge")
+            samples = [({**labels, "word": word}, 1) for labels, word in samples]
+        yield name, metric, samples
+    members = status.members
+    metric = Metric("Mean duration of the last exchanges with a neighbour.", "gauge")
+    samples = [({"neighbour": each.rank}, each.exchange_seconds) for each in members]
+    yield "neighbour_exchange_seconds", metric, samples
+    metric = Metric("1 if there is a link to a neighbour of the graph, else 0.", "gauge")
+    near = [each for each in members if each.is_neighbour]
+    samples = [({"neighbour": each.rank}, each.heard_ago_s is not None) for each in near]
+    yield "link_up", metric, samples
+    states = [member.state for member in members]
+    samples = [({"state": state}, states.count(state)) for state in get_args(MemberState)]
+    yield "members", Metric("Workers known here, by state.", "gauge"), samples
+    metric = Metric("Linked workers that have been silent for the time-out.", "gauge")
+    yield "members_silent", metric, [({}, sum(member.is_silent for member in members))]

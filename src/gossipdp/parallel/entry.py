@@ -29,7 +29,7 @@ from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import UNLIKE_BASES, Identity
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
-from gossipdp.links.tls import Tls, tls_files
+from gossipdp.links.tls import Tls
 from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Resumption, saved_steps
@@ -106,9 +106,9 @@ class Entry:
         page: "StatusPort | None",
     ) -> None:
         network, environment = options.network, replica.environment
-        files = environment.tls if network.tls is None else tls_files(network.tls)
-        self._tls = Tls(files) if files is not None else None
-        self._environment = replace(environment, tls=files)
+        directory = environment.tls if network.tls is None else Path(network.tls)
+        self._tls = Tls(directory) if directory is not None else None
+        self._environment = replace(environment, tls=directory)
         self.replica = replica
         self._flat = flat
         self._state = flat.state

@@ -27,7 +27,7 @@ import gossipdp
 from gossipdp.gossip.counters import Counters
 from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.environment import Environment
-from gossipdp.links.clock import boot_id, since_boot_s
+from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RunLogWriter, Value, worker_file
 from gossipdp.observe.status import WorkerStatus
 from gossipdp.parallel.checkpoint_files import in_use
@@ -279,9 +279,7 @@ def _begun_log(directory: Path, worker: Entry) -> RunLogWriter:
     # log of its earlier process in the same run; one that resumes, whatever its run.
     joins, resumes = worker.replica.environment.is_joining, worker.resumption is not None
     path = worker_file(directory, rank)
-    writer = RunLogWriter(
-        path, boot_id=boot_id(), run_id=worker.run_id, goes_on=joins, resumes=resumes
-    )
+    writer = RunLogWriter(path, run_id=worker.run_id, goes_on=joins, resumes=resumes)
     if not (joins or resumes):  # the logs of an earlier run's workers that this one lacks
         kept = {worker_file(directory, each) for each in range(num_workers)}
         for other in set(directory.glob(FILE_PATTERN)) - kept:

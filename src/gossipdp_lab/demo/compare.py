@@ -16,7 +16,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.faults import FaultPlan
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import Training, shown, train, write_reports
 from gossipdp_lab.tasks.options import MethodName

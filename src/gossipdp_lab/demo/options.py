@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp.launcher.faults import FaultPlan
 from gossipdp.rules import at_least_1, option, positive_number
 from gossipdp_lab.demo.watch import least_duration_s
 from gossipdp_lab.tasks.options import RunOptions

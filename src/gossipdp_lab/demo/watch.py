@@ -16,8 +16,7 @@ from rich.text import Text
 
 from gossipdp.cli.top import draw, summary
 from gossipdp.gossip.counters import Counters
-from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.faults import FaultRecord
+from gossipdp.launcher.faults import FaultPlan, FaultRecord
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.board import StatusBoard
 from gossipdp.observe.status import MemberStatus, WorkerStatus

@@ -11,7 +11,7 @@ from gossipdp.cli.plan import BYTES_OF_A_VALUE, WRITTEN
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import FORMATS, Codec
-from gossipdp.links.tls import Tls, tls_files
+from gossipdp.links.tls import Tls
 from gossipdp.rules import WireFormatName
 
 
@@ -101,7 +101,7 @@ def test_it_counts_the_bytes_that_an_exchange_sends():
 
 def test_tls_init_makes_a_pair_that_opens_links_and_overwrites_none(tmp_path, capsys):
     assert main(["tls-init", str(tmp_path / "tls")]) == 0
-    Tls(tls_files(tmp_path / "tls"))
+    Tls(tmp_path / "tls")
     assert f"gossipdp run -n 4 --tls {tmp_path / 'tls'} train.py" in capsys.readouterr().out
     assert main(["tls-init", str(tmp_path / "tls")]) == 2
     assert "cert.pem is there already" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from gossipdp.cli.run import (
     run,
     stopped_line,
 )
-from gossipdp.launcher import launch_plan, spares
+from gossipdp.launcher import launch_plan, local
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -120,6 +120,6 @@ def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
         assert variables["RANK"] == "0"
         raise StartedError
 
-    monkeypatch.setattr(spares, "ScriptWorker", start)
+    monkeypatch.setattr(local, "ScriptWorker", start)
     with pytest.raises(StartedError):
         run(RunArguments(workers=2, script=(script,)))

@@ -102,7 +102,7 @@ def test_its_process_group_outlives_it(tmp_path):
 
 
 def test_it_is_not_passed_off_as_protected(run_tls, monkeypatch, tmp_path):
-    monkeypatch.setenv("GOSSIPDP_TLS", str(run_tls.cert.parent))
+    monkeypatch.setenv("GOSSIPDP_TLS", str(run_tls))
     with pytest.raises(ValueError, match="would send everything in the clear"):
         SynchronousDataParallel(
             make_net(), batch_size=1, budget_samples=1, seed=0, log_dir=tmp_path

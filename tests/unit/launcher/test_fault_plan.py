@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.launcher.fault_plan import Clause, Event, FaultPlan
+from gossipdp.launcher.faults import Clause, Event, FaultPlan
 
 
 @pytest.mark.parametrize(

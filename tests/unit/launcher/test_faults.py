@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.faults import FaultInjector
+from gossipdp.launcher.faults import FaultInjector, FaultPlan
 
 KILL, STOP, CONT = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 KILLED = "died of signal 9 (SIGKILL)"

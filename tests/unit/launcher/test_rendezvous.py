@@ -19,7 +19,6 @@ from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.launch_plan import listens
 from gossipdp.launcher.rendezvous import Rendezvous, RendezvousResult, Settings
 from gossipdp.launcher.store import connect
-from gossipdp.links.tls import TlsFiles
 
 SETTINGS = Settings(
     tensors=(("embedding.weight", (10, 4)), ("output.bias", (4,))),
@@ -30,7 +29,7 @@ SETTINGS = Settings(
 )
 OTHER_SHAPE = (SETTINGS.tensors[0], ("output.bias", (5,)))
 SECRET, MINE = b"a secret of this test", {"run_id": "mine", "unique_run_id": True}
-TLS = TlsFiles(Path("cert"), Path("key"), Path("ca"))
+TLS = Path("tls")
 KEYS = "gossipdp/default/0/0/"
 
 

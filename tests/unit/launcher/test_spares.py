@@ -11,11 +11,10 @@ import pytest
 from run_processes import VARIABLES, run_python, runs
 from waiting import wait_until
 
-from gossipdp.launcher import spares as spares_module
-from gossipdp.launcher.local import ScriptWorker
+from gossipdp.launcher import local
+from gossipdp.launcher.local import ScriptWorker, Spares
 from gossipdp.launcher.reports import Report
 from gossipdp.launcher.spare_interpreter import PROGRAM
-from gossipdp.launcher.spares import Spares
 
 # Writes all of a process that a script may look at, and how it ends.
 SCRIPT = """
@@ -84,14 +83,13 @@ def start(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[...,
         words: list[str], number: int, *, torch: bool = False, safe: bool = False, **changes: str
     ) -> ScriptWorker:
         common = VARIABLES if torch else without_torch
-        common = common | {"ONE": "same", "TWO": "changes", "THREE": "goes"}
+        common = common | {"ONE": "same", "TWO": "changes"}
         del common["PYTHONWARNINGS"]  # torch warns on import
         common |= {"PYTHONSAFEPATH": "1"} if safe else {}
         spares = Spares(words, common, number)
         with closing(spares):
             spares.prepare()
-            own = {name: value for name, value in common.items() if name != "THREE"}
-            started.append(spares.start(own | changes))
+            started.append(spares.start(common | changes))
         return started[-1]
 
     yield start
@@ -127,7 +125,6 @@ def test_a_script_sees_what_it_would_in_a_new_interpreter(start, folder, words, 
         variables = both[-1].pop("variables")
         assert isinstance(variables, dict)
         assert [variables[name] for name in ("ONE", "TWO", "RANK")] == ["same", "\udc80 ö", "3"]
-        assert "THREE" not in variables
     new, spare = both
     # Else it was no spare, but a new interpreter in its place.
     assert (new.pop("torch"), spare.pop("torch")) == (False, True)
@@ -213,7 +210,7 @@ def test_a_system_without_another_process_keeps_its_workers(monkeypatch):
     def start(*arguments: object, **options: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(spares_module, "ScriptWorker", start)
+    monkeypatch.setattr(local, "ScriptWorker", start)
     lines: list[str] = []
     spares = Spares(["train.py"], {}, 1, lines.append)
     for _ in range(2):
@@ -232,8 +229,7 @@ def test_a_torch_that_cannot_be_imported_is_the_script_s_error(folder, without_t
     (folder / "torch" / "__init__.py").write_text("raise ImportError('broken')")
     script = folder / "scripts" / "train.py"
     script.write_text("import sys\nprint(sys.orig_argv[1:])\nimport torch")
-    changes, words = {"set": {}, "removed": []}, ["-c", PROGRAM, str(script), "a"]
-    done = run_python(*words, environment=without_torch, input=json.dumps(changes))
+    done = run_python("-c", PROGRAM, str(script), "a", environment=without_torch, input="{}")
     assert done.returncode == 1
     assert done.stdout == f"{[str(script), 'a']}\n"
     assert done.stderr.count("ImportError: broken") == 1

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.faults import FaultInjector
+from gossipdp.launcher.faults import FaultInjector, FaultPlan
 from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
 from gossipdp.launcher.processes import Ending, SupervisedWorker, WorkerProcess, exit_reason
 from gossipdp.launcher.reports import Report, report_variables, send_report

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.links.send_limit import MOST_SAVED, SendLimit, portion_of
+from gossipdp.links.link import MOST_SAVED, SendLimit, portion_of
 
 
 @given(

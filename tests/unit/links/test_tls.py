@@ -1,8 +1,9 @@
 """TLS of links: the files that are refused at the start, and peers that are refused later."""
 
-import dataclasses
+import shutil
 import socket
 import ssl
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,31 +11,41 @@ from cryptography.hazmat.primitives import serialization
 
 from gossipdp.links import tls as tls_module
 from gossipdp.links.frames import ChunkKey, FrameType
-from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files, tls_files
+from gossipdp.links.tls import Tls, TlsStream, make_tls_files
 
 # The files.
 
 
-def test_a_certificate_is_its_own_authority_unless_there_is_another(tmp_path):
-    cert, key, ca = (tmp_path / f"{name}.pem" for name in ("cert", "key", "ca"))
-    assert tls_files(tmp_path) == TlsFiles(cert, key, cert)
-    ca.touch()
-    assert tls_files(str(tmp_path)) == TlsFiles(cert, key, ca)
+def with_other(directory: Path, name: str, content: bytes | None, folder: Path) -> Path:
+    """Return a copy of the files in which one has other content; None: it is not there."""
+    copy = shutil.copytree(directory, folder / "copy")
+    (copy / f"{name}.pem").unlink(missing_ok=True)
+    if content is not None:
+        (copy / f"{name}.pem").write_bytes(content)
+    return copy
+
+
+def test_a_certificate_is_its_own_authority_unless_there_is_another(run_tls, authority, tmp_path):
+    Tls(run_tls)
+    with pytest.raises(ValueError, match=r"of no use with the authority .*ca\.pem"):
+        Tls(with_other(run_tls, "ca", authority.ca.read_bytes(), tmp_path))
 
 
 def test_the_pair_of_a_run_is_made_once_and_only_its_owner_reads_the_key(tmp_path, caplog):
-    files = make_tls_files(tmp_path / "new" / "tls")
-    assert files.key.stat().st_mode & 0o777 == 0o600
-    assert files.cert.parent.stat().st_mode & 0o777 == 0o700
-    Tls(files)
+    directory = tmp_path / "new" / "tls"
+    make_tls_files(directory)
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700
+    Tls(directory)
     assert not caplog.records
-    before = files.key.read_bytes()
-    for removed in (None, files.cert):
+    before = key.read_bytes()
+    for removed in (None, cert):
         if removed is not None:
             removed.unlink()
         with pytest.raises(FileExistsError):
-            make_tls_files(files.cert.parent)
-    assert files.key.read_bytes() == before
+            make_tls_files(directory)
+    assert key.read_bytes() == before
     (tmp_path / "key.pem").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FileExistsError):
         make_tls_files(tmp_path)
@@ -43,9 +54,9 @@ def test_the_pair_of_a_run_is_made_once_and_only_its_owner_reads_the_key(tmp_pat
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True)])
 def test_a_key_that_others_may_read_is_warned_of(tmp_path, mode, warns, caplog):
-    files = make_tls_files(tmp_path)
-    files.key.chmod(mode)
-    Tls(files)
+    make_tls_files(tmp_path)
+    (tmp_path / "key.pem").chmod(mode)
+    Tls(tmp_path)
     assert ("others than you may read the key" in caplog.text) == warns
 
 
@@ -64,24 +75,22 @@ def locked(key: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
-        ("cert", None, r"cannot read .*other\.pem: No such file"),
-        ("key", b"\x30\x82\xff", r"other\.pem is no PEM file"),
-        ("ca", b"no certificate", r"other\.pem.*PEM"),
-        ("key", lambda files, other: other.key.read_bytes(), "the key is not that of the cert"),
-        ("key", lambda files, other: locked(files.key.read_bytes()), "is encrypted, and workers"),
-        ("ca", lambda files, other: other.ca.read_bytes(), "is of no use with the authority"),
+        ("cert", None, r"cannot read .*cert\.pem: No such file"),
+        ("key", b"\x30\x82\xff", r"key\.pem is no PEM file"),
+        ("ca", b"no certificate", r"ca\.pem.*PEM"),
+        ("key", lambda own, other: other, "the key is not that of the cert"),
+        ("key", lambda own, other: locked(own), "is encrypted, and workers"),
+        ("ca", lambda own, other: other, "is of no use with the authority"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(
     authority, other_authority, tmp_path, *, name, content, fault
 ):
-    files, path = authority.issue(), tmp_path / "other.pem"
+    directories = authority.issue(), other_authority.issue()
     if callable(content):
-        content = content(files, other_authority.issue())
-    if content is not None:
-        path.write_bytes(content)
+        content = content(*((each / f"{name}.pem").read_bytes() for each in directories))
     with pytest.raises(ValueError, match=fault):
-        Tls(dataclasses.replace(files, **{name: path}))
+        Tls(with_other(directories[0], name, content, tmp_path))
 
 
 @pytest.mark.parametrize(("days", "fault"), [((-10, -1), "has expired"), ((1, 10), "yet valid")])
@@ -98,10 +107,9 @@ def test_a_certificate_about_to_expire_is_warned_of(authority, caplog):
 
 
 def test_a_chain_in_one_file_and_only_the_newest_tls(authority, tmp_path):
-    files = authority.issue()
-    chain = tmp_path / "chain.pem"
-    chain.write_bytes(files.cert.read_bytes() + files.ca.read_bytes())
-    tls = Tls(dataclasses.replace(files, cert=chain))
+    directory = authority.issue()
+    chain = (directory / "cert.pem").read_bytes() + (directory / "ca.pem").read_bytes()
+    tls = Tls(with_other(directory, "cert", chain, tmp_path))
     for context in (tls._client, tls._server):
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
         assert context.verify_mode is ssl.CERT_REQUIRED
@@ -161,10 +169,10 @@ def test_a_certificate_that_is_refused(
     world, authority, other_authority, *, monkeypatch, caplog, days, ours, reason, dials
 ):
     # The bad one does not know what is wrong with its certificate, and trusts the run's authority.
-    monkeypatch.setattr(Tls, "_meet_oneself", lambda self, files: float("inf"))
-    issued = (authority if ours else other_authority).issue(*days)
-    files = dataclasses.replace(issued, ca=authority.ca)
-    good, bad = world.tls(0, tls=Tls(authority.issue())), world.tls(1, tls=Tls(files))
+    monkeypatch.setattr(Tls, "_meet_oneself", lambda self: float("inf"))
+    directory = (authority if ours else other_authority).issue(*days)
+    (directory / "ca.pem").write_bytes(authority.ca.read_bytes())
+    good, bad = world.tls(0, tls=Tls(authority.issue())), world.tls(1, tls=Tls(directory))
     dialler, acceptor = (bad, good) if dials else (good, bad)
     for _ in range(2):
         dialler.handler.events.clear()

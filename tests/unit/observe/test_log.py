@@ -11,7 +11,6 @@ from clocks import Clock
 from msgspec.structs import replace
 
 from gossipdp.gossip.counters import Counters
-from gossipdp.links.clock import boot_id
 from gossipdp.observe.log import (
     FORMAT,
     CountsRecord,
@@ -179,7 +178,7 @@ def test_the_launcher_writes_how_a_process_ended(tmp_path):
     write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
     assert not path.exists(), "it had no log"
     for life in range(2):
-        with closing(RunLogWriter(path, goes_on=life > 0, boot_id=boot_id())) as log:
+        with closing(RunLogWriter(path, goes_on=life > 0)) as log:
             log.start(rank=0, num_workers=2, configuration={})
             log.counts(SOME)
         with path.open("ab") as file:
@@ -239,17 +238,18 @@ def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path):
     ],
     ids=["set back", "set forward", "new boot", "new boot, set back", "boot not known, set back"],
 )
-def test_the_time_of_a_log_that_goes_on_never_goes_back(tmp_path, date_step_s, boot_id, begins_s):
-    clock, date_s = Clock(100.0), 1.7e9
+def test_the_time_of_a_log_that_goes_on_never_goes_back(
+    tmp_path, monkeypatch, date_step_s, boot_id, begins_s
+):
+    clock, date_s, boot = Clock(100.0), 1.7e9, "one"
+    monkeypatch.setattr("gossipdp.observe.log.boot_id", lambda: boot)
     path = worker_file(tmp_path, 0)
-    with closing(RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id="one")) as log:
+    with closing(RunLogWriter(path, clock=clock, date=lambda: date_s)) as log:
         log.start(rank=0, num_workers=2, configuration={})
         clock.now_s += 2
         log.counts(SOME)
-    clock.now_s, date_s = 150.0, 1.7e9 + 50 + date_step_s
-    with closing(
-        RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id=boot_id, goes_on=True)
-    ) as log:
+    clock.now_s, date_s, boot = 150.0, 1.7e9 + 50 + date_step_s, boot_id
+    with closing(RunLogWriter(path, clock=clock, date=lambda: date_s, goes_on=True)) as log:
         log.start(rank=0, num_workers=2, configuration={})
         clock.now_s += 1
         log.counts(SOME)

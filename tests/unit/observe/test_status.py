@@ -16,8 +16,8 @@ from waiting import LONGEST_S, pause, wait_until
 
 from gossipdp.launcher.environment import show_address
 from gossipdp.observe import status
-from gossipdp.observe.prometheus import metrics_text
 from gossipdp.observe.server import Page, StatusServer
+from gossipdp.observe.status import metrics_text
 from gossipdp.protocol.actions import Notice
 
 STATUS = status.WorkerStatus(

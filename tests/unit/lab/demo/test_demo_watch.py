@@ -7,8 +7,7 @@ from clocks import Clock
 from rich.console import Console
 
 from gossipdp.gossip.counters import Counters
-from gossipdp.launcher.fault_plan import FaultPlan
-from gossipdp.launcher.faults import FaultRecord
+from gossipdp.launcher.faults import FaultPlan, FaultRecord
 from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.protocol.actions import Notice
 from gossipdp_lab.demo.watch import LiveView, answers_of, fault_results, least_duration_s

@@ -317,7 +317,6 @@ def two_lives(directory: Path) -> None:
                 worker_file(directory, rank),
                 clock=lambda: now[0],
                 date=lambda: began_s + now[0],
-                boot_id="boot",
                 run_id=str(life),
                 resumes=True,
             )
