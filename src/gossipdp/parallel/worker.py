@@ -29,15 +29,7 @@ from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import (
-    Facts,
-    Layout,
-    Resumption,
-    ended_lives,
-    find_resumption,
-    layout_of,
-)
-from gossipdp.parallel.checkpoint_files import in_use
+from gossipdp.parallel.checkpoint import Facts, ended_lives, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
@@ -115,11 +107,10 @@ class Worker(Entry):
                 self._check_savable(optimizer)
         # A worker that joins a running job takes a live worker's state, and adds its own files.
         is_joining = replica.environment.is_joining
-        resumption = None if is_joining else _resumption(layout_of(held), options, replica)
+        layout = layout_of(held)
+        resumption = None if is_joining else find_resumption(options.checkpoints, layout, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
-        self._num_means = 0 if resumption is None else resumption.num_means
-        self._ended_before = () if resumption is None else resumption.ended
         self.monitoring = Monitoring(options, replica.environment)
         # If any of this fails, the parts opened so far are closed in reverse order.
         with contextlib.ExitStack() as opened:
@@ -433,7 +424,7 @@ class Worker(Entry):
         # If all are asked to end, one may have saved and ended while another was still in its step.
         # After the average, whoever died is not in it, however late that was.
         now_s = min(self._loop.clock(), self.end_asked_s()) if self.lead is None else math.inf
-        ended = ended_lives(members, noticed, now_s)
+        ended, before = ended_lives(members, noticed, now_s), self.resumption
         facts = Facts(
             rank=self.rank,
             world_size=self.world_size,
@@ -442,8 +433,8 @@ class Worker(Entry):
             gossipdp=gossipdp.__version__,
             run_id=self.run_id,
             incarnation=protocol.incarnation,
-            ended=(*self._ended_before, *ended),
-            num_means=self._num_means,
+            ended=(*(before.ended if before else ()), *ended),
+            num_means=before.num_means if before else 0,
             base=self._flat.base_digest,
         )
         return tensors, facts
@@ -706,31 +697,6 @@ def _missing(snapshot: LoopSnapshot, now_s: float) -> str:
     if not missing:
         return "all live workers are done and average their parameters"
     return f"{', '.join(missing)} still train{'s' if len(missing) == 1 else ''}"
-
-
-def _resumption(layout: Layout, options: Options, replica: Replica) -> Resumption | None:
-    """Find the checkpoint that the run goes on from; one step for all processes of a replica.
-
-    A process that was killed may have written one checkpoint more, or less, than the others. A run
-    that lives would remove files meanwhile, so it is looked for first; this one has no name yet.
-    """
-    saving, environment = options.checkpoints, replica.environment
-    directory = None if saving.directory is None else Path(saving.directory)
-    newest_step = math.inf
-    with contextlib.nullcontext() if directory is None else in_use(directory, ""):
-        while True:
-            resumption = find_resumption(
-                saving.resume,
-                directory,
-                rank=environment.rank,
-                world_size=environment.world_size,
-                layout=layout,
-                newest_step=newest_step,
-            )
-            (steps,) = replica.gather(-1 if resumption is None else resumption.counts.step)
-            if len(set(steps)) == 1:
-                return resumption
-            newest_step = min(steps)
 
 
 def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
