@@ -116,8 +116,14 @@ def decay_of(name: str, optimizer: torch.optim.Optimizer) -> float:
     return float(betas[index]) if index is not None and index < len(betas) else 0.0
 
 
-class Moments:
-    """Keeps the moments that travel in flat memory, step by step. The main thread's.
+def kept_moments(
+    segments: Sequence[tuple[Segment, Sequence[View]]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    is_default: bool,
+    finish: Callable[[], None],
+) -> list[list["KeptMoment"]]:
+    """Return the moments of each optimizer that travel.
 
     Args:
         segments: the moments' flat memory, each with the parameters whose moments lie in it.
@@ -126,50 +132,20 @@ class Moments:
             warning; else it is an error.
         finish: waits for what is queued on a device.
     """
-
-    def __init__(
-        self,
-        segments: Sequence[tuple[Segment, Sequence[View]]],
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        is_default: bool,
-        finish: Callable[[], None],
-    ) -> None:
-        self._kept: list[list[_Kept]] = [[] for _ in optimizers]
-        for segment, views in segments:
-            assert segment.moment is not None
-            optimizer, name = optimizers[segment.optimizer_index], segment.moment.name
-            level = logging.WARNING if is_default else logging.ERROR
-            if _keeps(optimizer) is None and any(
-                name in (_keeps(each) or ()) for each in optimizers
-            ):
-                level = logging.INFO  # another one is known to keep such a tensor: that was meant
-            kept = _Kept(segment, views, optimizer, finish, level)
-            self._kept[segment.optimizer_index].append(kept)
-
-    def begins(self, optimizer_index: int) -> None:
-        """Add what exchanges have brought, before an optimizer steps.
-
-        Its step, with beta m + (1 - beta) g, then counts its new gradient whole. If it were added
-        after the step, k exchanges in the time of a step would leave 1/2^k of that gradient. A
-        moment's memory was then 2^k times as long, and training diverged with ``exp_avg`` in two
-        exchanges a step (benchmarks/NOTES.md).
-        """
-        for kept in self._kept[optimizer_index]:
-            kept.begins()
-
-    def stepped(self, optimizer_index: int) -> None:
-        """Look at an optimizer that has stepped, before its boundary begins.
-
-        Raises:
-            ValueError: it keeps no such tensor as was named, and no other optimizer can be meant.
-        """
-        for kept in self._kept[optimizer_index]:
-            kept.stepped()
+    kept: list[list[KeptMoment]] = [[] for _ in optimizers]
+    for segment, views in segments:
+        assert segment.moment is not None
+        optimizer, name = optimizers[segment.optimizer_index], segment.moment.name
+        level = logging.WARNING if is_default else logging.ERROR
+        if _keeps(optimizer) is None and any(name in (_keeps(each) or ()) for each in optimizers):
+            level = logging.INFO  # another one is known to keep such a tensor: that was meant
+        moment = KeptMoment(segment, views, optimizer, finish, level)
+        kept[segment.optimizer_index].append(moment)
+    return kept
 
 
-class _Kept:
-    """One moment of one optimizer, over one flat tensor."""
+class KeptMoment:
+    """One moment of one optimizer, which lies in one flat tensor. The main thread's."""
 
     def __init__(
         self,
@@ -191,7 +167,14 @@ class _Kept:
         self._is_given_up = self._has_warned = False
 
     def begins(self) -> None:
-        """Add what is pending, unless the optimizer's tensors were replaced since its last step."""
+        """Add what exchanges have brought, before the optimizer steps.
+
+        Its step, with beta m + (1 - beta) g, then counts its new gradient whole. If it were added
+        after the step, k exchanges in the time of a step would leave 1/2^k of that gradient. A
+        moment's memory was then 2^k times as long, and training diverged with ``exp_avg`` in two
+        exchanges a step (benchmarks/NOTES.md). If the optimizer's tensors were replaced since its
+        last step, it stays pending.
+        """
         if not self._is_given_up and self._has_pending and self._is_in_place():
             self._finish()
             for chunk in self._chunks:
@@ -204,9 +187,12 @@ class _Kept:
     def stepped(self) -> None:
         """Count a step, and take in the tensors that the optimizer has replaced.
 
-        It looks at one tensor after each step, so it sees at once if an optimizer replaces all of
-        them. Before an average is added it looks at all: none may be added to memory that the
-        optimizer no longer reads.
+        The optimizer's boundary has not begun. This looks at one tensor after each step, so it sees
+        at once if an optimizer replaces all of them. Before an average is added it looks at all:
+        none may be added to memory that the optimizer no longer reads.
+
+        Raises:
+            ValueError: it keeps no such tensor as was named, and no other optimizer can be meant.
         """
         if self._moment.is_unsound and not self._has_warned:  # the gossip thread has found it
             self._has_warned = True

@@ -36,7 +36,7 @@ from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
-from gossipdp.parallel.moments import Moments, chosen_moments
+from gossipdp.parallel.moments import chosen_moments, kept_moments
 from gossipdp.parallel.monitoring import Monitoring
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import GOSSIP_METHODS, Options
@@ -123,7 +123,7 @@ class Worker(Entry):
                 exchange=options.exchange,
                 moments=chosen_moments(choice, optimizers),
             )
-            self._moments = Moments(
+            self._moments = kept_moments(
                 flat.moment_places,
                 optimizers,
                 is_default=choice is True,
@@ -231,7 +231,8 @@ class Worker(Entry):
                 "without exchanging: capture the forward and backward pass alone, and call "
                 "optimizer.step() after each replay"
             )
-        self._moments.begins(optimizer_index)
+        for moment in self._moments[optimizer_index]:
+            moment.begins()
 
     def stepped(self, optimizer_index: int) -> None:
         """Add to x what exchanges have brought; a step of the first optimizer is a gradient step.
@@ -254,7 +255,8 @@ class Worker(Entry):
                 "and a step on it would be lost"
             )
         self._flat.check(optimizer_index)
-        self._moments.stepped(optimizer_index)
+        for moment in self._moments[optimizer_index]:
+            moment.stepped()
         self._state.boundary(self._theta(), optimizer_index)
         if optimizer_index != 0:
             return

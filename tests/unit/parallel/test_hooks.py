@@ -268,7 +268,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("owner", "what"),
-    [(worker_module, "Moments"), (worker_module.Worker, "start"), (worker_module, "Hooks")],
+    [(worker_module, "kept_moments"), (worker_module.Worker, "start"), (worker_module, "Hooks")],
 )
 def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what):
     """One so large that its boundaries have helpers, wherever the wrapping fails."""
