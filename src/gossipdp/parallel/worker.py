@@ -22,7 +22,6 @@ import gossipdp
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
-from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import Environment, check_platform
 from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
@@ -43,7 +42,13 @@ from gossipdp.parallel.options import GOSSIP_METHODS, Options
 from gossipdp.parallel.pace import Pace
 from gossipdp.parallel.packing import check_savable
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.stats import (
+    Consolidated,
+    Stats,
+    missing_workers,
+    warn_of_absence,
+    warn_of_no_average,
+)
 from gossipdp.parallel.termination import TERMINATION
 from gossipdp.parallel.views import named_tensors
 from gossipdp.protocol.members import Status
@@ -507,37 +512,19 @@ class Worker(Entry):
         averaged = self._state.all_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)
+        progress, membership = self._protocol.progress, self._protocol.membership
+        by_rank, members = self._call(lambda: (progress.by_rank(), membership.members()))
+        # The workers that the run began with, and those that have joined since.
+        joined = {member.rank for member in members if member.status is not Status.JOINING}
+        warn_of_absence(self.rank, outcome, len(joined.union(range(self.world_size))))
         # Each shard was averaged over the replicas in its own network; after a death in the middle
         # of it the networks may differ.
         distances, counts = self.replica.gather(outcome.consensus_distance, outcome.num_workers)
-        progress, membership = self._protocol.progress, self._protocol.membership
-        samples, steps, by_rank, members = self._call(
-            lambda: (
-                progress.total_samples,
-                progress.total_steps,
-                progress.by_rank(),
-                membership.members(),
-            )
-        )
-        # The workers that the run began with, and those that have joined since.
-        joined = {member.rank for member in members if member.status is not Status.JOINING}
-        known = joined.union(range(self.world_size))
-        if outcome.num_workers < len(known):
-            reasons = [f"; worker {rank}: {why}" for rank, why in outcome.without.items()]
-            logger.warning(
-                "worker %d: the average is over %d of %d workers; the others are lost, still "
-                "train, or ended without consolidate(), which every worker has to call%s",
-                self.rank,
-                outcome.num_workers,
-                len(known),
-                "".join(reasons),
-                extra=OF_RUN,
-            )
         return Consolidated(
             consensus_distance=math.fsum(distances),
             world_size=int(min(counts)),
-            samples=samples,
-            gradient_steps=steps,
+            samples=sum(samples for samples, _ in by_rank.values()),
+            gradient_steps=sum(steps for _, steps in by_rank.values()),
             gradient_steps_by_rank={rank: by_rank[rank][1] for rank in sorted(by_rank)},
         )
 
@@ -559,7 +546,7 @@ class Worker(Entry):
                 raise poison
             if time.monotonic() >= line_due_s:
                 line_due_s += WAIT_LINE_EVERY_S
-                waits_for = _missing(self._loop.snapshot, since_boot_s())
+                waits_for = missing_workers(self._loop.snapshot, since_boot_s())
                 logger.warning(
                     "worker %d waits in consolidate(): %s", self.rank, waits_for, extra=OF_RUN
                 )
@@ -597,44 +584,6 @@ class Worker(Entry):
         finally:
             self._state.end_helpers()
 
-    def _warn_of_no_average(self, is_early: bool) -> None:
-        """Warn once a run that a script ends by itself and has not saved the average.
-
-        To have evaluated the average, as after each epoch, is not enough: a script that saves its
-        module afterwards still saves one worker's. ``is_early``: the budget is not used up.
-        """
-        failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
-        if os.getpid() != self._process_id or failed or TERMINATION.was_asked:
-            return
-        if self.average_saved_at_step == self.step_number or not self._speaks_at_exit(is_early):
-            return
-        logger.warning(
-            "worker %d ends without consolidate(): %s%s",
-            self.rank,
-            "the budget is not used up, and the others train on without this worker. To end all, "
-            "call model.stop() on one, and model.consolidate() on every worker"
-            if is_early
-            else "its module holds its own parameters, not the average of the workers. Call "
-            "model.consolidate() on every worker, after the loop, before you evaluate or save",
-            f"; its newest checkpoint is {newest}" if (newest := self.checkpointer.newest) else "",
-        )
-
-    def _speaks_at_exit(self, is_early: bool) -> bool:
-        """Return whether this worker has trained with others, and is the first that is not dead.
-
-        Those that have left count too, and those that were found dead within the last time-out: the
-        workers of one script end in no order, and one that ends without an average is found dead.
-        Each speaks that ends early, or without ``consolidate()`` while another is in it.
-        """
-        snapshot = self._loop.snapshot
-        members = snapshot.members
-        ended_s = since_boot_s() - self.options.network.timeout_s
-        ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
-        ranks = {member.rank for member in members if member.status is not Status.DEAD}
-        is_first = self.rank == min(ranks | ending)
-        is_odd = is_early or any(each.status in (Status.DONE, Status.LEFT) for each in members)
-        return self._gradient_steps > 0 and len(members) > 1 and (is_first or is_odd)
-
     def close(self, *, is_dropped: bool = False) -> None:
         """Close all parts; if one raises, close the others all the same.
 
@@ -648,7 +597,11 @@ class Worker(Entry):
         is_early = self.batches.budget_samples is not None and not self.batches.finished
         self.batches.close()
         if is_dropped:
-            self._warn_of_no_average(is_early)
+            has_average = self.average_saved_at_step == self.step_number
+            failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
+            if self.has_stepped and not (has_average or failed or TERMINATION.was_asked):
+                timeout_s, newest = self.options.network.timeout_s, self.checkpointer.newest
+                warn_of_no_average(self.rank, self._loop.snapshot, is_early, timeout_s, newest)
             warn_of_steps_alone(self.optimizers)
 
         def close() -> None:
@@ -686,19 +639,6 @@ class Worker(Entry):
             **self.checkpointer.counts(),
         }
         return Stats(**msgspec.structs.asdict(snapshot.counters) | own)
-
-
-def _missing(snapshot: LoopSnapshot, now_s: float) -> str:
-    """Name the workers that still train, and when each was last seen to make a step."""
-    missing = [
-        f"worker {member.rank} (its last step came "
-        f"{now_s - snapshot.stepped_s.get(member.rank, now_s):.0f} s ago)"
-        for member in snapshot.members
-        if member.status is Status.ALIVE
-    ]
-    if not missing:
-        return "all live workers are done and average their parameters"
-    return f"{', '.join(missing)} still train{'s' if len(missing) == 1 else ''}"
 
 
 def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
