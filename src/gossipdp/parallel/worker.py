@@ -252,8 +252,10 @@ class Worker(Entry):
             self._thread.check()
         except SupersededError as error:
             self.come_again(error)
-        if (poison := self._agreed_poison()) is not None:
-            raise poison
+        poison = self._loop.poisoned
+        # With shards all processes raise once all know it: none waits for one in a collective.
+        is_any = self._agreed.is_poisoned if self.replica.is_sharded else poison is not None
+        self._raise_if(is_any, poison)
         if self._is_averaged:
             raise RuntimeError(
                 "optimizer.step() within model.averaged(): the module holds the average there, "
@@ -357,20 +359,21 @@ class Worker(Entry):
 
     # Poison.
 
-    def _agreed_poison(self) -> PoisonedError | None:
-        """Return this process's poison, or with shards one of the replica's, once all know it.
+    def _raise_if(self, is_any: bool, poison: PoisonedError | None) -> None:
+        """Raise this process's poison, or one that says that another of the replica has it."""
+        if is_any:
+            raise poison or PoisonedError(
+                f"the parameters of another shard of replica {self.rank} hold NaN or infinity: "
+                "look at the output of its other processes"
+            )
 
-        So all processes raise at the same step, and none waits for another in a collective.
-        """
-        own = self._loop.poisoned
-        if not self.replica.is_sharded:
-            return own
-        return (own or self._mates_poison()) if self._agreed.is_poisoned else None
-
-    def _mates_poison(self) -> PoisonedError:
+    def _found_poison(self, outcome: str) -> PoisonedError | None:
+        """Return an error with this ``outcome`` if NaN or infinity is in what is averaged."""
+        segments = self._state.segments
+        if all(is_finite(segment.x) for segment in segments if segment.role.is_averaged):
+            return None
         return PoisonedError(
-            f"the parameters of another shard of replica {self.rank} hold NaN or infinity: look at "
-            "the output of its other processes"
+            f"the parameters or buffers of worker {self.rank} hold NaN or infinity: {outcome}"
         )
 
     def _refuse_poison(self, outcome: str, *, is_end: bool = False) -> None:
@@ -378,20 +381,11 @@ class Worker(Entry):
 
         At the end the others wait for this worker, so it leaves the run.
         """
-        poison = self._loop.poisoned
-        if poison is None and not self._is_finite():
-            poison = PoisonedError(
-                f"the parameters or buffers of worker {self.rank} hold NaN or infinity: {outcome}"
-            )
-        if not self.replica.is_any(poison is not None):
-            return
-        if is_end:
+        poison = self._loop.poisoned or self._found_poison(outcome)
+        is_any = self.replica.is_any(poison is not None)
+        if is_any and is_end:
             self.leave()
-        raise poison or self._mates_poison()
-
-    def _is_finite(self) -> bool:
-        segments = self._state.segments
-        return all(is_finite(segment.x) for segment in segments if segment.role.is_averaged)
+        self._raise_if(is_any, poison)
 
     # Copies of the state.
 
@@ -409,11 +403,11 @@ class Worker(Entry):
             raise RuntimeError("save no checkpoint within model.averaged(): step out of it first")
         self.check()
         self._thread.check()
-        if not self._is_finite():
-            raise PoisonedError(
-                f"the parameters or buffers of worker {self.rank} hold NaN or infinity: they "
-                "are not saved, and the checkpoints written before are kept"
-            )
+        poison = self._found_poison(
+            "they are not saved, and the checkpoints written before are kept"
+        )
+        if poison is not None:
+            raise poison
         for chunk in self._state.moment_chunks:  # into the optimizers' state, which is saved next
             chunk.boundary(0.0, wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
