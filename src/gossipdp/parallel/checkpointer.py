@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Facts, encode, file_path, saved_by
+from gossipdp.parallel.checkpoint import encode, file_path, saved_by
 from gossipdp.parallel.checkpoint_files import in_use, remove_unfinished, write_tensors
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.entry import Entry
@@ -119,7 +119,7 @@ class Checkpointer:
         self,
         worker: Entry,
         position: DataPosition,
-        capture: Callable[[], tuple[dict[str, Tensor], Facts]],
+        capture: Callable[[], dict[str, Tensor]],
     ) -> None:
         self._worker, self._position, self._capture = worker, position, capture
         self._saving = saving = worker.options.checkpoints
@@ -309,7 +309,7 @@ class Checkpointer:
     def _draft(self, states: dict[str, Any] | None) -> Write:
         assert self._directory is not None
         started_s = time.perf_counter()
-        captured, facts = self._capture()
+        captured, facts = self._capture(), self._worker.facts()
         self._drafted_step = facts.step
         state = {
             **training_state.capture(self._worker.optimizers),

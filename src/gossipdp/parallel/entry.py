@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
+import gossipdp
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.joining import RunEndingError, ask_members
@@ -32,7 +33,7 @@ from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, tls_files
 from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Counts, Resumption, saved_steps
+from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives, saved_steps
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import steps_between
 from gossipdp.parallel.options import Options
@@ -74,6 +75,7 @@ class Entry:
         between_steps: gives joiners the optimizers' state; it must know of each step.
         settings: those that all workers must share.
         is_consolidating: ``consolidate()`` was called.
+        lead: the lowest rank of the average, after it.
         end_asked_s: says when this process was asked to end (SIGTERM); infinity: not yet.
         module, optimizers, options, replica, resumption: as given.
     """
@@ -90,6 +92,7 @@ class Entry:
     _loop: GossipLoop
     _thread: GossipThread
     is_consolidating = False
+    lead: int | None = None
     _has_thread = _has_stopped = False
     _gradient_steps = _samples = 0  # of this life
     _agreed = Agreed()
@@ -144,6 +147,7 @@ class Entry:
             # Each shard's network may or may not have heard of the replica's last steps. All its
             # processes count on from one number, so they save at the same steps.
             self.before = Counts(*(int(max(each)) for each in self.replica.gather(*self.before)))
+            self._share_cores()
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
             if self.resumption is not None:
@@ -153,6 +157,15 @@ class Entry:
             if self.resumption is None and self.rank > 0:
                 take_state(self._thread, self._loop, self._state, self._network, is_start=True)
             self._call(self._loop.release)
+
+    def _share_cores(self) -> None:
+        """Compute with a share of the cores: workers of the run on this host have theirs."""
+        from gossipdp.launcher.local import num_threads
+
+        membership = self._protocol.membership
+        hosts = [each.host for each in self._call(membership.members) if not each.is_over]
+        num_here = hosts.count(membership.own.host) * self.replica.environment.num_shards
+        torch.set_num_threads(min(torch.get_num_threads(), num_threads(num_here)))
 
     def report_ready(self) -> None:
         """Tell the launcher that this worker begins: its failure ends no other, once all do."""
@@ -454,6 +467,34 @@ class Entry:
             self.step_number,
             self.before.steps + self._gradient_steps,
             self.before.samples + self._samples,
+        )
+
+    def facts(self) -> Facts:
+        """Return the facts of a checkpoint that is taken now."""
+        protocol, before = self._protocol, self.resumption
+        # Notices as new as the members: of a death without one nobody knows when it was.
+        (progress, _), members, noticed = self._call(
+            lambda: (
+                protocol.progress.news(),
+                protocol.membership.members(),
+                self._loop.publish().noticed,
+            )
+        )
+        # If all are asked to end, one may have saved and ended while another was still in its step.
+        # After the average, whoever died is not in it, however late that was.
+        now_s = min(self._loop.clock(), self.end_asked_s()) if self.lead is None else math.inf
+        ended = ended_lives(members, noticed, now_s)
+        return Facts(
+            rank=self.rank,
+            world_size=self.world_size,
+            **self.counts()._asdict(),
+            progress=tuple(msgspec.structs.replace(entry, is_stopped=False) for entry in progress),
+            gossipdp=gossipdp.__version__,
+            run_id=self.run_id,
+            incarnation=protocol.incarnation,
+            ended=(*(before.ended if before else ()), *ended),
+            num_means=before.num_means if before else 0,
+            base=self._flat.base_digest,
         )
 
     def total_samples(self) -> int:

@@ -18,7 +18,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-import gossipdp
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
@@ -28,7 +27,7 @@ from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Facts, ended_lives, find_resumption, layout_of
+from gossipdp.parallel.checkpoint import find_resumption, layout_of
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
@@ -78,7 +77,6 @@ class Worker(Entry):
 
     Attributes:
         checkpointer, batches, monitoring: its parts.
-        lead: the lowest rank of the average, after it.
         frozen_names: returns the names of what is left alone.
         average_saved_at_step: the step at which the script last saved an average; -1: it has not.
     """
@@ -87,7 +85,6 @@ class Worker(Entry):
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Options
     ) -> None:
         check_platform()
-        self.lead: int | None = None
         self.average_saved_at_step = -1
         self._is_averaged = self._is_closed = False
         self._is_reported = REPORT_VARIABLE not in os.environ  # to a launcher: that it trains
@@ -143,8 +140,6 @@ class Worker(Entry):
             self._pace = Pace(options)
             self._state.compile()
             self.start()
-            if self._rendezvous.joins:
-                self._share_cores()
             reshard(module)
             self._agree(0)
             _workers.add(self)
@@ -183,15 +178,6 @@ class Worker(Entry):
             )
             self.report_ready()
             opened.pop_all()
-
-    def _share_cores(self) -> None:
-        """Compute with a share of the cores: workers of the run on this host have theirs."""
-        from gossipdp.launcher.local import num_threads
-
-        membership = self._protocol.membership
-        hosts = [each.host for each in self._call(membership.members) if not each.is_over]
-        num_here = hosts.count(membership.own.host) * self.replica.environment.num_shards
-        torch.set_num_threads(min(torch.get_num_threads(), num_threads(num_here)))
 
     def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn at once of values that no checkpoint and no joining worker could take.
@@ -389,8 +375,8 @@ class Worker(Entry):
 
     # Copies of the state.
 
-    def capture(self) -> tuple[dict[str, Tensor], Facts]:
-        """Copy this worker's state; return its tensors, and the facts of a checkpoint of it.
+    def capture(self) -> dict[str, Tensor]:
+        """Copy this worker's state, for a checkpoint; return its tensors by name.
 
         x stays: to add pending here could change parameters between a forward and a backward pass
         of the user's. An exchange may run meanwhile: every chunk is copied before it was exchanged
@@ -412,33 +398,7 @@ class Worker(Entry):
             chunk.boundary(0.0, wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
-        tensors = self._flat.tensors()
-        protocol = self._protocol
-        # Notices as new as the members: of a death without one nobody knows when it was.
-        (progress, _), members, noticed = self._call(
-            lambda: (
-                protocol.progress.news(),
-                protocol.membership.members(),
-                self._loop.publish().noticed,
-            )
-        )
-        # If all are asked to end, one may have saved and ended while another was still in its step.
-        # After the average, whoever died is not in it, however late that was.
-        now_s = min(self._loop.clock(), self.end_asked_s()) if self.lead is None else math.inf
-        ended, before = ended_lives(members, noticed, now_s), self.resumption
-        facts = Facts(
-            rank=self.rank,
-            world_size=self.world_size,
-            **self.counts()._asdict(),
-            progress=tuple(msgspec.structs.replace(entry, is_stopped=False) for entry in progress),
-            gossipdp=gossipdp.__version__,
-            run_id=self.run_id,
-            incarnation=protocol.incarnation,
-            ended=(*(before.ended if before else ()), *ended),
-            num_means=before.num_means if before else 0,
-            base=self._flat.base_digest,
-        )
-        return tensors, facts
+        return self._flat.tensors()
 
     def export(self, values: dict[str, Any]) -> None:
         """Put x + pending, in new tensors, into a state_dict of the module.

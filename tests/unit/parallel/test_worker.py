@@ -207,7 +207,7 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch):
         expected["c"].append(left * c)
         z.append(x + pending + 0.5 * c)
     monkeypatch.setattr(worker, "_theta", lambda: theta)
-    captured, _ = worker.capture()
+    captured = worker.capture()
 
     def flat(kind: str) -> Tensor:
         names = ("weight", "bias")
@@ -225,10 +225,10 @@ def test_a_worker_of_16_bits_goes_on_with_what_its_parameters_have_no_bits_for(w
     (chunk,) = worker._state.averaged_chunks
     chunk.pending.copy_(torch.randn(chunk.pending.shape).mul_(1e-3))
     expected = net.weight.detach().float() + chunk.pending[:64].view(8, 8)
-    captured, _ = worker.capture()
+    captured = worker.capture()
     chunk._reset()
     worker._flat.restore(captured)
     assert torch.equal(captured["model/weight"], expected)
     assert torch.equal(net.weight, expected.bfloat16())
-    assert torch.equal(worker.capture()[0]["model/weight"], expected)
+    assert torch.equal(worker.capture()["model/weight"], expected)
     assert chunk.has_pending
