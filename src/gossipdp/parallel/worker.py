@@ -106,7 +106,7 @@ class Worker(Entry):
                 "without a directory for checkpoints",
             )
             for optimizer in optimizers:
-                self._check_savable(optimizer)
+                training_state.check(optimizer, is_saved=True)
         # A worker that joins a running job takes a live worker's state, and adds its own files.
         is_joining = replica.environment.is_joining
         layout = layout_of(held)
@@ -179,31 +179,6 @@ class Worker(Entry):
             self.report_ready()
             opened.pop_all()
 
-    def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn at once of values that no checkpoint and no joining worker could take.
-
-        Raises:
-            ValueError: there are such values, and checkpoints are to be saved.
-        """
-        kind = type(optimizer).__name__
-        try:
-            check_savable(
-                training_state.capture([optimizer])["optimizers"][0],
-                f"the state of the {kind}",
-                "use an optimizer that keeps plain tensors, numbers and text, or wrap without a "
-                "directory for checkpoints",
-            )
-        except ValueError as error:
-            if self._saves:
-                raise
-            if self.world_size > 1:
-                logger.warning(
-                    "a worker that joins or starts again cannot take over this one's optimizer, "
-                    "since %s",
-                    error,
-                    extra=OF_RUN,
-                )
-
     # A gradient step.
 
     def _begin_forward(self, batch: Any) -> None:
@@ -233,7 +208,8 @@ class Worker(Entry):
         self._watches[optimizer_index].stepped()
         if optimizer_index in self._unchecked:  # it has made its state in this step
             self._unchecked.discard(optimizer_index)
-            self._check_savable(self.optimizers[optimizer_index])
+            if self._saves or self.world_size > 1:
+                training_state.check(self.optimizers[optimizer_index], is_saved=self._saves)
         try:
             self._thread.check()
         except SupersededError as error:
