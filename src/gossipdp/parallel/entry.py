@@ -499,8 +499,7 @@ class Entry:
 
     def total_samples(self) -> int:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
-        heard = self._agreed if self.replica.is_sharded else self._loop.snapshot
-        return self._samples + heard.others_samples
+        return self._samples + self._known().others_samples
 
     def stop(self) -> None:
         """End the run for all workers, before its budget is used up; the next messages say so."""
@@ -513,19 +512,39 @@ class Entry:
         return view_of(self._loop.snapshot, self._loop.clock())
 
     @property
+    def is_lead(self) -> bool:
+        """Return whether this worker's rank is the lowest of those that train, or were averaged."""
+        return self._known().is_lead if self.lead is None else self.rank == self.lead
+
+    @property
     def is_stopped(self) -> bool:
         """Return whether a worker has ended the run early, as far as this one knows."""
-        if self.replica.is_sharded:
-            return self._agreed.is_stopped
-        return self._has_stopped or self._loop.snapshot.is_stopped
+        return self._known().is_stopped
 
     @property
     def is_ending(self) -> bool:
-        """Return whether this worker is to save and end, between two steps.
+        """Return whether this worker is to save and end, between two steps."""
+        return self._known().is_ending
 
-        All processes of a replica do so at the same step.
-        """
-        return self._agreed.is_ending if self.replica.is_sharded else self.end_asked_s() < math.inf
+    def _known(self) -> Agreed:
+        """Return what this process knows now; with shards, what all agreed on after a step."""
+        return self._agreed if self.replica.is_sharded else self._own_facts()
+
+    def _own_facts(self, samples: int = 0) -> Agreed:
+        """Return what this process alone knows; ``samples``: of the step that has ended."""
+        snapshot = self._loop.snapshot
+        return Agreed(
+            samples=samples,
+            others_samples=snapshot.others_samples,
+            is_stopped=self._has_stopped or snapshot.is_stopped,
+            is_poisoned=self._loop.poisoned is not None,
+            is_ending=self.end_asked_s() < math.inf,
+            is_lead=all(
+                self.rank <= member.rank
+                for member in snapshot.members
+                if member.status in (Status.ALIVE, Status.DONE)
+            ),
+        )
 
 
 def random_state() -> str:

@@ -40,7 +40,7 @@ from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import GOSSIP_METHODS, Options
 from gossipdp.parallel.pace import Pace
 from gossipdp.parallel.packing import check_savable
-from gossipdp.parallel.shards import Agreed, Replica, reshard
+from gossipdp.parallel.shards import Replica, reshard
 from gossipdp.parallel.stats import (
     Consolidated,
     Stats,
@@ -141,7 +141,7 @@ class Worker(Entry):
             self._state.compile()
             self.start()
             reshard(module)
-            self._agree(0)
+            self._agreed = replica.agree(self._own_facts())
             _workers.add(self)
             own = weakref.ref(self)
             speak_for_run(lambda: (worker := own()) is None or worker.is_lead)
@@ -214,10 +214,8 @@ class Worker(Entry):
             self._thread.check()
         except SupersededError as error:
             self.come_again(error)
-        poison = self._loop.poisoned
         # With shards all processes raise once all know it: none waits for one in a collective.
-        is_any = self._agreed.is_poisoned if self.replica.is_sharded else poison is not None
-        self._raise_if(is_any, poison)
+        self._raise_if(self._known().is_poisoned, self._loop.poisoned)
         if self._is_averaged:
             raise RuntimeError(
                 "optimizer.step() within model.averaged(): the module holds the average there, "
@@ -229,7 +227,9 @@ class Worker(Entry):
         self._state.boundary(self._theta(), optimizer_index)
         if optimizer_index != 0:
             return
-        samples = self._agree(self.batches.take_counted())
+        # In this sum all processes of a replica learn at the same step whether to go on.
+        self._agreed = self.replica.agree(self._own_facts(self.batches.take_counted()))
+        samples = self._agreed.samples
         self._gradient_steps += 1
         self._samples += samples
         if not self._is_reported:
@@ -245,25 +245,6 @@ class Worker(Entry):
             warn_of_step_counters(self.optimizers)
         self.batches.check_counted(self._gradient_steps)
 
-    def _agree(self, samples: int) -> int:
-        """Return the samples of this step of all processes of the replica.
-
-        In this sum all of them learn at the same step whether to go on; see
-        :mod:`gossipdp.parallel.shards`.
-        """
-        snapshot = self._loop.snapshot
-        self._agreed = self.replica.agree(
-            Agreed(
-                samples=samples,
-                others_samples=snapshot.others_samples,
-                is_stopped=self._has_stopped or snapshot.is_stopped,
-                is_poisoned=self._loop.poisoned is not None,
-                is_ending=self.end_asked_s() < math.inf,
-                is_lead=self.replica.is_sharded and self._leads(),
-            )
-        )
-        return self._agreed.samples
-
     def _keep_pace(self) -> None:
         self._pace.wait(
             self._protocol,
@@ -273,22 +254,6 @@ class Worker(Entry):
 
     def _theta(self) -> float:
         return self.phase.at(since_boot_s())
-
-    # Who leads.
-
-    @property
-    def is_lead(self) -> bool:
-        """Return whether this worker's rank is the lowest of those that train, or were averaged."""
-        if self.lead is not None:
-            return self.rank == self.lead
-        return self._agreed.is_lead if self.replica.is_sharded else self._leads()
-
-    def _leads(self) -> bool:
-        return all(
-            self.rank <= member.rank
-            for member in self._loop.snapshot.members
-            if member.status in (Status.ALIVE, Status.DONE)
-        )
 
     def check(self) -> None:
         """Raise ModelChangedError if parameters were moved or replaced since wrapping.
