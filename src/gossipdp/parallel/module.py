@@ -148,7 +148,6 @@ class GossipDataParallel(nn.Module):
         )
         optimizers = checked_optimizers(optimizer)
         self.module = module
-        self._options = options
         self._consolidated: Consolidated | None = None
         self._worker = worker = Worker(module, optimizers, options)
         self._dropped = weakref.finalize(self, worker.close, is_dropped=True)
@@ -188,7 +187,7 @@ class GossipDataParallel(nn.Module):
         """
         environment = self._worker.replica.environment
         process = self.rank * environment.num_shards + environment.shard
-        return seed_of(self._options.seed, process, self._worker.incarnation)
+        return seed_of(self._worker.options.seed, process, self._worker.incarnation)
 
     @property
     def finished(self) -> bool:
@@ -312,7 +311,7 @@ class GossipDataParallel(nn.Module):
             1 1.0
             >>> model.close()
         """
-        if self._options.budget_samples is not None:
+        if self._worker.options.budget_samples is not None:
             raise ValueError(
                 "epochs() sets the budget itself, and there is one already: wrap without "
                 "budget_samples="

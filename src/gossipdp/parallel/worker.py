@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from gossipdp.dynamics.chunks import Chunk
+from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.gossip.sums import Outcome
@@ -49,7 +49,7 @@ from gossipdp.parallel.stats import (
     warn_of_no_average,
 )
 from gossipdp.parallel.termination import TERMINATION
-from gossipdp.parallel.views import named_tensors
+from gossipdp.parallel.views import views_of
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.participants import Crossing
 
@@ -96,7 +96,8 @@ class Worker(Entry):
             place = str(Path(saving.directory).absolute())
             send_report(Report(checkpoints=(place, saving.resume == "auto")))
         options = dataclasses.replace(options, checkpoints=replica.own_files(saving))
-        held = named_tensors(module, optimizers, options.exchange)
+        views = views_of(module, optimizers, options.exchange)
+        held = {view.name: view.tensor for view in views if view.role is not Role.FROZEN}
         self._saves = saving.directory is not None
         if self._saves:
             check_savable(  # a parameter of a class of its own is saved as its plain values
@@ -121,8 +122,8 @@ class Worker(Entry):
             flat = FlatParameters(
                 module,
                 optimizers,
+                views,
                 momentum=options.method == "a2cid2",
-                exchange=options.exchange,
                 moments=chosen_moments(choice, optimizers),
             )
             self._moments = kept_moments(

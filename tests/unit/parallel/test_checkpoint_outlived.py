@@ -44,9 +44,6 @@ def facts(rank: int, samples: int, **changes: Any) -> Facts:
     return msgspec.structs.replace(plain, **changes)
 
 
-# --- which lives have ended ------------------------------------------------------------------
-
-
 def test_lives_that_ended_long_enough_ago_are_named():
     members = [
         Member(0, 2, 70, Status.ALIVE),  # of this rank's own earlier lives, two have ended
@@ -67,9 +64,6 @@ def test_lives_that_ended_long_enough_ago_are_named():
     ]
     # 3 died before this worker could notice.
     assert ended_lives(members, notices, now_s) == ((0, 1), (2, 0), (3, 1), (4, 2))
-
-
-# --- whose checkpoints are left behind -------------------------------------------------------
 
 
 def left_behind(*all_facts: Facts) -> set[int]:
