@@ -331,18 +331,6 @@ class GossipDataParallel(nn.Module):
         second later, when the news is there; :attr:`finished` is true. Then call
         :meth:`consolidate` as usual. With shards the processes of a replica end together, after one
         more step. A checkpoint does not keep the stop: a run that is resumed trains on.
-
-        Example:
-            >>> net = nn.Linear(4, 2)
-            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            >>> model = GossipDataParallel(net, optimizer, budget_samples=64)
-            >>> for batch in model.batches([torch.zeros(16, 4)]):
-            ...     optimizer.zero_grad()
-            ...     model(batch).sum().backward()
-            ...     optimizer.step()
-            ...     model.stop()
-            >>> model.consolidate().samples
-            16
         """
         self._worker.stop()
 
@@ -355,13 +343,6 @@ class GossipDataParallel(nn.Module):
 
         Raises:
             ValueError: the loss is not one number, or a value is neither number nor text.
-
-        Example:
-            >>> net = nn.Linear(4, 2)
-            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            >>> model = GossipDataParallel(net, optimizer)
-            >>> model.log(loss=0.7, learning_rate=0.1)
-            >>> model.close()
         """
         self._worker.monitoring.log(loss, values)
 
@@ -459,14 +440,6 @@ class GossipDataParallel(nn.Module):
         Raises:
             ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
                 step since.
-
-        Example:
-            >>> net = nn.Linear(4, 2)
-            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            >>> model = GossipDataParallel(net, optimizer)
-            >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-            >>> model.also_checkpoint(schedule=schedule)
-            >>> model.close()
         """
         self._worker.checkpointer.register(others)
 
