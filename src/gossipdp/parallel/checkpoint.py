@@ -464,12 +464,8 @@ def _newest_good(
         except DamagedFileError as error:
             logger.warning("%s; the checkpoint before it is taken, if there is one", error)
             continue
-        model = {
-            name.removeprefix("model/"): tensor
-            for name, tensor in tensors.items()
-            if name.startswith("model/")
-        }
-        found = layout_of(model)
+        names = [name for name in tensors if name.startswith("model/")]
+        found = layout_of({name.removeprefix("model/"): tensors[name] for name in names})
         for name in sorted(found | layout):
             there, here = (each.get(name, "absent or frozen") for each in (found, layout))
             if there != here:

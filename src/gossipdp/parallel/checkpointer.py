@@ -134,7 +134,6 @@ class Checkpointer:
         self._others: dict[str, Stateful] = {}
         # The training state from which the run resumed, until the first step.
         self._resumed = None if resumption is None else resumption.training
-        self._has_resumed = resumption is not None
         self.newest: Path | None = None
         self._writer = type(self).make_writer(worker.rank)
         self._written: Future[Path] | None = None
@@ -157,7 +156,7 @@ class Checkpointer:
             ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
                 step since.
         """
-        if self._has_resumed and self._resumed is None:
+        if self._worker.resumption is not None and self._resumed is None:
             raise ValueError("this run resumed: call also_checkpoint() before its first step")
         for name, stateful in others.items():
             if name in self._others:

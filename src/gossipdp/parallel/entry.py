@@ -167,10 +167,6 @@ class Entry:
         num_here = hosts.count(membership.own.host) * self.replica.environment.num_shards
         torch.set_num_threads(min(torch.get_num_threads(), num_threads(num_here)))
 
-    def report_ready(self) -> None:
-        """Tell the launcher that this worker begins: its failure ends no other, once all do."""
-        self._rendezvous.mark_ready(self.rank)
-
     def _give_up_rank(self, superseded: SupersededError) -> None:
         if not (self._rendezvous.joins and self._environment.needs_rank):
             raise superseded
@@ -433,7 +429,7 @@ class Entry:
         """
         self._give_up_rank(superseded)
         self._join()
-        self.report_ready()
+        self._rendezvous.mark_ready(self.rank)
         self._gradient_steps = self._samples = 0  # its work so far counts under its former rank
 
     def leave(self) -> None:

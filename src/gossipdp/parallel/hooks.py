@@ -237,9 +237,6 @@ _REFUSED = {
 }
 """Reasons and remedies for classes of torch's. The names suffice, and import nothing."""
 
-OF_DDP = signature(nn.parallel.DistributedDataParallel).parameters
-"""Its arguments' names."""
-
 
 def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> None:
     """Raise if the first argument is no module that can be wrapped, or a keyword is unknown.
@@ -277,7 +274,7 @@ def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> N
                 "and every other buffer is its worker's own until the end: leave it out, or for no "
                 "average either give exchange=gossipdp.Exchange(buffers=())"
             )
-        elif name in OF_DDP:
+        elif name in signature(nn.parallel.DistributedDataParallel).parameters:
             problem += (
                 ": it is of DistributedDataParallel, which averages gradients within each backward "
                 "pass. Leave it out: the module is on its device, and exchanges need no hint"

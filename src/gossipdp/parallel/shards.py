@@ -232,10 +232,6 @@ class Replica:
         """Return the number of the replica's first process."""
         return int(next(self.gather(number))[0])
 
-    def is_any(self, value: bool) -> bool:
-        """Return whether the value is true on any process of the replica."""
-        return any(next(self.gather(value)))
-
     def gather(self, *values: float) -> Iterator[tuple[float, ...]]:
         """Return each value as all processes of the replica give it, by shard."""
         if self._group is None:

@@ -177,7 +177,8 @@ class Worker(Entry):
                 loaded=self.loaded,
                 counting_once=self.batches.counting_once,
             )
-            self.report_ready()
+            # From here on its failure ends no other, once all have begun.
+            self._rendezvous.mark_ready(self.rank)
             opened.pop_all()
 
     # A gradient step.
@@ -310,7 +311,7 @@ class Worker(Entry):
         At the end the others wait for this worker, so it leaves the run.
         """
         poison = self._loop.poisoned or self._found_poison(outcome)
-        is_any = self.replica.is_any(poison is not None)
+        is_any = any(next(self.replica.gather(poison is not None)))
         if is_any and is_end:
             self.leave()
         self._raise_if(is_any, poison)

@@ -173,8 +173,6 @@ def test_one_process_agrees_with_itself():
     own = Agreed(samples=3, others_samples=5, is_stopped=True)
     assert replica.agree(own) == own
     assert replica.first_says(7) == 7
-    assert replica.is_any(True)
-    assert not replica.is_any(False)
     assert list(replica.gather(2.0, math.inf)) == [(2.0,), (math.inf,)]
     assert not replica.is_sharded
 
