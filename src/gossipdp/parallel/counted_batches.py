@@ -300,11 +300,7 @@ def _path(value: Any) -> list[Any]:
 
 
 def dataset_size(loader: Any) -> int:
-    """Return how many samples the loader's dataset holds.
-
-    Raises:
-        ValueError: the loader does not say.
-    """
+    """Return how many samples the loader's dataset holds; raise if the loader does not say."""
     try:
         return len(loader.dataset)
     except (AttributeError, TypeError, NotImplementedError):

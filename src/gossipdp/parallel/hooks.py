@@ -239,12 +239,7 @@ _REFUSED = {
 
 
 def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> None:
-    """Raise if the first argument is no module that can be wrapped, or a keyword is unknown.
-
-    Raises:
-        ValueError: the module is none, holds no values yet or a refused part, or is wrapped.
-        TypeError: there is no such keyword.
-    """
+    """Raise if the first argument is no module that can be wrapped, or a keyword is unknown."""
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"the first argument is the module, not a {type(module).__name__}: {WRAPPING}"
@@ -289,11 +284,7 @@ def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> N
 def checked_optimizers(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list.
-
-    Raises:
-        ValueError: there is none, or one that calls no hooks after its steps.
-    """
+    """Return the optimizers as a list; raise if one calls no hooks after its steps."""
     given: Any = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     optimizers = list(given) if isinstance(given, Iterable) else [given]
     for each in optimizers:

@@ -73,9 +73,6 @@ def chosen_moments(
 
     A given name counts for every optimizer that keeps such a tensor, and for every optimizer of an
     unknown kind. By default an optimizer with ``amsgrad=True`` sends none.
-
-    Raises:
-        ValueError: a name is given that none of these optimizers keeps.
     """
     chosen: list[Periods] = []
     if not isinstance(choice, bool):

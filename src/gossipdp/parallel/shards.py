@@ -123,9 +123,6 @@ class Replica:
             mesh: the dimension of replicas, where one ``torch.distributed`` world holds them all;
                 None, or of size 1, where that world is one replica, or there is none.
             environment: of this process.
-
-        Raises:
-            ValueError: the module, the mesh and the environment do not fit together.
         """
         reshard(module)
         ranks = _ranks_of(module)

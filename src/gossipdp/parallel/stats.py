@@ -105,13 +105,8 @@ def warn_of_no_average(
     module afterwards still saves one worker's. Of workers that trained together the first speaks
     that is not dead. Those that have left count too, and those that were found dead within the last
     time-out: the workers of one script end in no order, and one that ends without an average is
-    found dead. Each speaks that ends early, or without ``consolidate()`` while another is in it.
-
-    Args:
-        rank, snapshot: of this worker.
-        is_early: the budget is not used up.
-        timeout_s: of the network.
-        newest: the last checkpoint that was saved.
+    found dead. Each speaks that ends before the budget is used up (``is_early``), or without
+    ``consolidate()`` while another is in it. ``newest``: its last checkpoint.
     """
     members, ended_s = snapshot.members, since_boot_s() - timeout_s
     ending = {notice.rank for notice in snapshot.noticed if notice.at_s > ended_s}
@@ -133,10 +128,7 @@ def warn_of_no_average(
 def warn_of_steps_after(rank: int, known: Mapping[int, int], result: Consolidated) -> None:
     """Warn if the others trained on long after this worker, by its own count, had ended.
 
-    Args:
-        rank: of this worker.
-        known: the steps of each worker by rank, when this one ended.
-        result: the end of the run.
+    ``known``: the steps of each worker by rank, when this one ended.
     """
     steps = result.gradient_steps_by_rank
     own = steps.get(rank, 0)

@@ -90,9 +90,6 @@ def views_of(
     """Return every distinct parameter and persistent buffer, in the module's own order.
 
     An empty buffer stays where it is, as one that is not persistent does.
-
-    Raises:
-        ValueError: optimizers and module do not fit together, or a tensor cannot be moved.
     """
     optimizer_of = _optimizer_of(module, optimizers, exchange.frozen)
     by_id: dict[int, View] = {}
