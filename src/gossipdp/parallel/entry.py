@@ -35,7 +35,7 @@ from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives, saved_steps
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.moments import steps_between
+from gossipdp.parallel.moments import moments_due
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica
 from gossipdp.parallel.stats import view_of
@@ -47,7 +47,6 @@ from gossipdp.protocol.exchange_rate import (
 )
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.neighbours import Place
-from gossipdp.protocol.pairing import MomentsDue
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.rules import shown_rate
 
@@ -271,7 +270,9 @@ class Entry:
             num_copied_chunks=len(self._state.all_chunks) - len(self._state.averaged_chunks),
             work_out=self._work_out,
             exchange_rate=self._exchange_rate(),
-            moments_due=self._moments_due(),
+            moments_due=moments_due(
+                self._state.moments, is_default=options.exchange.moments is True
+            ),
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
@@ -307,15 +308,6 @@ class Entry:
             return None
         is_on_card = self._state.device.is_queued
         return ExchangeRate(TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE)
-
-    def _moments_due(self) -> MomentsDue | None:
-        moments = [each.moment for each in self._state.moments if each.moment is not None]
-        if not moments:
-            return None
-        # Periods that the user gave count exchanges alone.
-        is_default = self.options.exchange.moments is True
-        num_steps = steps_between(min(each.decay for each in moments)) if is_default else math.inf
-        return MomentsDue({each.period for each in moments}, num_steps)
 
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
         settings = self.settings

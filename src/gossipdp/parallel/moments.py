@@ -11,7 +11,8 @@ chunks (:class:`~gossipdp.dynamics.moments.MomentChunk`).
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.shards import as_sharded, local
 from gossipdp.parallel.views import View
+from gossipdp.protocol.pairing import MomentsDue
 
 logger = logging.getLogger("gossipdp")
 
@@ -51,14 +53,6 @@ with four exchanges a step 2.4% if v travels once a step. 0.99 and 0.95 are much
 (benchmarks/NOTES.md). Every 4th exchange with v adds 25% to the bytes, each 100%.
 """
 SHARE_OF_MEMORY = 1 / 4
-
-
-def steps_between(decay: float) -> float:
-    """Return the gradient steps after which a moment travels again by default, if not before.
-
-    ``decay``: the share of it that a step keeps, so that it remembers 1 / (1 - decay) steps.
-    """
-    return SHARE_OF_MEMORY / max(1.0 - decay, 1e-9)
 
 
 def _keeps(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
@@ -100,6 +94,20 @@ def chosen_moments(
         travels = choice and DEFAULT_MOMENT in (names or ()) and not has_maximum
         chosen.append({DEFAULT_MOMENT: DEFAULT_PERIOD} if travels else {})
     return chosen
+
+
+def moments_due(segments: Iterable[Segment], *, is_default: bool) -> MomentsDue | None:
+    """Return when the moments in these segments travel; None: there are none.
+
+    By default one travels again after a part of its memory, of 1 / (1 - decay) steps, if not
+    before. Periods that the user gave count exchanges alone.
+    """
+    moments = [each.moment for each in segments if each.moment is not None]
+    if not moments:
+        return None
+    forgotten = max(1.0 - min(each.decay for each in moments), 1e-9)
+    num_steps = SHARE_OF_MEMORY / forgotten if is_default else math.inf
+    return MomentsDue({each.period for each in moments}, num_steps)
 
 
 def decay_of(name: str, optimizer: torch.optim.Optimizer) -> float:
