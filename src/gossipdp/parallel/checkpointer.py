@@ -229,7 +229,7 @@ class Checkpointer:
         if self._has_looked:
             return
         self._has_looked = True
-        if self._worker.is_ending and TERMINATION.may_end_in(self):
+        if self._worker.known().is_ending and TERMINATION.may_end_in(self):
             TERMINATION.save_and_end()
         if self.is_due and self._is_sharded:  # all processes of a replica save the same steps
             self._wait_for_writer()

@@ -63,7 +63,7 @@ LOOK_AT_RANK_EVERY_S = 0.05
 class Entry:
     """One worker's way into the run, its place there, and how far it and the others are.
 
-    Only the main thread uses it, but for :meth:`total_samples` and :meth:`view`.
+    Only the main thread uses it, but for :meth:`total_samples`, :meth:`known` and :meth:`view`.
 
     Attributes:
         rank, incarnation: of this worker; the number of its lives before this one.
@@ -459,7 +459,7 @@ class Entry:
 
     def facts(self) -> Facts:
         """Return the facts of a checkpoint that is taken now."""
-        protocol, before = self._protocol, self.resumption
+        protocol, resumed = self._protocol, self.resumption
         # Notices as new as the members: of a death without one nobody knows when it was.
         (progress, _), members, noticed = self._call(
             lambda: (
@@ -480,14 +480,14 @@ class Entry:
             gossipdp=gossipdp.__version__,
             run_id=self.run_id,
             incarnation=protocol.incarnation,
-            ended=(*(before.ended if before else ()), *ended),
-            num_means=before.num_means if before else 0,
+            ended=(*(resumed.ended if resumed else ()), *ended),
+            num_means=resumed.num_means if resumed else 0,
             base=self._flat.base_digest,
         )
 
     def total_samples(self) -> int:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
-        return self._samples + self._known().others_samples
+        return self._samples + self.known().others_samples
 
     def stop(self) -> None:
         """End the run for all workers, before its budget is used up; the next messages say so."""
@@ -502,19 +502,9 @@ class Entry:
     @property
     def is_lead(self) -> bool:
         """Return whether this worker's rank is the lowest of those that train, or were averaged."""
-        return self._known().is_lead if self.lead is None else self.rank == self.lead
+        return self.known().is_lead if self.lead is None else self.rank == self.lead
 
-    @property
-    def is_stopped(self) -> bool:
-        """Return whether a worker has ended the run early, as far as this one knows."""
-        return self._known().is_stopped
-
-    @property
-    def is_ending(self) -> bool:
-        """Return whether this worker is to save and end, between two steps."""
-        return self._known().is_ending
-
-    def _known(self) -> Agreed:
+    def known(self) -> Agreed:
         """Return what this process knows now; with shards, what all agreed on after a step."""
         return self._agreed if self.replica.is_sharded else self._own_facts()
 

@@ -217,7 +217,7 @@ class Worker(Entry):
         except SupersededError as error:
             self.come_again(error)
         # With shards all processes raise once all know it: none waits for one in a collective.
-        self._raise_if(self._known().is_poisoned, self._loop.poisoned)
+        self._raise_if(self.known().is_poisoned, self._loop.poisoned)
         if self._is_averaged:
             raise RuntimeError(
                 "optimizer.step() within model.averaged(): the module holds the average there, "
