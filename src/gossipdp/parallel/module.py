@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
@@ -28,7 +27,7 @@ from gossipdp.parallel.counted_batches import dataset_size
 from gossipdp.parallel.hooks import check_arguments, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Counting, Exchange, Monitor, Network, Options
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
-from gossipdp.parallel.worker import Worker, close_at_exit
+from gossipdp.parallel.worker import Worker
 from gossipdp.rules import WireFormatName, at_least_1, whole_number
 
 Batch = TypeVar("Batch")
@@ -152,8 +151,7 @@ class GossipDataParallel(nn.Module):
         self._worker = worker = Worker(module, optimizers, options)
         self._dropped = weakref.finalize(self, worker.close, is_dropped=True)
         self._dropped.atexit = False  # a forked worker clears what runs at exit, but not finalizers
-        self._at_exit = partial(close_at_exit, self._dropped)
-        atexit.register(self._at_exit)
+        atexit.register(self._dropped)
 
     # Who and how far.
 
@@ -403,7 +401,7 @@ class GossipDataParallel(nn.Module):
 
         It happens by itself at exit, and when nothing refers to the wrapper any more.
         """
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._dropped)
         if self._dropped.detach() is not None:
             self._worker.close()
 

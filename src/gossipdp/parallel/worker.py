@@ -536,10 +536,3 @@ class Worker(Entry):
             **self.checkpointer.counts(),
         }
         return Stats(**msgspec.structs.asdict(snapshot.counters) | own)
-
-
-def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
-    """Close a worker that is still open at exit."""
-    detached = finalizer.detach()
-    if detached is not None:
-        detached[1](is_dropped=True)
