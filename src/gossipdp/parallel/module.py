@@ -292,22 +292,6 @@ class GossipDataParallel(nn.Module):
         Raises:
             ValueError: there is a budget already, or nothing says how long an epoch is.
             RuntimeError: after :meth:`consolidate` or :meth:`close`.
-
-        Example:
-            >>> data = torch.utils.data.TensorDataset(torch.zeros(32, 4))
-            >>> net = nn.Linear(4, 2)
-            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            >>> model = GossipDataParallel(net, optimizer)
-            >>> loader = torch.utils.data.DataLoader(data, batch_size=16)
-            >>> for epoch, batches in model.epochs(loader, 2):
-            ...     for (inputs,) in batches:
-            ...         optimizer.zero_grad()
-            ...         model(inputs).sum().backward()
-            ...         optimizer.step()
-            ...     print(epoch, model.progress())
-            0 0.5
-            1 1.0
-            >>> model.close()
         """
         if self._worker.options.budget_samples is not None:
             raise ValueError(
