@@ -461,17 +461,11 @@ class Entry:
         """Return the facts of a checkpoint that is taken now."""
         protocol, resumed = self._protocol, self.resumption
         # Notices as new as the members: of a death without one nobody knows when it was.
-        (progress, _), members, noticed = self._call(
-            lambda: (
-                protocol.progress.news(),
-                protocol.membership.members(),
-                self._loop.publish().noticed,
-            )
-        )
+        (progress, _), now = self._call(lambda: (protocol.progress.news(), self._loop.publish()))
         # If all are asked to end, one may have saved and ended while another was still in its step.
         # After the average, whoever died is not in it, however late that was.
         now_s = min(self._loop.clock(), self.end_asked_s()) if self.lead is None else math.inf
-        ended = ended_lives(members, noticed, now_s)
+        ended = ended_lives(now.members, now.noticed, now_s)
         return Facts(
             rank=self.rank,
             world_size=self.world_size,
