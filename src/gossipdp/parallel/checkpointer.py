@@ -141,7 +141,6 @@ class Checkpointer:
         if self._directory is not None:
             self._in_use.enter_context(in_use(self._directory, worker.run_id))
             TERMINATION.add(self)
-            worker.end_asked_s = lambda: TERMINATION.asked_s
         if resumption is not None:
             has_own_file = resumption.is_own or resumption.counts.steps > 0
             states = resumption.training["random"] if has_own_file else None

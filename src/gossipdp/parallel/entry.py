@@ -39,6 +39,7 @@ from gossipdp.parallel.moments import moments_due
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica
 from gossipdp.parallel.stats import view_of
+from gossipdp.parallel.termination import TERMINATION
 from gossipdp.parallel.training_state import BetweenSteps, take_state
 from gossipdp.protocol.exchange_rate import (
     TAKEN_SHARE_BELOW_ONE,
@@ -75,7 +76,6 @@ class Entry:
         settings: those that all workers must share.
         is_consolidating: ``consolidate()`` was called.
         lead: the lowest rank of the average, after it.
-        end_asked_s: says when this process was asked to end (SIGTERM); infinity: not yet.
         module, optimizers, options, replica, resumption: as given.
     """
 
@@ -118,7 +118,6 @@ class Entry:
         self._network = network
         self.resumption = resumption
         self._page = page
-        self.end_asked_s: Callable[[], float] = lambda: math.inf
         self.between_steps = BetweenSteps(optimizers)
         if resumption is not None and resumption.base != flat.base_digest:
             raise ValueError(f"the checkpoints are of another frozen base: {UNLIKE_BASES}")
@@ -464,7 +463,7 @@ class Entry:
         (progress, _), now = self._call(lambda: (protocol.progress.news(), self._loop.publish()))
         # If all are asked to end, one may have saved and ended while another was still in its step.
         # After the average, whoever died is not in it, however late that was.
-        now_s = min(self._loop.clock(), self.end_asked_s()) if self.lead is None else math.inf
+        now_s = min(self._loop.clock(), TERMINATION.asked_s) if self.lead is None else math.inf
         ended = ended_lives(now.members, now.noticed, now_s)
         return Facts(
             rank=self.rank,
@@ -510,7 +509,7 @@ class Entry:
             others_samples=snapshot.others_samples,
             is_stopped=self._has_stopped or snapshot.is_stopped,
             is_poisoned=self._loop.poisoned is not None,
-            is_ending=self.end_asked_s() < math.inf,
+            is_ending=TERMINATION.asked_s < math.inf,
             is_lead=all(
                 self.rank <= member.rank
                 for member in snapshot.members
