@@ -12,7 +12,7 @@ chunks (:class:`~gossipdp.dynamics.moments.MomentChunk`).
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -126,7 +126,6 @@ def kept_moments(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     is_default: bool,
-    finish: Callable[[], None],
 ) -> list[list["KeptMoment"]]:
     """Return the moments of each optimizer that travel.
 
@@ -135,7 +134,6 @@ def kept_moments(
         optimizers: of the wrapper.
         is_default: these moments were not named, so one that cannot travel is left out with a
             warning; else it is an error.
-        finish: waits for what is queued on a device.
     """
     kept: list[list[KeptMoment]] = [[] for _ in optimizers]
     for segment, views in segments:
@@ -144,7 +142,7 @@ def kept_moments(
         level = logging.WARNING if is_default else logging.ERROR
         if _keeps(optimizer) is None and any(name in (_keeps(each) or ()) for each in optimizers):
             level = logging.INFO  # another one is known to keep such a tensor: that was meant
-        moment = KeptMoment(segment, views, optimizer, finish, level)
+        moment = KeptMoment(segment, views, optimizer, level)
         kept[segment.optimizer_index].append(moment)
     return kept
 
@@ -157,12 +155,12 @@ class KeptMoment:
         segment: Segment,
         views: Sequence[View],
         optimizer: torch.optim.Optimizer,
-        finish: Callable[[], None],
         level: int,
     ) -> None:
         assert segment.moment is not None
         self._moment, self._chunks = segment.moment, segment.chunks
-        self._views, self._optimizer, self._finish = views, optimizer, finish
+        self._views, self._optimizer = views, optimizer
+        self._finish = self._chunks[0].device.finish  # waits for what is queued there
         # The place of each parameter's moment, and its address once the tensor is there; 0 before.
         self._places = [view.alone(segment.x) for view in views]
         self._addresses = [0] * len(views)

@@ -126,12 +126,7 @@ class Worker(Entry):
                 momentum=options.method == "a2cid2",
                 moments=chosen_moments(choice, optimizers),
             )
-            self._moments = kept_moments(
-                flat.moment_places,
-                optimizers,
-                is_default=choice is True,
-                finish=flat.state.device.finish,
-            )
+            self._moments = kept_moments(flat.moment_places, optimizers, is_default=choice is True)
             self.frozen_names = flat.frozen_names
             page = self.monitoring.page
             super().__init__(
