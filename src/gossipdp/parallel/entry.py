@@ -504,17 +504,15 @@ class Entry:
     def _own_facts(self, samples: int = 0) -> Agreed:
         """Return what this process alone knows; ``samples``: of the step that has ended."""
         snapshot = self._loop.snapshot
+        members = snapshot.members  # by rank
+        live = (each.rank for each in members if each.status in (Status.ALIVE, Status.DONE))
         return Agreed(
             samples=samples,
             others_samples=snapshot.others_samples,
             is_stopped=self._has_stopped or snapshot.is_stopped,
             is_poisoned=self._loop.poisoned is not None,
             is_ending=TERMINATION.asked_s < math.inf,
-            is_lead=all(
-                self.rank <= member.rank
-                for member in snapshot.members
-                if member.status in (Status.ALIVE, Status.DONE)
-            ),
+            is_lead=self.rank <= next(live, self.rank),
         )
 
 
