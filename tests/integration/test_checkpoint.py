@@ -56,7 +56,7 @@ def train(model: GossipDataParallel, optimizer: torch.optim.Optimizer, steps: in
 
 def state_of(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All tensors of a checkpoint, as they are in memory; no exchange runs before the 4th step."""
-    tensors, _ = model._worker.capture()
+    tensors = model._worker.capture()
     for index, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
             tensors[f"optimizer/{index}/{name}"] = value.clone()

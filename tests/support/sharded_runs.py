@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gossipdp import Checkpoints, Exchange, GossipDataParallel, PoisonedError
 from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.views import views_of
 
 NUM_STEPS = 12
 ALPHA_TILDE = 0.8
-BUDGET = 400
-BATCH = 4
+BUDGET, BATCH = 400, 4
 ENDLESS = 10**9
 
 
@@ -61,7 +61,7 @@ def exchanged_by_hand(mesh: DeviceMesh, *, is_sharded: bool) -> Tensor:
     if is_sharded:
         shard(net, mesh["shard"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    flat = FlatParameters(net, [optimizer], momentum=True)
+    flat = FlatParameters(net, [optimizer], views_of(net, [optimizer]), momentum=True)
     partners = mesh["replicate"].get_group()
     data = torch.Generator().manual_seed(10 + replica)
     for step in range(NUM_STEPS):

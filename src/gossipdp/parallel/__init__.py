@@ -13,5 +13,6 @@ checkpoint       what a checkpoint holds, and where a run goes on; checkpoint_fi
                  checkpointer: when one is taken; termination: SIGTERM and Ctrl+C
 counted_batches  batches, epochs and their count; data_position: the way back to a place in the data
 shards           replicas of several processes (fully_shard)
-monitoring       the log and the status port; stats: what ``stats()`` and ``consolidate()`` return
+monitoring       the log and the status port; stats: what ``stats()`` and ``consolidate()`` return,
+                 and warnings at the end
 """

@@ -23,6 +23,7 @@ incarnation: its later checkpoints are not of the life that ended.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -37,10 +38,17 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import working_dtype
+from gossipdp.launcher.environment import Environment
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel import packing
-from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
-from gossipdp.parallel.options import PathLike
+from gossipdp.parallel.checkpoint_files import (
+    DamagedFileError,
+    in_use,
+    read_metadata,
+    read_tensors,
+)
+from gossipdp.parallel.options import Checkpoints, PathLike
+from gossipdp.parallel.shards import Replica
 from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 
@@ -285,15 +293,7 @@ class Resumption:
     ended: tuple[EndedLife, ...]
 
 
-def find_resumption(
-    resume: PathLike | None,
-    directory: Path | None,
-    *,
-    rank: int,
-    world_size: int,
-    layout: Layout,
-    newest_step: float = math.inf,
-) -> Resumption | None:
+def find_resumption(saving: Checkpoints, layout: Layout, replica: Replica) -> Resumption | None:
     r"""Return the state from which a worker starts, by this module's rule; None: a fresh start.
 
     The one mean, in rank order, so that all workers have the same bits, is
@@ -303,24 +303,46 @@ def find_resumption(
     which exchanges conserve. A fresh optimizer state would not do: AdamW's first steps are as large
     as the learning rate in every element.
 
+    All processes of a replica go on from one step: a process that was killed may have written one
+    checkpoint more, or less, than the others.
+
     Args:
-        resume: ``"auto"``, a directory of checkpoints, or None.
-        directory: where this run saves.
-        rank, world_size: of this worker, and of the run that starts now.
+        saving: says where this process saves, and from where it goes on.
         layout: of this worker's model.
-        newest_step: this worker goes on from no later step.
+        replica: of this process, with its rank in the run that starts now.
 
     Raises:
-        ValueError: there is nothing where there should be, ``directory`` holds another run's
+        ValueError: there is nothing where there should be, the directory holds another run's
             checkpoints, or they are of another model.
         DamagedFileError: all checkpoints are damaged, or of another version.
+        RefusedError: another run is alive in the directory.
     """
+    directory = None if saving.directory is None else Path(saving.directory)
+    newest_step = math.inf
+    # A run that lives would remove files meanwhile, so it is looked for; this one has no name yet.
+    with contextlib.nullcontext() if directory is None else in_use(directory, ""):
+        while True:
+            found = _find(saving.resume, directory, layout, replica.environment, newest_step)
+            (steps,) = replica.gather(-1 if found is None else found.counts.step)
+            if len(set(steps)) == 1:
+                return found
+            newest_step = min(steps)
+
+
+def _find(
+    resume: PathLike | None,
+    directory: Path | None,
+    layout: Layout,
+    environment: Environment,
+    newest_step: float,
+) -> Resumption | None:
+    """Return the state from which this worker starts, of ``newest_step`` at the latest."""
     source = directory if resume == "auto" else None if resume is None else Path(resume)
     by_rank = _files_to_go_on_from(resume, source, directory)
     if source is None or by_rank is None:
         return None
-    first = next(iter(by_rank.values()))[0]
-    is_same_number = world_size == first.world_size
+    rank, first = environment.rank, next(iter(by_rank.values()))[0]
+    is_same_number = environment.world_size == first.world_size
     num_means = max(facts.num_means for saved in by_rank.values() for facts in saved)
     if is_same_number and rank in by_rank:
         by_rank[rank] = [facts for facts in by_rank[rank] if facts.step <= newest_step]
@@ -442,12 +464,8 @@ def _newest_good(
         except DamagedFileError as error:
             logger.warning("%s; the checkpoint before it is taken, if there is one", error)
             continue
-        model = {
-            name.removeprefix("model/"): tensor
-            for name, tensor in tensors.items()
-            if name.startswith("model/")
-        }
-        found = layout_of(model)
+        names = [name for name in tensors if name.startswith("model/")]
+        found = layout_of({name.removeprefix("model/"): tensors[name] for name in names})
         for name in sorted(found | layout):
             there, here = (each.get(name, "absent or frozen") for each in (found, layout))
             if there != here:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Facts, encode, file_path, saved_by
+from gossipdp.parallel.checkpoint import encode, file_path, saved_by
 from gossipdp.parallel.checkpoint_files import in_use, remove_unfinished, write_tensors
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.entry import Entry
@@ -119,7 +119,7 @@ class Checkpointer:
         self,
         worker: Entry,
         position: DataPosition,
-        capture: Callable[[], tuple[dict[str, Tensor], Facts]],
+        capture: Callable[[], dict[str, Tensor]],
     ) -> None:
         self._worker, self._position, self._capture = worker, position, capture
         self._saving = saving = worker.options.checkpoints
@@ -134,7 +134,6 @@ class Checkpointer:
         self._others: dict[str, Stateful] = {}
         # The training state from which the run resumed, until the first step.
         self._resumed = None if resumption is None else resumption.training
-        self._has_resumed = resumption is not None
         self.newest: Path | None = None
         self._writer = type(self).make_writer(worker.rank)
         self._written: Future[Path] | None = None
@@ -142,7 +141,6 @@ class Checkpointer:
         if self._directory is not None:
             self._in_use.enter_context(in_use(self._directory, worker.run_id))
             TERMINATION.add(self)
-            worker.end_asked_s = lambda: TERMINATION.asked_s
         if resumption is not None:
             has_own_file = resumption.is_own or resumption.counts.steps > 0
             states = resumption.training["random"] if has_own_file else None
@@ -157,7 +155,7 @@ class Checkpointer:
             ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
                 step since.
         """
-        if self._has_resumed and self._resumed is None:
+        if self._worker.resumption is not None and self._resumed is None:
             raise ValueError("this run resumed: call also_checkpoint() before its first step")
         for name, stateful in others.items():
             if name in self._others:
@@ -230,7 +228,7 @@ class Checkpointer:
         if self._has_looked:
             return
         self._has_looked = True
-        if self._worker.is_ending and TERMINATION.may_end_in(self):
+        if self._worker.known().is_ending and TERMINATION.may_end_in(self):
             TERMINATION.save_and_end()
         if self.is_due and self._is_sharded:  # all processes of a replica save the same steps
             self._wait_for_writer()
@@ -309,7 +307,7 @@ class Checkpointer:
     def _draft(self, states: dict[str, Any] | None) -> Write:
         assert self._directory is not None
         started_s = time.perf_counter()
-        captured, facts = self._capture()
+        captured, facts = self._capture(), self._worker.facts()
         self._drafted_step = facts.step
         state = {
             **training_state.capture(self._worker.optimizers),

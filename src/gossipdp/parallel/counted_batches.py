@@ -190,14 +190,14 @@ class CountedBatches:
     def _say_if_ended(self, loop: str) -> None:
         if not self.finished:
             return
-        if self._worker.is_stopped:
+        if self._worker.known().is_stopped:
             why = "model.stop() has ended the run"
         else:
             why = f"the workers have trained on {self._worker.total_samples()} samples already"
         logger.warning("%s yields nothing: %s", loop, why, extra=OF_RUN)
 
     def _has_ended(self, samples: float) -> bool:
-        return self._worker.is_stopped or self._worker.total_samples() >= samples
+        return self._worker.known().is_stopped or self._worker.total_samples() >= samples
 
     def _until(self, samples: int, passes: Iterator[Batch]) -> Iterator[Batch]:
         while not self._has_ended(samples):
@@ -300,11 +300,7 @@ def _path(value: Any) -> list[Any]:
 
 
 def dataset_size(loader: Any) -> int:
-    """Return how many samples the loader's dataset holds.
-
-    Raises:
-        ValueError: the loader does not say.
-    """
+    """Return how many samples the loader's dataset holds; raise if the loader does not say."""
     try:
         return len(loader.dataset)
     except (AttributeError, TypeError, NotImplementedError):

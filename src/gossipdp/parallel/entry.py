@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
+import gossipdp
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.joining import RunEndingError, ask_members
@@ -32,12 +33,13 @@ from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls
 from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Counts, Resumption, saved_steps
+from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives, saved_steps
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.moments import steps_between
+from gossipdp.parallel.moments import moments_due
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica
 from gossipdp.parallel.stats import view_of
+from gossipdp.parallel.termination import TERMINATION
 from gossipdp.parallel.training_state import BetweenSteps, take_state
 from gossipdp.protocol.exchange_rate import (
     TAKEN_SHARE_BELOW_ONE,
@@ -46,7 +48,6 @@ from gossipdp.protocol.exchange_rate import (
 )
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.neighbours import Place
-from gossipdp.protocol.pairing import MomentsDue
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.rules import shown_rate
 
@@ -63,7 +64,7 @@ LOOK_AT_RANK_EVERY_S = 0.05
 class Entry:
     """One worker's way into the run, its place there, and how far it and the others are.
 
-    Only the main thread uses it, but for :meth:`total_samples` and :meth:`view`.
+    Only the main thread uses it, but for :meth:`total_samples`, :meth:`known` and :meth:`view`.
 
     Attributes:
         rank, incarnation: of this worker; the number of its lives before this one.
@@ -74,7 +75,7 @@ class Entry:
         between_steps: gives joiners the optimizers' state; it must know of each step.
         settings: those that all workers must share.
         is_consolidating: ``consolidate()`` was called.
-        end_asked_s: says when this process was asked to end (SIGTERM); infinity: not yet.
+        lead: the lowest rank of the average, after it.
         module, optimizers, options, replica, resumption: as given.
     """
 
@@ -90,6 +91,7 @@ class Entry:
     _loop: GossipLoop
     _thread: GossipThread
     is_consolidating = False
+    lead: int | None = None
     _has_thread = _has_stopped = False
     _gradient_steps = _samples = 0  # of this life
     _agreed = Agreed()
@@ -116,7 +118,6 @@ class Entry:
         self._network = network
         self.resumption = resumption
         self._page = page
-        self.end_asked_s: Callable[[], float] = lambda: math.inf
         self.between_steps = BetweenSteps(optimizers)
         if resumption is not None and resumption.base != flat.base_digest:
             raise ValueError(f"the checkpoints are of another frozen base: {UNLIKE_BASES}")
@@ -144,6 +145,7 @@ class Entry:
             # Each shard's network may or may not have heard of the replica's last steps. All its
             # processes count on from one number, so they save at the same steps.
             self.before = Counts(*(int(max(each)) for each in self.replica.gather(*self.before)))
+            self._share_cores()
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
             if self.resumption is not None:
@@ -154,9 +156,14 @@ class Entry:
                 take_state(self._thread, self._loop, self._state, self._network, is_start=True)
             self._call(self._loop.release)
 
-    def report_ready(self) -> None:
-        """Tell the launcher that this worker begins: its failure ends no other, once all do."""
-        self._rendezvous.mark_ready(self.rank)
+    def _share_cores(self) -> None:
+        """Compute with a share of the cores: workers of the run on this host have theirs."""
+        from gossipdp.launcher.local import num_threads
+
+        membership = self._protocol.membership
+        hosts = [each.host for each in self._call(membership.members) if not each.is_over]
+        num_here = hosts.count(membership.own.host) * self.replica.environment.num_shards
+        torch.set_num_threads(min(torch.get_num_threads(), num_threads(num_here)))
 
     def _give_up_rank(self, superseded: SupersededError) -> None:
         if not (self._rendezvous.joins and self._environment.needs_rank):
@@ -262,7 +269,9 @@ class Entry:
             num_copied_chunks=len(self._state.all_chunks) - len(self._state.averaged_chunks),
             work_out=self._work_out,
             exchange_rate=self._exchange_rate(),
-            moments_due=self._moments_due(),
+            moments_due=moments_due(
+                self._state.moments, is_default=options.exchange.moments is True
+            ),
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
@@ -298,15 +307,6 @@ class Entry:
             return None
         is_on_card = self._state.device.is_queued
         return ExchangeRate(TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE)
-
-    def _moments_due(self) -> MomentsDue | None:
-        moments = [each.moment for each in self._state.moments if each.moment is not None]
-        if not moments:
-            return None
-        # Periods that the user gave count exchanges alone.
-        is_default = self.options.exchange.moments is True
-        num_steps = steps_between(min(each.decay for each in moments)) if is_default else math.inf
-        return MomentsDue({each.period for each in moments}, num_steps)
 
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
         settings = self.settings
@@ -420,7 +420,7 @@ class Entry:
         """
         self._give_up_rank(superseded)
         self._join()
-        self.report_ready()
+        self._rendezvous.mark_ready(self.rank)
         self._gradient_steps = self._samples = 0  # its work so far counts under its former rank
 
     def leave(self) -> None:
@@ -456,10 +456,31 @@ class Entry:
             self.before.samples + self._samples,
         )
 
+    def facts(self) -> Facts:
+        """Return the facts of a checkpoint that is taken now."""
+        protocol, resumed = self._protocol, self.resumption
+        # Notices as new as the members: of a death without one nobody knows when it was.
+        (progress, _), now = self._call(lambda: (protocol.progress.news(), self._loop.publish()))
+        # If all are asked to end, one may have saved and ended while another was still in its step.
+        # After the average, whoever died is not in it, however late that was.
+        now_s = min(self._loop.clock(), TERMINATION.asked_s) if self.lead is None else math.inf
+        ended = ended_lives(now.members, now.counters.noticed, now_s)
+        return Facts(
+            rank=self.rank,
+            world_size=self.world_size,
+            **self.counts()._asdict(),
+            progress=tuple(msgspec.structs.replace(entry, is_stopped=False) for entry in progress),
+            gossipdp=gossipdp.__version__,
+            run_id=self.run_id,
+            incarnation=protocol.incarnation,
+            ended=(*(resumed.ended if resumed else ()), *ended),
+            num_means=resumed.num_means if resumed else 0,
+            base=self._flat.base_digest,
+        )
+
     def total_samples(self) -> int:
         """Return the samples of all workers: own ones as of now, the others' as last heard."""
-        heard = self._agreed if self.replica.is_sharded else self._loop.snapshot
-        return self._samples + heard.others_samples
+        return self._samples + self.known().others_samples
 
     def stop(self) -> None:
         """End the run for all workers, before its budget is used up; the next messages say so."""
@@ -472,19 +493,27 @@ class Entry:
         return view_of(self._loop.snapshot, self._loop.clock())
 
     @property
-    def is_stopped(self) -> bool:
-        """Return whether a worker has ended the run early, as far as this one knows."""
-        if self.replica.is_sharded:
-            return self._agreed.is_stopped
-        return self._has_stopped or self._loop.snapshot.is_stopped
+    def is_lead(self) -> bool:
+        """Return whether this worker's rank is the lowest of those that train, or were averaged."""
+        return self.known().is_lead if self.lead is None else self.rank == self.lead
 
-    @property
-    def is_ending(self) -> bool:
-        """Return whether this worker is to save and end, between two steps.
+    def known(self) -> Agreed:
+        """Return what this process knows now; with shards, what all agreed on after a step."""
+        return self._agreed if self.replica.is_sharded else self._own_facts()
 
-        All processes of a replica do so at the same step.
-        """
-        return self._agreed.is_ending if self.replica.is_sharded else self.end_asked_s() < math.inf
+    def _own_facts(self, samples: int = 0) -> Agreed:
+        """Return what this process alone knows; ``samples``: of the step that has ended."""
+        snapshot = self._loop.snapshot
+        members = snapshot.members  # by rank
+        live = (each.rank for each in members if each.status in (Status.ALIVE, Status.DONE))
+        return Agreed(
+            samples=samples,
+            others_samples=snapshot.others_samples,
+            is_stopped=self._has_stopped or snapshot.is_stopped,
+            is_poisoned=self._loop.poisoned is not None,
+            is_ending=TERMINATION.asked_s < math.inf,
+            is_lead=self.rank <= next(live, self.rank),
+        )
 
 
 def random_state() -> str:

@@ -16,9 +16,8 @@ from gossipdp.errors import ModelChangedError
 from gossipdp.links import frames
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel.moments import Periods, decay_of
-from gossipdp.parallel.options import Exchange
 from gossipdp.parallel.shards import as_sharded, local, reshard
-from gossipdp.parallel.views import MOST_UNOPTIMIZED, View, digest_of, sample, views_of
+from gossipdp.parallel.views import MOST_UNOPTIMIZED, View, digest_of, sample
 
 logger = logging.getLogger("gossipdp")
 
@@ -68,10 +67,9 @@ class FlatParameters:
 
     Args:
         module, optimizers: the user's.
+        views: of the module's parameters and buffers; see :func:`~.views.views_of`.
         momentum: whether trained parameters carry c (method ``a2cid2``).
-        exchange: which frozen parameters and which buffers are averaged.
         moments: the tensors of each optimizer's state that travel; by default none.
-        chunk_bytes: the size of a chunk; by default one that grows with the model.
 
     Attributes:
         state: the flat segments, cut into chunks.
@@ -79,34 +77,29 @@ class FlatParameters:
         moment_places: the state's moments, each with the parameters whose parts lie in it.
 
     Raises:
-        ValueError: an optimizer updates a parameter that is not the module's, or that another
-            optimizer updates too; a trained parameter is not floating point; something is on
-            an accelerator that is not known.
+        ValueError: GOSSIPDP_CHUNK_MIB is wrong.
     """
 
     def __init__(
         self,
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
+        views: Sequence[View],
         *,
         momentum: bool,
-        exchange: Exchange = Exchange(),  # noqa: B008
         moments: Sequence[Periods] = (),
-        chunk_bytes: int | None = None,
     ) -> None:
         self._module = module
         self._optimizers = list(optimizers)
         self._num_optimized = [_num_parameters(optimizer) for optimizer in optimizers]
-        views = views_of(module, optimizers, exchange)
         self._views = [view for view in views if view.role is not Role.FROZEN]
         self._base = [view for view in views if view.role is Role.FROZEN]
         self.base_digest = digest_of(self._base)
-        if chunk_bytes is None:
-            tensors = [view.tensor for view in self._views]
-            chunk_bytes = chunk_bytes_for(
-                sum(tensor.nbytes for tensor in tensors),
-                is_on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
-            )
+        tensors = [view.tensor for view in self._views]
+        chunk_bytes = chunk_bytes_for(
+            sum(tensor.nbytes for tensor in tensors),
+            is_on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
+        )
         segments: list[Segment] = []
         self.moment_places: list[tuple[Segment, list[View]]] = []
         for trained, held in self._move(momentum, chunk_bytes):

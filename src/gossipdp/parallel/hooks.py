@@ -237,17 +237,9 @@ _REFUSED = {
 }
 """Reasons and remedies for classes of torch's. The names suffice, and import nothing."""
 
-OF_DDP = signature(nn.parallel.DistributedDataParallel).parameters
-"""Its arguments' names."""
-
 
 def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> None:
-    """Raise if the first argument is no module that can be wrapped, or a keyword is unknown.
-
-    Raises:
-        ValueError: the module is none, holds no values yet or a refused part, or is wrapped.
-        TypeError: there is no such keyword.
-    """
+    """Raise if the first argument is no module that can be wrapped, or a keyword is unknown."""
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"the first argument is the module, not a {type(module).__name__}: {WRAPPING}"
@@ -277,7 +269,7 @@ def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> N
                 "and every other buffer is its worker's own until the end: leave it out, or for no "
                 "average either give exchange=gossipdp.Exchange(buffers=())"
             )
-        elif name in OF_DDP:
+        elif name in signature(nn.parallel.DistributedDataParallel).parameters:
             problem += (
                 ": it is of DistributedDataParallel, which averages gradients within each backward "
                 "pass. Leave it out: the module is on its device, and exchanges need no hint"
@@ -292,11 +284,7 @@ def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> N
 def checked_optimizers(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list.
-
-    Raises:
-        ValueError: there is none, or one that calls no hooks after its steps.
-    """
+    """Return the optimizers as a list; raise if one calls no hooks after its steps."""
     given: Any = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     optimizers = list(given) if isinstance(given, Iterable) else [given]
     for each in optimizers:

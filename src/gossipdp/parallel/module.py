@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
@@ -28,7 +27,7 @@ from gossipdp.parallel.counted_batches import dataset_size
 from gossipdp.parallel.hooks import check_arguments, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Counting, Exchange, Monitor, Network, Options
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
-from gossipdp.parallel.worker import Worker, close_at_exit
+from gossipdp.parallel.worker import Worker
 from gossipdp.rules import WireFormatName, at_least_1, whole_number
 
 Batch = TypeVar("Batch")
@@ -148,13 +147,11 @@ class GossipDataParallel(nn.Module):
         )
         optimizers = checked_optimizers(optimizer)
         self.module = module
-        self._options = options
         self._consolidated: Consolidated | None = None
         self._worker = worker = Worker(module, optimizers, options)
         self._dropped = weakref.finalize(self, worker.close, is_dropped=True)
         self._dropped.atexit = False  # a forked worker clears what runs at exit, but not finalizers
-        self._at_exit = partial(close_at_exit, self._dropped)
-        atexit.register(self._at_exit)
+        atexit.register(self._dropped)
 
     # Who and how far.
 
@@ -188,7 +185,7 @@ class GossipDataParallel(nn.Module):
         """
         environment = self._worker.replica.environment
         process = self.rank * environment.num_shards + environment.shard
-        return seed_of(self._options.seed, process, self._worker.incarnation)
+        return seed_of(self._worker.options.seed, process, self._worker.incarnation)
 
     @property
     def finished(self) -> bool:
@@ -295,24 +292,8 @@ class GossipDataParallel(nn.Module):
         Raises:
             ValueError: there is a budget already, or nothing says how long an epoch is.
             RuntimeError: after :meth:`consolidate` or :meth:`close`.
-
-        Example:
-            >>> data = torch.utils.data.TensorDataset(torch.zeros(32, 4))
-            >>> net = nn.Linear(4, 2)
-            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            >>> model = GossipDataParallel(net, optimizer)
-            >>> loader = torch.utils.data.DataLoader(data, batch_size=16)
-            >>> for epoch, batches in model.epochs(loader, 2):
-            ...     for (inputs,) in batches:
-            ...         optimizer.zero_grad()
-            ...         model(inputs).sum().backward()
-            ...         optimizer.step()
-            ...     print(epoch, model.progress())
-            0 0.5
-            1 1.0
-            >>> model.close()
         """
-        if self._options.budget_samples is not None:
+        if self._worker.options.budget_samples is not None:
             raise ValueError(
                 "epochs() sets the budget itself, and there is one already: wrap without "
                 "budget_samples="
@@ -332,18 +313,6 @@ class GossipDataParallel(nn.Module):
         second later, when the news is there; :attr:`finished` is true. Then call
         :meth:`consolidate` as usual. With shards the processes of a replica end together, after one
         more step. A checkpoint does not keep the stop: a run that is resumed trains on.
-
-        Example:
-            >>> net = nn.Linear(4, 2)
-            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            >>> model = GossipDataParallel(net, optimizer, budget_samples=64)
-            >>> for batch in model.batches([torch.zeros(16, 4)]):
-            ...     optimizer.zero_grad()
-            ...     model(batch).sum().backward()
-            ...     optimizer.step()
-            ...     model.stop()
-            >>> model.consolidate().samples
-            16
         """
         self._worker.stop()
 
@@ -356,13 +325,6 @@ class GossipDataParallel(nn.Module):
 
         Raises:
             ValueError: the loss is not one number, or a value is neither number nor text.
-
-        Example:
-            >>> net = nn.Linear(4, 2)
-            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            >>> model = GossipDataParallel(net, optimizer)
-            >>> model.log(loss=0.7, learning_rate=0.1)
-            >>> model.close()
         """
         self._worker.monitoring.log(loss, values)
 
@@ -423,7 +385,7 @@ class GossipDataParallel(nn.Module):
 
         It happens by itself at exit, and when nothing refers to the wrapper any more.
         """
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._dropped)
         if self._dropped.detach() is not None:
             self._worker.close()
 
@@ -460,14 +422,6 @@ class GossipDataParallel(nn.Module):
         Raises:
             ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
                 step since.
-
-        Example:
-            >>> net = nn.Linear(4, 2)
-            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            >>> model = GossipDataParallel(net, optimizer)
-            >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-            >>> model.also_checkpoint(schedule=schedule)
-            >>> model.close()
         """
         self._worker.checkpointer.register(others)
 

@@ -11,7 +11,8 @@ chunks (:class:`~gossipdp.dynamics.chunks.MomentChunk`).
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.shards import as_sharded, local
 from gossipdp.parallel.views import View
+from gossipdp.protocol.pairing import MomentsDue
 
 logger = logging.getLogger("gossipdp")
 
@@ -53,14 +55,6 @@ with four exchanges a step 2.4% if v travels once a step. 0.99 and 0.95 are much
 SHARE_OF_MEMORY = 1 / 4
 
 
-def steps_between(decay: float) -> float:
-    """Return the gradient steps after which a moment travels again by default, if not before.
-
-    ``decay``: the share of it that a step keeps, so that it remembers 1 / (1 - decay) steps.
-    """
-    return SHARE_OF_MEMORY / max(1.0 - decay, 1e-9)
-
-
 def _keeps(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
     """Return the names of what an optimizer keeps; None: it is of an unknown kind."""
     return next((names for kind, names in KEEPS.items() if isinstance(optimizer, kind)), None)
@@ -73,9 +67,6 @@ def chosen_moments(
 
     A given name counts for every optimizer that keeps such a tensor, and for every optimizer of an
     unknown kind. By default an optimizer with ``amsgrad=True`` sends none.
-
-    Raises:
-        ValueError: a name is given that none of these optimizers keeps.
     """
     chosen: list[Periods] = []
     if not isinstance(choice, bool):
@@ -105,6 +96,20 @@ def chosen_moments(
     return chosen
 
 
+def moments_due(segments: Iterable[Segment], *, is_default: bool) -> MomentsDue | None:
+    """Return when the moments in these segments travel; None: there are none.
+
+    By default one travels again after a part of its memory, of 1 / (1 - decay) steps, if not
+    before. Periods that the user gave count exchanges alone.
+    """
+    moments = [each.moment for each in segments if each.moment is not None]
+    if not moments:
+        return None
+    forgotten = max(1.0 - min(each.decay for each in moments), 1e-9)
+    num_steps = SHARE_OF_MEMORY / forgotten if is_default else math.inf
+    return MomentsDue({each.period for each in moments}, num_steps)
+
+
 def decay_of(name: str, optimizer: torch.optim.Optimizer) -> float:
     """Return the share of this tensor that a step keeps; 0 if the optimizer corrects no bias.
 
@@ -116,72 +121,46 @@ def decay_of(name: str, optimizer: torch.optim.Optimizer) -> float:
     return float(betas[index]) if index is not None and index < len(betas) else 0.0
 
 
-class Moments:
-    """Keeps the moments that travel in flat memory, step by step. The main thread's.
+def kept_moments(
+    segments: Sequence[tuple[Segment, Sequence[View]]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    is_default: bool,
+) -> list[list["KeptMoment"]]:
+    """Return the moments of each optimizer that travel.
 
     Args:
         segments: the moments' flat memory, each with the parameters whose moments lie in it.
         optimizers: of the wrapper.
         is_default: these moments were not named, so one that cannot travel is left out with a
             warning; else it is an error.
-        finish: waits for what is queued on a device.
     """
-
-    def __init__(
-        self,
-        segments: Sequence[tuple[Segment, Sequence[View]]],
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        is_default: bool,
-        finish: Callable[[], None],
-    ) -> None:
-        self._kept: list[list[_Kept]] = [[] for _ in optimizers]
-        for segment, views in segments:
-            assert segment.moment is not None
-            optimizer, name = optimizers[segment.optimizer_index], segment.moment.name
-            level = logging.WARNING if is_default else logging.ERROR
-            if _keeps(optimizer) is None and any(
-                name in (_keeps(each) or ()) for each in optimizers
-            ):
-                level = logging.INFO  # another one is known to keep such a tensor: that was meant
-            kept = _Kept(segment, views, optimizer, finish, level)
-            self._kept[segment.optimizer_index].append(kept)
-
-    def begins(self, optimizer_index: int) -> None:
-        """Add what exchanges have brought, before an optimizer steps.
-
-        Its step, with beta m + (1 - beta) g, then counts its new gradient whole. If it were added
-        after the step, k exchanges in the time of a step would leave 1/2^k of that gradient. A
-        moment's memory was then 2^k times as long, and training diverged with ``exp_avg`` in two
-        exchanges a step (benchmarks/NOTES.md).
-        """
-        for kept in self._kept[optimizer_index]:
-            kept.begins()
-
-    def stepped(self, optimizer_index: int) -> None:
-        """Look at an optimizer that has stepped, before its boundary begins.
-
-        Raises:
-            ValueError: it keeps no such tensor as was named, and no other optimizer can be meant.
-        """
-        for kept in self._kept[optimizer_index]:
-            kept.stepped()
+    kept: list[list[KeptMoment]] = [[] for _ in optimizers]
+    for segment, views in segments:
+        assert segment.moment is not None
+        optimizer, name = optimizers[segment.optimizer_index], segment.moment.name
+        level = logging.WARNING if is_default else logging.ERROR
+        if _keeps(optimizer) is None and any(name in (_keeps(each) or ()) for each in optimizers):
+            level = logging.INFO  # another one is known to keep such a tensor: that was meant
+        moment = KeptMoment(segment, views, optimizer, level)
+        kept[segment.optimizer_index].append(moment)
+    return kept
 
 
-class _Kept:
-    """One moment of one optimizer, over one flat tensor."""
+class KeptMoment:
+    """One moment of one optimizer, which lies in one flat tensor. The main thread's."""
 
     def __init__(
         self,
         segment: Segment,
         views: Sequence[View],
         optimizer: torch.optim.Optimizer,
-        finish: Callable[[], None],
         level: int,
     ) -> None:
         assert segment.moment is not None
         self._moment, self._chunks = segment.moment, segment.chunks
-        self._views, self._optimizer, self._finish = views, optimizer, finish
+        self._views, self._optimizer = views, optimizer
+        self._finish = self._chunks[0].device.finish  # waits for what is queued there
         # The place of each parameter's moment, and its address once the tensor is there; 0 before.
         self._places = [view.alone(segment.x) for view in views]
         self._addresses = [0] * len(views)
@@ -191,7 +170,14 @@ class _Kept:
         self._is_given_up = self._has_warned = False
 
     def begins(self) -> None:
-        """Add what is pending, unless the optimizer's tensors were replaced since its last step."""
+        """Add what exchanges have brought, before the optimizer steps.
+
+        Its step, with beta m + (1 - beta) g, then counts its new gradient whole. If it were added
+        after the step, k exchanges in the time of a step would leave 1/2^k of that gradient. A
+        moment's memory was then 2^k times as long, and training diverged with ``exp_avg`` in two
+        exchanges a step (benchmarks/NOTES.md). If the optimizer's tensors were replaced since its
+        last step, it stays pending.
+        """
         if not self._is_given_up and self._has_pending and self._is_in_place():
             self._finish()
             for chunk in self._chunks:
@@ -204,9 +190,12 @@ class _Kept:
     def stepped(self) -> None:
         """Count a step, and take in the tensors that the optimizer has replaced.
 
-        It looks at one tensor after each step, so it sees at once if an optimizer replaces all of
-        them. Before an average is added it looks at all: none may be added to memory that the
-        optimizer no longer reads.
+        The optimizer's boundary has not begun. This looks at one tensor after each step, so it sees
+        at once if an optimizer replaces all of them. Before an average is added it looks at all:
+        none may be added to memory that the optimizer no longer reads.
+
+        Raises:
+            ValueError: it keeps no such tensor as was named, and no other optimizer can be meant.
         """
         if self._moment.is_unsound and not self._has_warned:  # the gossip thread has found it
             self._has_warned = True

@@ -25,7 +25,6 @@ from torch import Tensor
 
 import gossipdp
 from gossipdp.gossip.counters import Counters
-from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.environment import Environment
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RunLogWriter, Value, worker_file
@@ -331,11 +330,10 @@ def _text(text: str) -> str:
 def describe(worker: Entry) -> dict[str, Any]:
     """Return the configuration of one worker for its log, in plain values that JSON can hold."""
     options = worker.options
-    graph = build_graph(options.graph, worker.world_size)
     parameters = list(worker.module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     described: dict[str, Any] = {
-        "graph": graph.name,
+        "graph": worker.graph,
         "workers": worker.world_size,
         "budget_samples": options.budget_samples,
         "comm_rate": options.asked_comm_rate,

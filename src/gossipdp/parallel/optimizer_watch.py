@@ -69,7 +69,7 @@ class OptimizerWatch:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._names = names
         # Of the parameters before the first step; {} after it.
         self._before = self._values()
         self._versions = {name: each._version for name, each in self._parameters.items()}

@@ -1,13 +1,11 @@
 """The arguments of ``GossipDataParallel``, each with its rule, checked where they are made."""
 
-import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
-from gossipdp.logs import OF_RUN
 from gossipdp.rules import (
     DEFAULT_GRAPH,
     Checked,
@@ -23,14 +21,10 @@ from gossipdp.rules import (
     whole_number,
 )
 
-logger = logging.getLogger("gossipdp")
-
 PathLike = str | os.PathLike[str]
 
 METHODS = ("a2cid2", "gossip", "none")
 GOSSIP_METHODS = ("a2cid2", "gossip")
-USUAL_COMM_RATE = 8.0
-"""A higher one gets a warning."""
 
 
 def _instance_of(kind: type, name: str, value: Any) -> Any:
@@ -221,14 +215,6 @@ class Options(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fixed_comm_rate is not None and self.fixed_comm_rate > USUAL_COMM_RATE:
-            logger.warning(
-                "comm_rate=%g asks for %g exchanges in every gradient step. 1 is usual, and more "
-                "than a few seldom help. For one exchange in 100 steps give 0.01",
-                self.comm_rate,
-                self.comm_rate,
-                extra=OF_RUN,
-            )
         if self.fixed_comm_rate is None and self.exchange.pace == "strict":
             raise ValueError(
                 "pace='strict' waits until exchanges keep up with the comm rate, and "

@@ -123,9 +123,6 @@ class Replica:
             mesh: the dimension of replicas, where one ``torch.distributed`` world holds them all;
                 None, or of size 1, where that world is one replica, or there is none.
             environment: of this process.
-
-        Raises:
-            ValueError: the module, the mesh and the environment do not fit together.
         """
         reshard(module)
         ranks = _ranks_of(module)
@@ -231,10 +228,6 @@ class Replica:
     def first_says(self, number: int) -> int:
         """Return the number of the replica's first process."""
         return int(next(self.gather(number))[0])
-
-    def is_any(self, value: bool) -> bool:
-        """Return whether the value is true on any process of the replica."""
-        return any(next(self.gather(value)))
 
     def gather(self, *values: float) -> Iterator[tuple[float, ...]]:
         """Return each value as all processes of the replica give it, by shard."""

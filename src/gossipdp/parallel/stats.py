@@ -3,12 +3,16 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 
 from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.gossip.snapshot import LoopSnapshot
+from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import show_address
+from gossipdp.links.clock import since_boot_s
+from gossipdp.logs import OF_RUN
 from gossipdp.observe.status import MemberState, MemberStatus
 from gossipdp.protocol.members import Status
 
@@ -65,13 +69,66 @@ class Consolidated:
     gradient_steps_by_rank: dict[int, int] = field(default_factory=dict, hash=False)
 
 
+def missing_workers(snapshot: LoopSnapshot, now_s: float) -> str:
+    """Name the workers that still train, and when each was last seen to make a step."""
+    names = [
+        f"worker {member.rank} (its last step came "
+        f"{now_s - snapshot.stepped_s.get(member.rank, now_s):.0f} s ago)"
+        for member in snapshot.members
+        if member.status is Status.ALIVE
+    ]
+    if not names:
+        return "all live workers are done and average their parameters"
+    return f"{', '.join(names)} still train{'s' if len(names) == 1 else ''}"
+
+
+def warn_of_absence(rank: int, outcome: Outcome, num_known: int) -> None:
+    """Warn if the average at the end lacks some of the workers that the run had."""
+    if outcome.num_workers < num_known:
+        logger.warning(
+            "worker %d: the average is over %d of %d workers; the others are lost, still train, or "
+            "ended without consolidate(), which every worker has to call%s",
+            rank,
+            outcome.num_workers,
+            num_known,
+            "".join(f"; worker {other}: {why}" for other, why in outcome.without.items()),
+            extra=OF_RUN,
+        )
+
+
+def warn_of_no_average(
+    rank: int, snapshot: LoopSnapshot, is_early: bool, timeout_s: float, newest: Path | None
+) -> None:
+    """Warn once a run that a script ends by itself and has not saved the average.
+
+    To have evaluated the average, as after each epoch, is not enough: a script that saves its
+    module afterwards still saves one worker's. Of workers that trained together the first speaks
+    that is not dead. Those that have left count too, and those that were found dead within the last
+    time-out: the workers of one script end in no order, and one that ends without an average is
+    found dead. Each speaks that ends before the budget is used up (``is_early``), or without
+    ``consolidate()`` while another is in it. ``newest``: its last checkpoint.
+    """
+    members, ended_s = snapshot.members, since_boot_s() - timeout_s
+    ending = {notice.rank for notice in snapshot.counters.noticed if notice.at_s > ended_s}
+    ranks = {member.rank for member in members if member.status is not Status.DEAD} | ending
+    is_odd = is_early or any(each.status in (Status.DONE, Status.LEFT) for each in members)
+    if len(members) > 1 and (rank == min(ranks) or is_odd):
+        logger.warning(
+            "worker %d ends without consolidate(): %s%s",
+            rank,
+            "the budget is not used up, and the others train on without this worker. To end all, "
+            "call model.stop() on one, and model.consolidate() on every worker"
+            if is_early
+            else "its module holds its own parameters, not the average of the workers. Call "
+            "model.consolidate() on every worker, after the loop, before you evaluate or save",
+            f"; its newest checkpoint is {newest}" if newest else "",
+        )
+
+
 def warn_of_steps_after(rank: int, known: Mapping[int, int], result: Consolidated) -> None:
     """Warn if the others trained on long after this worker, by its own count, had ended.
 
-    Args:
-        rank: of this worker.
-        known: the steps of each worker by rank, when this one ended.
-        result: the end of the run.
+    ``known``: the steps of each worker by rank, when this one ended.
     """
     steps = result.gradient_steps_by_rank
     own = steps.get(rank, 0)

@@ -32,6 +32,7 @@ from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.gossip.transfer import NoStateYetError, Offer, TurnedAwayError
+from gossipdp.logs import OF_RUN
 from gossipdp.parallel import packing
 from gossipdp.parallel.options import Network
 from gossipdp.parallel.shards import as_sharded, local
@@ -57,6 +58,29 @@ def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         }
         captured.append(values | {"state": state})
     return {"optimizers": captured}
+
+
+def check(optimizer: torch.optim.Optimizer, *, is_saved: bool) -> None:
+    """Warn at once of values that no checkpoint and no joining worker could take.
+
+    Raises:
+        ValueError: there are such values, and checkpoints are to be saved.
+    """
+    try:
+        packing.check_savable(
+            capture([optimizer])["optimizers"][0],
+            f"the state of the {type(optimizer).__name__}",
+            "use an optimizer that keeps plain tensors, numbers and text, or wrap without a "
+            "directory for checkpoints",
+        )
+    except ValueError as error:
+        if is_saved:
+            raise
+        logger.warning(
+            "a worker that joins or starts again cannot take over this one's optimizer, since %s",
+            error,
+            extra=OF_RUN,
+        )
 
 
 def _own_part(tensor: Tensor) -> Any:

@@ -83,14 +83,13 @@ class View:
 
 
 def views_of(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    exchange: Exchange = Exchange(),  # noqa: B008
 ) -> list[View]:
     """Return every distinct parameter and persistent buffer, in the module's own order.
 
     An empty buffer stays where it is, as one that is not persistent does.
-
-    Raises:
-        ValueError: optimizers and module do not fit together, or a tensor cannot be moved.
     """
     optimizer_of = _optimizer_of(module, optimizers, exchange.frozen)
     by_id: dict[int, View] = {}
@@ -149,14 +148,6 @@ def views_of(
             )
     _check_memory(module, {id(view.held) for view in views if view.role is Role.FROZEN})
     return views
-
-
-def named_tensors(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange
-) -> dict[str, Tensor]:
-    """Return by its first name everything that checkpoints hold."""
-    views = views_of(module, optimizers, exchange)
-    return {view.name: view.tensor for view in views if view.role is not Role.FROZEN}
 
 
 def sample(tensor: Tensor, num_values: int) -> Tensor:

@@ -18,42 +18,38 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-import gossipdp
-from gossipdp.dynamics.chunks import Chunk
+from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
-from gossipdp.gossip.snapshot import LoopSnapshot
 from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import Environment, check_platform
 from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.logs import OF_RUN, speak_for_run
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import (
-    Facts,
-    Layout,
-    Resumption,
-    ended_lives,
-    find_resumption,
-    layout_of,
-)
-from gossipdp.parallel.checkpoint_files import in_use
+from gossipdp.parallel.checkpoint import find_resumption, layout_of
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.counted_batches import CountedBatches
 from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
-from gossipdp.parallel.moments import Moments, chosen_moments
+from gossipdp.parallel.moments import chosen_moments, kept_moments
 from gossipdp.parallel.monitoring import Monitoring
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import GOSSIP_METHODS, Options
 from gossipdp.parallel.pace import Pace
 from gossipdp.parallel.packing import check_savable
-from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.shards import Replica, reshard
+from gossipdp.parallel.stats import (
+    Consolidated,
+    Stats,
+    missing_workers,
+    warn_of_absence,
+    warn_of_no_average,
+)
 from gossipdp.parallel.termination import TERMINATION
-from gossipdp.parallel.views import named_tensors
+from gossipdp.parallel.views import views_of
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.participants import Crossing
 
@@ -81,7 +77,6 @@ class Worker(Entry):
 
     Attributes:
         checkpointer, batches, monitoring: its parts.
-        lead: the lowest rank of the average, after it.
         frozen_names: returns the names of what is left alone.
         average_saved_at_step: the step at which the script last saved an average; -1: it has not.
     """
@@ -90,7 +85,6 @@ class Worker(Entry):
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Options
     ) -> None:
         check_platform()
-        self.lead: int | None = None
         self.average_saved_at_step = -1
         self._is_averaged = self._is_closed = False
         self._is_reported = REPORT_VARIABLE not in os.environ  # to a launcher: that it trains
@@ -102,7 +96,8 @@ class Worker(Entry):
             place = str(Path(saving.directory).absolute())
             send_report(Report(checkpoints=(place, saving.resume == "auto")))
         options = dataclasses.replace(options, checkpoints=replica.own_files(saving))
-        held = named_tensors(module, optimizers, options.exchange)
+        views = views_of(module, optimizers, options.exchange)
+        held = {view.name: view.tensor for view in views if view.role is not Role.FROZEN}
         self._saves = saving.directory is not None
         if self._saves:
             check_savable(  # a parameter of a class of its own is saved as its plain values
@@ -112,14 +107,13 @@ class Worker(Entry):
                 "without a directory for checkpoints",
             )
             for optimizer in optimizers:
-                self._check_savable(optimizer)
+                training_state.check(optimizer, is_saved=True)
         # A worker that joins a running job takes a live worker's state, and adds its own files.
         is_joining = replica.environment.is_joining
-        resumption = None if is_joining else _resumption(layout_of(held), options, replica)
+        layout = layout_of(held)
+        resumption = None if is_joining else find_resumption(options.checkpoints, layout, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
-        self._num_means = 0 if resumption is None else resumption.num_means
-        self._ended_before = () if resumption is None else resumption.ended
         self.monitoring = Monitoring(options, replica.environment)
         # If any of this fails, the parts opened so far are closed in reverse order.
         with contextlib.ExitStack() as opened:
@@ -128,16 +122,11 @@ class Worker(Entry):
             flat = FlatParameters(
                 module,
                 optimizers,
+                views,
                 momentum=options.method == "a2cid2",
-                exchange=options.exchange,
                 moments=chosen_moments(choice, optimizers),
             )
-            self._moments = Moments(
-                flat.moment_places,
-                optimizers,
-                is_default=choice is True,
-                finish=flat.state.device.finish,
-            )
+            self._moments = kept_moments(flat.moment_places, optimizers, is_default=choice is True)
             self.frozen_names = flat.frozen_names
             page = self.monitoring.page
             super().__init__(
@@ -147,10 +136,8 @@ class Worker(Entry):
             self._pace = Pace(options)
             self._state.compile()
             self.start()
-            if self._rendezvous.joins:
-                self._share_cores()
             reshard(module)
-            self._agree(0)
+            self._agreed = replica.agree(self._own_facts())
             _workers.add(self)
             own = weakref.ref(self)
             speak_for_run(lambda: (worker := own()) is None or worker.is_lead)
@@ -185,42 +172,9 @@ class Worker(Entry):
                 loaded=self.loaded,
                 counting_once=self.batches.counting_once,
             )
-            self.report_ready()
+            # From here on its failure ends no other, once all have begun.
+            self._rendezvous.mark_ready(self.rank)
             opened.pop_all()
-
-    def _share_cores(self) -> None:
-        """Compute with a share of the cores: workers of the run on this host have theirs."""
-        from gossipdp.launcher.local import num_threads
-
-        membership = self._protocol.membership
-        hosts = [each.host for each in self._call(membership.members) if not each.is_over]
-        num_here = hosts.count(membership.own.host) * self.replica.environment.num_shards
-        torch.set_num_threads(min(torch.get_num_threads(), num_threads(num_here)))
-
-    def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn at once of values that no checkpoint and no joining worker could take.
-
-        Raises:
-            ValueError: there are such values, and checkpoints are to be saved.
-        """
-        kind = type(optimizer).__name__
-        try:
-            check_savable(
-                training_state.capture([optimizer])["optimizers"][0],
-                f"the state of the {kind}",
-                "use an optimizer that keeps plain tensors, numbers and text, or wrap without a "
-                "directory for checkpoints",
-            )
-        except ValueError as error:
-            if self._saves:
-                raise
-            if self.world_size > 1:
-                logger.warning(
-                    "a worker that joins or starts again cannot take over this one's optimizer, "
-                    "since %s",
-                    error,
-                    extra=OF_RUN,
-                )
 
     # A gradient step.
 
@@ -240,7 +194,8 @@ class Worker(Entry):
                 "without exchanging: capture the forward and backward pass alone, and call "
                 "optimizer.step() after each replay"
             )
-        self._moments.begins(optimizer_index)
+        for moment in self._moments[optimizer_index]:
+            moment.begins()
 
     def stepped(self, optimizer_index: int) -> None:
         """Add to x what exchanges have brought; a step of the first optimizer is a gradient step.
@@ -250,24 +205,28 @@ class Worker(Entry):
         self._watches[optimizer_index].stepped()
         if optimizer_index in self._unchecked:  # it has made its state in this step
             self._unchecked.discard(optimizer_index)
-            self._check_savable(self.optimizers[optimizer_index])
+            if self._saves or self.world_size > 1:
+                training_state.check(self.optimizers[optimizer_index], is_saved=self._saves)
         try:
             self._thread.check()
         except SupersededError as error:
             self.come_again(error)
-        if (poison := self._agreed_poison()) is not None:
-            raise poison
+        # With shards all processes raise once all know it: none waits for one in a collective.
+        self._raise_if(self.known().is_poisoned, self._loop.poisoned)
         if self._is_averaged:
             raise RuntimeError(
                 "optimizer.step() within model.averaged(): the module holds the average there, "
                 "and a step on it would be lost"
             )
         self._flat.check(optimizer_index)
-        self._moments.stepped(optimizer_index)
+        for moment in self._moments[optimizer_index]:
+            moment.stepped()
         self._state.boundary(self._theta(), optimizer_index)
         if optimizer_index != 0:
             return
-        samples = self._agree(self.batches.take_counted())
+        # In this sum all processes of a replica learn at the same step whether to go on.
+        self._agreed = self.replica.agree(self._own_facts(self.batches.take_counted()))
+        samples = self._agreed.samples
         self._gradient_steps += 1
         self._samples += samples
         if not self._is_reported:
@@ -283,25 +242,6 @@ class Worker(Entry):
             warn_of_step_counters(self.optimizers)
         self.batches.check_counted(self._gradient_steps)
 
-    def _agree(self, samples: int) -> int:
-        """Return the samples of this step of all processes of the replica.
-
-        In this sum all of them learn at the same step whether to go on; see
-        :mod:`gossipdp.parallel.shards`.
-        """
-        snapshot = self._loop.snapshot
-        self._agreed = self.replica.agree(
-            Agreed(
-                samples=samples,
-                others_samples=snapshot.others_samples,
-                is_stopped=self._has_stopped or snapshot.is_stopped,
-                is_poisoned=self._loop.poisoned is not None,
-                is_ending=self.end_asked_s() < math.inf,
-                is_lead=self.replica.is_sharded and self._leads(),
-            )
-        )
-        return self._agreed.samples
-
     def _keep_pace(self) -> None:
         self._pace.wait(
             self._protocol,
@@ -311,22 +251,6 @@ class Worker(Entry):
 
     def _theta(self) -> float:
         return self.phase.at(since_boot_s())
-
-    # Who leads.
-
-    @property
-    def is_lead(self) -> bool:
-        """Return whether this worker's rank is the lowest of those that train, or were averaged."""
-        if self.lead is not None:
-            return self.rank == self.lead
-        return self._agreed.is_lead if self.replica.is_sharded else self._leads()
-
-    def _leads(self) -> bool:
-        return all(
-            self.rank <= member.rank
-            for member in self._loop.snapshot.members
-            if member.status in (Status.ALIVE, Status.DONE)
-        )
 
     def check(self) -> None:
         """Raise ModelChangedError if parameters were moved or replaced since wrapping.
@@ -359,20 +283,21 @@ class Worker(Entry):
 
     # Poison.
 
-    def _agreed_poison(self) -> PoisonedError | None:
-        """Return this process's poison, or with shards one of the replica's, once all know it.
+    def _raise_if(self, is_any: bool, poison: PoisonedError | None) -> None:
+        """Raise this process's poison, or one that says that another of the replica has it."""
+        if is_any:
+            raise poison or PoisonedError(
+                f"the parameters of another shard of replica {self.rank} hold NaN or infinity: "
+                "look at the output of its other processes"
+            )
 
-        So all processes raise at the same step, and none waits for another in a collective.
-        """
-        own = self._loop.poisoned
-        if not self.replica.is_sharded:
-            return own
-        return (own or self._mates_poison()) if self._agreed.is_poisoned else None
-
-    def _mates_poison(self) -> PoisonedError:
+    def _found_poison(self, outcome: str) -> PoisonedError | None:
+        """Return an error with this ``outcome`` if NaN or infinity is in what is averaged."""
+        segments = self._state.segments
+        if all(is_finite(segment.x) for segment in segments if segment.role.is_averaged):
+            return None
         return PoisonedError(
-            f"the parameters of another shard of replica {self.rank} hold NaN or infinity: look at "
-            "the output of its other processes"
+            f"the parameters or buffers of worker {self.rank} hold NaN or infinity: {outcome}"
         )
 
     def _refuse_poison(self, outcome: str, *, is_end: bool = False) -> None:
@@ -380,25 +305,16 @@ class Worker(Entry):
 
         At the end the others wait for this worker, so it leaves the run.
         """
-        poison = self._loop.poisoned
-        if poison is None and not self._is_finite():
-            poison = PoisonedError(
-                f"the parameters or buffers of worker {self.rank} hold NaN or infinity: {outcome}"
-            )
-        if not self.replica.is_any(poison is not None):
-            return
-        if is_end:
+        poison = self._loop.poisoned or self._found_poison(outcome)
+        is_any = any(next(self.replica.gather(poison is not None)))
+        if is_any and is_end:
             self.leave()
-        raise poison or self._mates_poison()
-
-    def _is_finite(self) -> bool:
-        segments = self._state.segments
-        return all(is_finite(segment.x) for segment in segments if segment.role.is_averaged)
+        self._raise_if(is_any, poison)
 
     # Copies of the state.
 
-    def capture(self) -> tuple[dict[str, Tensor], Facts]:
-        """Copy this worker's state; return its tensors, and the facts of a checkpoint of it.
+    def capture(self) -> dict[str, Tensor]:
+        """Copy this worker's state, for a checkpoint; return its tensors by name.
 
         x stays: to add pending here could change parameters between a forward and a backward pass
         of the user's. An exchange may run meanwhile: every chunk is copied before it was exchanged
@@ -411,42 +327,16 @@ class Worker(Entry):
             raise RuntimeError("save no checkpoint within model.averaged(): step out of it first")
         self.check()
         self._thread.check()
-        if not self._is_finite():
-            raise PoisonedError(
-                f"the parameters or buffers of worker {self.rank} hold NaN or infinity: they "
-                "are not saved, and the checkpoints written before are kept"
-            )
+        poison = self._found_poison(
+            "they are not saved, and the checkpoints written before are kept"
+        )
+        if poison is not None:
+            raise poison
         for chunk in self._state.moment_chunks:  # into the optimizers' state, which is saved next
             chunk.boundary(0.0, wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
-        tensors = self._flat.tensors()
-        protocol = self._protocol
-        # Notices as new as the members: of a death without one nobody knows when it was.
-        (progress, _), members, noticed = self._call(
-            lambda: (
-                protocol.progress.news(),
-                protocol.membership.members(),
-                self._loop.publish().counters.noticed,
-            )
-        )
-        # If all are asked to end, one may have saved and ended while another was still in its step.
-        # After the average, whoever died is not in it, however late that was.
-        now_s = min(self._loop.clock(), self.end_asked_s()) if self.lead is None else math.inf
-        ended = ended_lives(members, noticed, now_s)
-        facts = Facts(
-            rank=self.rank,
-            world_size=self.world_size,
-            **self.counts()._asdict(),
-            progress=tuple(msgspec.structs.replace(entry, is_stopped=False) for entry in progress),
-            gossipdp=gossipdp.__version__,
-            run_id=self.run_id,
-            incarnation=protocol.incarnation,
-            ended=(*self._ended_before, *ended),
-            num_means=self._num_means,
-            base=self._flat.base_digest,
-        )
-        return tensors, facts
+        return self._flat.tensors()
 
     def export(self, values: dict[str, Any]) -> None:
         """Put x + pending, in new tensors, into a state_dict of the module.
@@ -514,37 +404,19 @@ class Worker(Entry):
         averaged = self._state.all_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)
+        progress, membership = self._protocol.progress, self._protocol.membership
+        by_rank, members = self._call(lambda: (progress.by_rank(), membership.members()))
+        # The workers that the run began with, and those that have joined since.
+        joined = {member.rank for member in members if member.status is not Status.JOINING}
+        warn_of_absence(self.rank, outcome, len(joined.union(range(self.world_size))))
         # Each shard was averaged over the replicas in its own network; after a death in the middle
         # of it the networks may differ.
         distances, counts = self.replica.gather(outcome.consensus_distance, outcome.num_workers)
-        progress, membership = self._protocol.progress, self._protocol.membership
-        samples, steps, by_rank, members = self._call(
-            lambda: (
-                progress.total_samples,
-                progress.total_steps,
-                progress.by_rank(),
-                membership.members(),
-            )
-        )
-        # The workers that the run began with, and those that have joined since.
-        joined = {member.rank for member in members if member.status is not Status.JOINING}
-        known = joined.union(range(self.world_size))
-        if outcome.num_workers < len(known):
-            reasons = [f"; worker {rank}: {why}" for rank, why in outcome.without.items()]
-            logger.warning(
-                "worker %d: the average is over %d of %d workers; the others are lost, still "
-                "train, or ended without consolidate(), which every worker has to call%s",
-                self.rank,
-                outcome.num_workers,
-                len(known),
-                "".join(reasons),
-                extra=OF_RUN,
-            )
         return Consolidated(
             consensus_distance=math.fsum(distances),
             world_size=int(min(counts)),
-            samples=samples,
-            gradient_steps=steps,
+            samples=sum(samples for samples, _ in by_rank.values()),
+            gradient_steps=sum(steps for _, steps in by_rank.values()),
             gradient_steps_by_rank={rank: by_rank[rank][1] for rank in sorted(by_rank)},
         )
 
@@ -566,7 +438,7 @@ class Worker(Entry):
                 raise poison
             if time.monotonic() >= line_due_s:
                 line_due_s += WAIT_LINE_EVERY_S
-                waits_for = _missing(self._loop.snapshot, since_boot_s())
+                waits_for = missing_workers(self._loop.snapshot, since_boot_s())
                 logger.warning(
                     "worker %d waits in consolidate(): %s", self.rank, waits_for, extra=OF_RUN
                 )
@@ -604,44 +476,6 @@ class Worker(Entry):
         finally:
             self._state.end_helpers()
 
-    def _warn_of_no_average(self, is_early: bool) -> None:
-        """Warn once a run that a script ends by itself and has not saved the average.
-
-        To have evaluated the average, as after each epoch, is not enough: a script that saves its
-        module afterwards still saves one worker's. ``is_early``: the budget is not used up.
-        """
-        failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
-        if os.getpid() != self._process_id or failed or TERMINATION.was_asked:
-            return
-        if self.average_saved_at_step == self.step_number or not self._speaks_at_exit(is_early):
-            return
-        logger.warning(
-            "worker %d ends without consolidate(): %s%s",
-            self.rank,
-            "the budget is not used up, and the others train on without this worker. To end all, "
-            "call model.stop() on one, and model.consolidate() on every worker"
-            if is_early
-            else "its module holds its own parameters, not the average of the workers. Call "
-            "model.consolidate() on every worker, after the loop, before you evaluate or save",
-            f"; its newest checkpoint is {newest}" if (newest := self.checkpointer.newest) else "",
-        )
-
-    def _speaks_at_exit(self, is_early: bool) -> bool:
-        """Return whether this worker has trained with others, and is the first that is not dead.
-
-        Those that have left count too, and those that were found dead within the last time-out: the
-        workers of one script end in no order, and one that ends without an average is found dead.
-        Each speaks that ends early, or without ``consolidate()`` while another is in it.
-        """
-        snapshot = self._loop.snapshot
-        members = snapshot.members
-        ended_s = since_boot_s() - self.options.network.timeout_s
-        ending = {notice.rank for notice in snapshot.counters.noticed if notice.at_s > ended_s}
-        ranks = {member.rank for member in members if member.status is not Status.DEAD}
-        is_first = self.rank == min(ranks | ending)
-        is_odd = is_early or any(each.status in (Status.DONE, Status.LEFT) for each in members)
-        return self._gradient_steps > 0 and len(members) > 1 and (is_first or is_odd)
-
     def close(self, *, is_dropped: bool = False) -> None:
         """Close all parts; if one raises, close the others all the same.
 
@@ -655,7 +489,11 @@ class Worker(Entry):
         is_early = self.batches.budget_samples is not None and not self.batches.finished
         self.batches.close()
         if is_dropped:
-            self._warn_of_no_average(is_early)
+            has_average = self.average_saved_at_step == self.step_number
+            failed = getattr(sys, "last_value", None) is not None  # its traceback was printed
+            if self.has_stepped and not (has_average or failed or TERMINATION.was_asked):
+                timeout_s, newest = self.options.network.timeout_s, self.checkpointer.newest
+                warn_of_no_average(self.rank, self._loop.snapshot, is_early, timeout_s, newest)
             warn_of_steps_alone(self.optimizers)
 
         def close() -> None:
@@ -692,48 +530,3 @@ class Worker(Entry):
             **self.checkpointer.counts(),
         }
         return Stats(**msgspec.structs.asdict(snapshot.counters) | own)
-
-
-def _missing(snapshot: LoopSnapshot, now_s: float) -> str:
-    """Name the workers that still train, and when each was last seen to make a step."""
-    missing = [
-        f"worker {member.rank} (its last step came "
-        f"{now_s - snapshot.stepped_s.get(member.rank, now_s):.0f} s ago)"
-        for member in snapshot.members
-        if member.status is Status.ALIVE
-    ]
-    if not missing:
-        return "all live workers are done and average their parameters"
-    return f"{', '.join(missing)} still train{'s' if len(missing) == 1 else ''}"
-
-
-def _resumption(layout: Layout, options: Options, replica: Replica) -> Resumption | None:
-    """Find the checkpoint that the run goes on from; one step for all processes of a replica.
-
-    A process that was killed may have written one checkpoint more, or less, than the others. A run
-    that lives would remove files meanwhile, so it is looked for first; this one has no name yet.
-    """
-    saving, environment = options.checkpoints, replica.environment
-    directory = None if saving.directory is None else Path(saving.directory)
-    newest_step = math.inf
-    with contextlib.nullcontext() if directory is None else in_use(directory, ""):
-        while True:
-            resumption = find_resumption(
-                saving.resume,
-                directory,
-                rank=environment.rank,
-                world_size=environment.world_size,
-                layout=layout,
-                newest_step=newest_step,
-            )
-            (steps,) = replica.gather(-1 if resumption is None else resumption.counts.step)
-            if len(set(steps)) == 1:
-                return resumption
-            newest_step = min(steps)
-
-
-def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
-    """Close a worker that is still open at exit."""
-    detached = finalizer.detach()
-    if detached is not None:
-        detached[1](is_dropped=True)

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.checkpoint import (
     BEFORE_THIS_RUN,
     ENDS_WITHIN_S,
@@ -21,6 +22,8 @@ from gossipdp.parallel.checkpoint import (
     saved_in,
 )
 from gossipdp.parallel.checkpoint_files import write_tensors
+from gossipdp.parallel.options import Checkpoints
+from gossipdp.parallel.shards import Replica
 from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
 
@@ -39,9 +42,6 @@ def facts(rank: int, samples: int, **changes: Any) -> Facts:
         run_id="first",
     )
     return msgspec.structs.replace(plain, **changes)
-
-
-# --- which lives have ended ------------------------------------------------------------------
 
 
 def test_lives_that_ended_long_enough_ago_are_named():
@@ -64,9 +64,6 @@ def test_lives_that_ended_long_enough_ago_are_named():
     ]
     # 3 died before this worker could notice.
     assert ended_lives(members, notices, now_s) == ((0, 1), (2, 0), (3, 1), (4, 2))
-
-
-# --- whose checkpoints are left behind -------------------------------------------------------
 
 
 def left_behind(*all_facts: Facts) -> set[int]:
@@ -107,9 +104,6 @@ def test_a_death_in_the_resumed_run_outlives_the_checkpoint_it_resumed_from():
     assert left_behind(carried, msgspec.structs.replace(old, ended=((0, 0),))) == {1}
 
 
-# --- resuming --------------------------------------------------------------------------------
-
-
 def save(directory: Path, facts: Facts, value: float) -> None:
     """Save a model of ``value``, a momentum of 2, and a learning rate of ``value``."""
     path = file_path(directory, facts.rank, facts.step)
@@ -119,12 +113,11 @@ def save(directory: Path, facts: Facts, value: float) -> None:
 
 
 def resumed(directory: Path, rank: int, world_size: int) -> Resumption:
-    found = find_resumption("auto", directory, rank=rank, world_size=world_size, layout=LAYOUT)
+    replica = Replica(Environment(rank=rank, world_size=world_size))
+    layout = layout_of({"w": torch.ones(3)})
+    found = find_resumption(Checkpoints(directory, resume="auto"), layout, replica)
     assert found is not None
     return found
-
-
-LAYOUT = layout_of({"w": torch.ones(3)})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -15,15 +15,17 @@ from gossipdp.dynamics.device import LEAST_HUGE_BYTES
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.flat_parameters import ALIGNMENT_BYTES, FlatParameters, chunk_bytes_for
 from gossipdp.parallel.options import Exchange
+from gossipdp.parallel.views import views_of
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
 
 
-def flatten(module: nn.Module, **kwargs) -> FlatParameters:
-    optimizer = kwargs.pop("optimizer", None) or sgd(module)
-    return FlatParameters(module, [optimizer], momentum=True, **kwargs)
+def flatten(module: nn.Module, *optimizers: torch.optim.Optimizer, **options) -> FlatParameters:
+    optimizers = optimizers or (sgd(module),)
+    views = views_of(module, optimizers, Exchange(**options))
+    return FlatParameters(module, optimizers, views, momentum=True)
 
 
 def test_values_identities_shapes_and_tied_weights_stay():
@@ -115,7 +117,7 @@ def test_only_statistics_of_norms_are_averaged_and_others_by_name():
     before = {name: value.clone() for name, value in net.state_dict().items()}
 
     def averaged(**options):
-        segments = flatten(net, exchange=Exchange(**options)).state.segments
+        segments = flatten(net, **options).state.segments
         starts = {s.x.untyped_storage().data_ptr() + s.x.nbytes: s for s in segments}
         return {
             name
@@ -182,7 +184,7 @@ def test_one_segment_per_type_and_optimizer():
         torch.optim.SGD([*net[0].parameters(), *net[1].parameters()], lr=0.1),
         torch.optim.AdamW(net[2].parameters()),
     ]
-    flat = FlatParameters(net, optimizers, momentum=True)
+    flat = flatten(net, *optimizers)
     assert [(s.x.dtype, s.optimizer_index, s.pending.dtype) for s in flat.state.segments] == [
         (torch.float32, 0, torch.float32),
         (torch.bfloat16, 0, torch.float32),
@@ -192,7 +194,7 @@ def test_one_segment_per_type_and_optimizer():
 
 def test_new_data_of_a_parameter_and_a_buffer_assigned_in_forward_are_adopted():
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2))
-    flat = FlatParameters(net, list(map(sgd, net)), momentum=True)
+    flat = flatten(net, *map(sgd, net))
     for layer in net:
         layer.weight.data = torch.full((2, 3), 7.0)
     for index in (1, 0):  # each by the boundary of its own optimizer
@@ -213,7 +215,7 @@ def test_new_data_of_a_parameter_and_a_buffer_assigned_in_forward_are_adopted():
 def test_other_objects_and_groups_are_found_and_freezing_is_no_change():
     net = Net()
     optimizer = sgd(net)
-    flat = flatten(net, optimizer=optimizer)
+    flat = flatten(net, optimizer)
     net.conv.requires_grad_(False)
     flat.check()
     optimizer.add_param_group({"params": [net.frozen.weight]})
@@ -253,7 +255,7 @@ def test_unfreezing_is_found_unless_frozen_parameters_are_exchanged():
     with pytest.raises(ModelChangedError, match=r"frozen\.weight.*Exchange\(frozen=True"):
         flat.check()
     net = Net()
-    flat = flatten(net, exchange=Exchange(frozen=True))
+    flat = flatten(net, frozen=True)
     net.frozen.requires_grad_(True)
     flat.check()
 

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from gossipdp import Checkpoints, Counting, Exchange, ModelChangedError, PoisonedError
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.views import views_of
 from gossipdp.parallel.worker import Worker
 
 
@@ -281,10 +282,11 @@ def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
         optimizer.step()  # without a gradient: a boundary alone
 
 
-def test_what_is_forgotten_of_a_part_is_all_but_its_values():
+def test_what_is_forgotten_of_a_part_is_all_but_its_values(monkeypatch):
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    flat = FlatParameters(net, [optimizer], momentum=True, chunk_bytes=48)
+    monkeypatch.setattr("gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda *_, **__: 48)
+    flat = FlatParameters(net, [optimizer], views_of(net, [optimizer]), momentum=True)
     (segment,) = flat.state.segments
     assert len(segment.chunks) > 3
     for tensor in (segment.pending, segment.c):

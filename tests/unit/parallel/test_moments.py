@@ -17,6 +17,7 @@ from gossipdp.dynamics.chunks import Moment
 from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import DEFAULT_PERIOD, MOST_REPLACED, chosen_moments
+from gossipdp.parallel.views import views_of
 
 ADAMW = torch.optim.AdamW
 
@@ -246,12 +247,10 @@ def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap):
 def test_what_travels_by_default():
     def names(*optimizers: torch.optim.Optimizer, choice: Any = True) -> list[tuple[str, int, int]]:
         periods = chosen_moments(choice, optimizers)
-        flat = FlatParameters(net, optimizers, momentum=True, moments=periods)
-        return [
-            (each.moment.name, each.moment.period, each.optimizer_index)
-            for each in flat.state.moments
-            if each.moment is not None
-        ]
+        views = views_of(net, optimizers)
+        flat = FlatParameters(net, optimizers, views, momentum=True, moments=periods)
+        moments = flat.state.moments
+        return [(each.moment.name, each.moment.period, each.optimizer_index) for each in moments]
 
     net = make_net()
     first, second = [net[0].weight], [net[2].weight]
@@ -309,7 +308,9 @@ def test_workers_with_other_moments_or_periods_are_refused():
     def description(periods: dict[str, int]) -> object:
         net = make_net()
         optimizers = [ADAMW(net.parameters())]
-        return FlatParameters(net, optimizers, momentum=True, moments=[periods]).state.description()
+        views = views_of(net, optimizers)
+        flat = FlatParameters(net, optimizers, views, momentum=True, moments=[periods])
+        return flat.state.description()
 
     given = [{"exp_avg_sq": 16}, {"exp_avg_sq": 8}, {"exp_avg": 16}, {}]
     described = [description(each) for each in given]

@@ -19,6 +19,7 @@ from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.shards import Agreed, Replica, as_sharded, local
+from gossipdp.parallel.views import views_of
 
 
 def make_net() -> nn.Sequential:
@@ -52,7 +53,7 @@ def take_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_parameters_stay_where_fsdp_put_them(alone):
     net = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
     before = [local(parameter).data_ptr() for parameter in net.parameters()]
-    flat = FlatParameters(net, [adamw(net)], momentum=True)
+    flat = FlatParameters(net, [adamw(net)], views_of(net, [adamw(net)]), momentum=True)
     assert [local(parameter).data_ptr() for parameter in net.parameters()] == before
     with torch.no_grad():
         for segment in flat.state.segments:
@@ -64,7 +65,7 @@ def test_parameters_stay_where_fsdp_put_them(alone):
 
 def test_gathered_parameters_are_no_replacement_and_a_shard_laid_elsewhere_is(alone):
     net = fully_shard(make_net())
-    flat = FlatParameters(net, [adamw(net)], momentum=True)
+    flat = FlatParameters(net, [adamw(net)], views_of(net, [adamw(net)]), momentum=True)
     with torch.no_grad():
         net(torch.ones(4, 3))
     assert not isinstance(net[0].weight, DTensor)
@@ -76,7 +77,7 @@ def test_gathered_parameters_are_no_replacement_and_a_shard_laid_elsewhere_is(al
 
 def test_a_state_dict_has_what_exchanges_brought(alone):
     net = fully_shard(make_net())
-    flat = FlatParameters(net, [adamw(net)], momentum=True)
+    flat = FlatParameters(net, [adamw(net)], views_of(net, [adamw(net)]), momentum=True)
     values = net.state_dict()
     flat.export(values, [torch.full_like(segment.x, 3) for segment in flat.state.segments])
     assert isinstance(values["0.weight"], DTensor)
@@ -172,8 +173,6 @@ def test_one_process_agrees_with_itself():
     own = Agreed(samples=3, others_samples=5, is_stopped=True)
     assert replica.agree(own) == own
     assert replica.first_says(7) == 7
-    assert replica.is_any(True)
-    assert not replica.is_any(False)
     assert list(replica.gather(2.0, math.inf)) == [(2.0,), (math.inf,)]
     assert not replica.is_sharded
 

@@ -17,7 +17,7 @@ from checkpointing import step, steps_saved
 from torch import nn
 
 from gossipdp import Checkpoints
-from gossipdp.parallel import worker as worker_module
+from gossipdp.parallel import entry
 from gossipdp.parallel.checkpoint import file_path, read
 from gossipdp.parallel.checkpointer import Write
 from gossipdp.parallel.termination import TERMINATION, Termination
@@ -139,7 +139,7 @@ def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monk
     step(model, optimizer)
     terminate()
     asked_s, judged = TERMINATION.asked_s, []
-    monkeypatch.setattr(worker_module, "ended_lives", lambda *_: judged.append(_[2]) or ())
+    monkeypatch.setattr(entry, "ended_lives", lambda *_: judged.append(_[2]) or ())
     with pytest.raises(SystemExit):
         step(model, optimizer)
     assert judged == [asked_s]
@@ -152,7 +152,7 @@ def test_a_checkpoint_s_notices_are_as_new_as_its_members(linear, tmp_path, monk
     notice = Notice(1, "lost", 5.0, 1)
     model._worker._call(lambda: setattr(loop, "_publish_due_s", math.inf))
     model._worker._call(lambda: loop.perform([notice]))
-    monkeypatch.setattr(worker_module, "ended_lives", lambda *_: judged.append(_[1]) or ())
+    monkeypatch.setattr(entry, "ended_lives", lambda *_: judged.append(_[1]) or ())
     model.save_checkpoint()
     assert judged == [(notice,)]
 
@@ -161,7 +161,7 @@ def test_whoever_died_before_the_average_has_not_made_it(linear, tmp_path, monke
     model, optimizer = linear(tmp_path, every_steps=5)
     step(model, optimizer)
     judged: list[float] = []
-    monkeypatch.setattr(worker_module, "ended_lives", lambda *_: judged.append(_[2]) or ())
+    monkeypatch.setattr(entry, "ended_lives", lambda *_: judged.append(_[2]) or ())
     model.consolidate()
     assert judged[-1] == math.inf > judged[0]
 

@@ -18,6 +18,7 @@ from gossipdp.parallel import pace
 from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.options import Exchange, Options
 from gossipdp.parallel.pace import MAX_LAG, Pace, is_rate_low
+from gossipdp.parallel.shards import Agreed
 from gossipdp.parallel.worker import Worker
 from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
@@ -120,14 +121,15 @@ class Counting(Worker):
     def arrive(self, progress: Progress, rank: int, before: Counts) -> None:
         """Join under a rank that had counted so much before."""
         self.rank, self.before, self._heard = rank, before, progress
-        self._loop = SimpleNamespace(snapshot=SimpleNamespace(others_samples=0))
 
     def train(self, samples: int) -> None:
         """Count one step, as a boundary and the gossip thread after it do."""
         self._gradient_steps += 1
         self._samples += samples
         self._heard.add(samples)
-        self._loop.snapshot.others_samples = self._heard.others_samples
+
+    def _own_facts(self, samples: int = 0) -> Agreed:
+        return Agreed(samples, self._heard.others_samples)
 
 
 def test_a_second_life_counts_what_the_first_trained_once():
@@ -207,7 +209,7 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch):
         expected["c"].append(left * c)
         z.append(x + pending + 0.5 * c)
     monkeypatch.setattr(worker, "_theta", lambda: theta)
-    captured, _ = worker.capture()
+    captured = worker.capture()
 
     def flat(kind: str) -> Tensor:
         names = ("weight", "bias")
@@ -225,10 +227,10 @@ def test_a_worker_of_16_bits_goes_on_with_what_its_parameters_have_no_bits_for(w
     (chunk,) = worker._state.averaged_chunks
     chunk.pending.copy_(torch.randn(chunk.pending.shape).mul_(1e-3))
     expected = net.weight.detach().float() + chunk.pending[:64].view(8, 8)
-    captured, _ = worker.capture()
+    captured = worker.capture()
     chunk._reset()
     worker._flat.restore(captured)
     assert torch.equal(captured["model/weight"], expected)
     assert torch.equal(net.weight, expected.bfloat16())
-    assert torch.equal(worker.capture()[0]["model/weight"], expected)
+    assert torch.equal(worker.capture()["model/weight"], expected)
     assert chunk.has_pending
