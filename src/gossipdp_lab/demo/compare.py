@@ -19,7 +19,7 @@ from rich.table import Table
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import Training, shown, train, write_reports
-from gossipdp_lab.tasks.options import MethodName
+from gossipdp_lab.tasks import MethodName
 
 WORKLOAD: Final = "pystdlib-small"
 SECONDS: Final = 40.0

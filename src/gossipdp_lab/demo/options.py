@@ -9,7 +9,7 @@ from typing import Literal
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.rules import at_least_1, option, positive_number
 from gossipdp_lab.demo.watch import least_duration_s
-from gossipdp_lab.tasks.options import RunOptions
+from gossipdp_lab.tasks import RunOptions
 
 DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib-small": 28_000}
 """Over all workers: 15 to 30 seconds of training by gossip on two cores."""

@@ -192,7 +192,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
 
     from gossipdp.parallel.schedule import ProgressLR
     from gossipdp_lab.tasks import make_workload
-    from gossipdp_lab.tasks.training import wrap
+    from gossipdp_lab.tasks.command import wrap
 
     logs.configure()
     rank = int(os.environ["RANK"])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossipdp.graph.constants import Constants
-from gossipdp_lab.simulate.engine import Engine
+from gossipdp_lab.simulate.network import Engine
 from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import Scenario
 from gossipdp_lab.simulate.trace import Recorder, Trace

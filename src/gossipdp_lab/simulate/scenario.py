@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from random import Random
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import Graph, build_graph
@@ -26,7 +28,6 @@ from gossipdp.rules import (
     positive_number,
 )
 from gossipdp_lab.simulate.objectives import Consensus, Objective
-from gossipdp_lab.simulate.optimizers import MakeOptimizer
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -35,6 +36,9 @@ StepTimes: TypeAlias = Callable[[int], float]
 """Draws how long the next gradient step of a rank takes, in seconds."""
 ExchangeTimes: TypeAlias = Callable[[int, int], float]
 """Draws how long the data of one exchange occupy the link between two ranks, in seconds."""
+MakeOptimizer: TypeAlias = Callable[[list[Tensor]], Optimizer | Sequence[Optimizer]]
+"""Makes the optimizer of one worker, or several, from ``[row]``: its trained parameters as one
+vector. Those whose steps depend on shapes are made of views of the row."""
 Fidelity: TypeAlias = Literal["ideal", "links"]
 
 LATENCY_S = 0.0005

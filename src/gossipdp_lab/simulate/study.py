@@ -23,8 +23,7 @@ Progress = Callable[[float], None]
 
 ASYNCHRONOUS = ("a2cid2", "gossip", "none", "released")
 ROUNDS: dict[str, type[Rounds]] = {"allreduce": AllReduce}
-SYNCHRONOUS = tuple(ROUNDS)
-METHODS = ASYNCHRONOUS + SYNCHRONOUS
+METHODS = (*ASYNCHRONOUS, *ROUNDS)
 
 WORTH_PROCESSES_S = 10.0
 """Processes take seconds to start: torch is imported, and numba compiles in each."""
@@ -90,6 +89,11 @@ class Job(NamedTuple):
 
     scenario: Scenario
     method: str
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Return whether its workers go in step."""
+        return self.method in ROUNDS
 
 
 def simulate_all(

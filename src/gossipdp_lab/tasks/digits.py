@@ -1,6 +1,6 @@
 """Handwritten digits: scikit-learn's bundled 8 by 8 images and a small network."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Literal, TypeAlias, final
 
 import numpy as np
@@ -14,6 +14,8 @@ ImagesAndLabels = tuple[Tensor, Tensor]
 NetworkName: TypeAlias = Literal["convolutional", "perceptron"]
 
 NUM_CLASSES = 10
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4)
+"""Makes the optimizer of demo and simulator."""
 
 
 @final
@@ -72,7 +74,7 @@ class Digits(Workload[ImagesAndLabels]):
         )
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+        return SGD(model.parameters())
 
     def train_loader(self, rank: int, num_workers: int, seed: int) -> BatchLoader[ImagesAndLabels]:
         shuffle = worker_seed(rank, num_workers, seed)

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from gossipdp_lab.tasks import Cifar10Options, FashionMnistOptions
 from gossipdp_lab.tasks.images import WARMUP_EPOCHS, Batch, ResNet, SmallImages
-from gossipdp_lab.tasks.options import Cifar10Options, FashionMnistOptions
 
 PARTS = ("train", "t10k")
 IMAGES, LABELS = "{}-images-idx3-ubyte", "{}-labels-idx1-ubyte"

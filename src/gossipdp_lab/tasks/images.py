@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from gossipdp.parallel.schedule import parameter_groups
-from gossipdp_lab.tasks.options import Cifar10Options, ImageNetOptions, TrainOptions
+from gossipdp_lab.tasks import Cifar10Options, ImageNetOptions, TrainOptions
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
 
 Batch = tuple[Tensor, Tensor]

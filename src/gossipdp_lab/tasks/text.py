@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossipdp.parallel.schedule import parameter_groups
-from gossipdp_lab.tasks.options import BytesGptOptions
+from gossipdp_lab.tasks import BytesGptOptions
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
 
 NUM_BYTES = 256

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 
-from gossipdp_lab.simulate.optimizers import RowOptimizers
+from gossipdp_lab.simulate.population import RowOptimizers
 
 
 def in_two_halves(rows: list[torch.Tensor]) -> list[torch.optim.Optimizer]:

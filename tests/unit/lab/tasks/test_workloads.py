@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from gossipdp.parallel.module import seed_of
 from gossipdp.parallel.options import METHODS
-from gossipdp_lab.tasks import RECIPES, WORKLOADS, make_workload
+from gossipdp_lab.tasks import RECIPES, WORKLOADS, MethodName, make_workload
 from gossipdp_lab.tasks.command import Recipe
 from gossipdp_lab.tasks.digits import Digits
-from gossipdp_lab.tasks.options import MethodName
 from gossipdp_lab.tasks.text import PyStdlib
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, worker_device, worker_seed
 
