@@ -10,15 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from gossipdp.rules import shown_rate
-from gossipdp_lab.demo.compare import check_compare, compare
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import train, write_reports
 from gossipdp_lab.demo.watch import fault_line
+from gossipdp_lab.progress_bar import say
 
 
 def check(arguments: DemoArguments) -> None:
     """Raise ValueError for invalid options; quick, without torch."""
     if arguments.compare:
+        from gossipdp_lab.demo.compare import check_compare
+
         check_compare(arguments)
     if arguments.samples and arguments.seconds:
         raise ValueError("--samples and --seconds both say when the run ends; leave one out")
@@ -45,23 +47,20 @@ def run(arguments: DemoArguments) -> int:
     """
     check(arguments)
     if arguments.compare:
+        from gossipdp_lab.demo.compare import compare
+
         return compare(arguments)
     console = Console()
-
-    def say(text: str, *, markup: bool = True) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=markup)
-
     training = train(arguments, console)
     words = training.metric_name.replace("_", " ")
     console.print(_table(training.summary["workers"], words))
     lines = _lines(arguments, training.summary, words)
-    for line in (*lines, *write_reports(arguments, training.run_log)):
-        say(line)
-    for problem in training.problems:
-        say(f"[bold red]{problem}[/bold red]")
+    lines += write_reports(arguments, training.run_log)
+    lines += [f"[bold red]{problem}[/bold red]" for problem in training.problems]
+    say(console, *lines, markup=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(training.summary, indent=2) + "\n", "utf-8")
-        say(f"results: {arguments.json}", markup=False)
+        say(console, f"results: {arguments.json}")
     return 1 if training.problems else 0
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from gossipdp.cli.top import draw, summary
@@ -21,6 +20,7 @@ from gossipdp.launcher.faults import FaultRecord
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.board import StatusBoard
 from gossipdp.observe.status import MemberStatus, WorkerStatus
+from gossipdp_lab.progress_bar import Display
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView
 
@@ -29,7 +29,6 @@ KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 6.0
 # A run goes on for one of these after its last fault: BACK_S if that worker must come back first.
 BACK_S = 8.0
 AFTER_S = 4.0
-REDRAW_EVERY_S, LINE_EVERY_S = 0.1, 5.0
 
 
 def least_duration_s(plan: FaultPlan, *, restart: bool) -> float:
@@ -50,10 +49,10 @@ def least_duration_s(plan: FaultPlan, *, restart: bool) -> float:
 # The workers, live.
 
 
-class LiveView:
+class LiveView(Display):
     """The table of ``gossipdp top`` in a terminal, made of the logs; elsewhere a line now and then.
 
-    Call ``poll`` a few times a second. It draws in the calling thread and starts none.
+    Call ``poll`` a few times a second.
 
     >>> options = {"num_workers": 4, "console": console}  # doctest: +SKIP
     >>> with LiveView(directory, **options) as view:  # doctest: +SKIP
@@ -68,40 +67,24 @@ class LiveView:
         console: Console,
         clock: Callable[[], float] = since_boot_s,
     ) -> None:
+        super().__init__(console, clock=clock)
         self._directory = directory
         self._num_workers = num_workers
         self._run_log, self._board = RunLog(), StatusBoard(())
-        self._console = console
-        self._clock = clock
-        self._began_s = self._shown_s = clock()
-        self._every_s = REDRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._live.stop()
 
     def poll(self) -> None:
         """Read what the workers have logged since the last look, and show it, if that is due."""
-        now_s, job = self._clock(), None
-        if now_s - self._shown_s < self._every_s:
+        if not self.is_due:
             return
-        self._shown_s = now_s
         self._run_log.follow(self._directory)
-        if any(worker.lives for worker in self._run_log.workers.values()):
-            self._board.take(answers_of(self._run_log), now_s)
-            job = self._board.job(now_s)
-        starting, (width, height) = f"starting {self._num_workers} workers", self._console.size
-        if self._console.is_terminal:
-            page = draw(job, width, height - 1) if job else Text(starting)
-            self._live.update(page, refresh=True)
-        else:
-            line = f"{now_s - self._began_s:4.0f} s  {summary(job) if job else starting}"
-            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        if not any(worker.lives for worker in self._run_log.workers.values()):
+            starting = f"starting {self._num_workers} workers"
+            self.show(Text(starting), starting)
+            return
+        now_s, (width, height) = self._clock(), self._console.size
+        self._board.take(answers_of(self._run_log), now_s)
+        job = self._board.job(now_s)
+        self.show(draw(job, width, height - 1), summary(job))
 
 
 def answers_of(run_log: RunLog) -> dict[str, WorkerStatus | Exception]:

@@ -30,7 +30,7 @@ from gossipdp.rules import (
     shown_rate,
 )
 from gossipdp_lab import simulate
-from gossipdp_lab.progress_bar import ProgressView
+from gossipdp_lab.progress_bar import ProgressView, say
 
 FILE_WIDTH = 140
 """Width of the table if it does not go to a terminal, so that its cells stay whole."""
@@ -114,31 +114,26 @@ def run(arguments: SimulateArguments) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
-
-    def say(*lines: str) -> None:
-        for line in lines:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-    say(*opening(arguments, runs))
+    say(console, *opening(arguments, runs))
     short = timeline_jobs(runs) if arguments.timeline else []
     with ProgressView("simulating", console=console) as view:
         jobs = [*(run.job for run in runs), *short]
         traces = simulate.simulate_all(jobs, on_progress=view.advance)
     results = list(zip(runs, traces, strict=False))
     console.print(table(results))
-    say(*notes(results))
+    say(console, *notes(results))
     if arguments.json is not None:
         encoded = msgspec.json.encode(as_json(arguments, results))  # NaN and inf as null
         arguments.json.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
-        say(f"results: {arguments.json}")
+        say(console, f"results: {arguments.json}")
     figure.parent.mkdir(parents=True, exist_ok=True)
     lines = [Line(run.label, run.case, trace) for run, trace in results]
     draw_simulation(lines, figure, title=title(arguments))
-    say(f"figure: {figure}")
+    say(console, f"figure: {figure}")
     if short:
         path = figure.with_name("timeline.png")
         draw_timeline(traces[len(runs) :], path, title=timeline_title(runs[0].job.scenario))
-        say(f"timeline: {path}")
+        say(console, f"timeline: {path}")
     return 0
 
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gossipdp_lab.simulate.study import ROUNDS
-from gossipdp_lab.simulate.trace import Activity, Interval, Series, Trace
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from gossipdp_lab.simulate.trace import Activity, Interval, Series, Trace
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Colours that people with any common colour blindness can tell apart; yellow left out."""
@@ -144,6 +143,8 @@ def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
 
 
 def _draw_workers(axes: Axes, trace: Trace, ranks: Sequence[int]) -> None:
+    from gossipdp_lab.simulate.study import ROUNDS
+
     # At the end a worker that was ahead of others was in a round that is not over.
     last_s = {one.rank: one.end_s for one in trace.intervals}
     end_s = min(trace.records[-1].time_s, *last_s.values())

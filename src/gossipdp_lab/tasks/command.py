@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossipdp.rules import at_least_0, at_least_1, option, shown_rate
-from gossipdp_lab.progress_bar import ProgressView
+from gossipdp_lab.progress_bar import ProgressView, say
 from gossipdp_lab.tasks import (
     BytesGptOptions,
     Cifar10Options,
@@ -185,8 +185,7 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
     if options.json is not None:
         options.json.write_text(json.dumps(outcome, indent=2) + "\n", "utf-8")
     console.print(outcome_table(outcome))
-    for line in _outcome_lines(outcome, options, model.rank):
-        console.print(line, highlight=False, soft_wrap=True)
+    say(console, *_outcome_lines(outcome, options, model.rank), markup=True)
     return outcome
 
 
@@ -252,7 +251,7 @@ class TrainingView:
         )
         self._is_shown = model.is_lead
         if self._is_shown:
-            console.print(_opening(model, options, num_samples), highlight=False, soft_wrap=True)
+            say(console, _opening(model, options, num_samples), markup=True)
             self._view.start()
 
     def step(self, loss: Tensor) -> None:
