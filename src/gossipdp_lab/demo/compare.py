@@ -231,11 +231,7 @@ NUM_PIECES = 80
 NUM_POINTS = 40
 """Points of a line, each of as many samples, so that none is noisier than the others."""
 
-MARKS = {
-    "slow": ("v", "becomes slow"),
-    "kill": ("X", "killed"),
-    "stop": ("s", "stopped"),
-}
+MARKS = {"slow": ("v", "becomes slow"), "kill": ("X", "killed"), "stop": ("s", "stopped")}
 """By kind of fault: its mark in the worker's row, and its name."""
 
 SHOWN_LOSSES = 1.6

@@ -108,11 +108,7 @@ def _run_workers(
     from gossipdp.launcher.local import launch
 
     say(console, _opening(arguments), markup=True)
-    with LiveView(
-        arguments.directory,
-        num_workers=arguments.workers,
-        console=console,
-    ) as view:
+    with LiveView(arguments.directory, num_workers=arguments.workers, console=console) as view:
         injector = None
         if arguments.faults is not None:
             injector = FaultInjector(

@@ -193,11 +193,7 @@ def fault_line(result: dict[str, Any]) -> str:
 
 
 def _noticed_by(
-    run_log: RunLog,
-    rank: int,
-    kinds: Collection[str],
-    since_s: Mapping[int, float],
-    until_s: float,
+    run_log: RunLog, rank: int, kinds: Collection[str], since_s: Mapping[int, float], until_s: float
 ) -> dict[int, float]:
     """Return when each worker of ``since_s`` first noticed ``rank``, from its time there on."""
     found: dict[int, float] = {}

@@ -194,13 +194,7 @@ def _faults(view: RunView) -> dict[str, Any]:
     missing = sorted(set(range(view.num_ranks)) - set(view.ranks))
     return {
         "events": [
-            (
-                f"{event.at_s:.2f}",
-                event.rank,
-                event.words,
-                _witnesses(event),
-                view.known_of(event),
-            )
+            (f"{event.at_s:.2f}", event.rank, event.words, _witnesses(event), view.known_of(event))
             for event in view.events
         ],
         "unended": ", ".join(

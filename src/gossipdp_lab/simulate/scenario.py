@@ -41,9 +41,6 @@ MakeOptimizer: TypeAlias = Callable[[list[Tensor]], Optimizer | Sequence[Optimiz
 vector. Those whose steps depend on shapes are made of views of the row."""
 Fidelity: TypeAlias = Literal["ideal", "links"]
 
-LATENCY_S = 0.0005
-"""Default latency of a message: within one data center."""
-
 TOO_LARGE_SPREAD = 3.0
 """With a larger spread the mean comes from steps so rare that a run does not see them: nearly all
 its steps take almost no time, and the run has too many of them."""
@@ -85,7 +82,8 @@ class LognormalTime(Checked, ComputeTime):
     spread: float = option(0.1, partial(number, below=TOO_LARGE_SPREAD))
 
     def begin(self, seed: int) -> StepTimes:
-        source = _sources(seed)
+        # A random source a rank, so that no worker's draws depend on another's.
+        source = cache(lambda rank: Random(f"{seed} compute {rank}"))
         median = math.log(self.step_s) - self.spread**2 / 2  # so that the mean is step_s
         return lambda rank: source(rank).lognormvariate(median, self.spread)
 
@@ -111,11 +109,6 @@ class SlowedTime(ComputeTime):
         return lambda rank: draw(rank) * self.factors.get(rank, 1.0)
 
 
-def _sources(seed: int) -> Callable[[int], Random]:
-    """Return one random source a rank, so that no worker's draws depend on another's."""
-    return cache(lambda rank: Random(f"{seed} compute {rank}"))
-
-
 def _speed(name: str, value: float) -> float:
     return value if value == math.inf else positive_number(name, value)
 
@@ -125,11 +118,11 @@ class Link(Checked):
     """One link, the same in both directions.
 
     Args:
-        latency_s: how long a byte travels, in seconds.
+        latency_s: how long a byte travels, in seconds; by default as within one data center.
         bytes_per_s: how fast bytes leave, in each direction.
     """
 
-    latency_s: float = option(LATENCY_S, number)
+    latency_s: float = option(0.0005, number)
     bytes_per_s: float = option(math.inf, _speed)
 
 

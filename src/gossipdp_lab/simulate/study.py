@@ -29,9 +29,6 @@ WORTH_PROCESSES_S = 10.0
 """Processes take seconds to start: torch is imported, and numba compiles in each."""
 
 
-# --- one run -------------------------------------------------------------------------------
-
-
 def simulate(scenario: Scenario, method: str, on_progress: Progress | None = None) -> Trace:
     """Simulate one run.
 
@@ -81,9 +78,6 @@ def check_method(method: str) -> None:
         raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
 
 
-# --- many runs -----------------------------------------------------------------------------
-
-
 class Job(NamedTuple):
     """One run."""
 
@@ -97,10 +91,7 @@ class Job(NamedTuple):
 
 
 def simulate_all(
-    jobs: Sequence[Job],
-    *,
-    processes: int | None = None,
-    on_progress: Progress | None = None,
+    jobs: Sequence[Job], *, processes: int | None = None, on_progress: Progress | None = None
 ) -> list[Trace]:
     """Simulate every job, and return the traces in the order of the jobs.
 

@@ -128,9 +128,7 @@ class Trace:
 
 
 def decay_per_exchange(
-    exchanges_per_worker: ArrayLike,
-    consensus_distances: ArrayLike,
-    lowest: float = TAIL_LOWEST,
+    exchanges_per_worker: ArrayLike, consensus_distances: ArrayLike, lowest: float = TAIL_LOWEST
 ) -> float:
     """Return the slope of -log(consensus distance) over exchanges per worker, by least squares.
 

@@ -32,10 +32,7 @@ if TYPE_CHECKING:
     from gossipdp_lab.tasks.workload import Workload
 
 # Module and class of each name: first of the demo, then of the recipes.
-WORKLOADS = {
-    "digits": "digits.Digits",
-    "pystdlib-small": "text.PyStdlib",
-}
+WORKLOADS = {"digits": "digits.Digits", "pystdlib-small": "text.PyStdlib"}
 RECIPES = {
     "cifar10": "images.Cifar10",
     "imagenet": "images.ImageNet",
@@ -47,7 +44,7 @@ RECIPES = {
 def make_workload(name: str, **options: Any) -> Workload[Any]:
     """Make the workload of this name, which needs no download.
 
-    >>> make_workload("digits", disjoint=True).metric_name
+    >>> make_workload("digits").metric_name
     'test_accuracy'
     """
     if name not in WORKLOADS:

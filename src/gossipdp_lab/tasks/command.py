@@ -97,10 +97,7 @@ def run(arguments: TrainArguments) -> int:
     worker_device(options.device)
     make_recipe(replace(options, device="cpu"))  # opens the data
     launch(
-        train,
-        world_size=arguments.workers,
-        args=(options,),
-        max_restarts=arguments.max_restarts,
+        train, world_size=arguments.workers, args=(options,), max_restarts=arguments.max_restarts
     )
     return 0
 
@@ -228,55 +225,45 @@ def wrap(
     )
 
 
-class TrainingView:
+class TrainingView(ProgressView):
     """The display of the lead while it trains; other workers show nothing.
 
     num_samples: of one epoch.
     """
 
     def __init__(
-        self,
-        model: Trained,
-        options: TrainOptions,
-        num_samples: int,
-        console: Console,
+        self, model: Trained, options: TrainOptions, num_samples: int, console: Console
     ) -> None:
+        super().__init__("training", console=console, redraw_every_s=0.5, line_every_s=10.0)
         self._model = model
         self._epochs = options.epochs
         self._num_samples = num_samples
-        self._shown_s, self._shown_progress = time.monotonic(), model.progress()
+        self._at_s, self._progress = time.monotonic(), model.progress()
         self._losses: list[Tensor] = []
-        self._view = ProgressView(
-            "training", console=console, redraw_every_s=0.5, line_every_s=10.0
-        )
         self._is_shown = model.is_lead
         if self._is_shown:
             say(console, _opening(model, options, num_samples), markup=True)
-            self._view.start()
+            self.start()
 
     def step(self, loss: Tensor) -> None:
         """Count a gradient step; ``loss`` is of its batch, and is read only when it is shown."""
         self._losses.append(loss.detach())
-        if not self._view.is_due:
+        if not self.is_due:
             return
         if self._model.is_lead != self._is_shown:
             self._is_shown = not self._is_shown
-            (self._view.start if self._is_shown else self._view.stop)()
+            (self.start if self._is_shown else self.stop)()
         if not self._is_shown:
             self._losses.clear()
             return
         progress, now_s = self._model.progress(), time.monotonic()
         mean = sum(float(each) for each in self._losses) / len(self._losses)
-        samples = (progress - self._shown_progress) * self._epochs * self._num_samples
-        speed = samples / max(now_s - self._shown_s, 1e-9)
+        samples = (progress - self._progress) * self._epochs * self._num_samples
+        speed = samples / max(now_s - self._at_s, 1e-9)
         epoch = f"epoch {progress * self._epochs:.2f} of {self._epochs}"
-        self._view.advance(progress, f"{epoch}, loss {mean:.4f}, {speed:,.0f} samples/s")
-        self._shown_s, self._shown_progress = now_s, progress
+        self.advance(progress, f"{epoch}, loss {mean:.4f}, {speed:,.0f} samples/s")
+        self._at_s, self._progress = now_s, progress
         self._losses.clear()
-
-    def stop(self) -> None:
-        """Take the bar off the terminal."""
-        self._view.stop()
 
 
 def _opening(model: Trained, options: TrainOptions, num_samples: int) -> str:

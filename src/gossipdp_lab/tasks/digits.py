@@ -41,14 +41,11 @@ class Digits(Workload[ImagesAndLabels]):
     def __init__(
         self,
         *,
-        disjoint: bool = False,
         batch_size: int = 32,
         network: NetworkName = "convolutional",
         dirichlet_alpha: float | None = None,
     ) -> None:
-        super().__init__(batch_size, disjoint=disjoint)
-        if dirichlet_alpha is not None and disjoint:
-            raise ValueError("disjoint data and dirichlet_alpha exclude each other; choose one")
+        super().__init__(batch_size)
         if dirichlet_alpha is not None:
             positive_number("dirichlet_alpha", dirichlet_alpha)
         self.network = one_of(("convolutional", "perceptron"), "network", network)
@@ -80,11 +77,7 @@ class Digits(Workload[ImagesAndLabels]):
         shuffle = worker_seed(rank, num_workers, seed)
         images, labels = _load()[0]
         rows = torch.arange(len(labels))
-        if self.disjoint:
-            # The split follows from the seed alone: every worker computes the same one.
-            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-            rows = order[rank::num_workers]
-        elif self.dirichlet_alpha is not None:
+        if self.dirichlet_alpha is not None:
             rows = _dirichlet_rows(labels, self.dirichlet_alpha, shuffle)
         return BatchLoader(
             rows,

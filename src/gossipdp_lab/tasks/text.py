@@ -40,8 +40,8 @@ class Gpt(Workload[Tensor]):
     """Windows, evenly spaced over the held-out text, that are evaluated at most."""
 
     def __init__(self, options: BytesGptOptions, *, disjoint: bool = False) -> None:
-        super().__init__(options.batch_size, disjoint=disjoint, device=options.device)
-        self.options = options
+        super().__init__(options.batch_size, device=options.device)
+        self.options, self.disjoint = options, disjoint
         self.train, self.validation = read_text(options.data)
         self.check_one_batch()
         if len(self.validation) <= options.context:
