@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from gossipdp.rules import shown_rate
+from gossipdp_lab.console import say, table_of
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import train, write_reports
 from gossipdp_lab.demo.watch import fault_line
-from gossipdp_lab.progress_bar import say
 
 
 def check(arguments: DemoArguments) -> None:
@@ -53,7 +52,7 @@ def run(arguments: DemoArguments) -> int:
     console = Console()
     training = train(arguments, console)
     words = training.metric_name.replace("_", " ")
-    console.print(_table(training.summary["workers"], words))
+    console.print(table_of([_row(worker, words) for worker in training.summary["workers"]]))
     lines = _lines(arguments, training.summary, words)
     lines += write_reports(arguments, training.run_log)
     lines += [f"[bold red]{problem}[/bold red]" for problem in training.problems]
@@ -64,22 +63,16 @@ def run(arguments: DemoArguments) -> int:
     return 1 if training.problems else 0
 
 
-def _table(workers: Sequence[dict[str, Any]], words: str) -> Table:
-    table = Table()
-    headings = ("worker", "gradient steps", "samples/s", "exchanges", "waited (s)")
-    for heading in (*headings, f"{words} before averaging"):
-        table.add_column(heading, justify="right")
-    for worker in workers:
-        metric = worker["metric_before_average"]
-        table.add_row(
-            str(worker["rank"]),
-            f"{worker['gradient_steps']:,}",
-            f"{worker['samples_per_second']:,.0f}",
-            f"{worker['exchanges']:,}",
-            f"{worker['waited_seconds']:.2f}",
-            "killed" if metric is None else f"{metric:.4f}",
-        )
-    return table
+def _row(worker: Mapping[str, Any], words: str) -> dict[str, str]:
+    metric = worker["metric_before_average"]
+    return {
+        "worker": str(worker["rank"]),
+        "gradient steps": f"{worker['gradient_steps']:,}",
+        "samples/s": f"{worker['samples_per_second']:,.0f}",
+        "exchanges": f"{worker['exchanges']:,}",
+        "waited (s)": f"{worker['waited_seconds']:.2f}",
+        f"{words} before averaging": "killed" if metric is None else f"{metric:.4f}",
+    }
 
 
 def _lines(arguments: DemoArguments, summary: dict[str, Any], words: str) -> list[str]:

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from gossipdp.launcher.fault_plan import FaultPlan
+from gossipdp_lab.console import say, table_of
 from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import Training, shown, train, write_reports
-from gossipdp_lab.progress_bar import say
 from gossipdp_lab.report.view import Points, RunView, Span, merged
 from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, OKABE_ITO, new_figure
 from gossipdp_lab.tasks import MethodName
@@ -158,7 +157,7 @@ def compare(arguments: DemoArguments) -> int:
         say(console, f"{number} of {len(runs)}: {_name(method)}")
         trainings[method] = train(own, console)
     verdict = judge(runs[arguments.method], trainings)
-    console.print(_table(trainings))
+    console.print(table_of([_row(*each) for each in trainings.items()]))
     console.print(str(verdict), style="bold", highlight=False)
     picture = arguments.directory / PICTURE_FILE
     draw_comparison(trainings, picture, title=textwrap.fill(str(verdict), 80))
@@ -202,22 +201,17 @@ def _name(method: str) -> str:
     return "all-reduce" if method == "allreduce" else method
 
 
-def _table(trainings: Mapping[str, Training]) -> Table:
-    table = Table()
-    for heading in ("method", "samples", "samples/s", "waited", "bits per byte"):
-        table.add_column(heading, justify="right")
-    for method, training in trainings.items():
-        summary = training.summary
-        seconds, workers = summary["train_seconds"], summary["workers"]
-        waited = sum(worker["waited_seconds"] for worker in workers) / len(workers) / seconds
-        table.add_row(
-            _name(method),
-            f"{summary['samples']:,}",
-            f"{summary['samples'] / seconds:,.0f}",
-            f"{waited:.0%}",
-            f"{summary[training.metric_name]:.3f}",
-        )
-    return table
+def _row(method: str, training: Training) -> dict[str, str]:
+    summary = training.summary
+    seconds, workers = summary["train_seconds"], summary["workers"]
+    waited = sum(worker["waited_seconds"] for worker in workers) / len(workers) / seconds
+    return {
+        "method": _name(method),
+        "samples": f"{summary['samples']:,}",
+        "samples/s": f"{summary['samples'] / seconds:,.0f}",
+        "waited": f"{waited:.0%}",
+        "bits per byte": f"{summary[training.metric_name]:.3f}",
+    }
 
 
 # The picture.

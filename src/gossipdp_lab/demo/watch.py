@@ -20,7 +20,7 @@ from gossipdp.launcher.faults import FaultRecord
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.board import StatusBoard
 from gossipdp.observe.status import MemberStatus, WorkerStatus
-from gossipdp_lab.progress_bar import Display
+from gossipdp_lab.console import Display
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView
 

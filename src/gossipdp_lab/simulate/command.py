@@ -30,7 +30,7 @@ from gossipdp.rules import (
     shown_rate,
 )
 from gossipdp_lab import simulate
-from gossipdp_lab.progress_bar import ProgressView, say
+from gossipdp_lab.console import ProgressView, say, table_of
 
 FILE_WIDTH = 140
 """Width of the table if it does not go to a terminal, so that its cells stay whole."""
@@ -345,7 +345,7 @@ Results: TypeAlias = "Sequence[tuple[Run, simulate.Trace]]"
 
 def table(results: Results) -> Table:
     """Return a row for each run, with the values at its end."""
-    made = Table()
+    rows = []
     for run, trace in results:
         objective, last = run.job.scenario.objective, trace.records[-1]
         slowest, fastest = _gradient_steps(trace)
@@ -364,9 +364,10 @@ def table(results: Results) -> Table:
             "idle": f"{last.idle_share:.1%}",
             "time (s)": f"{last.time_s:,.1f}",
         }
-        for column in () if made.columns else cells:
-            made.add_column(column, justify="right" if column else "left", overflow="fold")
-        made.add_row(*cells.values())
+        rows.append(cells)
+    made = table_of(rows)
+    for column in made.columns:
+        column.overflow = "fold"
     return made
 
 

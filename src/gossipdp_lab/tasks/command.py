@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from gossipdp.rules import at_least_0, at_least_1, option, shown_rate
-from gossipdp_lab.progress_bar import ProgressView, say
+from gossipdp_lab.console import ProgressView, say, table_of
 from gossipdp_lab.tasks import (
     BytesGptOptions,
     Cifar10Options,
@@ -181,7 +180,7 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
     }
     if options.json is not None:
         options.json.write_text(json.dumps(outcome, indent=2) + "\n", "utf-8")
-    console.print(outcome_table(outcome))
+    console.print(table_of([_outcome_row(outcome)]))
     say(console, *_outcome_lines(outcome, options, model.rank), markup=True)
     return outcome
 
@@ -276,9 +275,9 @@ def _opening(model: Trained, options: TrainOptions, num_samples: int) -> str:
     return f"{text}, batch {options.batch_size} a worker"
 
 
-def outcome_table(outcome: dict[str, Any]) -> Table:
+def _outcome_row(outcome: dict[str, Any]) -> dict[str, str]:
     """Return the row of the paper's tables, under its headings."""
-    cells = {
+    return {
         "method": outcome["method"],
         "graph": outcome["graph"] if outcome["method"] in ("a2cid2", "gossip") else "-",
         "workers": f"{outcome['num_workers']}",
@@ -287,11 +286,6 @@ def outcome_table(outcome: dict[str, Any]) -> Table:
         "steps, slowest": f"{outcome['slowest_steps']:,}",
         "steps, fastest": f"{outcome['fastest_steps']:,}",
     }
-    table = Table()
-    for heading in cells:
-        table.add_column(heading, justify="right")
-    table.add_row(*cells.values())
-    return table
 
 
 def _outcome_lines(outcome: dict[str, Any], options: TrainOptions, rank: int) -> list[str]:

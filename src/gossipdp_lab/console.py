@@ -1,15 +1,16 @@
-"""The progress of long work: a drawing on a terminal, a line now and then elsewhere."""
+"""What commands of the lab show: lines, tables, and the progress of long work."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 
 def say(console: Console, *lines: str, markup: bool = False) -> None:
@@ -18,8 +19,18 @@ def say(console: Console, *lines: str, markup: bool = False) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=markup)
 
 
+def table_of(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table of rows by heading; the column without a heading names them."""
+    table = Table()
+    for heading in rows[0]:
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
 class Display:
-    """A place for what work has to show. It draws in the calling thread and starts none.
+    """A drawing on a terminal, a line now and then elsewhere. It draws in the calling thread.
 
     Args:
         console: shows it.
