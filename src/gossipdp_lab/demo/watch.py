@@ -181,15 +181,13 @@ def fault_line(result: dict[str, Any]) -> str:
         )
     did = "killed" if result["kind"] == "kill" else "stopped"
     times = [time_s for time_s in result["detected_s"].values() if time_s is not None]
-    text = f"worker {result['rank']} {did} at {result['at_s']:.1f} s: "
+    noticed, back = "no worker noticed", ""
     if times:
-        text += f"noticed after {min(times):.2f} to {max(times):.2f} s by {len(times)} of "
-        text += f"{len(result['detected_s'])} others"
-    else:
-        text += "no worker noticed"
+        others = f"{len(times)} of {len(result['detected_s'])} others"
+        noticed = f"noticed after {min(times):.2f} to {max(times):.2f} s by {others}"
     if result["rejoined_s"] is not None:
-        text += f", back after {result['rejoined_s']:.1f} s"
-    return text
+        back = f", back after {result['rejoined_s']:.1f} s"
+    return f"worker {result['rank']} {did} at {result['at_s']:.1f} s: {noticed}{back}"
 
 
 def _noticed_by(
@@ -211,15 +209,12 @@ def _witnesses(record: FaultRecord, records: Sequence[FaultRecord], run_log: Run
     to_s = from_s + (KILL_NOTICED_S if record.kind == "kill" else STOP_NOTICED_S)
     away = {record.rank}
     for other in records:
-        happened_s = other.clock_s
-        if other is record or happened_s is None or other.kind == "slow":
+        if (happened_s := other.clock_s) is None or other.kind == "slow":
             continue
         until_s = happened_s + (other.for_s or 0.0)
         if other.kind == "kill":
             lives = run_log.workers[other.rank].lives
-            until_s = min(
-                (life.at_s for life in lives if life.at_s > happened_s), default=float("inf")
-            )
+            until_s = min((life.at_s for life in lives if life.at_s > happened_s), default=math.inf)
         if happened_s <= to_s and until_s >= from_s:
             away.add(other.rank)
     return [rank for rank in run_log.workers if rank not in away]
