@@ -53,10 +53,6 @@ class LiveView(Display):
     """The table of ``gossipdp top`` in a terminal, made of the logs; elsewhere a line now and then.
 
     Call ``poll`` a few times a second.
-
-    >>> options = {"num_workers": 4, "console": console}  # doctest: +SKIP
-    >>> with LiveView(directory, **options) as view:  # doctest: +SKIP
-    ...     launch(train, world_size=4, on_poll=view.poll)
     """
 
     def __init__(

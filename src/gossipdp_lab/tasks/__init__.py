@@ -42,11 +42,7 @@ RECIPES = {
 
 
 def make_workload(name: str, **options: Any) -> Workload[Any]:
-    """Make the workload of this name, which needs no download.
-
-    >>> make_workload("digits").metric_name
-    'test_accuracy'
-    """
+    """Make the workload of this name, which needs no download."""
     if name not in WORKLOADS:
         raise ValueError(f"there is no workload {name!r}; choose one of {', '.join(WORKLOADS)}")
     return _make(WORKLOADS[name], **options)

@@ -100,10 +100,6 @@ class PyStdlib(Gpt):
 
     It has 70,592 parameters, and a step takes 6 ms of one core. The learning rate was tuned with 4
     workers: see ``demo/compare.py``. changes: options of the recipe other than these.
-
-    >>> stdlib = PyStdlib()
-    >>> next(iter(stdlib.train_loader(rank=0, num_workers=4, seed=0))).shape
-    torch.Size([8, 65])
     """
 
     num_validation_windows = 1024
