@@ -18,7 +18,7 @@ from pathlib import Path
 from gossipdp.cli.main import Common
 from gossipdp.cli.run import RunArguments
 from gossipdp.cli.top import TopArguments
-from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.report.command import ReportArguments
 from gossipdp_lab.tasks import RunOptions, TrainOptions
 from gossipdp_lab.tasks.command import TrainArguments

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gossipdp.rules import shown_rate
 from gossipdp_lab.console import say, table_of
-from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.demo.training import train, write_reports
 from gossipdp_lab.demo.watch import fault_line
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp_lab.console import say, table_of
-from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.demo.training import Training, shown, train, write_reports
 from gossipdp_lab.report.view import Points, RunView, Span, merged
 from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, OKABE_ITO, new_figure

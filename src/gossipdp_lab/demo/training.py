@@ -23,7 +23,7 @@ from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, worker_file, write_process_end
 from gossipdp.rules import shown_rate
 from gossipdp_lab.console import say
-from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.demo.watch import LiveView, fault_results
 from gossipdp_lab.report.run_log import RunLog
 

@@ -15,36 +15,14 @@ from rich.text import Text
 
 from gossipdp.cli.top import draw, summary
 from gossipdp.gossip.counters import Counters
-from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultRecord
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.board import StatusBoard
 from gossipdp.observe.status import MemberStatus, WorkerStatus
 from gossipdp_lab.console import Display
+from gossipdp_lab.demo import KILL_NOTICED_S, STOP_NOTICED_S
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView
-
-# All workers that can notice a fault have noticed it after this time.
-KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 6.0
-# A run goes on for one of these after its last fault: BACK_S if that worker must come back first.
-BACK_S = 8.0
-AFTER_S = 4.0
-
-
-def least_duration_s(plan: FaultPlan, *, restart: bool) -> float:
-    """Return how long a run must train so that all faults happen, are noticed and pass.
-
-    If a clause repeats, only its first fault counts.
-    """
-    least_s = 0.0
-    for clause in plan.clauses:
-        after_s = BACK_S if restart and clause.kind == "kill" else AFTER_S
-        if clause.kind == "stop":
-            least_s = max(least_s, clause.time_s + STOP_NOTICED_S + 1)
-        if clause.kind != "slow" or clause.time_s:  # a slow worker may be slow all the time
-            least_s = max(least_s, clause.time_s + (clause.for_s or 0.0) + after_s)
-    return least_s
-
 
 # The workers, live.
 

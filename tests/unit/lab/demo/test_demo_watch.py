@@ -11,7 +11,8 @@ from gossipdp.launcher.fault_plan import FaultPlan
 from gossipdp.launcher.faults import FaultRecord
 from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.protocol.actions import Notice
-from gossipdp_lab.demo.watch import LiveView, answers_of, fault_results, least_duration_s
+from gossipdp_lab.demo import least_duration_s
+from gossipdp_lab.demo.watch import LiveView, answers_of, fault_results
 from gossipdp_lab.report.run_log import RunLog
 
 
