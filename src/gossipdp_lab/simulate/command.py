@@ -215,20 +215,14 @@ def _run(arguments: SimulateArguments, label: str, case: int, job: simulate.Job)
 
 def timeline_jobs(runs: Sequence[Run]) -> list[simulate.Job]:
     """Return short runs of the first case, one a method, with their timelines."""
-    return [
-        simulate.Job(
-            replace(
-                job.scenario,
-                num_steps=min(TIMELINE_STEPS, job.scenario.num_steps),
-                num_records=1,
-                stop_below=0.0,
-                keep_timeline=True,
-            ),
-            job.method,
+    jobs = []
+    for scenario, method in (run.job for run in runs if run.case == 0):
+        steps = min(TIMELINE_STEPS, scenario.num_steps)
+        short = replace(
+            scenario, num_steps=steps, num_records=1, stop_below=0.0, keep_timeline=True
         )
-        for _, case, job, _ in runs
-        if case == 0
-    ]
+        jobs.append(simulate.Job(short, method))
+    return jobs
 
 
 def title(arguments: SimulateArguments) -> str:

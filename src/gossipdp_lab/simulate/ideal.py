@@ -163,7 +163,7 @@ class PoissonEdges:
         c = x[:, :0] if population.c is None else population.c.numpy()
         exchange = _compiled_exchanges()
         exchange(x, c, population.theta, phases, ends, self._excess, self._is_released)
-        if self._training.has_moments:
+        if self._training.moments:
             for pair in ends:
                 self._average_moments(*pair)
         self.num_exchanges += len(edges)

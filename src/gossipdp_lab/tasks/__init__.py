@@ -3,8 +3,8 @@
 workload       the interface of all of them
 digits         handwritten digits: no download, seconds
 text           a small GPT on the bytes of any text, by default Python's own standard library
-images         the paper's two: ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet
-fashion_mnist  their settings with a ResNet-8, for one core a worker
+images         the paper's two, ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet; and a ResNet-8 on
+               Fashion-MNIST, for one core a worker. resnet: the networks
 command        ``gossipdp train``: its workers, their loop, and the results
 
 Their names are here, and the options of recipes. This module imports no torch: ``--help`` is quick.
@@ -36,7 +36,7 @@ WORKLOADS = {"digits": "digits.Digits", "pystdlib-small": "text.PyStdlib"}
 RECIPES = {
     "cifar10": "images.Cifar10",
     "imagenet": "images.ImageNet",
-    "fashion-mnist": "fashion_mnist.FashionMnist",
+    "fashion-mnist": "images.FashionMnist",
     "bytes-gpt": "text.Gpt",
 }
 
