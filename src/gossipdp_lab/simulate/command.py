@@ -176,10 +176,9 @@ def make_runs(arguments: SimulateArguments) -> list[Run]:
     if len(set(rates)) < len(rates):
         raise ValueError(f"--comm-rate is {arguments.comm_rate!r}: each may stand there once")
     base = _base_scenario(arguments)
-    jobs = [simulate.Job(base, method) for method in methods]
     for method in methods:
         check_method(method)
-    _refuse_useless(arguments, jobs)
+    _refuse_useless(arguments, [simulate.Job(base, method) for method in methods])
     runs = []
     for case, (graph, rate) in enumerate(product(graphs, rates)):
         scenario = replace(base, graph=graph, comm_rate=rate)

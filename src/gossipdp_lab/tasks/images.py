@@ -21,12 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from gossipdp.parallel.schedule import parameter_groups
-from gossipdp_lab.tasks import (
-    Cifar10Options,
-    FashionMnistOptions,
-    ImageNetOptions,
-    TrainOptions,
-)
+from gossipdp_lab.tasks import Cifar10Options, FashionMnistOptions, ImageNetOptions, TrainOptions
 from gossipdp_lab.tasks.resnet import cifar_resnet18, fashion_resnet8, resnet50
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
 
@@ -50,8 +45,6 @@ HOW_TO_GET_CIFAR10 = (
     f"where {CIFAR10_FOLDER} lies with --data"
 )
 
-FASHION_MNIST_PARTS = ("train", "t10k")
-IMAGES, LABELS = "{}-images-idx3-ubyte", "{}-labels-idx1-ubyte"
 HOW_TO_GET_FASHION = (
     "install Debian's package dataset-fashion-mnist, or name with --data a folder that holds the "
     "four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and "
@@ -245,11 +238,9 @@ def read_fashion_mnist(folder: Path) -> tuple[Batch, Batch]:
         ValueError: a file does not have the format of Fashion-MNIST.
     """
     batches = []
-    for part in FASHION_MNIST_PARTS:
-        images, labels = (
-            read_idx(_idx_file(folder, name.format(part)), num_dimensions=dimensions)
-            for name, dimensions in ((IMAGES, 3), (LABELS, 1))
-        )
+    for part in ("train", "t10k"):
+        images = read_idx(_idx_file(folder, f"{part}-images-idx3-ubyte"), num_dimensions=3)
+        labels = read_idx(_idx_file(folder, f"{part}-labels-idx1-ubyte"), num_dimensions=1)
         if len(images) != len(labels):
             raise ValueError(
                 f"{folder} has {len(images):,} images but {len(labels):,} labels of {part}; are "
