@@ -194,8 +194,8 @@ class Training:
         self._factors = [1.0] * len(population.x)
         self._under_way: dict[int, None] = {}
         self._found: dict[int, Gradients] = {}
-        self.moments = dict(exchange_moments or {})
-        if unknown := sorted(self.moments.keys() - self._state.keys()):
+        self._moments = dict(exchange_moments or {})
+        if unknown := sorted(self._moments.keys() - self._state.keys()):
             raise ValueError(
                 f"exchange_moments names {', '.join(unknown)}, which the optimizer does not keep; "
                 f"choose among {', '.join(sorted(self._state)) or 'none'}"
@@ -267,7 +267,7 @@ class Training:
 
     def moments_due(self, count: int) -> list[Tensor]:
         """Return the tensors, (n, d), of the optimizer that a ``count``-th exchange averages."""
-        return [self._state[name] for name, every in self.moments.items() if count % every == 0]
+        return [self._state[name] for name, every in self._moments.items() if count % every == 0]
 
     def models_due(self, count: int) -> float:
         """Return how many models, moments too, either end sends in a ``count``-th exchange."""

@@ -201,7 +201,7 @@ class Scenario(Checked):
         num_records: number of points of its time series, evenly spaced.
         stop_below: end once the consensus distance is below this share of its first value.
         exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
-            too, and at every how many of the exchanges that a worker asks for.
+            too, and at every how many of the exchanges that a worker asks for; at "links" only.
         schedule: the factor on the learning rate at a share of the run, 0 to 1; None: always 1.
         keep_timeline: record what each worker does when.
     """
@@ -230,6 +230,11 @@ class Scenario(Checked):
             raise ValueError(
                 "comm_rate 'auto' follows what exchanges cost, and at fidelity 'ideal' they cost "
                 "nothing: choose fidelity 'links'"
+            )
+        if self.exchange_moments and self.fidelity != "links":
+            raise ValueError(
+                "exchange_moments has no effect at fidelity 'ideal', whose exchanges carry no "
+                "moments: choose fidelity 'links'"
             )
         for name, every in self.exchange_moments.items():
             at_least_1(f"exchange_moments[{name!r}]", every)
