@@ -89,7 +89,8 @@ def run(arguments: TrainArguments) -> int:
 
     from gossipdp.launcher.local import launch, start_fork_server
 
-    start_fork_server()  # it imports torch while this process does so too
+    # It imports torch and this module while this process does so too.
+    start_fork_server(also=[__name__])
 
     from gossipdp_lab.tasks.workload import worker_device
 
