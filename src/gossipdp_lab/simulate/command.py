@@ -226,16 +226,12 @@ def timeline_jobs(runs: Sequence[Run]) -> list[simulate.Job]:
 
 def title(arguments: SimulateArguments) -> str:
     """Describe the simulations in a line."""
-    workers = f"{arguments.workers} workers"
-    return ", ".join(
-        [
-            arguments.workload,
-            workers if "," in arguments.graph else f"{arguments.graph} of {workers}",
-            *([] if "," in arguments.comm_rate else [f"comm rate {arguments.comm_rate}"]),
-            f"fidelity {arguments.fidelity}",
-            f"seed {arguments.seed}",
-        ]
-    )
+    parts = [arguments.workload, f"{arguments.workers} workers"]
+    if "," not in arguments.graph:
+        parts[1] = f"{arguments.graph} of {parts[1]}"
+    if "," not in arguments.comm_rate:
+        parts.append(f"comm rate {arguments.comm_rate}")
+    return ", ".join([*parts, f"fidelity {arguments.fidelity}", f"seed {arguments.seed}"])
 
 
 def timeline_title(scenario: simulate.Scenario) -> str:
