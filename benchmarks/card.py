@@ -32,7 +32,7 @@ from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import tensor_bytes
-from gossipdp_lab.tasks.images import cifar_resnet18
+from gossipdp_lab.tasks.resnet import cifar_resnet18
 
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/unit/dynamics/test_device.py", "tests/integration/test_device.py")

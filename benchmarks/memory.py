@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
 from gossipdp_lab.baselines import leave
-from gossipdp_lab.tasks.images import cifar_resnet18
+from gossipdp_lab.tasks.resnet import cifar_resnet18
 
 NUM_STEPS_BEFORE, NUM_EXCHANGES, MOST_STEPS = 2, 4, 200
 NUM_WORKERS, BATCH_SIZE = 4, 2

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
 from gossipdp.gossip.processor import Quota
-from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
+from gossipdp_lab.tasks.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("none", "a2cid2")
 """The wrapper without exchanges, and with them."""

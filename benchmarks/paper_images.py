@@ -56,11 +56,11 @@ from gossipdp_lab.simulate import (
     SlowedTime,
     Trace,
 )
-from gossipdp_lab.simulate.optimizers import MakeOptimizer
-from gossipdp_lab.tasks.fashion_mnist import FashionMnist
-from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, RULE_BATCH
-from gossipdp_lab.tasks.options import FashionMnistOptions
-from gossipdp_lab.tasks.training import MODEL_FILE
+from gossipdp_lab.simulate.scenario import MakeOptimizer
+from gossipdp_lab.tasks import FashionMnistOptions
+from gossipdp_lab.tasks.command import MODEL_FILE
+from gossipdp_lab.tasks.images import RULE_BATCH, FashionMnist
+from gossipdp_lab.tasks.resnet import CIFAR_RESNET18_PARAMETERS
 
 NAME = "paper_images"
 NUM_RECORDS, NUM_BINS = 12, 40

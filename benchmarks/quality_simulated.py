@@ -41,7 +41,7 @@ from gossipdp_lab.simulate import (
     SlowedTime,
     Trace,
 )
-from gossipdp_lab.simulate.optimizers import MakeOptimizer
+from gossipdp_lab.simulate.scenario import MakeOptimizer
 from gossipdp_lab.simulate.study import ROUNDS
 from gossipdp_lab.simulate.synchronous import Rounds
 from gossipdp_lab.tasks.workload import learning_rate_factor

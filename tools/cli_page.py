@@ -18,10 +18,10 @@ from pathlib import Path
 from gossipdp.cli.main import Common
 from gossipdp.cli.run import RunArguments
 from gossipdp.cli.top import TopArguments
-from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.report.command import ReportArguments
+from gossipdp_lab.tasks import RunOptions, TrainOptions
 from gossipdp_lab.tasks.command import TrainArguments
-from gossipdp_lab.tasks.options import RunOptions, TrainOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 # The classes that define the options of a list. Those that a class inherits are another's.

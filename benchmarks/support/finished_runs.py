@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from gossipdp import WorkerFailedError
-from gossipdp_lab.progress_bar import ProgressView
+from gossipdp_lab.console import ProgressView
 from gossipdp_lab.simulate import Scenario, Trace, simulate
 
 Finished = TypeVar("Finished")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import gossipdp
 from gossipdp import WorkerFailedError
-from gossipdp_lab.tasks.options import BytesGptOptions
+from gossipdp_lab.tasks import BytesGptOptions
 from gossipdp_lab.tasks.text import Gpt
 from gossipdp_lab.tasks.workload import learning_rate_factor
 

@@ -11,4 +11,6 @@ tasks       built-in trainings: digits, bytes, CIFAR-10, ImageNet, and ``gossipd
 simulate    the same protocol on a virtual clock, and ``gossipdp simulate``
 report      pages from a run's logs, pictures of simulations, and ``gossipdp report``
 demo        several workers on this machine, with faults, and ``gossipdp demo``
+
+console     what their commands show: lines, tables, the progress of long work
 """

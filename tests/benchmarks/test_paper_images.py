@@ -11,7 +11,7 @@ from paper_images import ACCELERATED, ALL_REDUCE, DOUBLED, ROWS, Runs, Task, mai
 from torch import nn
 
 from gossipdp_lab.simulate import simulate
-from gossipdp_lab.simulate.optimizers import RowOptimizers
+from gossipdp_lab.simulate.population import RowOptimizers
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ CUT_AT_S, CUT_FOR_S, LEAST_S = 2.0, 10.0, 27.0
 SCRIPT = """
 import sys
 from pathlib import Path
-from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.demo.training import train_worker
 
 arguments = DemoArguments(workers=6, samples=6400, output=Path(sys.argv[1]))

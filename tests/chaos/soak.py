@@ -42,7 +42,7 @@ from rich.console import Console
 from run_processes import VARIABLES, RunCommand, runs
 
 import gossipdp
-from gossipdp_lab.progress_bar import ProgressView
+from gossipdp_lab.console import ProgressView
 
 SCRIPT = "tests/chaos/soak.py"
 WORKER = Path(__file__).with_name("soak_worker.py")

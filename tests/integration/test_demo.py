@@ -15,10 +15,10 @@ from waiting import LONGEST_S
 from gossipdp.launcher import faults
 from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.processes import SupervisedWorker
+from gossipdp_lab.demo import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo.command import run
 from gossipdp_lab.demo.compare import Verdict
-from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import DIGEST
 from gossipdp_lab.report.run_log import RunLog
 

@@ -10,15 +10,15 @@ import torch
 from image_files import write_cifar10, write_fashion_mnist, write_imagenet
 
 from gossipdp.cli.main import main
-from gossipdp_lab.tasks import make_recipe
-from gossipdp_lab.tasks.options import (
+from gossipdp_lab.tasks import (
     BytesGptOptions,
     Cifar10Options,
     FashionMnistOptions,
     ImageNetOptions,
     TrainOptions,
+    make_recipe,
 )
-from gossipdp_lab.tasks.training import MODEL_FILE, train
+from gossipdp_lab.tasks.command import MODEL_FILE, train
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ LAYERS = {
     "cli": {"graph", "protocol", "links", "launcher", "observe", "parallel"},
 }
 LAB_LAYERS = {
-    "progress_bar": set(),
+    "console": set(),
     "baselines": set(),
     "tasks": {"baselines"},
     "simulate": {"tasks"},
@@ -81,7 +81,7 @@ def files_of(layer: str, room: Path = SOURCE) -> list[Path]:
 @pytest.mark.parametrize(("room", "layers"), [(SOURCE, LAYERS), (LAB, LAB_LAYERS)])
 def test_import_arrows(room, layers):
     for layer in layers:
-        allowed = layers[layer] | EVERYONE_MAY | {layer, "progress_bar"}
+        allowed = layers[layer] | EVERYONE_MAY | {layer, "console"}
         for path in files_of(layer, room):
             names = [name.split(".") for name in imports_of(path)]
             own = {name[1] for name in names if name[0] == room.name and len(name) > 1}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from gossipdp.rules import shown_rate
-from gossipdp_lab.demo.compare import check_compare, compare
-from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.console import say, table_of
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.demo.training import train, write_reports
 from gossipdp_lab.demo.watch import fault_line
 
@@ -19,6 +18,8 @@ from gossipdp_lab.demo.watch import fault_line
 def check(arguments: DemoArguments) -> None:
     """Raise ValueError for invalid options; quick, without torch."""
     if arguments.compare:
+        from gossipdp_lab.demo.compare import check_compare
+
         check_compare(arguments)
     if arguments.samples and arguments.seconds:
         raise ValueError("--samples and --seconds both say when the run ends; leave one out")
@@ -45,42 +46,33 @@ def run(arguments: DemoArguments) -> int:
     """
     check(arguments)
     if arguments.compare:
+        from gossipdp_lab.demo.compare import compare
+
         return compare(arguments)
     console = Console()
-
-    def say(text: str, *, markup: bool = True) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=markup)
-
     training = train(arguments, console)
     words = training.metric_name.replace("_", " ")
-    console.print(_table(training.summary["workers"], words))
+    console.print(table_of([_row(worker, words) for worker in training.summary["workers"]]))
     lines = _lines(arguments, training.summary, words)
-    for line in (*lines, *write_reports(arguments, training.run_log)):
-        say(line)
-    for problem in training.problems:
-        say(f"[bold red]{problem}[/bold red]")
+    lines += write_reports(arguments, training.run_log)
+    lines += [f"[bold red]{problem}[/bold red]" for problem in training.problems]
+    say(console, *lines, markup=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(training.summary, indent=2) + "\n", "utf-8")
-        say(f"results: {arguments.json}", markup=False)
+        say(console, f"results: {arguments.json}")
     return 1 if training.problems else 0
 
 
-def _table(workers: Sequence[dict[str, Any]], words: str) -> Table:
-    table = Table()
-    headings = ("worker", "gradient steps", "samples/s", "exchanges", "waited (s)")
-    for heading in (*headings, f"{words} before averaging"):
-        table.add_column(heading, justify="right")
-    for worker in workers:
-        metric = worker["metric_before_average"]
-        table.add_row(
-            str(worker["rank"]),
-            f"{worker['gradient_steps']:,}",
-            f"{worker['samples_per_second']:,.0f}",
-            f"{worker['exchanges']:,}",
-            f"{worker['waited_seconds']:.2f}",
-            "killed" if metric is None else f"{metric:.4f}",
-        )
-    return table
+def _row(worker: Mapping[str, Any], words: str) -> dict[str, str]:
+    metric = worker["metric_before_average"]
+    return {
+        "worker": str(worker["rank"]),
+        "gradient steps": f"{worker['gradient_steps']:,}",
+        "samples/s": f"{worker['samples_per_second']:,.0f}",
+        "exchanges": f"{worker['exchanges']:,}",
+        "waited (s)": f"{worker['waited_seconds']:.2f}",
+        f"{words} before averaging": "killed" if metric is None else f"{metric:.4f}",
+    }
 
 
 def _lines(arguments: DemoArguments, summary: dict[str, Any], words: str) -> list[str]:

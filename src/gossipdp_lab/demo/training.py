@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, worker_file, write_process_end
 from gossipdp.rules import shown_rate
-from gossipdp_lab.demo.options import DemoArguments
+from gossipdp_lab.console import say
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.demo.watch import LiveView, fault_results
 from gossipdp_lab.report.run_log import RunLog
 
@@ -105,22 +107,15 @@ def _run_workers(
     from gossipdp.launcher.faults import FaultInjector
     from gossipdp.launcher.local import launch
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
-    say(_opening(arguments))
-    with LiveView(
-        arguments.directory,
-        num_workers=arguments.workers,
-        console=console,
-    ) as view:
+    say(console, _opening(arguments), markup=True)
+    with LiveView(arguments.directory, num_workers=arguments.workers, console=console) as view:
         injector = None
         if arguments.faults is not None:
             injector = FaultInjector(
                 arguments.fault_plan,
                 arguments.workers,
                 seed=arguments.seed,
-                say=say,
+                say=partial(say, console, markup=True),
                 directory=arguments.directory,
             )
         surprises: list[Failure] = []
@@ -192,7 +187,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
 
     from gossipdp.parallel.schedule import ProgressLR
     from gossipdp_lab.tasks import make_workload
-    from gossipdp_lab.tasks.training import wrap
+    from gossipdp_lab.tasks.command import wrap
 
     logs.configure()
     rank = int(os.environ["RANK"])
@@ -330,7 +325,7 @@ def not_back(faults: Sequence[dict[str, Any]]) -> list[str]:
 
 def write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
     """Write the page of the run; return lines that name the files."""
-    from gossipdp_lab.report.page import render
+    from gossipdp_lab.report.command import render
 
     directory = arguments.directory
     (directory / REPORT_FILE).write_text(render(run_log, directory.name), "utf-8")

@@ -8,55 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from gossipdp.cli.top import draw, summary
 from gossipdp.gossip.counters import Counters
-from gossipdp.launcher.faults import FaultPlan, FaultRecord
+from gossipdp.launcher.faults import FaultRecord
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.board import StatusBoard
 from gossipdp.observe.status import MemberStatus, WorkerStatus
+from gossipdp_lab.console import Display
+from gossipdp_lab.demo import KILL_NOTICED_S, STOP_NOTICED_S
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView
-
-# All workers that can notice a fault have noticed it after this time.
-KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 6.0
-# A run goes on for one of these after its last fault: BACK_S if that worker must come back first.
-BACK_S = 8.0
-AFTER_S = 4.0
-REDRAW_EVERY_S, LINE_EVERY_S = 0.1, 5.0
-
-
-def least_duration_s(plan: FaultPlan, *, restart: bool) -> float:
-    """Return how long a run must train so that all faults happen, are noticed and pass.
-
-    If a clause repeats, only its first fault counts.
-    """
-    least_s = 0.0
-    for clause in plan.clauses:
-        after_s = BACK_S if restart and clause.kind == "kill" else AFTER_S
-        if clause.kind == "stop":
-            least_s = max(least_s, clause.time_s + STOP_NOTICED_S + 1)
-        if clause.kind != "slow" or clause.time_s:  # a slow worker may be slow all the time
-            least_s = max(least_s, clause.time_s + (clause.for_s or 0.0) + after_s)
-    return least_s
-
 
 # The workers, live.
 
 
-class LiveView:
+class LiveView(Display):
     """The table of ``gossipdp top`` in a terminal, made of the logs; elsewhere a line now and then.
 
-    Call ``poll`` a few times a second. It draws in the calling thread and starts none.
-
-    >>> options = {"num_workers": 4, "console": console}  # doctest: +SKIP
-    >>> with LiveView(directory, **options) as view:  # doctest: +SKIP
-    ...     launch(train, world_size=4, on_poll=view.poll)
+    Call ``poll`` a few times a second.
     """
 
     def __init__(
@@ -67,40 +41,24 @@ class LiveView:
         console: Console,
         clock: Callable[[], float] = since_boot_s,
     ) -> None:
+        super().__init__(console, clock=clock)
         self._directory = directory
         self._num_workers = num_workers
         self._run_log, self._board = RunLog(), StatusBoard(())
-        self._console = console
-        self._clock = clock
-        self._began_s = self._shown_s = clock()
-        self._every_s = REDRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._live.stop()
 
     def poll(self) -> None:
         """Read what the workers have logged since the last look, and show it, if that is due."""
-        now_s, job = self._clock(), None
-        if now_s - self._shown_s < self._every_s:
+        if not self.is_due:
             return
-        self._shown_s = now_s
         self._run_log.follow(self._directory)
-        if any(worker.lives for worker in self._run_log.workers.values()):
-            self._board.take(answers_of(self._run_log), now_s)
-            job = self._board.job(now_s)
-        starting, (width, height) = f"starting {self._num_workers} workers", self._console.size
-        if self._console.is_terminal:
-            page = draw(job, width, height - 1) if job else Text(starting)
-            self._live.update(page, refresh=True)
-        else:
-            line = f"{now_s - self._began_s:4.0f} s  {summary(job) if job else starting}"
-            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        if not any(worker.lives for worker in self._run_log.workers.values()):
+            starting = f"starting {self._num_workers} workers"
+            self.show(Text(starting), starting)
+            return
+        now_s, (width, height) = self._clock(), self._console.size
+        self._board.take(answers_of(self._run_log), now_s)
+        job = self._board.job(now_s)
+        self.show(draw(job, width, height - 1), summary(job))
 
 
 def answers_of(run_log: RunLog) -> dict[str, WorkerStatus | Exception]:
@@ -197,23 +155,17 @@ def fault_line(result: dict[str, Any]) -> str:
         )
     did = "killed" if result["kind"] == "kill" else "stopped"
     times = [time_s for time_s in result["detected_s"].values() if time_s is not None]
-    text = f"worker {result['rank']} {did} at {result['at_s']:.1f} s: "
+    noticed, back = "no worker noticed", ""
     if times:
-        text += f"noticed after {min(times):.2f} to {max(times):.2f} s by {len(times)} of "
-        text += f"{len(result['detected_s'])} others"
-    else:
-        text += "no worker noticed"
+        others = f"{len(times)} of {len(result['detected_s'])} others"
+        noticed = f"noticed after {min(times):.2f} to {max(times):.2f} s by {others}"
     if result["rejoined_s"] is not None:
-        text += f", back after {result['rejoined_s']:.1f} s"
-    return text
+        back = f", back after {result['rejoined_s']:.1f} s"
+    return f"worker {result['rank']} {did} at {result['at_s']:.1f} s: {noticed}{back}"
 
 
 def _noticed_by(
-    run_log: RunLog,
-    rank: int,
-    kinds: Collection[str],
-    since_s: Mapping[int, float],
-    until_s: float,
+    run_log: RunLog, rank: int, kinds: Collection[str], since_s: Mapping[int, float], until_s: float
 ) -> dict[int, float]:
     """Return when each worker of ``since_s`` first noticed ``rank``, from its time there on."""
     found: dict[int, float] = {}
@@ -231,15 +183,12 @@ def _witnesses(record: FaultRecord, records: Sequence[FaultRecord], run_log: Run
     to_s = from_s + (KILL_NOTICED_S if record.kind == "kill" else STOP_NOTICED_S)
     away = {record.rank}
     for other in records:
-        happened_s = other.clock_s
-        if other is record or happened_s is None or other.kind == "slow":
+        if (happened_s := other.clock_s) is None or other.kind == "slow":
             continue
         until_s = happened_s + (other.for_s or 0.0)
         if other.kind == "kill":
             lives = run_log.workers[other.rank].lives
-            until_s = min(
-                (life.at_s for life in lives if life.at_s > happened_s), default=float("inf")
-            )
+            until_s = min((life.at_s for life in lives if life.at_s > happened_s), default=math.inf)
         if happened_s <= to_s and until_s >= from_s:
             away.add(other.rank)
     return [rank for rank in run_log.workers if rank not in away]

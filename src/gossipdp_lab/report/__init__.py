@@ -2,6 +2,6 @@
 
 run_log       the logs as they were written
 view          the logs on one clock
-page          a run as one page that opens offline: gossipdp report. charts: its drawings;
+command       gossipdp report: a run as one page that opens offline. charts: its drawings;
               page.html, charts.html: jinja templates; page.css, page.js
 """

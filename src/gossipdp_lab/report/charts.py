@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,12 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
 MOST_POINTS = 300
 LOG_FROM_RATIO = 20.0
 HEAT_SIZE, HEAT_MARGIN = 340, 34
-MOST_LABELLED, MOST_WRITTEN = 24, 8
+MOST_HEAT_WORKERS, MOST_LABELLED, MOST_WRITTEN = 64, 24, 8
 TIMELINE_TOP, MANY_WORKERS = 8, 16
 MOST_SPANS = 300
 STATES = ("computing", "waiting", "idle", "away")
 
 Drawing = dict[str, Any]
-Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -96,24 +95,16 @@ def colour(index: int, count: int) -> str:
 
 
 def line_chart(
-    name: str,
-    lines: Sequence[Points],
-    ranks: Sequence[int],
-    *,
-    y_label: str,
-    x_end: float,
-    starts_of_pieces: Sequence[Sequence[float]],
-    mark: tuple[float, float] | None = None,
-    mark_label: str = "",
+    view: RunView, field: str, *, y_label: str, end: float | None = None, end_label: str = ""
 ) -> Drawing | None:
-    """Draw a line for each worker, from x = 0 to ``x_end``; return None without values.
+    """Draw a field of the records over the whole run, a line a worker; return None without values.
 
     The y scale is logarithmic if positive values differ by a factor of 20. Values that are not
-    finite are left out, and long lines are thinned by means. For each line ``starts_of_pieces``
-    holds each x at which a new piece begins, not joined to the point before.
+    finite are left out, and long lines are thinned by means. ``end`` is a value at the run's end.
     """
+    lines, x_end = view.over_time(field), view.duration_s
     thinned = [_thinned(each, x_end) for each in lines]
-    marks = [mark] if mark else []
+    marks = [] if end is None else [(x_end, end)]
     values = [y for each in [*thinned, marks] for _, y in each]
     if not values:
         return None
@@ -125,10 +116,11 @@ def line_chart(
         low, high = min(0.0, *values), max(*values, 0.0) * 1.05 or 1.0
     x = Scale(0.0, x_end, LEFT, WIDTH - RIGHT)
     y = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
-    labels = [f"worker {rank}" for rank in ranks]
+    labels = [f"worker {rank}" for rank in view.ranks]
     colours = [colour(index, len(lines)) for index in range(len(lines))]
     shown, series = [], []
-    for index, (each, starts) in enumerate(zip(thinned, starts_of_pieces, strict=True)):
+    pieces_from = view.starts_of_pieces(lines)
+    for index, (each, starts) in enumerate(zip(thinned, pieces_from, strict=True)):
         points = [(at, value) for at, value in each if not is_log or value > 0]
         shown.append([[x(at), y(value), number(at), number(value)] for at, value in points])
         pieces: list[str] = []
@@ -146,7 +138,7 @@ def line_chart(
     keys = zip(colours, labels, thinned, strict=True)
     legend = [(stroke, label) for stroke, label, each in keys if each]
     return {
-        "name": name,
+        "name": f"{y_label.capitalize()} against time",
         "width": WIDTH,
         "height": HEIGHT,
         "y_label": y_label,
@@ -156,7 +148,7 @@ def line_chart(
         "marks": [
             (x(at), y(value), number(value)) for at, value in marks if not is_log or value > 0
         ],
-        "mark_label": mark_label,
+        "mark_label": end_label,
         "legend": legend if len(legend) <= 16 else [legend[0], ("", "…"), legend[-1]],
         "data": {"labels": labels, "colours": colours, "lines": shown},
     }
@@ -179,12 +171,13 @@ def _thinned(points: Points, x_end: float) -> Points:
 # One value for every pair of workers.
 
 
-def heat_map(
-    name: str,
-    ranks: Sequence[int],
-    counts: Mapping[Pair, int],
-) -> Drawing:
-    """Draw the counts by (lower rank, higher rank); none is 0. Other pairs stay empty."""
+def heat_map(view: RunView) -> Drawing | None:
+    """Draw the exchanges by pair of workers; return None without an exchange."""
+    counts = view.exchange_counts
+    if not counts:
+        return None
+    all_ranks = sorted({*view.ranks, *(rank for pair in counts for rank in pair)})
+    ranks = all_ranks[:MOST_HEAT_WORKERS]
     most, total = max(counts.values()), sum(counts.values())
     size = (HEAT_SIZE - HEAT_MARGIN) / len(ranks)
     places = [HEAT_MARGIN + index * size for index in range(len(ranks))]
@@ -205,7 +198,8 @@ def heat_map(
     every = 1 if len(ranks) <= MOST_LABELLED else len(ranks) // 8
     labels = [(place + size / 2, rank) for place, rank in zip(places, ranks, strict=True)]
     return {
-        "name": name,
+        "num_shown": len(ranks),
+        "left_out": len(all_ranks) - len(ranks),
         "cell": size,
         "cells": cells,
         "labels": labels[::every],
@@ -213,19 +207,6 @@ def heat_map(
 
 
 # Time.
-
-
-def _time_axis(x: Scale, rows: int, row: int) -> Drawing:
-    ticks = x.ticks(8)
-    spacing = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
-    digits = max(0, -math.floor(math.log10(spacing) + 1e-9))
-    return {
-        "row": row,
-        "height": TIMELINE_TOP + BOTTOM + row * rows,
-        "x_ticks": [
-            (x(tick), f"{tick:.{digits}f}" if x.high < 1e4 else number(tick)) for tick in ticks
-        ],
-    }
 
 
 def timeline(view: RunView) -> Drawing:
@@ -257,8 +238,20 @@ def timeline(view: RunView) -> Drawing:
     cuts = [
         (x(pause.at_s), f"no worker ran for {duration(pause.length_s)}") for pause in view.pauses
     ]
-    drawn: Drawing = {"rows": rows, "flags": flags, "cuts": cuts, "data": {"rows": shown}}
-    return _time_axis(x, count, row) | drawn
+    ticks = x.ticks(8)
+    spacing = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+    digits = max(0, -math.floor(math.log10(spacing) + 1e-9))
+    return {
+        "row": row,
+        "height": TIMELINE_TOP + BOTTOM + row * count,
+        "x_ticks": [
+            (x(tick), f"{tick:.{digits}f}" if x.high < 1e4 else number(tick)) for tick in ticks
+        ],
+        "rows": rows,
+        "flags": flags,
+        "cuts": cuts,
+        "data": {"rows": shown},
+    }
 
 
 def _row(spans: Sequence[Span], x: Scale, top: float, row: float) -> dict[str, str]:

@@ -5,17 +5,16 @@ The description of a run:
     scenario          everything that a run depends on: step times, links, graph, method's options
     objectives        the seam of the objective; consensus, quadratic
     module_objective  any torch module; digits
-    optimizers        torch's optimizers, one a row
 
 Its course:
 
     ideal             Poisson edges, as the paper's, and instantaneous exchanges
-    links             the real protocol over links                network, engine
+    links             the real protocol over links                network
     synchronous       lock-step rounds of all workers: all-reduce
-    population        x and c of all workers, a row each, and their gradient steps
+    population        x, c and optimizers of all workers, a row each; their gradient steps
     trace             the time series                      figures: pictures of it
     study             simulate(scenario, method) -> Trace; many runs
-    command           gossipdp simulate           options, command_study, command_results
+    command           gossipdp simulate
 """
 
 from importlib import import_module

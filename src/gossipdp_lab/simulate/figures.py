@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-
-from gossipdp_lab.simulate.study import SYNCHRONOUS
-from gossipdp_lab.simulate.trace import Activity, Interval, Series, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from gossipdp_lab.simulate.command_study import Run
+    from gossipdp_lab.simulate.trace import Activity, Interval, Series, Trace
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Colours that people with any common colour blindness can tell apart; yellow left out."""
@@ -49,21 +46,29 @@ AXES = {
 """The columns that others are drawn against."""
 
 
-def draw_simulation(results: Sequence[tuple[Run, Trace]], path: Path, *, title: str) -> None:
+class Line(NamedTuple):
+    """A run in a picture; those of one ``case``, a graph and a rate, have one style."""
+
+    label: str
+    case: int
+    trace: Trace
+
+
+def draw_simulation(lines: Sequence[Line], path: Path, *, title: str) -> None:
     """Write a PNG: loss and consensus distance over time, exchanges and gradient steps.
 
     Without gradients there is no loss, and steps would show the same as time.
     """
-    has_loss = any(np.isfinite(trace.column("loss")).any() for _, trace in results)
+    has_loss = any(np.isfinite(line.trace.column("loss")).any() for line in lines)
     rows = ["loss", "consensus_distance"] if has_loss else ["consensus_distance"]
     columns = list(AXES) if has_loss else list(AXES)[:2]
     figure = new_figure(5.0 + 4.2 * (len(columns) - 1), 1.3 + 3.2 * len(rows))
     panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row", sharex="col")
     for row, name in zip(panels, rows, strict=True):
         for axes, column in zip(row, columns, strict=True):
-            for run, trace in results:
-                _draw_line(axes, run, trace, column, name)
-            shown = np.concatenate([trace.column(name) for _, trace in results])
+            for line in lines:
+                _draw_line(axes, line, column, name)
+            shown = np.concatenate([line.trace.column(name) for line in lines])
             _scale(axes, shown, name, has_loss=has_loss)
             axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
             if name == rows[-1]:
@@ -75,16 +80,17 @@ def draw_simulation(results: Sequence[tuple[Run, Trace]], path: Path, *, title: 
     figure.savefig(path, dpi=120)
 
 
-def _draw_line(axes: Axes, run: Run, trace: Trace, column: str, name: str) -> None:
+def _draw_line(axes: Axes, line: Line, column: str, name: str) -> None:
+    label, case, trace = line
     ends = {"time_s": float(trace.num_workers), "exchanges": 2.0}.get(column, 1.0)
     values = trace.column(name)
     axes.plot(
         trace.column(column) * ends / trace.num_workers,
         np.where((values > 0) & (values < MOST_SHOWN), values, np.nan),
         color=METHOD_COLOURS[trace.method],
-        linestyle=CASE_STYLES[run.case % len(CASE_STYLES)],
+        linestyle=CASE_STYLES[case % len(CASE_STYLES)],
         linewidth=1.6,
-        label=run.label,
+        label=label,
     )
 
 
@@ -137,11 +143,13 @@ def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
 
 
 def _draw_workers(axes: Axes, trace: Trace, ranks: Sequence[int]) -> None:
+    from gossipdp_lab.simulate.study import ROUNDS
+
     # At the end a worker that was ahead of others was in a round that is not over.
     last_s = {one.rank: one.end_s for one in trace.intervals}
     end_s = min(trace.records[-1].time_s, *last_s.values())
     begin_s = max(0.0, end_s - NUM_TIMELINE_STEPS * trace.unit_s)
-    is_synchronous = trace.method in SYNCHRONOUS
+    is_synchronous = trace.method in ROUNDS
     for activity, colour in ACTIVITY_COLOURS.items():
         shown = [one for one in trace.intervals if one.activity == activity]
         for row, rank in enumerate(ranks):

@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from random import Random
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gossipdp.graph.constants import Constants
-from gossipdp_lab.simulate.engine import Engine
-from gossipdp_lab.simulate.population import Training
+from gossipdp_lab.simulate.network import Engine
+from gossipdp_lab.simulate.population import Population, Training
 from gossipdp_lab.simulate.scenario import Scenario
 from gossipdp_lab.simulate.trace import Recorder, Trace
 
@@ -42,7 +41,7 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     constants = scenario.make_constants()
     edges = PoissonEdges(
         constants,
-        training,
+        population,
         unit_s=unit_s,
         eta=constants.eta if has_momentum else 0.0,
         alpha_tilde=constants.alpha_tilde,
@@ -88,7 +87,7 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     trace = recorder.trace
     trace.worker_steps = training.steps
     trace.worker_exchanges = edges.worker_exchanges.tolist()
-    trace.models_sent = edges.models_sent
+    trace.models_sent = 2.0 * edges.num_exchanges
     return trace
 
 
@@ -99,9 +98,6 @@ class PoissonEdges:
     the phase of that moment, then average: the dynamics of the paper's equation (4), exactly.
     Exchanges are applied in blocks, by :meth:`advance`, before the state is read.
 
-    The optimizers' moments are averaged at once, counted by the end that asks, which is drawn at
-    random.
-
     ``unit_s`` is the unit of time, ``eta`` the mixing speed per unit. With ``is_released`` each end
     subtracts its own flowed value from the other's value before it flowed.
     """
@@ -109,7 +105,7 @@ class PoissonEdges:
     def __init__(
         self,
         constants: Constants,
-        training: Training,
+        population: Population,
         *,
         unit_s: float,
         eta: float,
@@ -118,11 +114,8 @@ class PoissonEdges:
         seed: int,
     ) -> None:
         self.num_exchanges = 0
-        self.models_sent = 0.0
-        self._training, self._population = training, training.population
-        self.worker_exchanges = np.zeros(len(self._population.x), dtype=np.int64)
-        self._asked = [0] * len(self._population.x)
-        self._random_asker = Random(f"{seed} askers")
+        self.worker_exchanges = np.zeros(len(population.x), dtype=np.int64)
+        self._population = population
         self._eta_per_s = eta / unit_s
         self._excess = alpha_tilde - 0.5
         self._is_released = is_released
@@ -163,20 +156,8 @@ class PoissonEdges:
         c = x[:, :0] if population.c is None else population.c.numpy()
         exchange = _compiled_exchanges()
         exchange(x, c, population.theta, phases, ends, self._excess, self._is_released)
-        if self._training.has_moments:
-            for pair in ends:
-                self._average_moments(*pair)
         self.num_exchanges += len(edges)
-        self.models_sent += 2 * len(edges)
         self.worker_exchanges += np.bincount(ends.ravel(), minlength=len(self.worker_exchanges))
-
-    def _average_moments(self, i: int, j: int) -> None:
-        asker = self._random_asker.choice((i, j))
-        self._asked[asker] += 1
-        for moment in self._training.moments_due(self._asked[asker]):
-            mean = (moment[i] + moment[j]).mul_(0.5)
-            moment[i], moment[j] = mean, mean
-        self.models_sent += 2 * (self._training.models_due(self._asked[asker]) - 1)
 
 
 def exchanges(  # noqa: PLR0917

@@ -274,10 +274,7 @@ def _is_alike(batch: Any, other: Any) -> bool:
 
 
 def digits_objective(
-    *,
-    batch_size: int = 32,
-    disjoint: bool = False,
-    dirichlet_alpha: float | None = None,
+    *, batch_size: int = 32, dirichlet_alpha: float | None = None
 ) -> ModuleObjective:
     """Make an objective of the handwritten digits of :class:`~gossipdp_lab.tasks.digits.Digits`.
 
@@ -290,15 +287,9 @@ def digits_objective(
 
     Args:
         batch_size: images in each gradient step of a worker.
-        disjoint: no two workers have the same images.
         dirichlet_alpha: class shares of each worker's images ~ Dirichlet(alpha); None: alike.
     """
-    digits = Digits(
-        network="perceptron",
-        batch_size=batch_size,
-        disjoint=disjoint,
-        dirichlet_alpha=dirichlet_alpha,
-    )
+    digits = Digits(network="perceptron", batch_size=batch_size, dirichlet_alpha=dirichlet_alpha)
     return ModuleObjective(
         digits.make_model,
         digits.loss,
@@ -310,4 +301,4 @@ def digits_objective(
 
 
 def _judge_digits(digits: Digits, model: nn.Module) -> Evaluation:
-    return Evaluation(loss=digits.training_loss(model), metric=digits.evaluate(model))
+    return Evaluation(digits.training_loss(model), digits.evaluate(model))

@@ -11,6 +11,7 @@ method, so that a subclass can hold it up.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +27,6 @@ from gossipdp.protocol.members import Member
 from gossipdp.protocol.messages import Envelope, ExchangeId
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.worker import Action, Method, WorkerProtocol
-from gossipdp_lab.simulate.engine import Engine, Event
 
 Outcome: TypeAlias = Literal["running", "finished", "stopped", "crashed"]
 
@@ -174,6 +174,55 @@ class Wire:
         way.data_leave = now + transfer_s
         way.data_arrive = max(way.data_leave + latency_s, way.last_arrival)
         return way.data_leave, way.data_arrive
+
+
+class Event:
+    """A callback that will run at ``time``, unless cancelled."""
+
+    __slots__ = ("callback", "time")
+
+    def __init__(self, time: float, callback: Callable[[], None]) -> None:
+        self.time = time
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        """Let the time pass without the callback."""
+        self.callback = None
+
+
+class Engine:
+    """A virtual clock, and a heap of the events that move it.
+
+    Events run in the order of (time, priority, order of scheduling), so that ties are never random
+    and the same seed gives the same trace.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, int, Event]] = []  # the counter ends every comparison
+        self._counter = 0
+
+    def at(self, time: float, callback: Callable[[], None], *, priority: int = 0) -> Event:
+        """Run ``callback`` at ``time``; among events of one time the lowest priority is first."""
+        if not (math.isfinite(time) and time >= self.now):
+            raise ValueError(f"an event at {time} cannot be scheduled at {self.now}")
+        event = Event(time, callback)
+        heapq.heappush(self._heap, (time, priority, self._counter, event))
+        self._counter += 1
+        return event
+
+    def run(self, until: float) -> None:
+        """Run every event up to and including time ``until``, and set the clock there."""
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            time, _, _, event = heapq.heappop(heap)
+            if event.callback is None:
+                continue
+            self.now = time
+            self.num_events += 1
+            event.callback()
+        self.now = max(self.now, until)
 
 
 class VirtualNetwork:

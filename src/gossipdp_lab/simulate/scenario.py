@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from random import Random
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import Graph, build_graph
@@ -26,7 +28,6 @@ from gossipdp.rules import (
     positive_number,
 )
 from gossipdp_lab.simulate.objectives import Consensus, Objective
-from gossipdp_lab.simulate.optimizers import MakeOptimizer
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -35,10 +36,10 @@ StepTimes: TypeAlias = Callable[[int], float]
 """Draws how long the next gradient step of a rank takes, in seconds."""
 ExchangeTimes: TypeAlias = Callable[[int, int], float]
 """Draws how long the data of one exchange occupy the link between two ranks, in seconds."""
+MakeOptimizer: TypeAlias = Callable[[list[Tensor]], Optimizer | Sequence[Optimizer]]
+"""Makes the optimizer of one worker, or several, from ``[row]``: its trained parameters as one
+vector. Those whose steps depend on shapes are made of views of the row."""
 Fidelity: TypeAlias = Literal["ideal", "links"]
-
-LATENCY_S = 0.0005
-"""Default latency of a message: within one data center."""
 
 TOO_LARGE_SPREAD = 3.0
 """With a larger spread the mean comes from steps so rare that a run does not see them: nearly all
@@ -81,7 +82,8 @@ class LognormalTime(Checked, ComputeTime):
     spread: float = option(0.1, partial(number, below=TOO_LARGE_SPREAD))
 
     def begin(self, seed: int) -> StepTimes:
-        source = _sources(seed)
+        # A random source a rank, so that no worker's draws depend on another's.
+        source = cache(lambda rank: Random(f"{seed} compute {rank}"))
         median = math.log(self.step_s) - self.spread**2 / 2  # so that the mean is step_s
         return lambda rank: source(rank).lognormvariate(median, self.spread)
 
@@ -107,11 +109,6 @@ class SlowedTime(ComputeTime):
         return lambda rank: draw(rank) * self.factors.get(rank, 1.0)
 
 
-def _sources(seed: int) -> Callable[[int], Random]:
-    """Return one random source a rank, so that no worker's draws depend on another's."""
-    return cache(lambda rank: Random(f"{seed} compute {rank}"))
-
-
 def _speed(name: str, value: float) -> float:
     return value if value == math.inf else positive_number(name, value)
 
@@ -121,11 +118,11 @@ class Link(Checked):
     """One link, the same in both directions.
 
     Args:
-        latency_s: how long a byte travels, in seconds.
+        latency_s: how long a byte travels, in seconds; by default as within one data center.
         bytes_per_s: how fast bytes leave, in each direction.
     """
 
-    latency_s: float = option(LATENCY_S, number)
+    latency_s: float = option(0.0005, number)
     bytes_per_s: float = option(math.inf, _speed)
 
 
@@ -204,7 +201,7 @@ class Scenario(Checked):
         num_records: number of points of its time series, evenly spaced.
         stop_below: end once the consensus distance is below this share of its first value.
         exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
-            too, and at every how many of the exchanges that a worker asks for.
+            too, and at every how many of the exchanges that a worker asks for; at "links" only.
         schedule: the factor on the learning rate at a share of the run, 0 to 1; None: always 1.
         keep_timeline: record what each worker does when.
     """
@@ -233,6 +230,11 @@ class Scenario(Checked):
             raise ValueError(
                 "comm_rate 'auto' follows what exchanges cost, and at fidelity 'ideal' they cost "
                 "nothing: choose fidelity 'links'"
+            )
+        if self.exchange_moments and self.fidelity != "links":
+            raise ValueError(
+                "exchange_moments has no effect at fidelity 'ideal', whose exchanges carry no "
+                "moments: choose fidelity 'links'"
             )
         for name, every in self.exchange_moments.items():
             at_least_1(f"exchange_moments[{name!r}]", every)

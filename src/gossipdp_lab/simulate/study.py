@@ -23,14 +23,10 @@ Progress = Callable[[float], None]
 
 ASYNCHRONOUS = ("a2cid2", "gossip", "none", "released")
 ROUNDS: dict[str, type[Rounds]] = {"allreduce": AllReduce}
-SYNCHRONOUS = tuple(ROUNDS)
-METHODS = ASYNCHRONOUS + SYNCHRONOUS
+METHODS = (*ASYNCHRONOUS, *ROUNDS)
 
 WORTH_PROCESSES_S = 10.0
 """Processes take seconds to start: torch is imported, and numba compiles in each."""
-
-
-# --- one run -------------------------------------------------------------------------------
 
 
 def simulate(scenario: Scenario, method: str, on_progress: Progress | None = None) -> Trace:
@@ -82,21 +78,20 @@ def check_method(method: str) -> None:
         raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
 
 
-# --- many runs -----------------------------------------------------------------------------
-
-
 class Job(NamedTuple):
     """One run."""
 
     scenario: Scenario
     method: str
 
+    @property
+    def is_synchronous(self) -> bool:
+        """Return whether its workers go in step."""
+        return self.method in ROUNDS
+
 
 def simulate_all(
-    jobs: Sequence[Job],
-    *,
-    processes: int | None = None,
-    on_progress: Progress | None = None,
+    jobs: Sequence[Job], *, processes: int | None = None, on_progress: Progress | None = None
 ) -> list[Trace]:
     """Simulate every job, and return the traces in the order of the jobs.
 

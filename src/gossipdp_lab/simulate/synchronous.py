@@ -117,13 +117,9 @@ class Rounds(ABC):
 class AllReduce(Rounds):
     """Data-parallel training by a ring all-reduce of the gradients at every step.
 
-    Every worker computes, all wait for the slowest, then the gradients are averaged
-    (:meth:`Rounds.all_reduced`), and one and the same optimizer step is taken everywhere.
     Communication does not overlap with computation, as it may in part in PyTorch's
     DistributedDataParallel. A round counts the n edges of that ring as exchanges, whatever the
-    scenario's graph.
-
-    All start from rank 0's row. Float buffers stay each worker's own afterwards, and are judged by
+    scenario's graph. Float buffers stay each worker's own afterwards, and are judged by
     their mean as with the other methods; DistributedDataParallel sends rank 0's to all at each
     step.
 

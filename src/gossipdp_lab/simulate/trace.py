@@ -106,6 +106,11 @@ class Trace:
         steps = self.records[-1].gradient_steps
         return self.models_sent / steps if steps else math.nan
 
+    @property
+    def exchanges_per_worker(self) -> float:
+        """Return the exchanges of an average worker, asked for or answered."""
+        return 2.0 * self.records[-1].exchanges / self.num_workers
+
     def digest(self) -> str:
         """Hash everything that the run did, except its duration: same seed, same digest."""
         content = vars(self) | {
@@ -123,9 +128,7 @@ class Trace:
 
 
 def decay_per_exchange(
-    exchanges_per_worker: ArrayLike,
-    consensus_distances: ArrayLike,
-    lowest: float = TAIL_LOWEST,
+    exchanges_per_worker: ArrayLike, consensus_distances: ArrayLike, lowest: float = TAIL_LOWEST
 ) -> float:
     """Return the slope of -log(consensus distance) over exchanges per worker, by least squares.
 

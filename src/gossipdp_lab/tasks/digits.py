@@ -1,6 +1,6 @@
 """Handwritten digits: scikit-learn's bundled 8 by 8 images and a small network."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Literal, TypeAlias, final
 
 import numpy as np
@@ -14,6 +14,8 @@ ImagesAndLabels = tuple[Tensor, Tensor]
 NetworkName: TypeAlias = Literal["convolutional", "perceptron"]
 
 NUM_CLASSES = 10
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4)
+"""Makes the optimizer of demo and simulator."""
 
 
 @final
@@ -39,14 +41,11 @@ class Digits(Workload[ImagesAndLabels]):
     def __init__(
         self,
         *,
-        disjoint: bool = False,
         batch_size: int = 32,
         network: NetworkName = "convolutional",
         dirichlet_alpha: float | None = None,
     ) -> None:
-        super().__init__(batch_size, disjoint=disjoint)
-        if dirichlet_alpha is not None and disjoint:
-            raise ValueError("disjoint data and dirichlet_alpha exclude each other; choose one")
+        super().__init__(batch_size)
         if dirichlet_alpha is not None:
             positive_number("dirichlet_alpha", dirichlet_alpha)
         self.network = one_of(("convolutional", "perceptron"), "network", network)
@@ -72,17 +71,13 @@ class Digits(Workload[ImagesAndLabels]):
         )
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+        return SGD(model.parameters())
 
     def train_loader(self, rank: int, num_workers: int, seed: int) -> BatchLoader[ImagesAndLabels]:
         shuffle = worker_seed(rank, num_workers, seed)
         images, labels = _load()[0]
         rows = torch.arange(len(labels))
-        if self.disjoint:
-            # The split follows from the seed alone: every worker computes the same one.
-            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-            rows = order[rank::num_workers]
-        elif self.dirichlet_alpha is not None:
+        if self.dirichlet_alpha is not None:
             rows = _dirichlet_rows(labels, self.dirichlet_alpha, shuffle)
         return BatchLoader(
             rows,

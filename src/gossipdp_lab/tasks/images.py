@@ -1,10 +1,12 @@
-"""The two trainings of the paper, with their networks: CIFAR-10 and ImageNet."""
+"""The paper's two trainings, CIFAR-10 and ImageNet, and Fashion-MNIST, for one core a worker."""
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import re
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +21,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from gossipdp.parallel.schedule import parameter_groups
-from gossipdp_lab.tasks.options import Cifar10Options, ImageNetOptions, TrainOptions
+from gossipdp_lab.tasks import Cifar10Options, FashionMnistOptions, ImageNetOptions, TrainOptions
+from gossipdp_lab.tasks.resnet import cifar_resnet18, fashion_resnet8, resnet50
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
 
 Batch = tuple[Tensor, Tensor]
@@ -27,8 +30,6 @@ Batch = tuple[Tensor, Tensor]
 
 Box = tuple[float, float, float, float]
 """Left, upper, right and lower edge in pixels."""
-
-CIFAR_RESNET18_PARAMETERS = 11_173_962
 
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
 RULE_BATCH = 128
@@ -42,6 +43,12 @@ HOW_TO_GET_CIFAR10 = (
     "CIFAR-10 is not downloaded for you: get the binary version, cifar-10-binary.tar.gz (170 MB), "
     "from https://www.cs.toronto.edu/~kriz/cifar.html, unpack it (tar xf), and name the folder "
     f"where {CIFAR10_FOLDER} lies with --data"
+)
+
+HOW_TO_GET_FASHION = (
+    "install Debian's package dataset-fashion-mnist, or name with --data a folder that holds the "
+    "four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and "
+    "t10k-labels-idx1-ubyte, as they are or with .gz"
 )
 
 SIZE = 224
@@ -204,6 +211,83 @@ def read_cifar10(path: Path) -> tuple[Batch, Batch]:
         batches.append((images, torch.from_numpy(rows[:, 0].astype(np.int64))))
     images, labels = (torch.cat(each) for each in zip(*batches[:-1], strict=True))
     return (images, labels), batches[-1]
+
+
+@final
+class FashionMnist(SmallImages):
+    """ResNet-8, SGD, crop and flip; see ``FashionMnistOptions``.
+
+    As a share of the run, the warm-up is as long as that of CIFAR-10.
+    """
+
+    mean, deviation = (0.2860,), (0.3530,)
+
+    def __init__(self, options: FashionMnistOptions) -> None:
+        super().__init__(options, *read_fashion_mnist(options.data))
+        self.warmup_epochs = WARMUP_EPOCHS * options.epochs / Cifar10Options.epochs
+
+    def make_network(self) -> nn.Module:
+        return fashion_resnet8()
+
+
+def read_fashion_mnist(folder: Path) -> tuple[Batch, Batch]:
+    """Read the 60,000 training and 10,000 test images, or as many as the files hold.
+
+    Raises:
+        FileNotFoundError: a file is missing; the message says how to get it.
+        ValueError: a file does not have the format of Fashion-MNIST.
+    """
+    batches = []
+    for part in ("train", "t10k"):
+        images = read_idx(_idx_file(folder, f"{part}-images-idx3-ubyte"), num_dimensions=3)
+        labels = read_idx(_idx_file(folder, f"{part}-labels-idx1-ubyte"), num_dimensions=1)
+        if len(images) != len(labels):
+            raise ValueError(
+                f"{folder} has {len(images):,} images but {len(labels):,} labels of {part}; are "
+                "they of one data set?"
+            )
+        if images.shape[1:] != (28, 28) or not len(labels) or labels.max() >= 10:
+            raise ValueError(
+                f"{folder} holds no images of 28 by 28 pixels with labels 0 to 9 as {part}; is it "
+                "Fashion-MNIST?"
+            )
+        batches.append((torch.tensor(images).unsqueeze(1), torch.tensor(labels.astype(np.int64))))
+    return batches[0], batches[1]
+
+
+def read_idx(path: Path, *, num_dimensions: int) -> NDArray[np.uint8]:
+    """Read an array of bytes from a file in the IDX format, which may be compressed by gzip.
+
+    Two zero bytes, 8 for unsigned bytes, the number of dimensions; then the dimensions, four bytes
+    each, the most significant first; then the values.
+
+    Raises:
+        ValueError: the file is no such array, or not whole.
+    """
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be decompressed ({error}): get it again") from error
+    header = 4 + 4 * num_dimensions
+    shape = np.frombuffer(content[4:header], ">u4") if len(content) >= header else np.zeros(0)
+    is_idx = content[:4] == bytes((0, 0, 8, num_dimensions)) and len(shape) == num_dimensions
+    if not is_idx or len(content) != header + int(shape.prod(dtype=np.uint64)):
+        raise ValueError(
+            f"{path} is no whole IDX file of bytes in {num_dimensions} dimension(s): get it again"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape.astype(int))
+
+
+def _idx_file(folder: Path, name: str) -> Path:
+    """Return the file of this name, compressed or not."""
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(
+        f"there is no {(folder / name).absolute()} or .gz: {HOW_TO_GET_FASHION}"
+    )
 
 
 @final
@@ -370,130 +454,3 @@ def scaled_part(image: Image.Image, box: Box, size: int) -> NDArray[np.uint8]:
         (size, size), Image.Resampling.BILINEAR, box=(left, upper, right, lower)
     )
     return np.asarray(part)
-
-
-# The networks.
-
-
-def cifar_resnet18(num_classes: int = 10) -> ResNet:
-    """Make ResNet-18 with the stem for small images: 3 by 3, stride 1, no pooling after it.
-
-    With ten classes it has 11,173,962 parameters.
-
-    >>> import torch
-    >>> cifar_resnet18()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
-    """
-    stem = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    return ResNet((2, 2, 2, 2), num_classes, stem=stem)
-
-
-def resnet50(num_classes: int = 1000) -> ResNet:
-    """Make ResNet-50 for images of 224 by 224; with 1000 classes it has 25,557,032 parameters.
-
-    In its bottlenecks the 3 by 3 convolution has the stride, as in torchvision and in what Goyal et
-    al. (arXiv 1706.02677) train; in the article of 2015 the first 1 by 1 convolution has it.
-    """
-    stem = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
-    pool = nn.MaxPool2d(3, stride=2, padding=1)
-    return ResNet((3, 4, 6, 3), num_classes, stem=stem, pool=pool, bottleneck=True)
-
-
-@final
-class ResNet(nn.Module):
-    """He et al., *Deep residual learning* (CVPR 2016), from images to logits.
-
-    The names in ``state_dict()`` are torchvision's, so that either loads what the other saved.
-    Convolutions start normally distributed with variance 2 / (outputs · kernel area), norms as the
-    identity, except the last of each block, which starts at zero: the block then passes its
-    shortcut on (Goyal et al., 2017, section 5.1). Otherwise the first steps at the paper's rate
-    blow up.
-
-    Args:
-        depths: number of blocks of each layer. Each layer but the first halves the image, and has
-            twice as many channels as the one before.
-        num_classes: number of logits.
-        stem: the first convolution; the first layer has as many channels as it gives.
-        pool: what follows the stem's norm; None: nothing.
-        bottleneck: the kind of blocks.
-    """
-
-    def __init__(
-        self,
-        depths: Sequence[int],
-        num_classes: int,
-        *,
-        stem: nn.Conv2d,
-        pool: nn.Module | None = None,
-        bottleneck: bool = False,
-    ) -> None:
-        super().__init__()
-        channels = width = stem.out_channels
-        self.conv1 = stem
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = pool or nn.Identity()
-        self.num_layers = len(depths)
-        for number, depth in enumerate(depths):
-            blocks: list[nn.Module] = []
-            for index in range(depth):
-                stride = 2 if number and not index else 1
-                block = Block(channels, width << number, stride, bottleneck=bottleneck)
-                blocks.append(block)
-                channels = block.num_outputs
-            self.add_module(f"layer{number + 1}", nn.Sequential(*blocks))
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(channels, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the logits, (batch, ``num_classes``)."""
-        features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        for number in range(1, self.num_layers + 1):
-            features = self.get_submodule(f"layer{number}")(features)
-        logits: Tensor = self.fc(self.avgpool(features).flatten(1))
-        return logits
-
-
-@final
-class Block(nn.Module):
-    """Two 3 by 3 convolutions beside a shortcut; a bottleneck: 1 by 1, 3 by 3 and 1 by 1."""
-
-    def __init__(self, channels: int, width: int, stride: int, *, bottleneck: bool) -> None:
-        super().__init__()
-        self.num_outputs = 4 * width if bottleneck else width
-        # Channels in and out, size and stride of each convolution.
-        shapes = [(channels, width, 3, stride), (width, width, 3, 1)]
-        if bottleneck:
-            shapes = [
-                (channels, width, 1, 1),
-                (width, width, 3, stride),
-                (width, self.num_outputs, 1, 1),
-            ]
-        self.num_convolutions = len(shapes)
-        for number, (inputs, outputs, size, step) in enumerate(shapes, start=1):
-            convolution = nn.Conv2d(inputs, outputs, size, step, padding=size // 2, bias=False)
-            norm = nn.BatchNorm2d(outputs)
-            self.add_module(f"conv{number}", convolution)
-            self.add_module(f"bn{number}", norm)
-        nn.init.zeros_(norm.weight)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = None
-        if stride > 1 or channels != self.num_outputs:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(channels, self.num_outputs, 1, stride, bias=False),
-                nn.BatchNorm2d(self.num_outputs),
-            )
-
-    def forward(self, features: Tensor) -> Tensor:
-        residual = features
-        for number in range(1, self.num_convolutions + 1):
-            residual = self.get_submodule(f"conv{number}")(residual)
-            residual = self.get_submodule(f"bn{number}")(residual)
-            if number < self.num_convolutions:
-                residual = self.relu(residual)
-        shortcut = features if self.downsample is None else self.downsample(features)
-        result: Tensor = self.relu(residual + shortcut)
-        return result

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossipdp.parallel.schedule import parameter_groups
-from gossipdp_lab.tasks.options import BytesGptOptions
+from gossipdp_lab.tasks import BytesGptOptions
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
 
 NUM_BYTES = 256
@@ -40,8 +40,8 @@ class Gpt(Workload[Tensor]):
     """Windows, evenly spaced over the held-out text, that are evaluated at most."""
 
     def __init__(self, options: BytesGptOptions, *, disjoint: bool = False) -> None:
-        super().__init__(options.batch_size, disjoint=disjoint, device=options.device)
-        self.options = options
+        super().__init__(options.batch_size, device=options.device)
+        self.options, self.disjoint = options, disjoint
         self.train, self.validation = read_text(options.data)
         self.check_one_batch()
         if len(self.validation) <= options.context:
@@ -100,10 +100,6 @@ class PyStdlib(Gpt):
 
     It has 70,592 parameters, and a step takes 6 ms of one core. The learning rate was tuned with 4
     workers: see ``demo/compare.py``. changes: options of the recipe other than these.
-
-    >>> stdlib = PyStdlib()
-    >>> next(iter(stdlib.train_loader(rank=0, num_workers=4, seed=0))).shape
-    torch.Size([8, 65])
     """
 
     num_validation_windows = 1024

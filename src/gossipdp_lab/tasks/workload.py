@@ -21,16 +21,14 @@ class Workload(ABC, Generic[Batch]):
     The model is a plain ``nn.Module`` whose initial values follow from ``torch.manual_seed``, so
     the same code trains one worker, many workers, or rows of a matrix by functional calls.
 
-    disjoint: False, each worker goes through the whole training set in its own seeded order;
-        True, no two workers see the same training data.
+    Each worker goes through the training set in a seeded order of its own.
+
     batch_size: samples per gradient step of one worker.
-    device: the device of this worker.
     """
 
     metric_name: ClassVar[str]
 
-    def __init__(self, batch_size: int, *, disjoint: bool = False, device: str = "cpu") -> None:
-        self.disjoint = disjoint
+    def __init__(self, batch_size: int, *, device: str = "cpu") -> None:
         self.batch_size = at_least_1("batch_size", batch_size)
         self.device = worker_device(device)
 

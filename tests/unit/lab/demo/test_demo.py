@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from gossipdp.observe.log import CountsRecord, Record, StartRecord
 from gossipdp.parallel.options import METHODS
-from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
+from gossipdp_lab.demo import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import (
     DIGEST,
     METRIC,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.demo.command import check
 from gossipdp_lab.demo.compare import ALLREDUCE_RATE, SECONDS, WORKLOAD, Verdict, both, judge
-from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import Training
 from gossipdp_lab.report.run_log import RunLog
 

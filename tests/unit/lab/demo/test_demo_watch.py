@@ -10,7 +10,8 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.faults import FaultPlan, FaultRecord
 from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.protocol.actions import Notice
-from gossipdp_lab.demo.watch import LiveView, answers_of, fault_results, least_duration_s
+from gossipdp_lab.demo import least_duration_s
+from gossipdp_lab.demo.watch import LiveView, answers_of, fault_results
 from gossipdp_lab.report.run_log import RunLog
 
 

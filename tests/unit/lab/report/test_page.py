@@ -22,7 +22,7 @@ from gossipdp.observe.log import (
     worker_file,
 )
 from gossipdp.protocol.actions import Notice
-from gossipdp_lab.report.page import render
+from gossipdp_lab.report.command import render
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.report.view import RunView, spans_of
 

@@ -1,6 +1,5 @@
 """Poisson edges: rates, arithmetic against the reference, and the decay rates of the paper."""
 
-from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -13,7 +12,7 @@ from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp_lab.simulate.ideal import PoissonEdges, run_ideal
 from gossipdp_lab.simulate.objectives import Consensus
-from gossipdp_lab.simulate.population import Population, Training
+from gossipdp_lab.simulate.population import Population
 from gossipdp_lab.simulate.scenario import ConstantTime, Scenario, SlowedTime
 from gossipdp_lab.simulate.trace import Trace
 
@@ -28,8 +27,7 @@ def edges_of(
 ) -> PoissonEdges:
     """Make edges under which rows are averaged, unless changed."""
     options = {"eta": 0.0, "alpha_tilde": 0.5, "is_released": False, "unit_s": 0.5, "seed": 3}
-    training = Training(None, partial(torch.optim.SGD, lr=0.1), population)
-    return edges_type(constants, training, **(options | changes))
+    return edges_type(constants, population, **(options | changes))
 
 
 def star(dtype: torch.dtype = torch.float64, *, momentum: bool = True) -> Population:

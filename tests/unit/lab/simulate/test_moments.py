@@ -3,13 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph
-from gossipdp_lab.simulate.ideal import PoissonEdges
 from gossipdp_lab.simulate.objectives import Quadratic
 from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import ConstantTime, Link, LinkModel, Scenario
@@ -18,6 +14,7 @@ from gossipdp_lab.simulate.study import simulate
 NOISY = Scenario(
     graph="ring",
     num_workers=2,
+    fidelity="links",
     objective=Quadratic(dimension=6, mu=0.5, smoothness=2.0, heterogeneity=4.0),
     optimizer=partial(torch.optim.AdamW, lr=0.05),
     compute_time=ConstantTime(1.0),
@@ -31,11 +28,10 @@ def test_moments_that_the_optimizer_does_not_keep_are_refused(moment):
         simulate(replace(NOISY, exchange_moments={moment: 1}), "gossip")
 
 
-@pytest.mark.parametrize("fidelity", ["ideal", "links"])
-def test_moments_are_averaged_and_their_bytes_count(fidelity):
+def test_moments_are_averaged_and_their_bytes_count():
     def run(every: int | None):
         moments = {} if every is None else {"exp_avg_sq": every}
-        changes = {"graph": "complete", "num_workers": 8, "num_steps": 40, "fidelity": fidelity}
+        changes = {"graph": "complete", "num_workers": 8, "num_steps": 40}
         return simulate(replace(NOISY, exchange_moments=moments, **changes), "gossip")
 
     plain, each, fourth = run(None), run(1), run(4)
@@ -45,30 +41,10 @@ def test_moments_are_averaged_and_their_bytes_count(fidelity):
     assert each.column("loss")[-1] != plain.column("loss")[-1]
 
 
-def test_an_ideal_exchange_averages_the_moments_that_are_due():
-    scenario = replace(NOISY, exchange_moments={"exp_avg": 1, "exp_avg_sq": 2})
-    training = Training.of(scenario, momentum=False)
-    assert training.optimizers is not None
-    state = training.optimizers.state
-    constants = Constants.of(build_graph("complete", 2))
-    rates = {"unit_s": 1.0, "eta": 0.0, "alpha_tilde": 0.5}
-    edges = PoissonEdges(constants, training, **rates, is_released=False, seed=0)
-    averaged = []
-    for _ in range(30):
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name].copy_(torch.tensor([[1.0], [3.0]]).expand(2, 6))
-        edges.apply(np.array([1.0]), np.array([0]))
-        assert (state["exp_avg"] == 2.0).all()
-        averaged.append(bool((state["exp_avg_sq"] == 2.0).all()))
-    # Every second exchange of either end, each of which asks for about half of them.
-    assert sum(averaged) in (14, 15)
-    assert edges.models_sent == 2 * (30 + 30 + sum(averaged))
-
-
 def test_a_link_is_busy_for_longer_where_moments_travel():
     links = LinkModel(Link(latency_s=0.0, bytes_per_s=1000.0))
     changes = {"comm_rate": 4.0, "num_steps": 50, "compute_time": ConstantTime()}
-    scenario = replace(NOISY, fidelity="links", model_bytes=100.0, links=links, **changes)
+    scenario = replace(NOISY, model_bytes=100.0, links=links, **changes)
     plain = simulate(scenario, "gossip")
     both = simulate(replace(scenario, exchange_moments={"exp_avg": 1, "exp_avg_sq": 1}), "gossip")
     # One model takes a step's time, so that the link is always busy: with three models an exchange

@@ -9,8 +9,7 @@ from simulated_faults.network import FaultyNetwork
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Unlink
-from gossipdp_lab.simulate.engine import Engine
-from gossipdp_lab.simulate.network import Conditions, VirtualNetwork, Wire, make_workers
+from gossipdp_lab.simulate.network import Conditions, Engine, VirtualNetwork, Wire, make_workers
 
 
 def test_events_run_in_order_of_time_priority_and_scheduling():

@@ -9,13 +9,9 @@ import pytest
 import torch
 from image_files import fashion_mnist_arrays, idx, write_fashion_mnist
 
-from gossipdp_lab.tasks.fashion_mnist import (
-    FashionMnist,
-    fashion_resnet8,
-    read_fashion_mnist,
-    read_idx,
-)
-from gossipdp_lab.tasks.options import FashionMnistOptions
+from gossipdp_lab.tasks import FashionMnistOptions
+from gossipdp_lab.tasks.images import FashionMnist, read_fashion_mnist, read_idx
+from gossipdp_lab.tasks.resnet import fashion_resnet8
 
 
 def recipe_of(folder: Path, **options: Any) -> FashionMnist:

@@ -10,6 +10,7 @@ import torch
 from image_files import SYNSETS, cifar10_files, write_cifar10, write_imagenet
 from PIL import Image
 
+from gossipdp_lab.tasks import Cifar10Options, ImageNetOptions
 from gossipdp_lab.tasks.images import (
     Cifar10,
     ImageNet,
@@ -20,7 +21,6 @@ from gossipdp_lab.tasks.images import (
     read_cifar10,
     scaled_part,
 )
-from gossipdp_lab.tasks.options import Cifar10Options, ImageNetOptions
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gossipdp.parallel.schedule import parameter_groups
-from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, ResNet, cifar_resnet18, resnet50
+from gossipdp_lab.tasks.resnet import CIFAR_RESNET18_PARAMETERS, ResNet, cifar_resnet18, resnet50
 
 
 def num_parameters(net: nn.Module) -> int:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossipdp_lab.tasks import text
-from gossipdp_lab.tasks.options import BytesGptOptions
+from gossipdp_lab.tasks import BytesGptOptions, text
 from gossipdp_lab.tasks.text import Gpt, PyStdlib, read_text
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossipdp_lab.tasks.options import BytesGptOptions
+from gossipdp_lab.tasks import BytesGptOptions
+from gossipdp_lab.tasks.command import MODEL_FILE, train
 from gossipdp_lab.tasks.text import Gpt
-from gossipdp_lab.tasks.training import MODEL_FILE, train
 
 
 @pytest.fixture

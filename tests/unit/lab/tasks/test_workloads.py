@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from gossipdp.parallel.module import seed_of
 from gossipdp.parallel.options import METHODS
-from gossipdp_lab.tasks import RECIPES, WORKLOADS, make_workload
+from gossipdp_lab.tasks import RECIPES, WORKLOADS, MethodName, make_workload
 from gossipdp_lab.tasks.command import Recipe
 from gossipdp_lab.tasks.digits import Digits
-from gossipdp_lab.tasks.options import MethodName
 from gossipdp_lab.tasks.text import PyStdlib
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, worker_device, worker_seed
 
@@ -104,20 +103,6 @@ def test_evaluation_restores_the_mode_and_changes_nothing(make):
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
-def test_digits_disjoint_shares_cover_the_training_set_once():
-    workload = Digits(disjoint=True, batch_size=1)
-    rows = [
-        image.double().flatten().tolist()
-        for rank in range(3)
-        for image, _ in workload.train_loader(rank, 3, 7)
-    ]
-    assert len(rows) == 1437
-    full = [
-        image.double().flatten().tolist() for image, _ in Digits(batch_size=1).train_loader(0, 1, 0)
-    ]
-    assert sorted(rows) == sorted(full)
-
-
 def test_the_transformer_is_causal_and_has_tied_embeddings(python_tree):
     model = PyStdlib(data=python_tree).make_model().eval()
     assert sum(parameter.numel() for parameter in model.parameters()) == 70_592
@@ -193,7 +178,6 @@ def test_every_recipe_has_options_and_a_class():
         (lambda: make_workload("digits", batch_size=0), "batch_size is 0"),
         (lambda: Digits(network="transformer"), "unknown network 'transformer'; choose one of"),
         (lambda: Digits(dirichlet_alpha=0.0), r"dirichlet_alpha is 0\.0; it must be a positive"),
-        (lambda: Digits(disjoint=True, dirichlet_alpha=1.0), "exclude each other"),
         (lambda: Digits().train_loader(4, 4, 0), "rank is 4; with 4 workers"),
         (lambda: worker_seed(-1, 4, 0), "rank is -1"),
         (lambda: worker_seed(0, 1, -1), "seed is -1; it must be at least 0"),
