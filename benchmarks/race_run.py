@@ -29,7 +29,6 @@ from support.hosts import Hosts, enter
 from support.quality_rows import KINDS
 from support.race_fleet import Fleet
 from support.race_settings import (
-    Assignment,
     RaceSettings,
     Values,
     newest_checkpoint,
@@ -157,11 +156,11 @@ def race(settings: RaceSettings, hosts: Hosts | None = None) -> RaceResult:
         variables: Mapping[str, str] = {}
         if settings.join_ms is not None:  # before the clock starts: the launcher imports torchft
             variables = stack.enter_context(torchft_variables(settings, hosts))
-        fleet = Fleet(settings, folder, hosts)
+        (folder / "run.json").write_bytes(msgspec.json.encode(settings))
+        started_s = time.monotonic()
+        fleet = Fleet(settings, folder, hosts, started_s)
         stack.callback(fleet.close)
-        assignment = Assignment(settings=settings, started_s=time.monotonic())
-        (folder / "run.json").write_bytes(msgspec.json.encode(assignment))
-        course = Course(settings, fleet, assignment.started_s)
+        course = Course(settings, fleet, started_s)
         launcher_s = time.process_time()
         if kind.row is Gossip:
             supervise_gossip(course)

@@ -26,7 +26,6 @@ from support.byte_task import num_parameters
 from support.hosts import bytes_by_connection, enter
 from support.quality_rows import KINDS, make_optimizer
 from support.race_settings import (
-    Assignment,
     RaceSettings,
     Shelf,
     keep_checkpoint,
@@ -144,8 +143,8 @@ def main() -> None:
     address = enter_host()
     torch.set_num_threads(1)
     take_core()
-    assignment = msgspec.json.decode((folder / "run.json").read_bytes(), type=Assignment)
-    settings, task = assignment.settings, assignment.settings.task
+    settings = msgspec.json.decode((folder / "run.json").read_bytes(), type=RaceSettings)
+    started_s, task = float(os.environ["RACE_STARTED"]), settings.task
     torch.manual_seed(settings.seed)
     net = task.make_model()
     text = torch.from_numpy(np.load(folder / "text.npy", mmap_mode="c"))
@@ -163,9 +162,9 @@ def main() -> None:
     seed = (settings.seed << 32) + (life << 16) + rank
     for batch in task.batches(text, seed):
         now = time.monotonic()
-        if now >= assignment.ends_s:
+        progress = (now - started_s) / settings.seconds
+        if progress >= 1:
             break
-        progress = (now - assignment.started_s) / settings.seconds
         row.set_rate(settings.learning_rate * learning_rate_factor(progress))
         before = row.num_batches()
         if compute is not None:

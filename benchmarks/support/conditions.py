@@ -157,10 +157,7 @@ RACE_CONDITIONS = {
     "calm": RaceCondition("nothing happens"),
     "slow": RaceCondition("one worker is 4 times slower all the time", "slow 4x 0"),
     "moving": RaceCondition("every 10 s another worker is 4 times slower", MOVING),
-    "jitter": RaceCondition(
-        "step times lognormal, their logarithm's deviation 0.3 (three times what is typical)",
-        spread=0.3,
-    ),
+    "jitter": RaceCondition(CONDITIONS["jitter"].text, spread=0.3),
     "stops": RaceCondition(
         "a worker stands still (SIGSTOP) for 2 s at 10 s and every 25 s, 5 s at 20 s, 8 s at 35 s",
         "stop 2s at 10s; stop 5s at 20s; stop 8s at 35s; stop 2s every 25s",

@@ -88,12 +88,15 @@ class HostWorker(ScriptWorker):
 class Fleet:
     """The processes of a run, by rank and life, and the hosts they are on."""
 
-    def __init__(self, settings: RaceSettings, folder: Path, hosts: Hosts | None) -> None:
+    def __init__(
+        self, settings: RaceSettings, folder: Path, hosts: Hosts | None, started_s: float
+    ) -> None:
         self._settings, self._folder, self._hosts = settings, folder, hosts
         self.pids: dict[int, int] = {}
         self.num_lives = [0] * settings.workers
         self.shelves: dict[tuple[int, int], Shelf] = {}
-        self._common = {**os.environ, **COMMON_VARIABLES, "RACE_DIR": str(folder)}
+        run = {"RACE_DIR": str(folder), "RACE_STARTED": repr(started_s)}
+        self._common = {**os.environ, **COMMON_VARIABLES, **run}
         # gossipdp's spares have imported gossipdp: those of torchft's rows have torchft.
         own = "import torchft; " if KINDS[settings.name.kind].needs is TORCHFT else ""
         spares.PROGRAM = own + PROGRAM

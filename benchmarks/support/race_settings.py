@@ -82,21 +82,6 @@ def restarts_whole(name: RowName) -> bool:
     return kind is not Gossip and not issubclass(kind, TorchftRow)
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's task, which its process reads from a file of the run's folder.
-
-    started_s: of the run, by ``time.monotonic``, which is one clock for all processes.
-    """
-
-    settings: RaceSettings
-    started_s: float
-
-    @property
-    def ends_s(self) -> float:
-        """Return when training ends, by the same clock."""
-        return self.started_s + self.settings.seconds
-
-
 def shelf_path(folder: Path, rank: int, life: int) -> Path:
     """Return the file of a life's shelf."""
     return folder / f"shelf-{rank}-{life}"
