@@ -398,12 +398,13 @@ def write(benchmark: Race, runs: Runs, found: Found, report: Report) -> None:
     shown = [name for name in benchmark.chosen if any(found[name].values())]
     for name in shown:
         title = f"{name}: {benchmark.chosen[name].text}"
+        if benchmark.stretch != 1:
+            title += f" (all times {benchmark.stretch:g} times as long)"
         report.tables.append(table(title, found[name], found.get("calm", {})))
     if shown:
         settings = (
             f"{benchmark.workers} workers, {benchmark.seconds:g} s (kills120: at least 300), "
-            f"{benchmark.rounds} rounds; times of the conditions {benchmark.stretch:g} times as "
-            f"long. Source of the runs: {', '.join(sorted(runs.commits))}."
+            f"{benchmark.rounds} rounds. Source of the runs: {', '.join(sorted(runs.commits))}."
         )
         report.notes += [*notes(found), settings]
         draw(results_folder(benchmark.quick) / f"{report.name}.png", found)

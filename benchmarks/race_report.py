@@ -83,9 +83,9 @@ def lost_seconds(run: Run, calm: Sequence[Run], _: Sequence[Run] = ()) -> float:
 
 
 def ours_over(figure: str, run: Run, calm: Sequence[Run], ours: Sequence[Run]) -> float:
-    """Return gossipdp's figure over a run's, of the same round; NaN for want of either."""
+    """Return gossipdp's figure over a rival's, of the same round; NaN for want of either."""
     same = [getattr(each, figure) for each in ours if each.settings.seed == run.settings.seed]
-    own = getattr(run, figure)
+    own = getattr(run, figure) if run.settings.row != OURS else 0
     return float(same[0] / own) if same and own else math.nan
 
 
@@ -182,7 +182,7 @@ def notes(found: Mapping[str, Runs]) -> list[str]:
             f"{row} {Spread.of(map(figure, runs)).text(form)}" for row, runs in rows.items() if runs
         )
 
-    imported = Spread.of(run.result.imported_s for run in every if not run.settings.keeps_spare)
+    imported = Spread.of(run.result.imported_s for run in every)
     started = Spread.of(run.result.start_s for run in every)
     settings = [run.settings for run in every]
     text = (
@@ -319,7 +319,7 @@ def _draw_losses(axes: Axes, runs: Runs, colours: Mapping[str, str], least: floa
 def _draw_steps(axes: Axes, run: Run, calm: Run, colour: str) -> None:
     """Draw a strip a worker: its steps over time, where it is slow, and its deaths."""
     seconds, steps = run.settings.seconds, np.array(run.result.steps)
-    usual = max(1.0, float(np.median(calm.result.steps)))
+    usual = max(1.0, median([count for each in calm.result.steps for count in each if count]))
     times = seconds * np.arange(NUM_BINS) / NUM_BINS
     for rank, counts in enumerate(steps):
         heights = rank + 0.85 * np.minimum(1, counts / usual)

@@ -77,8 +77,7 @@ class RaceResult(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: seconds of the run at which the final model was there.
     start_s: from the start of a process to the end of its first step, the median of first lives.
     restarts_s: the same of each later life that made a step.
-    imported_s: from the start of a process to the end of its imports: the median of all lives that
-        left a model.
+    imported_s: from there to the end of its imports, the median of first lives.
     num_lives: processes that were started.
     launcher_s: processor time of the launcher while it ran.
     steps: that each worker made in each of ``NUM_BINS`` equal parts of the run.
@@ -189,6 +188,7 @@ def result_of(course: Course, model: tuple[int, Values], launcher_s: float) -> R
     # 0 stands for a life that came too late to make a step.
     stepped = {life: h["first_step_s"] for life, h in headers.items() if h["first_step_s"]}
     first = [seconds for (_, life), seconds in stepped.items() if life == 0]
+    imported = [header["imported_s"] for (_, life), header in headers.items() if life == 0]
     return RaceResult(
         samples=samples,
         loss=loss,
@@ -201,7 +201,7 @@ def result_of(course: Course, model: tuple[int, Values], launcher_s: float) -> R
         ended_s=ended_s,
         start_s=statistics.median(first or [math.nan]),
         restarts_s=[seconds for (_, life), seconds in stepped.items() if life],
-        imported_s=statistics.median(header["imported_s"] for header in headers.values()),
+        imported_s=statistics.median(imported or [math.nan]),
         num_lives=sum(fleet.num_lives),
         launcher_s=launcher_s,
         steps=[steps_of(course, rank) for rank in range(settings.workers)],
