@@ -5,6 +5,7 @@ import math
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -60,6 +61,15 @@ def run_of(row: str, condition: str = "calm", **figures: float) -> Run:
 
 def replace_settings(**changes: object) -> RaceSettings:
     return msgspec.structs.replace(SETTINGS, **changes)
+
+
+@pytest.fixture(autouse=True)
+def nothing_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the rows have the settings that they begin with, and keep others elsewhere."""
+    assert "gossipdp" in race_script.read_choices()[0]  # what was tuned can be read
+    (tmp_path / "race_choices.json").write_text("[{}, {}]")
+    monkeypatch.setattr(race_script, "CHOICES", tmp_path / "race_choices.json")
+    monkeypatch.setattr(race_script, "results_folder", lambda quick: tmp_path)
 
 
 def test_a_run_has_the_options_of_its_row_alone():
@@ -132,15 +142,9 @@ def test_finished_runs_are_kept_and_the_order_rotates(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("provenance")
-def test_tuning_widens_the_grid_until_the_best_rate_is_within_and_keeps_it(
-    capsys, monkeypatch, tmp_path
-):
-    path = tmp_path / "race_choices.json"
-    path.write_text("[{}, {}]")
+def test_tuning_widens_the_grid_until_the_best_rate_is_within_and_keeps_it(capsys, monkeypatch):
     fake = FakeRace()
     monkeypatch.setattr(race_script, "race", fake)
-    monkeypatch.setattr(race_script, "CHOICES", path)
-    monkeypatch.setattr(race_script, "results_folder", lambda quick: tmp_path)
     monkeypatch.setattr(RowName, "missing", lambda self: None)
     tune(Race(tune="rates", rows="ddp"), Runs(None, None))
     assert [each.learning_rate for each in fake.asked] == [0.005, 0.01, 0.02, 0.04, 0.08]
