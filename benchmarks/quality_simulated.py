@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from scipy.stats import t
-from support.byte_model import byte_objective
-from support.byte_task import make_model
+from support.byte_task import BYTES, bits_a_byte, make_model, texts
 from support.coded_rows import coded_exchanges
 from support.finished_runs import (
     NoBestRateError,
@@ -31,12 +30,14 @@ from support.finished_runs import (
     next_rate,
 )
 from support.report import Report, Table, results_folder
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossipdp_lab.simulate import (
     ConstantTime,
+    Evaluation,
     Link,
     LinkModel,
+    ModuleObjective,
     Scenario,
     SlowedTime,
     Trace,
@@ -73,7 +74,7 @@ class Row:
         return Scenario(
             graph=self.graph,
             num_workers=setting.workers,
-            objective=byte_objective(disjoint=setting.data == "disjoint"),
+            objective=byte_objective(setting.data == "disjoint"),
             optimizer=OPTIMIZERS[self.optimizer](rate),
             comm_rate=1 / self.every,
             num_steps=setting.steps,
@@ -84,6 +85,25 @@ class Row:
             # A latency would make rounds end later: fewer steps.
             **{"links": LinkModel(Link(latency_s=0.0)), **self.options},
         )
+
+
+def byte_objective(disjoint: bool) -> ModuleObjective:
+    """Make the objective; its loss is that of the held-out text, in bits a byte.
+
+    disjoint: each worker has a stretch of the text of its own: packages that follow one another by
+        name. Otherwise all draw from the whole text.
+    """
+
+    def of_worker(rank: int, num_workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        text = texts()[0]
+        own = text.tensor_split(num_workers)[rank] if disjoint else text
+        return BYTES.batches(own, (seed << 20) + rank)
+
+    def evaluate(model: nn.Module) -> Evaluation:
+        return Evaluation(bits_a_byte(model))
+
+    options = {"evaluate": evaluate, "name": "bytes", "max_rows": 1}
+    return ModuleObjective(BYTES.make_model, BYTES.loss, of_worker, **options)
 
 
 @dataclass(frozen=True)

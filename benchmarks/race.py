@@ -1,11 +1,13 @@
 """Where machines misbehave: gossipdp beside its strongest rivals, at equal wall time.
 
-    python benchmarks/race.py --runs runs/race.jsonl                 hours: all conditions and rows
-    python benchmarks/race.py --conditions calm,kills10 --quick      tiny: 6 minutes
+    python benchmarks/race.py --runs runs/race.jsonl              3 hours: the series of the pages
+    python benchmarks/race.py --tune outer,restarts --runs FILE   find the rows' own settings
+    python benchmarks/race.py --quick                             tiny: 5 minutes
 
 README.md says what is trained, and what the rows and conditions are. Rows take turns, in an order
 that rotates from round to round; a round's seed is that of all its rows. With --runs finished runs
-are kept. Writes benchmarks/results/race.{json,md,png}, of what is there.
+are kept, so a call that was stopped goes on. Writes benchmarks/results/NAME.{json,md,png}, of what
+is there.
 """
 
 from __future__ import annotations
@@ -17,56 +19,69 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
 import tyro
-from race_report import NOTE, Run, as_json, draw, table, unequal
+from race_report import Run, as_json, draw, notes, table
 from race_run import race
+from support.byte_task import num_parameters
 from support.conditions import MODEL_PARAMETERS, RACE_CONDITIONS, RaceCondition
-from support.finished_runs import Campaign, NoBestRateError, best_rate, next_rate
+from support.finished_runs import Campaign, NoBestRateError, next_rate
 from support.hosts import Hosts, ShapedHosts, missing
 from support.quality_rows import KINDS, TORCHFT, RowName
-from support.race_settings import STEP_S, RaceSettings, num_parameters, saves
-from support.report import Missing, Provenance, Report, results_folder, rotated, run_script
-from time_to_loss import given_rates
+from support.race_fleet import Quota
+from support.race_settings import STEP_S, RaceSettings, restarts_whole, saves
+from support.report import RESULTS, Missing, Provenance, Report, results_folder, rotated, run_script
 
-from gossipdp.rules import at_least_1, check_flags, option, positive_number, whole_number
+from gossipdp.launcher.faults import FaultPlan
+from gossipdp.rules import at_least_1, check_flags, one_of, option, positive_number, whole_number
 
-ROWS = (
-    "gossipdp,ddp,ddp_torchft,local_sgd@16,diloco@16,local_sgd_torchft@16,diloco_torchft@16,"
-    "decent_dp"
-)
-RATE = 0.01
-RATES = {
-    "gossipdp": 0.04,
-    "ddp": 0.02,
-    "ddp_torchft": 0.02,
-    "local_sgd_torchft@16": 0.02,
-    "diloco_torchft@16": 0.02,
-    "local_sgd@16": 0.02,
-    "diloco@16": 0.01,
-    "decent_dp": 0.04,
-    "local_sgd_torchft@4": 0.02,
-    "diloco_torchft@4": 0.02,
-    "ddp_bf16": 0.02,
-    "ddp_powersgd": 0.02,
-}
-"""Learning rates, where ``--rates`` gives none: as ``--tune`` found them; DDP's hooks have DDP's,
-H = 4 that of 16."""
-TUNING_GRID, TUNING_SEED = (0.005, 0.01, 0.02), 0
-QUICK_SECONDS = 15.0
+CONDITIONS = "calm,moving,kills10,kills10_moving"
+ROWS = "gossipdp,ddp,ddp_torchft,local_sgd_torchft@16,diloco_torchft@16,local_sgd@16"
+CHOICES = RESULTS / "race_choices.json"
+TUNING_SEED = 0
+QUICK_SECONDS, QUICK_STRETCH, QUICK_CONDITIONS = 15.0, 0.2, "calm,kills10_moving"
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
 CHECKPOINT_STEPS = 25
 """Steps from one checkpoint to the next, in the rows that take them."""
-JOIN_MS, TIMEOUT_S = 200, 5
-"""torchft: the lighthouse waits so long for a late replica, plus the time between two averages (its
-own: 60 s); the time-out of collectives and quorums (its own: 60)."""
-HEARTBEAT_MS, SILENT_HEARTBEAT_MS = 5_000, 1_000
-"""torchft: a replica counts as dead after this time without a heartbeat: its own, and where workers
-are killed or stand still. Tuned there on its DDP."""
+FULL_STEP_S = 0.1
+"""About what a step without waits takes; torchft's replicas wait for one another by it."""
+
+
+class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A row's own settings; ``--tune`` finds them, and keeps them in ``CHOICES``.
+
+    outer: rate and momentum of DiLoCo's outer step.
+    join_ms, heartbeat_ms, timeout_s: of torchft: the lighthouse waits so long for a late replica,
+        beside the time between two averages (its own: 60 s); a replica counts as dead after this
+        time without a heartbeat (5 s); the time-out of collectives and quorums (60 s).
+    keeps_spares: of a job that a death ends: all its workers have spare interpreters, whose imports
+        take time from those who train.
+    """
+
+    learning_rate: float = 0.01
+    outer: tuple[float, float] | None = None
+    join_ms: int = 200
+    heartbeat_ms: int = 5_000
+    timeout_s: int = 5
+    keeps_spares: bool = True
+
+
+GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "rates": {"learning_rate": ()},  # by factors of two, until the best is within
+    "outer": {"outer": ((1.0, 0.7), (1.0, 0.5), (1.0, 0.0), (0.7, 0.7), (0.7, 0.9), (0.5, 0.9))},
+    "restarts": {
+        "heartbeat_ms": (500, 1_000, 2_000, 5_000),
+        "join_ms": (100, 200, 400, 1_000),
+        "timeout_s": (2, 5, 10),
+        "keeps_spares": (True, False),
+    },
+}
+"""What ``--tune`` tries, one after the other: rates and outer steps in the calm, by the loss; what
+restarts need in the worst condition, by the samples kept."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,7 @@ class Race:
     Conditions: support/conditions.py. Rows: as in support/quality_rows.py.
     """
 
-    conditions: str = ",".join(RACE_CONDITIONS)
+    conditions: str = CONDITIONS
     """Conditions to run, with commas between them; without calm no share of it is shown."""
 
     rows: str = ROWS
@@ -94,14 +109,17 @@ class Race:
     step_ms: float = option(1e3 * STEP_S, positive_number)
     """The time of a gradient step."""
 
-    rates: str = ""
-    """Learning rates, instead of the written ones: ddp=0.02,diloco@16=0.01."""
+    without_waits: bool = False
+    """Fill a core a worker with a transformer of a million parameters; no wait stands for it."""
 
-    tune: bool = False
-    """Find each row's learning rate in the calm, by factors of two, and run nothing else."""
+    stretch: float = option(1.0, positive_number)
+    """Lengthen all times of the conditions by this factor."""
 
-    spares: Literal["none", "gossipdp", "torchft"] = "gossipdp"
-    """Rows that restart in a spare interpreter: none, gossipdp's, or gossipdp's and torchft's."""
+    tune: str = ""
+    """Find the rows' own rates, outer, restarts (with commas between them), and do nothing else."""
+
+    name: str = "race"
+    """Of the results' files."""
 
     runs: Path | None = None
     """Keep finished runs in this file, and take those that it has."""
@@ -115,53 +133,74 @@ class Race:
     @cached_property
     def chosen(self) -> dict[str, RaceCondition]:
         """Return the conditions to run, by name, in the order of the report."""
-        names = ["calm"] if self.tune else [name.strip() for name in self.conditions.split(",")]
+        names = [name.strip() for name in self.conditions.split(",")]
         for name in names:
             if name not in RACE_CONDITIONS:
                 known = ", ".join(RACE_CONDITIONS)
                 raise ValueError(f"there is no condition {name!r}; choose from {known}")
-        return {
-            name: condition.quick() if self.quick else condition
-            for name, condition in RACE_CONDITIONS.items()
-            if name in names
-        }
+        return {name: self.condition(name) for name in RACE_CONDITIONS if name in names}
+
+    def condition(self, name: str) -> RaceCondition:
+        """Return a condition, stretched."""
+        return RACE_CONDITIONS[name].stretched(self.stretch)
 
     @cached_property
-    def learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of each row to run."""
-        rates = RATES | given_rates(self.rates)
-        names = [RowName.parse(row.strip()) for row in self.rows.split(",")]
-        return {name.text: rates.get(name.text, RATE) for name in names}
+    def names(self) -> list[str]:
+        """Return the rows to run."""
+        return [RowName.parse(row.strip()).text for row in self.rows.split(",")]
+
+    @cached_property
+    def choices(self) -> dict[str, Choice]:
+        """Return the rows' own settings, by row."""
+        known = read_choices()[self.without_waits]
+        return {row: known.get(row, Choice()) for row in self.names}
 
     def settings(self, row: str, condition: str, seed: int) -> RaceSettings:
         """Return the settings of a run, without the options that its row does not have."""
-        plan, name = self.chosen[condition], RowName.parse(row)
-        is_torchft = KINDS[name.kind].needs is TORCHFT
-        # Replicas that do not wait so long for one another never all meet: they come there as they
-        # began, each at its own time between two averages.
-        between_ms = round((name.period or 0) * self.step_ms)
-        heartbeat_ms = SILENT_HEARTBEAT_MS if plan.silences else HEARTBEAT_MS
+        plan, name, choice = self.condition(condition), RowName.parse(row), self.choices[row]
+        is_torchft, seconds = KINDS[name.kind].needs is TORCHFT, plan.seconds(self.seconds)
+        step_s = FULL_STEP_S if self.without_waits else self.step_ms / 1e3
+        between_ms = round((name.period or 0) * 1e3 * step_s)
+        signalled = self.workers - 1 if plan.quota_s and not has_quotas() else None
         return RaceSettings(
             row=row,
             condition=condition,
-            faults=plan.faults,
-            learning_rate=self.learning_rates[row],
+            faults=str(plan.plan(seed, seconds, signalled)),
+            learning_rate=choice.learning_rate,
             seed=seed,
-            seconds=plan.seconds(self.seconds),
+            seconds=seconds,
             workers=self.workers,
-            step_s=self.step_ms / 1e3,
+            step_s=step_s,
             spread=plan.spread,
             checkpoint_steps=CHECKPOINT_STEPS if saves(name) else None,
-            join_ms=JOIN_MS + between_ms if is_torchft else None,
-            timeout_s=TIMEOUT_S if is_torchft else None,
-            heartbeat_ms=heartbeat_ms if is_torchft else None,
-            # `gossipdp run` keeps one on its own host, and a host that vanishes takes it along.
-            keeps_spare=plan.network != "hosts"
-            and (
-                (self.spares != "none" and KINDS[name.kind].is_ours)
-                or (self.spares == "torchft" and is_torchft)
-            ),
+            # Replicas that do not wait so long for one another never all meet: they come there as
+            # they began, each at its own time between two averages.
+            join_ms=choice.join_ms + between_ms if is_torchft else None,
+            timeout_s=choice.timeout_s if is_torchft else None,
+            heartbeat_ms=choice.heartbeat_ms if is_torchft else None,
+            # Nobody is started again where nobody dies, and a host that vanishes takes its own.
+            keeps_spare=plan.kills and plan.network != "hosts" and choice.keeps_spares,
+            outer=choice.outer,
+            waits=not self.without_waits,
+            quota_s=0.0 if signalled is not None else plan.quota_s,
         )
+
+
+def read_choices() -> tuple[dict[str, Choice], dict[str, Choice]]:
+    """Return the rows' own settings, by row: of timed steps, and of those without waits."""
+    return msgspec.json.decode(
+        CHOICES.read_bytes(), type=tuple[dict[str, Choice], dict[str, Choice]]
+    )
+
+
+@cache
+def has_quotas() -> bool:
+    """Return whether the processors of a process can be limited here; else signals stop it."""
+    try:
+        Quota().close()
+    except OSError:
+        return False
+    return True
 
 
 def main() -> None:
@@ -178,7 +217,7 @@ def cannot_run(row: str, condition: RaceCondition) -> str | None:
         return why
     if condition.network is not None and (why := missing("tc")) is not None:
         return why
-    if name.kind == "decent_dp" and condition.plan.kills:
+    if name.kind == "decent_dp" and condition.kills:
         return "Decent-DP has no answer to a death: it takes over the optimizers, and saves none"
     return None
 
@@ -187,12 +226,12 @@ def hosts_for(condition: RaceCondition, settings: RaceSettings) -> Hosts | None:
     """Return the namespaces of a run: one a worker, spare ones, and one for the launcher."""
     if condition.network is None:
         return None
-    scale = num_parameters() / MODEL_PARAMETERS
+    scale = num_parameters(settings.task) / MODEL_PARAMETERS
     if condition.network == "bad_link":
         bad = {settings.workers - 1: BAD_MBITS_PER_S * scale}
         return ShapedHosts(settings.workers + 1, MBITS_PER_S * scale, bad)
-    assert condition.kill_period_s is not None
-    num_spare = math.ceil(settings.seconds / condition.kill_period_s)
+    (kills,) = FaultPlan.parse(settings.faults).clauses
+    num_spare = math.ceil(settings.seconds / kills.time_s)
     return ShapedHosts(settings.workers + num_spare + 1, FAST_MBITS_PER_S)
 
 
@@ -200,10 +239,7 @@ class Runs(Campaign[Run]):
     """The runs of the race."""
 
     def __init__(
-        self,
-        path: Path | None,
-        minutes: float | None,
-        clock: Callable[[], float] = time.monotonic,
+        self, path: Path | None, minutes: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(path, Run, lambda run: run.settings.key, minutes, clock)
 
@@ -240,13 +276,15 @@ def measure_all(benchmark: Race) -> None:
     """
     check_flags(benchmark)
     if benchmark.quick:
-        benchmark = replace(benchmark, seconds=min(benchmark.seconds, QUICK_SECONDS), rounds=1)
+        seconds, names = min(benchmark.seconds, QUICK_SECONDS), benchmark.conditions
+        names = QUICK_CONDITIONS if names == CONDITIONS else names  # the others are in them
+        quick = {"seconds": seconds, "conditions": names, "stretch": QUICK_STRETCH}
+        benchmark = replace(benchmark, rounds=1, **quick)
     runs = Runs(benchmark.runs, benchmark.minutes)
     if benchmark.tune:
-        print(tune(benchmark, runs))
+        tune(benchmark, runs)
         return
-    suffix = "" if benchmark.workers == Race.workers else f"_{benchmark.workers}"
-    report = Report(f"race{suffix}", "Where machines misbehave", benchmark.quick)
+    report = Report(benchmark.name, "Where machines misbehave", benchmark.quick)
     found = measure_rows(benchmark, runs)
     report.missing = missing_rows(benchmark, runs, found)
     write(benchmark, runs, found, report)
@@ -260,12 +298,10 @@ Found = dict[str, dict[str, list[Run]]]
 
 def measure_rows(benchmark: Race, runs: Runs) -> Found:
     """Run round after round; each begins with another row."""
-    found: Found = {
-        name: {row: [] for row in benchmark.learning_rates} for name in benchmark.chosen
-    }
+    found: Found = {name: {row: [] for row in benchmark.names} for name in benchmark.chosen}
     for number in range(benchmark.rounds):
         for name, condition in benchmark.chosen.items():
-            rows = [row for row in benchmark.learning_rates if not cannot_run(row, condition)]
+            rows = [row for row in benchmark.names if not cannot_run(row, condition)]
             for row in rotated(rows, number):
                 settings = benchmark.settings(row, name, number + 1)
                 run = runs.of(settings, condition)
@@ -274,35 +310,77 @@ def measure_rows(benchmark: Race, runs: Runs) -> Found:
     return found
 
 
-def tune(benchmark: Race, runs: Runs) -> str:
-    """Return the best learning rate of each row in the calm, as ``--rates`` takes them."""
-    best = []
-    calm = benchmark.chosen["calm"]
-    for row in benchmark.learning_rates:
-        if cannot_run(row, calm) is not None:
+def tune(benchmark: Race, runs: Runs) -> None:
+    """Try the grids, row by row and one setting after the other; keep the best of each.
+
+    Raises:
+        ValueError: there is no such grid.
+    """
+    path = results_folder(benchmark.quick) / CHOICES.name
+    groups = [one_of(tuple(GRIDS), "--tune", group) for group in benchmark.tune.split(",")]
+    settings = [each for group in groups for each in GRIDS[group]]
+    for row in benchmark.names:
+        if (why := RowName.parse(row).missing()) is not None:
+            print(f"{row}: {why}", file=sys.stderr)
             continue
-        tried: dict[float, float] = {}
-        try:
-            while (rate := next_rate(tried, TUNING_GRID)) is not None:
-                settings = benchmark.settings(row, "calm", TUNING_SEED)
-                run = runs.of(msgspec.structs.replace(settings, learning_rate=rate), calm)
-                if run is None:
-                    break
-                tried[rate] = run.loss
-            else:
-                best.append(f"{row}={best_rate(tried):g}")
-        except NoBestRateError as error:
-            print(f"{row}: {error}", file=sys.stderr)
-        losses = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(tried.items()))
-        print(f"{row}: {losses}", flush=True)
-    return f"--rates {','.join(best)}" if best else "no row is tuned yet: call again"
+        for setting in filter(partial(has, row), settings):
+            try:
+                scores = try_all(benchmark, runs, row, setting)
+            except NoBestRateError as error:
+                print(f"{row}: {error}", file=sys.stderr)
+                continue
+            shown = ", ".join(f"{value}: {score:.3f}" for value, score in scores.items())
+            print(f"{row}, {setting}: {shown}", flush=True)
+        kept = read_choices()
+        kept[benchmark.without_waits][row] = benchmark.choices[row]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
+
+
+def has(row: str, setting: str) -> bool:
+    """Return whether a row has one of the settings of ``GRIDS``."""
+    name = RowName.parse(row)
+    if setting == "outer":
+        return "DiLoCo" in KINDS[name.kind].label
+    if setting == "keeps_spares":
+        return restarts_whole(name)
+    return setting == "learning_rate" or KINDS[name.kind].needs is TORCHFT
+
+
+def try_all(benchmark: Race, runs: Runs, row: str, setting: str) -> dict[Any, float]:
+    """Try the values of a setting, and choose the best if there is time for all.
+
+    Return their scores: the loss, or thousands of samples kept, negative.
+    """
+    worst = "starved" if benchmark.without_waits else "kills10_moving"
+    name = worst if setting in GRIDS["restarts"] else "calm"
+    values = next((each[setting] for each in GRIDS.values() if setting in each), ())
+    before, scores = benchmark.choices[row], dict[Any, float]()
+    rate = before.learning_rate
+    while True:
+        value = next((each for each in values if each not in scores), None)
+        if setting == "learning_rate":
+            value = next_rate(scores, (rate / 2, rate, 2 * rate))
+        best = value if value is not None else min(scores, key=lambda each: scores[each])
+        benchmark.choices[row] = msgspec.structs.replace(before, **{setting: best})
+        if value is None:
+            return scores
+        settings = benchmark.settings(row, name, TUNING_SEED)
+        run = runs.of(settings, benchmark.condition(name))
+        if run is not None:
+            scores[value] = run.loss if name == "calm" else -run.samples / 1e3
+        elif runs.failures.pop(label_of(name, row), None) is not None:
+            scores[value] = math.inf
+        else:  # no time is left
+            benchmark.choices[row] = before
+            return scores
 
 
 def missing_rows(benchmark: Race, runs: Runs, found: Found) -> list[Missing]:
     """Return what is not measured, and why."""
     rows = []
     for name, condition in benchmark.chosen.items():
-        for row in benchmark.learning_rates:
+        for row in benchmark.names:
             label = label_of(name, row)
             why = cannot_run(row, condition)
             if why is None and label in runs.failures:
@@ -317,20 +395,19 @@ def missing_rows(benchmark: Race, runs: Runs, found: Found) -> list[Missing]:
 
 def write(benchmark: Race, runs: Runs, found: Found, report: Report) -> None:
     """Print and write the report of what is there."""
-    calm = found.get("calm", {})
     shown = [name for name in benchmark.chosen if any(found[name].values())]
     for name in shown:
         title = f"{name}: {benchmark.chosen[name].text}"
-        report.tables.append(table(title, found[name], calm))
+        if benchmark.stretch != 1:
+            title += f" (all times {benchmark.stretch:g} times as long)"
+        report.tables.append(table(title, found[name], found.get("calm", {})))
     if shown:
         settings = (
-            f"{benchmark.workers} workers, steps of {benchmark.step_ms:g} ms, "
-            f"{benchmark.seconds:g} s (kills120: at least 300), {benchmark.rounds} rounds. "
-            f"Source of the runs: {', '.join(sorted(runs.commits))}."
+            f"{benchmark.workers} workers, {benchmark.seconds:g} s (kills120: at least 300), "
+            f"{benchmark.rounds} rounds. Source of the runs: {', '.join(sorted(runs.commits))}."
         )
-        report.notes += [NOTE, f"Not equal: {unequal(found)}", settings]
-        path = results_folder(benchmark.quick) / f"{report.name}.png"
-        draw(path, found, benchmark.chosen)
+        report.notes += [*notes(found), settings]
+        draw(results_folder(benchmark.quick) / f"{report.name}.png", found)
     report.write(as_json(found))
 
 

@@ -1,27 +1,33 @@
-"""The report of the race: a table and a panel a condition."""
+"""The report of the race: a table a condition, and a picture of the calm and the last condition.
+
+By itself: ``python race_report.py RESULTS.json PICTURE.png`` draws what is in a results' file.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from race_run import NUM_MARKS, RaceResult
-from support.byte_task import BATCH_SIZE
-from support.conditions import RaceCondition
+import numpy as np
+from race_run import NUM_BINS, NUM_MARKS, RaceResult
+from support.byte_task import num_parameters
+from support.conditions import SHARES
 from support.quality_rows import KINDS, RowName
-from support.race_settings import RaceSettings, num_parameters
+from support.race_settings import RaceSettings
 from support.report import Provenance, Spread, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CALM = "calm"
+CALM, OURS = "calm", "gossipdp"
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -29,7 +35,12 @@ class Run(msgspec.Struct, frozen=True):
 
     settings: RaceSettings
     result: RaceResult
-    provenance: Provenance
+    provenance: Provenance | None = None
+
+    @property
+    def samples(self) -> int:
+        """Return the samples in the final model."""
+        return self.result.samples
 
     @property
     def loss(self) -> float:
@@ -39,8 +50,9 @@ class Run(msgspec.Struct, frozen=True):
     @property
     def bytes_per_parameter_step(self) -> float:
         """Bytes that were sent, over parameters and the batches that were kept."""
-        steps = self.result.samples / BATCH_SIZE
-        return self.result.sent_bytes / (steps * num_parameters()) if steps else math.inf
+        task = self.settings.task
+        kept = self.samples / task.batch_size * num_parameters(task)
+        return self.result.sent_bytes / kept if kept else math.inf
 
     @property
     def num_done(self) -> int:
@@ -57,57 +69,65 @@ Runs = Mapping[str, Sequence[Run]]
 """By row, of one condition."""
 
 
-def calm_rate(calm: Sequence[Run]) -> float:
-    """Return the samples a second of a row's own calm runs, after the start; NaN without any."""
-    rates = [run.result.samples / run.trained_s for run in calm if run.trained_s]
-    return statistics.median(rates) if rates else math.nan
+def share_of_calm(run: Run, calm: Sequence[Run], _: Sequence[Run] = ()) -> float:
+    """Return the samples kept over those of the row's own calm in the same time; NaN without it."""
+    rates = [each.samples / each.trained_s for each in calm if each.trained_s]
+    expected = statistics.median(rates or [math.nan]) * run.trained_s
+    return run.samples / expected if expected else math.nan
 
 
-def share_of_calm(run: Run, calm: Sequence[Run]) -> float:
-    """Return the samples kept over those that the row keeps in the calm in the same time."""
-    expected = calm_rate(calm) * run.trained_s
-    return run.result.samples / expected if expected else math.nan
-
-
-def lost_seconds(run: Run, calm: Sequence[Run]) -> float:
+def lost_seconds(run: Run, calm: Sequence[Run], _: Sequence[Run] = ()) -> float:
     """Return the seconds of the whole job that a fault cost; NaN if there was none."""
-    if not run.num_done:
-        return math.nan
-    return (1 - share_of_calm(run, calm)) * run.trained_s / run.num_done
+    lost_s = (1 - share_of_calm(run, calm)) * run.trained_s
+    return lost_s / run.num_done if run.num_done else math.nan
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the table; ``best`` chooses the best of the medians, None has no best."""
+def ours_over(figure: str, run: Run, calm: Sequence[Run], ours: Sequence[Run]) -> float:
+    """Return gossipdp's figure over a rival's, of the same round; NaN for want of either."""
+    same = [getattr(each, figure) for each in ours if each.settings.seed == run.settings.seed]
+    own = getattr(run, figure) if run.settings.row != OURS else 0
+    return float(same[0] / own) if same and own else math.nan
+
+
+class Column(NamedTuple):
+    """A column of the table.
+
+    best: chooses the best of the medians; None: there is no best.
+    value: of a run, given the calm runs of its row, and gossipdp's under its condition.
+    """
 
     name: str
     key: str
     form: str
-    value: Callable[[Run, Sequence[Run]], float]
-    best: Callable[[Sequence[float]], float] | None = None
+    best: Callable[[Sequence[float]], float] | None
+    value: Callable[[Run, Sequence[Run], Sequence[Run]], float]
 
 
 COLUMNS = (
-    Column("samples kept", "samples", ",.0f", lambda run, _: run.result.samples, max),
-    Column("of its own calm", "share_of_calm", ".0%", share_of_calm, max),
-    Column("final loss", "loss", ".3f", lambda run, _: run.loss, min),
-    Column("s lost a fault", "lost_s", ".1f", lost_seconds, min),
-    Column("bytes", "bytes", ".2f", lambda run, _: run.bytes_per_parameter_step, min),
-    Column("faults", "faults", ".0f", lambda run, _: run.num_done),
-    Column(
-        "restart (s)",
-        "restart_s",
-        ".1f",
-        lambda run, _: statistics.median(run.result.restarts_s or [math.nan]),
-    ),
+    Column("samples kept", "samples", ",.0f", max, lambda run, *_: run.samples),
+    Column("gossipdp's over these", "samples_ratio", ".2f", None, partial(ours_over, "samples")),
+    Column("of its own calm", "share_of_calm", ".0%", max, share_of_calm),
+    Column("final loss", "loss", ".3f", min, lambda run, *_: run.loss),
+    Column("gossipdp's over this", "loss_ratio", ".3f", None, partial(ours_over, "loss")),
+    Column("s lost a fault", "lost_s", ".1f", min, lost_seconds),
+    Column("bytes", "bytes", ".2f", min, lambda run, *_: run.bytes_per_parameter_step),
+    Column("MB in all", "megabytes", ",.0f", min, lambda run, *_: run.result.sent_bytes / 1e6),
+    Column("faults", "faults", ".0f", None, lambda run, *_: run.num_done),
+    Column("restart (s)", "restart_s", ".1f", None, lambda run, *_: median(run.result.restarts_s)),
 )
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median; NaN of none."""
+    return statistics.median(values or [math.nan])
 
 
 def spreads(runs: Runs, calm: Runs) -> dict[str, dict[str, Spread]]:
     """Return each figure of each row that ran, over its runs."""
+    ours = runs.get(OURS, ())
     return {
         row: {
-            column.key: Spread.of(column.value(run, calm.get(row, ())) for run in found)
+            column.key: Spread.of(column.value(run, calm.get(row, ()), ours) for run in found)
             for column in COLUMNS
         }
         for row, found in runs.items()
@@ -141,156 +161,194 @@ def table(title: str, runs: Runs, calm: Runs) -> Table:
 NOTE = (
     "Medians over the runs (least to greatest); the best median of a column is bold. Samples "
     "kept: in the final model; work since a checkpoint, an average or an exchange that died is "
-    "not. Its own calm: the same row, the same time after its start. Final loss: at equal wall "
-    "time, of the model of all on held-out text, bits a byte. Seconds lost a fault: of the whole "
-    "job. Bytes: sent by all workers' sockets, over parameters and batches kept. Restart: from the "
-    "start of a process, or from when a spare one becomes a worker, to the end of its first step."
+    "not. Gossipdp's over these: round by round. Its own calm: the same row, the same time after "
+    "its start. Final loss: at equal wall time, of the model of all on held-out text, bits a byte. "
+    "Seconds lost a fault: of the whole job. Bytes: sent by all workers' sockets, over parameters "
+    "and batches kept, and in all. Restart: from the start of a process, or from when a spare one "
+    "becomes a worker, to the end of its first step."
 )
 
 
-def unequal(found: Mapping[str, Runs]) -> str:
-    """Return what was not equal, with the measured times of a start."""
-    every = [run for runs in found.values() for one in runs.values() for run in one]
-    imported_anew = [run for run in every if not run.settings.keeps_spare] or every
-    imported = Spread.of(run.result.imported_s for run in imported_anew)
-    started = Spread.of(run.result.start_s for run in every)
-    late = {
-        RowName.parse(row).label: Spread.of(
-            run.result.ended_s - run.settings.seconds
-            for runs in found.values()
-            for run in runs.get(row, ())
+def notes(found: Mapping[str, Runs]) -> list[str]:
+    """Return what the columns mean, and what was not equal."""
+    rows: dict[str, list[Run]] = {}
+    for condition in found.values():
+        for row, runs in condition.items():
+            rows.setdefault(RowName.parse(row).label, []).extend(runs)
+    every = [run for runs in rows.values() for run in runs]
+
+    def by_row(form: str, figure: Callable[[Run], float]) -> str:
+        return "; ".join(
+            f"{row} {Spread.of(map(figure, runs)).text(form)}" for row, runs in rows.items() if runs
         )
-        for row in {row for runs in found.values() for row in runs}
-    }
-    ends = "; ".join(f"{label} {spread.text('.2f')}" for label, spread in sorted(late.items()))
-    return (
-        f"A process needs {imported.text('.1f')} s for its imports (Python, torch, the row's own) "
-        f"and {started.text('.1f')} s to the end of its first step: scale the kill period by that. "
-        f"The final model was there so many seconds after the end of the time: {ends}. "
-        f"{_spares(every)}What else is not equal: benchmarks/README.md."
-    )
 
-
-def _spares(runs: Sequence[Run]) -> str:
-    """Return who has a spare interpreter for a restart."""
-    with_spare = {RowName.parse(r.settings.row).label for r in runs if r.settings.keeps_spare}
-    if not with_spare:
-        return ""
-    return (
-        f"{', '.join(sorted(with_spare))}: a worker that is started again has a spare interpreter "
-        "that has imported torch, as gossipdp run keeps one; the others' launchers have none. "
+    imported = Spread.of(run.result.imported_s for run in every)
+    started = Spread.of(run.result.start_s for run in every)
+    settings = [run.settings for run in every]
+    text = (
+        f"Not equal: a process needs {imported.text('.1f')} s for its imports, and "
+        f"{started.text('.1f')} s to the end of its first step: scale the kill period by that. The "
+        "final model was there so many seconds after the end of the time: "
+        f"{by_row('.2f', lambda run: run.result.ended_s - run.settings.seconds)}. The launcher "
+        "took so much of a core: "
+        f"{by_row('.1%', lambda run: run.result.launcher_s / run.settings.seconds)}. Spare "
+        "interpreters, which have imported torch and the row's own package, where workers are "
+        f"killed: {by_row('.0f', lambda run: run.settings.num_spares)}; a host that vanishes takes "
+        "its own along. gossipdp's supervisor waits 0.1, 0.2, 0.4 ... s before a worker's 1st, "
+        "2nd, 3rd ... restart, the others' always 0.1 s. "
     )
+    if not all(each.waits for each in settings):
+        limited = any(each.quota_s for each in settings)
+        how = "a control group's quota" if limited else "SIGSTOP and SIGCONT, 50 ms a turn"
+        text += f"A worker has a core of its own; a smaller share of it is {how}. "
+    return [NOTE, f"{text}What else is not equal: benchmarks/README.md."]
 
 
 def as_json(found: Mapping[str, Runs]) -> dict[str, Any]:
     """Return what is stored: by condition and row the medians, and every run."""
-    calm = found.get(CALM, {})
     return {
         name: {
             row: {key: spread.median for key, spread in figures.items()}
             | {"runs": [{"settings": r.settings, "result": r.result} for r in runs[row]]}
-            for row, figures in spreads(runs, calm).items()
+            for row, figures in spreads(runs, found.get(CALM, {})).items()
         }
         for name, runs in found.items()
     }
 
 
-MARKS = {"kill": "X", "stop": "s", "slow": "v"}
+PANELS = {
+    CALM: "Nothing happens",
+    "kills10_moving": "A slow worker that changes, and kills",
+    "starved": "One worker has half or a quarter of its core, and kills",
+}
 
 
-def draw(path: Path, found: Mapping[str, Runs], conditions: Mapping[str, RaceCondition]) -> None:
-    """Write a PNG: loss against wall time, a panel a condition."""
-    from matplotlib.lines import Line2D
+def short(row: str) -> str:
+    """Return a row's name for a picture."""
+    return RowName.parse(row).label.partition(", H = ")[0].removesuffix(", defaults")
 
+
+def final_losses(runs: Runs) -> dict[str, float]:
+    """Return the median of each row's final losses, the least first."""
+    losses = {row: median([run.loss for run in each]) for row, each in runs.items() if each}
+    return dict(sorted(losses.items(), key=lambda each: each[1]))
+
+
+def conclusion(condition: str, runs: Runs) -> str:
+    """Return the title of a panel: which row ends lowest, and how far below the next."""
+    (first, least), *others = final_losses(runs).items()
+    text = f"{PANELS.get(condition, condition)}: {short(first)} ends lowest"
+    if others:
+        text += f", {1 - least / others[0][1]:.1%} below {short(others[0][0])}"
+    return textwrap.fill(text, 58)
+
+
+def draw(path: Path, found: Mapping[str, Runs]) -> None:
+    """Write a PNG: loss over time in the calm and in the last condition, and there the steps."""
     from gossipdp_lab.simulate.figures import OKABE_ITO, new_figure
 
-    shown = [name for name in conditions if any(found.get(name, {}).values())]
-    num_panels = len(shown)
+    named = [name for name, runs in found.items() if any(runs.values())]
+    shown = list(dict.fromkeys([named[0], named[-1]]))
     rows = list(dict.fromkeys(row for name in shown for row in found[name]))
     colours = dict(zip(rows, [*OKABE_ITO[1:], OKABE_ITO[0]] * 2, strict=False))
-    # The legend takes the place of one panel more.
-    columns = min(3, num_panels + 1)
-    lines = math.ceil((num_panels + 1) / columns)
-    figure = new_figure(4.6 * columns, 3.6 * lines)
-    places = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes in places[num_panels:]:
-        axes.axis("off")
+    last, calm = found[shown[-1]], found.get(CALM, {})
+    timed = [row for row in (OURS, "ddp") if last.get(row) and last[row][0].result.steps]
+    columns = len(shown) + bool(timed)
+    figure = new_figure(5.2 * columns, 3.9)
+    grid = figure.add_gridspec(max(1, len(timed)), columns)
     losses = [run.loss for name in shown for runs in found[name].values() for run in runs]
     least = min(filter(math.isfinite, losses), default=2.0)
-    for axes, name in zip(places, shown, strict=False):
-        _draw_condition(axes, found[name], colours, least)
-        title = f"{name}: {conditions[name].text}"
-        axes.set_title(textwrap.fill(title, 52), fontsize="small")
-    done = {
-        fault.kind
-        for name in shown
-        for runs in found[name].values()
-        for run in runs
-        for fault in run.result.faults
-    }
-    handles = [Line2D([], [], color=colours[row], label=RowName.parse(row).label) for row in rows]
-    handles += [
-        Line2D([], [], color="grey", linestyle="", marker=mark, label=kind)
-        for kind, mark in MARKS.items()
-        if kind in done
-    ]
-    places[num_panels].legend(handles=handles, loc="center left", frameon=False)
+    for number, name in enumerate(shown):
+        axes = figure.add_subplot(grid[:, number])
+        axes.set_title(conclusion(name, found[name]), fontsize="medium")
+        _draw_losses(axes, found[name], colours, least)
+    for number, row in enumerate(timed):
+        axes = figure.add_subplot(grid[number, -1])
+        _draw_steps(axes, last[row][0], (calm.get(row) or last[row])[0], colours[row])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
-def median_curve(runs: Sequence[Run]) -> list[tuple[float, float]]:
-    """Return the median loss over the median time of each mark.
-
-    The loss is NaN where half of the runs or more had no model, as while a job starts again.
-    """
+def curve(runs: Sequence[Run]) -> list[tuple[float, Spread]]:
+    """Return the median time and the losses of each mark at which most of the runs had a model."""
     marks: dict[int, list[tuple[float, float]]] = {}
     for run in runs:
         for point in run.result.curve:
             if point.loss is not None:
-                share = min(1.0, point.seconds / run.settings.seconds)
-                number = round(NUM_MARKS * share)
+                number = round(NUM_MARKS * min(1.0, point.seconds / run.settings.seconds))
                 marks.setdefault(number, []).append((point.seconds, point.loss))
-    had_model = {number: each for number, each in marks.items() if 2 * len(each) > len(runs)}
-    if not had_model:
-        return []
-    mark_s = runs[0].settings.seconds / NUM_MARKS
     return [
-        (statistics.median(s for s, _ in each), statistics.median(loss for _, loss in each))
-        if (each := had_model.get(number))
-        else (mark_s * number, math.nan)
-        for number in range(min(had_model), max(had_model) + 1)
+        (median([seconds for seconds, _ in each]), Spread.of(loss for _, loss in each))
+        for _, each in sorted(marks.items())
+        if 2 * len(each) > len(runs)
     ]
 
 
-def _draw_condition(axes: Axes, runs: Runs, colours: Mapping[str, str], least: float) -> None:
-    import numpy as np
+def _draw_losses(axes: Axes, runs: Runs, colours: Mapping[str, str], least: float) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    for row, each in runs.items():
-        curve = median_curve(each)
-        if not curve:
+    least, most = 0.98 * least, max(1.4 * least, 3.0)  # all begin at 8 bits, within seconds
+    height = 0.0
+    for row, final in final_losses(runs).items():
+        if not (points := curve(runs[row])):
             continue
-        times, losses = zip(*curve, strict=True)
-        known = [point for point in curve if math.isfinite(point[1])]
-        is_ours = KINDS[RowName.parse(row).kind].is_ours
-        axes.plot(times, losses, color=colours[row], linewidth=2.2 if is_ours else 1.3)
-        axes.plot(*known[-1], "o", color=colours[row], markersize=3)
-        for fault in each[0].result.faults:
-            if fault.at_s is not None and fault.at_s <= each[0].settings.seconds:
-                loss = float(np.interp(fault.at_s, *zip(*known, strict=True)))
-                axes.plot(
-                    fault.at_s, loss, MARKS[fault.kind], color=colours[row], markersize=5,
-                    markeredgecolor="white", markeredgewidth=0.5,
-                )  # fmt: skip
+        times, spread = zip(*points, strict=True)
+        is_ours, colour = KINDS[RowName.parse(row).kind].is_ours, colours[row]
+        width = 2.2 if is_ours else 1.3
+        axes.plot(times, [each.median for each in spread], color=colour, linewidth=width)
+        axes.plot(times[-1], final, "o", color=colour, markersize=3)
+        limits = [each.least for each in spread], [each.greatest for each in spread]
+        axes.fill_between(times, *limits, color=colour, alpha=0.15, linewidth=0)
+        # Its label stands at the line's end, or above the one below it.
+        at = math.log(final / least) / math.log(most / least)
+        height = min(max(at, height + 0.055), 1.2)
+        text, weight = f"{short(row)} {final:.2f}", "bold" if is_ours else "normal"
+        place = {"transform": axes.transAxes, "va": "center", "fontsize": "small"}
+        axes.text(1.02, height, text, color=colour, weight=weight, **place)
     axes.set(yscale="log", xlabel="wall time (s)", ylabel="loss (bits a byte)")
-    # All begin at 8 bits, within seconds; the differences lie below.
-    axes.set_ylim(0.98 * least, most := max(1.5 * least, 3.0))
-    ticks = [
-        tick for tick in (2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6) if 0.98 * least <= tick <= most
-    ]
+    ticks = [tick for tick in (2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6) if least < tick <= most]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(least, most)
     axes.set_xlim(left=0)
     axes.grid(True, linewidth=0.4, alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_steps(axes: Axes, run: Run, calm: Run, colour: str) -> None:
+    """Draw a strip a worker: its steps over time, where it is slow, and its deaths."""
+    seconds, steps = run.settings.seconds, np.array(run.result.steps)
+    usual = max(1.0, median([count for each in calm.result.steps for count in each if count]))
+    times = seconds * np.arange(NUM_BINS) / NUM_BINS
+    for rank, counts in enumerate(steps):
+        heights = rank + 0.85 * np.minimum(1, counts / usual)
+        axes.fill_between(times, rank, heights, step="post", color=colour, linewidth=0)
+    done = [fault for fault in run.result.faults if fault.at_s is not None]
+    slow = [fault for fault in done if fault.kind == "slow"]
+    ends_s = [*(fault.at_s for fault in slow[1:]), seconds]
+    bars = [(each.at_s, end_s, each.rank) for each, end_s in zip(slow, ends_s, strict=False)]
+    quota_s, last = run.settings.quota_s, len(steps) - 1
+    turns = range(int(seconds / quota_s) + 1 if quota_s else 0)
+    bars += [(n * quota_s, (n + 1) * quota_s, last) for n in turns if n % len(SHARES)]
+    for at_s, end_s, rank in bars:
+        axes.plot([at_s, end_s], [rank - 0.07] * 2, color="black", linewidth=2)
+    for fault in (fault for fault in done if fault.kind == "kill"):
+        axes.plot(fault.at_s, fault.rank + 0.4, "X", color="black", markeredgecolor="white")
+    made = steps.sum() / max(1, np.sum(calm.result.steps))
+    title = f"{short(run.settings.row)}: {made:.0%} of its calm's steps, worker by worker"
+    axes.set_title(title, fontsize="small")
+    axes.set(xlim=(0, seconds), ylim=(-0.15, len(steps)), yticks=[])
+    axes.set_xlabel("wall time (s); bar: slow, X: killed", fontsize="small")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    stored = json.loads(Path(sys.argv[1]).read_bytes())["result"]
+    draw(
+        Path(sys.argv[2]),
+        {
+            condition: {row: msgspec.convert(one["runs"], list[Run]) for row, one in rows.items()}
+            for condition, rows in stored.items()
+        },
+    )

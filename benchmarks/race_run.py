@@ -23,27 +23,26 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from support.byte_model import bits_a_byte, texts
-from support.byte_task import BATCH_SIZE, make_model
+from support.byte_task import Task, bits_a_byte, texts
+from support.conditions import SHARES
 from support.hosts import Hosts, enter
 from support.quality_rows import KINDS
 from support.race_fleet import Fleet
 from support.race_settings import (
-    Assignment,
-    CheckpointFiles,
     RaceSettings,
     Values,
+    newest_checkpoint,
     restarts_whole,
 )
 from support.rows import Gossip
 
 from gossipdp import WorkerFailedError
-from gossipdp.launcher.faults import FaultInjector, FaultPlan, FaultRecord
+from gossipdp.launcher.faults import FaultInjector, FaultPlan
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.processes import Ending, WorkerProcess
 from gossipdp.launcher.supervisor import Supervisor, describe
 
-NUM_MARKS = 28
+NUM_MARKS, NUM_BINS = 28, 140
 MAX_RESTARTS = 10_000
 PATIENCE_S, GRACE_S = 15.0, 0.5
 """After the end of a run: for what a row has to do there, and for the others if one has ended."""
@@ -77,9 +76,10 @@ class RaceResult(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: seconds of the run at which the final model was there.
     start_s: from the start of a process to the end of its first step, the median of first lives.
     restarts_s: the same of each later life that made a step.
-    imported_s: from the start of a process to the end of its imports: the median of all lives that
-        left a model.
+    imported_s: from there to the end of its imports, the median of first lives.
     num_lives: processes that were started.
+    launcher_s: processor time of the launcher while it ran.
+    steps: that each worker made in each of ``NUM_BINS`` equal parts of the run.
     """
 
     samples: int
@@ -92,13 +92,15 @@ class RaceResult(msgspec.Struct, frozen=True, kw_only=True):
     restarts_s: list[float]
     imported_s: float
     num_lives: int
+    launcher_s: float = 0.0
+    steps: list[list[int]] = []
 
 
-def loss_of(parameters: Values) -> float | None:
+def loss_of(parameters: Values, task: Task) -> float | None:
     """Return the loss on held-out text, bits a byte; None where it is no finite number."""
-    net = make_model()
+    net = task.make_model()
     torch.nn.utils.vector_to_parameters(torch.from_numpy(parameters).float(), net.parameters())
-    value = bits_a_byte(net)
+    value = bits_a_byte(net, task)
     return value if math.isfinite(value) else None
 
 
@@ -152,29 +154,22 @@ def race(settings: RaceSettings, hosts: Hosts | None = None) -> RaceResult:
         variables: Mapping[str, str] = {}
         if settings.join_ms is not None:  # before the clock starts: the launcher imports torchft
             variables = stack.enter_context(torchft_variables(settings, hosts))
-        fleet = Fleet(settings, folder, hosts)
-        stack.callback(fleet.spares.close)
-        assignment = Assignment(settings=settings, started_s=time.monotonic())
-        (folder / "run.json").write_bytes(msgspec.json.encode(assignment))
-        course = Course(settings, fleet, assignment.started_s)
+        (folder / "run.json").write_bytes(msgspec.json.encode(settings))
+        started_s = time.monotonic()
+        fleet = Fleet(settings, folder, hosts, started_s)
+        stack.callback(fleet.close)
+        course = Course(settings, fleet, started_s)
+        launcher_s = time.process_time()
         if kind.row is Gossip:
             supervise_gossip(course)
         else:
             supervise_job(course, variables)
-        model = final_model(holds_all, fleet)
-        if model is None and settings.checkpoint_steps is not None:
-            model = from_checkpoint(settings, folder)
-        return result_of(course, model or untrained(settings))
+        launcher_s = time.process_time() - launcher_s
+        model = final_model(holds_all, fleet) or from_checkpoint(settings, folder)
+        return result_of(course, model, launcher_s)
 
 
-def untrained(settings: RaceSettings) -> tuple[int, Values]:
-    """Return what a run has if nothing of its training is left."""
-    torch.manual_seed(settings.seed)
-    flat = torch.nn.utils.parameters_to_vector(make_model().parameters())
-    return 0, flat.detach().double().numpy()
-
-
-def result_of(course: Course, model: tuple[int, Values]) -> RaceResult:
+def result_of(course: Course, model: tuple[int, Values], launcher_s: float) -> RaceResult:
     """Score a run that is over. model: samples and parameters at the end."""
     fleet, settings, started_s = course.fleet, course.settings, course.started_s
     headers = {
@@ -185,44 +180,52 @@ def result_of(course: Course, model: tuple[int, Values]) -> RaceResult:
     if not headers:
         raise WorkerFailedError(f"no worker has made a step\n{fleet.log_tail()}")
     samples, parameters = model
-    loss = loss_of(parameters)
+    loss = loss_of(parameters, settings.task)
     last_s = max(header["at_s"] for header in headers.values()) - started_s
     ended_s = max(last_s, settings.seconds)
-    curve = [Point(at_s, loss_of(values)) for at_s, values in course.marks]
+    curve = [Point(at_s, loss_of(values, settings.task)) for at_s, values in course.marks]
     # 0 stands for a life that came too late to make a step.
     stepped = {life: h["first_step_s"] for life, h in headers.items() if h["first_step_s"]}
     first = [seconds for (_, life), seconds in stepped.items() if life == 0]
+    imported = [header["imported_s"] for (_, life), header in headers.items() if life == 0]
     return RaceResult(
         samples=samples,
         loss=loss,
         curve=[*curve, Point(ended_s, loss)],
-        faults=[fault_of(record, started_s) for record in course.injector.records],
+        faults=[
+            Fault(r.kind, r.rank, r.planned_s, r.clock_s and r.clock_s - started_s, r.missed)
+            for r in course.injector.records
+        ],
         sent_bytes=round(sum(header["sent_bytes"] for header in headers.values())),
         ended_s=ended_s,
         start_s=statistics.median(first or [math.nan]),
         restarts_s=[seconds for (_, life), seconds in stepped.items() if life],
-        imported_s=statistics.median(header["imported_s"] for header in headers.values()),
+        imported_s=statistics.median(imported or [math.nan]),
         num_lives=sum(fleet.num_lives),
+        launcher_s=launcher_s,
+        steps=[steps_of(course, rank) for rank in range(settings.workers)],
     )
 
 
-def fault_of(record: FaultRecord, started_s: float) -> Fault:
-    """Return a fault by the clock of the run."""
-    at_s = None if record.clock_s is None else record.clock_s - started_s
-    return Fault(record.kind, record.rank, record.planned_s, at_s, record.missed)
+def steps_of(course: Course, rank: int) -> list[int]:
+    """Return how many steps a worker made in each part of the run."""
+    paths = [s.step_times for (each, _), s in course.fleet.shelves.items() if each == rank]
+    ends = np.concatenate([np.fromfile(path) for path in paths if path.exists()] or [np.empty(0)])
+    limits = (0, course.settings.seconds)
+    counts: list[int] = np.histogram(ends - course.started_s, NUM_BINS, limits)[0].tolist()
+    return counts
 
 
-def from_checkpoint(settings: RaceSettings, folder: Path) -> tuple[int, Values] | None:
-    """Return samples and parameters of the newest checkpoint; None if there is none."""
-    files = CheckpointFiles(folder, settings.num_writers)
-    newest = files.newest()
-    if newest is None:
-        return None
-    found = torch.load(files.path(newest, 0), weights_only=True)
-    net = make_model()
-    net.load_state_dict(found["row"]["net"])
+def from_checkpoint(settings: RaceSettings, folder: Path) -> tuple[int, Values]:
+    """Return samples and parameters of the newest checkpoint, or of an untrained model."""
+    torch.manual_seed(settings.seed)
+    net, batches = settings.task.make_model(), 0
+    if (newest := newest_checkpoint(folder)) is not None:
+        found = torch.load(newest, weights_only=True)
+        net.load_state_dict(found["row"]["net"])
+        batches = found["batches"]
     flat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
-    return found["batches"] * BATCH_SIZE, flat.double().numpy()
+    return batches * settings.task.batch_size, flat.double().numpy()
 
 
 class Course:
@@ -246,6 +249,10 @@ class Course:
     def look(self) -> float:
         """Note the model at a mark, without the workers' help; return how long ago the end was."""
         passed_s = time.monotonic() - self.started_s
+        if self.fleet.quota is not None:
+            is_over = passed_s >= self.settings.seconds
+            turn = 0 if is_over else int(passed_s // self.settings.quota_s)
+            self.fleet.quota.set(SHARES[turn % len(SHARES)])
         due_s = (self._num_marks + 1) * self.settings.seconds / NUM_MARKS
         if due_s <= passed_s and due_s < self.settings.seconds:
             self._num_marks += 1
@@ -260,8 +267,6 @@ class Course:
 RESTART_DELAY_S = 0.1
 """From a death to the next start, as for the first restart of ``gossipdp run``."""
 POLL_S = 0.05
-MAX_EARLY_DEATHS = 3
-"""A job that dies so often by itself, without a step in between, is given up."""
 
 
 class Job:
@@ -275,9 +280,6 @@ class Job:
         faults: kills, stops and slows the workers.
         whole: a death ends all workers, and all start again; otherwise the dead one does.
         clock: seconds.
-
-    Raises:
-        WorkerFailedError: by :meth:`step`: workers die by themselves before they train.
     """
 
     def __init__(
@@ -294,7 +296,6 @@ class Job:
         self._whole, self._clock = whole, clock
         self._due: dict[int, float] = dict.fromkeys(range(num_workers), -math.inf)
         self._starts = [0] * num_workers
-        self._early_deaths = 0
         self._is_ending = False
         self.running: dict[int, WorkerProcess] = {}
         self.ended_well: set[int] = set()
@@ -340,18 +341,12 @@ class Job:
     def _ended(self, rank: int, ending: Ending) -> None:
         process = self.running.pop(rank)
         process.close()
-        is_injected = self._faults.ended(rank, ending.reason)
+        self._faults.ended(rank, ending.reason)
         if not ending.reason:
             self.ended_well.add(rank)
             return
         if rank in self._due or self.ended_well or self._is_ending:
             return  # the job was being ended for another's death, or is at its end
-        if any(self._trains(each) for each in range(len(self._starts))):
-            self._early_deaths = 0
-        elif not is_injected:
-            self._early_deaths += 1
-            if self._early_deaths == MAX_EARLY_DEATHS:
-                raise WorkerFailedError(f"worker {rank} {ending.reason} before it trained")
         due_s = self._clock() + RESTART_DELAY_S
         ranks = range(len(self._starts)) if self._whole else [rank]
         self._due.update(dict.fromkeys(ranks, due_s))
@@ -417,8 +412,6 @@ def supervise_job(course: Course, variables: Mapping[str, str]) -> None:
             if since_end_s >= PATIENCE_S or (job.ended_well and since_end_s >= GRACE_S):
                 break
             time.sleep(job.wait_s())
-    except WorkerFailedError as error:
-        raise WorkerFailedError(f"{error}\n{fleet.log_tail()}") from None
     finally:
         job.end()
         until_s = time.monotonic() + PATIENCE_S

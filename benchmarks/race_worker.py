@@ -13,6 +13,7 @@ import math
 import os
 import random
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -21,16 +22,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from support.byte_task import BATCH_SIZE, endless_batches, make_model
+from support.byte_task import num_parameters
 from support.hosts import bytes_by_connection, enter
 from support.quality_rows import KINDS, make_optimizer
 from support.race_settings import (
-    Assignment,
-    CheckpointFiles,
     RaceSettings,
     Shelf,
+    keep_checkpoint,
     log_path,
-    num_parameters,
+    newest_checkpoint,
     shelf_path,
 )
 from support.rows import Gossip, OneOptimizer, Row, RowPlan
@@ -39,15 +39,19 @@ from torch import nn
 
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
-LEAVE_EVERY_S, COUNT_EVERY_S = 0.2, 1.0
+LEAVE_SHARE, COUNT_EVERY_S = 1 / 350, 1.0
+"""A model is left after each such share of the run; bytes are counted after so many seconds."""
 CLONE_NEWUTS = 0x04000000
 
 
 class Life:
     """The record of one process, and its shelf."""
 
-    def __init__(self, row: Row, shelf: Shelf, imported_s: float, began_s: float) -> None:
-        self._row, self._shelf = row, shelf
+    def __init__(
+        self, row: Row, shelf: Shelf, imported_s: float, began_s: float, every_s: float = 0.2
+    ) -> None:
+        self._row, self._shelf, self._every_s = row, shelf, every_s
+        self._times = os.open(shelf.step_times, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._imported_s, self._began_s = imported_s, began_s
         self._first_step_s = 0.0
         self._left_s, self._left_exchanges, self._exchanged = -math.inf, -1.0, 0
@@ -64,8 +68,9 @@ class Life:
         if self._first_step_s == 0.0:
             self._first_step_s = now - self._began_s
             self._shelf.make()
+        os.write(self._times, struct.pack("d", now))
         self._is_whole = self._row.num_batches() > before
-        if self._is_whole and now >= self._left_s + LEAVE_EVERY_S:
+        if self._is_whole and now >= self._left_s + self._every_s:
             self.leave(now)
 
     def end(self, now: float) -> None:
@@ -83,8 +88,8 @@ class Life:
             self._sent |= bytes_by_connection()
             self._counted_s = now
         header = {
-            "samples": batches * BATCH_SIZE,
-            "exchanged": self._exchanged * BATCH_SIZE,
+            "samples": batches * self._row.plan.batch_size,
+            "exchanged": self._exchanged * self._row.plan.batch_size,
             "at_s": now,
             "first_step_s": self._first_step_s,
             "imported_s": self._imported_s,
@@ -99,26 +104,22 @@ class Life:
 def make_save(row: Row, settings: RaceSettings, folder: Path, rank: int) -> Callable[[], None]:
     """Return what writes a checkpoint whenever one is due; load the newest one first.
 
-    One worker writes for all if all hold the same; where any of them may be away, each writes the
-    same file.
+    One worker writes for all, also where each has moments of its own; where any of them may be
+    away, each does, as torchft's replicas heal from any other.
     """
     if settings.checkpoint_steps is None or not isinstance(row, OneOptimizer):
         return lambda: None
     period = row.plan.period
     every = period * math.ceil(settings.checkpoint_steps / period)
-    writers = settings.num_writers
-    files, place = CheckpointFiles(folder, writers), rank % writers
-    newest = files.newest()
+    newest = newest_checkpoint(folder)
     if newest is not None:
-        found = torch.load(files.path(newest, place), weights_only=True)
-        row.load(found["row"])
+        row.load(torch.load(newest, weights_only=True)["row"])
 
     def save() -> None:
-        is_writer = rank < writers or settings.join_ms is not None
-        if row.steps % every == 0 and is_writer:
+        if row.steps % every == 0 and (rank == 0 or settings.join_ms is not None):
             written = folder / f"unfinished-{rank}"
             torch.save({"row": row.state(), "batches": row.num_batches()}, written)
-            files.commit(written, row.steps, place)
+            keep_checkpoint(written, row.steps)
 
     return save
 
@@ -141,30 +142,34 @@ def main() -> None:
     os.dup2(log, sys.stderr.fileno())
     address = enter_host()
     torch.set_num_threads(1)
-    assignment = msgspec.json.decode((folder / "run.json").read_bytes(), type=Assignment)
-    settings = assignment.settings
+    take_core()
+    settings = msgspec.json.decode((folder / "run.json").read_bytes(), type=RaceSettings)
+    started_s, task = float(os.environ["RACE_STARTED"]), settings.task
     torch.manual_seed(settings.seed)
-    net = make_model()
+    net = task.make_model()
     text = torch.from_numpy(np.load(folder / "text.npy", mmap_mode="c"))
-    contexts, targets = next(endless_batches(text, 0))
-    nn.functional.cross_entropy(net(contexts), targets).backward()  # what torch makes at first
+    task.loss(net, next(task.batches(text, 0))).backward()  # what torch makes at first
     net.zero_grad()
-    clock = RunningClock().start()
-    compute = TimedCompute([net[0], net[2], net], draws(settings, rank, life), clock)
+    compute = None
+    if settings.waits:
+        assert isinstance(net, nn.Sequential)
+        clock = RunningClock().start()
+        compute = TimedCompute([net[0], net[2], net], draws(settings, rank, life), clock)
     row = make_row(net, settings, rank, address)
-    shelf = Shelf(shelf_path(folder, rank, life), num_parameters())
-    own = Life(row, shelf, imported_s, began_s)
+    shelf = Shelf(shelf_path(folder, rank, life), num_parameters(task))
+    own = Life(row, shelf, imported_s, began_s, max(0.2, LEAVE_SHARE * settings.seconds))
     save = make_save(row, settings, folder, rank)
     seed = (settings.seed << 32) + (life << 16) + rank
-    for contexts, targets in endless_batches(text, seed):
+    for batch in task.batches(text, seed):
         now = time.monotonic()
-        if now >= assignment.ends_s:
+        progress = (now - started_s) / settings.seconds
+        if progress >= 1:
             break
-        progress = (now - assignment.started_s) / settings.seconds
         row.set_rate(settings.learning_rate * learning_rate_factor(progress))
         before = row.num_batches()
-        compute.begin()
-        row.step(nn.functional.cross_entropy(row.model(contexts), targets))
+        if compute is not None:
+            compute.begin()
+        row.step(task.loss(row.model, batch))
         own.stepped(before, time.monotonic())
         save()
     own.end(time.monotonic())
@@ -186,17 +191,27 @@ def make_row(net: nn.Module, settings: RaceSettings, rank: int, address: str | N
     full_steps = settings.workers * settings.seconds / settings.step_s
     plan = RowPlan(
         rank=rank,
-        samples=math.ceil(2 * full_steps) * BATCH_SIZE,  # never used up: the clock ends it
+        samples=math.ceil(10 * full_steps) * settings.task.batch_size,  # the clock ends it
         seed=settings.seed,
-        batch_sizes=[BATCH_SIZE] * settings.workers,
+        batch_sizes=[settings.task.batch_size] * settings.workers,
         periods=name.periods([1.0] * settings.workers),
         make_optimizer=make_optimizer,
         method=KINDS[name.kind].method,
         options=options,
         own_pace=True,
         host=address or "127.0.0.1",
+        outer=settings.outer,
     )
     return name.make(net, plan)
+
+
+def take_core() -> None:
+    """Keep this process to its core, if it has one, and to its control group."""
+    if "RACE_CORE" in os.environ:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {int(os.environ["RACE_CORE"])})
+    if "RACE_GROUP" in os.environ:
+        Path(os.environ["RACE_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
 
 
 def enter_host() -> str | None:

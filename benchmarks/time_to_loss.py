@@ -28,7 +28,7 @@ from support.quality_rows import RowName
 from support.quality_worker import RunResult, RunSettings, num_parameters
 from support.report import Missing, Report, Spread, Table, rotated, run_script
 
-from gossipdp.rules import at_least_1, check_flags, option, positive_number, whole_number
+from gossipdp.rules import at_least_1, check_flags, option, whole_number
 
 NUM_WORKERS = 4
 QUICK_STEPS = 48
@@ -51,7 +51,7 @@ by factors of two."""
 
 RATE = 0.008
 RATES = {"diloco@64": 0.004}
-"""Learning rates, where ``--rates`` gives none: RATE, where no other is here. Tuned by quality.py
+"""Learning rates: RATE, where no other is here. Tuned by quality.py
 --size small --steps 512 --data common, with factors of two."""
 
 
@@ -132,9 +132,6 @@ class TimeToLossBenchmark:
     rows: str | None = None
     """Rows to run, with commas between them, instead of the tables' own."""
 
-    rates: str = ""
-    """Learning rates, instead of the written ones: diloco@64=0.004,gossip=0.032."""
-
     steps: int = option(512, partial(whole_number, least=QUICK_STEPS))
     """Gradient steps of each worker, if all are equally fast: more tokens than that no row gets."""
 
@@ -157,28 +154,14 @@ def main() -> None:
 
 def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
     """Each table's rows and their learning rates; raises ValueError for what cannot be meant."""
-    rates = RATES | given_rates(benchmark.rates)
     plan = {}
     for table in benchmark.tables or ROWS:
         if table not in ROWS:
             raise ValueError(f"there is no table {table!r}; choose from {', '.join(ROWS)}")
         names = RowName.parse_all(benchmark.rows or ROWS[table])
-        plan[table] = {name.text: rates.get(name.text, RATE) for name in names}
+        plan[table] = {name.text: RATES.get(name.text, RATE) for name in names}
     check_flags(benchmark)
     return plan
-
-
-def given_rates(text: str) -> dict[str, float]:
-    """Return the rates that ``--rates`` gives."""
-    given = {}
-    for pair in filter(None, text.split(",")):
-        row, _, rate = pair.partition("=")
-        try:
-            name = RowName.parse(row.strip()).text
-            given[name] = positive_number("the rate", rate)
-        except ValueError as error:
-            raise ValueError(f"--rates has {pair!r}; write ROW=RATE: {error}") from None
-    return given
 
 
 def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBenchmark) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Literal
 
 from support.hosts import EmulatedHosts, Hosts, ShapedHosts
@@ -77,8 +78,8 @@ CONDITIONS = {
 }
 """By the name of the table, in the order in which they matter."""
 
-QUICK_SHARE = 0.2
-"""How much a quick run shortens the times of a plan of faults."""
+SHARES = (1.0, 0.5, 0.25)
+"""Of its core, which a worker with a changing quota gets in turn."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class RaceCondition:
     faults: the plan, as for ``gossipdp run --faults``; "" for none.
     least_s: a run lasts at least so long, for a plan with longer periods.
     spread: standard deviation of the logarithm of step times.
+    kill_mean_s: a worker is killed at random times so far apart (a Poisson clock); 0: nobody is.
+    quota_s: the last worker gets another of ``SHARES`` of its core after each such time; 0: never.
     network: None: one machine. "hosts": a namespace each; a worker that is killed vanishes with its
         host, and starts again on another host. "bad_link": a namespace each, and the last worker's
         link is slower.
@@ -97,38 +100,48 @@ class RaceCondition:
     faults: str = ""
     least_s: float = 0.0
     spread: float = 0.0
+    kill_mean_s: float = 0.0
+    quota_s: float = 0.0
     network: Literal["hosts", "bad_link"] | None = None
 
-    @property
-    def plan(self) -> FaultPlan:
-        """Return the plan of faults, which may be empty."""
-        return FaultPlan.parse(self.faults) if self.faults else FaultPlan()
+    def plan(self, seed: int, seconds: float, signalled: int | None = None) -> FaultPlan:
+        """Return the faults of a run.
+
+        signalled: the worker whose quota changes, where signals have to take the place of quotas.
+        """
+        texts, draw, at_s = [self.faults] if self.faults else [], Random(seed), 0.0
+        if self.kill_mean_s:
+            while (at_s := at_s + draw.expovariate(1 / self.kill_mean_s)) < seconds:
+                texts.append(f"kill at {at_s:.2f}s")
+        if signalled is not None:
+            for turn in range(1, int(seconds // self.quota_s) + 1):
+                share, when = SHARES[turn % len(SHARES)], f"at {turn * self.quota_s:g}s"
+                if share < 1:
+                    texts.append(f"slow {1 / share:g}x {signalled} {when} for {self.quota_s:g}s")
+        return FaultPlan.parse("; ".join(texts)) if texts else FaultPlan()
 
     @property
-    def silences(self) -> bool:
-        """Return whether a worker is killed or stands still, so that others must notice it."""
-        return any(clause.kind in ("kill", "stop") for clause in self.plan.clauses)
-
-    @property
-    def kill_period_s(self) -> float | None:
-        """Return the seconds from one kill to the next; None if nobody is killed."""
-        return next((each.time_s for each in self.plan.clauses if each.kind == "kill"), None)
+    def kills(self) -> bool:
+        """Return whether workers are killed."""
+        return bool(self.kill_mean_s) or "kill" in self.faults
 
     def seconds(self, seconds: float) -> float:
         """Return how long a run lasts."""
         return float(max(seconds, self.least_s))  # an equal int would have another key
 
-    def quick(self) -> RaceCondition:
-        """Return the same with all times of the plan shortened, for a run of a few seconds."""
+    def stretched(self, factor: float) -> RaceCondition:
+        """Return the same with all times so many times as long."""
         clauses = tuple(
             replace(
                 clause,
-                time_s=round(QUICK_SHARE * clause.time_s, 3),
-                for_s=None if clause.for_s is None else round(QUICK_SHARE * clause.for_s, 3),
+                time_s=round(factor * clause.time_s, 3),
+                for_s=None if clause.for_s is None else round(factor * clause.for_s, 3),
             )
-            for clause in self.plan.clauses
+            for clause in (FaultPlan.parse(self.faults).clauses if self.faults else ())
         )
-        return replace(self, faults=str(FaultPlan(clauses)), least_s=0.0)
+        times = {name: factor * getattr(self, name) for name in ("kill_mean_s", "quota_s")}
+        least_s = self.least_s if factor >= 1 else 0.0
+        return replace(self, faults=str(FaultPlan(clauses)), least_s=least_s, **times)
 
 
 def _kills(period_s: float, also: str = "", least_s: float = 0.0) -> RaceCondition:
@@ -144,10 +157,7 @@ RACE_CONDITIONS = {
     "calm": RaceCondition("nothing happens"),
     "slow": RaceCondition("one worker is 4 times slower all the time", "slow 4x 0"),
     "moving": RaceCondition("every 10 s another worker is 4 times slower", MOVING),
-    "jitter": RaceCondition(
-        "step times lognormal, their logarithm's deviation 0.3 (three times what is typical)",
-        spread=0.3,
-    ),
+    "jitter": RaceCondition(CONDITIONS["jitter"].text, spread=0.3),
     "stops": RaceCondition(
         "a worker stands still (SIGSTOP) for 2 s at 10 s and every 25 s, 5 s at 20 s, 8 s at 35 s",
         "stop 2s at 10s; stop 5s at 20s; stop 8s at 35s; stop 2s every 25s",
@@ -156,6 +166,12 @@ RACE_CONDITIONS = {
     "kills30": _kills(30),
     "kills120": _kills(120, least_s=300),
     "kills10_moving": _kills(10, MOVING),
+    "starved": RaceCondition(
+        "one worker has its whole core, half of it and a quarter in turn, 30 s each; a worker is "
+        "killed at random times, one a minute (a Poisson clock)",
+        kill_mean_s=60,
+        quota_s=30,
+    ),
     "vanish": RaceCondition(
         "every 30 s a worker's host vanishes, and its connections stay open at their other ends; "
         "the worker starts again on another host (a namespace each)",

@@ -6,13 +6,12 @@ each when a link of that rate and length would have delivered it.
 
     host ── rate ── one-way delay ── switch (a queue for each host) ── rate ── host
 
-By itself: ``python emulator.py NAMESPACE=ADDRESS ... --interface link0 --mbits-per-s 100
---delay-ms 20``; it says "ready", and ends with its standard input.
+By itself: ``python emulator.py INTERFACE MBITS_PER_S DELAY_MS NAMESPACE=ADDRESS ...``; it says
+"ready", and ends with its standard input.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import heapq
 import itertools
@@ -161,18 +160,11 @@ def open_device(
 
 def main() -> None:
     """Be the switch until standard input ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("hosts", nargs="+", help="NAMESPACE=ADDRESS")
-    parser.add_argument("--interface", required=True)
-    parser.add_argument("--mbits-per-s", type=float, required=True)
-    parser.add_argument("--delay-ms", type=float, required=True)
-    options = parser.parse_args()
-    hosts = [host.split("=") for host in options.hosts]
-    bytes_per_s = options.mbits_per_s * 1e6 / 8
+    interface, mbits_per_s, delay_ms, *words = sys.argv[1:]
+    hosts = [word.split("=") for word in words]
+    bytes_per_s, made_as = float(mbits_per_s) * 1e6 / 8, f"b{os.getpid() % 100_000}t"
     descriptors = [
-        open_device(
-            name, address, options.interface, f"b{os.getpid() % 100_000}t{number}", bytes_per_s
-        )
+        open_device(name, address, interface, f"{made_as}{number}", bytes_per_s)
         for number, (name, address) in enumerate(hosts)
     ]
     numbers = {
@@ -182,7 +174,7 @@ def main() -> None:
     def deliver(host: int, packet: bytes) -> None:
         os.write(descriptors[host], packet)
 
-    switch = Switch(numbers, bytes_per_s, options.delay_ms / 1e3, deliver)
+    switch = Switch(numbers, bytes_per_s, float(delay_ms) / 1e3, deliver)
     os.nice(-10)  # woken late it would be another network
     print("ready", flush=True)
     forward(descriptors, switch, sys.stdin.fileno())

@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 CLONE_NEWNET = 0x40000000
 # struct tcp_info of Linux, uapi/linux/tcp.h: tcpi_bytes_sent, since Linux 4.19.
@@ -153,16 +152,11 @@ class Hosts:
                 run("ip", "-n", name, "link", "set", "lo", "up")
             self.connect()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disconnect()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
@@ -218,9 +212,9 @@ class EmulatedHosts(Hosts):
     def connect(self) -> None:
         """See :class:`Hosts`."""
         hosts = [f"{name}={ip}" for name, ip in zip(self.names, self.addresses, strict=True)]
-        link = ["--mbits-per-s", str(self.mbits_per_s), "--delay-ms", str(self.delay_ms)]
+        link = [self.interface, str(self.mbits_per_s), str(self.delay_ms)]
         self._emulator = subprocess.Popen(
-            [sys.executable, str(EMULATOR), *hosts, "--interface", self.interface, *link],
+            [sys.executable, str(EMULATOR), *link, *hosts],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

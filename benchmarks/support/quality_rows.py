@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -31,9 +31,9 @@ from support.rows import (
 from torch import Tensor, nn
 
 BETAS, WEIGHT_DECAY = (0.9, 0.999), 0.1
-OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
-"""Of DiLoCo's rows but ``diloco_gentle``."""
-GENTLE_MOMENTUM = 0.5
+OUTER_MOMENTUM, OUTER_RATE, GENTLE_MOMENTUM = 0.7, 1.0, 0.5
+OUTER = (OUTER_RATE, OUTER_MOMENTUM)
+"""Rate and momentum of DiLoCo's outer step, where nothing else is asked for."""
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 10
 """Its rank; steps of plain all-reduce before it: torch's own 1,000 are more than most runs take."""
 
@@ -76,9 +76,7 @@ class PowerSgdDDP(DistributedDataParallel):
         )
 
         state = PowerSGDState(
-            None,
-            matrix_approximation_rank=POWER_SGD_RANK,
-            start_powerSGD_iter=POWER_SGD_AFTER,
+            None, matrix_approximation_rank=POWER_SGD_RANK, start_powerSGD_iter=POWER_SGD_AFTER
         )
         self.model.register_comm_hook(state, powerSGD_hook)
 
@@ -95,15 +93,21 @@ def _flat(net: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(trained(net)).detach()
 
 
+def outer_optimizer(
+    parameters: Iterable[nn.Parameter], outer: tuple[float, float]
+) -> torch.optim.SGD:
+    """Make an outer optimizer. outer: its rate and momentum; without momentum it is plain SGD."""
+    rate, momentum = outer
+    return torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=momentum > 0)
+
+
 class OuterNesterov:
     """The outer optimizer of DiLoCo: torch's SGD on what the inner one did since the last time."""
 
-    def __init__(self, net: nn.Module, momentum: float = OUTER_MOMENTUM) -> None:
+    def __init__(self, net: nn.Module, outer: tuple[float, float] = OUTER) -> None:
         self._net = net
         self._anchor = nn.Parameter(_flat(net))
-        self._optimizer = torch.optim.SGD(
-            [self._anchor], lr=OUTER_RATE, momentum=momentum, nesterov=True
-        )
+        self._optimizer = outer_optimizer([self._anchor], outer)
 
     def drift(self) -> Tensor:
         """From where the last outer step ended to the parameters as they are now."""
@@ -178,11 +182,9 @@ class DiLoCo(LocalSgd):
     do in local SGD.
     """
 
-    outer_momentum: ClassVar[float] = OUTER_MOMENTUM
-
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
-        self._outer = OuterNesterov(net, self.outer_momentum)
+        self._outer = OuterNesterov(net, plan.outer or OUTER)
 
     def average(self) -> None:
         drift = self._outer.drift() * self.plan.share
@@ -195,12 +197,6 @@ class DiLoCo(LocalSgd):
     def load(self, state: Mapping[str, Any]) -> None:
         super().load(state)
         self._outer.load(state["outer"])
-
-
-class GentleDiLoCo(DiLoCo):
-    """DiLoCo with less outer momentum, which did better in the simulation."""
-
-    outer_momentum = GENTLE_MOMENTUM
 
 
 class TorchftRow(OneOptimizer):
@@ -288,10 +284,7 @@ class TorchftDDP(TorchftRow):
             return done
 
         # DDP reads the annotations of a hook.
-        hook.__annotations__ |= {
-            "bucket": dist.GradBucket,
-            "return": torch.futures.Future[Tensor],
-        }
+        hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
         class Repaired(DistributedDataParallel):  # type: ignore[misc]  # of an untyped package
             _comm_hook = staticmethod(hook)
@@ -314,9 +307,7 @@ class TorchftDiLoCo(TorchftRow):
         super().__init__(net, plan)
         from torchft.local_sgd import DiLoCo as Torchft
 
-        outer = torch.optim.SGD(
-            net.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True
-        )
+        outer = outer_optimizer(net.parameters(), plan.outer or OUTER)
         # It holds hooks on the optimizer.
         self._diloco = Torchft(self.manager, [net], self.optimizer, outer, sync_every=plan.period)
         self._diloco.__enter__()
@@ -359,6 +350,8 @@ class RowKind:
     """True if an option that it does not name has the library's default, not the benchmark's."""
     shared_memory: Literal["auto", "off"] = "off"
     """Of the network; off: workers send what they exchange, as if each had its own host."""
+    outer: tuple[float, float] | None = None
+    """Of DiLoCo, if its plan has none."""
 
     @property
     def is_ours(self) -> bool:
@@ -380,7 +373,9 @@ KINDS = {
         "local SGD, steps by speed", LocalSgd, period="must", by_speed="steps"
     ),
     "diloco": RowKind("DiLoCo", DiLoCo, period="must"),
-    "diloco_gentle": RowKind(f"DiLoCo, momentum {GENTLE_MOMENTUM}", GentleDiLoCo, period="must"),
+    "diloco_gentle": RowKind(
+        f"DiLoCo, momentum {GENTLE_MOMENTUM}", DiLoCo, period="must", outer=(1.0, GENTLE_MOMENTUM)
+    ),
     "diloco_torchft": RowKind("DiLoCo of torchft", TorchftDiLoCo, period="must", needs=TORCHFT),
     "local_sgd_torchft": RowKind(
         "local SGD of torchft", TorchftLocalSgd, period="must", needs=TORCHFT
@@ -495,4 +490,5 @@ class RowName:
 
     def make(self, net: nn.Module, plan: RowPlan) -> Row:
         """Return the part of one worker."""
-        return KINDS[self.kind].row(net, plan)
+        kind = KINDS[self.kind]
+        return kind.row(net, replace(plan, outer=plan.outer or kind.outer))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from support.byte_task import make_model
+from support.byte_task import BYTES, TRANSFORMER, Task
 from support.quality_rows import KINDS, RowName, TorchftRow
 from support.rows import Gossip, OneOptimizer
 
@@ -24,7 +23,10 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_steps: None for rows that take none: gossipdp's and Decent-DP's.
     join_ms, timeout_s, heartbeat_ms: of torchft's rows; None for others.
     keeps_spare: a worker that is started again has an interpreter that has imported torch.
-    step_s: what the gradients of a batch take, the mean.
+    step_s: what the gradients of a batch take, the mean; about, where nothing is timed.
+    outer: rate and momentum of DiLoCo's outer step; None: those of the row.
+    waits: a timed wait stands for a step's compute; otherwise each worker fills a core.
+    quota_s: so long the last worker keeps a share of its core, before it gets another; 0: forever.
     """
 
     row: str
@@ -41,6 +43,9 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: int | None = None
     heartbeat_ms: int | None = None
     keeps_spare: bool = False
+    outer: tuple[float, float] | None = None
+    waits: bool = True
+    quota_s: float = 0.0
 
     @property
     def key(self) -> str:
@@ -53,18 +58,14 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
         return RowName.parse(self.row)
 
     @property
-    def num_writers(self) -> int:
-        """Return how many files a checkpoint has: one, unless each worker holds a state of its own.
+    def task(self) -> Task:
+        """Return what is trained."""
+        return BYTES if self.waits else TRANSFORMER
 
-        Torchft's replicas heal from any other, so the state of one is enough.
-        """
-        return 1 if self.name.period is None or self.join_ms is not None else self.workers
-
-
-@cache
-def num_parameters() -> int:
-    """Count the parameters of the model."""
-    return sum(parameter.numel() for parameter in make_model().parameters())
+    @property
+    def num_spares(self) -> int:
+        """Return how many spare interpreters are kept: as many as one death starts processes."""
+        return self.keeps_spare * (self.workers if restarts_whole(self.name) else 1)
 
 
 def saves(name: RowName) -> bool:
@@ -79,21 +80,6 @@ def restarts_whole(name: RowName) -> bool:
     """Return whether a death ends the row's whole job, which starts again from a checkpoint."""
     kind = KINDS[name.kind].row
     return kind is not Gossip and not issubclass(kind, TorchftRow)
-
-
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's task, which its process reads from a file of the run's folder.
-
-    started_s: of the run, by ``time.monotonic``, which is one clock for all processes.
-    """
-
-    settings: RaceSettings
-    started_s: float
-
-    @property
-    def ends_s(self) -> float:
-        """Return when training ends, by the same clock."""
-        return self.started_s + self.settings.seconds
 
 
 def shelf_path(folder: Path, rank: int, life: int) -> Path:
@@ -115,6 +101,7 @@ class Shelf:
     """
 
     def __init__(self, path: Path, num_parameters: int) -> None:
+        self.step_times = path.with_name(f"{path.name}.steps")  # as float64, when each step ended
         self._path, self._width = path, len(HEADER) + num_parameters
         self._file: Values | None = None
 
@@ -162,32 +149,13 @@ class Shelf:
         return self._file[start : start + self._width]
 
 
-class CheckpointFiles:
-    """The checkpoints of a job, one file for each writer, of the last two steps.
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint of the most steps; None if there is none."""
+    return max(folder.glob("checkpoint-*.pt"), default=None)
 
-    Written to another name and renamed, so that a file is whole or not there. A checkpoint counts
-    when all its writers' files are there.
-    """
 
-    def __init__(self, folder: Path, num_writers: int) -> None:
-        self._folder, self._num_writers = folder, num_writers
-
-    def path(self, step: int, writer: int) -> Path:
-        """Return the file of a writer."""
-        return self._folder / f"checkpoint-{step}-{writer}.pt"
-
-    def newest(self) -> int | None:
-        """Return the step of the last whole checkpoint; None if there is none."""
-        found: dict[int, int] = {}
-        for path in self._folder.glob("checkpoint-*-*.pt"):
-            step = int(path.stem.split("-")[1])
-            found[step] = found.get(step, 0) + 1
-        whole = [step for step, count in found.items() if count == self._num_writers]
-        return max(whole, default=None)
-
-    def commit(self, written: Path, step: int, writer: int) -> None:
-        """Let a file that was written whole be this writer's, and remove its older ones."""
-        written.rename(self.path(step, writer))
-        mine = self._folder.glob(f"checkpoint-*-{writer}.pt")
-        for old in sorted(mine, key=lambda path: int(path.stem.split("-")[1]))[:-2]:
-            old.unlink(missing_ok=True)
+def keep_checkpoint(written: Path, steps: int) -> None:
+    """Let a file that was written whole be the checkpoint of so many steps; keep the last two."""
+    written.rename(written.with_name(f"checkpoint-{steps:08}.pt"))
+    for old in sorted(written.parent.glob("checkpoint-*.pt"))[:-2]:
+        old.unlink(missing_ok=True)

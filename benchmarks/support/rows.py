@@ -29,6 +29,7 @@ class RowPlan:
     method, options: of GossipDataParallel.
     own_pace: a row that can lets a fast worker take more steps, instead of equally many.
     host: the address of this worker's machine.
+    outer: rate and momentum of DiLoCo's outer step; None: those of the row.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RowPlan:
     options: Mapping[str, Any] = field(default_factory=dict)
     own_pace: bool = False
     host: str = "127.0.0.1"
+    outer: tuple[float, float] | None = None
 
     @property
     def batch_size(self) -> int:

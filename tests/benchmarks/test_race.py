@@ -14,12 +14,13 @@ import race as race_script
 import race_worker
 import torch
 from race import Race, Runs, measure_rows, missing_rows, tune
-from race_report import Run, lost_seconds, share_of_calm
+from race_report import Run, conclusion, draw, lost_seconds, ours_over, share_of_calm, table
 from race_run import RESTART_DELAY_S, Fault, Job, Point, RaceResult, final_model, present_model
 from race_worker import Life, make_save
-from support.byte_task import BATCH_SIZE
+from support.byte_task import BATCH_SIZE, num_parameters
 from support.conditions import RACE_CONDITIONS
-from support.race_settings import CheckpointFiles, RaceSettings, Shelf
+from support.quality_rows import RowName
+from support.race_settings import RaceSettings, Shelf, newest_checkpoint
 from support.report import Provenance
 from support.rows import OneOptimizer, RowPlan
 from torch import nn
@@ -61,22 +62,30 @@ def replace_settings(**changes: object) -> RaceSettings:
     return msgspec.structs.replace(SETTINGS, **changes)
 
 
+@pytest.fixture(autouse=True)
+def nothing_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the rows have the settings that they begin with, and keep others elsewhere."""
+    assert "gossipdp" in race_script.read_choices()[0]  # what was tuned can be read
+    (tmp_path / "race_choices.json").write_text("[{}, {}]")
+    monkeypatch.setattr(race_script, "CHOICES", tmp_path / "race_choices.json")
+    monkeypatch.setattr(race_script, "results_folder", lambda quick: tmp_path)
+
+
 def test_a_run_has_the_options_of_its_row_alone():
     benchmark = Race(conditions="kills10", rows="gossipdp,ddp,ddp_torchft,diloco@16")
-    runs = {row: benchmark.settings(row, "kills10", 1) for row in benchmark.learning_rates}
+    runs = {row: benchmark.settings(row, "kills10", 1) for row in benchmark.names}
     saving = [row for row, each in runs.items() if each.checkpoint_steps is not None]
     assert saving == ["ddp", "ddp_torchft", "diloco@16"]
     assert [row for row, each in runs.items() if each.timeout_s is not None] == ["ddp_torchft"]
     averaging = replace(benchmark, rows="ddp_torchft,diloco_torchft@16")
-    joins = [averaging.settings(row, "kills10", 1).join_ms for row in averaging.learning_rates]
+    joins = [averaging.settings(row, "kills10", 1).join_ms for row in averaging.names]
     assert joins == [200, 200 + 16 * 40]
+    # As many as one death starts processes, where workers die; a host takes its own along.
+    assert [each.num_spares for each in runs.values()] == [1, 4, 1, 4]
     every = replace(benchmark, conditions=",".join(RACE_CONDITIONS))
-    silent = [
-        name
-        for name in RACE_CONDITIONS
-        if every.settings("ddp_torchft", name, 1).heartbeat_ms == 1_000
-    ]
-    assert silent == ["stops", "kills10", "kills30", "kills120", "kills10_moving", "vanish"]
+    for row in benchmark.names:
+        spares = [name for name in RACE_CONDITIONS if every.settings(row, name, 1).keeps_spare]
+        assert spares == ["kills10", "kills30", "kills120", "kills10_moving", "starved"]
     settings = benchmark.settings("ddp", "kills10", 3)
     assert (settings.faults, settings.seed) == ("kill every 10s", 3)
     with pytest.raises(ValueError, match="there is no condition 'rain'; choose from calm"):
@@ -94,7 +103,8 @@ class FakeRace:
         self.asked.append(settings)
         if settings.row == self.fails_at:
             raise WorkerFailedError("worker 1 died\nof hunger")
-        return result(loss=3.0 + abs(math.log(settings.learning_rate / 0.04)))
+        kept = 1_000 * (settings.heartbeat_ms == 500) + 100_000
+        return result(kept, loss=3.0 + abs(math.log(settings.learning_rate / 0.04)))
 
 
 @pytest.fixture
@@ -131,13 +141,41 @@ def test_finished_runs_are_kept_and_the_order_rotates(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("provenance")
-def test_tuning_widens_the_grid_until_the_best_rate_is_within(capsys, monkeypatch):
-    benchmark = Race(tune=True, rows="ddp")
+def test_tuning_widens_the_grid_until_the_best_rate_is_within_and_keeps_it(capsys, monkeypatch):
     fake = FakeRace()
     monkeypatch.setattr(race_script, "race", fake)
-    assert tune(benchmark, Runs(None, None)) == "--rates ddp=0.04"
+    monkeypatch.setattr(RowName, "missing", lambda self: None)
+    tune(Race(tune="rates", rows="ddp"), Runs(None, None))
     assert [each.learning_rate for each in fake.asked] == [0.005, 0.01, 0.02, 0.04, 0.08]
     assert "0.04: 3.000" in capsys.readouterr().out
+    tune(Race(tune="restarts", rows="ddp_torchft,gossipdp"), Runs(None, None))
+    chosen = Race(rows="ddp,ddp_torchft").choices  # a later call finds them
+    assert (chosen["ddp"].learning_rate, chosen["ddp_torchft"].heartbeat_ms) == (0.04, 500)
+    assert {each.condition for each in fake.asked[5:]} == {"kills10_moving"}
+    assert {each.row for each in fake.asked[5:]} == {"ddp_torchft"}  # gossipdp has no time-outs
+    with pytest.raises(ValueError, match="unknown --tune 'luck'; choose one of: rates"):
+        tune(Race(tune="luck"), Runs(None, None))
+
+
+def test_without_waits_a_core_is_starved_and_kills_come_by_a_poisson_clock(monkeypatch):
+    monkeypatch.setattr(race_script, "has_quotas", lambda: True)
+    benchmark = Race(without_waits=True, workers=2, conditions="starved", seconds=3_000, rows="ddp")
+    first, again, other = (benchmark.settings("ddp", "starved", seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.faults != other.faults
+    clauses = FaultPlan.parse(first.faults).clauses
+    assert 30 <= len(clauses) <= 70  # one a minute
+    assert all(each.kind == "kill" and not each.every for each in clauses)
+    assert (first.quota_s, first.waits) == (30.0, False)
+    assert 1e6 <= num_parameters(first.task) < 1.1e6
+    monkeypatch.setattr(race_script, "has_quotas", lambda: False)
+    signalled = FaultPlan.parse(benchmark.settings("ddp", "starved", 1).faults).clauses
+    slow = [
+        (each.factor, each.rank, each.time_s, each.for_s)
+        for each in signalled
+        if each not in clauses
+    ]
+    assert slow[:3] == [(2.0, 1, 30.0, 30.0), (4.0, 1, 60.0, 30.0), (2.0, 1, 120.0, 30.0)]
 
 
 class FakeProcess:
@@ -324,16 +362,9 @@ def test_a_row_goes_on_from_its_newest_checkpoint(tmp_path):
     assert (again.steps, again.value()) == (4, values[3])  # 3 steps, in whole periods
     again.take_step()
     assert again.value() == values[4]  # with its momentum
-    found = from_checkpoint_of(tmp_path)
-    assert found["batches"] == 4
-
-
-def from_checkpoint_of(folder: Path) -> dict[str, object]:
-    files = CheckpointFiles(folder, 1)
-    newest = files.newest()
+    newest = newest_checkpoint(tmp_path)
     assert newest is not None
-    loaded: dict[str, object] = torch.load(files.path(newest, 0), weights_only=True)
-    return loaded
+    assert torch.load(newest, weights_only=True)["batches"] == 4
 
 
 def test_a_shelf_gets_only_models_that_are_whole(tmp_path, monkeypatch):
@@ -367,3 +398,20 @@ def test_shares_are_of_the_rows_own_calm():
     assert lost_seconds(killed, calm) == pytest.approx(0.5 * 65 / 5)
     assert math.isnan(lost_seconds(calm[0], calm))
     assert math.isnan(share_of_calm(killed, []))
+
+
+def test_ratios_are_those_of_a_round_and_the_picture_says_who_wins(tmp_path):
+    ours = [run_of("gossipdp", samples=200, loss=2.0), run_of("gossipdp", samples=90, loss=2.4)]
+    ours[1] = Run(msgspec.structs.replace(ours[1].settings, seed=2), ours[1].result, PROVENANCE)
+    rival = run_of("ddp", samples=100, loss=2.5)
+    assert ours_over("samples", rival, [], ours) == 2.0
+    assert ours_over("loss", rival, [], ours) == pytest.approx(0.8)
+    assert math.isnan(ours_over("loss", rival, [], ours[1:]))
+    runs = {"gossipdp": ours, "ddp": [rival]}
+    assert conclusion("calm", runs) == (
+        "Nothing happens: gossipdp ends lowest, 12.0% below DDP, float32"
+    ).replace("DDP, float32", "DDP,\nfloat32")
+    (line,) = [row for row in table("", runs, {}).rows if row[0].startswith("DDP")]
+    assert line[2:4] == ("100", "2.00")
+    draw(tmp_path / "race.png", {"calm": runs, "kills10": runs})
+    assert (tmp_path / "race.png").stat().st_size > 10_000

@@ -374,6 +374,7 @@ class Spares:
         script: the command of a worker, after ``python``: a file, or -m and a module.
         variables: the environment of a spare; a worker has all of it and a little more.
         number: how many are kept; none of a script that is no file of Python.
+        program: what a spare runs: its imports, and then the script.
     """
 
     def __init__(
@@ -382,9 +383,12 @@ class Spares:
         variables: Mapping[str, str],
         number: int,
         say: Callable[[str], None] = lambda text: None,
+        *,
+        program: str = PROGRAM,
     ) -> None:
         is_python = script[0] == "-m" or script[0].endswith(".py")
-        self._script, self._variables, self._say = list(script), dict(variables), say
+        self._variables, self._say = dict(variables), say
+        self._script, self._program = list(script), program
         self._number = number if is_python else 0
         self._waiting: list[ScriptWorker] = []
 
@@ -410,7 +414,7 @@ class Spares:
         if any(spare.poll() is not None for spare in self._waiting):
             self._give_up("it died")
         while len(self._waiting) < self._number:
-            command = [sys.executable, "-c", PROGRAM, *self._script]
+            command = [sys.executable, "-c", self._program, *self._script]
             try:
                 spare = ScriptWorker(command, self._variables, stdin=subprocess.PIPE)
             except Exception as error:  # no process or descriptor left: the workers are healthy
