@@ -34,6 +34,7 @@ from tested_copies import FAILED, HERE, PASSED, ROOT, SOURCE, Copy, run_tests
 
 # All tests of one mutant may take this long.
 TIMEOUT_S = 180.0
+EQUIVALENT = HERE / "equivalent.toml"  # of random_faults.py
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Outcome:
 def load() -> list[Mutant]:
     """Return the catalogue, in the order of its files."""
     mutants: list[Mutant] = []
-    for path in sorted(HERE.glob("*.toml")):
+    for path in sorted(set(HERE.glob("*.toml")) - {EQUIVALENT}):
         for name, entry in tomllib.loads(path.read_text()).items():
             tests = tuple(entry.pop("tests"))
             mutants.append(Mutant(name=name, package=path.stem, tests=tests, **entry))
