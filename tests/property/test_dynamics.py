@@ -22,7 +22,7 @@ CHUNK_BYTES = 40
 # (kind, worker, peer, amount): amount is a flow's duration or a seed.
 events = st.lists(
     st.tuples(
-        st.sampled_from(["flow", "step", "exchange", "boundary"]),
+        st.sampled_from(["flow", "step", "exchange", "boundary", "restore"]),
         st.integers(0, NUM_WORKERS - 1),
         st.integers(1, NUM_WORKERS - 1),
         st.floats(0.0, 3.0, allow_subnormal=False),
@@ -46,10 +46,11 @@ class FastWorker:
         self.segment = Segment(values.to(dtype), Role.TRAINED, chunk_bytes=CHUNK_BYTES)
         self.state = State([self.segment])
         self.wire = wire
-        self.theta = 0.0
+        self.theta = self.theta_before = 0.0
 
     def flow(self, duration: float) -> None:
         """Flow now, or leave it to the next exchange or boundary."""
+        self.theta_before = self.theta
         self.theta += ETA * duration
         if duration < 1.5:
             self.state.flow(self.theta)
@@ -57,9 +58,29 @@ class FastWorker:
     def step(self, increment: Tensor) -> None:
         self.segment.x += increment.to(self.segment.x.dtype)
 
-    def boundary(self) -> None:
+    def boundary(self, *, is_late: bool) -> None:
+        """Let one come; a late one has read the phase before an exchange or a flow moved it on."""
         for chunk in self.state.chunks:
-            chunk.boundary(self.theta)
+            chunk.boundary(self.theta_before if is_late else self.theta)
+        if self.segment.x.dtype == self.segment.pending.dtype:
+            assert not self.segment.pending.any()
+
+    def restore(self, seed: float) -> None:
+        """Go on from a copy, of which some parts are pending, as from a checkpoint."""
+        self.state.flow(self.theta)
+        values, c = self.segment.copy()
+        waits = torch.where(torch.arange(NUM_ELEMENTS) % 3 == 0, increment_of(seed), 0.0)
+        self.segment = Segment(
+            (values - waits).to(self.segment.x.dtype), Role.TRAINED, chunk_bytes=CHUNK_BYTES
+        )
+        self.segment.pending.copy_(values - self.segment.x)
+        assert c is not None
+        assert self.segment.c is not None
+        self.segment.c.copy_(c)
+        self.state = State([self.segment])
+        for chunk in self.state.chunks:
+            chunk.restored()
+        self.theta = self.theta_before = 0.0
 
     def snapshots(self) -> list[Tensor]:
         outs = []
@@ -104,11 +125,13 @@ def run_fast(script, dtype=torch.float64, wire=torch.float64):
         elif kind == "step":
             fast.step(increment_of(amount))
         elif kind == "boundary":
-            fast.boundary()
+            fast.boundary(is_late=amount > 1.5)
+        elif kind == "restore":
+            fast.restore(amount)
         else:
             mine, peers = fast.snapshots(), peer.snapshots()
-            if amount > 1.5:
-                fast.boundary()
+            if amount > 1.0:
+                fast.boundary(is_late=amount > 2.0)
             fast.exchange(mine, peers)
             peer.exchange(peers, mine)
     for each in workers:
