@@ -1,5 +1,7 @@
 """Pairing of real protocols on random networks, whatever the graph, the delays and the cuts."""
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -15,8 +17,25 @@ from simulated_faults.network import FaultyNetwork
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol import peers
+from gossipdp.protocol.actions import Begin, Send
+from gossipdp.protocol.messages import (
+    Accept,
+    Busy,
+    ExchangeId,
+    ExchangeMessage,
+    Free,
+    Pass,
+    Propose,
+)
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
-from gossipdp.protocol.pairing import Idle, Pairing
+from gossipdp.protocol.pairing import (
+    MAX_BACKLOG,
+    Exchanging,
+    Idle,
+    Pairing,
+    PairingAction,
+    Proposing,
+)
 from gossipdp.protocol.step_clock import StepClock
 from gossipdp_lab.simulate.network import Conditions, make_workers
 
@@ -168,3 +187,162 @@ def test_no_overlap_no_deadlock_and_both_ends_agree(scenario):
 def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(scenario):
     """Latencies vary by most of the time-out: answers come late all the time."""
     check_run(replace(scenario, latency_s=(0.0, 4.0)))
+
+
+class Links:
+    """Pairings whose messages wait until they are delivered; after each event all must hold.
+
+    A link is cut at both ends at once, though each end hears of it when it is its turn.
+    """
+
+    def __init__(self, graph: nx.Graph, random: Random) -> None:
+        self._random = random
+        self._edges = {frozenset(edge) for edge in graph.edges}
+        self._cut: dict[frozenset[int], set[int]] = {}  # those who have not heard of it
+        self._queues: dict[tuple[int, int], deque[ExchangeMessage]] = {}
+        self._gains: dict[ExchangeId, dict[int, float]] = {}
+        self._open: dict[int, ExchangeId] = {}
+        self.pairings = {
+            rank: Pairing(
+                rank=rank,
+                incarnation=0,
+                policy=Fresh(Random(random.random())),
+                alpha_tilde=random.uniform(0.5, 2.0),
+            )
+            for rank in graph
+        }
+        for edge in self._edges:
+            one, other = edge
+            self._queues |= {(one, other): deque(), (other, one): deque()}
+        self._link_all()
+
+    def happen(self, kinds: str) -> None:
+        """Let one event happen, of one of these kinds if it can."""
+        rank = self._random.choice(list(self.pairings))
+        pairing = self.pairings[rank]
+        waiting = [ends for ends, queue in self._queues.items() if queue]
+        ready = [end for end, id in self._open.items() if len(self._gains[id]) == 2]
+        unheard = [(edge, end) for edge, ends in self._cut.items() for end in ends]
+        match self._random.choice(kinds.split()):
+            case "tick":
+                self._do(rank, pairing.tick())
+            case "deliver" if waiting:
+                self._deliver(self._random.choice(waiting))
+            case "finish" if ready:
+                self._finish(self._random.choice(ready))
+            case "close":
+                self._do(rank, pairing.close())
+            case "open" if not pairing.answers:
+                self._do(rank, pairing.open())
+            case "gain":
+                pairing.alpha_tilde = self._random.uniform(0.5, 2.0)
+            case "late" if isinstance(pairing.state, Proposing):
+                self._do(rank, pairing.unanswered(pairing.state.peer))
+            case "late" if pairing.freed is not None:
+                self._do(rank, pairing.unanswered(pairing.freed))
+            case "cut":
+                edge = self._random.choice(sorted(self._edges, key=sorted))
+                one, other = edge
+                if edge not in self._cut:
+                    self._queues[one, other].clear()
+                    self._queues[other, one].clear()
+                    self._cut[edge] = set(edge)
+            case "hear" if unheard:
+                edge, end = self._random.choice(unheard)
+                self._cut[edge].remove(end)
+                self._do(end, self.pairings[end].lost(*(edge - {end})))
+            case "link":
+                self._cut = {edge: ends for edge, ends in self._cut.items() if ends}
+                self._link_all()
+        self.check()
+
+    def settle(self) -> None:
+        """Open all, then let everything arrive and end that is on its way."""
+        for rank, pairing in self.pairings.items():
+            if not pairing.answers:
+                self._do(rank, pairing.open())
+                self.check()
+        for _ in range(10_000):
+            if not (self._open or any(self._queues.values()) or any(self._cut.values())):
+                return
+            self.happen("deliver finish hear")
+        raise AssertionError("messages go round without an end")
+
+    def check(self) -> None:
+        for rank, pairing in self.pairings.items():
+            state = pairing.state
+            assert 0 <= pairing.backlog <= MAX_BACKLOG
+            assert isinstance(state, Exchanging) == (rank in self._open)
+            # Waits only go up in rank, and only while an own proposal is open.
+            assert not pairing._parked or isinstance(state, Proposing)
+            assert all(peer < rank for peer in pairing._parked)
+            # Nobody who is free has a waiter that it does not serve.
+            is_free = isinstance(state, Idle) and pairing.answers and pairing.freed is None
+            assert not (is_free and pairing._refused), f"rank {rank} forgets {pairing._refused}"
+            if pairing.freed is not None and not self._is_cut(rank, pairing.freed):
+                assert self._are_on_way(rank, pairing.freed, Free) or self._are_on_way(
+                    pairing.freed, rank, (Pass, Propose)
+                ), f"rank {rank} waits for the answer of {pairing.freed}, which has given it"
+            if isinstance(state, Proposing) and not self._is_cut(rank, state.peer):
+                assert self._has_answer_to(rank, state), f"rank {rank} waits for no answer"
+        for gains in self._gains.values():
+            assert len(set(gains.values())) == 1
+
+    def _has_answer_to(self, rank: int, state: Proposing) -> bool:
+        """Return whether a proposal or its answer is on its way, or its peer keeps it."""
+        parked = self.pairings[state.peer]._parked.get(rank)
+        answers = self._queues[state.peer, rank]
+        return (
+            any(message == state.proposal for message in self._queues[rank, state.peer])
+            or (parked is not None and parked.id == state.id)
+            or any(isinstance(each, Accept | Busy) and each.id == state.id for each in answers)
+            or (state.peer < rank and self._are_on_way(state.peer, rank, Propose))
+        )
+
+    def _are_on_way(self, sender: int, receiver: int, kinds: Any) -> bool:
+        return any(isinstance(message, kinds) for message in self._queues[sender, receiver])
+
+    def _is_cut(self, one: int, other: int) -> bool:
+        return frozenset((one, other)) in self._cut
+
+    def _link_all(self) -> None:
+        for rank, pairing in self.pairings.items():
+            ends = [edge - {rank} for edge in self._edges - self._cut.keys() if rank in edge]
+            self._do(rank, pairing.set_available({peer: 1.0 for (peer,) in ends}))
+
+    def _deliver(self, ends: tuple[int, int]) -> None:
+        sender, receiver = ends
+        message = self._queues[ends].popleft()
+        self._do(receiver, self.pairings[receiver].receive(sender, message))
+
+    def _finish(self, rank: int) -> None:
+        self._do(rank, self.pairings[rank].finished(self._open.pop(rank)))
+
+    def _do(self, rank: int, actions: Iterable[PairingAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer=peer, message=message):
+                    if not self._is_cut(rank, peer):
+                        self._queues[rank, peer].append(message)
+                case Begin():
+                    assert rank not in self._open, f"rank {rank} exchanges twice at once"
+                    self._open[rank] = action.id
+                    self._gains.setdefault(action.id, {})[rank] = action.alpha_tilde
+                case _:
+                    assert self._open.pop(rank) == action.id
+
+
+@settings(max_examples=60)
+@given(graph=graphs(), seed=st.integers(0, 2**32), is_calm=st.booleans())
+def test_after_every_event_each_wait_has_something_that_ends_it(graph, seed, is_calm):
+    """Each proposal has an answer on its way, each FREE too, and no waiter is forgotten."""
+    links = Links(graph, Random(seed))
+    usual = "tick deliver deliver deliver finish finish close open gain"
+    for _ in range(400):
+        links.happen(usual if is_calm else f"{usual} late cut hear hear link link")
+    links.settle()
+    for rank, pairing in links.pairings.items():
+        if is_calm:
+            assert pairing.state == Idle(), f"rank {rank} is stuck"
+            assert pairing.backlog == 0, f"rank {rank} keeps {pairing.backlog} demands"
+        assert not isinstance(pairing.state, Exchanging)
