@@ -1,7 +1,12 @@
 """One sum over a tree, driven by hand; and its root's judgement on members that give nothing."""
 
+from collections import Counter, defaultdict, deque
+from random import Random
+
 import pytest
 from consolidation import epoch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossipdp.protocol.actions import FinishChunk, Send, SendPartial
 from gossipdp.protocol.messages import Progressed, PullPartials, Stalled
@@ -104,6 +109,100 @@ def test_an_inner_member_sends_what_both_children_gave_and_stays_within_its_wind
         inner.sum.landed(3, chunk)
         inner.sum.landed(4, chunk)
     assert not inner.sum.accepts(3, WINDOW), "its parent has no room for more"
+
+
+class Sums:
+    """All members of one sum; what they send waits until it is delivered, in order by link."""
+
+    def __init__(self, num_members: int, num_chunks: int, random: Random) -> None:
+        self.num_chunks, self._random = num_chunks, random
+        self.members = [Sum(rank, num_members, num_chunks) for rank in range(num_members)]
+        self.finished: deque[int] = deque()  # asked for, and not answered yet
+        self._values = {
+            (member.sum.rank, chunk): Counter([member.sum.rank])
+            for member in self.members
+            for chunk in range(num_chunks)
+        }
+        self._links: dict[tuple[int, int], deque] = defaultdict(deque)
+        self._num_results = 0
+        for member in self.members:
+            member.sum.advance()
+            self._send(member)
+
+    def happen(self, may_lose: bool) -> bool:
+        """Let one event happen; return whether there was any."""
+        full = [ends for ends, queue in self._links.items() if queue]
+        if not full and not self.finished:
+            return False
+        if may_lose and self._random.random() < 0.1:
+            self._lose(self._random.choice(self.members[1:]))
+        elif self.finished and (not full or self._random.random() < 0.3):
+            self.members[0].sum.finished(self.finished.popleft())
+            self._send(self.members[0])
+        else:
+            self._deliver(self._random.choice(full))
+        return True
+
+    def _deliver(self, ends: tuple[int, int]) -> None:
+        sender, receiver = ends
+        item, member = self._links[ends].popleft(), self.members[receiver]
+        if isinstance(item, PullPartials):
+            member.sum.receive(sender, item)
+        else:
+            chunk, values = item
+            assert member.sum.accepts(sender, chunk), "whatever comes is what was asked for"
+            self._values[receiver, chunk] += values
+            assert member.sum.landed(sender, chunk)
+        self._send(member)
+
+    def _lose(self, child: Sum) -> None:
+        """Lose a link, and what is on it; a new one is there at once."""
+        parent = self.members[child.sum.parent]
+        ends = child.sum.rank, parent.sum.rank
+        self._links[ends].clear()
+        self._links[ends[::-1]].clear()
+        for one, other in ((child, parent), (parent, child)):
+            one.sum.link_lost(other.sum.rank)
+            one.sum.repeat(other.sum.rank)
+            self._send(one)
+
+    def _send(self, member: Sum) -> None:
+        rank = member.sum.rank
+        for action in member.asked():
+            match action:
+                case Send(peer=peer, message=message):
+                    assert message.stop <= min(message.start + WINDOW, self.num_chunks)
+                    self._links[rank, peer].append(message)
+                case SendPartial(peer=peer, chunk=chunk):
+                    assert peer == member.sum.parent
+                    self._links[rank, peer].append((chunk, self._whole(rank, chunk)))
+                case FinishChunk(chunk=chunk, divisor=divisor):
+                    assert (rank, chunk, divisor) == (0, self._num_results, len(self.members))
+                    self._whole(0, chunk)
+                    self._num_results += 1
+                    self.finished.append(chunk)
+
+    def _whole(self, rank: int, chunk: int) -> Counter:
+        """Return the sum of a chunk: of all below and of the worker, each of them once."""
+        below = {rank}
+        for each, above in self.members[0].sum.parents.items():
+            below |= {each} if above in below else set()
+        assert self._values[rank, chunk] == Counter(below)
+        return self._values[rank, chunk]
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 2**32), st.booleans())
+def test_in_any_order_and_over_lost_links_each_chunk_sums_each_member_once(
+    num_members, num_chunks, seed, may_lose
+):
+    sums = Sums(num_members, num_chunks, Random(seed))
+    for number in range(10_000):
+        if not sums.happen(may_lose and number < 200 and num_members > 1):
+            break
+    root = sums.members[0].sum
+    assert root.num_finished == num_chunks
+    for member in sums.members:
+        assert not any(member.sum.awaits(child) for child in member.sum.children)
 
 
 # Who gives nothing.
