@@ -196,6 +196,9 @@ def show(outcomes: Sequence[Outcome], seconds: float) -> None:
                 f"\n{outcome.number}: {outcome.verdict}, {outcome.fault.kind}: {outcome.ran} of "
                 f"{outcome.reach} tests that reach it ran\n{outcome.diff}"
             )
+    survivors = [each.number for each in outcomes if each.verdict.startswith(SURVIVED)]
+    if survivors:
+        print(f'\nthese again: ARGS="{" ".join(f"--only {number}" for number in survivors)}"')
     print(f"\n{'package':14} {'killed':>6} {'of':>4} {'score':>6}  unreached  cut  equivalent")
     packages = sorted({outcome.fault.package for outcome in outcomes})
     for package in [*packages, "all"]:
