@@ -62,6 +62,7 @@ class Recorder:
         self._output = output
         self._seconds: dict[str, float] = defaultdict(float)
         self._failed: set[str] = set()
+        self._skipped: set[str] = set()
 
     def pytest_configure(self) -> None:
         """Begin."""
@@ -87,23 +88,25 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note how long a test took, and whether it passed."""
         self._seconds[report.nodeid] += report.duration
-        if not report.passed:
+        if report.failed:
             self._failed.add(report.nodeid)
+        if report.skipped:
+            self._skipped.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
         """Write the tests of this process."""
         self._coverage.stop()
         data = self._coverage.get_data()
-        lines: dict[str, dict[str, int]] = {name: defaultdict(int) for name in self._seconds}
+        names = self._seconds.keys() - self._skipped
+        lines: dict[str, dict[str, int]] = {name: defaultdict(int) for name in sorted(names)}
         for path in data.measured_files():
             file = Path(path).relative_to(self._source).as_posix()
-            for line, names in data.contexts_by_lineno(path).items():
-                for name in names:
-                    if name in lines:
-                        lines[name][file] |= 1 << line
+            for line, contexts in data.contexts_by_lineno(path).items():
+                for name in lines.keys() & contexts:
+                    lines[name][file] |= 1 << line
         tests = [
-            Reaching(name, name not in self._failed, seconds, dict(lines[name]))
-            for name, seconds in self._seconds.items()
+            Reaching(name, name not in self._failed, self._seconds[name], dict(reached))
+            for name, reached in lines.items()
         ]
         self._output.write_text(json.dumps([_packed(test) for test in tests]))
 
