@@ -74,16 +74,20 @@ class Recorder:
             config_file=False,
             source=[str(self._source / "gossipdp")],
         )
-        self._coverage.start()
+        self._coverage.set_option("run:disable_warnings", ["trace-changed"])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Put down what is reached to this test."""
+        """Put down what is reached to this test.
+
+        Some tests set trace functions of their own, so the tracer begins anew with each.
+        """
+        self._coverage.start()
         self._coverage.switch_context(item.nodeid)
         try:
             return (yield)
         finally:
-            self._coverage.switch_context("")
+            self._coverage.stop()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note how long a test took, and whether it passed."""
@@ -95,7 +99,6 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the tests of this process."""
-        self._coverage.stop()
         data = self._coverage.get_data()
         names = self._seconds.keys() - self._skipped
         lines: dict[str, dict[str, int]] = {name: defaultdict(int) for name in sorted(names)}
