@@ -141,6 +141,24 @@ def test_a_closed_worker_is_left_out_until_it_frees():
     assert worker.pairing.available.keys() == {0, 2}
 
 
+def test_each_proposal_that_nobody_answers_is_counted_and_the_other_one_is_asked():
+    worker, now, asked = make_worker(0, 2), 0.1, []
+    state = ask_others(worker, now)
+    for number in range(4):
+        assert worker.proposals_unanswered == number
+        asked.append(state.peer)
+        while worker.pairing.state == state:
+            now = worker.next_deadline(now)
+            worker.heard(0, now)
+            worker.heard(2, now)
+            worker.poll(now)
+        if not isinstance(worker.pairing.state, Proposing):
+            break
+        state = worker.pairing.state
+    assert worker.proposals_unanswered == len(asked) >= 2
+    assert set(asked[:2]) == {0, 2}
+
+
 def test_who_is_asked_less_than_its_half_asks_more():
     """Its neighbours make no step, so they ask for nothing; each answers at once."""
     worker, num_exchanges, now = make_worker(0, 2), 0, 0.0
