@@ -19,16 +19,22 @@ NUM_WORKERS = 4
 NUM_ELEMENTS = 23
 CHUNK_BYTES = 40
 
+
 # (kind, worker, peer, amount): amount is a flow's duration or a seed.
-events = st.lists(
-    st.tuples(
-        st.sampled_from(["flow", "step", "exchange", "boundary", "restore"]),
-        st.integers(0, NUM_WORKERS - 1),
-        st.integers(1, NUM_WORKERS - 1),
-        st.floats(0.0, 3.0, allow_subnormal=False),
-    ),
-    max_size=40,
-)
+def scripts(*kinds: str) -> st.SearchStrategy[list[tuple[str, int, int, float]]]:
+    return st.lists(
+        st.tuples(
+            st.sampled_from(["flow", "step", "exchange", "boundary", "restore", *kinds]),
+            st.integers(0, NUM_WORKERS - 1),
+            st.integers(1, NUM_WORKERS - 1),
+            st.floats(0.0, 3.0, allow_subnormal=False),
+        ),
+        min_size=20 if kinds else 0,
+        max_size=40,
+    )
+
+
+events = scripts()
 
 
 def start_values(seed: int = 0) -> list[Tensor]:
@@ -82,6 +88,15 @@ class FastWorker:
             chunk.restored()
         self.theta = self.theta_before = 0.0
 
+    def take(self, other: "FastWorker") -> None:
+        """Begin with another worker's z, as a joiner does."""
+        values = torch.empty_like(other.segment.pending)
+        for chunk, part in other.segment.split(values):
+            chunk.read_z(part)
+        for chunk, part in self.segment.split(values):
+            chunk.replace(part)
+        self.theta = self.theta_before = 0.0
+
     def snapshots(self) -> list[Tensor]:
         outs = []
         for chunk in self.state.chunks:
@@ -128,6 +143,8 @@ def run_fast(script, dtype=torch.float64, wire=torch.float64):
             fast.boundary(is_late=amount > 1.5)
         elif kind == "restore":
             fast.restore(amount)
+        elif kind == "take":
+            fast.take(peer)
         else:
             mine, peers = fast.snapshots(), peer.snapshots()
             if amount > 1.0:
@@ -147,6 +164,8 @@ def run_reference(script, make):
             workers[worker] = workers[worker].flow(ETA, amount)
         elif kind == "step":
             workers[worker] = workers[worker].increment(increment_of(amount))
+        elif kind == "take":
+            workers[worker] = make(workers[other].z)
         elif kind == "exchange":
             delta = workers[worker].x - workers[other].x
             workers[worker] = workers[worker].exchange(delta, ALPHA_TILDE)
@@ -175,7 +194,7 @@ def test_momentum_form_equals_the_papers_equations(script):
 
 
 @settings(max_examples=100)
-@given(events)
+@given(scripts("take"))
 def test_fast_version_equals_the_reference(script):
     reference = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
     for fast, slow in zip(run_fast(script), reference, strict=True):
