@@ -32,6 +32,7 @@ from gossipdp.protocol.pairing import (
     MAX_BACKLOG,
     Exchanging,
     Idle,
+    MomentsDue,
     Pairing,
     PairingAction,
     Proposing,
@@ -200,14 +201,19 @@ class Links:
         self._edges = {frozenset(edge) for edge in graph.edges}
         self._cut: dict[frozenset[int], set[int]] = {}  # those who have not heard of it
         self._queues: dict[tuple[int, int], deque[ExchangeMessage]] = {}
-        self._gains: dict[ExchangeId, dict[int, float]] = {}
+        self._begun: dict[ExchangeId, dict[int, Begin]] = {}
         self._open: dict[int, ExchangeId] = {}
+        self._proposed: set[ExchangeId] = set()
+        self._carried: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in graph}
+        self._demands = dict.fromkeys(graph, 0)
+        self._have_stopped: set[int] = set()
         self.pairings = {
             rank: Pairing(
                 rank=rank,
                 incarnation=0,
                 policy=Fresh(Random(random.random())),
                 alpha_tilde=random.uniform(0.5, 2.0),
+                moments_due=MomentsDue((1, 2, 3)),
             )
             for rank in graph
         }
@@ -221,15 +227,28 @@ class Links:
         rank = self._random.choice(list(self.pairings))
         pairing = self.pairings[rank]
         waiting = [ends for ends, queue in self._queues.items() if queue]
-        ready = [end for end, id in self._open.items() if len(self._gains[id]) == 2]
+        ready = [end for end, id in self._open.items() if len(self._begun[id]) == 2]
         unheard = [(edge, end) for edge, ends in self._cut.items() for end in ends]
         match self._random.choice(kinds.split()):
             case "tick":
+                if rank not in self._have_stopped:
+                    self._demands[rank] = min(MAX_BACKLOG, self._demands[rank] + 1)
                 self._do(rank, pairing.tick())
             case "deliver" if waiting:
                 self._deliver(self._random.choice(waiting))
             case "finish" if ready:
                 self._finish(self._random.choice(ready))
+            case "fail" if ready:
+                end = self._random.choice(ready)
+                (peer,) = self._begun[id := self._open.pop(end)].keys() - {end}
+                self._break(frozenset((end, peer)), {peer})
+                self._do(end, self.pairings[end].failed(id))
+            case "abort":
+                self._do(rank, pairing.abort("it is poisoned"))
+            case "stop" if self._random.random() < 0.1:
+                self._have_stopped.add(rank)
+                self._demands[rank] = 0
+                pairing.stop_asking()
             case "close":
                 self._do(rank, pairing.close())
             case "open" if not pairing.answers:
@@ -242,11 +261,8 @@ class Links:
                 self._do(rank, pairing.unanswered(pairing.freed))
             case "cut":
                 edge = self._random.choice(sorted(self._edges, key=sorted))
-                one, other = edge
                 if edge not in self._cut:
-                    self._queues[one, other].clear()
-                    self._queues[other, one].clear()
-                    self._cut[edge] = set(edge)
+                    self._break(edge, set(edge))
             case "hear" if unheard:
                 edge, end = self._random.choice(unheard)
                 self._cut[edge].remove(end)
@@ -271,8 +287,10 @@ class Links:
     def check(self) -> None:
         for rank, pairing in self.pairings.items():
             state = pairing.state
-            assert 0 <= pairing.backlog <= MAX_BACKLOG
+            assert pairing.backlog == self._demands[rank]
             assert isinstance(state, Exchanging) == (rank in self._open)
+            has_asked = rank in self._open and self._open[rank].initiator == rank
+            assert pairing.is_initiating == (isinstance(state, Proposing) or has_asked)
             # Waits only go up in rank, and only while an own proposal is open.
             assert not pairing._parked or isinstance(state, Proposing)
             assert all(peer < rank for peer in pairing._parked)
@@ -285,8 +303,8 @@ class Links:
                 ), f"rank {rank} waits for the answer of {pairing.freed}, which has given it"
             if isinstance(state, Proposing) and not self._is_cut(rank, state.peer):
                 assert self._has_answer_to(rank, state), f"rank {rank} waits for no answer"
-        for gains in self._gains.values():
-            assert len(set(gains.values())) == 1
+        for ends in self._begun.values():
+            assert len({(begin.alpha_tilde, begin.moments) for begin in ends.values()}) == 1
 
     def _has_answer_to(self, rank: int, state: Proposing) -> bool:
         """Return whether a proposal or its answer is on its way, or its peer keeps it."""
@@ -297,6 +315,16 @@ class Links:
             or (parked is not None and parked.id == state.id)
             or any(isinstance(each, Accept | Busy) and each.id == state.id for each in answers)
             or (state.peer < rank and self._are_on_way(state.peer, rank, Propose))
+        )
+
+    def _due(self, rank: int) -> tuple[int, ...]:
+        """Return the periods of which no exchange of a worker lately carried any moment."""
+        carried = self._carried[rank]
+        return tuple(
+            period
+            for period in (1, 2, 3)
+            if len(carried) >= period - 1
+            and not any(period in moments for moments in carried[len(carried) - period + 1 :])
         )
 
     def _are_on_way(self, sender: int, receiver: int, kinds: Any) -> bool:
@@ -316,18 +344,37 @@ class Links:
         self._do(receiver, self.pairings[receiver].receive(sender, message))
 
     def _finish(self, rank: int) -> None:
-        self._do(rank, self.pairings[rank].finished(self._open.pop(rank)))
+        id = self._open.pop(rank)
+        if id.initiator == rank:
+            self._demands[rank] = max(0, self._demands[rank] - 1)
+        self._do(rank, self.pairings[rank].finished(id))
+
+    def _break(self, edge: frozenset[int], unheard: set[int]) -> None:
+        one, other = edge
+        self._queues[one, other].clear()
+        self._queues[other, one].clear()
+        self._cut[edge] = unheard
 
     def _do(self, rank: int, actions: Iterable[PairingAction]) -> None:
         for action in actions:
             match action:
                 case Send(peer=peer, message=message):
+                    if isinstance(message, Propose):
+                        assert self.pairings[rank].answers
+                        assert rank not in self._have_stopped, "it asks no more"
+                        assert message.id not in self._proposed
+                        self._proposed.add(message.id)
+                        assert message.moments == self._due(rank)
                     if not self._is_cut(rank, peer):
                         self._queues[rank, peer].append(message)
-                case Begin():
+                case Begin(id=id):
                     assert rank not in self._open, f"rank {rank} exchanges twice at once"
-                    self._open[rank] = action.id
-                    self._gains.setdefault(action.id, {})[rank] = action.alpha_tilde
+                    assert action.initiator == (id.initiator == rank)
+                    if not action.initiator:
+                        assert action.alpha_tilde <= self.pairings[rank].alpha_tilde
+                    self._open[rank] = id
+                    self._carried[rank].append(action.moments)
+                    self._begun.setdefault(id, {})[rank] = action
                 case _:
                     assert self._open.pop(rank) == action.id
 
@@ -338,8 +385,9 @@ def test_after_every_event_each_wait_has_something_that_ends_it(graph, seed, is_
     """Each proposal has an answer on its way, each FREE too, and no waiter is forgotten."""
     links = Links(graph, Random(seed))
     usual = "tick deliver deliver deliver finish finish close open gain"
+    unusual = "late cut fail abort stop hear hear link link"
     for _ in range(400):
-        links.happen(usual if is_calm else f"{usual} late cut hear hear link link")
+        links.happen(usual if is_calm else f"{usual} {unusual}")
     links.settle()
     for rank, pairing in links.pairings.items():
         if is_calm:
