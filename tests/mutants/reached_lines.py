@@ -29,7 +29,8 @@ COMPILED = {"gossipdp/dynamics/update_loops.py": "gossipdp/dynamics/machine_code
 """Files that run as machine code, which no tracer sees, with the files that call them."""
 MARKED = ("-m", "not processes and not long")
 """The tests that are recorded and run: the tracer does not see other processes."""
-RECORDING_S = 3600.0
+# So long may a share of the tests take while the tracer runs, and one of them.
+RECORDING_S, SLOWEST_S = 7200.0, 300.0
 SHARES_PER_JOB = 4
 FILE_S = 0.5
 """What the import of one more file of tests takes."""
@@ -241,8 +242,14 @@ def _recorded(files: Sequence[str]) -> list[dict[str, Any]]:
     """Run the tests of these files and return their records."""
     with Copy() as root:
         output = root / "reached.json"
-        plugins = [Recorder(output)]
-        code, text = run_tests(files, root, RECORDING_S, options=MARKED, plugins=plugins)
+        code, text = run_tests(
+            files,
+            root,
+            RECORDING_S,
+            test_timeout_s=SLOWEST_S,
+            options=MARKED,
+            plugins=[Recorder(output)],
+        )
         if not output.exists():
             sys.exit(f"nothing was recorded (status {code}):\n{text}")
         if code != PASSED:
