@@ -104,3 +104,21 @@ def test_an_exchange_that_starts_under_a_look_freezes_what_the_look_sees():
     phase._lock = lock = CallingLock(before=lambda: frozen.append(phase.start_exchange(2.0)))
     assert [phase.at(2.75)] == frozen == [0.5]
     assert lock.has_called
+
+
+class Guarded(Phase):
+    """A phase that refuses to be changed by one that does not hold its lock."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        lock = self.__dict__.get("_lock")
+        assert lock is None or lock.locked(), f"{name} changes without the lock"
+        super().__setattr__(name, value)
+
+
+def test_nothing_of_it_changes_without_its_lock():
+    phase = Guarded(eta=0.5, worker_rate=1.0)
+    for now_s in (0.0, 1.0, 2.0, 3.0):
+        phase.start_exchange(now_s)
+        phase.end_exchange(now_s + 0.25, is_withdrawn=now_s == 2.0)
+        phase.at(now_s + 0.5)
+        phase.set_speed(0.3, 2.0, now_s + 0.75)
