@@ -197,9 +197,10 @@ class _Finder(ast.NodeVisitor):
         """Visit a node; know the lines of the statement that it belongs to."""
         lines = self._lines
         if isinstance(node, ast.stmt | ast.ExceptHandler):
-            body = getattr(node, "body", None)
-            first = body[0].lineno - 1 if body else node.end_lineno
-            self._lines = node.lineno, max(node.lineno, first or node.lineno)
+            inner = node.cases[0].pattern if isinstance(node, ast.Match) else None
+            inner = inner or next(iter(getattr(node, "body", [])), None)
+            last = node.end_lineno if inner is None else inner.lineno - 1
+            self._lines = node.lineno, max(node.lineno, last or node.lineno)
         super().visit(node)
         self._lines = lines
 
