@@ -2,6 +2,8 @@ import math
 
 import pytest
 from calling_back import CallingLock
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossipdp.dynamics.phase import MAX_GAP_IN_MEANS, MAX_PERIODS, Phase
 
@@ -122,3 +124,51 @@ def test_nothing_of_it_changes_without_its_lock():
         phase.end_exchange(now_s + 0.25, is_withdrawn=now_s == 2.0)
         phase.at(now_s + 0.5)
         phase.set_speed(0.3, 2.0, now_s + 0.75)
+
+
+phase_events = st.lists(
+    st.tuples(
+        st.sampled_from(["exchange", "exchange", "withdrawn", "look", "look", "early", "graph"]),
+        st.floats(0.0, 30.0, allow_subnormal=False),
+    ),
+    min_size=20,
+    max_size=60,
+)
+
+
+@given(phase_events)
+def test_the_phase_is_that_of_a_model_after_every_event(events):
+    """Each passes once the time since the last start, in mean gaps, up to 4; never backwards."""
+    phase, speed = Phase(eta=0.5, worker_rate=2.0), 0.25
+    now = theta = counted = 0.0
+    last, num_gaps, mean = None, 0, math.nan
+    for kind, amount in events:
+        if kind == "early":
+            assert phase.at(now - amount) == pytest.approx(theta)
+            continue
+        now += amount
+        due = min((now - last) / mean, 4.0) if last is not None and num_gaps else 0.0
+        theta += speed * max(0.0, due - counted)
+        counted = max(due, counted)
+        if kind == "look":
+            assert phase.at(now) == pytest.approx(theta)
+        elif kind == "graph":
+            speed = 0.1 * (1 + int(amount) % 3)
+            phase.set_speed(speed, 1.0, now)
+        else:
+            assert phase.start_exchange(now) == pytest.approx(theta)
+            assert phase.at(now + 0.5) == pytest.approx(theta), "it stands still"
+            phase.end_exchange(now + 1.0, is_withdrawn=kind == "withdrawn")
+            if kind == "exchange":
+                gap_s = 0.0 if last is None else now - last
+                last, counted = now, 0.0
+                if gap_s > 0.0:
+                    num_gaps += 1
+                    share = max(0.1, 1.0 / num_gaps)
+                    mean = (
+                        gap_s if num_gaps == 1 else mean + share * (min(gap_s, 10.0 * mean) - mean)
+                    )
+            now += 1.0
+            due = min((now - last) / mean, 4.0) if last is not None and num_gaps else 0.0
+            theta += speed * max(0.0, due - counted)
+            counted = max(due, counted)
