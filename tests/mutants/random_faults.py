@@ -52,16 +52,20 @@ UNREACHED, EXEMPT = "SURVIVED unreached", "equivalent"
 
 @dataclass(frozen=True)
 class Equivalent:
-    """An entry of ``equivalent.toml``: these lines of a file, changed so, and why."""
+    """An entry of ``equivalent.toml``: these lines of a file, changed so, and why.
+
+    ``after``: the line before them; empty where only one place has such lines.
+    """
 
     path: str
     old: tuple[str, ...]
     new: tuple[str, ...]
     why: str
+    after: str = ""
 
     def is_of(self, fault: Fault, text: str) -> bool:
         """Return whether it is this fault."""
-        if fault.file != self.path:
+        if fault.file != self.path or self.after not in ("", fault.line_before(text)):
             return False
         removed, added = fault.changed(text)
         return (tuple(removed), tuple(added)) == (self.old, self.new)
@@ -89,7 +93,7 @@ class Outcome:
 def load_equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
     """Return the faults that are judged equivalent."""
     return [
-        Equivalent(each["path"], tuple(each["old"]), tuple(each["new"]), each["why"])
+        Equivalent(**each | {"old": tuple(each["old"]), "new": tuple(each["new"])})
         for each in tomllib.loads(path.read_text()).get("fault", [])
     ]
 

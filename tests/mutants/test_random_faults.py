@@ -129,7 +129,7 @@ def test_the_same_seed_draws_the_same_faults_and_another_seed_others():
         draw(10**6, 1, {"gossipdp/a/b.py": "x = 1\n"})
 
 
-def test_each_fault_compiles_small_hunk_and_compiles():
+def test_each_fault_is_one_small_hunk_and_compiles():
     for fault in draw(100, 3, TEXTS):
         text = TEXTS[fault.file]
         compile(fault.apply(text), fault.file, "exec")
@@ -242,9 +242,11 @@ def test_equivalent_faults_and_unreached_ones_in_the_score(capsys):
     assert row.split() == ["dynamics", "3", "6", "50.0%", "1", "1", "2"]
 
 
-def test_each_equivalent_fault_compiles_that_could_be_drawn():
+def test_each_equivalent_fault_is_one_that_could_be_drawn_and_no_other():
     texts = read_texts()
     for entry in load_equivalents():
         assert entry.why.endswith(".")
         text = texts[entry.path]
-        assert any(entry.is_of(fault, text) for fault in faults_of(entry.path, text)), entry
+        faults = faults_of(entry.path, text)
+        found = {(fault.span, fault.new) for fault in faults if entry.is_of(fault, text)}
+        assert len(found) == 1, entry
