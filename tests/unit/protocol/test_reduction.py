@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from gossipdp.protocol.actions import FinishChunk, Send, SendPartial
 from gossipdp.protocol.messages import Progressed, PullPartials, Stalled
-from gossipdp.protocol.reduction import GRACE, STALLED_AFTER, WINDOW, Blame, Reduction, tree
+from gossipdp.protocol.reduction import (
+    GRACE,
+    REPEAT_AFTER,
+    STALLED_AFTER,
+    WINDOW,
+    Blame,
+    Reduction,
+    tree,
+)
 
 EPOCH = epoch(1)
 
@@ -118,6 +126,7 @@ class Sums:
         self.num_chunks, self._random = num_chunks, random
         self.members = [Sum(rank, num_members, num_chunks) for rank in range(num_members)]
         self.finished: deque[int] = deque()  # asked for, and not answered yet
+        self.told: dict[int, int] = {}  # the first chunk that its parent lacks, as a member knows
         self._values = {
             (member.sum.rank, chunk): Counter([member.sum.rank])
             for member in self.members
@@ -147,6 +156,7 @@ class Sums:
         sender, receiver = ends
         item, member = self._links[ends].popleft(), self.members[receiver]
         if isinstance(item, PullPartials):
+            self.told[receiver] = item.start
             member.sum.receive(sender, item)
         else:
             chunk, values = item
@@ -203,9 +213,82 @@ def test_in_any_order_and_over_lost_links_each_chunk_sums_each_member_once(
     assert root.num_finished == num_chunks
     for member in sums.members:
         assert not any(member.sum.awaits(child) for child in member.sum.children)
+        if member.sum.parent is not None and not may_lose:
+            assert sums.told[member.sum.rank] == num_chunks, "it may forget its values"
 
 
 # Who gives nothing.
+
+some_peers = st.frozensets(st.integers(0, 5))
+tick_events = st.lists(
+    st.one_of(
+        st.tuples(st.just("word"), st.integers(0, 5), st.integers(0, 9)),
+        st.tuples(st.just("chunk"), st.integers(0, 5), st.none()),
+        st.tuples(st.just("tick"), st.just(frozenset[int]()), some_peers),
+        st.tuples(st.just("tick"), some_peers, some_peers),
+    ),
+    min_size=20,
+    max_size=80,
+)
+
+
+@given(tick_events, st.sampled_from([(0, None, {1, 2}), (1, 0, {3, 4})]))
+def test_progress_and_accusations_are_those_of_a_model_after_every_event(events, place):
+    """A word that counts up, a chunk and payload are movement; nothing else is."""
+    rank, parent, children = place
+    member = Sum(rank, 5, num_chunks=100)
+    member.sum.advance() if parent is None else member.sum.receive(parent, pull(0, 100))
+    member.asked()
+    counts = dict.fromkeys(children | ({parent} - {None}), 0)
+    quiet, landed = dict.fromkeys(children, 0), dict.fromkeys(children, 0)
+    moved: set[int] = set()
+    progress = num_finished = 0
+    for kind, what, more in events:
+        if kind == "word":
+            member.sum.receive(what, Progressed(EPOCH, more))
+            if what in counts and more > counts[what]:
+                counts[what] = more
+                moved.add(what)
+        elif kind == "chunk":
+            if member.sum.landed(what, landed.get(what, 0)):
+                landed[what] += 1
+                moved.add(what)
+            while parent is None and num_finished < min(landed.values()):
+                member.sum.finished(num_finished)
+                num_finished += 1
+                moved.add(rank)
+        for child in moved & children:
+            quiet[child] = 0
+        if kind != "tick":
+            member.asked()
+            continue
+        awaited, heard = children & more, more | {max(children)}
+        moved |= what & counts.keys()
+        expected = []
+        for child in sorted(children):
+            quiet[child] = 0 if child in moved else quiet[child] + (child in awaited)
+            late = quiet[child] - STALLED_AFTER
+            if late >= 0 and late % REPEAT_AFTER == 0:
+                expected.append((child, child in heard, f"{quiet[child] / 4:g} time-outs"))
+        assert member.sum.tick(what, awaited, heard) == bool(moved)
+        said = [(each.peer, each.message) for each in member.asked() if isinstance(each, Send)]
+        if member.blame is None:
+            found = [message for peer, message in said if isinstance(message, Stalled)]
+        else:
+            found = [message for _, message in member.blame._said.values()]
+            member.blame.begin(children)
+        assert [
+            (each.rank, each.is_heard, each.reason[-len(text) :])
+            for each, (_, _, text) in zip(found, expected, strict=True)
+        ] == expected
+        words = [each for each in said if isinstance(each[1], Progressed)]
+        below = moved - {parent}
+        progress += bool(below)
+        of_all = progress if parent is None else counts[parent]
+        up = [(parent, Progressed(EPOCH, progress))] if below and parent is not None else []
+        down = [(child, Progressed(EPOCH, of_all)) for child in sorted(children)]
+        assert words == up + (down if moved else [])
+        moved.clear()
 
 
 def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():
