@@ -18,8 +18,8 @@ TORCH := $(if $(TORCH_INDEX),$(BIN)/python -m pip show --quiet torch 2>/dev/null
 # processes rewrites the assertions of all tests: the latter alone takes 30 seconds of one core.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint types fuzz chaos soak many large mutants browser-test cluster-test bench \
-  docs docs-serve dist lock clean
+.PHONY: demo test lint types fuzz chaos soak many large mutants mutants-coverage browser-test \
+  cluster-test bench docs docs-serve dist lock clean
 
 # All-reduce and gossip side by side while machines misbehave, in less than two minutes;
 # ARGS="--workers 6" for another demo.
@@ -41,9 +41,13 @@ types: $(VENV)/dev.installed
 	$(BIN)/mypy
 
 # Faults put into copies of the library, one at a time: none may pass the tests that are named for
-# it. ARGS="--only NAME", ARGS="--list".
+# it. ARGS="--only NAME", ARGS="--list". RANDOM=400 SEED=7: instead, how many of 400 faults that the
+# seed draws all tests notice; make mutants-coverage records before that which tests reach which lines.
 mutants: $(VENV)/dev.installed
-	$(BIN)/python tests/mutants/run.py $(ARGS)
+	$(BIN)/python tests/mutants/$(if $(RANDOM),random_faults.py $(RANDOM) $(if $(SEED),--seed $(SEED)),run.py) $(ARGS)
+
+mutants-coverage: $(VENV)/dev.installed
+	$(BIN)/python tests/mutants/random_faults.py 0 $(ARGS)
 
 # Coverage-guided, SECONDS for each parser; findings stay under runs/fuzz.
 SECONDS ?= 60

@@ -16,22 +16,13 @@ A mutant is an entry of a ``*.toml`` file beside this one, which has one file fo
 First all named tests are run as they are, and must pass. Then each mutant is made in a fresh copy
 of the tree, and its own tests are run there: it is killed if one of them fails. It survives if all
 pass; if they cannot even be run, such as by an error at import, that is an error of the catalogue.
-
-Each run is a process of its own, forked from a server that has imported torch and pytest, and
-nothing of the library.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import multiprocessing
-import os
 import re
-import shutil
-import signal
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
@@ -39,17 +30,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-# What tests need of the tree.
-COPIED = ("src", "tests", "tools", "pyproject.toml")
-SOURCE = Path("src")
-# One test may take this long, and all of one mutant; what a test waits for may never come.
-TEST_TIMEOUT_S, TIMEOUT_S, LONGEST_WAIT_S = 60.0, 180.0, 20.0
-PASSED, FAILED = 0, 1
-PRELOADED = ["torch", "numba", "networkx", "scipy", "cryptography.x509", "hypothesis", "pytest"]
+from tested_copies import FAILED, HERE, PASSED, ROOT, SOURCE, Copy, run_tests
 
-servers = multiprocessing.get_context("forkserver")
+# All tests of one mutant may take this long.
+TIMEOUT_S = 180.0
+EQUIVALENT = HERE / "equivalent.toml"  # of random_faults.py
 
 
 @dataclass(frozen=True)
@@ -111,7 +96,7 @@ class Outcome:
 def load() -> list[Mutant]:
     """Return the catalogue, in the order of its files."""
     mutants: list[Mutant] = []
-    for path in sorted(HERE.glob("*.toml")):
+    for path in sorted(set(HERE.glob("*.toml")) - {EQUIVALENT}):
         for name, entry in tomllib.loads(path.read_text()).items():
             tests = tuple(entry.pop("tests"))
             mutants.append(Mutant(name=name, package=path.stem, tests=tests, **entry))
@@ -139,7 +124,6 @@ def main() -> int:
     if problems:
         return 1
     began = time.monotonic()
-    servers.set_forkserver_preload(PRELOADED)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         if not _pass_unmutated(mutants, pool, arguments.jobs):
             return 1
@@ -181,8 +165,8 @@ def _pass_unmutated(mutants: Sequence[Mutant], pool: ThreadPoolExecutor, jobs: i
         [test for test in tests if test.partition("::")[0] in files[job::jobs]]
         for job in range(jobs)
     ]
-    with _Copy() as root:
-        runs = list(pool.map(lambda share: _pytest(share, root, 10 * TIMEOUT_S), shares))
+    with Copy() as root:
+        runs = list(pool.map(lambda share: run_tests(share, root, 10 * TIMEOUT_S), shares))
     for share, (code, output) in zip(shares, runs, strict=True):
         if share and code != PASSED:
             print(f"these tests must pass without any mutant:\n{output}")
@@ -193,9 +177,9 @@ def _pass_unmutated(mutants: Sequence[Mutant], pool: ThreadPoolExecutor, jobs: i
 
 def _run(mutant: Mutant) -> Outcome:
     began = time.monotonic()
-    with _Copy() as root:
+    with Copy() as root:
         mutant.apply(root)
-        code, output = _pytest(mutant.tests, root, TIMEOUT_S)
+        code, output = run_tests(mutant.tests, root, TIMEOUT_S)
     seconds = time.monotonic() - began
     if code == PASSED:
         return Outcome(mutant, "SURVIVED", f"    {mutant.stands_for}", seconds)
@@ -204,64 +188,6 @@ def _run(mutant: Mutant) -> Outcome:
         return Outcome(mutant, "ERROR", output, seconds)
     is_late = "Timeout (>" in output
     return Outcome(mutant, "killed (time-out)" if is_late else "killed", failed[1], seconds)
-
-
-class _Copy:
-    """A copy of the tree for as long as it is needed; with what Python and we have compiled."""
-
-    def __enter__(self) -> Path:
-        self._directory = tempfile.TemporaryDirectory(prefix="gossipdp-mutant-")
-        root = Path(self._directory.name).resolve()
-        for name in COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, root / name)
-            else:
-                shutil.copy2(ROOT / name, root / name)
-        waiting = root / "tests/support/waiting.py"
-        longest, count = re.subn(
-            r"(?m)^LONGEST_S = .*", f"LONGEST_S = {LONGEST_WAIT_S}", waiting.read_text()
-        )
-        assert count == 1, f"{waiting} sets no LONGEST_S"
-        waiting.write_text(longest)
-        return root
-
-    def __exit__(self, *_: object) -> None:
-        self._directory.cleanup()
-
-
-def _pytest(tests: Sequence[str], root: Path, timeout_s: float) -> tuple[int | None, str]:
-    """Run tests of the tree at ``root`` up to the first failure; return status and output."""
-    if not tests:
-        return PASSED, ""
-    output = root / "output"
-    process = servers.Process(target=_run_there, args=(tests, root, output))
-    process.start()
-    process.join(timeout_s)
-    if process.is_alive():
-        assert process.pid is not None
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-        return None, f"{output.read_text()}\nnot over within {timeout_s:g} s"
-    return process.exitcode, output.read_text()
-
-
-def _run_there(tests: Sequence[str], root: Path, output: Path) -> None:
-    """Leave this process with the status of the tests."""
-    import pytest
-
-    os.setsid()
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
-    os.chdir(root)
-    os.environ["PYTHONPATH"] = str(root / "src")
-    sys.path.insert(0, str(root / "src"))
-    library = importlib.import_module("gossipdp")
-    assert Path(str(library.__file__)).is_relative_to(root), f"{library.__file__} is no copy"
-    options = ["-x", "-q", "--tb=short", "--assert=plain", "-n", "0", "-p", "no:cacheprovider"]
-    options += ["-m", "not processes"]  # those start a server of their own
-    sys.exit(pytest.main([*options, f"--timeout={TEST_TIMEOUT_S:g}", *tests]))
 
 
 if __name__ == "__main__":

@@ -18,16 +18,22 @@ NUM_WORKERS = 4
 NUM_ELEMENTS = 23
 CHUNK_BYTES = 40
 
+
 # (kind, worker, peer, amount): amount is a flow's duration or a seed.
-events = st.lists(
-    st.tuples(
-        st.sampled_from(["flow", "step", "exchange", "boundary"]),
-        st.integers(0, NUM_WORKERS - 1),
-        st.integers(1, NUM_WORKERS - 1),
-        st.floats(0.0, 3.0, allow_subnormal=False),
-    ),
-    max_size=40,
-)
+def scripts(*kinds: str) -> st.SearchStrategy[list[tuple[str, int, int, float]]]:
+    return st.lists(
+        st.tuples(
+            st.sampled_from(["flow", "step", "exchange", "boundary", "restore", *kinds]),
+            st.integers(0, NUM_WORKERS - 1),
+            st.integers(1, NUM_WORKERS - 1),
+            st.floats(0.0, 3.0, allow_subnormal=False),
+        ),
+        min_size=20 if kinds else 0,
+        max_size=40,
+    )
+
+
+events = scripts()
 
 
 def start_values(seed: int = 0) -> list[Tensor]:
@@ -45,10 +51,11 @@ class FastWorker:
         self.segment = Segment(values.to(dtype), Role.TRAINED, chunk_bytes=CHUNK_BYTES)
         self.state = State([self.segment])
         self.wire = wire
-        self.theta = 0.0
+        self.theta = self.theta_before = 0.0
 
     def flow(self, duration: float) -> None:
         """Flow now, or leave it to the next exchange or boundary."""
+        self.theta_before = self.theta
         self.theta += ETA * duration
         if duration < 1.5:
             self.state.flow(self.theta)
@@ -56,9 +63,38 @@ class FastWorker:
     def step(self, increment: Tensor) -> None:
         self.segment.x += increment.to(self.segment.x.dtype)
 
-    def boundary(self) -> None:
+    def boundary(self, *, is_late: bool) -> None:
+        """Let one come; a late one has read the phase before an exchange or a flow moved it on."""
         for chunk in self.state.chunks:
-            chunk.boundary(self.theta)
+            chunk.boundary(self.theta_before if is_late else self.theta)
+        if self.segment.x.dtype == self.segment.pending.dtype:
+            assert not self.segment.pending.any()
+
+    def restore(self, seed: float) -> None:
+        """Go on from a copy, of which some parts are pending, as from a checkpoint."""
+        self.state.flow(self.theta)
+        values, c = self.segment.copy()
+        waits = torch.where(torch.arange(NUM_ELEMENTS) % 3 == 0, increment_of(seed), 0.0)
+        self.segment = Segment(
+            (values - waits).to(self.segment.x.dtype), Role.TRAINED, chunk_bytes=CHUNK_BYTES
+        )
+        self.segment.pending.copy_(values - self.segment.x)
+        assert c is not None
+        assert self.segment.c is not None
+        self.segment.c.copy_(c)
+        self.state = State([self.segment])
+        for chunk in self.state.chunks:
+            chunk.restored()
+        self.theta = self.theta_before = 0.0
+
+    def take(self, other: "FastWorker") -> None:
+        """Begin with another worker's z, as a joiner does."""
+        values = torch.empty_like(other.segment.pending)
+        for chunk, part in other.segment.split(values):
+            chunk.read_z(part)
+        for chunk, part in self.segment.split(values):
+            chunk.replace(part)
+        self.theta = self.theta_before = 0.0
 
     def snapshots(self) -> list[Tensor]:
         outs = []
@@ -103,11 +139,15 @@ def run_fast(script, dtype=torch.float64, wire=torch.float64):
         elif kind == "step":
             fast.step(increment_of(amount))
         elif kind == "boundary":
-            fast.boundary()
+            fast.boundary(is_late=amount > 1.5)
+        elif kind == "restore":
+            fast.restore(amount)
+        elif kind == "take":
+            fast.take(peer)
         else:
             mine, peers = fast.snapshots(), peer.snapshots()
-            if amount > 1.5:
-                fast.boundary()
+            if amount > 1.0:
+                fast.boundary(is_late=amount > 2.0)
             fast.exchange(mine, peers)
             peer.exchange(peers, mine)
     for each in workers:
@@ -123,6 +163,8 @@ def run_reference(script, make):
             workers[worker] = workers[worker].flow(ETA, amount)
         elif kind == "step":
             workers[worker] = workers[worker].increment(increment_of(amount))
+        elif kind == "take":
+            workers[worker] = make(workers[other].z)
         elif kind == "exchange":
             delta = workers[worker].x - workers[other].x
             workers[worker] = workers[worker].exchange(delta, ALPHA_TILDE)
@@ -151,7 +193,7 @@ def test_momentum_form_equals_the_papers_equations(script):
 
 
 @settings(max_examples=100)
-@given(events)
+@given(scripts("take"))
 def test_fast_version_equals_the_reference(script):
     reference = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
     for fast, slow in zip(run_fast(script), reference, strict=True):

@@ -186,8 +186,6 @@ class Reduction:
     def moved(self, peer: int) -> None:
         """Note that ``peer`` has advanced this sum."""
         self._moved.add(peer)
-        if peer in self.children:
-            self.children[peer].quiet_ticks = 0
 
     def link_lost(self, peer: int) -> None:
         """Wait for a parent to say where to go on: chunks on their way to it are lost."""

@@ -10,6 +10,7 @@ import torch
 from calling_back import CallingLock
 from reference import MomentumState
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossipdp.dynamics.chunks import Chunk, Moment, Role
 from gossipdp.dynamics.state import Segment, State
@@ -73,6 +74,59 @@ def test_an_exchange_right_after_a_copy_is_in_no_part_of_it():
     chunk.lock = lock = CallingLock(after=lambda: chunk.exchange(0.0, ONE, ZERO, 1.5))
     assert_close(x_and_c(chunk), state)
     assert lock.has_called
+
+
+class Order:
+    """A chunk's order, which is entered under its lock."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock, self.is_held = lock, False
+
+    def __enter__(self) -> None:
+        assert self._lock.locked()
+        self.is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_held = False
+
+
+class Within(TorchDispatchMode):
+    """Refuses every operation on tensors outside of an order."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self.order, self.num_operations = order, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert self.order.is_held, f"{function} outside"
+        self.num_operations += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("role", [Role.TRAINED, Role.BUFFER])
+def test_each_operation_on_a_chunk_s_values_is_done_under_its_lock_and_in_order(role, monkeypatch):
+    coded = "gossipdp.dynamics.update.exchange_coded"  # machine code, which no mode sees
+    monkeypatch.setattr(coded, lambda pending, *_: float(pending.sum()))
+    (chunk,) = State([Segment(torch.zeros(4), role)]).chunks
+    chunk.order = order = Order(chunk.lock)  # type: ignore[assignment]
+    values, room = torch.ones(4), torch.empty(4)
+    with Within(order) as operations:
+        for work in (
+            partial(chunk.snapshot, 0.0, room),
+            partial(chunk.exchange, 0.0, room, values, 1.5),
+            partial(chunk.boundary, 0.5),
+            partial(chunk.exchange_coded, 0.5, (values, values, values), 1.5),
+            partial(chunk.exchange, 0.5, room, values, 1.5),
+            partial(chunk.flow, 1.0),
+            partial(chunk.read, room),
+            partial(chunk.read_z, room),
+            partial(chunk.forget, slice(1, 2)),
+            partial(chunk.replace, values),
+        ):
+            before = operations.num_operations
+            work()
+            has_worked = operations.num_operations > before
+            assert has_worked or (work.func == chunk.flow and role is Role.BUFFER)
 
 
 def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now():

@@ -2,6 +2,8 @@ import math
 
 import pytest
 from calling_back import CallingLock
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossipdp.dynamics.phase import MAX_GAP_IN_MEANS, MAX_PERIODS, Phase
 
@@ -104,3 +106,69 @@ def test_an_exchange_that_starts_under_a_look_freezes_what_the_look_sees():
     phase._lock = lock = CallingLock(before=lambda: frozen.append(phase.start_exchange(2.0)))
     assert [phase.at(2.75)] == frozen == [0.5]
     assert lock.has_called
+
+
+class Guarded(Phase):
+    """A phase that refuses to be changed by one that does not hold its lock."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        lock = self.__dict__.get("_lock")
+        assert lock is None or lock.locked(), f"{name} changes without the lock"
+        super().__setattr__(name, value)
+
+
+def test_nothing_of_it_changes_without_its_lock():
+    phase = Guarded(eta=0.5, worker_rate=1.0)
+    for now_s in (0.0, 1.0, 2.0, 3.0):
+        phase.start_exchange(now_s)
+        phase.end_exchange(now_s + 0.25, is_withdrawn=now_s == 2.0)
+        phase.at(now_s + 0.5)
+        phase.set_speed(0.3, 2.0, now_s + 0.75)
+
+
+phase_events = st.lists(
+    st.tuples(
+        st.sampled_from(["exchange", "exchange", "withdrawn", "look", "look", "early", "graph"]),
+        st.floats(0.0, 30.0, allow_subnormal=False),
+    ),
+    min_size=20,
+    max_size=60,
+)
+
+
+@given(phase_events)
+def test_the_phase_is_that_of_a_model_after_every_event(events):
+    """Each passes once the time since the last start, in mean gaps, up to 4; never backwards."""
+    phase, speed = Phase(eta=0.5, worker_rate=2.0), 0.25
+    now = theta = counted = 0.0
+    last, num_gaps, mean = None, 0, math.nan
+    for kind, amount in events:
+        if kind == "early":
+            assert phase.at(now - amount) == pytest.approx(theta)
+            continue
+        now += amount
+        due = min((now - last) / mean, 4.0) if last is not None and num_gaps else 0.0
+        theta += speed * max(0.0, due - counted)
+        counted = max(due, counted)
+        if kind == "look":
+            assert phase.at(now) == pytest.approx(theta)
+        elif kind == "graph":
+            speed = 0.1 * (1 + int(amount) % 3)
+            phase.set_speed(speed, 1.0, now)
+        else:
+            assert phase.start_exchange(now) == pytest.approx(theta)
+            assert phase.at(now + 0.5) == pytest.approx(theta), "it stands still"
+            phase.end_exchange(now + 1.0, is_withdrawn=kind == "withdrawn")
+            if kind == "exchange":
+                gap_s = 0.0 if last is None else now - last
+                last, counted = now, 0.0
+                if gap_s > 0.0:
+                    num_gaps += 1
+                    share = max(0.1, 1.0 / num_gaps)
+                    mean = (
+                        gap_s if num_gaps == 1 else mean + share * (min(gap_s, 10.0 * mean) - mean)
+                    )
+            now += 1.0
+            due = min((now - last) / mean, 4.0) if last is not None and num_gaps else 0.0
+            theta += speed * max(0.0, due - counted)
+            counted = max(due, counted)

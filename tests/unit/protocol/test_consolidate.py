@@ -214,6 +214,10 @@ def test_what_was_asked_in_vain_is_asked_again():
     for _ in range(3):
         assert ticks(machine, REPEAT_AFTER - 1) == []
         assert ticks(machine, 1) == [Send(0, pull_results(1, 0))]
+    assert ticks(machine, REPEAT_AFTER - 1) == []
+    machine.result_landed(0, epoch(1), 0, 0.0)
+    assert ticks(machine, REPEAT_AFTER - 1) == [], "it was not in vain"
+    assert ticks(machine, 1) == [Send(0, pull_results(1, 1))]
 
 
 def test_a_sum_that_was_given_up_takes_nothing_more():

@@ -1,5 +1,8 @@
 """The rate that a worker can afford: its bounds, its hysteresis, and what it allows."""
 
+import math
+from collections.abc import Sequence
+
 import pytest
 from driven_worker import ask, make_worker, said
 from hypothesis import given
@@ -9,6 +12,7 @@ from gossipdp.protocol.exchange_rate import (
     BURST,
     CEILING,
     HYSTERESIS,
+    LAST_COSTS,
     NUM_TO_KNOW,
     SPARE,
     START_RATE,
@@ -119,6 +123,71 @@ def test_one_outlier_changes_nothing(sees):
     sees(rate)
     assert not rate.stepped(STEP_S)
     assert rate.rate == before
+
+
+def median_of_last(values: Sequence[float]) -> float:
+    last = sorted(values[-LAST_COSTS:])
+    return (last[(len(last) - 1) // 2] + last[len(last) // 2]) / 2
+
+
+def rate_of_the_text(
+    t: float, exchanges: Sequence[tuple[float, ...]], looks: Sequence[tuple[float, ...]], m: float
+) -> tuple[float, set[str]]:
+    """Return r by the equation of the module's text, and its bound: several if they are equal.
+
+    ``exchanges``: d, the part of it that was held back, p, q. ``looks``: c, i, l.
+    """
+    d, held, p, q = (median_of_last(each) for each in zip(*exchanges, strict=True))
+    most = {"ceiling": CEILING}
+    most |= {"limit": t / (2 * d)} if d > (1 - 1e-9) * HYSTERESIS * (d - held) else {}
+    most |= {"link": t / (2 * d)} if d < (1 + 1e-9) * HYSTERESIS * (d - held) else {}
+    if looks:
+        c, i, ran = (median_of_last(each) for each in zip(*looks, strict=True))
+        taken = max((1 - c) * p, (1 - i) * q) / max(ran, 1e-3) / t
+        most["processor"] = max(0.02 / taken, min(1.0, m / taken)) if taken > 0 else math.inf
+    least = min(most.values())
+    return least, {name for name, value in most.items() if value <= least * (1 + 1e-9)}
+
+
+shares = st.floats(0.0, 1.0, allow_subnormal=False)
+costs_s = st.floats(1e-3, 10.0)
+measured = st.one_of(
+    st.tuples(st.just("exchange"), st.tuples(costs_s, shares, costs_s, shares)),
+    st.tuples(st.just("look"), st.tuples(shares, shares, shares)),
+    st.tuples(st.just("step"), costs_s),
+)
+
+
+@given(events=st.lists(measured, min_size=30, max_size=120), most_taken=st.floats(0.02, 0.2))
+def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(events, most_taken):
+    """It follows them at each step, if they differ by more than a quarter or reach the ceiling."""
+    rate = ExchangeRate(most_taken)
+    exchanges, looks = list[tuple[float, ...]](), list[tuple[float, ...]]()
+    for kind, value in events:
+        before = rate.rate, rate.bound
+        if kind == "exchange":
+            duration_s, held, processor_s, arrays = value
+            exchanges.append((duration_s, held * duration_s, processor_s, processor_s * arrays))
+            rate.exchanged(*exchanges[-1][:2])
+            rate.took_processor(processor_s, processor_s - exchanges[-1][3])
+        elif kind == "look":
+            looks.append(value)
+            rate.saw_idle(*value)
+        else:
+            has_changed = rate.stepped(value)
+            assert has_changed == (rate.rate != before[0])
+            if len(exchanges) < NUM_TO_KNOW:
+                assert (rate.rate, rate.bound) == (START_RATE, "start")
+                continue
+            allowed, bounds = rate_of_the_text(value, exchanges, looks, most_taken)
+            ratio = max(allowed / before[0], before[0] / allowed)
+            if before[1] == "start" or ratio > HYSTERESIS + 1e-9 or allowed == CEILING:
+                assert rate.rate == pytest.approx(allowed)
+                assert rate.bound in bounds or before[0] == allowed == CEILING
+            elif ratio < HYSTERESIS - 1e-9:
+                assert (rate.rate, rate.bound) == before
+            continue
+        assert (rate.rate, rate.bound) == before
 
 
 def test_what_it_answers_before_its_first_known_step_leaves_no_debt():

@@ -106,6 +106,15 @@ def test_who_holds_the_result_and_does_not_send_it_is_left_out():
     assert set(machine.left_out) == {2}
 
 
+@pytest.mark.parametrize(("origin", "left_out"), [(1, {2}), (2, set())])
+def test_who_holds_the_result_and_sends_useless_values_is_left_out(origin, left_out):
+    machine = worker(1, num_chunks=1)
+    machine.review(view(3, worker0=Status.DEAD))
+    machine.receive(2, say.Held(epoch(1, 1), say.Average(epoch(1), 3, 0.25)))
+    machine.cannot_give(epoch(origin), 2, "its result holds NaN")
+    assert set(machine.left_out) == left_out
+
+
 def test_accuser_and_accused_come_last_in_the_next_tree():
     machine = worker(0)
     machine.review(view(8))

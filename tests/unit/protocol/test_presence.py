@@ -161,6 +161,13 @@ def test_a_loss_and_what_may_follow_it():
     ]
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_none_of_the_first_workers_joins_nor_does_the_last_of_them(rank):
+    joining, there = Member(rank, 0, 100, Status.JOINING), Member(rank, 0, 100)
+    assert kinds(there) == []
+    assert kinds(joining, there) == [(rank, "restarted", 1)]
+
+
 def test_one_beyond_the_first_workers_joins_and_is_restarted():
     joining, joined = Member(3, 0, 103, Status.JOINING), Member(3, 0, 103)
     again = Member(3, 1, 7, restarts=1)

@@ -1,11 +1,24 @@
 """One sum over a tree, driven by hand; and its root's judgement on members that give nothing."""
 
+from collections import Counter, defaultdict, deque
+from random import Random
+
 import pytest
 from consolidation import epoch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossipdp.protocol.actions import FinishChunk, Send, SendPartial
 from gossipdp.protocol.messages import Progressed, PullPartials, Stalled
-from gossipdp.protocol.reduction import GRACE, STALLED_AFTER, WINDOW, Blame, Reduction, tree
+from gossipdp.protocol.reduction import (
+    GRACE,
+    REPEAT_AFTER,
+    STALLED_AFTER,
+    WINDOW,
+    Blame,
+    Reduction,
+    tree,
+)
 
 EPOCH = epoch(1)
 
@@ -106,7 +119,176 @@ def test_an_inner_member_sends_what_both_children_gave_and_stays_within_its_wind
     assert not inner.sum.accepts(3, WINDOW), "its parent has no room for more"
 
 
+class Sums:
+    """All members of one sum; what they send waits until it is delivered, in order by link."""
+
+    def __init__(self, num_members: int, num_chunks: int, random: Random) -> None:
+        self.num_chunks, self._random = num_chunks, random
+        self.members = [Sum(rank, num_members, num_chunks) for rank in range(num_members)]
+        self.finished: deque[int] = deque()  # asked for, and not answered yet
+        self.told: dict[int, int] = {}  # the first chunk that its parent lacks, as a member knows
+        self._values = {
+            (member.sum.rank, chunk): Counter([member.sum.rank])
+            for member in self.members
+            for chunk in range(num_chunks)
+        }
+        self._links: dict[tuple[int, int], deque] = defaultdict(deque)
+        self._num_results = 0
+        for member in self.members:
+            member.sum.advance()
+            self._send(member)
+
+    def happen(self, may_lose: bool) -> bool:
+        """Let one event happen; return whether there was any."""
+        full = [ends for ends, queue in self._links.items() if queue]
+        if not full and not self.finished:
+            return False
+        if may_lose and self._random.random() < 0.1:
+            self._lose(self._random.choice(self.members[1:]))
+        elif self.finished and (not full or self._random.random() < 0.3):
+            self.members[0].sum.finished(self.finished.popleft())
+            self._send(self.members[0])
+        else:
+            self._deliver(self._random.choice(full))
+        return True
+
+    def _deliver(self, ends: tuple[int, int]) -> None:
+        sender, receiver = ends
+        item, member = self._links[ends].popleft(), self.members[receiver]
+        if isinstance(item, PullPartials):
+            self.told[receiver] = item.start
+            member.sum.receive(sender, item)
+        else:
+            chunk, values = item
+            assert member.sum.accepts(sender, chunk), "whatever comes is what was asked for"
+            self._values[receiver, chunk] += values
+            assert member.sum.landed(sender, chunk)
+        self._send(member)
+
+    def _lose(self, child: Sum) -> None:
+        """Lose a link, and what is on it; a new one is there at once."""
+        parent = self.members[child.sum.parent]
+        ends = child.sum.rank, parent.sum.rank
+        self._links[ends].clear()
+        self._links[ends[::-1]].clear()
+        for one, other in ((child, parent), (parent, child)):
+            one.sum.link_lost(other.sum.rank)
+            one.sum.repeat(other.sum.rank)
+            self._send(one)
+
+    def _send(self, member: Sum) -> None:
+        rank = member.sum.rank
+        for action in member.asked():
+            match action:
+                case Send(peer=peer, message=message):
+                    assert message.stop <= min(message.start + WINDOW, self.num_chunks)
+                    self._links[rank, peer].append(message)
+                case SendPartial(peer=peer, chunk=chunk):
+                    assert peer == member.sum.parent
+                    self._links[rank, peer].append((chunk, self._whole(rank, chunk)))
+                case FinishChunk(chunk=chunk, divisor=divisor):
+                    assert (rank, chunk, divisor) == (0, self._num_results, len(self.members))
+                    self._whole(0, chunk)
+                    self._num_results += 1
+                    self.finished.append(chunk)
+
+    def _whole(self, rank: int, chunk: int) -> Counter:
+        """Return the sum of a chunk: of all below and of the worker, each of them once."""
+        below = {rank}
+        for each, above in self.members[0].sum.parents.items():
+            below |= {each} if above in below else set()
+        assert self._values[rank, chunk] == Counter(below)
+        return self._values[rank, chunk]
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 2**32), st.booleans())
+def test_in_any_order_and_over_lost_links_each_chunk_sums_each_member_once(
+    num_members, num_chunks, seed, may_lose
+):
+    sums = Sums(num_members, num_chunks, Random(seed))
+    for number in range(10_000):
+        if not sums.happen(may_lose and number < 200 and num_members > 1):
+            break
+    root = sums.members[0].sum
+    assert root.num_finished == num_chunks
+    for member in sums.members:
+        assert not any(member.sum.awaits(child) for child in member.sum.children)
+        if member.sum.parent is not None and not may_lose:
+            assert sums.told[member.sum.rank] == num_chunks, "it may forget its values"
+
+
 # Who gives nothing.
+
+some_peers = st.frozensets(st.integers(0, 5))
+tick_events = st.lists(
+    st.one_of(
+        st.tuples(st.just("word"), st.sampled_from([0, 0, 1, 2, 3, 4, 5]), st.integers(0, 4)),
+        st.tuples(st.sampled_from(["chunk", "finish"]), st.integers(0, 5), st.none()),
+        st.tuples(st.just("tick"), st.just(frozenset[int]()), some_peers),
+        st.tuples(st.just("tick"), some_peers, some_peers),
+    ),
+    min_size=20,
+    max_size=80,
+)
+
+
+@given(tick_events, st.sampled_from([(0, None, {1, 2}), (1, 0, {3, 4})]))
+def test_progress_and_accusations_are_those_of_a_model_after_every_event(events, place):
+    """A word that counts up, a chunk and payload are movement; nothing else is."""
+    rank, parent, children = place
+    member = Sum(rank, 5, num_chunks=100)
+    member.sum.advance() if parent is None else member.sum.receive(parent, pull(0, 100))
+    member.asked()
+    counts = dict.fromkeys(children | ({parent} - {None}), 0)
+    quiet, landed = dict.fromkeys(children, 0), dict.fromkeys(children, 0)
+    moved: set[int] = set()
+    progress = num_finished = 0
+    for kind, what, more in events:
+        if kind == "word":
+            member.sum.receive(what, Progressed(EPOCH, more))
+            if what in counts and more > counts[what]:
+                counts[what] = more
+                moved.add(what)
+        elif kind == "chunk":
+            if member.sum.landed(what, landed.get(what, 0)):
+                landed[what] += 1
+                moved.add(what)
+        elif kind == "finish" and parent is None and num_finished < min(landed.values()):
+            member.sum.finished(num_finished)
+            num_finished += 1
+            moved.add(rank)
+        for child in moved & children:
+            quiet[child] = 0
+        if kind != "tick":
+            member.asked()
+            continue
+        awaited, heard = children & more, more | {max(children)}
+        moved |= what & counts.keys()
+        expected = []
+        for child in sorted(children):
+            quiet[child] = 0 if child in moved else quiet[child] + (child in awaited)
+            late = quiet[child] - STALLED_AFTER
+            if late >= 0 and late % REPEAT_AFTER == 0:
+                expected.append((child, child in heard, f"{quiet[child] / 4:g} time-outs"))
+        assert member.sum.tick(what, awaited, heard) == bool(moved)
+        said = [(each.peer, each.message) for each in member.asked() if isinstance(each, Send)]
+        if member.blame is None:
+            found = [message for peer, message in said if isinstance(message, Stalled)]
+        else:
+            found = [message for _, message in member.blame._said.values()]
+            member.blame.begin(children)
+        assert [
+            (each.rank, each.is_heard, each.reason[-len(text) :])
+            for each, (_, _, text) in zip(found, expected, strict=True)
+        ] == expected
+        words = [each for each in said if isinstance(each[1], Progressed)]
+        below = moved - {parent}
+        progress += bool(below)
+        of_all = progress if parent is None else counts[parent]
+        up = [(parent, Progressed(EPOCH, progress))] if below and parent is not None else []
+        down = [(child, Progressed(EPOCH, of_all)) for child in sorted(children)]
+        assert words == up + (down if moved else [])
+        moved.clear()
 
 
 def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():

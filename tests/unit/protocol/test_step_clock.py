@@ -2,9 +2,12 @@
 
 import math
 from random import Random
+from statistics import median_low
 
 import pytest
 from driven_worker import InPhase
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossipdp.protocol.step_clock import MEDIAN_WINDOW, SKIPPED_STEPS, StepClock
 
@@ -108,6 +111,72 @@ def test_set_rate_stretches_what_remains():
     assert clock.ticks_due(now + 1.0) == 0
     clock.set_rate(4.0)
     assert clock.next_tick_at(now + 1.0) == now + 1.25
+
+
+clock_events = st.lists(
+    st.one_of(
+        st.tuples(st.just("wait"), st.floats(0.0, 4.0, allow_subnormal=False)),
+        st.tuples(st.sampled_from(["step", "step", "pause", "resume"]), st.none()),
+        st.tuples(st.just("rate"), st.sampled_from([0.0, 0.25, 1.0, 3.0])),
+    ),
+    min_size=30,
+    max_size=100,
+)
+
+
+@given(clock_events, st.sampled_from([0.0, 0.5, 2.0]))
+def test_ticks_come_due_in_the_virtual_time_of_the_text_after_every_event(events, rate):
+    """With gaps of 1 / rate; the time of a pause does not pass, and a step is worth one unit."""
+    clock, now = StepClock(rate, InPhase()), 0.0
+    passed = last_step = 0.0  # without pauses
+    steps, num_ticks, next_tick, is_paused = 0, 0, math.inf, False
+    durations = list[float]()
+    for kind, value in events:
+        match kind:
+            case "wait":
+                now += value
+                passed += 0.0 if is_paused else value
+            case "pause":
+                clock.pause(now)
+                is_paused = True
+            case "resume":
+                clock.resume(now)
+                is_paused = False
+            case "step":
+                clock.step(now)
+                if steps > SKIPPED_STEPS - 1 and not is_paused:
+                    durations.append(passed - last_step)
+                    if len(durations) == 1:
+                        next_tick = steps + 1 + (1.0 / rate if rate else math.inf)
+                steps, last_step = steps + 1, passed
+            case "rate":
+                clock.set_rate(value)
+                if durations and value != rate:
+                    ahead = max(0.0, next_tick - steps) * rate if rate and value else 1.0
+                    next_tick = steps + (ahead / value if value else math.inf)
+                rate = value
+        if is_paused or not durations:
+            first_timed = max(SKIPPED_STEPS, steps) + 1
+            assert clock.timed_from_step == (math.inf if is_paused else first_timed)
+            assert clock.next_tick_at(now) is None
+            assert clock.ticks_due(now) == 0
+            continue
+        median = max(median_low(durations[-MEDIAN_WINDOW:]), 1e-9)
+        assert clock.step_seconds == pytest.approx(median, abs=1e-12 + 1e-12 * now)
+        u = steps + min(1.0, (passed - last_step) / median)
+        due = clock.next_tick_at(now)
+        if next_tick > steps + 1.0 + 1e-6:
+            assert due is None
+        elif next_tick < steps + 1.0 - 1e-6:
+            assert due == pytest.approx(now + max(0.0, (next_tick - u) * median), abs=1e-6)
+        if (found := clock.ticks_due(now)) == 0:
+            assert next_tick > u - 1e-6
+        else:
+            next_tick += found / rate
+            assert u - 1e-6 < next_tick <= u + 1.0 / rate + 1e-6
+        num_ticks += found
+        assert clock.num_ticks == num_ticks
+        assert clock.timed_from_step == pytest.approx(next_tick - 1.0)
 
 
 @pytest.mark.parametrize("rate_per_step", [-1.0, math.nan, math.inf])

@@ -2,6 +2,8 @@
 
 import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, run, said
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
@@ -139,6 +141,45 @@ def test_a_closed_worker_is_left_out_until_it_frees():
     assert worker.pairing.available.keys() == {2 - first.peer}
     worker.receive(first.peer, say.Envelope(say.Free()), 1.1)
     assert worker.pairing.available.keys() == {0, 2}
+
+
+def test_each_proposal_that_nobody_answers_is_counted_and_the_other_one_is_asked():
+    worker, now, asked = make_worker(0, 2), 0.1, []
+    state = ask_others(worker, now)
+    for number in range(4):
+        assert worker.proposals_unanswered == number
+        asked.append(state.peer)
+        while worker.pairing.state == state:
+            now = worker.next_deadline(now)
+            worker.heard(0, now)
+            worker.heard(2, now)
+            worker.poll(now)
+        if not isinstance(worker.pairing.state, Proposing):
+            break
+        state = worker.pairing.state
+    assert worker.proposals_unanswered == len(asked) >= 2
+    assert set(asked[:2]) == {0, 2}
+
+
+@given(st.lists(st.lists(st.floats(0.0, 0.5), max_size=4), min_size=1, max_size=4))
+def test_each_exchange_is_measured_from_its_own_begin_and_by_its_own_gaps(exchanges):
+    worker, now, measured = make_worker(0, 2), 10.0, []
+    worker.peers.exchanged = lambda peer, now, **values: measured.append((peer, now, values))  # type: ignore[method-assign]
+    for number, waits_s in enumerate(exchanges, start=1):
+        (accept,) = said(worker.receive(0, ask(0, number), now), 0)
+        assert isinstance(accept, say.Accept)
+        began = now
+        for wait_s in waits_s:
+            now += wait_s
+            worker.progressed(now)
+        worker.finished(accept.id, now + 0.1)
+        now += 0.1
+        longest_s = max([*waits_s, 0.1])
+        peer, at, values = measured[-1]
+        assert (peer, at, len(measured)) == (0, now, number)
+        assert values["gap_s"] == pytest.approx(longest_s)
+        assert values["duration_s"] == pytest.approx(now - began - longest_s, abs=1e-9)
+        assert (worker.exchanges_initiated, worker.exchanges_answered) == (0, number)
 
 
 def test_who_is_asked_less_than_its_half_asks_more():

@@ -1,0 +1,250 @@
+"""``make mutants RANDOM=N SEED=S``: how many of N random faults in the library the tests notice.
+
+    make mutants RANDOM=400 SEED=7                               N faults of all packages
+    make mutants RANDOM=30 SEED=7 ARGS="--packages dynamics"     of some packages
+    make mutants RANDOM=30 SEED=7 ARGS="--only 4 --only 17"      the 4th and the 17th of them
+    make mutants-coverage                                        the record, and no more
+
+The faults are drawn by :mod:`drawn_faults`. For each, the tests that reach its lines run in a
+fresh copy of the tree, the nearest first, up to the first failure; :mod:`reached_lines` records
+once which tests those are. A fault is killed if a test fails or hangs. Tests for which
+``--seconds`` are too few are left out: a fault that survives "within the limit" may be killed by
+one of them. A fault that no test reaches survives too. Tests with real processes do not run: the
+record lacks them.
+
+``equivalent.toml`` has the faults that were judged to change nothing that anybody could notice.
+They are drawn, but neither run nor counted.
+
+Of the tools that exist, mutmut 3.8 and irradiate 0.4 find the tests for a function but leave out
+code that is outside functions or decorated; cosmic-ray 8.7 and poodle 1.3 run all tests for each
+fault; pytest-gremlins 1.12 finds the tests for a line, but switches its faults on while the program
+runs, which compiled loops cannot; mutatest had its last release in 2022. None of them swaps
+arguments, returns early, or drops a statement, a lock, a wait or a ``finally``: our main concern.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import reached_lines
+from drawn_faults import Fault, draw
+from reached_lines import MARKED, Chosen, Record, within
+from tested_copies import HERE, PASSED, ROOT, SOURCE, Copy, run_tests
+
+EQUIVALENT = HERE / "equivalent.toml"
+RESULTS = ROOT / "runs/mutants"
+# A fault may make tests slower; a test that takes so much longer than without it hangs.
+SLOWER, LEAST_S = 5.0, 20.0
+KILLED, LATE, SURVIVED, CUT = "killed", "killed (time-out)", "SURVIVED", "SURVIVED within the limit"
+UNREACHED, EXEMPT = "SURVIVED unreached", "equivalent"
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """An entry of ``equivalent.toml``: these lines of a file, changed so, and why.
+
+    ``after``: the line before them; empty where only one place has such lines.
+    """
+
+    path: str
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    why: str
+    after: str = ""
+
+    def is_of(self, fault: Fault, text: str) -> bool:
+        """Return whether it is this fault."""
+        if fault.file != self.path or self.after not in ("", fault.line_before(text)):
+            return False
+        removed, added = fault.changed(text)
+        return (tuple(removed), tuple(added)) == (self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The fate of a fault: the verdict, what killed it, and how many tests reach it and ran."""
+
+    number: int
+    fault: Fault
+    diff: str
+    verdict: str
+    by: str = ""
+    reach: int = 0
+    ran: int = 0
+    seconds: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """Return file and line."""
+        return f"{self.fault.file}:{self.fault.lines[0]}"
+
+
+def load_equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
+    """Return the faults that are judged equivalent."""
+    return [
+        Equivalent(**each | {"old": tuple(each["old"]), "new": tuple(each["new"])})
+        for each in tomllib.loads(path.read_text()).get("fault", [])
+    ]
+
+
+def read_texts(packages: Sequence[str] = (), root: Path = ROOT) -> dict[str, str]:
+    """Return the files of the library to draw from, with their text."""
+    paths = {
+        path.relative_to(root / SOURCE).as_posix(): path
+        for path in sorted((root / SOURCE / "gossipdp").rglob("*.py"))
+    }
+    return {
+        file: path.read_text()
+        for file, path in paths.items()
+        if not packages or Path(file).parts[1] in packages
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("number", type=int, help="faults to draw; 0: only record the lines")
+    parser.add_argument("--seed", type=int, help="of the draw; the default is another at each time")
+    parser.add_argument("--packages", default="", help="draw from these, with commas between")
+    parser.add_argument("--tests", action="append", help="run these tests alone: files or folders")
+    parser.add_argument("--only", type=int, action="append", help="this fault; may be repeated")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of tests for a fault, at most")
+    parser.add_argument("--list", action="store_true", help="show the faults, and no more")
+    arguments = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
+    texts = read_texts(list(filter(None, arguments.packages.split(","))))
+    if not texts:
+        parser.error(f"no package of {arguments.packages} is in {SOURCE / 'gossipdp'}")
+    faults = dict(enumerate(draw(arguments.number, seed, texts), start=1))
+    if arguments.only:
+        faults = {number: fault for number, fault in faults.items() if number in arguments.only}
+    if arguments.list:
+        for number, fault in faults.items():
+            print(f"{number} {fault.kind}\n{fault.diff(texts[fault.file])}\n")
+        return 0
+    record = reached_lines.record(
+        reached_lines.files_of_tests(arguments.tests or ()), arguments.jobs
+    )
+    if not faults:
+        return 0
+    began = time.monotonic()
+    print(f"{len(faults)} faults by seed {seed}", flush=True)
+    outcomes: list[Outcome] = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        jobs = [
+            pool.submit(run, number, fault, texts[fault.file], record, arguments.seconds)
+            for number, fault in faults.items()
+        ]
+        for job in jobs:
+            outcome = job.result()
+            outcomes.append(outcome)
+            print(
+                f"[{outcome.number:3}/{arguments.number}] {outcome.verdict:25} "
+                f"{outcome.seconds:5.1f} s  {outcome.place} {outcome.fault.kind}  {outcome.by}",
+                flush=True,
+            )
+    _write(outcomes, RESULTS / f"random-{arguments.number}-{seed}.json", seed)
+    show(outcomes, time.monotonic() - began)
+    return 0
+
+
+def run(number: int, fault: Fault, text: str, record: Record, seconds: float) -> Outcome:
+    """Run the tests that reach a fault in a file with this text."""
+    began = time.monotonic()
+    diff = fault.diff(text)
+    if any(each.is_of(fault, text) for each in load_equivalents()):
+        return Outcome(number, fault, diff, EXEMPT)
+    reaching = record.tests_for(fault)
+    if not reaching:
+        return Outcome(number, fault, diff, UNREACHED)
+    chosen = within(reaching, seconds)
+    files = list(dict.fromkeys(test.file for test in chosen))
+    plugin = Chosen([test.name for test in chosen], record.known_of(files))
+    longest_s = max(test.seconds for test in chosen)
+    with Copy() as root:
+        (root / SOURCE / fault.file).write_text(fault.apply(text))
+        code, output = run_tests(
+            files,
+            root,
+            SLOWER * (seconds + longest_s) + LEAST_S,
+            test_timeout_s=SLOWER * longest_s + LEAST_S,
+            options=("-x", *MARKED),
+            plugins=[plugin],
+        )
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    by = failed[1] if failed else f"status {code}"
+    if code == PASSED:
+        verdict, by = SURVIVED if len(chosen) == len(reaching) else CUT, ""
+    else:
+        verdict = LATE if code is None or "Timeout (>" in output else KILLED
+    took = time.monotonic() - began
+    return Outcome(number, fault, diff, verdict, by, len(reaching), len(chosen), took)
+
+
+def show(outcomes: Sequence[Outcome], seconds: float) -> None:
+    """Print what survived, then the score of each package."""
+    for outcome in outcomes:
+        if outcome.verdict.startswith(SURVIVED):
+            print(
+                f"\n{outcome.number}: {outcome.verdict}, {outcome.fault.kind}: {outcome.ran} of "
+                f"{outcome.reach} tests that reach it ran\n{outcome.diff}"
+            )
+    survivors = [each.number for each in outcomes if each.verdict.startswith(SURVIVED)]
+    if survivors:
+        print(f'\nthese again: ARGS="{" ".join(f"--only {number}" for number in survivors)}"')
+    print(f"\n{'package':14} {'killed':>6} {'of':>4} {'score':>6}  unreached  cut  equivalent")
+    packages = sorted({outcome.fault.package for outcome in outcomes})
+    for package in [*packages, "all"]:
+        here = [each for each in outcomes if package in (each.fault.package, "all")]
+        number = {
+            verdict: sum(each.verdict == verdict for each in here)
+            for verdict in (KILLED, LATE, UNREACHED, CUT, EXEMPT)
+        }
+        killed, counted = number[KILLED] + number[LATE], len(here) - number[EXEMPT]
+        score = f"{100 * killed / counted:5.1f}%" if counted else "-"
+        print(
+            f"{package:14} {killed:6} {counted:4} {score:>6}  {number[UNREACHED]:9}  "
+            f"{number[CUT]:3}  {number[EXEMPT]:10}"
+        )
+    num_cut = sum(outcome.ran < outcome.reach for outcome in outcomes)
+    print(f"{seconds:.0f} s; for {num_cut} faults tests were left out, to stay within the limit")
+
+
+def _write(outcomes: Sequence[Outcome], path: Path, seed: int) -> None:
+    """Write all outcomes, with the commit that they are of."""
+    words = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    rows = [
+        {
+            "number": each.number,
+            "package": each.fault.package,
+            "kind": each.fault.kind,
+            "place": each.place,
+            "verdict": each.verdict,
+            "by": each.by,
+            "tests_that_reach": each.reach,
+            "tests_that_ran": each.ran,
+            "seconds": round(each.seconds, 1),
+            "diff": each.diff,
+        }
+        for each in outcomes
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"seed": seed, "commit": commit.stdout.strip(), "faults": rows}, indent=1)
+    path.write_text(text)
+    print(f"\nwritten: {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
