@@ -1,7 +1,4 @@
-"""The script of docs/two_machines.md: digits, on the card of each machine if it has one.
-
-    gossipdp run -n 2 examples/two_machines.py
-"""
+"""The script of docs/two_machines.md: digits, on the card of each machine if it has one."""
 
 import torch
 from sklearn.datasets import load_digits
