@@ -1,13 +1,19 @@
 """Peers: how long answers and exchanges are waited for, and who is left out meanwhile."""
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossipdp.protocol.members import Member, Membership, Progress
-from gossipdp.protocol.messages import ExchangeId
+from gossipdp.protocol.messages import Envelope, ExchangeId, Heartbeat
 from gossipdp.protocol.peers import (
     FIRST_WAIT_S,
+    HEARTBEATS_PER_TIMEOUT,
     LEFT_OUT_WAITS,
     LONGEST_WAIT,
+    NEWS_INTERVAL_S,
     SHORTEST_GAP_S,
     SHORTEST_WAIT_S,
     USUAL_ANSWERS,
@@ -166,3 +172,96 @@ def test_a_visitor_leaves_nothing_behind():
     peers.wait_s(1)
     peers.drop(1)
     assert peers._partners.keys() == {1}
+
+
+link_events = st.lists(
+    st.tuples(
+        st.one_of(
+            st.sampled_from(["up", "drop", "heard", "slept", "send", "news", "urgent"]),
+            st.just("poll"),
+        ),
+        st.sampled_from([1, 2, 9]),
+        st.sampled_from([0.0, 0.01, NEWS_INTERVAL_S, 0.3, 0.5, 2.0, TIMEOUT_S]),
+    ),
+    min_size=30,
+    max_size=80,
+)
+
+
+@given(link_events)
+def test_silence_heartbeats_and_the_next_deadline_are_those_of_a_model_after_every_event(events):
+    """Worker 9 is no member: nothing is kept of it without a link."""
+    membership = Membership(Member(0, 0, 70))
+    membership.merge_all(Member(rank, 0, 70 + rank) for rank in (1, 2))
+    peers, now, awake = Peers(membership, Progress(0, 70), TIMEOUT_S), 100.0, -math.inf
+    heard: dict[int, float] = {}
+    silent: set[int] = set()
+    links: dict[int, tuple[float, int]] = {}  # when something was sent, and up to which news
+    urgent = 0
+
+    def beat_at(peer: int) -> float:
+        sent, told = links[peer]
+        interval = TIMEOUT_S / HEARTBEATS_PER_TIMEOUT
+        if told < membership.version:
+            interval = min(interval, 0.0 if told < urgent else NEWS_INTERVAL_S)
+        return sent + interval
+
+    def falls_at(peer: int) -> float:
+        return max(heard[peer], awake) + TIMEOUT_S
+
+    for number, (kind, peer, wait_s) in enumerate(events, start=1):
+        now += wait_s
+        peers.has_changed = has_changed = False
+        match kind:
+            case "up":
+                peers.up(peer, now)
+                heard[peer], links[peer], has_changed = now, (-math.inf, 0), True
+                silent.discard(peer)
+            case "drop":
+                peers.drop(peer)
+                links.pop(peer, None)
+                silent.discard(peer)
+                has_changed = True
+                if peer == 9:
+                    heard.pop(peer, None)
+            case "heard":
+                peers.heard(peer, now - 0.25)
+                if peer in links or peer != 9:
+                    heard[peer] = max(now - 0.25, heard.get(peer, -math.inf))
+                has_changed = peer in silent
+                silent.discard(peer)
+            case "poll":
+                fallen = [each for each in links if each not in silent and now >= falls_at(each)]
+                assert peers.fall_silent(now) == fallen
+                silent |= set(fallen)
+                has_changed = bool(fallen)
+                due = [each for each in links if now >= beat_at(each)]
+                sent = peers.heartbeats(now)
+                assert [each.peer for each in sent] == due
+                for each in sent:
+                    assert each.message.members == membership.news(links[each.peer][1])[0]
+                links |= dict.fromkeys(due, (now, membership.version))
+            case "send" if peer in links:
+                assert peers.wrap(peer, Heartbeat(), now).peer == peer
+                links[peer] = now, membership.version
+            case "send":
+                assert peers.wrap(peer, Heartbeat(), now).message == Envelope(Heartbeat())
+            case "news":
+                membership.merge(Member(1, number, 70))
+            case "urgent":
+                peers.say_all_at_once()
+                urgent = membership.version
+            case "slept":
+                peers.slept(now)
+                awake, has_changed = now, True
+        assert peers.has_changed == has_changed
+        assert peers.silent == silent
+        assert peers.live == links.keys() - silent
+        for each in (1, 2, 9):
+            assert (each in peers, peers.is_silent(each)) == (each in links, each in silent)
+            assert peers.last_heard(each) == heard.get(each, -math.inf)
+        deadlines = [beat_at(each) for each in links]
+        deadlines += [falls_at(each) for each in links.keys() - silent]
+        assert peers.quiet_until(now) == min(deadlines, default=math.inf)
+        able = [each for each in (1, 2, 9) if each in links and each not in silent]
+        assert peers.can_exchange((1, 2, 9), now) == able
