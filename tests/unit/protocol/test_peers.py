@@ -260,6 +260,7 @@ def test_silence_heartbeats_and_the_next_deadline_are_those_of_a_model_after_eve
         for each in (1, 2, 9):
             assert (each in peers, peers.is_silent(each)) == (each in links, each in silent)
             assert peers.last_heard(each) == heard.get(each, -math.inf)
+            assert peers.waits_since(each) == max(heard.get(each, -math.inf), awake)
         deadlines = [beat_at(each) for each in links]
         deadlines += [falls_at(each) for each in links.keys() - silent]
         assert peers.quiet_until(now) == min(deadlines, default=math.inf)
