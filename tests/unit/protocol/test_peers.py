@@ -278,6 +278,8 @@ def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_eve
                 rests[peer], has_changed = (now + rest_s, rest_s), True
             case "step":
                 progress.add(1)
+                for each in links:
+                    check_sent(peers.wrap(each, Heartbeat(), now))
             case "news":
                 membership.merge(Member(1, number, 70))
             case "urgent":
@@ -301,3 +303,8 @@ def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_eve
         rested = [each for each in able if rests.get(each, (now, 0.0))[0] <= now]
         others = rested or [each for each in able if each not in rests]
         assert peers.can_exchange((1, 2, 9), now) == others
+    for each in links:  # then rests alone remain
+        peers.drop(each)
+    rests.pop(9 if 9 in links else 0, None)
+    ends = [until for until, _ in rests.values() if until > now]
+    assert peers.quiet_until(now) == min(ends, default=math.inf)
