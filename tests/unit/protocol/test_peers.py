@@ -1,13 +1,22 @@
 """Peers: how long answers and exchanges are waited for, and who is left out meanwhile."""
 
-import pytest
+import math
+from dataclasses import dataclass
 
-from gossipdp.protocol.members import Member, Membership, Progress
-from gossipdp.protocol.messages import ExchangeId
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipdp.protocol.actions import Send
+from gossipdp.protocol.members import Member, Membership, Progress, ProgressEntry
+from gossipdp.protocol.messages import Envelope, ExchangeId, Heartbeat
 from gossipdp.protocol.peers import (
     FIRST_WAIT_S,
+    HEARTBEATS_PER_TIMEOUT,
     LEFT_OUT_WAITS,
     LONGEST_WAIT,
+    NEWS_INTERVAL_S,
+    PROGRESS_INTERVAL_S,
     SHORTEST_GAP_S,
     SHORTEST_WAIT_S,
     USUAL_ANSWERS,
@@ -166,3 +175,136 @@ def test_a_visitor_leaves_nothing_behind():
     peers.wait_s(1)
     peers.drop(1)
     assert peers._partners.keys() == {1}
+
+
+link_events = st.lists(
+    st.tuples(
+        st.one_of(
+            st.sampled_from(
+                ["up", "drop", "heard", "slept", "stood", "step", "send", "news", "urgent"]
+            ),
+            st.just("poll"),
+        ),
+        st.sampled_from([1, 2, 9]),
+        st.sampled_from([0.0, 0.01, NEWS_INTERVAL_S, 0.3, 0.5, 2.0, TIMEOUT_S]),
+    ),
+    min_size=30,
+    max_size=80,
+)
+
+
+@dataclass
+class Known:
+    """What a model knows of one link: when and up to which news something was sent."""
+
+    sent: float = -math.inf
+    members: int = 0
+    progress: int = 0
+    progress_sent: float = -math.inf
+    own: ProgressEntry | None = None
+
+
+@given(link_events)
+def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_every_event(events):
+    """Worker 9 is no member: nothing is kept of it without a link."""
+    membership, progress = Membership(Member(0, 0, 70)), Progress(0, 70)
+    membership.merge_all(Member(rank, 0, 70 + rank) for rank in (1, 2))
+    peers, now, awake = Peers(membership, progress, TIMEOUT_S), 100.0, -math.inf
+    heard: dict[int, float] = {}
+    rests: dict[int, tuple[float, float]] = {}  # until when, and how long
+    silent: set[int] = set()
+    links: dict[int, Known] = {}
+    urgent = 0
+
+    def beat_at(peer: int) -> float:
+        interval = TIMEOUT_S / HEARTBEATS_PER_TIMEOUT
+        if links[peer].members < membership.version:
+            interval = 0.0 if links[peer].members < urgent else NEWS_INTERVAL_S
+        return links[peer].sent + interval
+
+    def falls_at(peer: int) -> float:
+        return max(heard[peer], awake) + TIMEOUT_S
+
+    def check_sent(sent: Send[Envelope]) -> None:
+        link, members = links[sent.peer], membership.news(links[sent.peer].members)[0]
+        told: tuple[ProgressEntry, ...] = ()
+        if members or now >= link.progress_sent + PROGRESS_INTERVAL_S:
+            told, link.progress_sent = progress.news(link.progress)[0], now
+            link.progress = progress.version
+        elif progress.own != link.own and progress.own is not None:
+            told = (progress.own,)
+        assert sent.message == Envelope(Heartbeat(), members, told)
+        link.sent, link.members, link.own = now, membership.version, progress.own
+
+    for number, (kind, peer, wait_s) in enumerate(events, start=1):
+        now += wait_s
+        peers.has_changed = has_changed = False
+        match kind:
+            case "up":
+                peers.up(peer, now)
+                heard[peer], links[peer], has_changed = now, Known(), True
+                silent.discard(peer)
+            case "drop":
+                peers.drop(peer)
+                links.pop(peer, None)
+                silent.discard(peer)
+                has_changed = True
+                if peer == 9:
+                    heard.pop(peer, None)
+                    rests.pop(peer, None)
+            case "heard":
+                peers.heard(peer, now - 0.25)
+                if peer in links or peer != 9:
+                    heard[peer] = max(now - 0.25, heard.get(peer, -math.inf))
+                has_changed = peer in silent
+                silent.discard(peer)
+            case "poll":
+                fallen = [each for each in links if each not in silent and now >= falls_at(each)]
+                assert peers.fall_silent(now) == fallen
+                silent |= set(fallen)
+                has_changed = bool(fallen)
+                due = [each for each in links if now >= beat_at(each)]
+                sent = peers.heartbeats(now)
+                assert [each.peer for each in sent] == due
+                for each in sent:
+                    check_sent(each)
+            case "send" if peer in links:
+                check_sent(peers.wrap(peer, Heartbeat(), now))
+            case "send":
+                assert peers.wrap(peer, Heartbeat(), now).message == Envelope(Heartbeat())
+            case "stood" if peer in links:
+                peers.stood_still(peer, now)
+                rest_s = min(max(2 * rests.get(peer, (0.0, 0.0))[1], TIMEOUT_S), 16 * TIMEOUT_S)
+                rests[peer], has_changed = (now + rest_s, rest_s), True
+            case "step":
+                progress.add(1)
+                for each in links:
+                    check_sent(peers.wrap(each, Heartbeat(), now))
+            case "news":
+                membership.merge(Member(1, number, 70))
+            case "urgent":
+                peers.say_all_at_once()
+                urgent = membership.version
+            case "slept":
+                peers.slept(now)
+                awake, has_changed = now, True
+        assert peers.has_changed == has_changed
+        assert peers.silent == silent
+        assert peers.live == links.keys() - silent
+        for each in (1, 2, 9):
+            assert (each in peers, peers.is_silent(each)) == (each in links, each in silent)
+            assert peers.last_heard(each) == heard.get(each, -math.inf)
+            assert peers.waits_since(each) == max(heard.get(each, -math.inf), awake)
+        deadlines = [beat_at(each) for each in links]
+        deadlines += [falls_at(each) for each in links.keys() - silent]
+        deadlines += [until for until, _ in rests.values() if until > now]
+        assert peers.quiet_until(now) == min(deadlines, default=math.inf)
+        able = [each for each in (1, 2, 9) if each in links and each not in silent]
+        rested = [each for each in able if rests.get(each, (now, 0.0))[0] <= now]
+        others = rested or [each for each in able if each not in rests]
+        assert peers.can_exchange((1, 2, 9), now) == others
+    for each in links:  # then rests alone remain
+        peers.drop(each)
+    rests.pop(9 if 9 in links else 0, None)
+    ends = [until for until, _ in rests.values() if until > now]
+    assert peers.quiet_until(now) == min(ends, default=math.inf)
