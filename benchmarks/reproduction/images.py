@@ -41,9 +41,7 @@ SHOWN = {ALL_REDUCE: COLOURS[0], GOSSIP: COLOURS[1], DOUBLED: COLOURS[2], ACCELE
 KINDS = ("alike", "straggler")
 
 
-def points(
-    runs: Runs, first: str, second: str, setting: Setting, kind: str = "simulated"
-) -> str:
+def points(runs: Runs, first: str, second: str, setting: Setting, kind: str = "simulated") -> str:
     """Return by how much the first row ends above the second, in points, over common seeds."""
     theirs = {run["seed"]: run["accuracy"] for run in runs.of_row(kind, second, setting)}
     found = [
@@ -168,7 +166,7 @@ def caption(runs: Runs) -> list[str]:
         "workers. The mean of the workers is judged, with BatchNorm's statistics computed anew in "
         f"every row. The clock: {PAPER.epochs} epochs of CIFAR-10, steps of {1000 * STEP_S:g} ms, "
         "a straggler half as fast; AR-SGD sends after its gradients, which DDP does in part "
-        "meanwhile. The processes share two cores. After 6 epochs, one seed, the best of half, this "
-        f"two and four times this rate: {best_rates(runs)}. "
+        "meanwhile. The processes share two cores. After 6 epochs (one seed) the best factor of this "
+        f"rate, of {', '.join(f'{each:g}' for each in RATES)}: {best_rates(runs)}. "
         "`benchmarks/results/paper_images.md` has every row.",
     ]
