@@ -166,7 +166,7 @@ def caption(runs: Runs) -> list[str]:
         "workers. The mean of the workers is judged, with BatchNorm's statistics computed anew in "
         f"every row. The clock: {PAPER.epochs} epochs of CIFAR-10, steps of {1000 * STEP_S:g} ms, "
         "a straggler half as fast; AR-SGD sends after its gradients, which DDP does in part "
-        "meanwhile. The processes share two cores. After 6 epochs (one seed) the best factor of this "
-        f"rate, of {', '.join(f'{each:g}' for each in RATES)}: {best_rates(runs)}. "
+        "meanwhile. The processes share two cores. After 6 epochs (one seed) the best factor of "
+        f"this rate, of {', '.join(f'{each:g}' for each in RATES)}: {best_rates(runs)}. "
         "`benchmarks/results/paper_images.md` has every row.",
     ]
