@@ -51,6 +51,12 @@ def test_a_member_keeps_its_values_until_its_parent_says_that_all_has_come():
     assert leaf.is_idle
 
 
+def test_an_average_to_which_nobody_gives_ends_at_once():
+    nobody = LiveAverages(0, 100, 0, NUM_CHUNKS, lambda: False)
+    assert nobody.ask({0}) == [AverageEnded(epoch(1), 0, {})]
+    assert nobody.is_idle
+
+
 def test_a_child_whose_values_are_of_no_use_is_left_out():
     """The request goes on: it once waited for ever, and its caller with it."""
     root = worker(0)

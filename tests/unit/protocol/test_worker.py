@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol import messages as say
-from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
 from gossipdp.protocol.members import ProgressEntry, Status
 from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
 from gossipdp.protocol.peers import FIRST_WAIT_S
@@ -141,6 +141,17 @@ def test_a_closed_worker_is_left_out_until_it_frees():
     assert worker.pairing.available.keys() == {2 - first.peer}
     worker.receive(first.peer, say.Envelope(say.Free()), 1.1)
     assert worker.pairing.available.keys() == {0, 2}
+
+
+def test_a_peer_that_breaks_the_rules_loses_its_link():
+    worker = make_worker(0, 2)
+    state = ask_others(worker, 0.1)
+    accept = say.Accept(state.id, 2.0 * state.proposal.alpha_tilde)
+    actions = worker.receive(state.peer, say.Envelope(accept), 0.2)
+    (unlink,) = [each for each in actions if isinstance(each, Unlink)]
+    assert unlink.peer == state.peer
+    assert "gain" in unlink.reason
+    assert worker.pairing.available.keys() == {2 - state.peer}
 
 
 def test_each_proposal_that_nobody_answers_is_counted_and_the_other_one_is_asked():
