@@ -41,8 +41,7 @@ def make_model() -> nn.Sequential:
 
 def make_transformer() -> nn.Module:
     """Return a decoder; bytes of shape (k, 128) to logits of (k, 128, 256)."""
-    from gossipdp_lab.tasks.options import BytesGptOptions
-
+    from gossipdp_lab.tasks import BytesGptOptions
     from gossipdp_lab.tasks.text import ByteTransformer
 
     return ByteTransformer(BytesGptOptions(width=128, depth=5, heads=4, context=128))

@@ -369,8 +369,7 @@ class Links:
                         self._queues[rank, peer].append(message)
                 case Begin(id=id):
                     assert rank not in self._open, f"rank {rank} exchanges twice at once"
-                    assert action.initiator == (id.initiator == rank)
-                    if not action.initiator:
+                    if id.initiator != rank:
                         assert action.alpha_tilde <= self.pairings[rank].alpha_tilde
                     self._open[rank] = id
                     self._carried[rank].append(action.moments)

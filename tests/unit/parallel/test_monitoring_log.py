@@ -69,15 +69,16 @@ def test_news_and_the_first_step_are_written_though_records_are_rare_by_now(tmp_
     log, stats = model._worker.monitoring, model._worker.stats()
     log._write_last()
     log._writer.wait_s = lambda: math.inf
-    notice, num_before = Notice(1, "lost", 5.0, 1), len(read(tmp_path).counts)
-    for noticed in ((), (notice,), (notice,)):
-        log._stats = lambda noticed=noticed: replace(stats, noticed=noticed)
+    with log._lock:  # the log's thread looks no more
+        notice, num_before = Notice(1, "lost", 5.0, 1), len(read(tmp_path).counts)
+        for noticed in ((), (notice,), (notice,)):
+            log._stats = lambda noticed=noticed: replace(stats, noticed=noticed)
+            log._look(log._writer)
+        assert read(tmp_path).noticed == [notice]
+        assert len(read(tmp_path).counts) == num_before + 1
+        log._recorded = (1, 0, *log._recorded[2:])  # as before its first step
         log._look(log._writer)
-    assert read(tmp_path).noticed == [notice]
-    assert len(read(tmp_path).counts) == num_before + 1
-    log._recorded = (1, 0, *log._recorded[2:])  # as before its first step
-    log._look(log._writer)
-    assert len(read(tmp_path).counts) == num_before + 2
+        assert len(read(tmp_path).counts) == num_before + 2
     model.close()
 
 

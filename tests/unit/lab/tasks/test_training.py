@@ -54,7 +54,11 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(options,
     )
     expected = torch.load(options.directory / MODEL_FILE, weights_only=True)
     checkpoints = sorted((options.directory / "checkpoints").rglob("step-*"))
-    assert len(checkpoints) == 3
+    # That of step 14 is left out if the first is still being written at the end.
+    assert [path.stem for path in checkpoints if path.stem != "step-00000014"] == [
+        "step-00000007",
+        "step-00000019",
+    ]
     for path in checkpoints[1:]:
         path.unlink()
     (options.directory / MODEL_FILE).unlink()
