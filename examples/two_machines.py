@@ -2,7 +2,6 @@
 
 import torch
 from sklearn.datasets import load_digits
-from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -10,14 +9,14 @@ from gossipdp import Checkpoints, GossipDataParallel, ProgressLR
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 images, labels = load_digits(return_X_y=True)
-images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
-held_out = torch.arange(len(labels)) % 5 == 0  # every fifth image
+images = torch.tensor(images, dtype=torch.float32, device=device) / 16
+labels = torch.tensor(labels, device=device)
+held_out = torch.arange(len(labels), device=device) % 5 == 0  # every fifth image
 data = TensorDataset(images[~held_out], labels[~held_out])
 
-net = nn.Sequential(
-    nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-).to(device)
-optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+net.to(device)
+optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
 saving = Checkpoints("checkpoints", every_steps=100, resume="auto")
 model = GossipDataParallel(net, optimizer, checkpoints=saving)
 schedule = ProgressLR(optimizer, model, "cosine", warmup=0.05)
@@ -28,14 +27,14 @@ loader = DataLoader(data, batch_size=32, shuffle=True, generator=order)
 
 def accuracy():
     with torch.no_grad():
-        found = net(images[held_out].to(device)).argmax(1).cpu()
+        found = net(images[held_out]).argmax(1)
     return (found == labels[held_out]).float().mean().item()
 
 
-for epoch, batches in model.epochs(loader, 100):
+for epoch, batches in model.epochs(loader, 60):
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(model(inputs.to(device)), targets.to(device))
+        loss = cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
         schedule.step()
