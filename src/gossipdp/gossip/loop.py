@@ -27,9 +27,26 @@ from gossipdp.links.frames import SUM_TYPES, ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
 from gossipdp.logs import OnceLog, printable
-from gossipdp.protocol import actions as do
-from gossipdp.protocol import messages as say
-from gossipdp.protocol.messages import ProtocolError, decode, encode
+from gossipdp.protocol.actions import (
+    Begin,
+    LeftBehind,
+    Notice,
+    Reach,
+    Rebuilt,
+    Send,
+    Stop,
+    Superseded,
+    Unlink,
+    Withdrawn,
+)
+from gossipdp.protocol.messages import (
+    DIALLED_MESSAGES,
+    Envelope,
+    Propose,
+    ProtocolError,
+    decode,
+    encode,
+)
 from gossipdp.protocol.worker import Action, WorkerProtocol
 
 logger = logging.getLogger("gossipdp")
@@ -246,26 +263,26 @@ class GossipLoop(LinkHandler):
 
     def _perform_next(self, action: Action) -> None:
         match action:
-            case do.Send(peer=peer, message=envelope):
+            case Send(peer=peer, message=envelope):
                 self._post(peer, envelope)
-            case do.Begin():
+            case Begin():
                 self._begin(action)
-            case do.Stop(peer=peer, reason=reason):
+            case Stop(peer=peer, reason=reason):
                 self._stop(peer, reason)
-            case do.Withdrawn():
+            case Withdrawn():
                 self._stop_exchange(is_withdrawn=True)
-            case do.Unlink(peer=peer, reason=reason):
+            case Unlink(peer=peer, reason=reason):
                 self._unlink(peer, reason)
-            case do.Reach(peer=peer, host=host, port=port):
+            case Reach(peer=peer, host=host, port=port):
                 self.transport.dial(peer, host, port)
-            case do.Notice():
+            case Notice():
                 self._publisher.noticed(action)
-            case do.Rebuilt():
+            case Rebuilt():
                 self._phase.set_speed(action.eta, action.worker_rate, self.clock())
                 self._dialer.want(action.neighbours | action.dead, self.clock())
-            case do.Superseded(reason=reason):
+            case Superseded(reason=reason):
                 raise SupersededError(reason)
-            case do.LeftBehind(stood_still_s=seconds):
+            case LeftBehind(stood_still_s=seconds):
                 say_instead_of_traceback()
                 raise PeerLostError(
                     f"worker {self.protocol.rank} stood still for {seconds:.3g} s, and no other "
@@ -343,7 +360,7 @@ class GossipLoop(LinkHandler):
             )
             link.close(str(error))
             return
-        if isinstance(envelope.message, say.Propose) and self._renews(link):
+        if isinstance(envelope.message, Propose) and self._renews(link):
             return
         self.perform(self.protocol.receive(link.peer, envelope, self.clock()))
         if isinstance(envelope.message, TransferMessage):
@@ -364,11 +381,11 @@ class GossipLoop(LinkHandler):
         envelope = self.protocol.peers.wrap(peer, message, self.clock()).message
         self._post(peer, envelope, dial=True)
 
-    def _post(self, peer: int, envelope: say.Envelope, dial: bool = False) -> None:
+    def _post(self, peer: int, envelope: Envelope, dial: bool = False) -> None:
         link = self._links.get(peer)
         if link is not None:
             link.send_control(encode(envelope))
-        elif dial or isinstance(envelope.message, say.DIALLED_MESSAGES):
+        elif dial or isinstance(envelope.message, DIALLED_MESSAGES):
             self._outbox.setdefault(peer, deque(maxlen=MAX_WAITING)).append(encode(envelope))
             self._dialer.want([peer], self.clock(), at_once=True)
 
@@ -416,7 +433,7 @@ class GossipLoop(LinkHandler):
 
     # Exchanges.
 
-    def _begin(self, begin: do.Begin) -> None:
+    def _begin(self, begin: Begin) -> None:
         link = self._links[begin.peer]
         now = self._exchange_started_s = self.clock()
         # The first snapshots wait for the end of the turn, so that the answer leaves before them.

@@ -23,7 +23,16 @@ from gossipdp.errors import PeerLostError, PoisonedError
 from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import SUM_TYPES, ChunkKey, FrameType
 from gossipdp.links.link import Link
-from gossipdp.protocol import actions as do
+from gossipdp.protocol.actions import (
+    AverageEnded,
+    Commit,
+    DataAction,
+    FinishChunk,
+    Finished,
+    Forget,
+    SendPartial,
+    SendResult,
+)
 from gossipdp.protocol.messages import Epoch
 from gossipdp.protocol.worker import Action, WorkerProtocol
 
@@ -88,8 +97,8 @@ class Sums:
         self._chunks = state.all_chunks
         self._num_averaged = len(state.averaged_chunks)
         self._slots: dict[Epoch, dict[int, _Slot]] = {}
-        self._to_finish: deque[do.FinishChunk] = deque()
-        self._queues: dict[int, deque[do.SendPartial | do.SendResult]] = {}
+        self._to_finish: deque[FinishChunk] = deque()
+        self._queues: dict[int, deque[SendPartial | SendResult]] = {}
         self._rooms: dict[int, Tensor] = {}  # the landing place of each peer's chunk
         # The sum whose payload went to a link last, the one whose payload comes, and bytes moved.
         self._leaving: dict[int, Epoch] = {}
@@ -116,20 +125,20 @@ class Sums:
         self._slots.clear()
         self._queues.clear()
 
-    def perform(self, action: do.DataAction) -> None:
+    def perform(self, action: DataAction) -> None:
         """Do one action of a sum, or keep it for :meth:`pump`."""
         match action:
-            case do.SendPartial(peer=peer) | do.SendResult(peer=peer):
+            case SendPartial(peer=peer) | SendResult(peer=peer):
                 self._queues.setdefault(peer, deque()).append(action)
-            case do.FinishChunk():
+            case FinishChunk():
                 self._to_finish.append(action)
-            case do.Forget(epoch=epoch, before=None):
+            case Forget(epoch=epoch, before=None):
                 self._slots.pop(epoch, None)
-            case do.Forget(epoch=epoch, before=before):
+            case Forget(epoch=epoch, before=before):
                 slots = self._slots.get(epoch, {})
                 for index in [index for index in slots if before is not None and index < before]:
                     del slots[index]
-            case do.AverageEnded(epoch=epoch, count=count, without=without):
+            case AverageEnded(epoch=epoch, count=count, without=without):
                 slots = self._slots.pop(epoch, {})
                 asked, self._asked = self._asked, None
                 own = without.get(self._protocol.rank)
@@ -142,14 +151,14 @@ class Sums:
                     asked.set_exception(PoisonedError(f"this worker cannot average: {own}"))
                 else:
                     asked.set_exception(PeerLostError("no worker has parameters to average"))
-            case do.Commit(origin=origin, consensus_distance=distance, num_members=num_members):
+            case Commit(origin=origin, consensus_distance=distance, num_members=num_members):
                 # All are here, except a leader's copied chunks if no worker has asked for them.
                 results = [self._values(origin, index) for index in range(len(self._chunks))]
                 values = [each for each in results if each is not None]
                 left_out = self._protocol.consolidation.left_out
                 lead = self._protocol.consolidation.leader
                 self.outcome = Outcome(values, num_members, left_out, distance, lead)
-            case do.Finished():
+            case Finished():
                 assert self.outcome is not None
                 assert self.on_end is not None
                 self.on_end(self.outcome)
@@ -176,8 +185,8 @@ class Sums:
                     return True
         return False
 
-    def _send(self, link: Link, action: do.SendPartial | do.SendResult) -> None:
-        if isinstance(action, do.SendPartial):
+    def _send(self, link: Link, action: SendPartial | SendResult) -> None:
+        if isinstance(action, SendPartial):
             epoch, frame_type = action.epoch, FrameType.PARTIAL_CHUNK
             is_given_up = self._protocol.sum_of(epoch) is None
         else:
@@ -190,7 +199,7 @@ class Sums:
         key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, action.chunk)
         link.send_chunk(frame_type, key, tensor_bytes(values))
 
-    def _finish(self, action: do.FinishChunk) -> None:
+    def _finish(self, action: FinishChunk) -> None:
         epoch, index = action.epoch, action.chunk
         is_average = self._protocol.averages.sum_of(epoch) is not None
         is_given_up = self._protocol.sum_of(epoch) is None

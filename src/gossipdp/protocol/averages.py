@@ -15,9 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from gossipdp.protocol import actions as do
-from gossipdp.protocol import messages as say
-from gossipdp.protocol.messages import Epoch, ProtocolError
+from gossipdp.protocol.actions import AverageEnded, Forget, Send
+from gossipdp.protocol.messages import (
+    AskAverage,
+    AverageMessage,
+    Epoch,
+    Progressed,
+    ProtocolError,
+    PullPartials,
+    ReductionMessage,
+    Stalled,
+    TellAverage,
+)
 from gossipdp.protocol.reduction import (
     ABANDONED_AFTER,
     REPEAT_AFTER,
@@ -40,10 +49,10 @@ FIRST_NUMBER = 1 << 60
 class _Request:
     """One sum, and the counts that have come up."""
 
-    ask: say.AskAverage
+    ask: AskAverage
     sum: Reduction
-    told: dict[int, say.TellAverage] = field(default_factory=dict)
-    own: say.TellAverage | None = None
+    told: dict[int, TellAverage] = field(default_factory=dict)
+    own: TellAverage | None = None
     """The number of workers in this one's sums; None: not all children have told theirs."""
     idle_ticks: int = 0
 
@@ -104,36 +113,36 @@ class LiveAverages:
         self._number += 1
         epoch = Epoch(self._number, self.rank, self._process_tag)
         others, has_suspects = own.blame.begin(own.live - own.without.keys())
-        self._join(say.AskAverage(epoch, (self.rank, *others), has_suspects), own.blame)
+        self._join(AskAverage(epoch, (self.rank, *others), has_suspects), own.blame)
 
     # --- inputs ----------------------------------------------------------------------------
 
-    def receive(self, peer: int, message: say.AverageMessage | say.ReductionMessage) -> Actions:
+    def receive(self, peer: int, message: AverageMessage | ReductionMessage) -> Actions:
         """Take in a message from ``peer``.
 
         Raises:
             ProtocolError: it breaks the rules.
         """
-        if isinstance(message, say.AskAverage):
+        if isinstance(message, AskAverage):
             self._asked(peer, message)
             return self._flush()
         request = self._request(message.epoch)
         if request is None:
             return []
         match message:
-            case say.TellAverage() if peer in request.sum.children:
+            case TellAverage() if peer in request.sum.children:
                 request.told[peer] = message
                 request.sum.moved(peer)
                 self._tell(request)
-            case say.PullPartials(start=start) if (
+            case PullPartials(start=start) if (
                 start >= self._num_chunks and peer == request.sum.parent
             ):
                 self._forget(message.epoch.leader)  # all has arrived
-            case say.PullPartials(start=start) if peer == request.sum.parent:
-                self._actions.append(do.Forget(message.epoch, start))
+            case PullPartials(start=start) if peer == request.sum.parent:
+                self._actions.append(Forget(message.epoch, start))
                 request.sum.moved(peer)
                 request.sum.receive(peer, message)
-            case say.Progressed() | say.Stalled():
+            case Progressed() | Stalled():
                 request.sum.receive(peer, message)
         return self._flush()
 
@@ -213,7 +222,7 @@ class LiveAverages:
 
     # --- consequences ----------------------------------------------------------------------
 
-    def _asked(self, peer: int, ask: say.AskAverage) -> None:
+    def _asked(self, peer: int, ask: AskAverage) -> None:
         ranks, epoch = ask.members, ask.epoch
         if not ranks or ranks[0] != epoch.leader or len(set(ranks)) != len(ranks):
             raise ProtocolError(f"worker {peer} asks for an average over {len(ranks)} in disorder")
@@ -228,12 +237,12 @@ class LiveAverages:
                 return
         if known is None and len(self._requests) >= MAX_REQUESTS:
             reason = f"it takes part in {MAX_REQUESTS} averages already"
-            refused = say.Stalled(epoch, self.rank, True, reason)
-            self._actions.append(do.Send[say.ReductionMessage](epoch.leader, refused))
+            refused = Stalled(epoch, self.rank, True, reason)
+            self._actions.append(Send[ReductionMessage](epoch.leader, refused))
             return
         self._join(ask, None)
 
-    def _join(self, ask: say.AskAverage, blame: Blame | None) -> None:
+    def _join(self, ask: AskAverage, blame: Blame | None) -> None:
         self._forget(ask.epoch.leader)
         reduction = Reduction(
             ask.epoch,
@@ -256,7 +265,7 @@ class LiveAverages:
         if request.own is not None or len(told) < len(reduction.children):
             return
         without = tuple(rank for each in told for rank in each.without)
-        request.own = say.TellAverage(
+        request.own = TellAverage(
             reduction.epoch,
             reduction.gives + sum(each.count for each in told),
             without if reduction.gives else (*without, self.rank),
@@ -279,7 +288,7 @@ class LiveAverages:
         assert own is not None
         self._own = None
         reasons = dict.fromkeys(without, "it has no parameters to give just now") | own.without
-        self._actions.append(do.AverageEnded(request.sum.epoch, count, reasons))
+        self._actions.append(AverageEnded(request.sum.epoch, count, reasons))
 
     def _repeat(self, request: _Request, peer: int) -> None:
         if peer in request.sum.children:
@@ -292,10 +301,10 @@ class LiveAverages:
     def _forget(self, caller: int) -> None:
         request = self._requests.pop(caller, None)
         if request is not None:
-            self._actions.append(do.Forget(request.sum.epoch))
+            self._actions.append(Forget(request.sum.epoch))
 
-    def _say(self, peer: int, message: say.AverageMessage) -> None:
-        self._actions.append(do.Send(peer, message))
+    def _say(self, peer: int, message: AverageMessage) -> None:
+        self._actions.append(Send(peer, message))
 
     def _flush(self) -> Actions:
         actions = self._actions[:]

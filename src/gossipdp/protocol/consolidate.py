@@ -52,16 +52,28 @@ from typing import TypeAlias
 
 import msgspec
 
-from gossipdp.protocol import actions as do
-from gossipdp.protocol import messages as say
+from gossipdp.protocol.actions import Commit, Finished, Forget, Send, SendResult
 from gossipdp.protocol.members import MAX_LEAP, Member
 from gossipdp.protocol.messages import (
     MAX_DISTANCE2,
     Average,
+    BeginEpoch,
+    CommitEpoch,
+    Committed,
+    ConsolidationMessage,
+    Distance,
     Epoch,
+    Held,
     LeftOut,
+    NewerEpoch,
     Process,
+    Progressed,
     ProtocolError,
+    PullPartials,
+    PullResults,
+    ReductionMessage,
+    Release,
+    Stalled,
 )
 from gossipdp.protocol.participants import Participants
 from gossipdp.protocol.reduction import (
@@ -80,7 +92,7 @@ MAX_ACKNOWLEDGED = 16
 """Epochs for which a RELEASE may still come; for one before them the leader restarts."""
 
 
-def _parents(begin: say.BeginEpoch) -> dict[int, int | None]:
+def _parents(begin: BeginEpoch) -> dict[int, int | None]:
     return tree([rank for rank, _ in begin.members], has_suspects=begin.has_suspects)
 
 
@@ -88,7 +100,7 @@ def _parents(begin: say.BeginEpoch) -> dict[int, int | None]:
 class _Attempt:
     """One epoch as one of its members sees it."""
 
-    begin: say.BeginEpoch
+    begin: BeginEpoch
     average: Average
     """The result that this epoch spreads, or will have computed."""
     sum: Reduction
@@ -164,7 +176,7 @@ class Consolidation:
         self._attempt: _Attempt | None = None
         self.highest: Epoch | None = None
         """The highest known epoch."""
-        self._offered: dict[Process, say.BeginEpoch] = {}  # the last of each leader
+        self._offered: dict[Process, BeginEpoch] = {}  # the last of each leader
         self._found: tuple[int, Average] | None = None
         self._told: tuple[Process, Epoch] | None = None
         self.origin: Epoch | None = None
@@ -174,7 +186,7 @@ class Consolidation:
         self._held: Average | None = None
         self._committed: Epoch | None = None
         self._pulled: dict[int, _Pull] = {}
-        self._acknowledged: dict[Epoch, say.BeginEpoch] = {}
+        self._acknowledged: dict[Epoch, BeginEpoch] = {}
         self._vain_ticks = 0  # since anything landed here
         self._source_quiet_ticks = 0
 
@@ -214,9 +226,7 @@ class Consolidation:
         }
         return self._settle()
 
-    def receive(
-        self, peer: int, message: say.ConsolidationMessage | say.ReductionMessage
-    ) -> Actions:
+    def receive(self, peer: int, message: ConsolidationMessage | ReductionMessage) -> Actions:
         """Take in a message from ``peer``.
 
         Raises:
@@ -224,7 +234,7 @@ class Consolidation:
         """
         if self.participants.is_left_out(peer):
             return []
-        if isinstance(message, say.BeginEpoch | say.NewerEpoch):
+        if isinstance(message, BeginEpoch | NewerEpoch):
             known = 0 if self.highest is None else self.highest.number
             if message.epoch.number > known + MAX_LEAP:
                 raise ProtocolError(f"epoch {message.epoch.number} follows none, after {known}")
@@ -233,14 +243,14 @@ class Consolidation:
         if self._is_taking_part:
             attempt = self._attempt
             match message:
-                case say.BeginEpoch():
+                case BeginEpoch():
                     self._take_offer(peer, message)
-                case say.NewerEpoch():
+                case NewerEpoch():
                     pass
-                case say.PullResults(origin=origin):
+                case PullResults(origin=origin):
                     if origin == self.origin:
                         self._pulled_by(peer, message)
-                case say.Release():
+                case Release():
                     self._take_release(message.epoch)
                 case _ if attempt is not None and attempt.epoch == message.epoch:
                     self._receive_in_epoch(attempt, peer, message)
@@ -347,8 +357,8 @@ class Consolidation:
         self._actions.clear()  # the sums add to this very list
         return actions
 
-    def _say(self, peer: int, message: say.ConsolidationMessage) -> None:
-        self._actions.append(do.Send(peer, message))
+    def _say(self, peer: int, message: ConsolidationMessage) -> None:
+        self._actions.append(Send(peer, message))
 
     def _lead(self) -> None:
         if self._held is None and self.waits_for_all and self.participants.missing():
@@ -373,7 +383,7 @@ class Consolidation:
             and self._told != (lowest, attempt.epoch)
         ):
             self._told = (lowest, attempt.epoch)
-            self._say(lowest[0], say.NewerEpoch(attempt.epoch))
+            self._say(lowest[0], NewerEpoch(attempt.epoch))
 
     def _begin(self, members: tuple[Process, ...]) -> None:
         """Lead a new epoch; suspects come last, as leaves of its tree."""
@@ -388,7 +398,7 @@ class Consolidation:
         self._found = None
         processes = dict(members)
         others, has_suspects = self._blame.begin(processes.keys() - {self.rank})
-        begin = say.BeginEpoch(
+        begin = BeginEpoch(
             epoch,
             tuple((rank, processes[rank]) for rank in (self.rank, *others)),
             average,
@@ -408,7 +418,7 @@ class Consolidation:
 
     # --- joining an epoch ------------------------------------------------------------------
 
-    def _take_offer(self, peer: int, begin: say.BeginEpoch) -> None:
+    def _take_offer(self, peer: int, begin: BeginEpoch) -> None:
         """Keep the offer to join an epoch, to be followed once its leader is the lowest.
 
         An epoch begins at its leader's word. A parent's word is enough only if there is no link to
@@ -427,7 +437,7 @@ class Consolidation:
         if (peer == leader or is_relayed) and begin.members[0] in self.participants.done():
             self._offered[begin.members[0]] = begin
 
-    def _join(self, begin: say.BeginEpoch, source: int | None) -> None:
+    def _join(self, begin: BeginEpoch, source: int | None) -> None:
         epoch = begin.epoch
         own, leader = (self.rank, self.process_id), begin.members[0]
         if own not in begin.members or leader in self.participants.left_out:
@@ -435,7 +445,7 @@ class Consolidation:
         current = self._attempt.epoch if self._attempt is not None else None
         if current is not None and epoch.order <= current.order:
             if epoch != current:
-                self._say(epoch.leader, say.NewerEpoch(current))
+                self._say(epoch.leader, NewerEpoch(current))
             return
         self._hear_of(epoch)
         self._found = None
@@ -474,7 +484,7 @@ class Consolidation:
             or (attempt.parent is None and rank != self.rank and self._is_linked(rank))
         ]
 
-    def refuses(self, begin: say.BeginEpoch) -> bool:
+    def refuses(self, begin: BeginEpoch) -> bool:
         """Return whether this worker holds a result that the epoch would replace."""
         held, average = self._held, begin.average
         if held is None:
@@ -488,7 +498,7 @@ class Consolidation:
     def _begin_origin(self, origin: Epoch) -> None:
         """Begin with no chunk of a result; let those of another result go."""
         if self.origin is not None:
-            self._actions.append(do.Forget(self.origin))
+            self._actions.append(Forget(self.origin))
         self.origin = origin
         self._num_results = 0
         self._squared_distance = 0.0
@@ -499,7 +509,7 @@ class Consolidation:
 
     def _say_held(self, attempt: _Attempt) -> None:
         assert self._held is not None
-        self._say(attempt.epoch.leader, say.Held(attempt.epoch, self._held))
+        self._say(attempt.epoch.leader, Held(attempt.epoch, self._held))
 
     def _pull_results(self, attempt: _Attempt) -> None:
         """Ask for as many chunks as fit here; a parent also learns that this worker has joined."""
@@ -507,9 +517,9 @@ class Consolidation:
         if attempt.source is not None and start < self.total_chunks:
             stop = min(start + WINDOW, self.total_chunks)
             origin = attempt.average.origin
-            self._say(attempt.source, say.PullResults(attempt.epoch, origin, start, stop))
+            self._say(attempt.source, PullResults(attempt.epoch, origin, start, stop))
 
-    def _pulled_by(self, peer: int, message: say.PullResults) -> None:
+    def _pulled_by(self, peer: int, message: PullResults) -> None:
         """Note the chunks for which ``peer`` has room, and that were not sent in its epoch."""
         attempt, start = self._attempt, message.start
         pull = self._pulled.get(peer)
@@ -534,14 +544,14 @@ class Consolidation:
         if peer in attempt.sum.children and attempt.is_committed:
             assert self._held is not None
             assert self._held.consensus_distance is not None
-            self._say(peer, say.CommitEpoch(attempt.epoch, self._held.consensus_distance))
+            self._say(peer, CommitEpoch(attempt.epoch, self._held.consensus_distance))
         if peer == attempt.source:
             self._pull_results(attempt)
         if peer == attempt.parent:
             if attempt.distance_sent is not None:
-                self._say(peer, say.Distance(attempt.epoch, attempt.distance_sent))
+                self._say(peer, Distance(attempt.epoch, attempt.distance_sent))
             if attempt.is_acknowledged:
-                self._say(peer, say.Committed(attempt.epoch))
+                self._say(peer, Committed(attempt.epoch))
 
     # --- at each tick ----------------------------------------------------------------------
 
@@ -589,23 +599,23 @@ class Consolidation:
         self,
         attempt: _Attempt,
         peer: int,
-        message: say.Held | say.Distance | say.CommitEpoch | say.Committed | say.ReductionMessage,
+        message: Held | Distance | CommitEpoch | Committed | ReductionMessage,
     ) -> None:
         is_child = peer in attempt.sum.children
         match message:
-            case say.Held(average=average) if attempt.parent is None:
+            case Held(average=average) if attempt.parent is None:
                 if self._found is None or average.order > self._found[1].order:
                     self._found = (peer, average)
                     self.participants.restarted_by(peer)
-            case say.Stalled() | say.Progressed() | say.PullPartials():
+            case Stalled() | Progressed() | PullPartials():
                 if not attempt.is_refused:
                     attempt.sum.receive(peer, message)
-            case say.CommitEpoch(consensus_distance=value) if peer == attempt.parent:
+            case CommitEpoch(consensus_distance=value) if peer == attempt.parent:
                 self._commit(attempt, value)
-            case say.Distance(squared_distance=value) if is_child:
+            case Distance(squared_distance=value) if is_child:
                 attempt.distances[peer] = value
                 attempt.sum.moved(peer)
-            case say.Committed() if is_child:
+            case Committed() if is_child:
                 attempt.committed.add(peer)
                 attempt.sum.moved(peer)
             case _:  # from a worker at another place in this worker's tree
@@ -630,7 +640,7 @@ class Consolidation:
                 self._acknowledged[attempt.epoch] = attempt.begin
                 if len(self._acknowledged) > MAX_ACKNOWLEDGED:
                     del self._acknowledged[next(iter(self._acknowledged))]
-                self._say(attempt.parent, say.Committed(attempt.epoch))
+                self._say(attempt.parent, Committed(attempt.epoch))
 
     def _advance_distance(self, attempt: _Attempt, held: Average) -> None:
         children = attempt.sum.children
@@ -644,7 +654,7 @@ class Consolidation:
         distance = min(distance, MAX_DISTANCE2)
         attempt.distance_sent = distance
         if attempt.parent is not None:
-            self._say(attempt.parent, say.Distance(attempt.epoch, distance))
+            self._say(attempt.parent, Distance(attempt.epoch, distance))
         elif attempt.average.consensus_distance is not None:
             self._commit(attempt, attempt.average.consensus_distance)
         else:
@@ -655,7 +665,7 @@ class Consolidation:
             assert self.origin is not None
             stop = min(pull.stop, self._num_results)
             for chunk in range(pull.next, stop):
-                self._actions.append(do.SendResult(peer, self.origin, chunk))
+                self._actions.append(SendResult(peer, self.origin, chunk))
             pull.next = max(pull.next, stop)
 
     # --- the end ---------------------------------------------------------------------------
@@ -668,9 +678,9 @@ class Consolidation:
         self._held = msgspec.structs.replace(held, consensus_distance=consensus_distance)
         if self._committed != held.origin:
             self._committed = held.origin
-            self._actions.append(do.Commit(held.origin, consensus_distance, held.num_members))
+            self._actions.append(Commit(held.origin, consensus_distance, held.num_members))
         for child in attempt.sum.children:
-            self._say(child, say.CommitEpoch(attempt.epoch, consensus_distance))
+            self._say(child, CommitEpoch(attempt.epoch, consensus_distance))
 
     def _take_release(self, epoch: Epoch) -> None:
         """Leave, unless a worker outside the released epoch may still need the result.
@@ -684,9 +694,9 @@ class Consolidation:
         if {*begin.members, *left_out}.issuperset(self.participants.done()):
             self._release(begin)
 
-    def _release(self, begin: say.BeginEpoch) -> None:
+    def _release(self, begin: BeginEpoch) -> None:
         for child, above in _parents(begin).items():
             if above == self.rank:
-                self._say(child, say.Release(begin.epoch))
+                self._say(child, Release(begin.epoch))
         self.is_finished = True
-        self._actions.append(do.Finished())
+        self._actions.append(Finished())

@@ -29,14 +29,24 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
-from gossipdp.protocol import actions as do
-from gossipdp.protocol import messages as say
-from gossipdp.protocol.messages import ExchangeId, ProtocolError
+from gossipdp.protocol.actions import Begin, Send, Stop, Withdrawn
+from gossipdp.protocol.messages import (
+    Abort,
+    Accept,
+    Busy,
+    Cancel,
+    ExchangeId,
+    ExchangeMessage,
+    Free,
+    Pass,
+    Propose,
+    ProtocolError,
+)
 from gossipdp.protocol.neighbours import NeighbourPolicy
 
 MAX_BACKLOG = 4
 
-PairingAction: TypeAlias = do.Send[say.ExchangeMessage] | do.Begin | do.Stop | do.Withdrawn
+PairingAction: TypeAlias = Send[ExchangeMessage] | Begin | Stop | Withdrawn
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Proposing:
     """Waiting for ``peer`` to answer ``proposal``; ``untried`` are next, in order."""
 
     peer: int
-    proposal: say.Propose
+    proposal: Propose
     """The peer may accept with a smaller gain than the proposed one, never with a larger."""
     untried: tuple[int, ...]
 
@@ -129,7 +139,7 @@ class Pairing:
         self.available: dict[int, float] = {}
         """Neighbours that can exchange now, with their lambda."""
         # The peers that asked in vain, in the order in which they asked.
-        self._parked: dict[int, say.Propose] = {}
+        self._parked: dict[int, Propose] = {}
         self._refused: dict[int, None] = {}
         self.freed: int | None = None
         """The peer that has a FREE to answer."""
@@ -192,8 +202,8 @@ class Pairing:
             return []
         self._unlink(state.peer)
         return [
-            do.Send(state.peer, say.Abort(state.id, reason)),
-            do.Stop(state.peer, state.id, reason),
+            Send(state.peer, Abort(state.id, reason)),
+            Stop(state.peer, state.id, reason),
             *self._become_idle(),
         ]
 
@@ -241,7 +251,7 @@ class Pairing:
         self._unlink(peer)
         state = self.state
         if isinstance(state, Exchanging) and state.peer == peer:
-            return [do.Stop(peer, state.id, "the link was lost"), *self._become_idle()]
+            return [Stop(peer, state.id, "the link was lost"), *self._become_idle()]
         return self._without_answer(peer, had_free)
 
     def unanswered(self, peer: int) -> list[PairingAction]:
@@ -268,7 +278,7 @@ class Pairing:
 
     # --- messages --------------------------------------------------------------------------
 
-    def receive(self, peer: int, message: say.ExchangeMessage) -> list[PairingAction]:
+    def receive(self, peer: int, message: ExchangeMessage) -> list[PairingAction]:
         """Take in ``message`` of ``peer``.
 
         Raises:
@@ -276,26 +286,26 @@ class Pairing:
         """
         state = self.state
         match message:
-            case say.Propose():
+            case Propose():
                 return self.asked(peer, message)
-            case say.Accept():
+            case Accept():
                 return self._on_accept(peer, message)
-            case say.Free():
+            case Free():
                 return self._on_free(peer)
-            case say.Busy(id=id):
+            case Busy(id=id):
                 if isinstance(state, Proposing) and (state.peer, state.id) == (peer, id):
                     return self._ask_others(state.untried)
-            case say.Pass() if self.freed == peer:
+            case Pass() if self.freed == peer:
                 self.freed = None
                 return self._free_oldest() if isinstance(state, Idle) else []
-            case say.Cancel(id=id) if self._is_in(peer, id) and id.initiator != self.rank:
-                return [do.Withdrawn(peer, id), *self._become_idle()]
-            case say.Abort(id=id, reason=reason) if self._is_in(peer, id):
+            case Cancel(id=id) if self._is_in(peer, id) and id.initiator != self.rank:
+                return [Withdrawn(peer, id), *self._become_idle()]
+            case Abort(id=id, reason=reason) if self._is_in(peer, id):
                 self._unlink(peer)
-                return [do.Stop(peer, id, f"the peer aborted: {reason}"), *self._become_idle()]
+                return [Stop(peer, id, f"the peer aborted: {reason}"), *self._become_idle()]
         return []
 
-    def asked(self, peer: int, proposal: say.Propose) -> list[PairingAction]:
+    def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
         """Accept, refuse or park the proposal of ``peer``."""
         if proposal.id.initiator != peer:
             return []
@@ -317,10 +327,10 @@ class Pairing:
             return []
         return self.refuse(peer, proposal)
 
-    def _on_accept(self, peer: int, accept: say.Accept) -> list[PairingAction]:
+    def _on_accept(self, peer: int, accept: Accept) -> list[PairingAction]:
         state = self.state
         if not (isinstance(state, Proposing) and state.peer == peer and state.id == accept.id):
-            return [do.Send(peer, say.Cancel(accept.id))]
+            return [Send(peer, Cancel(accept.id))]
         proposed = state.proposal.alpha_tilde
         if accept.alpha_tilde > proposed:
             raise ProtocolError(
@@ -332,7 +342,7 @@ class Pairing:
         return [
             # Take the gain of ACCEPT, with which the peer has begun: this worker's own may have
             # changed with a new graph since it proposed.
-            do.Begin(peer, state.id, accept.alpha_tilde, state.proposal.moments),
+            Begin(peer, state.id, accept.alpha_tilde, state.proposal.moments),
             *self._refuse_parked(),
         ]
 
@@ -342,7 +352,7 @@ class Pairing:
             return []  # it answers FREE already
         if isinstance(state, Idle) and peer in self._draw():
             return self._propose_next([peer])
-        return [do.Send(peer, say.Pass())]
+        return [Send(peer, Pass())]
 
     def _is_in(self, peer: int, id: ExchangeId) -> bool:
         exchange = self.exchange(id)
@@ -373,9 +383,9 @@ class Pairing:
         peer, *rest = untried
         self._counter += 1
         id = ExchangeId(self.rank, self.incarnation, self._counter)
-        proposal = say.Propose(id, self.alpha_tilde, self.moments_due.now())
+        proposal = Propose(id, self.alpha_tilde, self.moments_due.now())
         self.state = Proposing(peer, proposal, tuple(rest))
-        return [do.Send(peer, proposal)]
+        return [Send(peer, proposal)]
 
     def _withdrawn(self, state: Proposing) -> list[PairingAction]:
         """Ask others, as after BUSY; with one less available, the policy may name further ones."""
@@ -398,9 +408,9 @@ class Pairing:
             return []
         self.freed = next(iter(self._refused))
         del self._refused[self.freed]
-        return [do.Send(self.freed, say.Free())]
+        return [Send(self.freed, Free())]
 
-    def accept(self, peer: int, proposal: say.Propose) -> list[PairingAction]:
+    def accept(self, peer: int, proposal: Propose) -> list[PairingAction]:
         """Accept the proposal of ``peer`` and exchange with it."""
         alpha_tilde = min(proposal.alpha_tilde, self.alpha_tilde)
         self._parked.pop(peer, None)
@@ -408,15 +418,15 @@ class Pairing:
         self.state = Exchanging(peer, proposal.id)
         self.moments_due.began(proposal.moments)
         return [
-            do.Send(peer, say.Accept(proposal.id, alpha_tilde)),
-            do.Begin(peer, proposal.id, alpha_tilde, proposal.moments),
+            Send(peer, Accept(proposal.id, alpha_tilde)),
+            Begin(peer, proposal.id, alpha_tilde, proposal.moments),
             *self._refuse_parked(),
         ]
 
-    def refuse(self, peer: int, proposal: say.Propose) -> list[PairingAction]:
+    def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
         """Say BUSY, and FREE later, when it is the turn of ``peer``."""
         self._refused.setdefault(peer)
-        return [do.Send(peer, say.Busy(proposal.id, is_closed=not self.answers))]
+        return [Send(peer, Busy(proposal.id, is_closed=not self.answers))]
 
     def _refuse_parked(self) -> list[PairingAction]:
         refused = list(self._parked.items())

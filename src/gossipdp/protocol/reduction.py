@@ -22,9 +22,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gossipdp.protocol import actions as do
-from gossipdp.protocol import messages as say
-from gossipdp.protocol.messages import Epoch
+from gossipdp.protocol.actions import DataAction, FinishChunk, Send, SendPartial
+from gossipdp.protocol.messages import (
+    AverageMessage,
+    ConsolidationMessage,
+    Epoch,
+    Progressed,
+    PullPartials,
+    ReductionMessage,
+    Stalled,
+)
 
 WINDOW = 4
 """Chunks by which a child may be ahead of its parent; also of a result on its way down."""
@@ -42,10 +49,7 @@ ABANDONED_AFTER = 24
 """A member forgets a sum after so long without movement: its root must have given it up."""
 
 ReductionAction: TypeAlias = (
-    do.Send[say.ReductionMessage]
-    | do.Send[say.ConsolidationMessage]
-    | do.Send[say.AverageMessage]
-    | do.DataAction
+    Send[ReductionMessage] | Send[ConsolidationMessage] | Send[AverageMessage] | DataAction
 )
 
 
@@ -133,26 +137,26 @@ class Reduction:
             return
         for chunk in range(self._next, num_whole):
             if self.parent is not None:
-                self.actions.append(do.SendPartial(self.parent, self.epoch, chunk))
+                self.actions.append(SendPartial(self.parent, self.epoch, chunk))
             elif self.divisor is not None:
-                self.actions.append(do.FinishChunk(self.epoch, chunk, self.divisor))
+                self.actions.append(FinishChunk(self.epoch, chunk, self.divisor))
         self._next = max(self._next, num_whole)
 
-    def receive(self, peer: int, message: say.ReductionMessage) -> None:
+    def receive(self, peer: int, message: ReductionMessage) -> None:
         """Take in a message of another member of this sum."""
         match message:
-            case say.PullPartials(start=start, stop=stop) if peer == self.parent:
+            case PullPartials(start=start, stop=stop) if peer == self.parent:
                 self._next = start if self._next is None else self._next
                 self._granted = max(self._granted, min(stop, self.num_chunks))
                 self.advance()
-            case say.Progressed(count=count):  # below a child, or anywhere by a parent's word
+            case Progressed(count=count):  # below a child, or anywhere by a parent's word
                 if peer == self.parent and count > self._parent_count:
                     self._parent_count = count
                     self.moved(peer)
                 elif peer in self.children and count > self.children[peer].count:
                     self.children[peer].count = count
                     self.moved(peer)
-            case say.Stalled(rank=rank) if self.blame is not None:
+            case Stalled(rank=rank) if self.blame is not None:
                 is_its_own = rank == peer and peer in self.parents
                 if is_its_own or self.parents.get(rank) == peer:
                     self.blame.said(peer, message)
@@ -231,28 +235,28 @@ class Reduction:
         if is_below:
             self.progress += 1
             if self.parent is not None:
-                self._say(self.parent, say.Progressed(self.epoch, self.progress))
+                self._say(self.parent, Progressed(self.epoch, self.progress))
         of_all = self.progress if self.parent is None else self._parent_count
         if is_below or self._moved:
             for rank in self.children:
-                self._say(rank, say.Progressed(self.epoch, of_all))
+                self._say(rank, Progressed(self.epoch, of_all))
         gets_on = bool(self._moved)
         self._moved.clear()
         return gets_on
 
     def accuse(self, rank: int, reason: str, *, is_heard: bool = True) -> None:
         """Name ``rank`` to the root: it gives nothing."""
-        said = say.Stalled(self.epoch, rank, is_heard, reason)
+        said = Stalled(self.epoch, rank, is_heard, reason)
         if self.blame is not None:
             self.blame.said(self.rank, said)
         else:
             self._say(self.epoch.leader, said)
 
     def _pull(self, rank: int, child: _Child) -> None:
-        self._say(rank, say.PullPartials(self.epoch, child.landed, child.stop))
+        self._say(rank, PullPartials(self.epoch, child.landed, child.stop))
 
-    def _say(self, peer: int, message: say.ReductionMessage) -> None:
-        self.actions.append(do.Send(peer, message))
+    def _say(self, peer: int, message: ReductionMessage) -> None:
+        self.actions.append(Send(peer, message))
 
 
 class Blame:
@@ -268,7 +272,7 @@ class Blame:
         self.suspects: set[int] = set()
         self._rank = rank
         self._tick = 0
-        self._said: dict[tuple[int, int], tuple[int, say.Stalled]] = {}  # with the tick
+        self._said: dict[tuple[int, int], tuple[int, Stalled]] = {}  # with the tick
 
     def begin(self, ranks: Collection[int]) -> tuple[list[int], bool]:
         """Begin a new attempt, for which accusations of an earlier one do not count.
@@ -281,7 +285,7 @@ class Blame:
         order = sorted(ranks, key=lambda rank: (rank in self.suspects, rank))
         return order, not self.suspects.isdisjoint(ranks)
 
-    def said(self, accuser: int, message: say.Stalled) -> None:
+    def said(self, accuser: int, message: Stalled) -> None:
         """Note an accusation; ``accuser`` is the parent of the accused, or the accused itself."""
         self._said.setdefault((accuser, message.rank), (self._tick, message))
 

@@ -17,14 +17,41 @@ from random import Random
 from typing import Concatenate, Literal, ParamSpec, TypeAlias
 
 from gossipdp.graph.constants import LiveGraph
-from gossipdp.protocol import actions as do
-from gossipdp.protocol import messages as say
+from gossipdp.protocol.actions import (
+    Begin,
+    DataAction,
+    Finished,
+    LifeAction,
+    Rebuilt,
+    Send,
+    Stop,
+    Unlink,
+    Withdrawn,
+)
 from gossipdp.protocol.averages import FIRST_NUMBER, LiveAverages
 from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector
 from gossipdp.protocol.members import Member, Membership, Progress, Status
-from gossipdp.protocol.messages import MAX_RECORDS, Epoch, ExchangeId, ProtocolError
+from gossipdp.protocol.messages import (
+    MAX_RECORDS,
+    Accept,
+    AskMembers,
+    AverageMessage,
+    Busy,
+    ConsolidationMessage,
+    Envelope,
+    Epoch,
+    ExchangeId,
+    ExchangeMessage,
+    Free,
+    LifeMessage,
+    Members,
+    Message,
+    Propose,
+    ProtocolError,
+    ReductionMessage,
+)
 from gossipdp.protocol.neighbours import Fresh, Neighbourhood, NeighbourPolicy, WorkOut, at_once
 from gossipdp.protocol.pairing import Exchanging, MomentsDue, Pairing, PairingAction, Proposing
 from gossipdp.protocol.peers import Peers
@@ -34,10 +61,8 @@ from gossipdp.protocol.step_clock import StepClock
 from gossipdp.rules import positive_number
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
-Action: TypeAlias = (
-    do.Send[say.Envelope] | do.Begin | do.Stop | do.Withdrawn | do.LifeAction | do.DataAction
-)
-_Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | do.Send[say.Members]
+Action: TypeAlias = Send[Envelope] | Begin | Stop | Withdrawn | LifeAction | DataAction
+_Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | Send[Members]
 """The parts' actions, before messages are wrapped."""
 _Given = ParamSpec("_Given")
 
@@ -138,7 +163,7 @@ class WorkerProtocol:
         self._tick_at = -math.inf  # of sums
         self._waits_until = math.inf
         self._moving: dict[Epoch, set[int]] = {}
-        self._deferred: deque[tuple[int, say.ConsolidationMessage | say.ReductionMessage]] = deque(
+        self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
             maxlen=MAX_DEFERRED
         )
         # When the last byte of the running exchange came or left, and the longest gap so far.
@@ -248,11 +273,11 @@ class WorkerProtocol:
         """Return whether other workers may take over this worker's parameters."""
         return self._closed_for.isdisjoint(("hold", "poisoned parameters", "consolidation"))
 
-    def answer_joiner(self, counter: int) -> say.Members:
+    def answer_joiner(self, counter: int) -> Members:
         """Return the answer to ``AskMembers``, from a worker that is about to join."""
         members = sorted(self.membership.members(), key=lambda each: (not each.is_live, -each.rank))
         is_training = any(member.status is Status.ALIVE for member in members)
-        return say.Members(
+        return Members(
             counter,
             num_workers=self.membership.num_workers,
             is_ending="consolidation" in self._closed_for or not is_training,
@@ -263,7 +288,7 @@ class WorkerProtocol:
     # --- exchanges and messages ------------------------------------------------------------
 
     @_input
-    def receive(self, peer: int, envelope: say.Envelope, now: float) -> Sequence[_Inner]:
+    def receive(self, peer: int, envelope: Envelope, now: float) -> Sequence[_Inner]:
         """Take in ``envelope`` of ``peer``; drop it if its link already counts as closed."""
         if peer not in self.peers:
             return []
@@ -271,9 +296,9 @@ class WorkerProtocol:
         self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
         message = envelope.message
-        if isinstance(message, say.Propose | say.Free):
+        if isinstance(message, Propose | Free):
             self.peers.says(peer, is_closed=False)
-        elif isinstance(message, say.Accept | say.Busy):
+        elif isinstance(message, Accept | Busy):
             state = self.pairing.state
             in_time = isinstance(state, Proposing) and state.id == message.id
             self.peers.answered(peer, message.id, now, in_time=in_time)
@@ -281,28 +306,27 @@ class WorkerProtocol:
         try:
             actions += self._take(peer, message, now)
         except ProtocolError as error:
-            return [*actions, *self._unlinked([do.Unlink(peer, str(error))])]
-        # Not before: CANCEL goes before a new proposal.
-        if isinstance(message, say.Accept | say.Busy):
-            self.peers.says(peer, is_closed=isinstance(message, say.Busy) and message.is_closed)
+            return [*actions, *self._unlinked([Unlink(peer, str(error))])]
+        if isinstance(message, Accept | Busy):  # not before: CANCEL goes before a new proposal
+            self.peers.says(peer, is_closed=isinstance(message, Busy) and message.is_closed)
         return actions
 
-    def _take(self, peer: int, message: say.Message, now: float) -> Sequence[_Inner]:
+    def _take(self, peer: int, message: Message, now: float) -> Sequence[_Inner]:
         rests = self.peers.rests(peer, now) and peer not in self.pairing.available
-        if isinstance(message, say.Propose) and rests:
-            return [do.Send[say.ExchangeMessage](peer, say.Busy(message.id, is_closed=True))]
-        if isinstance(message, say.ExchangeMessage):
+        if isinstance(message, Propose) and rests:
+            return [Send[ExchangeMessage](peer, Busy(message.id, is_closed=True))]
+        if isinstance(message, ExchangeMessage):
             return self.pairing.receive(peer, message)
-        if isinstance(message, say.AverageMessage) or (
-            isinstance(message, say.ReductionMessage) and message.epoch.number >= FIRST_NUMBER
+        if isinstance(message, AverageMessage) or (
+            isinstance(message, ReductionMessage) and message.epoch.number >= FIRST_NUMBER
         ):
             return self.averages.receive(peer, message)
-        if isinstance(message, say.ConsolidationMessage | say.ReductionMessage):
+        if isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
-        elif isinstance(message, say.LifeMessage):
+        elif isinstance(message, LifeMessage):
             return self._unlinked(self._detector.receive(peer, message, now))
-        elif isinstance(message, say.AskMembers):
-            return [do.Send(peer, self.answer_joiner(message.counter))]
+        elif isinstance(message, AskMembers):
+            return [Send(peer, self.answer_joiner(message.counter))]
         return []
 
     def progressed(self, now: float) -> None:
@@ -482,7 +506,7 @@ class WorkerProtocol:
         """Drop the links that these actions close; return them with what follows from that."""
         followed: list[_Inner] = []
         for action in actions:
-            if isinstance(action, do.Unlink):
+            if isinstance(action, Unlink):
                 followed += self._drop_link(action.peer)
             followed.append(action)
         return followed
@@ -546,7 +570,7 @@ class WorkerProtocol:
         """Bring the parts in line with one another, add due actions, wrap messages."""
         self._last_input = max(now, self._last_input)
         for action in actions:
-            if isinstance(action, do.Stop):  # its link is closed, so do not choose it again now
+            if isinstance(action, Stop):  # its link is closed, so do not choose it again now
                 self.peers.drop(action.peer)
         settled = [*actions, *self._review_members(now), *self._set_available(now)]
         # Wait while its own proposal or exchange is open: once all are done, no exchange can begin.
@@ -555,19 +579,19 @@ class WorkerProtocol:
         outward: list[Action] = []
         for action in [*settled, *self._consolidate(now)]:
             match action:
-                case do.Begin():
+                case Begin():
                     self._begin(now)
-                case do.Stop():
+                case Stop():
                     self.exchanges_failed += 1
-                case do.Send(peer=peer, message=say.Propose(id=id)):
+                case Send(peer=peer, message=Propose(id=id)):
                     self.peers.proposed(peer, id, now)
                     self._proposal_due = now + self.peers.wait_s(peer)
-                case do.Send(peer=peer, message=say.Free()):
+                case Send(peer=peer, message=Free()):
                     self._free_due = now + self.peers.wait_s(peer)
-                case do.Finished():
+                case Finished():
                     self.membership.set_status(Status.LEFT)
                     self.peers.say_all_at_once()
-            if isinstance(action, do.Send):
+            if isinstance(action, Send):
                 outward.append(self.peers.wrap(action.peer, action.message, now))
             else:
                 outward.append(action)
@@ -584,7 +608,7 @@ class WorkerProtocol:
         actions = self._unlinked(
             self._presence.review(now, has_changed=has_changed, has_ended=has_ended)
         )
-        if any(isinstance(action, do.Rebuilt) for action in actions):
+        if any(isinstance(action, Rebuilt) for action in actions):
             self.pairing.alpha_tilde = self.neighbourhood.place.alpha_tilde
             self._set_clock_rate()
             self.peers.has_changed = True
@@ -657,7 +681,7 @@ class WorkerProtocol:
             try:
                 actions += self.consolidation.receive(peer, message)
             except ProtocolError as error:
-                actions += self._unlinked([do.Unlink(peer, str(error))])
+                actions += self._unlinked([Unlink(peer, str(error))])
         self._deferred.clear()
         if self.consolidation.has_begun:
             actions = [*self._close("consolidation", now), *actions]
