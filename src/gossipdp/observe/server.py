@@ -226,8 +226,10 @@ class StatusPort:
     """One worker's status port: ``first_port`` + the worker's rank, or with 0 any free port."""
 
     def __init__(self, host: str, first_port: int) -> None:
-        self._host, self._first_port = host, first_port
+        self._host = host
+        self._first_port = first_port
         self._server: StatusServer | None = None
+        self._pages: Mapping[str, Page] = {}
 
     def bind(self, rank: int) -> None:
         """Take the port of that rank; a worker that is given another rank moves.
@@ -250,6 +252,7 @@ class StatusPort:
         except RendezvousError as error:
             self._server = None
             logger.warning("worker %d shows no status, and training goes on: %s", rank, error)
+        self.show(self._pages)
 
     def announced(self, host: str) -> tuple[str, int]:
         """Return the address for others: ``host`` if it listens on all, ("", 0) without any."""
@@ -259,13 +262,15 @@ class StatusPort:
         return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
 
     def show(self, pages: Mapping[str, Page]) -> None:
-        """Show these pages at the port of the rank that was bound last."""
-        if self._server is not None:
+        """Show these pages from now on, also at another rank's port."""
+        self._pages = pages
+        if self._server is not None and pages:
             self._server.serve(pages)
             where = show_address(*self._server.address)
             logger.info("worker %d shows its status at http://%s%s", self._rank, where, STATUS_PATH)
 
     def close(self) -> None:
+        """Show nothing any more."""
         if self._server is not None:
             self._server.close()
 

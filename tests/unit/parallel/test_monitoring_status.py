@@ -81,7 +81,7 @@ def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make, tmp_path):
     train(model, 5)
     status = ask(address)
     assert (status.budget_samples, status.samples, status.comm_rate) == (64, 20, 0.5)
-    metrics = model._worker.monitoring.page._server.pages[METRICS_PATH].build()
+    metrics = model._worker.monitoring.page._pages[METRICS_PATH].build()
     assert b'gossipdp_budget_samples{rank="0"} 64.0\n' in metrics
     assert b'gossipdp_samples_total{rank="0"} 20.0\n' in metrics
     configuration = RunLog.read(tmp_path).workers[0].start.configuration
@@ -104,7 +104,7 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
     model, address = make(monitor=Monitor(status_port=0, log_dir=tmp_path))
     train(model, 1)
     status = ask(address)
-    metrics = model._worker.monitoring.page._server.pages[METRICS_PATH].build().decode()
+    metrics = model._worker.monitoring.page._pages[METRICS_PATH].build().decode()
     model.close()
     last = RunLog.read(tmp_path).workers[0].counts[-1]
     assert {name: getattr(status, name) for name in counted} == counted
