@@ -6,9 +6,9 @@ z = x + pending + c/2 of every averaged chunk, and the other buffers, each read 
 lock. So the donor trains on, its main thread is not asked, and a transfer takes ``SLOTS`` chunks of
 memory. The taker lands all where it will stay.
 
-A worker takes one state at a time, and gives one to each peer at a time: a new request replaces
-the one before. Exchanges on the same link go first: a transfer sends only if fewer than ``SLOTS``
-chunks are queued, and an exchange queues more.
+A worker takes one state at a time; a fetch is answered exactly once, by ``on_end``. It gives one to
+each peer at a time: a new request replaces the one before. Exchanges on the same link go first: a
+transfer sends only if fewer than ``SLOTS`` chunks are queued, and an exchange queues more.
 
 - If the giver dies, its address refuses the next dial and the fetch fails (:meth:`Transfers.gone`).
   If it stops, or its host is gone, the time-out without progress ends the fetch and the link, and

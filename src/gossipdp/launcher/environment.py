@@ -375,7 +375,7 @@ def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
     job, step, node = (_number(given, name, 0) for name in names)
     tasks = tasks_per_node(given.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    if node >= len(tasks):
+    if not 0 <= node < len(tasks):
         raise ValueError(
             f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE has {len(tasks)} nodes; set "
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"

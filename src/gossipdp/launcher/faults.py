@@ -172,7 +172,7 @@ def _read(kind: str, words: Iterable[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     rest = iter(words)
     for word in rest:
-        name, value = "for", _seconds(word)
+        value: float | None
         if word in ("at", "every", "for"):
             time = next(rest, "")
             name, value = word, _seconds(time)
@@ -183,7 +183,9 @@ def _read(kind: str, words: Iterable[str]) -> dict[str, float]:
             name, value = "rank", int(word)
         elif re.fullmatch(r"\d{1,4}(\.\d{1,3})?x", word, re.ASCII):
             name, value = "factor", float(word[:-1])
-        elif kind != "stop" or value is None:
+        elif kind == "stop" and (value := _seconds(word)) is not None:
+            name = "for"
+        else:
             raise ValueError(f"{word!r} has no meaning here")
         if name in found:
             raise ValueError(f"{name!r} is given twice")
@@ -357,7 +359,7 @@ class FaultInjector:
             self.first_step_s = now
         while self._next and now >= self.first_step_s + self._next[0].at_s:
             event = heapq.heappop(self._next)
-            for following in itertools.islice(self._events[event.number], 1):
+            if (following := next(self._events[event.number], None)) is not None:
                 heapq.heappush(self._next, following)
             self._inject(event, now - self.first_step_s, now)
         for rank in [rank for rank, until_s in self._stops.items() if now >= until_s]:

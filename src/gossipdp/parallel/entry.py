@@ -499,9 +499,9 @@ class Entry:
 
     def known(self) -> Agreed:
         """Return what this process knows now; with shards, what all agreed on after a step."""
-        return self._agreed if self.replica.is_sharded else self._own_facts()
+        return self._agreed if self.replica.is_sharded else self._own_view()
 
-    def _own_facts(self, samples: int = 0) -> Agreed:
+    def _own_view(self, samples: int = 0) -> Agreed:
         """Return what this process alone knows; ``samples``: of the step that has ended."""
         snapshot = self._loop.snapshot
         members = snapshot.members  # by rank

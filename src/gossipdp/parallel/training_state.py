@@ -60,7 +60,7 @@ def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     return {"optimizers": captured}
 
 
-def check(optimizer: torch.optim.Optimizer, *, is_saved: bool) -> None:
+def check_state(optimizer: torch.optim.Optimizer, *, is_saved: bool) -> None:
     """Warn at once of values that no checkpoint and no joining worker could take.
 
     Raises:

@@ -107,7 +107,7 @@ class Worker(Entry):
                 "without a directory for checkpoints",
             )
             for optimizer in optimizers:
-                training_state.check(optimizer, is_saved=True)
+                training_state.check_state(optimizer, is_saved=True)
         # A worker that joins a running job takes a live worker's state, and adds its own files.
         is_joining = replica.environment.is_joining
         layout = layout_of(held)
@@ -137,7 +137,7 @@ class Worker(Entry):
             self._state.compile()
             self.start()
             reshard(module)
-            self._agreed = replica.agree(self._own_facts())
+            self._agreed = replica.agree(self._own_view())
             _workers.add(self)
             own = weakref.ref(self)
             speak_for_run(lambda: (worker := own()) is None or worker.is_lead)
@@ -206,13 +206,13 @@ class Worker(Entry):
         if optimizer_index in self._unchecked:  # it has made its state in this step
             self._unchecked.discard(optimizer_index)
             if self._saves or self.world_size > 1:
-                training_state.check(self.optimizers[optimizer_index], is_saved=self._saves)
+                training_state.check_state(self.optimizers[optimizer_index], is_saved=self._saves)
         try:
             self._thread.check()
         except SupersededError as error:
             self.come_again(error)
         # With shards all processes raise once all know it: none waits for one in a collective.
-        self._raise_if(self.known().is_poisoned, self._loop.poisoned)
+        self._raise_poison(self.known().is_poisoned, self._loop.poisoned)
         if self._is_averaged:
             raise RuntimeError(
                 "optimizer.step() within model.averaged(): the module holds the average there, "
@@ -225,7 +225,7 @@ class Worker(Entry):
         if optimizer_index != 0:
             return
         # In this sum all processes of a replica learn at the same step whether to go on.
-        self._agreed = self.replica.agree(self._own_facts(self.batches.take_counted()))
+        self._agreed = self.replica.agree(self._own_view(self.batches.take_counted()))
         samples = self._agreed.samples
         self._gradient_steps += 1
         self._samples += samples
@@ -283,8 +283,8 @@ class Worker(Entry):
 
     # Poison.
 
-    def _raise_if(self, is_any: bool, poison: PoisonedError | None) -> None:
-        """Raise this process's poison, or one that says that another of the replica has it."""
+    def _raise_poison(self, is_any: bool, poison: PoisonedError | None) -> None:
+        """If there ``is_any``, raise this process's, or say that another of the replica has it."""
         if is_any:
             raise poison or PoisonedError(
                 f"the parameters of another shard of replica {self.rank} hold NaN or infinity: "
@@ -309,7 +309,7 @@ class Worker(Entry):
         is_any = any(next(self.replica.gather(poison is not None)))
         if is_any and is_end:
             self.leave()
-        self._raise_if(is_any, poison)
+        self._raise_poison(is_any, poison)
 
     # Copies of the state.
 
@@ -404,14 +404,14 @@ class Worker(Entry):
         averaged = self._state.all_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)
+        # Each shard was averaged over the replicas in its own network; after a death in the middle
+        # of it the networks may differ.
+        distances, counts = self.replica.gather(outcome.consensus_distance, outcome.num_workers)
         progress, membership = self._protocol.progress, self._protocol.membership
         by_rank, members = self._call(lambda: (progress.by_rank(), membership.members()))
         # The workers that the run began with, and those that have joined since.
         joined = {member.rank for member in members if member.status is not Status.JOINING}
         warn_of_absence(self.rank, outcome, len(joined.union(range(self.world_size))))
-        # Each shard was averaged over the replicas in its own network; after a death in the middle
-        # of it the networks may differ.
-        distances, counts = self.replica.gather(outcome.consensus_distance, outcome.num_workers)
         return Consolidated(
             consensus_distance=math.fsum(distances),
             world_size=int(min(counts)),

@@ -179,6 +179,7 @@ JOIN = {"GOSSIPDP_JOIN": "10.0.0.1:4000"}
         (SLURM | {"SLURM_STEP_NODELIST": ","}, "no host in the Slurm host list"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4x2"}, "not of the form"),
         (SLURM | {"SLURM_NODEID": "7"}, "SLURM_NODEID is 7"),
+        (SLURM | {"SLURM_NODEID": "-1"}, "SLURM_NODEID is -1"),
         (SLURM | {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
     ],
 )

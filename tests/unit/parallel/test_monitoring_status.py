@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from waiting import wait_until
 from gossipdp import Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.launcher.environment import show_address
-from gossipdp.observe.server import StatusPort
+from gossipdp.observe.server import Page, StatusPort
 from gossipdp.observe.status import METRICS_PATH, ask
 from gossipdp.parallel.monitoring import MEAN_OF_LOSSES
 from gossipdp.parallel.stats import Stats
@@ -173,6 +174,16 @@ def test_each_rank_has_a_port_of_its_own():
     page.close()
     with pytest.raises(ValueError, match="worker 3 would listen on 65537, and 65535 is the last"):
         StatusPort("127.0.0.1", 65534).bind(3)
+
+
+def test_a_worker_that_is_given_another_rank_shows_its_pages_there():
+    page = StatusPort("127.0.0.1", 0)
+    page.bind(0)
+    page.show({"/": Page("text/plain", lambda: b"here")})
+    page.bind(1)
+    with urlopen("http://{}:{}/".format(*page.announced("")), timeout=30) as answer:
+        assert answer.read() == b"here"
+    page.close()
 
 
 def test_a_port_in_use_is_a_warning_and_a_wrong_one_an_error(make, monkeypatch, caplog):

@@ -128,7 +128,7 @@ class Counting(Worker):
         self._samples += samples
         self._heard.add(samples)
 
-    def _own_facts(self, samples: int = 0) -> Agreed:
+    def _own_view(self, samples: int = 0) -> Agreed:
         return Agreed(samples, self._heard.others_samples)
 
 
