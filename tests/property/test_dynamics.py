@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import MomentumState, PaperState
 from torch import Tensor
@@ -192,8 +192,19 @@ def test_momentum_form_equals_the_papers_equations(script):
         assert torch.allclose(one.x + one.c, other.x_tilde, atol=1e-11 * scale, rtol=0)
 
 
+TAKEN_LATE = [
+    ("flow", 0, 1, 1.0),
+    ("exchange", 0, 1, 0.5),
+    ("take", 0, 1, 0.0),
+    ("exchange", 0, 1, 0.5),
+    ("flow", 0, 1, 0.5),
+]
+"""A worker that takes a state flows again from phase 0 on."""
+
+
 @settings(max_examples=100)
 @given(scripts("take"))
+@example(TAKEN_LATE)
 def test_fast_version_equals_the_reference(script):
     reference = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
     for fast, slow in zip(run_fast(script), reference, strict=True):
