@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import subprocess
 import sys
 import time
@@ -40,9 +39,8 @@ from pathlib import Path
 import reached_lines
 from drawn_faults import Fault, draw
 from reached_lines import MARKED, Chosen, Record, within
-from tested_copies import HERE, PASSED, ROOT, SOURCE, Copy, run_tests
+from tested_copies import EQUIVALENT, PASSED, ROOT, SOURCE, Copy, first_failure, run_tests
 
-EQUIVALENT = HERE / "equivalent.toml"
 RESULTS = ROOT / "runs/mutants"
 # A fault may make tests slower; a test that takes so much longer than without it hangs.
 SLOWER, LEAST_S = 5.0, 20.0
@@ -182,12 +180,11 @@ def run(number: int, fault: Fault, text: str, record: Record, seconds: float) ->
             options=("-x", *MARKED),
             plugins=[plugin],
         )
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
-    by = failed[1] if failed else f"status {code}"
+    by, is_late = first_failure(output)
     if code == PASSED:
         verdict, by = SURVIVED if len(chosen) == len(reaching) else CUT, ""
     else:
-        verdict = LATE if code is None or "Timeout (>" in output else KILLED
+        verdict, by = LATE if code is None or is_late else KILLED, by or f"status {code}"
     took = time.monotonic() - began
     return Outcome(number, fault, diff, verdict, by, len(reaching), len(chosen), took)
 

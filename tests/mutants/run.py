@@ -30,11 +30,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tested_copies import FAILED, HERE, PASSED, ROOT, SOURCE, Copy, run_tests
+from tested_copies import (
+    EQUIVALENT,
+    FAILED,
+    HERE,
+    PASSED,
+    ROOT,
+    SOURCE,
+    Copy,
+    first_failure,
+    run_tests,
+)
 
 # All tests of one mutant may take this long.
 TIMEOUT_S = 180.0
-EQUIVALENT = HERE / "equivalent.toml"  # of random_faults.py
 
 
 @dataclass(frozen=True)
@@ -183,11 +192,10 @@ def _run(mutant: Mutant) -> Outcome:
     seconds = time.monotonic() - began
     if code == PASSED:
         return Outcome(mutant, "SURVIVED", f"    {mutant.stands_for}", seconds)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
-    if code != FAILED or failed is None:
+    failed, is_late = first_failure(output)
+    if code != FAILED or not failed:
         return Outcome(mutant, "ERROR", output, seconds)
-    is_late = "Timeout (>" in output
-    return Outcome(mutant, "killed (time-out)" if is_late else "killed", failed[1], seconds)
+    return Outcome(mutant, "killed (time-out)" if is_late else "killed", failed, seconds)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ ROOT = HERE.parents[1]
 # What tests need of the tree.
 COPIED = ("src", "tests", "tools", "pyproject.toml")
 SOURCE = Path("src")
+EQUIVALENT = HERE / "equivalent.toml"  # of random_faults.py, no part of the catalogue
 # One test may take this long; what it waits for may never come.
 TEST_TIMEOUT_S, LONGEST_WAIT_S = 60.0, 20.0
 PASSED, FAILED = 0, 1
@@ -84,6 +85,12 @@ def run_tests(
         process.join()
         return None, f"{output.read_text()}\nnot over within {timeout_s:g} s"
     return process.exitcode, output.read_text()
+
+
+def first_failure(output: str) -> tuple[str, bool]:
+    """Return the first test that failed, by what pytest wrote, and whether one hung; else ""."""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    return failed[1] if failed else "", "Timeout (>" in output
 
 
 def _run_there(words: Sequence[str], root: Path, output: Path, plugins: Sequence[object]) -> None:
