@@ -61,7 +61,7 @@ class Link(abc.ABC):
     """
 
     peer_identity: Identity
-    closed = is_shared = is_aging = False
+    closed = False
     bytes_sent = bytes_received = 0
     shared_bytes_sent = shared_bytes_received = 0
     last_heard_s = 0.0
@@ -74,6 +74,14 @@ class Link(abc.ABC):
     @final
     def peer(self) -> int:
         return self.peer_identity.rank
+
+    @property
+    def is_shared(self) -> bool:
+        return False
+
+    @property
+    def is_aging(self) -> bool:
+        return False
 
     @property
     @abc.abstractmethod

@@ -128,12 +128,12 @@ class TcpLink(Link):
         return sum(each.frame_type in frame_types for each in chain(self._leaving, self._waiting))
 
     @property
-    def is_shared(self) -> bool:  # type: ignore[override]
+    def is_shared(self) -> bool:
         segment = self._owner.memory.segment
         return segment is not None and segment.number == self.ready
 
     @property
-    def is_aging(self) -> bool:  # type: ignore[override]
+    def is_aging(self) -> bool:
         return self.stream.is_aging
 
     def send_control(self, data: bytes) -> None:
