@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from race_run import NUM_BINS, NUM_MARKS, RaceResult
+from race_run import NUM_BINS, NUM_MARKS, RaceResult, median
 from support.byte_task import num_parameters
 from support.conditions import SHARES
 from support.quality_rows import KINDS, RowName
@@ -72,7 +71,7 @@ Runs = Mapping[str, Sequence[Run]]
 def share_of_calm(run: Run, calm: Sequence[Run], _: Sequence[Run] = ()) -> float:
     """Return the samples kept over those of the row's own calm in the same time; NaN without it."""
     rates = [each.samples / each.trained_s for each in calm if each.trained_s]
-    expected = statistics.median(rates or [math.nan]) * run.trained_s
+    expected = median(rates) * run.trained_s
     return run.samples / expected if expected else math.nan
 
 
@@ -115,11 +114,6 @@ COLUMNS = (
     Column("faults", "faults", ".0f", None, lambda run, *_: run.num_done),
     Column("restart (s)", "restart_s", ".1f", None, lambda run, *_: median(run.result.restarts_s)),
 )
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median; NaN of none."""
-    return statistics.median(values or [math.nan])
 
 
 def spreads(runs: Runs, calm: Runs) -> dict[str, dict[str, Spread]]:

@@ -96,6 +96,11 @@ class RaceResult(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[list[int]] = []
 
 
+def median(values: Sequence[float]) -> float:
+    """Return the median; NaN of none."""
+    return statistics.median(values or [math.nan])
+
+
 def loss_of(parameters: Values, task: Task) -> float | None:
     """Return the loss on held-out text, bits a byte; None where it is no finite number."""
     net = task.make_model()
@@ -198,9 +203,9 @@ def result_of(course: Course, model: tuple[int, Values], launcher_s: float) -> R
         ],
         sent_bytes=round(sum(header["sent_bytes"] for header in headers.values())),
         ended_s=ended_s,
-        start_s=statistics.median(first or [math.nan]),
+        start_s=median(first),
         restarts_s=[seconds for (_, life), seconds in stepped.items() if life],
-        imported_s=statistics.median(imported or [math.nan]),
+        imported_s=median(imported),
         num_lives=sum(fleet.num_lives),
         launcher_s=launcher_s,
         steps=[steps_of(course, rank) for rank in range(settings.workers)],
