@@ -29,7 +29,7 @@ from support.report import Report, Spread, Table
 from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
-from gossipdp.gossip.processor import Quota
+from gossipdp.gossip.processor import limit
 from gossipdp_lab.tasks.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("none", "a2cid2")
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="to see that it works")
     options = parser.parse_args()
     name = "overlap_auto" if options.comm_rate == "auto" else "overlap"
-    name += "_limited" if Quota().cores < math.inf else ""
+    name += "_limited" if limit()[0] < math.inf else ""
     report = Report(name, "Does gossip in the background slow training down?", options.quick)
     results: dict[str, Any] = {}
     for name in options.only or SETTINGS:

@@ -175,7 +175,7 @@ def test_the_threads_of_the_table_are_those_that_are_started():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (402, 5), "cli": (1081, 6), "dynamics": (2538, 10), "gossip": (2586, 11),
+        ".": (402, 5), "cli": (1081, 6), "dynamics": (2538, 10), "gossip": (2589, 11),
         "graph": (575, 3), "integrations": (571, 5), "launcher": (3243, 11), "links": (2863, 11),
         "observe": (1574, 7), "parallel": (7180, 23), "protocol": (5244, 17),
     },

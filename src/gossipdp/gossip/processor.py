@@ -28,6 +28,11 @@ class Idle(NamedTuple):
     ran: float = 1.0
 
 
+def limit() -> tuple[float, Path]:
+    """Return how many cores the control groups leave this process, and the strictest of them."""
+    return min(_limits(), key=itemgetter(0), default=(math.inf, Path()))
+
+
 def _limits() -> Iterator[tuple[float, Path]]:
     """Yield the limit of each group above this process, and its folder."""
     try:
@@ -75,9 +80,7 @@ class IdleWatch:
         self._of_machine = Path("/proc/stat")
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        # The control group, such as a container's, that lets this process use the fewest cores.
-        limits = min(_limits(), key=itemgetter(0), default=(math.inf, Path()))
-        self._most_cores, self._group = limits
+        self._most_cores, self._group = limit()
         self._seen: tuple[float, ...] = ()  # all that look() compares, the time first
 
     def look(self, now_s: float) -> Idle | None:
