@@ -116,39 +116,55 @@ COLUMNS = (
 )
 
 
-def spreads(runs: Runs, calm: Runs) -> dict[str, dict[str, Spread]]:
+def spreads(
+    runs: Runs, calm: Runs, columns: Sequence[Column] = COLUMNS
+) -> dict[str, dict[str, Spread]]:
     """Return each figure of each row that ran, over its runs."""
     ours = runs.get(OURS, ())
     return {
         row: {
             column.key: Spread.of(column.value(run, calm.get(row, ()), ours) for run in found)
-            for column in COLUMNS
+            for column in columns
         }
         for row, found in runs.items()
         if found
     }
 
 
-def table(title: str, runs: Runs, calm: Runs) -> Table:
-    """Return the table of a condition: medians over the rounds, the best of each column bold."""
-    found = spreads(runs, calm)
+def cells(runs: Runs, calm: Runs, columns: Sequence[Column]) -> dict[str, list[str]]:
+    """Return the texts of each row: medians over the rounds, the best of each column bold."""
+    found = spreads(runs, calm, columns)
     best = {
         column.key: column.best(values)
-        for column in COLUMNS
+        for column in columns
         if column.best is not None
         and (values := [v for one in found.values() if math.isfinite(v := one[column.key].median)])
     }
-    lines = []
-    for row, figures in found.items():
-        cells = [RowName.parse(row).label, f"{runs[row][0].settings.learning_rate:g}"]
-        for column in COLUMNS:
-            spread = figures[column.key]
-            is_known = math.isfinite(spread.median)
-            text = spread.text(column.form) if is_known else "-"
-            is_best = is_known and spread.median == best.get(column.key)
-            cells.append(f"**{text}**" if is_best else text)
-        lines.append((*cells, str(len(runs[row]))))
+
+    def text(spread: Spread, column: Column) -> str:
+        if not math.isfinite(spread.median):
+            return "-"
+        shown = spread.text(column.form)
+        return f"**{shown}**" if spread.median == best.get(column.key) else shown
+
+    return {
+        row: [text(figures[column.key], column) for column in columns]
+        for row, figures in found.items()
+    }
+
+
+def table(title: str, runs: Runs, calm: Runs) -> Table:
+    """Return the table of a condition."""
     head = ("row", "rate", *(column.name for column in COLUMNS), "runs")
+    lines = [
+        (
+            RowName.parse(row).label,
+            f"{runs[row][0].settings.learning_rate:g}",
+            *texts,
+            str(len(runs[row])),
+        )
+        for row, texts in cells(runs, calm, COLUMNS).items()
+    ]
     return Table(title, head, lines)
 
 
@@ -286,7 +302,7 @@ def _draw_losses(axes: Axes, runs: Runs, colours: Mapping[str, str], least: floa
     for row, final in final_losses(runs).items():
         if not (points := curve(runs[row])):
             continue
-        times, spread = zip(*points, strict=True)
+        times, spread = [at_s for at_s, _ in points], [each for _, each in points]
         is_ours, colour = KINDS[RowName.parse(row).kind].is_ours, colours[row]
         width = 2.2 if is_ours else 1.3
         axes.plot(times, [each.median for each in spread], color=colour, linewidth=width)
@@ -297,7 +313,7 @@ def _draw_losses(axes: Axes, runs: Runs, colours: Mapping[str, str], least: floa
         at = math.log(final / least) / math.log(most / least)
         height = min(max(at, height + 0.055), 1.2)
         text, weight = f"{short(row)} {final:.2f}", "bold" if is_ours else "normal"
-        place = {"transform": axes.transAxes, "va": "center", "fontsize": "small"}
+        place: dict[str, Any] = {"transform": axes.transAxes, "va": "center", "fontsize": "small"}
         axes.text(1.02, height, text, color=colour, weight=weight, **place)
     axes.set(yscale="log", xlabel="wall time (s)", ylabel="loss (bits a byte)")
     ticks = [tick for tick in (2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6) if least < tick <= most]
@@ -318,17 +334,19 @@ def _draw_steps(axes: Axes, run: Run, calm: Run, colour: str) -> None:
     for rank, counts in enumerate(steps):
         heights = rank + 0.85 * np.minimum(1, counts / usual)
         axes.fill_between(times, rank, heights, step="post", color=colour, linewidth=0)
-    done = [fault for fault in run.result.faults if fault.at_s is not None]
-    slow = [fault for fault in done if fault.kind == "slow"]
-    ends_s = [*(fault.at_s for fault in slow[1:]), seconds]
-    bars = [(each.at_s, end_s, each.rank) for each, end_s in zip(slow, ends_s, strict=False)]
+    done = [
+        (each.kind, each.at_s, each.rank) for each in run.result.faults if each.at_s is not None
+    ]
+    slow = [(at_s, rank) for kind, at_s, rank in done if kind == "slow"]
+    ends_s = [*(at_s for at_s, _ in slow[1:]), seconds]
+    bars = [(at_s, end_s, rank) for (at_s, rank), end_s in zip(slow, ends_s, strict=False)]
     quota_s, last = run.settings.quota_s, len(steps) - 1
     turns = range(int(seconds / quota_s) + 1 if quota_s else 0)
     bars += [(n * quota_s, (n + 1) * quota_s, last) for n in turns if n % len(SHARES)]
     for at_s, end_s, rank in bars:
         axes.plot([at_s, end_s], [rank - 0.07] * 2, color="black", linewidth=2)
-    for fault in (fault for fault in done if fault.kind == "kill"):
-        axes.plot(fault.at_s, fault.rank + 0.4, "X", color="black", markeredgecolor="white")
+    for _, at_s, rank in (each for each in done if each[0] == "kill"):
+        axes.plot(at_s, rank + 0.4, "X", color="black", markeredgecolor="white")
     made = steps.sum() / max(1, np.sum(calm.result.steps))
     title = f"{short(run.settings.row)}: {made:.0%} of its calm's steps, worker by worker"
     axes.set_title(title, fontsize="small")
@@ -337,12 +355,14 @@ def _draw_steps(axes: Axes, run: Run, calm: Run, colour: str) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
+def read(path: Path) -> dict[str, dict[str, list[Run]]]:
+    """Return the runs of a results file, by condition and row."""
+    stored = json.loads(path.read_bytes())["result"]
+    return {
+        condition: {row: msgspec.convert(one["runs"], list[Run]) for row, one in rows.items()}
+        for condition, rows in stored.items()
+    }
+
+
 if __name__ == "__main__":
-    stored = json.loads(Path(sys.argv[1]).read_bytes())["result"]
-    draw(
-        Path(sys.argv[2]),
-        {
-            condition: {row: msgspec.convert(one["runs"], list[Run]) for row, one in rows.items()}
-            for condition, rows in stored.items()
-        },
-    )
+    draw(Path(sys.argv[2]), read(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The race's figures on the pages are those of its results file."""
+"""The race's figures on the pages are those of its results files."""
 
 import json
 from collections.abc import Callable
@@ -7,6 +7,8 @@ from statistics import median
 from typing import Any
 
 import pytest
+import race_pages
+from race_pages import MARKED, PAGES, REST, SUMMARY, rewritten
 from support.conditions import RACE_CONDITIONS
 
 ROOT = Path(__file__).parents[2]
@@ -20,74 +22,48 @@ def result(name: str) -> dict[str, Any]:
 
 
 RACE, MORE = result("race"), result("race_more")
-NAMES = {
-    "gossipdp": "gossipdp",
-    "ddp": "DDP",
-    "ddp_torchft": "torchft DDP",
-    "local_sgd_torchft@16": "torchft LocalSGD",
-    "diloco_torchft@16": "torchft DiLoCo",
-}
-ROWS = tuple(NAMES)
-TEXTS = {
-    "calm": "nothing happens",
-    "moving": "every 10 s another worker is 4 times slower",
-    "kills10": "every 10 s a worker is killed",
-    "kills10_moving": "both",
-}
+ROWS = ("gossipdp", "ddp", "ddp_torchft", "local_sgd_torchft@16", "diloco_torchft@16")
+TEXTS = tuple(SUMMARY)
 
 
-MORE_TEXTS = {
-    "slow": "one worker 4 times slower",
-    "jitter": "step times vary (lognormal, 0.3)",
-    "stops": "five stops of 2 to 8 s",
-    "kills30": "a kill every 30 s",
-    "kills120": "a kill every 120 s, 300 s of training",
-    "vanish": "a host vanishes every 30 s",
-    "bad_link": "one at 100 Mbit/s, others at 1 Gbit/s",
-}
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_tables_of_a_page_are_those_of_the_results(path):
+    text = path.read_text("utf-8")
+    assert len(MARKED.findall(text)) == text.count("<!-- end -->") > 0
+    assert rewritten(text) == text
 
 
-def figures(found: dict[str, Any], row: str, digits: int) -> list[str]:
-    """Return thousands of samples kept and final loss, bold where they are the best of all rows."""
-    best = {"samples": max, "loss": min}
-    texts = (f"{found[row]['samples'] / 1e3:,.0f}", f"{found[row]['loss']:.{digits}f}")
-    return [
-        f"**{text}**"
-        if found[row][key] == best[key](each[key] for each in found.values())
-        else text
-        for key, text in zip(best, texts, strict=True)
-    ]
+def test_a_table_is_written_again_and_nothing_else():
+    page = "Before 1.\n\n<!-- race: race calm -->\n\n| old |\n\n<!-- end -->\n\nAfter 2."
+    head, *lines = rewritten(page).split("\n\n")
+    assert (head, lines[0], *lines[2:]) == (
+        "Before 1.", "<!-- race: race calm -->", "<!-- end -->", "After 2."
+    )  # fmt: skip
+    first = lines[1].splitlines()[2]
+    ours = RACE["calm"]["gossipdp"]
+    assert f"{ours['samples'] / 1e3:.0f} (" in first
+    assert f"{ours['loss']:.3f} (" in first
 
 
-def lines(found: dict[str, Any], text: str, digits: int) -> list[str]:
-    """Return a condition's lines by row: thousands of samples kept, and final loss."""
-    cells = [figures(found, row, digits) if row in found else ("", "") for row in ROWS]
-    return [f"| {text} | {' | '.join(each)} |" for each in zip(*cells, strict=True)]
+def test_a_table_has_the_columns_of_which_there_are_figures():
+    heads = [race_pages.condition("race", name).splitlines()[0] for name in ("calm", "kills10")]
+    assert ["of its own calm" in head for head in heads] == [False, True]
+    assert ["s lost a fault" in head for head in heads] == [False, True]
+    assert "gossipdp's over" not in race_pages.condition("race_spares", "kills10")
 
 
-def details(condition: str) -> str:
-    """Return a line of the page: share of the calm, seconds lost a fault, bytes."""
-    cells = []
-    for row in ROWS:
-        found = RACE[condition][row]
-        lost = f"{found['lost_s']:.1f}" if found["lost_s"] is not None else "–"
-        cells.append(f"{found['share_of_calm']:.0%}, {lost}, {found['bytes']:.1f}")
-    return f"| {TEXTS[condition]} | {' | '.join(cells)} |"
+def test_conditions_exist():
+    assert {*SUMMARY, *(name for _, name in REST)} <= RACE_CONDITIONS.keys()
 
 
-def test_the_readme_s_table_is_that_of_the_results():
-    text = (ROOT / "README.md").read_text()
-    for row in ROWS:
-        cells = [cell for condition in TEXTS for cell in figures(RACE[condition], row, 2)]
-        assert f"| {NAMES[row]} | {' | '.join(cells)} |" in text
-
-
-@pytest.mark.parametrize("condition", TEXTS)
-def test_the_race_page_s_tables_are_those_of_the_results(condition):
-    assert condition in RACE_CONDITIONS
-    text = (ROOT / "docs/race.md").read_text()
-    assert all(line in text for line in lines(RACE[condition], TEXTS[condition], 3))
-    assert details(condition) in text
+def test_the_best_is_bold_in_the_readme():
+    lines = race_pages.summary().splitlines()[2:]
+    cells = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in lines}
+    for number, (name, best) in enumerate((name, best) for name in SUMMARY for best in (max, min)):
+        key = "samples" if best is max else "loss"
+        row = best(RACE[name], key=lambda row: RACE[name][row][key])
+        bold = [each for each, texts in cells.items() if texts[number].startswith("**")]
+        assert bold == [f"| {race_pages.short(row)}"]
 
 
 def listed(texts: list[str]) -> str:
@@ -109,12 +85,6 @@ def test_the_race_page_s_sentences_are_those_of_the_results():
         f"faults; Decent-DP {kept(own, 'calm', 'decent_dp')}, and "
         f"{kept(own, 'moving', 'decent_dp')} where the slow worker changes (one run"
     ) in text
-    torchft = ROWS[2:]
-    for name in spares:
-        head = f"| {TEXTS[name]}, torchft with spares (one run) | | |"
-        samples = [f"{spares[name][row]['samples'] / 1e3:,.0f}" for row in torchft]
-        losses = [f"{spares[name][row]['loss']:.3f}" for row in torchft]
-        assert all(f"{head} {' | '.join(cells)} |" in text for cells in (samples, losses))
     readme = " ".join((ROOT / "README.md").read_text().split())
     with_spare = [kept(spares, name, "local_sgd_torchft@16") for name in spares]
     assert f"With the same spare, torchft's LocalSGD keeps {' and '.join(with_spare)}" in readme
@@ -197,14 +167,8 @@ def test_the_bytes_are_those_of_the_results():
     assert headline_bytes() in " ".join((ROOT / "README.md").read_text().split())
 
 
-def test_the_defaults_table_is_that_of_the_results():
-    found, text = result("race_defaults"), (ROOT / "docs/race.md").read_text()
-    for row, name in (("gossipdp", "gossipdp"), ("ddp", "DDP"), ("ddp_bf16", "DDP, bf16 hook")):
-        cells = [
-            f"{each['samples'] / 1e3:.0f} | {each['loss']:.3f} | {each['bytes']:.1f}"
-            for each in (found[condition][row] for condition in ("calm", "bad_link"))
-        ]
-        assert f"| {name} | {' | '.join(cells)} |" in text
+def test_the_readme_s_sentence_on_today_s_defaults_is_that_of_the_results():
+    found = result("race_defaults")
     calm, readme = found["calm"], " ".join((ROOT / "README.md").read_text().split())
     shares = [sent(calm["gossipdp"]) / sent(calm[rival]) for rival in ("ddp", "ddp_bf16")]
     over = calm["gossipdp"]["loss"] / calm["ddp"]["loss"] - 1
@@ -212,14 +176,6 @@ def test_the_defaults_table_is_that_of_the_results():
         f"it sent {shares[0]:.2f} times DDP's in the calm, {shares[1]:.2f} times those of DDP's "
         f"bf16 hook, and its loss ended {over:.1%} above DDP's"
     ) in readme
-
-
-@pytest.mark.parametrize("condition", MORE_TEXTS)
-def test_the_race_page_s_other_tables_are_that_of_the_results(condition):
-    assert condition in RACE_CONDITIONS
-    shown = lines(RACE.get(condition) or MORE[condition], MORE_TEXTS[condition], 3)
-    text = (ROOT / "docs/race.md").read_text()
-    assert all(line in text for line in shown)
 
 
 def test_the_picture_is_that_of_the_results():

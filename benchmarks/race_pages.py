@@ -1,0 +1,138 @@
+"""The race's tables on the pages, which come from its results files.
+
+    python benchmarks/race_pages.py     write them again, in README.md and docs/race.md
+
+A table stands between the comments ``<!-- race: NAME -->`` and ``<!-- end -->``. Its name is a key
+of ``TABLES``, or a results file and a condition, such as ``race_300 calm``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+from race_report import CALM, COLUMNS, OURS, Column, Runs, cells, read, short
+from race_run import median
+from support.report import RESULTS, markdown_table
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "race.md")
+MARKED = re.compile(r"(?<=<!-- race: )([\w ]+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+
+THOUSANDS = Column(
+    "thousands of samples kept", "samples", ".0f", max, lambda run, *_: run.samples / 1e3
+)
+BY_KEY = {column.key: column for column in COLUMNS} | {THOUSANDS.key: THOUSANDS}
+SHORT = {"samples": ".0f", "loss": ".3f"}
+DETAILS = ("samples", "samples_ratio", "loss", "loss_ratio", "share_of_calm", "lost_s", "megabytes")
+"""The columns of a condition's table; without those of which it has no figure."""
+
+SUMMARY = {CALM: "calm", "moving": "slow", "kills10": "kills", "kills10_moving": "both"}
+REST = {
+    ("race_more", "slow"): "one worker is 4 times slower",
+    ("race_more", "jitter"): "step times vary (lognormal, 0.3)",
+    ("race_more", "stops"): "five stops of 2 to 8 s",
+    ("race", "kills30"): "a kill every 30 s",
+    ("race", "kills120"): "a kill every 120 s, 300 s of training",
+    ("race_more", "vanish"): "a host vanishes every 30 s",
+    ("race_more", "bad_link"): "one worker at 100 Mbit/s, others at 1 Gbit/s",
+}
+"""The conditions that share a table: the results file of each, and its text."""
+
+
+@cache
+def stored(name: str) -> dict[str, Runs]:
+    """Return the runs of a results file, by condition and row."""
+    return {**read(RESULTS / f"{name}.json")}
+
+
+def condition(name: str, of: str) -> str:
+    """Return the table of a condition: a line a row, ranges in brackets."""
+    runs, calm = stored(name)[of], stored(name).get(CALM, {})
+    columns = [BY_KEY[key] for key in DETAILS if of != CALM or key != "share_of_calm"]
+    lines = cells(runs, calm, columns)
+    known = [
+        number for number, each in enumerate(zip(*lines.values(), strict=True)) if {*each} != {"-"}
+    ]
+    return markdown_table(
+        ("", *(columns[number].name for number in known)),
+        [(short(row), *(texts[number] for number in known)) for row, texts in lines.items()],
+    )
+
+
+def medians(runs: Runs, key: str, form: str) -> dict[str, str]:
+    """Return the medians of a figure by row, without their ranges, the best one bold."""
+    column = BY_KEY[key]
+    return {
+        row: re.sub(r" \([^)]*\)", "", text)
+        for row, (text,) in cells(runs, {}, [column._replace(form=form)]).items()
+    }
+
+
+def summary() -> str:
+    """Return the README's table: a line a row, samples and loss of four conditions."""
+    found = [
+        medians(stored("race")[of], *how)
+        for of in SUMMARY
+        for how in (("samples", ".0f"), ("loss", ".2f"))
+    ]
+    head = ("", *(text for name in SUMMARY.values() for text in (name, "loss")))
+    lines = [(short(row), *(each[row] for each in found)) for row in found[0]]
+    return markdown_table(head, lines)
+
+
+def rest(key: str) -> str:
+    """Return the table of a figure: a line a condition, a column a row."""
+    found = {text: stored(name)[of] for (name, of), text in REST.items()}
+    rows = list(dict.fromkeys(row for runs in found.values() for row, each in runs.items() if each))
+    lines = [
+        (text, *(medians(runs, key, SHORT[key]).get(row, "") for row in rows))
+        for text, runs in found.items()
+    ]
+    return markdown_table((BY_KEY[key].name, *map(short, rows)), lines)
+
+
+def bytes_sent() -> str:
+    """Return the README's sentence: the bytes of whole runs, over DDP's."""
+    found = [stored("race")[name] for name in SUMMARY]
+
+    def times(*rows: str) -> str:
+        sent = BY_KEY["megabytes"].value
+        medians = [
+            [median([sent(run, (), ()) for run in runs[row]]) for row in (*rows, "ddp")]
+            for runs in found
+        ]
+        ratios = [each / ddp for *each_row, ddp in medians for each in each_row]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+    averaging = times("local_sgd_torchft@16", "diloco_torchft@16")
+    return (
+        f"*In these runs gossipdp sent {times(OURS)} times DDP's bytes, torchft's LocalSGD and "
+        f"DiLoCo {averaging} times.*"
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
+    "bytes": bytes_sent,
+    "rest samples": partial(rest, "samples"),
+    "rest loss": partial(rest, "loss"),
+}
+
+
+def rewritten(page: str) -> str:
+    """Return a page with the tables of today's results."""
+
+    def again(found: re.Match[str]) -> str:
+        name = found[1]
+        text = TABLES[name]() if name in TABLES else condition(*name.split())
+        return f"{name}{found[2]}{text}"
+
+    return MARKED.sub(again, page)
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(rewritten(path.read_text("utf-8")), "utf-8")
