@@ -132,6 +132,17 @@ def test_the_average_goes_on_without_one_whose_training_hangs():
     assert worker.answer_joiner(1).is_ending
 
 
+def test_a_child_whose_values_are_useless_is_left_out_of_the_next_attempt():
+    worker = make_worker(0, 2)
+    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (0, 3, 4, 5))), 0.1)
+    worker.receive(2, tell(member(2, Status.DONE)), 0.1)
+    actions = worker.done(1.0) + run(worker, 1.0, 2.0, [2])
+    first = next(each for each in said(actions, 2) if isinstance(each, say.BeginEpoch))
+    worker.cannot_give(first.epoch, 2, "NaN", 2.0)
+    run(worker, 2.0, 10.0, [2])
+    assert worker.consolidation.left_out == {2: "NaN"}
+
+
 # --- nothing that others say makes a message too long --------------------------------------
 
 MAX_CONTROL_BYTES = 1 << 20  # of a frame
