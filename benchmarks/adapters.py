@@ -166,7 +166,9 @@ def run(job: Job, base: Path, hosts: EmulatedHosts) -> dict[str, Any]:
         ]
         net = lora.adapted(base)
         net.load_state_dict(torch.load(folder / "average", weights_only=True), strict=False)
-    found = msgspec.to_builtins(job) | {"loss": bits(net)} | figures(steps, ended_s, killed_s)
+    found: dict[str, Any] = (
+        msgspec.to_builtins(job) | {"loss": bits(net)} | figures(steps, ended_s, killed_s)
+    )
     print(
         f"{job.row}, rate {job.rate:g}, seed {job.seed}: {found['loss']:.3f} bits a byte after "
         f"{found['ended_s']:.0f} s, {sum(found['steps']):.0f} steps",

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from support.meeting import Meeting
@@ -32,6 +32,7 @@ from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import tensor_bytes
+from gossipdp.protocol.worker import Method
 from gossipdp_lab.tasks.resnet import cifar_resnet18
 
 ROOT = Path(__file__).parents[1]
@@ -204,14 +205,16 @@ def train(case: Case, settings: Settings, meeting_path: Path) -> Result:
     """Train in one worker for a time; return its steps per second and its losses."""
     meeting = Meeting(meeting_path, int(os.environ["RANK"]))
     torch.manual_seed(0)
-    net, inputs, targets = (each.to(settings.device) for each in case.made(settings))
-    fused = {"fused": True} if settings.device != "cpu" else {}
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, **fused)
+    net, inputs, targets = case.made(settings)
+    net.to(settings.device)
+    inputs, targets = inputs.to(settings.device), targets.to(settings.device)
+    fused = True if settings.device != "cpu" else None
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=fused)
     model = GossipDataParallel(
         net,
         optimizer,
-        method=case.method,
-        comm_rate=case.comm_rate,
+        method=cast(Method, case.method),
+        comm_rate=cast(float | Literal["auto"], case.comm_rate),
         counting=Counting(samples_per_step=len(inputs)),
     )
     # Convolutions in bfloat16 take minutes on a CPU that has no instructions for them.

@@ -98,6 +98,8 @@ class LinkTransfer(Transfer, LinkHandler):
     for all, so that what the peer can read after a round is what the round has brought.
     """
 
+    _link: Link | None = None
+
     def __init__(
         self,
         rank: int,
@@ -111,7 +113,6 @@ class LinkTransfer(Transfer, LinkHandler):
         self._num_chunks = -(-len(self._sent) // CHUNK_BYTES)
         self._num_queued = self._num_landed = self._num_chunks
         self._shared: list[tuple[int, memoryview]] = []
-        self._link: Link | None = None
         listener = listen("127.0.0.1", 0)
         self._transport = TcpTransport(
             self,

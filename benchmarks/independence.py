@@ -60,9 +60,9 @@ def begins_to_count_s(graph: str, num_workers: int, event: Event) -> float:
     neighbour has had three: a single long one may be chance.
     """
     if event.what != "bad link":
-        return event.begins_s + 0.5
+        return float(event.begins_s + 0.5)
     num_neighbours = len(Constants.of(build_graph(graph, num_workers)).neighbours(event.rank))
-    return event.begins_s + 1.0 + 3 * BAD_TRANSFER_S * num_neighbours
+    return float(event.begins_s + 1.0 + 3 * BAD_TRANSFER_S * num_neighbours)
 
 
 def bound(graph: str, num_workers: int, event: Event, comm_rate: float | None) -> float:

@@ -17,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from support.report import Report, Spread, Table, asked, interleaved
 from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
+from gossipdp.protocol.worker import Method
 from gossipdp_lab.baselines import leave
 from gossipdp_lab.tasks.resnet import cifar_resnet18
 
@@ -88,7 +89,11 @@ def _wrap(
     """Return the model to train, and a function that counts its exchanges."""
     if arm in ("a2cid2", "gossip"):
         wrapped = GossipDataParallel(
-            net, optimizer, method=arm, graph="ring", counting=Counting(samples_per_step=BATCH_SIZE)
+            net,
+            optimizer,
+            method=cast(Method, arm),
+            graph="ring",
+            counting=Counting(samples_per_step=BATCH_SIZE),
         )
         return wrapped, lambda: wrapped.stats().exchanges
     if arm.startswith("ddp"):

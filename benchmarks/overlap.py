@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from support.meeting import Meeting
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
 from gossipdp.gossip.processor import limit
+from gossipdp.protocol.worker import Method
 from gossipdp_lab.tasks.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("none", "a2cid2")
@@ -116,7 +117,8 @@ class GptShaped(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of each token."""
-        return nn.functional.linear(self.layers(self.embedding(tokens)), self.embedding.weight)
+        hidden: Tensor = self.layers(self.embedding(tokens))
+        return nn.functional.linear(hidden, self.embedding.weight)
 
 
 class _Layer(nn.Module):
@@ -129,7 +131,8 @@ class _Layer(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         gate, scale, value = self.mixed(self.norm(values)).chunk(3, dim=-1)
         values = values + self.out(torch.sigmoid(gate) * torch.tanh(scale) * value)
-        return values + self.narrow(nn.functional.gelu(self.wide(values)))
+        wider: Tensor = self.narrow(nn.functional.gelu(self.wide(values)))
+        return values + wider
 
 
 @dataclass
@@ -218,7 +221,7 @@ class _Arm:
             self._wrapped = GossipDataParallel(
                 net,
                 self._optimizer,
-                method=name,
+                method=cast(Method, name),
                 comm_rate=comm_rate,
                 counting=Counting(samples_per_step=setting.batch_size),
             )
@@ -249,7 +252,7 @@ class _Arm:
     def take_turn(self, turn_s: float, wait_s: float | None) -> list[float]:
         """Step for so long, at least twice; return the durations without the first."""
         began_s = time.perf_counter()
-        durations_s = []
+        durations_s: list[float] = []
         while len(durations_s) < 2 or time.perf_counter() < began_s + turn_s:
             durations_s.append(self.step(wait_s))
         return durations_s[1:]

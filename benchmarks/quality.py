@@ -108,9 +108,9 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         ValueError: for bad input, before any process starts.
     """
     if benchmark.quick:
-        runs = results_folder(benchmark.quick) / "quality_runs.jsonl"
-        runs.unlink(missing_ok=True)  # it is to run, not to find what ran before
-        benchmark = replace(benchmark, size="tiny", seeds=1, runs=runs)
+        path = results_folder(benchmark.quick) / "quality_runs.jsonl"
+        path.unlink(missing_ok=True)  # it is to run, not to find what ran before
+        benchmark = replace(benchmark, size="tiny", seeds=1, runs=path)
     names, rates = check(benchmark)
     size = SIZES[benchmark.size]
     size = replace(size, steps=benchmark.steps or size.steps)

@@ -102,8 +102,9 @@ def byte_objective(disjoint: bool) -> ModuleObjective:
     def evaluate(model: nn.Module) -> Evaluation:
         return Evaluation(bits_a_byte(model))
 
-    options = {"evaluate": evaluate, "name": "bytes", "max_rows": 1}
-    return ModuleObjective(BYTES.make_model, BYTES.loss, of_worker, **options)
+    return ModuleObjective(
+        BYTES.make_model, BYTES.loss, of_worker, evaluate=evaluate, name="bytes", max_rows=1
+    )
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ ROUNDS |= {kind.__name__: kind for kind in (LocalSteps, GentleDiLoCo, RareDiLoCo
 
 def slowness(rank: int) -> int:
     """Return how many times longer a step of this rank takes, where speeds are 1:2:4:8."""
-    return 2 ** (rank % 4)
+    return 1 << (rank % 4)
 
 
 def _muon(rate: float, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:

@@ -31,10 +31,11 @@ from support.byte_task import num_parameters
 from support.conditions import MODEL_PARAMETERS, RACE_CONDITIONS, RaceCondition
 from support.finished_runs import Campaign, NoBestRateError, next_rate
 from support.hosts import Hosts, ShapedHosts, missing
-from support.quality_rows import KINDS, TORCHFT, RowName
+from support.quality_rows import KINDS, RowName
 from support.race_fleet import Quota
 from support.race_settings import STEP_S, RaceSettings, restarts_whole, saves
 from support.report import RESULTS, Missing, Provenance, Report, results_folder, rotated, run_script
+from support.rows import TORCHFT
 
 from gossipdp.launcher.faults import FaultPlan
 from gossipdp.rules import at_least_1, check_flags, one_of, option, positive_number, whole_number
@@ -251,11 +252,12 @@ class Runs(Campaign[Run]):
             hosts = hosts_for(condition, settings)
             with hosts or nullcontext():
                 result = race(settings, hosts)
-            run = Run(settings, result, Provenance.here(time.monotonic() - started_s))
+            seconds = time.monotonic() - started_s
+            run = Run(settings, result, Provenance.here(seconds))
             print(
                 f"{settings.condition}, seed {settings.seed}, {settings.row}: "
                 f"{result.samples:,} samples, loss {run.loss:.3f}, {run.num_done} faults, "
-                f"{result.num_lives} processes, {run.provenance.seconds:.0f} s",
+                f"{result.num_lives} processes, {seconds:.0f} s",
                 flush=True,
             )
             return run
@@ -278,7 +280,7 @@ def measure_all(benchmark: Race) -> None:
     if benchmark.quick:
         seconds, names = min(benchmark.seconds, QUICK_SECONDS), benchmark.conditions
         names = QUICK_CONDITIONS if names == CONDITIONS else names  # the others are in them
-        quick = {"seconds": seconds, "conditions": names, "stretch": QUICK_STRETCH}
+        quick: dict[str, Any] = {"seconds": seconds, "conditions": names, "stretch": QUICK_STRETCH}
         benchmark = replace(benchmark, rounds=1, **quick)
     runs = Runs(benchmark.runs, benchmark.minutes)
     if benchmark.tune:

@@ -160,7 +160,7 @@ def _section(
     result = msgspec.json.decode(stored.result, type=section.Result)
     section.draw(result, _path(directory, name, "png"))
     claims += section.claims(result)
-    blocks = section.caption(result)
+    blocks: list[str] = section.caption(result)
     if stored.quick:
         blocks.insert(0, "> **Quick run.** Tiny settings: these numbers show nothing.")
     by = stored.provenance

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from support.hosts import EmulatedHosts, Hosts, ShapedHosts
+from support.hosts import EmulatedHosts, ShapedHosts
 
 from gossipdp.launcher.faults import FaultPlan
 from gossipdp_lab.simulate.scenario import ComputeTime, LognormalTime, SlowedTime
@@ -48,7 +48,7 @@ class Condition:
         """Return how long ``steps`` of each worker, shared by speed, take, without waits."""
         return steps * num_workers * self.step_s / sum(self.speeds(num_workers))
 
-    def hosts(self, num_workers: int, num_parameters: int) -> Hosts | None:
+    def hosts(self, num_workers: int, num_parameters: int) -> ShapedHosts | EmulatedHosts | None:
         """Return a network of namespaces, one a worker; None on one machine."""
         if self.mbits_per_s is None:
             return None

@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from rich.console import Console
+from support.report import Provenance
 
 from gossipdp import WorkerFailedError
 from gossipdp_lab.console import ProgressView
@@ -67,10 +68,18 @@ class FinishedRuns(Generic[Finished]):
             os.fsync(file.fileno())
 
 
-class Campaign(FinishedRuns[Finished]):
-    """Makes the runs that are not finished, one after the other, while there is time.
+class Measured(Protocol):
+    """A run that says where it was measured."""
 
-    A run has a ``provenance``.
+    @property
+    def provenance(self) -> Provenance | None: ...
+
+
+OneRun = TypeVar("OneRun", bound=Measured)
+
+
+class Campaign(FinishedRuns[OneRun]):
+    """Makes the runs that are not finished, one after the other, while there is time.
 
     failures: why a run failed, in a line, by the label of its row.
     commits: of the source of the runs that were found or made.
@@ -79,8 +88,8 @@ class Campaign(FinishedRuns[Finished]):
     def __init__(
         self,
         path: Path | None,
-        kind: type[Finished],
-        key: Callable[[Finished], Hashable],
+        kind: type[OneRun],
+        key: Callable[[OneRun], Hashable],
         minutes: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,7 +99,7 @@ class Campaign(FinishedRuns[Finished]):
         self.failures: dict[str, str] = {}
         self.commits: set[str] = set()
 
-    def find(self, key: Hashable, label: str, make: Callable[[], Finished]) -> Finished | None:
+    def find(self, key: Hashable, label: str, make: Callable[[], OneRun]) -> OneRun | None:
         """Return the run of this key; None if its row has failed, or no time is left for it."""
         if key not in self.known and (label in self.failures or self._clock() >= self._until_s):
             return None
@@ -100,7 +109,8 @@ class Campaign(FinishedRuns[Finished]):
             self.failures[label] = str(error).strip().splitlines()[-1]
             print(f"{label}: failed\n{error}", file=sys.stderr)
             return None
-        self.commits.add(found.provenance.commit)
+        if found.provenance is not None:
+            self.commits.add(found.provenance.commit)
         return found
 
 

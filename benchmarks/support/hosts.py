@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 CLONE_NEWNET = 0x40000000
 # struct tcp_info of Linux, uapi/linux/tcp.h: tcpi_bytes_sent, since Linux 4.19.
@@ -145,7 +146,7 @@ class Hosts:
     def disconnect(self) -> None:
         """Undo :meth:`connect`, also where it failed half way."""
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Self:
         try:
             for name in self.names:
                 run("ip", "netns", "add", name)

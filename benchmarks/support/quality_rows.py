@@ -215,7 +215,9 @@ class TorchftRow(OneOptimizer):
         from torchft import Manager, ProcessGroupGloo
 
         patience = timedelta(seconds=TORCHFT_PATIENCE_S)
-        self._store = dist.TCPStore(plan.host, 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            plan.host, 0, is_master=True, wait_for_workers=False
+        )
         self.manager = Manager(
             pg=ProcessGroupGloo(
                 timeout=timedelta(seconds=float(os.environ["TORCHFT_TIMEOUT_SEC"]))
@@ -277,14 +279,17 @@ class TorchftDDP(TorchftRow):
         super().__init__(net, plan)
         from torchft import DistributedDataParallel, Optimizer
 
-        def hook(manager: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def hook(manager: Any, bucket: Any) -> torch.futures.Future[Tensor]:
             manager.allreduce(bucket.buffer()).wait()
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(bucket.buffer())
             return done
 
         # DDP reads the annotations of a hook.
-        hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+        hook.__annotations__ |= {
+            "bucket": dist.GradBucket,  # type: ignore[attr-defined]
+            "return": torch.futures.Future[Tensor],
+        }
 
         class Repaired(DistributedDataParallel):  # type: ignore[misc]  # of an untyped package
             _comm_hook = staticmethod(hook)

@@ -242,7 +242,9 @@ def train(
     compute = None
     if condition is not None:
         draw_s, part = condition.compute.begin(settings.seed), plan.batch_size / size.batch_size
-        compute = TimedCompute([*net.blocks, net], lambda: part * draw_s(rank))
+        compute = TimedCompute(
+            [*net.get_submodule("blocks").children(), net], lambda: part * draw_s(rank)
+        )
     row = name.make(net, plan)
     meeting = Meeting(Path(folder) / MEETING, rank)
     try:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from support.byte_task import num_parameters
 from support.hosts import Hosts, run
-from support.quality_rows import KINDS, TORCHFT
+from support.quality_rows import KINDS
 from support.race_settings import RaceSettings, Shelf, Values, log_path, shelf_path
+from support.rows import TORCHFT
 
 from gossipdp.launcher.local import ScriptWorker, Spares
 from gossipdp.launcher.processes import WorkerProcess

@@ -192,6 +192,8 @@ class Gossip(OneOptimizer):
 class DistributedDataParallel(OneOptimizer):
     """torch's own, over gloo, with its defaults."""
 
+    model: nn.parallel.DistributedDataParallel
+
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
         dist.init_process_group("gloo")
@@ -218,6 +220,7 @@ class DecentDP(Row):
     """
 
     holds_all = False
+    model: Any  # its own class has no annotations
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)

@@ -435,7 +435,7 @@ class _Pinned:
     def __init__(self, memory: memoryview, device_index: int | None, *, is_peers: bool) -> None:
         self._memory = memory  # its pages stay mapped until they are unlocked
         self._process_id, self._device_index = os.getpid(), device_index
-        self._driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._driver: Any = torch.cuda.cudart()
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         flags = self.PORTABLE | (self.READ_ONLY if is_peers else 0)
         self.status = 0  # so that pages are unlocked even if an interrupt comes now

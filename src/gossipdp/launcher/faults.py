@@ -29,14 +29,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
 from gossipdp.links.clock import since_boot_s
-
-if TYPE_CHECKING:
-    from gossipdp.launcher.processes import SupervisedWorker
 
 UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 SHAPES = {
@@ -257,6 +254,18 @@ class FaultRecord(msgspec.Struct, frozen=True):
         return f"{at_s:5.1f} s  worker {self.rank} {did}{lasts}"
 
 
+class Target(Protocol):
+    """A worker that faults befall."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def runs(self) -> bool: ...
+    @property
+    def trains(self) -> bool: ...
+    def send(self, number: int) -> None: ...
+
+
 @dataclass
 class _Slow:
     """A worker that is stopped and continued in short turns, and runs 1/factor of the time.
@@ -329,7 +338,7 @@ class FaultInjector:
         heapq.heapify(self._next)
         self.records: list[FaultRecord] = []
         self.first_step_s: float | None = None
-        self._workers: dict[int, SupervisedWorker] = {}
+        self._workers: dict[int, Target] = {}
         # By rank: kills that the supervisor has not seen yet, the ends of stops, slow workers, and
         # the workers that a signal of ours has stopped.
         self._kills: dict[int, FaultRecord] = {}
@@ -346,7 +355,7 @@ class FaultInjector:
         dues += [self.first_step_s + event.at_s for event in self._next[:1]]
         return max(0.0, min(dues, default=math.inf) - self._clock())
 
-    def step(self, workers: Sequence["SupervisedWorker"]) -> None:
+    def step(self, workers: Sequence[Target]) -> None:
         """Do what is due; ``workers`` are all of the supervisor, in its order."""
         now, is_first = self._clock(), not self._workers
         self._workers = {worker.rank: worker for worker in workers}

@@ -303,7 +303,6 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="gossipdp parent watch", daemon=True).start()
 
 
-@final
 class ScriptWorker(WorkerProcess):
     """A worker started as a program, which writes to the standard streams of this process.
 

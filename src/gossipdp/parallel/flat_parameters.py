@@ -286,7 +286,7 @@ class FlatParameters:
     def _adopt_storage(self, view: View) -> None:
         flat = self._flats[view.segment]
         tensor = view.tensor
-        if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+        if tensor.device.type == "cpu" and tensor.is_shared():
             raise ModelChangedError(
                 f"{view.name!r} was moved to memory that processes share (by share_memory(), or a "
                 "queue of torch.multiprocessing), and exchanges need it where it was: share "

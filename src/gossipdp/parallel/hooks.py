@@ -93,7 +93,7 @@ class Hooks:
         ]
         # Every part has a hook: loading a part calls the hooks of that part alone.
         self._handles.extend(
-            each.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            each.register_load_state_dict_post_hook(
                 _LoadedHook(weakref.ref(each), weakref.ref(module), loaded)
             )
             for each in module.modules()

@@ -264,7 +264,7 @@ def _check_memory(module: nn.Module, left_alone: Collection[int]) -> None:
             continue
         is_parameter = isinstance(held, nn.Parameter) and id(held) not in left_alone
         # On a GPU every tensor says that it is shared.
-        is_shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
+        is_shared = tensor.device.type == "cpu" and tensor.is_shared()
         if is_parameter and is_shared:
             raise ValueError(
                 f"parameter {name!r} lies in memory that processes share (share_memory()), and "

@@ -227,7 +227,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     for batch in batches:
         loss = workload.loss(model, batch)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         schedule.step()
         model.log(loss=loss)

@@ -135,8 +135,8 @@ class RowLayout:
         lengths = [shape.numel() for shape in self.shapes.values()]
         num_parameters = len(lengths) - len(self.buffers)
         pieces = (
-            *trained.split(lengths[:num_parameters]),  # type: ignore[no-untyped-call]
-            *buffers.split(lengths[num_parameters:]),  # type: ignore[no-untyped-call]
+            *trained.split(lengths[:num_parameters]),
+            *buffers.split(lengths[num_parameters:]),
         )
         named = zip(self.shapes.items(), pieces, strict=True)
         return {name: piece.view(shape) for (name, shape), piece in named}

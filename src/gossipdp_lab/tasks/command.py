@@ -148,7 +148,7 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
     for batch in model.batches(recipe.train_loader(0, 1, model.worker_seed)):
         optimizer.zero_grad()
         loss = recipe.loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         schedule.step()
         model.log(loss=loss)
