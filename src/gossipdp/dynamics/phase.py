@@ -41,9 +41,9 @@ class Phase:
     def __init__(self, eta: float, worker_rate: float) -> None:
         self._speed = self._speed_of(eta, worker_rate)
         self._theta = 0.0
-        self._mean_gap_s = math.nan  # before the second exchange
+        # NaN before the second exchange, and before the first: no period is greater than another.
+        self._mean_gap_s = self._last_start_s = math.nan
         self._num_gaps = 0
-        self._last_start_s: float | None = None
         self._counted_periods = 0.0
         self._start_s: float | None = None  # of the exchange under way
         self._lock = threading.Lock()  # guards all of the above
@@ -77,8 +77,7 @@ class Phase:
         with self._lock:
             assert self._start_s is not None, "no exchange to end"
             if not is_withdrawn:
-                if self._last_start_s is not None:
-                    self._count_gap(self._start_s - self._last_start_s)
+                self._count_gap(self._start_s - self._last_start_s)
                 self._last_start_s = self._start_s
                 self._counted_periods = 0.0
             self._start_s = None
@@ -91,19 +90,16 @@ class Phase:
             self._speed = self._speed_of(eta, worker_rate)
 
     def _advance(self, now_s: float) -> None:
-        if self._last_start_s is None or self._num_gaps == 0:
-            return
         periods = min((now_s - self._last_start_s) / self._mean_gap_s, MAX_PERIODS)
         if periods > self._counted_periods:
             self._theta += self._speed * (periods - self._counted_periods)
             self._counted_periods = periods
 
     def _count_gap(self, gap_s: float) -> None:
-        if gap_s <= 0.0:  # a mean of 0 would stay
+        if not gap_s > 0.0:  # the first start has none, and a mean of 0 would stay
             return
         self._num_gaps += 1
         if self._num_gaps == 1:
             self._mean_gap_s = gap_s
-            return
         gap_s = min(gap_s, MAX_GAP_IN_MEANS * self._mean_gap_s)
         self._mean_gap_s += max(0.1, 1.0 / self._num_gaps) * (gap_s - self._mean_gap_s)
