@@ -175,9 +175,9 @@ def test_the_threads_of_the_table_are_those_that_are_started():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (402, 5), "cli": (1081, 6), "dynamics": (2538, 10), "gossip": (2589, 11),
+        ".": (402, 5), "cli": (1081, 6), "dynamics": (2534, 10), "gossip": (2589, 11),
         "graph": (575, 3), "integrations": (571, 5), "launcher": (3251, 11), "links": (2863, 11),
-        "observe": (1574, 7), "parallel": (7180, 23), "protocol": (5244, 17),
+        "observe": (1627, 7), "parallel": (7180, 23), "protocol": (5244, 17),
     },
     "src/gossipdp_lab": {
         ".": (355, 3), "demo": (1071, 5), "report": (1061, 5), "simulate": (3120, 13),
@@ -187,7 +187,7 @@ BUDGET: dict[str, dict[str, tuple[int, int]]] = {
         ".": (231, 1), "benchmarks": (1713, 13), "browser": (95, 1), "chaos": (1273, 5),
         "clusters": (365, 2), "fuzz": (677, 3), "integration": (3738, 24), "mutants": (1644, 7),
         "property": (1653, 8), "simulation": (1051, 6), "support": (4795, 34),
-        "unit": (26210, 124),
+        "unit": (26232, 124),
     },
     "benchmarks": {
         ".": (5678, 18), "reproduction": (1077, 6), "support": (2910, 15),

@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 
@@ -114,6 +114,12 @@ class ProcessEndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="proce
 
 Record = StartRecord | CountsRecord | ProcessEndRecord
 
+_START, _COUNTS, _ = _KINDS = tuple(
+    msgspec.json.encode({"kind": each.__struct_config__.tag})[:-1]
+    for each in (StartRecord, CountsRecord, ProcessEndRecord)
+)
+"""How a line begins."""
+
 
 # Reading.
 
@@ -150,18 +156,72 @@ class LogReader:
                 place = f"{self._path}, line {self._num_lines}"
                 raise ValueError(f"{place} is no record of a run log: {error}") from error
             if self._num_lines == 1:  # other versions have other records on the next line
-                self._check_first(record)
+                _check_first(self._path, record)
             records.append(record)
         return records
 
-    def _check_first(self, start: Record) -> None:
-        if not isinstance(start, StartRecord):
-            raise ValueError(f"{self._path} does not begin with a start record, but with {start!r}")
-        if start.format != FORMAT:
-            raise ValueError(
-                f"{self._path} is a log of format {start.format}, and this version of gossipdp "
-                f"reads format {FORMAT} only: read it with the version that wrote it, or run again"
-            )
+
+def _check_first(path: Path, start: Record) -> StartRecord:
+    if not isinstance(start, StartRecord):
+        raise ValueError(f"{path} does not begin with a start record, but with {start!r}")
+    if start.format != FORMAT:
+        raise ValueError(
+            f"{path} is a log of format {start.format}, and this version of gossipdp "
+            f"reads format {FORMAT} only: read it with the version that wrote it, or run again"
+        )
+    return start
+
+
+class _Before(NamedTuple):
+    """The part of a log that counts for its next writer.
+
+    first, latest: the starts of the first and of the latest process.
+    last_s: the time of the last record.
+    totals: the last counts.
+    num_bytes: of the whole lines.
+    """
+
+    first: StartRecord
+    latest: StartRecord
+    last_s: float
+    totals: Counters
+    num_bytes: int
+
+
+def _read_before(path: Path) -> _Before | None:
+    """Read a log, line by line, since it may be long; None: there is none, or no whole line.
+
+    Raises:
+        ValueError: a line is no record, or another version wrote them.
+    """
+    last: dict[bytes, bytes] = {}  # the last line of each kind
+    first = line = b""
+    num_bytes = 0
+    try:
+        with path.open("rb") as file:
+            for each in file:
+                if not each.endswith(b"\n"):  # half written
+                    break
+                kind = each.partition(b",")[0]
+                if kind not in _KINDS:
+                    raise ValueError(f"{path}, byte {num_bytes}: this is no record of a run log")
+                first, line = first or each, each
+                last[kind] = line
+                num_bytes += len(line)
+    except FileNotFoundError:
+        return None
+    if not first:
+        return None
+    start = _check_first(path, decode(first, Record))  # type: ignore[arg-type]
+    ended: Record = decode(line, Record)  # type: ignore[arg-type]
+    counts = last.get(_COUNTS)
+    return _Before(
+        first=start,
+        latest=decode(last[_START], StartRecord),
+        last_s=ended.time_s,
+        totals=Counters() if counts is None else decode(counts, CountsRecord),
+        num_bytes=num_bytes,
+    )
 
 
 def whole_lines(content: bytes) -> list[bytes]:
@@ -201,24 +261,19 @@ class RunLogWriter:
         resumes: bool = False,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = _log_before(path) if goes_on or resumes else []
-        starts = [each for each in before if isinstance(each, StartRecord)]
-        if not (resumes or (starts and starts[-1].run_id == run_id)):
-            before, starts = [], []
-        self._first = starts[0] if starts else None
-        self._last_s = max((each.time_s for each in before), default=0.0)
+        before = _log_before(path) if goes_on or resumes else None
+        if before is not None and not (resumes or before.latest.run_id == run_id):
+            before = None
+        self._before = before
         self.path = path
         self._file = path.open("ab", buffering=0)
-        kept = whole_lines(path.read_bytes()) if before else []
-        self._file.truncate(sum(map(len, kept)))
+        self._file.truncate(before.num_bytes if before is not None else 0)
         self._position = self._file.seek(0, os.SEEK_END)
         self._interval_s, self._clock, self._date = interval_s, clock, date
         self._run_id = run_id
         self.started_s = self._recorded_s = clock()
         """The worker's first start, by ``clock``: the zero of all times in the records."""
         self._is_failing = False
-        totals = [each for each in before if isinstance(each, CountsRecord)]
-        self._totals_before = totals[-1] if totals else Counters()
 
     def wait_s(self) -> float:
         """Return the time until a ``counts`` record is due; not positive if it is due."""
@@ -229,8 +284,8 @@ class RunLogWriter:
         """Write a start record; time counts from here, or from the first process's start."""
         now_s, date_s = self._clock(), self._date()
         self.started_s = self._recorded_s = now_s
-        if self._first is not None:
-            self.started_s -= _elapsed_s(self._first, self._last_s, now_s, date_s)
+        if self._before is not None:
+            self.started_s -= _elapsed_s(self._before, now_s, date_s)
         process = (rank, num_workers, os.getpid(), date_s, dict(configuration), now_s)
         at = boot_id(), self._run_id, round(now_s - self.started_s, 4)
         self._write(StartRecord(*process, FORMAT, *at))
@@ -241,7 +296,7 @@ class RunLogWriter:
         ``news`` are the other fields of :class:`CountsRecord`.
         """
         self._recorded_s = self._clock()
-        totals = _sum(self._totals_before, counters)
+        totals = counters if self._before is None else _sum(self._before.totals, counters)
         fields = {name: getattr(totals, name) for name in Counters.__struct_fields__}
         self._write(CountsRecord(round(self._recorded_s - self.started_s, 4), **fields, **news))
 
@@ -276,15 +331,12 @@ def write_process_end(path: Path, process_id: int, reason: str) -> None:
     If there is no log of this process, nothing is written. If the disk is full, the line is lost.
     """
     try:
-        records = LogReader(path).read_new()
-        starts = [each for each in records if isinstance(each, StartRecord)]
-        if not starts or starts[-1].process_id != process_id:
+        before = _read_before(path)
+        if before is None or before.latest.process_id != process_id:
             return
-        last_s = max(each.time_s for each in records)
-        time_s = _elapsed_s(starts[0], last_s, since_boot_s(), time.time())
-        lines = whole_lines(path.read_bytes())
+        time_s = _elapsed_s(before, since_boot_s(), time.time())
         with path.open("r+b", buffering=0) as file:
-            file.truncate(sum(map(len, lines)))  # the process may have died in mid-line
+            file.truncate(before.num_bytes)  # the process may have died in mid-line
             file.seek(0, os.SEEK_END)
             line = msgspec.json.encode(ProcessEndRecord(round(time_s, 4), reason))
             file.write(line + b"\n")
@@ -292,26 +344,27 @@ def write_process_end(path: Path, process_id: int, reason: str) -> None:
         logger.warning("cannot write the end of a worker's process into %s (%s)", path, error)
 
 
-def _elapsed_s(first: StartRecord, last_s: float, now_s: float, date_s: float) -> float:
+def _elapsed_s(before: _Before, now_s: float, date_s: float) -> float:
     """Return the time since the worker's first start, at the end of its log so far or later.
 
     Dates count only if the machine was started again since then, or if that is not known. The date
     may have been set back, so the time is never before the last record's.
     """
+    first = before.first
     is_same_boot = first.boot_id and first.boot_id == boot_id()
     elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
-    return max(elapsed_s, last_s)
+    return max(elapsed_s, before.last_s)
 
 
-def _log_before(path: Path) -> list[Record]:
-    """Return the records of an earlier process; move a file that is damaged out of the way."""
+def _log_before(path: Path) -> _Before | None:
+    """Return what counts of an earlier process's log; move a damaged file out of the way."""
     try:
-        return LogReader(path).read_new()
+        return _read_before(path)
     except ValueError as error:
         aside = path.with_suffix(f".{time.time_ns()}.damaged")
         path.rename(aside)
         logger.warning("a new log is begun, and the old one is kept as %s: %s", aside.name, error)
-        return []
+        return None
 
 
 def _sum(before: Counters, counters: Counters) -> Counters:

@@ -1,6 +1,7 @@
 import errno
 import logging
 import os
+import tracemalloc
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,21 @@ def test_the_launcher_writes_how_a_process_ended(tmp_path):
     assert last_s == worker.last_s == worker.counts[1].time_s
 
 
+def test_a_death_costs_the_launcher_little_however_long_the_log_is(tmp_path):
+    """It runs for as long as the run does; a log of a week has twenty megabytes."""
+    path = worker_file(tmp_path, 0)
+    with closing(RunLogWriter(path)) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        for _ in range(2_000):
+            log.counts(SOME)
+    tracemalloc.start()
+    write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < path.stat().st_size / 4
+    assert len(LogReader(path).read_new()) == 2_002
+
+
 def test_a_log_that_cannot_be_read_gets_no_end_but_a_warning(tmp_path, caplog):
     path = worker_file(tmp_path, 0)
     path.write_text("hello\n")
@@ -296,7 +312,13 @@ def test_values_may_follow_the_end(tmp_path):
     assert RunLog.read(tmp_path).workers[0].last_values() == {"accuracy": 0.9}
 
 
-@pytest.mark.parametrize("content", [b"hello\n", b'{"kind":"start","rank":-5}\n', b"\xff\n"])
+GOOD = msgspec.json.encode(StartRecord(0, 2, 7, 0.0, {}, 0.0, FORMAT)) + b"\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"hello\n", b'{"kind":"start","rank":-5}\n', b"\xff\n", GOOD + b"hello\n" + GOOD],
+)
 def test_a_damaged_log_is_set_aside_and_blocks_no_restart(tmp_path, caplog, content):
     path = worker_file(tmp_path, 0)
     path.write_bytes(content)
