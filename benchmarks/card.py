@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from support.meeting import Meeting
@@ -187,8 +187,8 @@ class Case:
 
     model: str
     num_workers: int
-    method: str = "a2cid2"
-    comm_rate: float | str = "auto"
+    method: Method = "a2cid2"
+    comm_rate: float | Literal["auto"] = "auto"
 
     def made(self, settings: Settings) -> tuple[nn.Module, Tensor, Tensor]:
         """Return the model, and the inputs and targets of every step."""
@@ -213,8 +213,8 @@ def train(case: Case, settings: Settings, meeting_path: Path) -> Result:
     model = GossipDataParallel(
         net,
         optimizer,
-        method=cast(Method, case.method),
-        comm_rate=cast(float | Literal["auto"], case.comm_rate),
+        method=case.method,
+        comm_rate=case.comm_rate,
         counting=Counting(samples_per_step=len(inputs)),
     )
     # Convolutions in bfloat16 take minutes on a CPU that has no instructions for them.

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from support.meeting import Meeting
@@ -33,7 +33,7 @@ from gossipdp.gossip.processor import limit
 from gossipdp.protocol.worker import Method
 from gossipdp_lab.tasks.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
-ARMS = ("none", "a2cid2")
+ARMS: tuple[Method, ...] = ("none", "a2cid2")
 """The wrapper without exchanges, and with them."""
 WARM_UP_TURNS, LEAST_WARM_UP_S = 0.4, 2.0
 SETTLE_S = 0.25  # for what an arm's exchanges still have to do when its turn is over
@@ -192,7 +192,7 @@ class _Arm:
     """One way to train, with its own model and optimizer."""
 
     def __init__(
-        self, name: str, setting: Setting, comm_rate: float | Literal["auto"], rank: int
+        self, name: Method, setting: Setting, comm_rate: float | Literal["auto"], rank: int
     ) -> None:
         torch.manual_seed(rank)
         self.times = ArmTimes()
@@ -221,7 +221,7 @@ class _Arm:
             self._wrapped = GossipDataParallel(
                 net,
                 self._optimizer,
-                method=cast(Method, name),
+                method=name,
                 comm_rate=comm_rate,
                 counting=Counting(samples_per_step=setting.batch_size),
             )

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
-from race_report import CALM, COLUMNS, OURS, Column, Runs, cells, read, short
-from race_run import median
+from race_report import CALM, COLUMNS, Column, Runs, cells, read, short
 from support.report import RESULTS, markdown_table
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +24,6 @@ THOUSANDS = Column(
     "thousands of samples kept", "samples", ".0f", max, lambda run, *_: run.samples / 1e3
 )
 BY_KEY = {column.key: column for column in COLUMNS} | {THOUSANDS.key: THOUSANDS}
-SHORT = {"samples": ".0f", "loss": ".3f"}
 DETAILS = ("samples", "samples_ratio", "loss", "loss_ratio", "share_of_calm", "lost_s", "megabytes")
 """The columns of a condition's table; without those of which it has no figure."""
 
@@ -64,11 +62,8 @@ def condition(name: str, of: str) -> str:
 
 def medians(runs: Runs, key: str, form: str) -> dict[str, str]:
     """Return the medians of a figure by row, without their ranges, the best one bold."""
-    column = BY_KEY[key]
-    return {
-        row: re.sub(r" \([^)]*\)", "", text)
-        for row, (text,) in cells(runs, {}, [column._replace(form=form)]).items()
-    }
+    column = BY_KEY[key]._replace(form=form)
+    return {row: text for row, (text,) in cells(runs, {}, [column], with_ranges=False).items()}
 
 
 def summary() -> str:
@@ -85,38 +80,18 @@ def summary() -> str:
 
 def rest(key: str) -> str:
     """Return the table of a figure: a line a condition, a column a row."""
+    column = BY_KEY[key]
     found = {text: stored(name)[of] for (name, of), text in REST.items()}
     rows = list(dict.fromkeys(row for runs in found.values() for row, each in runs.items() if each))
     lines = [
-        (text, *(medians(runs, key, SHORT[key]).get(row, "") for row in rows))
+        (text, *(medians(runs, key, column.form).get(row, "") for row in rows))
         for text, runs in found.items()
     ]
-    return markdown_table((BY_KEY[key].name, *map(short, rows)), lines)
-
-
-def bytes_sent() -> str:
-    """Return the README's sentence: the bytes of whole runs, over DDP's."""
-    found = [stored("race")[name] for name in SUMMARY]
-
-    def times(*rows: str) -> str:
-        sent = BY_KEY["megabytes"].value
-        medians = [
-            [median([sent(run, (), ()) for run in runs[row]]) for row in (*rows, "ddp")]
-            for runs in found
-        ]
-        ratios = [each / ddp for *each_row, ddp in medians for each in each_row]
-        return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-    averaging = times("local_sgd_torchft@16", "diloco_torchft@16")
-    return (
-        f"*In these runs gossipdp sent {times(OURS)} times DDP's bytes, torchft's LocalSGD and "
-        f"DiLoCo {averaging} times.*"
-    )
+    return markdown_table((column.name, *map(short, rows)), lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
-    "bytes": bytes_sent,
     "rest samples": partial(rest, "samples"),
     "rest loss": partial(rest, "loss"),
 }

@@ -131,7 +131,9 @@ def spreads(
     }
 
 
-def cells(runs: Runs, calm: Runs, columns: Sequence[Column]) -> dict[str, list[str]]:
+def cells(
+    runs: Runs, calm: Runs, columns: Sequence[Column], *, with_ranges: bool = True
+) -> dict[str, list[str]]:
     """Return the texts of each row: medians over the rounds, the best of each column bold."""
     found = spreads(runs, calm, columns)
     best = {
@@ -144,7 +146,7 @@ def cells(runs: Runs, calm: Runs, columns: Sequence[Column]) -> dict[str, list[s
     def text(spread: Spread, column: Column) -> str:
         if not math.isfinite(spread.median):
             return "-"
-        shown = spread.text(column.form)
+        shown = spread.text(column.form) if with_ranges else f"{spread.median:{column.form}}"
         return f"**{shown}**" if spread.median == best.get(column.key) else shown
 
     return {

@@ -23,7 +23,6 @@ def result(name: str) -> dict[str, Any]:
 
 RACE, MORE = result("race"), result("race_more")
 ROWS = ("gossipdp", "ddp", "ddp_torchft", "local_sgd_torchft@16", "diloco_torchft@16")
-TEXTS = tuple(SUMMARY)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -119,7 +118,7 @@ def eight_workers() -> str:
     """Return the sentence on eight workers."""
     eight = result("race_8")
     samples = [
-        listed([f"{eight[name][row]['samples'] / 1e3:.0f}" for name in TEXTS])
+        listed([f"{eight[name][row]['samples'] / 1e3:.0f}" for name in SUMMARY])
         for row in ("gossipdp", "local_sgd_torchft@16", "ddp")
     ]
     return (
@@ -148,7 +147,7 @@ def times_ddp(
 
 def headline_bytes() -> str:
     """Return the README's sentence on bytes."""
-    shown = {name: RACE[name] for name in TEXTS}
+    shown = {name: RACE[name] for name in SUMMARY}
     least, most = times_ddp(shown, sent, "gossipdp")
     least_kept, most_kept = times_ddp(shown, lambda row: float(row["bytes"]), "gossipdp")
     _, others = times_ddp(shown, sent, *ROWS[3:])

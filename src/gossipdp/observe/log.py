@@ -144,11 +144,12 @@ class LogReader:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
-                lines = whole_lines(file.read())
+                content = file.read()
         except FileNotFoundError:
             return records
-        self._position += sum(map(len, lines))
-        for line in lines:
+        num_bytes = content.rfind(b"\n") + 1
+        self._position += num_bytes
+        for line in content[:num_bytes].splitlines():
             self._num_lines += 1
             try:
                 record: Record = decode(line, Record)  # type: ignore[arg-type]
@@ -222,11 +223,6 @@ def _read_before(path: Path) -> _Before | None:
         totals=Counters() if counts is None else decode(counts, CountsRecord),
         num_bytes=num_bytes,
     )
-
-
-def whole_lines(content: bytes) -> list[bytes]:
-    """Return the lines, without a last one that is half written or whose writer was killed."""
-    return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
 # Writing.
