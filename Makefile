@@ -105,7 +105,6 @@ dist: $(VENV)/dev.installed
 
 # The documentation as a site, in build/site; a link that leads nowhere is an error.
 docs: $(VENV)/docs.installed
-	$(BIN)/python tools/notebook_pages.py
 	$(BIN)/python tools/build_site.py
 
 # The same on http://localhost:8000, built again at each edit.

@@ -5,8 +5,8 @@ Code fences: ``python`` runs as one worker, what stands under the ``__main__`` g
 Indented calls of our command are checked for their options; with a prompt, ``$ gossipdp plan`` and
 ``$ gossipdp simulate`` are run, and print what follows them. A line of three dots stands for any
 number of lines. Indented Python that wraps a model runs with a small one; in tests/integration
-run that of shards.md (test_shards.py), the cells of the notebooks (test_notebooks.py) and the
-changes (``diff``) of your_script.md (test_your_script.py).
+run that of shards.md (test_shards.py) and the changes (``diff``) of your_script.md
+(test_your_script.py).
 """
 
 import ast
@@ -37,10 +37,7 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md")]
 )
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-OF_NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
-each_page = pytest.mark.parametrize(
-    "page", [*PAGES, *OF_NOTEBOOKS], ids=[*NAMES, *(page.name for page in OF_NOTEBOOKS)]
-)
+each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
 def blocks(kind: str) -> list[tuple[str, str]]:
