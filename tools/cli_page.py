@@ -1,6 +1,6 @@
 """Writes the options of commands into docs/cli.md, from the sources of their help.
 
-Those of plan and simulate, and those that only one recipe of train has, are left to the help.
+Those of the other commands are left to the help.
 
     python tools/cli_page.py
 
@@ -17,23 +17,11 @@ from pathlib import Path
 
 from gossipdp.cli.main import Common
 from gossipdp.cli.run import RunArguments
-from gossipdp.cli.top import TopArguments
-from gossipdp_lab.demo import DemoArguments
-from gossipdp_lab.report.command import ReportArguments
-from gossipdp_lab.tasks import RunOptions, TrainOptions
-from gossipdp_lab.tasks.command import TrainArguments
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
-# The classes that define the options of a list. Those that a class inherits are another's.
-LISTS: dict[str, tuple[type, ...]] = {
-    "common": (Common,),
-    "run": (RunArguments,),
-    "top": (TopArguments,),
-    "demo": (RunOptions, DemoArguments),
-    "train": (TrainArguments, TrainOptions),
-    "report": (ReportArguments,),
-}
-NOT_OPTIONS = {"address", "directory", "recipe", "script"}
+# The class that defines the options of a list.
+LISTS: dict[str, type] = {"common": Common, "run": RunArguments}
+NOT_OPTIONS = {"script"}
 
 
 def helps(kind: type) -> dict[str, str]:
@@ -71,8 +59,8 @@ def options(kind: type) -> list[str]:
 def page() -> str:
     """Return the page with the options of today."""
     text = PAGE.read_text()
-    for name, kinds in LISTS.items():
-        lines = "\n".join(line for kind in kinds for line in options(kind))
+    for name, kind in LISTS.items():
+        lines = "\n".join(options(kind))
         marker = f"<!-- options: {name} -->\n\n"
         before, found, rest = text.partition(marker)
         assert found, name
