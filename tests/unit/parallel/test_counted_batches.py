@@ -3,29 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Counting, GossipDataParallel
-
-Wrap = Callable[..., tuple[GossipDataParallel, nn.Module, torch.optim.Optimizer]]
-
-
-@pytest.fixture
-def small(linear: Callable[..., Any]) -> Wrap:
-    """Wrap a small net; return the model, the net and the optimizer."""
-
-    def make(**options: Any) -> tuple[GossipDataParallel, nn.Module, torch.optim.Optimizer]:
-        model, optimizer = linear(**options)
-        return model, model.module, optimizer
-
-    return make
 
 
 def step(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -34,23 +20,26 @@ def step(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, 
     optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["model", "net", "compiled", "eval"])
-def test_batches_count_whatever_is_called_and_end(small, kind):
-    model, net, optimizer = small(budget_samples=20)
-    forward: Callable[[Tensor], Tensor] = {
-        "model": model,
-        "net": net,
-        "compiled": torch.compile(net, backend="eager"),
-        "eval": model.eval(),
-    }[kind]
+@pytest.mark.parametrize(
+    "called_of",
+    [
+        lambda model: model,
+        lambda model: model.eval(),
+        lambda model: model.module,
+        lambda model: torch.compile(model.module, backend="eager"),
+    ],
+)
+def test_batches_count_whatever_is_called_and_end(linear, called_of):
+    model, optimizer = linear(budget_samples=20)
+    forward = called_of(model)
     for number, batch in enumerate(model.batches([torch.ones(5, 3)])):
         step(forward, optimizer, batch)
         assert number < 4, "it does not end"
     assert model.stats().samples == 20
 
 
-def test_a_closure_and_an_extra_forward_count_a_batch_once(small):
-    model, _, optimizer = small(budget_samples=15)
+def test_a_closure_and_an_extra_forward_count_a_batch_once(linear):
+    model, optimizer = linear(budget_samples=15)
     for batch in model.batches([torch.ones(5, 3)]):
         model(torch.ones(9, 3))
         for _ in range(2):
@@ -59,9 +48,9 @@ def test_a_closure_and_an_extra_forward_count_a_batch_once(small):
     assert (model.stats().samples, model.stats().gradient_steps) == (15, 3)
 
 
-def test_a_batch_without_a_step_counts_with_the_next(small):
+def test_a_batch_without_a_step_counts_with_the_next(linear):
     """Accumulation, and a step that GradScaler skips."""
-    model, _, optimizer = small(budget_samples=20)
+    model, optimizer = linear(budget_samples=20)
     for number, batch in enumerate(model.batches([torch.ones(5, 3)])):
         model(batch).sum().backward()
         if number % 2:
@@ -105,63 +94,59 @@ EPISODE = ((torch.ones(5, 3), torch.ones(5)), (torch.ones(7, 3), torch.ones(7)))
         (IMAGES, 2, 5),
     ],
 )
-def test_a_batch_counts_its_first_tensor_or_a_list_of_samples(small, batch, size, samples, caplog):
+def test_a_batch_counts_its_first_tensor_or_a_list_of_samples(linear, batch, size, samples, caplog):
     """The loader's size says which of the two is meant; a count that differs is said once."""
     counting = Counting(batch_dim=int(batch is TIME_FIRST))
-    model, net, optimizer = small(budget_samples=6 * samples, counting=counting)
+    model, optimizer = linear(budget_samples=6 * samples, counting=counting)
     loader = type("Sized", (list,), {"batch_size": size})([batch, batch])
     for _ in model.batches(loader):
-        step(net, optimizer, torch.ones(1, 3))
+        step(model.module, optimizer, torch.ones(1, 3))
     assert (model.stats().samples, model.stats().gradient_steps) == (6 * samples, 6)
     said = f"a batch counts as {samples} samples, and the loader's batch_size is {size}: "
     warned = [each.startswith(said) for each in caplog.messages]
     assert warned == [True] * (size not in (None, samples))
 
 
-def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(small):
-    given, net, optimizer = small(budget_samples=6, counting=Counting(samples_per_step=3))
+def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(linear):
+    given, optimizer = linear(budget_samples=6, counting=Counting(samples_per_step=3))
     for _ in given.batches(["abc"]):
-        step(net, optimizer, torch.ones(1, 3))
+        step(given.module, optimizer, torch.ones(1, 3))
     assert given.stats().gradient_steps == 2
 
 
-def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(small, caplog):
-    _, net, optimizer = small(budget_samples=100)
+def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(linear, caplog):
+    model, optimizer = linear(budget_samples=100)
     for _ in range(2):
-        step(net, optimizer, torch.ones(4, 3))
+        step(model.module, optimizer, torch.ones(4, 3))
     with pytest.raises(RuntimeError, match=r"never be used up: 3 gradient steps of .*batches"):
-        step(net, optimizer, torch.ones(4, 3))
-    _, net, optimizer = small()
+        step(model.module, optimizer, torch.ones(4, 3))
+    model, optimizer = linear()
     for _ in range(5):
-        step(net, optimizer, torch.ones(4, 3))
+        step(model.module, optimizer, torch.ones(4, 3))
     assert caplog.text.count("3 gradient steps of the Linear, and not one sample was") == 1
 
 
-def test_a_loop_that_never_steps_is_told_so_once(small, caplog):
-    model, net, optimizer = small(budget_samples=10**6)
+def test_a_loop_that_never_steps_is_told_so_once(linear, caplog):
+    model, optimizer = linear(budget_samples=10**6)
     for number, batch in zip(range(1000), model.batches([torch.ones(4, 3)]), strict=False):
         assert caplog.text.count("200 rounds of the loop without a step") == (number >= 500)
         if number in (0, 150, 300):
-            step(net, optimizer, batch)
+            step(model.module, optimizer, batch)
 
 
 def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All workers together have trained on so many times the samples of this one."""
-
-    def total() -> int:
-        return times * model._worker.stats().samples
-
-    monkeypatch.setattr(model._worker, "total_samples", total)
+    worker = model._worker
+    monkeypatch.setattr(worker, "total_samples", lambda: times * worker.stats().samples)
 
 
-def test_epochs_are_those_of_the_whole_run(small, monkeypatch):
+def test_epochs_are_those_of_the_whole_run(linear, monkeypatch):
     """The other workers have trained on twice as many samples as this one."""
-    model, _, optimizer = small()
+    model, optimizer = linear()
     others_train(model, 3, monkeypatch)
-    loader = DataLoader(TensorDataset(torch.ones(24, 3)), batch_size=4)
     numbers, progress = [], []
-    for epoch, batches in model.epochs(loader, 3):
-        for (inputs,) in batches:
+    for epoch, batches in model.epochs(DataLoader(torch.ones(24, 3), 4), 3):
+        for inputs in batches:
             step(model, optimizer, inputs)
             progress.append(model.progress())
         numbers.append(epoch)
@@ -170,36 +155,32 @@ def test_epochs_are_those_of_the_whole_run(small, monkeypatch):
     assert (model.stats().samples, model.finished) == (24, True)
 
 
-def test_epochs_that_are_left_early_or_missed(small, monkeypatch):
-    loader = DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4)
-    model, _, optimizer = small()
-    seen = []
-    for epoch, batches in model.epochs(loader, 3):
-        for (inputs,) in islice(batches, 1):
-            step(model, optimizer, inputs)
-        seen.append(epoch)
-    assert (seen, model.stats().samples) == ([0, 1, 2], 12)
-    model, _, optimizer = small()
+def test_epochs_that_are_left_early_or_missed(linear, monkeypatch):
+    def numbers(num_epochs: int, steps_each: int | None = None) -> list[int]:
+        seen = []
+        for epoch, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), num_epochs):
+            for inputs in islice(batches, steps_each):
+                step(model, optimizer, inputs)
+            seen.append(epoch)
+        return seen
+
+    model, optimizer = linear()
+    assert (numbers(3, 1), model.stats().samples) == ([0, 1, 2], 12)
+    model, optimizer = linear()
     others_train(model, 5, monkeypatch)
-    seen = []
-    for epoch, batches in model.epochs(loader, 8):
-        for (inputs,) in batches:
-            step(model, optimizer, inputs)
-        seen.append(epoch)
-    assert seen == [0, 2, 5, 7], "the others are past those between"
+    assert numbers(8) == [0, 2, 5, 7], "the others are past those between"
 
 
-def test_a_stop_ends_batches_and_epochs(small):
-    model, _, optimizer = small(method="gossip", budget_samples=100)
+def test_a_stop_ends_batches_and_epochs(linear):
+    model, optimizer = linear(method="gossip", budget_samples=100)
     for batch in model.batches([torch.ones(5, 3)]):
         step(model, optimizer, batch)
         assert not model.finished
         model.stop()
     assert (model.stats().samples, model.finished, model.progress()) == (5, True, 0.05)
-    model, _, optimizer = small(method="gossip")
-    loader = DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4)
-    for epoch, batches in model.epochs(loader, 5):
-        for (inputs,) in batches:
+    model, optimizer = linear(method="gossip")
+    for epoch, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), 5):
+        for inputs in batches:
             step(model, optimizer, inputs)
         if epoch == 1:
             model.stop()
@@ -214,92 +195,86 @@ class Endless(IterableDataset[Tensor]):
             yield torch.ones(3)
 
 
-def test_how_long_an_epoch_is_may_be_given(small):
-    model, _, optimizer = small()
+def test_how_long_an_epoch_is_may_be_given(linear):
+    model, optimizer = linear()
+    loader = DataLoader(Endless(), batch_size=4)
     with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
-        model.epochs(DataLoader(Endless(), batch_size=4), 2)
-    for _, batches in model.epochs(DataLoader(Endless(), batch_size=4), 2.0, samples=8.0):
+        model.epochs(loader, 2)
+    for _, batches in model.epochs(loader, 2.0, samples=8.0):
         for inputs in batches:
             step(model, optimizer, inputs)
     assert (model.stats().samples, str(model._worker.batches.budget_samples)) == (16, "16")
 
 
-def train_epochs(small: Wrap, *counts: int, break_after: int = -1) -> tuple[Any, list[list[int]]]:
-    """Call epochs() for each count in turn, of 20 samples an epoch; return the epochs of the steps.
+@pytest.mark.parametrize(
+    ("counts", "stop", "expected"),
+    [((2, 1), None, [[0, 0, 1, 1], [2, 2]]), ((2, 3), 3, [[0, 0, 1], [1, 2, 2]])],
+)
+def test_a_second_call_of_epochs_lengthens_the_run_or_goes_on_where_it_was_broken_off(
+    linear, counts, stop, expected
+):
+    model, optimizer = linear()
 
-    The loop over the first call breaks off after ``break_after`` steps.
-    """
-    model, net, optimizer = small()
-    loader = DataLoader(TensorDataset(torch.ones(20, 3)), batch_size=10)
+    def batches(num_epochs: int) -> Iterator[tuple[int, Tensor]]:
+        for epoch, of_epoch in model.epochs(DataLoader(torch.ones(20, 3), 10), num_epochs):
+            for batch in of_epoch:
+                yield epoch, batch
+
     found: list[list[int]] = []
-    for count in counts:
+    for count, most in zip(counts, (stop, None), strict=True):
         found.append([])
-        for epoch, batches in model.epochs(loader, count):
-            for (x,) in batches:
-                step(net, optimizer, x)
-                found[-1].append(epoch)
-                if len(found) == 1 and len(found[0]) == break_after:
-                    break
-            if len(found) == 1 and len(found[0]) == break_after:
-                break
-    return model, found
-
-
-def test_a_second_call_of_epochs_lengthens_the_run_or_goes_on_where_it_was_broken_off(small):
-    for counts, stop, expected in (
-        ((2, 1), -1, [[0, 0, 1, 1], [2, 2]]),
-        ((2, 3), 3, [[0, 0, 1], [1, 2, 2]]),
-    ):
-        model, found = train_epochs(small, *counts, break_after=stop)
-        assert (found, model.progress(), model.consolidate().samples) == (expected, 1.0, 60)
+        for epoch, batch in islice(batches(count), most):
+            step(model, optimizer, batch)
+            found[-1].append(epoch)
+    assert (found, model.progress(), model.consolidate().samples) == (expected, 1.0, 60)
 
 
 @pytest.mark.parametrize("ends", [GossipDataParallel.consolidate, GossipDataParallel.close])
-def test_a_loop_after_the_end_is_an_error(small, ends):
+def test_a_loop_after_the_end_is_an_error(linear, ends):
     """As is going on with a loop in whose body the run ended."""
-    model, net, optimizer = small(budget_samples=30)
+    model, optimizer = linear(budget_samples=30)
     batches = model.batches([torch.ones(10, 3)])
-    step(net, optimizer, next(batches))
+    step(model.module, optimizer, next(batches))
     ends(model)
     with pytest.raises(RuntimeError, match=r"the run has ended .* wrap .* once more"):
         next(batches)
     assert model.finished
     with pytest.raises(RuntimeError, match="the run has ended"):
         model.batches([torch.ones(10, 3)])
-    model, _, _ = small()
+    model, _ = linear()
     ends(model)
     with pytest.raises(RuntimeError, match="the run has ended"):
-        model.epochs(DataLoader(TensorDataset(torch.ones(20, 3))), 1)
+        model.epochs(DataLoader(torch.ones(20, 3)), 1)
 
 
-def test_the_run_may_end_in_the_body_of_its_last_batch(small):
-    model, net, optimizer = small(budget_samples=20)
+def test_the_run_may_end_in_the_body_of_its_last_batch(linear):
+    model, optimizer = linear(budget_samples=20)
     for batch in model.batches([torch.ones(10, 3)]):
-        step(net, optimizer, batch)
+        step(model.module, optimizer, batch)
         if model.finished:
             assert model.consolidate().samples == 20
 
 
-def test_a_loop_without_a_step_says_so(small, caplog):
-    model, net, optimizer = small(budget_samples=20)
+def test_a_loop_without_a_step_says_so(linear, caplog):
+    model, optimizer = linear(budget_samples=20)
     for batch in model.batches([torch.ones(10, 3)]):
-        step(net, optimizer, batch)
+        step(model.module, optimizer, batch)
     assert not caplog.text
     assert list(model.batches([torch.ones(10, 3)])) == []
     assert "batches() of 20 samples yields nothing: the workers have trained on 20" in caplog.text
-    model, _, _ = small()
+    model, _ = linear()
     model.stop()
-    assert list(model.epochs(DataLoader(TensorDataset(torch.ones(20, 3))), 1)) == []
+    assert list(model.epochs(DataLoader(torch.ones(20, 3)), 1)) == []
     assert "epochs() up to 1 yields nothing: model.stop() has ended the run" in caplog.text
 
 
-SHARED = TensorDataset(torch.ones(12, 3))
+SHARED = torch.ones(12, 3)
 
 
 @pytest.mark.parametrize("shuffles", [False, True])
 @pytest.mark.parametrize("is_of_batches", [False, True])
 def test_a_sampler_that_fixes_each_worker_s_share_gets_a_warning(
-    small, shuffles, is_of_batches, caplog
+    linear, shuffles, is_of_batches, caplog
 ):
     """One that shuffles draws another share in each pass, since batches() sets its epoch."""
     sampler = DistributedSampler(SHARED, 2, 0, shuffle=shuffles)
@@ -308,10 +283,10 @@ def test_a_sampler_that_fixes_each_worker_s_share_gets_a_warning(
         if is_of_batches
         else DataLoader(SHARED, 3, sampler=sampler)
     )
-    model, net, optimizer = small(budget_samples=20)
+    model, optimizer = linear(budget_samples=20)
     next(model.batches(loader))  # a loop that is broken off
-    for (batch,) in model.batches(loader):
-        step(net, optimizer, batch)
+    for batch in model.batches(loader):
+        step(model.module, optimizer, batch)
     assert sampler.epoch == 3
     assert caplog.text.count("each worker trains on one share of the data") == (not shuffles)
     assert len(caplog.messages) == (not shuffles)
