@@ -17,6 +17,7 @@ import checkpointing
 import pytest
 import safetensors.torch
 import torch
+from bitwise import assert_bitwise
 from checkpointing import steps_saved
 
 from gossipdp import GossipDataParallel, RefusedError
@@ -40,11 +41,6 @@ TENSORS = {
 }
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
-
-
 def test_a_file_is_what_the_library_reads_and_keeps_every_bit(tmp_path):
     path = tmp_path / "file.safetensors"
     write_tensors(path, TENSORS, {"note": "größer"})
@@ -53,8 +49,7 @@ def test_a_file_is_what_the_library_reads_and_keeps_every_bit(tmp_path):
     assert metadata == {"note": "größer"}
     assert tensors.keys() == library.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert same(tensors[name], tensor)
-        assert same(library[name], tensor)
+        assert_bitwise([tensors[name], library[name]], [tensor, tensor])
 
 
 def test_every_byte_is_under_the_checksum_or_refused(tmp_path):
@@ -73,7 +68,7 @@ def test_every_byte_is_under_the_checksum_or_refused(tmp_path):
         # Only white space of the header may change without a trace.
         assert index < 8 + length
         assert metadata == {"note": "text"}
-        assert same(tensors["a"], torch.arange(4.0))
+        assert_bitwise(tensors["a"], torch.arange(4.0))
 
 
 def test_two_writers_of_one_path_do_not_meet(tmp_path):

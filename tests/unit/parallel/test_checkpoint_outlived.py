@@ -66,42 +66,42 @@ def test_lives_that_ended_long_enough_ago_are_named():
     assert ended_lives(members, notices, now_s) == ((0, 1), (2, 0), (3, 1), (4, 2))
 
 
-def left_behind(*all_facts: Facts) -> set[int]:
-    return outlived({each.rank: each for each in all_facts})
+HALF, OTHER_HALF = facts(0, 3200, ended=((1, 0),)), facts(1, 3000, ended=((0, 0),))
+AGAIN, OLD = facts(1, 3000, incarnation=1), facts(1, 80, incarnation=3)
+# What earlier runs left behind stays so, until that rank saves again.
+CARRIED = facts(0, 3200, run_id="third", ended=((1, BEFORE_THIS_RUN),))
 
 
-def test_a_dead_workers_old_checkpoint_is_left_behind():
-    assert left_behind(facts(0, 3200, ended=((1, 0),)), facts(1, 80)) == {1}
-    assert left_behind(facts(0, 3200), facts(1, 80)) == set(), "slow, not dead"
-
-
-def test_a_later_life_of_the_same_rank_counts():
-    again = facts(1, 3000, incarnation=1)
-    assert left_behind(facts(0, 3200, ended=((1, 0),)), again) == set()
-    assert left_behind(facts(0, 3200, ended=((1, 1),)), again) == {1}
-
-
-def test_an_older_checkpoint_has_no_say():
-    assert left_behind(facts(0, 80, ended=((1, 0),)), facts(1, 3200)) == set()
-
-
-def test_two_halves_of_a_cut_network_both_count():
-    one, other = facts(0, 3200, ended=((1, 0),)), facts(1, 3000, ended=((0, 0),))
-    assert left_behind(one, other) == set()
-    # A third that died within a half is left behind, whatever the other half thinks of it.
-    third = facts(2, 80, ended=((1, 0),))
-    assert left_behind(facts(0, 3200, ended=((1, 0), (2, 0))), other, third) == {2}
-
-
-def test_a_death_in_the_resumed_run_outlives_the_checkpoint_it_resumed_from():
-    old = facts(1, 80, incarnation=3)
-    assert left_behind(facts(0, 3200, run_id="second", ended=((1, 0),)), old) == {1}
-    # What earlier runs left behind stays so, until that rank saves again.
-    carried = facts(0, 3200, run_id="third", ended=((1, BEFORE_THIS_RUN),))
-    assert left_behind(carried, old) == {1}
-    assert left_behind(carried, facts(1, 3000, run_id="third")) == set()
-    # That the old run called rank 0 dead does not matter to the new one's.
-    assert left_behind(carried, msgspec.structs.replace(old, ended=((0, 0),))) == {1}
+@pytest.mark.parametrize(
+    ("all_facts", "expected"),
+    [
+        pytest.param([HALF, facts(1, 80)], {1}, id="dead"),
+        pytest.param([facts(0, 3200), facts(1, 80)], set(), id="slow, not dead"),
+        pytest.param([HALF, AGAIN], set(), id="a later life of the same rank counts"),
+        pytest.param([facts(0, 3200, ended=((1, 1),)), AGAIN], {1}, id="dead again"),
+        pytest.param([facts(0, 80, ended=((1, 0),)), facts(1, 3200)], set(), id="older, no say"),
+        pytest.param([HALF, OTHER_HALF], set(), id="two halves of a cut network both count"),
+        pytest.param(
+            [facts(0, 3200, ended=((1, 0), (2, 0))), OTHER_HALF, facts(2, 80, ended=((1, 0),))],
+            {2},
+            id="died within a half, whatever the other half thinks of it",
+        ),
+        pytest.param(
+            [facts(0, 3200, run_id="second", ended=((1, 0),)), OLD],
+            {1},
+            id="a death in the resumed run outlives the checkpoint it resumed from",
+        ),
+        pytest.param([CARRIED, OLD], {1}, id="carried"),
+        pytest.param([CARRIED, facts(1, 3000, run_id="third")], set(), id="saved again"),
+        pytest.param(
+            [CARRIED, msgspec.structs.replace(OLD, ended=((0, 0),))],
+            {1},
+            id="that the old run called rank 0 dead does not matter to the new one's",
+        ),
+    ],
+)
+def test_checkpoints_of_the_dead_are_left_behind(all_facts, expected):
+    assert outlived({each.rank: each for each in all_facts}) == expected
 
 
 def save(directory: Path, facts: Facts, value: float) -> None:

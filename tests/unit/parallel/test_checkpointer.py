@@ -4,6 +4,7 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,13 +16,6 @@ from torch import nn
 from gossipdp import Checkpoints
 from gossipdp.dynamics.state import State
 from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
-
-
-@pytest.fixture
-def trained(linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Make a model that saves every second step, at once, and its optimizer."""
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
-    return linear(tmp_path, 2)
 
 
 def test_one_that_is_due_while_the_last_is_written_is_taken_after(linear, tmp_path, monkeypatch):
@@ -85,12 +79,8 @@ def test_each_part_is_closed_whatever_another_raises(linear, tmp_path, monkeypat
     model, optimizer = linear(tmp_path, 2)
     for _ in range(3):
         step(model, optimizer)
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("no such thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(State, "boundary", fail)
+        patch.setattr(State, "boundary", Mock(side_effect=OSError("no such thread")))
         with pytest.raises(OSError, match="no such thread"):
             model.close()
     assert steps_saved(tmp_path) == [2]
@@ -136,8 +126,11 @@ def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch)
     assert events == ["saved"]
 
 
-def test_a_loop_that_does_not_call_the_wrapper_is_saved_at_its_next_step(trained, tmp_path):
-    model, optimizer = trained
+def test_a_loop_that_does_not_call_the_wrapper_is_saved_at_its_next_step(
+    linear, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+    model, optimizer = linear(tmp_path, 2)
     for _ in range(3):
         step(model.module, optimizer)
     model.close()
