@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import checkpointing
 import pytest
@@ -106,14 +107,8 @@ def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def raises(number: int) -> Callable[..., None]:
-    def call(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
-full = raises(errno.ENOSPC)
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+full = Mock(side_effect=FULL)
 
 
 def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -132,7 +127,7 @@ def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "write": lambda patch: break_writes(patch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+    "write": lambda patch: break_writes(patch, FULL),
     "fsync": lambda patch: patch.setattr(os, "fsync", full),
     "rename": lambda patch: patch.setattr(Path, "replace", full),
 }
@@ -173,7 +168,9 @@ def test_a_file_system_that_synchronizes_no_directory_will_do(tmp_path, monkeypa
     real = os.fsync
 
     def fsync(number: int) -> None:
-        (raises(errno.EINVAL) if stat.S_ISDIR(os.fstat(number).st_mode) else real)(number)
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(number)
 
     monkeypatch.setattr(os, "fsync", fsync)
     write_tensors(tmp_path / "file.safetensors", TENSORS, {})

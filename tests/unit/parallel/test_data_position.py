@@ -16,7 +16,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Subset,
     WeightedRandomSampler,
     get_worker_info,
@@ -97,9 +96,6 @@ SAMPLED = {
     "distributed": lambda _: {"sampler": DistributedSampler(Numbers(), num_replicas=2, rank=1)},
     "weighted": lambda given: {
         "sampler": WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES, generator=given)
-    },
-    "with replacement": lambda given: {
-        "sampler": RandomSampler(Numbers(), True, NUM_SAMPLES, generator=given)
     },
     "listed batches": lambda _: {"batch_sampler": ListedBatches()},
     "drawn batches": lambda _: {"batch_sampler": DrawnBatches(numpy.random.default_rng(3))},

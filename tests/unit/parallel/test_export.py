@@ -2,9 +2,11 @@
 
 import errno
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mixed_net
 import pytest
@@ -33,21 +35,22 @@ class Net(mixed_net.Net):
         self.extra = state
 
 
-def make(extra: Any = None) -> tuple[Net, GossipDataParallel]:
+@pytest.fixture
+def make(wrap_sgd: Callable[..., Any]) -> Callable[..., GossipDataParallel]:
+    """Wrap a module with this extra state."""
     torch.manual_seed(0)
-    net = Net(extra)
-    return net, GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1))
+    return lambda extra=None: wrap_sgd(Net(extra))[0]
 
 
 @pytest.mark.parametrize("consolidated", [False, True])
-def test_a_pt_file_loads_with_weights_only(tmp_path, consolidated):
-    net, model = make({"note": [1, 2.5]})
+def test_a_pt_file_loads_with_weights_only(make, tmp_path, consolidated):
+    model = make({"note": [1, 2.5]})
     if consolidated:
         model.consolidate()
     path = tmp_path / "model.pt"
     model.save_averaged(path)
     loaded = torch.load(path, weights_only=True)
-    assert_same(loaded, net)
+    assert_same(loaded, model.module)
     other = Net()
     other.load_state_dict(loaded)
     assert other.extra == {"note": [1, 2.5]}
@@ -55,15 +58,13 @@ def test_a_pt_file_loads_with_weights_only(tmp_path, consolidated):
     assert loaded["inner.weight"].data_ptr() == loaded["tied.weight"].data_ptr()
     tensors = {t.data_ptr(): t.nbytes for t in loaded.values() if isinstance(t, Tensor)}
     assert path.stat().st_size < sum(tensors.values()) + 20_000
-    model.close()
 
 
-def test_a_safetensors_file_loads_under_every_name(tmp_path):
-    net, model = make()
-    net.get_extra_state = lambda: torch.ones(2)  # type: ignore[method-assign]
+def test_a_safetensors_file_loads_under_every_name(make, tmp_path):
+    model = make()
+    model.module.get_extra_state = lambda: torch.ones(2)
     model.save_averaged(tmp_path / "model.safetensors")
-    assert_same(safetensors.torch.load_file(tmp_path / "model.safetensors"), net)
-    model.close()
+    assert_same(safetensors.torch.load_file(tmp_path / "model.safetensors"), model.module)
 
 
 def assert_same(loaded: dict[str, Any], net: nn.Module) -> None:
@@ -105,14 +106,11 @@ def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
     assert held(path) == 9.0
 
 
-def test_what_cannot_be_written_is_one_clear_error_and_no_file(tmp_path, monkeypatch):
-    _, model = make({"note": 1})
+def test_what_cannot_be_written_is_one_clear_error_and_no_file(make, tmp_path, monkeypatch):
+    model = make({"note": 1})
     with pytest.raises(ValueError, match="'_extra_state' is a dict"):
         model.save_averaged(tmp_path / "model.safetensors")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     model.save_averaged(tmp_path / "model.pt")
     before = (tmp_path / "model.pt").read_bytes()
     monkeypatch.setattr(os, "fsync", full)

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -170,9 +171,8 @@ def test_wrapping_twice_is_an_error(wrap, wrap_sgd):
     wrap(net, optimizer)
 
 
-def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(wrap, caplog):
-    net = nn.Linear(2, 1)
-    wrap(net, sgd(net), comm_rate=50)
+def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(linear, caplog):
+    linear(comm_rate=50)
     assert caplog.text.count("comm_rate=50 asks for 50 exchanges in every gradient step") == 1
 
 
@@ -272,11 +272,7 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
 )
 def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what):
     """One so large that its boundaries have helpers, wherever the wrapping fails."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("no such luck")
-
-    monkeypatch.setattr(owner, what, fail)
+    monkeypatch.setattr(owner, what, Mock(side_effect=OSError("no such luck")))
     monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
     monkeypatch.setenv("GOSSIPDP_KERNELS", "numba")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)

@@ -163,6 +163,8 @@ def twice(model: GossipDataParallel) -> None:
 
 
 BUDGET = {"budget_samples": 4}
+ONE_LOSS = r"log\(loss=\.\.\.\) takes one number, not "
+PLAIN_VALUES = r"log\(rate=\.{3}\) takes numbers and te"
 
 
 @pytest.mark.parametrize(
@@ -182,35 +184,19 @@ BUDGET = {"budget_samples": 4}
         ({}, lambda m: m.save_checkpoint(), "there is no directory: wrap with checkpoints="),
         ({}, lambda m: m.save_averaged("model.bin"), r"let it end in \.pt, \.pth or \.safetensors"),
         ({}, twice, "'schedule' is saved with the checkpoints already"),
-        *(
-            (
-                {},
-                lambda m, loss=loss: m.log(loss=loss),
-                r"log\(loss=\.\.\.\) takes one number, not ",
-            )
-            for loss in (torch.zeros(2), np.zeros(2), "small", [0.5])
-        ),
-        *(
-            (
-                {},
-                lambda m, value=value: m.log(rate=value),
-                r"log\(rate=\.{3}\) takes numbers and te",
-            )
-            for value in (torch.tensor(0.5), [0.1])
-        ),
-        (
-            {},
-            lambda m: m.log(steps=10**400),
-            r"log\(steps=\.{3}\) takes whole numbers of at most 64",
-        ),
+        ({}, lambda m: m.log(loss=torch.zeros(2)), ONE_LOSS),
+        ({}, lambda m: m.log(loss=np.zeros(2)), ONE_LOSS),
+        ({}, lambda m: m.log(loss="small"), ONE_LOSS),
+        ({}, lambda m: m.log(loss=[0.5]), ONE_LOSS),
+        ({}, lambda m: m.log(rate=torch.tensor(0.5)), PLAIN_VALUES),
+        ({}, lambda m: m.log(rate=[0.1]), PLAIN_VALUES),
+        ({}, lambda m: m.log(steps=10**400), r"log\(steps=.* takes whole numbers of at most 64"),
     ],
 )
-def test_what_a_wrapped_model_cannot_do_is_refused(tmp_path, arguments, call, message):
-    net = nn.Linear(2, 1)
-    model = GossipDataParallel(net, sgd(net), monitor=Monitor(tmp_path), **arguments)
+def test_what_a_wrapped_model_cannot_do_is_refused(linear, tmp_path, arguments, call, message):
+    model, _ = linear(monitor=Monitor(tmp_path), **arguments)
     with pytest.raises((ValueError, ModelChangedError), match=message):
         call(model)
-    model.close()
 
 
 @pytest.mark.parametrize(
@@ -220,10 +206,7 @@ def test_what_a_wrapped_model_cannot_do_is_refused(tmp_path, arguments, call, me
             (name, f"no argument '{name}': it is of DistributedDataParallel.* Leave it out")
             for name in ("device_ids", "output_device", "find_unused_parameters", "static_graph")
         ),
-        (
-            "broadcast_buffers",
-            r"or for no average either give exchange=gossipdp.Exchange\(buffers=",
-        ),
+        ("broadcast_buffers", r"for no average either give exchange=gossipdp.Exchange\(buffers="),
         ("pace", r"no argument 'pace': give exchange=gossipdp\.Exchange\(pace=\.\.\.\)"),
         ("batch_dim", r"give counting=gossipdp\.Counting\(batch_dim="),
         ("timeout_s", r"give network=gossipdp\.Network\(timeout_s="),
@@ -236,16 +219,14 @@ def test_an_argument_that_there_is_not_leads_on(name, message):
         wrap(**{name: None})
 
 
-def test_what_only_the_module_has_is_said_to_be_there():
-    net = nn.Linear(2, 1)
-    model = GossipDataParallel(net, sgd(net))
+def test_what_only_the_module_has_is_said_to_be_there(linear):
+    model, _ = linear()
     for name in ("reset_parameters", "weight"):
         with pytest.raises(AttributeError, match=rf"use model\.module\.{name}"):
             getattr(model, name)
         assert not hasattr(model, name)
     with pytest.raises(AttributeError, match="no attribute 'invent'"):
         model.invent()
-    model.close()
 
 
 def test_pieces_of_one_tensor_and_views_of_constants_are_no_mistake(tmp_path):
@@ -255,13 +236,12 @@ def test_pieces_of_one_tensor_and_views_of_constants_are_no_mistake(tmp_path):
     GossipDataParallel(net, sgd(net)).close()
 
 
-def test_the_end_of_with_closes_also_after_an_error():
-    net = nn.Linear(2, 1)
-    model = GossipDataParallel(net, sgd(net))
+def test_the_end_of_with_closes_also_after_an_error(linear):
+    model, optimizer = linear()
     with contextlib.suppress(ZeroDivisionError), model as entered:
         assert entered is model
         raise ZeroDivisionError
     with pytest.raises(RuntimeError, match="the model is closed"):
         model.consolidate()
-    with GossipDataParallel(net, sgd(net)) as model:  # closed already, and so not wrapped
+    with GossipDataParallel(model.module, optimizer) as model:  # closed already, and so not wrapped
         model.consolidate()

@@ -5,6 +5,7 @@ import math
 from contextlib import nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -232,11 +233,7 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     monkeypatch.undo()
 
 
-class Holder(nn.Module):
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
+OTHER = nn.Linear(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +242,8 @@ class Holder(nn.Module):
         (lambda net: net, ("0", "1", "2"), 1),
         (lambda net: net[0], ("0",), 1),
         (lambda net: net[1], ("1",), 1),
-        (lambda net: Holder(whole=net, other=nn.Linear(1, 1)), ("0", "1", "2"), 1),
-        (lambda net: Holder(first=net[0], other=nn.Linear(1, 1), third=net[2]), ("0", "2"), 2),
+        (lambda net: nn.ModuleDict({"whole": net, "other": OTHER}), ("0", "1", "2"), 1),
+        (lambda net: nn.ModuleList([net[0], OTHER, net[2]]), ("0", "2"), 2),
     ],
 )
 def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
@@ -367,9 +364,8 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap, wrap_
     assert given.stats().samples == 3
 
 
-def test_without_a_budget_progress_is_an_error_that_says_what_to_give(wrap_sgd):
-    net = nn.Linear(2, 1)
-    model, optimizer = wrap_sgd(net)
+def test_without_a_budget_progress_is_an_error_that_says_what_to_give(linear):
+    model, optimizer = linear()
     assert model.progress() == 0.0
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"budget_samples=, or loop over model\.epochs"):
@@ -438,19 +434,15 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap_sgd, t
         torch.testing.assert_close(chunk.x + chunk.pending, torch.full_like(chunk.x, 2.0))
 
 
-def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap_sgd, monkeypatch):
-    net = nn.Linear(2, 2)
-    model, _ = wrap_sgd(net)
-
-    def interrupt(timeout_s):
-        raise KeyboardInterrupt
-
+def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(linear, monkeypatch):
+    model, _ = linear()
+    interrupt = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(model._worker, "_wait_for_average", interrupt)
     leave_pending(model._worker, 2.0)
     with pytest.raises(KeyboardInterrupt):
         model.consolidate()
     model.close()
-    for parameter in net.parameters():
+    for parameter in model.parameters():
         torch.testing.assert_close(parameter, torch.full_like(parameter, 2.0))  # x + (2 - x) rounds
 
 
@@ -468,9 +460,8 @@ def test_consolidate_closes_and_the_module_trains_on_alone_and_a_state_dict_stay
         model.consolidate()
 
 
-def test_worker_seeds_are_distinct_and_fit_into_32_bits(wrap_sgd):
-    net = nn.Linear(2, 1)
-    model, _ = wrap_sgd(net, seed=123_456)
+def test_worker_seeds_are_distinct_and_fit_into_32_bits(linear):
+    model, _ = linear(seed=123_456)
     seeds = set()
     for rank in range(64):
         for life in range(64):

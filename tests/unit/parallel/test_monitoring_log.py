@@ -34,10 +34,11 @@ def read(directory: Path, rank: int = 0) -> WorkerLog:
     return RunLog.read(directory).workers[rank]
 
 
-def test_a_run_of_one_worker_is_logged_whole(tmp_path):
+def test_a_run_of_one_worker_is_logged_whole_with_numbers_of_numpy_and_any_text(tmp_path):
     model = train(tmp_path / "new" / "run", budget_samples=100)
+    model.log(accuracy=np.mean([0.5, 1.0]), file="caf\udce9", passed=True)
     model.consolidate()
-    model.log(test_accuracy=0.5)
+    model.log(test_accuracy=np.float64(0.9), name=np.str_("best"))
     worker = read(tmp_path / "new" / "run")
     assert (worker.counts[-1].gradient_steps, worker.counts[-1].samples) == (3, 24)
     assert not all(math.isnan(step.loss) for step in worker.counts)
@@ -45,23 +46,38 @@ def test_a_run_of_one_worker_is_logged_whole(tmp_path):
     assert worker.averaging is not None
     assert worker.end is not None
     assert (worker.end.gradient_steps, worker.end.consensus_distance) == (3, 0.0)
-    assert worker.last_values() == {"learning_rate": 0.1, "test_accuracy": 0.5}
+    assert worker.last_values() == {
+        "learning_rate": 0.1,
+        "accuracy": 0.75,
+        "file": "caf\\udce9",
+        "passed": True,
+        "test_accuracy": 0.9,
+        "name": "best",
+    }
     configuration = worker.start.configuration
     assert configuration["parameters"] == 10
     assert configuration["optimizer"] == "SGD(lr=0.1)"
     assert configuration["budget_samples"] == 100
 
 
-def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(tmp_path):
+def test_notices_and_exchanges_are_written_once_however_often_the_log_is_looked_at(tmp_path):
     model = train(tmp_path)
     log, stats = model._worker.monitoring, model._worker.stats()
     notices = (Notice(1, "lost", 5, 1), Notice(2, "lost", 5.5, 2), Notice(1, "answered", 6, 3, 1.2))
-    for number in (1, 1, 3, 3):
-        log._stats = lambda number=number: replace(stats, noticed=notices[:number])
+    ended = tuple(CompletedExchange(1, True, at_s, 2 * at_s, 0.0) for at_s in (1.0, 2.0, 3.0))
+    for noticed, exchanged in ((1, 0), (1, 0), (1, 2), (3, 2), (3, 3), (3, 3)):
+        now = replace(
+            stats,
+            noticed=notices[:noticed],
+            exchanges_initiated=exchanged,
+            recent_exchanges=ended[:exchanged],
+        )
+        log._stats = lambda now=now: now
         log._write_last()
     model.close()
-    found = read(tmp_path).noticed
-    assert found == [*notices]
+    assert read(tmp_path).noticed == [*notices]
+    seen = [one for each in read(tmp_path).counts for one in each.recent]
+    assert seen == [(1, 1.0), (1, 2.0), (1, 3.0)]
 
 
 def test_news_and_the_first_step_are_written_though_records_are_rare_by_now(tmp_path):
@@ -80,20 +96,6 @@ def test_news_and_the_first_step_are_written_though_records_are_rare_by_now(tmp_
         log._look(log._writer)
         assert len(read(tmp_path).counts) == num_before + 2
     model.close()
-
-
-def test_each_exchange_is_written_once_with_its_times(tmp_path):
-    model = train(tmp_path)
-    log, stats = model._worker.monitoring, model._worker.stats()
-    ended = tuple(CompletedExchange(1, True, at_s, 2 * at_s, 0.0) for at_s in (1.0, 2.0, 3.0))
-    for number in (2, 3):
-        log._stats = lambda number=number: replace(
-            stats, exchanges_initiated=number, recent_exchanges=ended[:number]
-        )
-        log._write_last()
-    model.close()
-    seen = [one for each in read(tmp_path).counts for one in each.recent]
-    assert seen == [(1, 1.0), (1, 2.0), (1, 3.0)]
 
 
 def test_the_secret_is_not_logged(tmp_path):
@@ -126,27 +128,10 @@ def test_an_earlier_run_s_other_workers_are_removed(tmp_path):
     assert other.exists()
 
 
-def test_numbers_of_numpy_and_any_text_are_logged_before_and_after_the_end(tmp_path):
-    model = train(tmp_path)
-    model.log(loss=np.float32(0.5), accuracy=np.mean([0.5, 1.0]), file="caf\udce9", passed=True)
-    model.consolidate()
-    model.log(test_accuracy=np.float64(0.9), name=np.str_("best"))
-    worker = read(tmp_path)
-    assert worker.end is not None
-    assert worker.last_values() == {
-        "learning_rate": 0.1,
-        "accuracy": 0.75,
-        "file": "caf\\udce9",
-        "passed": True,
-        "test_accuracy": 0.9,
-        "name": "best",
-    }
-
-
 def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path):
     model = train(tmp_path, num_steps=0, counting=Counting(samples_per_step=8))
     model.log(loss=torch.empty((), device="meta"))
-    model.log(loss=2.0)
+    model.log(loss=np.float32(2.0))
     model._worker.stepped(0)
     model.close()
     assert [step.loss for step in read(tmp_path).counts] == [2.0]

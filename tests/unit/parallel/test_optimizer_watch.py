@@ -34,17 +34,6 @@ class Own(torch.optim.Optimizer):
         parameter.sub_(gradient, alpha=lr)
 
 
-class ScheduleFree(Own):
-    """The parameter is y, from which z goes its own way (arXiv 2405.15682)."""
-
-    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
-        z = state.setdefault("z", parameter.clone())
-        weight = 1 / self.num_steps
-        parameter.lerp_(z, weight)
-        parameter.sub_(gradient, alpha=lr * (1 - 0.9 * (1 - weight)))
-        z.sub_(gradient, alpha=lr)
-
-
 class Lookahead(Own):
     """Every fifth step goes back half of the way (arXiv 1907.08610)."""
 
@@ -136,7 +125,6 @@ def train(wrap: Any, make: Make, steps: int = 3, dtype: Any = torch.float32, **o
 @pytest.mark.parametrize(
     ("kind", "key", "dtype"),
     [
-        (ScheduleFree, "z", torch.float32),
         (Lookahead, "slow", torch.float32),
         (EarlyLookahead, "slow", torch.float32),
         (Masters, "master", torch.bfloat16),

@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from bitwise import assert_bitwise
 from calling_back import CallingLock
 from torch import Tensor, nn
 
-from gossipdp.dynamics.device import Device, Mark
+from gossipdp.dynamics.device import Device
 from gossipdp.gossip.transfer import Offer
 from gossipdp.parallel import packing, training_state
 from gossipdp.parallel.training_state import Arriving, BetweenSteps, capture, restore
@@ -141,23 +140,6 @@ def step(weight: Tensor, optimizer: torch.optim.Optimizer, gradient: float = 1.0
     optimizer.step()
 
 
-class CallingMark(Mark):
-    """A mark in host memory that calls a function when it is left."""
-
-    def __init__(self, on_leave: Callable[[], object]) -> None:
-        self._on_leave = on_leave
-
-    def leave(self) -> None:
-        self._on_leave()
-
-    def precede(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def is_past(self) -> bool:
-        return True
-
-
 def watching(optimizer: torch.optim.Optimizer) -> BetweenSteps:
     """Return it with the optimizer's steps, as ``Hooks`` announces them."""
     between = BetweenSteps([optimizer])
@@ -270,7 +252,9 @@ def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
         lock = CallingLock(before=lambda: answers.append(offer.copy(offer.tensors[0], room)))
         between._guard = threading.Condition(lock)  # type: ignore[arg-type]
 
-    between.attach(CallingMark(finish), lambda: woken.append("woken"))
+    mark = Device().mark()
+    mark.leave = finish  # type: ignore[method-assign]
+    between.attach(mark, lambda: woken.append("woken"))
     step(weight, optimizer)
     assert answers == [False]
     assert woken == ["woken"]
