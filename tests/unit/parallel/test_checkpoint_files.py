@@ -95,14 +95,8 @@ def test_a_file_has_the_permissions_that_others_have(tmp_path):
 def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path):
     """Its worker was taken for dead, and that worker's next life writes now."""
     (tmp_path / "file").write_bytes(b"old")
-
-    def write() -> None:
-        with written_whole(tmp_path / "file") as file:
-            file.write(b"new")
-            remove_unfinished(tmp_path)
-
-    with pytest.raises(FileNotFoundError):
-        write()
+    with pytest.raises(FileNotFoundError), written_whole(tmp_path / "file"):
+        remove_unfinished(tmp_path)
     assert (tmp_path / "file").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -239,9 +233,7 @@ def test_the_old_checkpoint_goes_when_the_new_one_is_durable(linear, tmp_path, m
     for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
         real = getattr(owner, name)
 
-        def noted(
-            what: int | Path, *rest: object, name: str = name, real: Any = real, **named: object
-        ) -> object:
+        def noted(what: Any, *rest: Any, name: str = name, real: Any = real, **named: Any) -> Any:
             path = Path(os.readlink(f"/proc/self/fd/{what}")) if isinstance(what, int) else what
             events.append((name, "directory" if path.is_dir() else path.name[:14]))
             return real(what, *rest, **named)

@@ -233,17 +233,14 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     monkeypatch.undo()
 
 
-OTHER = nn.Linear(1, 1)
-
-
 @pytest.mark.parametrize(
     ("loads", "names", "num_loads"),
     [
         (lambda net: net, ("0", "1", "2"), 1),
         (lambda net: net[0], ("0",), 1),
         (lambda net: net[1], ("1",), 1),
-        (lambda net: nn.ModuleDict({"whole": net, "other": OTHER}), ("0", "1", "2"), 1),
-        (lambda net: nn.ModuleList([net[0], OTHER, net[2]]), ("0", "2"), 2),
+        (lambda net: nn.ModuleDict({"whole": net, "other": nn.Linear(1, 1)}), ("0", "1", "2"), 1),
+        (lambda net: nn.ModuleList([net[0], nn.Linear(1, 1), net[2]]), ("0", "2"), 2),
     ],
 )
 def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
@@ -418,12 +415,10 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap_sgd, t
         model.save_averaged(tmp_path / "best.pt")
         assert torch.load(tmp_path / "best.pt")["weight"].eq(7.0).all()
         assert net.weight.eq(7.0).all()
-        with pytest.raises(RuntimeError, match=r"within model\.averaged"):
-            optimizer.step()
-        with pytest.raises(RuntimeError, match=r"within model\.averaged"):
-            model.save_checkpoint()
-        with pytest.raises(RuntimeError, match=r"within model\.averaged"):
-            model.load_state_dict({key: torch.zeros_like(each) for key, each in before.items()})
+        zeros = {key: torch.zeros_like(each) for key, each in before.items()}
+        for act in (optimizer.step, model.save_checkpoint, lambda: model.load_state_dict(zeros)):
+            with pytest.raises(RuntimeError, match=r"within model\.averaged"):
+                act()
         model.to("cpu")
         if fails:
             raise ZeroDivisionError

@@ -319,16 +319,6 @@ def test_workers_with_other_moments_or_periods_are_refused():
     assert description(both) == description(dict(reversed(both.items())))
 
 
-@pytest.mark.parametrize(("beta_2", "expected"), [(0.99, [4, 8, 12]), (0.9, [3, 6, 9, 12])])
-@pytest.mark.parametrize("comm_rate", [1.0, "auto"])
-def test_by_default_one_exchange_in_four_carries_moments_or_one_in_a_quarter_of_their_memory(
-    wrap, comm_rate, beta_2, expected
-):
-    net = make_net()
-    model = wrap(net, ADAMW(net.parameters(), betas=(0.9, beta_2)), comm_rate=comm_rate)
-    assert carrying(model, 12) == expected
-
-
 def carrying(model: GossipDataParallel, num_exchanges: int) -> list[int]:
     """Return those of the next exchanges, one a step, that carry moments."""
     state, due = model._worker._state, model._worker._protocol.pairing.moments_due
@@ -342,11 +332,22 @@ def carrying(model: GossipDataParallel, num_exchanges: int) -> list[int]:
     return with_moments
 
 
-def test_periods_that_are_named_count_exchanges(wrap):
+@pytest.mark.parametrize(
+    ("beta_2", "moments", "expected"),
+    [
+        (0.99, True, [4, 8, 12]),
+        (0.9, True, [3, 6, 9, 12]),
+        (0.9, {"exp_avg_sq": 5}, [5, 10]),  # periods that are named count exchanges
+    ],
+)
+@pytest.mark.parametrize("comm_rate", [1.0, "auto"])
+def test_by_default_one_exchange_in_four_carries_moments_or_one_in_a_quarter_of_their_memory(
+    wrap, comm_rate, beta_2, moments, expected
+):
     net = make_net()
-    optimizer = ADAMW(net.parameters(), betas=(0.9, 0.9))
-    model = wrap(net, optimizer, exchange=Exchange(moments={"exp_avg_sq": 5}))
-    assert carrying(model, 12) == [5, 10]
+    optimizer = ADAMW(net.parameters(), betas=(0.9, beta_2))
+    model = wrap(net, optimizer, comm_rate=comm_rate, exchange=Exchange(moments=moments))
+    assert carrying(model, 12) == expected
 
 
 # What cannot.

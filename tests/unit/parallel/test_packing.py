@@ -135,7 +135,6 @@ TUPLE, COUNTER = Ext(Mark.TUPLE, b""), Ext(Mark.COUNTER, b"")
         (b"\x81\x01" * 65 + b"\x01", "nested deeper than 64"),
         (b"\xc1", "malformed"),
         (b"\x01\x02", "trailing"),
-        (b'{"state": {}}', "trailing"),
         ([b"bytes"], "a layout holds a bytes"),
         (datetime.now(UTC), "a layout holds a datetime"),
         (Ext(77, b""), "a layout holds a Ext"),

@@ -1,6 +1,5 @@
 """Sharded modules in one process: a world of one, or a world of four that is only pretended."""
 
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -48,19 +47,6 @@ def take_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net(torch.ones(4, 3)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def test_parameters_stay_where_fsdp_put_them(alone):
-    net = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
-    before = [local(parameter).data_ptr() for parameter in net.parameters()]
-    flat = FlatParameters(net, [adamw(net)], views_of(net, [adamw(net)]), momentum=True)
-    assert [local(parameter).data_ptr() for parameter in net.parameters()] == before
-    with torch.no_grad():
-        for segment in flat.state.segments:
-            segment.x.fill_(2)
-        # What FSDP gathers is what was written there.
-        assert (net(torch.ones(1, 3)) == 2 * 4 * 8 + 2).all()
-    flat.check()
 
 
 def test_gathered_parameters_are_no_replacement_and_a_shard_laid_elsewhere_is(alone):
@@ -166,15 +152,6 @@ def test_tensor_parallelism_is_refused(four, is_sharded_too):
         fully_shard(net, mesh=mesh["shard"])
     with pytest.raises(ValueError, match=r"tensor parallelism .* is not supported"):
         Replica.of(net, mesh["replicate"], Environment())
-
-
-def test_one_process_agrees_with_itself():
-    replica = Replica.of(make_net(), None, Environment(rank=2, world_size=4))
-    own = Agreed(samples=3, others_samples=5, is_stopped=True)
-    assert replica.agree(own) == own
-    assert replica.first_says(7) == 7
-    assert list(replica.gather(2.0, math.inf)) == [(2.0,), (math.inf,)]
-    assert not replica.is_sharded
 
 
 def test_a_replica_adds_up_samples_and_knows_of_the_others_once(monkeypatch):

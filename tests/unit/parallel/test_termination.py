@@ -280,9 +280,6 @@ class Pair:
             loss.backward()
             optimizer.step()
 
-    def steps_saved(self) -> list[list[int]]:
-        return [steps_saved(place) for place in self.places]
-
 
 @pytest.fixture
 def pair(plain_sigterm, wrap, tmp_path: Path):
@@ -325,5 +322,5 @@ def test_a_model_that_is_closed_or_cannot_be_saved_keeps_no_other_from_being_sav
     with pytest.raises(SystemExit) as ended:
         pair.models[1](torch.ones(1, 3))
     assert ended.value.code == (128 + signal.SIGTERM if is_closed else 1)
-    assert pair.steps_saved() == [[], [1]]
+    assert [steps_saved(place) for place in pair.places] == [[], [1]]
     assert (f"NOT be saved in {pair.places[0]}: the parameters or" in caplog.text) != is_closed

@@ -121,13 +121,11 @@ def test_poison_is_found_wherever_an_optimizer_keeps_it(dtype, poison):
     sound, poisoned = torch.ones(5), torch.ones(5)
     poisoned[-1] = poison
     sound, poisoned = sound.to(dtype), poisoned.to(dtype)
-    training_state.refuse_poison(of_optimizer(mean=sound, step=torch.tensor(7), best=math.inf))
+    sums = torch.full((9,), 3e38)  # of which a sum overflows
+    good = of_optimizer(mean=sound, sums=sums, step=torch.tensor(7), best=math.inf)
+    training_state.refuse_poison(good)
     with pytest.raises(ValueError, match=r"\[0\]\['state'\]\[0\]\['old'\]\[1\] holds NaN"):
         training_state.refuse_poison(of_optimizer(mean=sound, old=[sound, poisoned]))
-
-
-def test_sums_that_overflow_are_no_poison():
-    training_state.refuse_poison(of_optimizer(mean=torch.full((9,), 3e38)))
 
 
 def weight_and_adam(size: int = 3) -> tuple[Tensor, torch.optim.Optimizer]:

@@ -50,12 +50,11 @@ class Paced:
         Pace(Options(exchange=Exchange(pace="strict"))).wait(protocol, thread, self.take)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "TURN_WHILE_WAITING_S", 0.0)
 
 
-@pytest.mark.usefixtures("no_pause")
 def test_strict_pace_waits_until_a_demand_is_served():
     def turn(number: int) -> None:
         if number == 2:
@@ -71,7 +70,6 @@ def test_strict_pace_waits_until_a_demand_is_served():
     assert worker.num_turns == 6
 
 
-@pytest.mark.usefixtures("no_pause")
 def test_strict_pace_lets_go_of_a_worker_that_is_poisoned_meanwhile():
     worker = Paced(lambda number: worker.pairing.close() if number == 3 else None)
     worker.keep_pace()
