@@ -49,13 +49,18 @@ def take_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_gathered_parameters_are_no_replacement_and_a_shard_laid_elsewhere_is(alone):
-    net = fully_shard(make_net())
+def test_parameters_stay_where_fsdp_put_them_and_a_shard_laid_elsewhere_is_an_error(alone):
+    net = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
+    before = [local(parameter).data_ptr() for parameter in net.parameters()]
     flat = FlatParameters(net, [adamw(net)], views_of(net, [adamw(net)]), momentum=True)
+    assert [local(parameter).data_ptr() for parameter in net.parameters()] == before
     with torch.no_grad():
-        net(torch.ones(4, 3))
+        for segment in flat.state.segments:
+            segment.x.fill_(2)
+        # What FSDP gathers is what was written there.
+        assert (net(torch.ones(1, 3)) == 2 * 4 * 8 + 2).all()
     assert not isinstance(net[0].weight, DTensor)
-    flat.check()
+    flat.check()  # gathered parameters are no replacement
     net.double()
     with pytest.raises(ModelChangedError, match="lies elsewhere"):
         flat.check()
