@@ -82,26 +82,17 @@ def meeting() -> Iterator[Meeting]:
     made._plan.close()
 
 
-def all_begin(first: Environment) -> None:
-    store = connect(first, 10)
-    for rank in range(3):
-        store.set(ready_key(first.key_prefix, rank), "1")
-    store.get(ready_key(first.key_prefix, 2))  # set() does not wait until the store has it
-
-
-def test_first_starts_meet_at_the_store(meeting):
-    environments = [Environment.read(meeting.variables(rank)) for rank in range(3)]
-    assert [environment.rank for environment in environments] == [0, 1, 2]
-    assert not any(environment.is_joining for environment in environments)
-    assert {environment.local_rank for environment in environments} == {0}
-    assert not meeting.has_begun()
-    all_begin(environments[0])
-    assert meeting.has_begun()
-
-
 def test_a_second_start_joins_the_others_by_their_latest_addresses(meeting):
     first = [Environment.read(meeting.variables(rank)) for rank in range(3)]
-    all_begin(first[0])
+    assert [environment.rank for environment in first] == [0, 1, 2]
+    assert not any(environment.is_joining for environment in first)
+    assert {environment.local_rank for environment in first} == {0}
+    assert not meeting.has_begun()
+    store = connect(first[0], 10)
+    for rank in range(3):
+        store.set(ready_key(first[0].key_prefix, rank), "1")
+    store.get(ready_key(first[0].key_prefix, 2))  # set() does not wait until the store has it
+    assert meeting.has_begun()
     meeting.note_addresses({0: ("10.0.0.1", 1), 1: ("10.0.0.2", 2), 2: ("10.0.0.3", 3)})
     again = Environment.read(meeting.variables(1))
     assert (again.rank, again.num_restarts) == (1, 1)

@@ -141,7 +141,6 @@ def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.Monk
 
 
 def test_epochs_are_those_of_the_whole_run(linear, monkeypatch):
-    """The other workers have trained on twice as many samples as this one."""
     model, optimizer = linear()
     others_train(model, 3, monkeypatch)
     numbers, progress = [], []

@@ -91,7 +91,6 @@ def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make, tmp_path):
 
 
 def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatch):
-    """Every counter appears in the status, in the log and in Prometheus's page."""
     counted: dict[str, Any] = {}
     for index, (name, metric) in enumerate(metrics_of(Counters).items()):
         value = f"as {name}" if metric.kind == "word" else 100 + index

@@ -45,14 +45,6 @@ class Lookahead(Own):
             parameter.copy_(slow)
 
 
-class EarlyLookahead(Lookahead):
-    """Takes its slow weights at once."""
-
-    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
-        state.setdefault("slow", parameter.clone())
-        super().move(parameter, gradient, state, lr)
-
-
 class Masters(Own):
     """Steps float32 copies, and writes them over the parameters."""
 
@@ -126,7 +118,6 @@ def train(wrap: Any, make: Make, steps: int = 3, dtype: Any = torch.float32, **o
     ("kind", "key", "dtype"),
     [
         (Lookahead, "slow", torch.float32),
-        (EarlyLookahead, "slow", torch.float32),
         (Masters, "master", torch.bfloat16),
         (MastersAside, "masters", torch.bfloat16),
         (MastersTogether, "all", torch.bfloat16),
@@ -143,9 +134,9 @@ def test_a_copy_of_the_weights_is_found(wrap, kind, key, dtype):
 
 def test_it_is_found_at_the_step_at_which_it_appears(wrap):
     train(wrap, lambda net: Lookahead(net.parameters()), steps=4)
-    train(wrap, lambda net: EarlyLookahead(net.parameters()), steps=0)
+    train(wrap, lambda net: FlatStart(net.parameters()), steps=0)
     with pytest.raises(ValueError, match="its own copy"):
-        train(wrap, lambda net: EarlyLookahead(net.parameters()), steps=1)
+        train(wrap, lambda net: FlatStart(net.parameters()), steps=1)
 
 
 def test_a_copy_that_is_to_be_exchanged_is_none_of_our_business(wrap):

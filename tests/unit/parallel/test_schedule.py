@@ -51,7 +51,6 @@ def test_one_cycle_is_torch_s():
 
 
 def test_it_follows_the_run_and_not_this_worker_s_steps():
-    """Two workers, one of which makes three times as many steps, have the same rates."""
     progress, rates = 0.0, {}
     optimizers = [sgd(), sgd()]
     schedules = [ProgressLR(each, lambda: progress, "linear") for each in optimizers]

@@ -64,34 +64,28 @@ def test_a_signal_saves_between_two_steps_and_ends_the_worker(terminable, tmp_pa
         assert model.consolidate().gradient_steps == 3
 
 
-def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminable, tmp_path):
+@pytest.mark.parametrize(("budget", "signal_at"), [(100, 1), (2, None)])
+def test_sigterm_while_a_batch_is_loaded_or_after_the_last_saves_after_the_batch_in_hand(
+    terminable, tmp_path, budget, signal_at
+):
     model, optimizer = terminable
-    model._worker.batches.budget_samples = 100
+    model._worker.batches.budget_samples = budget
 
     class Loader:
         def __iter__(self):
             for index in range(5):
-                if index == 1:
+                if index == signal_at:
                     terminate()
                 yield torch.ones(1, 3)
 
     def train() -> None:
         for _ in model.batches(Loader()):
             step(model, optimizer)
+        terminate()
+        model.consolidate()
 
     with pytest.raises(SystemExit):
         train()
-    assert steps_saved(tmp_path) == [2]
-
-
-def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable, tmp_path):
-    model, optimizer = terminable
-    model._worker.batches.budget_samples = 2
-    for _ in model.batches([torch.ones(1, 3)]):
-        step(model, optimizer)
-    terminate()
-    with pytest.raises(SystemExit):
-        model.consolidate()
     assert steps_saved(tmp_path) == [2]
 
 
