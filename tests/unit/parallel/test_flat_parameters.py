@@ -33,8 +33,7 @@ def test_values_identities_shapes_and_tied_weights_stay():
     before = {name: value.clone() for name, value in net.state_dict().items()}
     identities = {name: id(p) for name, p in net.named_parameters()}
     flat = flatten(net)
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert {name: id(p) for name, p in net.named_parameters()} == identities
     assert net.tied.weight is net.inner.weight
     for segment in flat.state.segments:
@@ -47,13 +46,12 @@ def test_values_identities_shapes_and_tied_weights_stay():
 def test_the_values_of_a_large_model_stay():
     # On huge pages, a flat tensor begins somewhere within its storage.
     net = nn.Sequential(nn.Linear(2048, 4096), nn.Linear(8, 8))
-    before = [parameter.detach().clone() for parameter in net.parameters()]
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     flat = flatten(net)
     assert flat.state.segments[0].x.nbytes > LEAST_HUGE_BYTES
     named = flat.named([segment.x for segment in flat.state.segments])
-    for (name, parameter), values in zip(net.named_parameters(), before, strict=True):
-        assert torch.equal(parameter, values), name
-        assert torch.equal(named[name], values), name
+    torch.testing.assert_close(dict(net.named_parameters()), before, rtol=0, atol=0)
+    torch.testing.assert_close(named, before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -264,10 +262,8 @@ def test_views_of_parameters_in_a_state_dict_become_views_of_the_others():
     values = {"query": query, "value": value, "turned": net.weight.detach().T, "copy": query + 0}
     flat.export(values, [torch.arange(64.0) for _ in flat.state.segments])
     whole = torch.arange(24.0).view(6, 4)
-    assert torch.equal(values["query"], whole[:3])
-    assert torch.equal(values["value"], whole[3:])
-    assert torch.equal(values["turned"], whole.T)
-    assert torch.equal(values["copy"], query)
+    expected = {"query": whole[:3], "value": whole[3:], "turned": whole.T, "copy": query}
+    torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
 def adapted(base: nn.Module) -> nn.ModuleDict:

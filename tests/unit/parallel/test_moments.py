@@ -96,12 +96,8 @@ def test_without_an_exchange_training_is_bitwise_the_plain_loop(wrap, make, choi
     model = wrap(net, ours, exchange=Exchange(moments=choice))
     train(plain, theirs, 20)
     train(model, ours, 20)
-    for one, other in zip(plain.parameters(), net.parameters(), strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(theirs.state, ours.state, strict=True):
-        assert theirs.state[one].keys() == ours.state[other].keys()
-        for name, value in theirs.state[one].items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(ours.state[other][name]))
+    torch.testing.assert_close([*plain.parameters()], [*net.parameters()], rtol=0, atol=0)
+    torch.testing.assert_close([*theirs.state.values()], [*ours.state.values()], rtol=0, atol=0)
     for segment in moments_of(model):
         assert segment.moment is not None
         tensors = kept(ours, segment.moment.name)
@@ -129,10 +125,8 @@ def test_what_exchanges_bring_is_in_the_next_step_and_its_gradient_counts_whole(
             value.copy_(averaged(value, 0.5, age=5, decay={"exp_avg": 0.9}.get(name, 0.999)))
     for each, optimizer in ((model, ours), (plain, theirs)):
         train(each, optimizer, 4, seed=2)
-    for one, other in zip(plain.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-    for one, other in zip(kept(theirs, name), kept(ours, name), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close([*plain.parameters()], [*net.parameters()])
+    torch.testing.assert_close(kept(theirs, name), kept(ours, name))
 
 
 def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(wrap, monkeypatch):
@@ -212,8 +206,7 @@ def test_a_checkpoint_holds_what_exchanges_have_brought(wrap):
     before = [value.clone() for value in kept(optimizer)]
     give(model, 3.0)
     model._worker.capture()
-    for value, old in zip(kept(optimizer), before, strict=True):
-        torch.testing.assert_close(value, averaged(old, 3.0, age=5))
+    torch.testing.assert_close(kept(optimizer), [averaged(old, 3.0, age=5) for old in before])
 
 
 def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap):
@@ -288,8 +281,8 @@ def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap):
     for parameter in head:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for parameter, old in zip(net.parameters(), before, strict=True):
-        torch.testing.assert_close(parameter, old / 2, rtol=0.01, atol=0)
+    halves = [old / 2 for old in before]
+    torch.testing.assert_close([*net.parameters()], halves, rtol=0.01, atol=0)
     assert all(is_within(value, segment) for value in kept(optimizer))
 
 
@@ -420,10 +413,9 @@ def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_o
         chunk.snapshot(0.0, out)
         assert chunk.exchange(0.0, out, torch.ones_like(out), 0.5) == 0.0
         assert bool(out.any()) == is_shared
-    before = [value["sum"].clone() for value in unknown.state.values()]
+    expected = [value + 1 for value in kept(unknown, "sum")]
     stepped(unknown, 1)
-    for value, old in zip(unknown.state.values(), before, strict=True):
-        torch.testing.assert_close(value["sum"], old + 1)
+    torch.testing.assert_close(kept(unknown, "sum"), expected)
 
 
 def test_what_nobody_named_and_cannot_travel_is_left_out_with_a_warning(wrap, caplog):
@@ -480,8 +472,8 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(wrap, caplog
             assert out.isfinite().all()
         stepped(optimizer, 1)
     assert len(state.carried([DEFAULT_PERIOD])) > len(state.chunks)
-    for parameter, old in zip(net.parameters(), before, strict=True):
-        torch.testing.assert_close(parameter, old / 4, rtol=0, atol=0.01)
+    quarters = [old / 4 for old in before]
+    torch.testing.assert_close([*net.parameters()], quarters, rtol=0, atol=0.01)
     assert all(value.isinf().all() for value in kept(optimizer))
     assert caplog.text.count("holds NaN, infinity, or values too large") == 1
 
