@@ -105,7 +105,6 @@ OPTIMIZERS = {
     ("step_function", "optimizer_name", "memory_format"),
     [
         (plain_step, "sgd", torch.channels_last),
-        (plain_step, "adamw", torch.contiguous_format),
         (accumulating_step, "sgd", torch.contiguous_format),
         (accumulating_step, "foreach", torch.channels_last),
         (autocast_step, "adamw", torch.channels_last),
@@ -266,8 +265,7 @@ def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
     assert len(held) == num_loads
     assert worker._protocol.pairing.answers
     for now in (model.state_dict, net.state_dict):
-        for name, value in now().items():
-            torch.testing.assert_close(value, expected[name], msg=name)
+        torch.testing.assert_close(dict(now()), expected)
         optimizer.step()  # without a gradient: a boundary alone
 
 
