@@ -16,6 +16,13 @@ ALIVE, DONE, LEFT, DEAD = Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD
 LIMIT_S = 6.0
 
 
+def test_a_peer_that_is_done_elsewhere_and_never_here_is_found_after_the_limit():
+    crossing = Crossing(LIMIT_S)
+    here, there = {1: ALIVE, 2: DONE}, {1: DONE, 2: ALIVE}
+    found = [crossing.look(here, [{1: ALIVE}, there], now_s) for now_s in (10.0, 13.0, 15.9, 16.0)]
+    assert found == [[], [], [], [1]]
+
+
 @pytest.mark.parametrize(
     ("here", "there"),
     [
@@ -33,27 +40,19 @@ def test_a_peer_that_is_merely_slow_is_waited_for(here, there):
     assert not any(crossing.look(here, there, float(now_s)) for now_s in range(1000))
 
 
-CROSSED, AT_BOTH = {1: ALIVE}, [{1: ALIVE}, {1: DONE, 2: ALIVE}]
-
-
-@pytest.mark.parametrize(
-    "looks",  # each with the ranks that it finds
-    [
-        [(at_s, {1: ALIVE, 2: DONE}, AT_BOTH, []) for at_s in (10.0, 13.0, 15.9)]
-        + [(16.0, {1: ALIVE, 2: DONE}, AT_BOTH, [1])],
-        # News that come late start the time anew.
-        [(at_s, CROSSED, [{1: DONE}], []) for at_s in (0.0, 5.0)]
-        + [(5.9, {1: DONE}, [{1: DONE}], [])]
-        + [(at_s, CROSSED, [{1: DONE}], [1] * (at_s > 12.0)) for at_s in (6.1, 12.0, 12.1)],
-        # A peer that saw it first and left leaves no average of one.
-        [(0.0, CROSSED, [{1: DONE}], []), (2.9, {1: DEAD}, [{1: DEAD}], [])],
-        [(0.0, CROSSED, [{1: DONE}], []), (3.0, {1: DEAD}, [{1: DEAD}], [1])],
-    ],
-)
-def test_a_peer_that_is_done_elsewhere_and_never_here_is_found_after_the_limit(looks):
+def test_news_that_come_late_start_the_time_anew():
     crossing = Crossing(LIMIT_S)
-    for at_s, here, there, found in looks:
-        assert crossing.look(here, there, at_s) == found, at_s
+    crossed, apart = {1: ALIVE}, {1: DONE}
+    times = [(0.0, crossed), (5.0, crossed), (5.9, apart), (6.1, crossed), (12.0, crossed)]
+    assert not any(crossing.look(here, [{1: DONE}], now_s) for now_s, here in times)
+    assert crossing.look(crossed, [{1: DONE}], 12.1) == [1]
+
+
+@pytest.mark.parametrize(("left_at_s", "found"), [(2.9, []), (3.0, [1])])
+def test_a_peer_that_saw_it_first_and_left_leaves_no_average_of_one(left_at_s, found):
+    crossing = Crossing(LIMIT_S)
+    crossing.look({1: ALIVE}, [{1: DONE}], 0.0)
+    assert crossing.look({1: DEAD}, [{1: DEAD}], left_at_s) == found
 
 
 def end_in_opposite_orders(directory: Path) -> str:
