@@ -67,37 +67,28 @@ def test_lives_that_ended_long_enough_ago_are_named():
 
 
 HALF, OTHER_HALF = facts(0, 3200, ended=((1, 0),)), facts(1, 3000, ended=((0, 0),))
-AGAIN, OLD = facts(1, 3000, incarnation=1), facts(1, 80, incarnation=3)
-# What earlier runs left behind stays so, until that rank saves again.
+AGAIN = facts(1, 3000, incarnation=1)
 CARRIED = facts(0, 3200, run_id="third", ended=((1, BEFORE_THIS_RUN),))
 
 
 @pytest.mark.parametrize(
     ("all_facts", "expected"),
     [
-        pytest.param([HALF, facts(1, 80)], {1}, id="dead"),
-        pytest.param([facts(0, 3200), facts(1, 80)], set(), id="slow, not dead"),
-        pytest.param([HALF, AGAIN], set(), id="a later life of the same rank counts"),
-        pytest.param([facts(0, 3200, ended=((1, 1),)), AGAIN], {1}, id="dead again"),
-        pytest.param([facts(0, 80, ended=((1, 0),)), facts(1, 3200)], set(), id="older, no say"),
-        pytest.param([HALF, OTHER_HALF], set(), id="two halves of a cut network both count"),
-        pytest.param(
-            [facts(0, 3200, ended=((1, 0), (2, 0))), OTHER_HALF, facts(2, 80, ended=((1, 0),))],
-            {2},
-            id="died within a half, whatever the other half thinks of it",
-        ),
-        pytest.param(
-            [facts(0, 3200, run_id="second", ended=((1, 0),)), OLD],
-            {1},
-            id="a death in the resumed run outlives the checkpoint it resumed from",
-        ),
-        pytest.param([CARRIED, OLD], {1}, id="carried"),
-        pytest.param([CARRIED, facts(1, 3000, run_id="third")], set(), id="saved again"),
-        pytest.param(
-            [CARRIED, msgspec.structs.replace(OLD, ended=((0, 0),))],
-            {1},
-            id="that the old run called rank 0 dead does not matter to the new one's",
-        ),
+        ([HALF, facts(1, 80)], {1}),
+        ([facts(0, 3200), facts(1, 80)], set()),  # slow, not dead
+        ([HALF, AGAIN], set()),  # a later life of the same rank counts
+        ([facts(0, 3200, ended=((1, 1),)), AGAIN], {1}),
+        ([facts(0, 80, ended=((1, 0),)), facts(1, 3200)], set()),  # an older one has no say
+        ([HALF, OTHER_HALF], set()),  # both halves of a cut network count
+        # A third that died within a half is left behind, whatever the other half thinks of it.
+        ([facts(0, 3200, ended=((1, 0), (2, 0))), OTHER_HALF, facts(2, 80, ended=((1, 0),))], {2}),
+        # A death in the resumed run outlives the checkpoint it resumed from.
+        ([facts(0, 3200, run_id="second", ended=((1, 0),)), facts(1, 80, incarnation=3)], {1}),
+        # What earlier runs left behind stays so, until that rank saves again.
+        ([CARRIED, facts(1, 80, incarnation=3)], {1}),
+        ([CARRIED, facts(1, 3000, run_id="third")], set()),
+        # That the old run called rank 0 dead does not matter to the new one's.
+        ([CARRIED, facts(1, 80, incarnation=3, ended=((0, 0),))], {1}),
     ],
 )
 def test_checkpoints_of_the_dead_are_left_behind(all_facts, expected):
