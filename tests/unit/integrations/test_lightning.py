@@ -84,6 +84,8 @@ def test_one_worker_is_lightning_alone(tmp_path, arguments):
 def test_samples_are_counted_and_end_the_training(tmp_path):
     strategy = gossip_strategy(budget_samples=100)
     assert strategy.progress() == 0.0
+    with pytest.raises(RuntimeError, match=r"Trainer.fit\(\) makes it"):
+        _ = strategy.gossip
     fit(tmp_path, strategy)
     assert strategy.gossip.stats().samples == 104
     assert strategy.progress() == 1.0
@@ -178,8 +180,3 @@ def test_the_rank_is_the_worker_s(monkeypatch):
     assert (strategy.global_rank, strategy.local_rank) == (3, 1)
     assert not strategy.is_global_zero
     assert rank_zero_only.rank == 3
-
-
-def test_there_is_no_model_before_training():
-    with pytest.raises(RuntimeError, match=r"Trainer.fit\(\) makes it"):
-        _ = gossip_strategy().gossip

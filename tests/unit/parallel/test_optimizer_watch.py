@@ -115,28 +115,23 @@ def train(wrap: Any, make: Make, steps: int = 3, dtype: Any = torch.float32, **o
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "dtype"),
+    ("kind", "key", "dtype", "at_step"),
     [
-        (Lookahead, "slow", torch.float32),
-        (Masters, "master", torch.bfloat16),
-        (MastersAside, "masters", torch.bfloat16),
-        (MastersTogether, "all", torch.bfloat16),
-        (MastersAside, "masters", torch.float32),  # in memory that was the parameters'
-        (Average, "average", torch.float64),
-        (FlatStart, "p0", torch.float32),
+        (Lookahead, "slow", torch.float32, 5),
+        (Masters, "master", torch.bfloat16, 1),
+        (MastersAside, "masters", torch.bfloat16, 1),
+        (MastersTogether, "all", torch.bfloat16, 1),
+        (MastersAside, "masters", torch.float32, 1),  # in memory that was the parameters'
+        (Average, "average", torch.float64, 1),
+        (FlatStart, "p0", torch.float32, 1),
     ],
 )
-def test_a_copy_of_the_weights_is_found(wrap, kind, key, dtype):
+def test_a_copy_of_the_weights_is_found_where_it_appears(wrap, kind, key, dtype, at_step):
+    make: Make = lambda net: kind(net.parameters())  # noqa: E731
+    train(wrap, make, at_step - 1, dtype)
     message = rf"the {kind.__name__} keeps its own copy of the weights: '{key}' of parameter '0\."
     with pytest.raises(ValueError, match=message):
-        train(wrap, lambda net: kind(net.parameters()), steps=6, dtype=dtype)
-
-
-def test_it_is_found_at_the_step_at_which_it_appears(wrap):
-    train(wrap, lambda net: Lookahead(net.parameters()), steps=4)
-    train(wrap, lambda net: FlatStart(net.parameters()), steps=0)
-    with pytest.raises(ValueError, match="its own copy"):
-        train(wrap, lambda net: FlatStart(net.parameters()), steps=1)
+        train(wrap, make, at_step, dtype)
 
 
 def test_a_copy_that_is_to_be_exchanged_is_none_of_our_business(wrap):
