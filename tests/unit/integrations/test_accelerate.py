@@ -86,14 +86,13 @@ def test_several_optimizers_step_their_own_parameters():
     assert torch_optimizer(inner[0]) is torch_optimizer(shell) is inner[0]
 
 
-@pytest.mark.parametrize("are_several", [False, True])
-def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several):
+def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper():
     before = set(threading.enumerate())
     accelerator = accelerator_of()
     net = nn.Linear(4, 2)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
-        GossipDataParallel(net, [optimizer] if are_several else optimizer)
+        GossipDataParallel(net, optimizer)
     new = set(threading.enumerate()) - before
     assert not [each for each in new if each.name.startswith("gossip")]
 

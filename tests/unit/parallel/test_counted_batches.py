@@ -228,20 +228,19 @@ def test_a_second_call_of_epochs_lengthens_the_run_or_goes_on_where_it_was_broke
     assert (found, model.progress(), model.consolidate().samples) == (expected, 1.0, 60)
 
 
-@pytest.mark.parametrize("ends", [GossipDataParallel.consolidate, GossipDataParallel.close])
-def test_a_loop_after_the_end_is_an_error(linear, ends):
+def test_a_loop_after_the_end_is_an_error(linear):
     """As is going on with a loop in whose body the run ended."""
     model, optimizer = linear(budget_samples=30)
     batches = model.batches([torch.ones(10, 3)])
     step(model.module, optimizer, next(batches))
-    ends(model)
+    model.consolidate()
     with pytest.raises(RuntimeError, match=r"the run has ended .* wrap .* once more"):
         next(batches)
     assert model.finished
     with pytest.raises(RuntimeError, match="the run has ended"):
         model.batches([torch.ones(10, 3)])
     model, _ = linear()
-    ends(model)
+    model.consolidate()
     with pytest.raises(RuntimeError, match="the run has ended"):
         model.epochs(DataLoader(torch.ones(20, 3)), 1)
 

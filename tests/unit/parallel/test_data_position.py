@@ -224,13 +224,8 @@ def test_an_accelerators_random_states_are_kept_once_it_is_used(monkeypatch):
     module = SimpleNamespace(
         is_initialized=lambda: False, get_rng_state_all=lambda: held, set_rng_state_all=given.append
     )
-    present = [torch.device("xpu")]
-
-    def accelerator(check_available: bool = False) -> torch.device | None:
-        return present[0] if present else None
-
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     assert "xpu" not in random_states()
     module.is_initialized = lambda: True
     states = random_states()

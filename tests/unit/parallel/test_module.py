@@ -5,7 +5,7 @@ import math
 from contextlib import nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, PropertyMock
 
 import pytest
 import torch
@@ -210,16 +210,9 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     for parameter in net.parameters():
         parameter.data.fill_(1.0)
     leave_pending(worker, 2.0)
-    backlogs = chain([5], repeat(0))  # looked at once a turn
-
-    class Behind:
-        answers, available = True, {1: 1.0}
-
-        @property
-        def backlog(self):
-            return next(backlogs)
-
-    protocol = SimpleNamespace(pairing=Behind(), neighbours=frozenset({1}))
+    pairing = Mock(answers=True, available={1: 1.0})
+    type(pairing).backlog = PropertyMock(side_effect=chain([5], repeat(0)))  # looked at once a turn
+    protocol = SimpleNamespace(pairing=pairing, neighbours=frozenset({1}))
     monkeypatch.setattr(worker, "_protocol", protocol)
     worker._keep_pace()
     assert all((parameter == 2.0).all() for parameter in net[0].parameters())
@@ -310,17 +303,11 @@ def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch)
     assert loads
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_channels_last_after_wrapping_is_an_error(wrap, wrap_sgd, is_whole):
+def test_channels_last_after_wrapping_is_an_error(wrap, wrap_sgd):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 1))
     model, optimizer = wrap_sgd(net)
-    if is_whole:
-        with pytest.raises(ModelChangedError, match=r"channels_last after wrapping.* before"):
-            model.to(memory_format=torch.channels_last)
-    else:
-        net[0].weight.data = net[0].weight.data.contiguous(memory_format=torch.channels_last)
-        with pytest.raises(ModelChangedError, match=r"channels_last after wrapping.* before"):
-            optimizer.step()
+    with pytest.raises(ModelChangedError, match=r"channels_last after wrapping.* before"):
+        model.to(memory_format=torch.channels_last)
     model.close()
     wrap(net, optimizer).to(memory_format=torch.channels_last)
     optimizer.step()
