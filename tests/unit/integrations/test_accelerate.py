@@ -38,9 +38,7 @@ def train(wrapped: bool, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     loader = torch.utils.data.DataLoader(torch.randn(40, 4), batch_size=8, shuffle=True)
     net, optimizer, loader, schedule = accelerator.prepare(net, optimizer, loader, schedule)
-    model = net
-    if wrapped:
-        model = gossip_data_parallel(accelerator, net, optimizer)
+    model = gossip_data_parallel(accelerator, net, optimizer) if wrapped else net
     for _ in range(2):
         for batch in loader:
             with accelerator.accumulate(net):
@@ -49,11 +47,9 @@ def train(wrapped: bool, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-    stats = None
     if wrapped:
         model.consolidate()
-        stats = model.stats()
-    return net.state_dict(), stats
+    return net.state_dict(), model.stats() if wrapped else None
 
 
 @pytest.mark.parametrize(

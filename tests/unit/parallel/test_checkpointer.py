@@ -182,18 +182,10 @@ def test_a_write_goes_on_as_long_as_it_advances_and_is_given_up_where_it_stands_
 def test_a_writer_leaves_no_thread_behind_that_told_its_end_and_has_not_ended():
     writer, told, may_end = BackgroundWriter(0), threading.Event(), threading.Event()
     may_write = threading.Event()
-
-    def told_its_end(_):
-        told.set()
-        may_end.wait(30)
-
-    def first(_):
-        may_write.wait(30)
-        return Path("first")
-
-    written = writer.begin(first)
+    written = writer.begin(lambda _: may_write.wait(30) and Path("first"))
     thread = writer._thread
-    written.add_done_callback(told_its_end)  # called by the writer's thread
+    # Called by the writer's thread.
+    written.add_done_callback(lambda _: told.set() or may_end.wait(30))
     may_write.set()
     assert told.wait(30)
     threading.Timer(0.05, may_end.set).start()

@@ -244,7 +244,7 @@ def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle):
 
 
 @pytest.mark.parametrize("what", ["the graph", "the optimizers' state"])
-def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, what):
+def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(linear, monkeypatch, what):
     """The other thread ends only once somebody waits for its end."""
     awaited, join = threading.Event(), threading.Thread.join
 
@@ -254,11 +254,9 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, 
         join(thread, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", tell)
-    net = nn.Linear(2, 1)
-    model = GossipDataParallel(net, sgd(net))
+    model, _ = linear()
     worker = model._worker
-    between = worker.between_steps
-    work_out = worker._work_out if what == "the graph" else between._described
+    work_out = worker._work_out if what == "the graph" else worker.between_steps._described
     assert worker._thread.call(lambda: work_out("a key", awaited.wait)).result() is None
     assert "gossipdp-background" in threads()
     model.close()

@@ -8,7 +8,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from torch import nn
 from gossipdp import Checkpoints
 from gossipdp.parallel import entry
 from gossipdp.parallel.checkpoint import file_path, read
-from gossipdp.parallel.checkpointer import Write
 from gossipdp.parallel.termination import TERMINATION, Termination
 from gossipdp.protocol.actions import Notice
 
@@ -92,13 +90,9 @@ def test_sigterm_while_a_batch_is_loaded_or_after_the_last_saves_after_the_batch
 def test_a_last_checkpoint_takes_what_it_takes(terminable, tmp_path, monkeypatch):
     model, optimizer = terminable
     step(model, optimizer)
-    begin = model._worker.checkpointer._writer.begin
-
-    def slowly(write: Write) -> Future[Path]:
-        TERMINATION._send_again()  # the time for the step is over
-        return begin(write)
-
-    monkeypatch.setattr(model._worker.checkpointer._writer, "begin", slowly)
+    writer, time_is_over = model._worker.checkpointer._writer, TERMINATION._send_again
+    begin = writer.begin
+    monkeypatch.setattr(writer, "begin", lambda write: time_is_over() or begin(write))
     terminate()
     with pytest.raises(SystemExit):
         step(model, optimizer)

@@ -92,10 +92,8 @@ def test_a_low_rate_is_told_from_a_backlog(num_steps, num_due, num_served, is_lo
     assert not is_rate_low(num_steps, num_due, num_served, seconds=59.0)
 
 
-def test_an_exchange_counts_for_both_of_its_ends(wrap_sgd):
-    net = nn.Linear(2, 3)
-    model, _ = wrap_sgd(net)
-    worker = model._worker
+def test_an_exchange_counts_for_both_of_its_ends(linear):
+    worker = linear()[0]._worker
     snapshot = dataclasses.replace(worker._loop.snapshot, counters=Counters(exchanges_initiated=3))
     worker._loop = SimpleNamespace(
         snapshot=snapshot, transfers=worker._loop.transfers, close=worker._loop.close
