@@ -38,21 +38,13 @@ def test_batches_count_whatever_is_called_and_end(linear, called_of):
     assert model.stats().samples == 20
 
 
-def test_a_closure_and_an_extra_forward_count_a_batch_once(linear):
-    model, optimizer = linear(budget_samples=15)
-    for batch in model.batches([torch.ones(5, 3)]):
+def test_an_extra_forward_counts_nothing_and_a_batch_without_a_step_counts_with_the_next(linear):
+    """A closure; accumulation, and a step that GradScaler skips."""
+    model, optimizer = linear(budget_samples=20)
+    for number, batch in enumerate(model.batches([torch.ones(5, 3)])):
         model(torch.ones(9, 3))
         for _ in range(2):
             model(batch).sum().backward()
-        optimizer.step()
-    assert (model.stats().samples, model.stats().gradient_steps) == (15, 3)
-
-
-def test_a_batch_without_a_step_counts_with_the_next(linear):
-    """Accumulation, and a step that GradScaler skips."""
-    model, optimizer = linear(budget_samples=20)
-    for number, batch in enumerate(model.batches([torch.ones(5, 3)])):
-        model(batch).sum().backward()
         if number % 2:
             optimizer.step()
     assert (model.stats().samples, model.stats().gradient_steps) == (20, 2)
