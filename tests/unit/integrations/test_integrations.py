@@ -38,14 +38,8 @@ def test_without_ray_the_error_names_the_extra(monkeypatch):
 
 
 def launched(rank: int, num_workers: int = 4, **others: str) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(num_workers),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        **others,
-    }
+    place = {"RANK": str(rank), "WORLD_SIZE": str(num_workers), "LOCAL_RANK": str(rank)}
+    return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **others}
 
 
 def test_a_worker_is_named_and_its_launcher_hidden():

@@ -31,16 +31,8 @@ from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
 def facts(rank: int, samples: int, **changes: Any) -> Facts:
     """Return the facts of a worker that knows of its own samples alone, in steps of 8."""
     steps = samples // 8
-    plain = Facts(
-        rank=rank,
-        world_size=2,
-        step=steps,
-        steps=steps,
-        samples=samples,
-        progress=(ProgressEntry(rank, 70 + rank, samples, steps),),
-        gossipdp="",
-        run_id="first",
-    )
+    heard = (ProgressEntry(rank, 70 + rank, samples, steps),)
+    plain = Facts(rank, 2, steps, steps, samples, heard, gossipdp="", run_id="first")
     return msgspec.structs.replace(plain, **changes)
 
 
