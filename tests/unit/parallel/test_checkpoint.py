@@ -32,12 +32,6 @@ def dataset() -> TensorDataset:
     return TensorDataset(images, torch.randint(0, 3, (54,), generator=generator))
 
 
-LOADERS = {
-    "shuffled": lambda: DataLoader(dataset(), 6, shuffle=True),
-    "list": lambda: list(DataLoader(dataset(), 6)),
-}
-
-
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let writes end at once: these steps are shorter, and would put off the next checkpoint."""
@@ -55,7 +49,7 @@ def run(wrap: Any) -> Any:
         directory: Path | None,
         *,
         optimizer: str = "sgd",
-        loader: str = "shuffled",
+        shuffles: bool = True,
         stop_after: int | None = None,
         resume: Any = "auto",
         every: int = 4,
@@ -77,7 +71,8 @@ def run(wrap: Any) -> Any:
         schedule = torch.optim.lr_scheduler.MultiStepLR(made, [5, 9], 0.5)
         model.also_checkpoint(schedule=schedule)
         seen: list[Any] = []
-        for images, labels in model.batches(LOADERS[loader]()):
+        loader = DataLoader(dataset(), 6, shuffle=shuffles)
+        for images, labels in model.batches(loader if shuffles else list(loader)):
             made.zero_grad()
             noise = random.random() + numpy.random.rand()
             loss = nn.functional.cross_entropy(model(images), labels) * noise
@@ -97,14 +92,14 @@ def run(wrap: Any) -> Any:
     ("row", "stop_after"),
     [
         # 9 batches an epoch: saved within one, at its very end, and at the end of the second.
-        (("sgd", "a2cid2", "shuffled", 4), 5),
-        (("sgd", "none", "shuffled", 3), 10),
-        (("sgd", "gossip", "list", 3), 19),
-        (("adamw", "a2cid2", "shuffled", 4), 22),
+        (("sgd", "a2cid2", True, 4), 5),
+        (("sgd", "none", True, 3), 10),
+        (("sgd", "gossip", False, 3), 19),
+        (("adamw", "a2cid2", True, 4), 22),
     ],
 )
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run, tmp_path, row, stop_after):
-    options = dict(zip(("optimizer", "method", "loader", "every"), row, strict=True))
+    options = dict(zip(("optimizer", "method", "shuffles", "every"), row, strict=True))
     whole, end, model = run(None, **options)
     assert len(whole) == NUM_STEPS
     first, _, _ = run(tmp_path, stop_after=stop_after, **options)
@@ -143,9 +138,7 @@ def test_a_loop_of_ones_own_saves_by_itself_and_on_demand(linear, tmp_path):
     assert result.samples == 5
 
 
-def test_a_damaged_file_costs_no_good_one_its_place_and_is_not_named_at_each_save(
-    linear, tmp_path, caplog
-):
+def test_saves_keep_as_many_good_files_and_name_no_damaged_one(linear, tmp_path, caplog):
     model, optimizer = linear(tmp_path, keep=2)
     for is_damaged in (False, True, False):
         step(model, optimizer)
@@ -294,9 +287,7 @@ def test_a_state_that_cannot_be_saved_is_said_at_wrapping_or_where_it_is_named(w
 
 
 @pytest.mark.parametrize("is_second", [False, True])
-def test_a_state_that_an_optimizer_makes_and_cannot_be_saved_is_said_after_its_first_step(
-    wrap, tmp_path, is_second
-):
+def test_a_state_that_a_step_makes_and_cannot_be_saved_is_said_after_it(wrap, tmp_path, is_second):
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     plain = torch.optim.SGD(net[0].parameters(), 0.1)
     packed = PackedSGD(net[1].parameters(), {})

@@ -209,9 +209,7 @@ def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(tmp
     os.close(tell)
 
 
-def test_a_last_checkpoint_that_fails_is_noted_and_the_average_is_there(
-    linear, tmp_path, monkeypatch
-):
+def test_a_last_checkpoint_that_fails_is_noted_and_costs_no_average(linear, tmp_path, monkeypatch):
     model, optimizer = linear(tmp_path, 1)
     checkpointing.step(model, optimizer)
     monkeypatch.setattr(os, "fsync", full)

@@ -18,9 +18,7 @@ from gossipdp.dynamics.state import State
 from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
 
 
-def test_one_that_is_due_while_the_last_is_written_is_taken_after_whatever_a_close_raises(
-    linear, tmp_path, monkeypatch
-):
+def test_one_due_during_a_write_is_taken_whatever_close_raises(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
     model, optimizer = linear(tmp_path, 2)
     writer = model._worker.checkpointer._writer
@@ -119,9 +117,7 @@ def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch)
     assert events == ["saved"]
 
 
-def test_a_loop_that_does_not_call_the_wrapper_is_saved_at_its_next_step(
-    linear, tmp_path, monkeypatch
-):
+def test_a_loop_that_calls_the_module_is_saved_at_its_next_step(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
     model, optimizer = linear(tmp_path, 2)
     for _ in range(3):

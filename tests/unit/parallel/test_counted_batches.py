@@ -201,9 +201,7 @@ def test_how_long_an_epoch_is_may_be_given(linear):
     ("counts", "stop", "expected"),
     [((2, 1), None, [[0, 0, 1, 1], [2, 2]]), ((2, 3), 3, [[0, 0, 1], [1, 2, 2]])],
 )
-def test_a_second_call_of_epochs_lengthens_the_run_or_goes_on_where_it_was_broken_off(
-    linear, counts, stop, expected
-):
+def test_a_second_call_of_epochs_goes_on_where_the_first_stopped(linear, counts, stop, expected):
     model, optimizer = linear()
 
     def batches(num_epochs: int) -> Iterator[tuple[int, Tensor]]:
@@ -263,9 +261,7 @@ SHARED = torch.ones(12, 3)
 
 @pytest.mark.parametrize("shuffles", [False, True])
 @pytest.mark.parametrize("is_of_batches", [False, True])
-def test_a_sampler_that_fixes_each_worker_s_share_gets_a_warning(
-    linear, shuffles, is_of_batches, caplog
-):
+def test_a_sampler_of_fixed_shares_gets_a_warning(linear, shuffles, is_of_batches, caplog):
     """One that shuffles draws another share in each pass, since batches() sets its epoch."""
     sampler = DistributedSampler(SHARED, 2, 0, shuffle=shuffles)
     loader = (

@@ -146,9 +146,7 @@ def test_a_closure_that_is_called_often_counts_its_samples_once(wrap):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_forward_pass_that_is_computed_again_for_the_backward_pass_counts_once(
-    wrap_sgd, use_reentrant
-):
+def test_a_forward_pass_that_the_backward_pass_repeats_counts_once(wrap_sgd, use_reentrant):
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     model, optimizer = wrap_sgd(net)
     passes = []

@@ -230,9 +230,7 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
         (lambda net: nn.ModuleList([net[0], nn.Linear(1, 1), net[2]]), ("0", "2"), 2),
     ],
 )
-def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
-    wrap_sgd, monkeypatch, loads, names, num_loads
-):
+def test_a_load_drops_what_exchanges_brought_to_it(wrap_sgd, monkeypatch, loads, names, num_loads):
     """And the last that one in flight brings, until it is broken off."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model, optimizer = wrap_sgd(net)

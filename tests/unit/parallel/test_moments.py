@@ -107,9 +107,7 @@ def test_without_an_exchange_training_is_bitwise_the_plain_loop(wrap, make, choi
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("num_exchanges", [1, 3])
-def test_what_exchanges_bring_is_in_the_next_step_and_its_gradient_counts_whole(
-    wrap, name, num_exchanges
-):
+def test_exchanges_reach_the_next_step_and_its_gradient_counts_whole(wrap, name, num_exchanges):
     """If they were added after it, 3 exchanges would leave an eighth of that step's gradient."""
     plain, net = make_net(), make_net()
     theirs, ours = (torch.optim.Adam(each.parameters(), 0.1) for each in (plain, net))
@@ -317,15 +315,13 @@ def carrying(model: Any, num_exchanges: int) -> list[int]:
 @pytest.mark.parametrize(
     ("beta_2", "moments", "expected"),
     [
-        (0.99, True, [4, 8, 12]),
+        (0.99, True, [4, 8, 12]),  # one in four, or one in a quarter of their memory
         (0.9, True, [3, 6, 9, 12]),
         (0.9, {"exp_avg_sq": 5}, [5, 10]),  # periods that are named count exchanges
     ],
 )
 @pytest.mark.parametrize("comm_rate", [1.0, "auto"])
-def test_by_default_one_exchange_in_four_carries_moments_or_one_in_a_quarter_of_their_memory(
-    wrap, comm_rate, beta_2, moments, expected
-):
+def test_how_often_exchanges_carry_moments(wrap, comm_rate, beta_2, moments, expected):
     net = make_net()
     optimizer = ADAMW(net.parameters(), betas=(0.9, beta_2))
     model = wrap(net, optimizer, comm_rate=comm_rate, exchange=Exchange(moments=moments))

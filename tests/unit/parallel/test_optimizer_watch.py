@@ -180,7 +180,7 @@ def test_no_ordinary_optimizer_is_taken_for_one(wrap, caplog, name, dtype):
     ("max_iter", "is_moved", "forgets", "num_warnings"),
     [(4, True, False, 1), (1, True, False, 1), (4, True, True, 0), (4, False, False, 0)],
 )
-def test_a_memory_that_spans_exchanges_is_warned_of_once(
+def test_memory_across_exchanges_gets_one_warning(
     caplog, max_iter, is_moved, forgets, num_warnings
 ):
     parameter = nn.Parameter(torch.tensor([3.0, -2.0]))

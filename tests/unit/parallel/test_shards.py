@@ -118,9 +118,7 @@ def test_parts_are_the_memory_itself(alone):
         (True, "replicate", 2, "holds one replica only"),
     ],
 )
-def test_a_model_a_mesh_and_an_environment_that_do_not_fit_are_refused(
-    four, is_sharded, dimension, num_shards, message
-):
+def test_a_mesh_that_does_not_fit_is_refused(four, is_sharded, dimension, num_shards, message):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = make_net()
     if is_sharded:

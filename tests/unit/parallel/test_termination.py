@@ -63,9 +63,7 @@ def test_a_signal_saves_between_two_steps_and_ends_the_worker(terminable, tmp_pa
 
 
 @pytest.mark.parametrize(("budget", "signal_at"), [(100, 1), (2, None)])
-def test_sigterm_while_a_batch_is_loaded_or_after_the_last_saves_after_the_batch_in_hand(
-    terminable, tmp_path, budget, signal_at
-):
+def test_sigterm_between_two_bodies_loses_no_step(terminable, tmp_path, budget, signal_at):
     model, optimizer = terminable
     model._worker.batches.budget_samples = budget
 
@@ -213,9 +211,7 @@ def test_a_handler_of_the_user_s_stays(linear, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["close", "consolidate"])
-def test_a_closed_model_trains_on_alone_and_neither_ends_the_process_nor_saves(
-    terminable, tmp_path, end
-):
+def test_a_closed_model_trains_on_and_neither_ends_the_process_nor_saves(terminable, tmp_path, end):
     model, optimizer = terminable
     step(model, optimizer)
     model._worker.checkpointer.is_due = end == "close"
@@ -297,9 +293,7 @@ def test_one_sigterm_saves_all_models(pair, loop, signal_in):
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_a_model_that_is_closed_or_cannot_be_saved_keeps_no_other_from_being_saved(
-    pair, caplog, is_closed
-):
+def test_a_model_that_is_closed_or_poisoned_keeps_no_other_from_its_save(pair, caplog, is_closed):
     pair.body(torch.ones(1, 3))
     if is_closed:
         pair.models[0].close()
