@@ -180,9 +180,7 @@ def test_no_ordinary_optimizer_is_taken_for_one(wrap, caplog, name, dtype):
     ("max_iter", "is_moved", "forgets", "num_warnings"),
     [(4, True, False, 1), (1, True, False, 1), (4, True, True, 0), (4, False, False, 0)],
 )
-def test_memory_across_exchanges_gets_one_warning(
-    caplog, max_iter, is_moved, forgets, num_warnings
-):
+def test_memory_across_exchanges_is_warned_of(caplog, max_iter, is_moved, forgets, num_warnings):
     parameter = nn.Parameter(torch.tensor([3.0, -2.0]))
     optimizer = torch.optim.LBFGS([parameter], lr=0.1, max_iter=max_iter)
     watch = OptimizerWatch(optimizer, {id(parameter): "x"}, is_moved=is_moved)
