@@ -126,7 +126,7 @@ def test_a_loop_that_calls_the_module_is_saved_at_its_next_step(linear, tmp_path
     assert steps_saved(tmp_path) == [3]
 
 
-def test_names_are_taken_once_and_a_new_one_starts_afresh(linear, tmp_path, caplog):
+def test_a_new_name_starts_afresh_and_none_comes_after_the_first_step(linear, tmp_path, caplog):
     model, optimizer = linear(tmp_path)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model.also_checkpoint(schedule=schedule)

@@ -125,22 +125,23 @@ def test_poison_is_found_wherever_an_optimizer_keeps_it(dtype, poison):
         training_state.refuse_poison(of_optimizer(mean=sound, old=[sound, poisoned]))
 
 
-def weight_and_adam(size: int = 3) -> tuple[Tensor, torch.optim.Optimizer]:
-    weight = nn.Parameter(torch.ones(size))
+def weight_and_adam() -> tuple[Tensor, torch.optim.Optimizer]:
+    weight = nn.Parameter(torch.ones(1000))
     return weight, torch.optim.AdamW([weight], lr=0.5)
 
 
-def step(weight: Tensor, optimizer: torch.optim.Optimizer, gradient: float = 1.0) -> None:
-    weight.grad = torch.full_like(weight, gradient)
+def step(weight: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    weight.grad = torch.ones_like(weight)
     optimizer.step()
 
 
-def watching(optimizer: torch.optim.Optimizer) -> BetweenSteps:
-    """Return it with the optimizer's steps, as ``Hooks`` announces them."""
+def watched() -> tuple[Tensor, torch.optim.Optimizer, BetweenSteps]:
+    """Return a weight, its AdamW, and that one's steps as ``Hooks`` announces them."""
+    weight, optimizer = weight_and_adam()
     between = BetweenSteps([optimizer])
     optimizer.register_step_pre_hook(lambda each, *_: between.begins(each))
     optimizer.register_step_post_hook(lambda each, *_: between.ended(each))
-    return between
+    return weight, optimizer, between
 
 
 def offered(between: BetweenSteps, key: object = "a request") -> Offer:
@@ -161,11 +162,11 @@ def taken(offer: Any, max_bytes: int = 1 << 30) -> Any:
 
 
 def test_a_state_is_offered_and_taken_over_bitwise():
-    weight, optimizer = weight_and_adam(1000)
+    weight, optimizer = weight_and_adam()
     step(weight, optimizer)
     offer = offered(BetweenSteps([optimizer]))
     assert [tensor.numel() for tensor in offer.tensors] == [4000, 4000], "steps are in the layout"
-    _, other = weight_and_adam(1000)
+    _, other = weight_and_adam()
     restore(taken(offer), [other])
     assert_bitwise(dict(other.state_dict()["state"]), dict(optimizer.state_dict()["state"]))
     assert other.param_groups[0]["lr"] == 0.5
@@ -174,8 +175,7 @@ def test_a_state_is_offered_and_taken_over_bitwise():
 
 
 def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it():
-    weight, optimizer = weight_and_adam(1000)
-    between = watching(optimizer)
+    weight, optimizer, between = watched()
     woken = []
     between.attach(Device().mark(), lambda: woken.append("woken"))
     step(weight, optimizer)
@@ -197,9 +197,8 @@ def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it(
 
 def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch):
     """Many tensors take long, and their worker would be silent meanwhile."""
-    weight, optimizer = weight_and_adam(1000)
+    weight, optimizer, between = watched()
     step(weight, optimizer)
-    between = watching(optimizer)
     woken, go_on = threading.Event(), threading.Event()
     between.attach(Device().mark(), woken.set)
     offer = offered(between, "the first")
@@ -235,9 +234,8 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
 
 def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
     """Another thread asks just before the end of the step takes the lock."""
-    weight, optimizer = weight_and_adam(1000)
+    weight, optimizer, between = watched()
     step(weight, optimizer)
-    between = watching(optimizer)
     offer, room = offered(between), torch.empty(4000, dtype=torch.uint8)
     step(weight, optimizer)  # nobody waits any more
     answers: list[bool] = []
@@ -256,8 +254,7 @@ def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
 
 
 def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
-    weight, optimizer = weight_and_adam()
-    between = watching(optimizer)
+    weight, optimizer, between = watched()
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
     for _ in range(5):
