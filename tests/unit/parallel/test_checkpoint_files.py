@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import checkpointing
 import pytest
@@ -101,8 +100,8 @@ def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-full = Mock(side_effect=FULL)
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -121,7 +120,7 @@ def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "write": lambda patch: break_writes(patch, FULL),
+    "write": lambda patch: break_writes(patch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
     "fsync": lambda patch: patch.setattr(os, "fsync", full),
     "rename": lambda patch: patch.setattr(Path, "replace", full),
 }
