@@ -121,7 +121,7 @@ def terminate(index: int) -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def sigterm() -> Iterator[None]:
     """SIGTERM is as it comes, and waited for on a busy machine too."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -129,7 +129,6 @@ def sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.usefixtures("sigterm")
 def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path):
     strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
     with pytest.raises(SystemExit) as ended:
@@ -139,7 +138,6 @@ def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.mark.usefixtures("sigterm")
 def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path):
     def handle(number: int, frame: Any) -> None:
         heard.append(number)
@@ -153,7 +151,6 @@ def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == handle
 
 
-@pytest.mark.usefixtures("sigterm")
 def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path):
     handlers: list[Any] = []
     module = module_class()(lambda index: handlers.append(signal.getsignal(signal.SIGTERM)))

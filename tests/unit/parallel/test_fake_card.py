@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointing import AtOnce
-from fake_card import CARD
+from fake_card import CARD, FakeCard
 from process_group import process_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +49,7 @@ def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.fixture
-def started(wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def started(card: FakeCard, wrap: Wrap, tmp_path: Path, monkeypatch: Any) -> Callable[..., Any]:
     monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
     # One worker alone has no use for momentum.
     monkeypatch.setattr(State, "drop_momentum", lambda state: None)
@@ -80,7 +80,6 @@ def exchange(model: GossipDataParallel) -> None:
         chunk.exchange(1.0, mine, peers, 1.5)
 
 
-@pytest.mark.usefixtures("card")
 def test_a_step_within_a_graph_is_refused(started, monkeypatch):
     """Its replays would step without exchanging."""
     net, optimizer, model = started(torch.float32)
@@ -129,7 +128,6 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
     assert "_wait_for_average" in finishes(model.consolidate)
 
 
-@pytest.mark.usefixtures("card")
 def test_an_exchange_on_a_card_takes_less_of_a_step(started):
     _, _, model = started(torch.float32)
     rate = model._worker._protocol.exchange_rate
@@ -150,7 +148,6 @@ def test_an_exchange_on_a_card_takes_less_of_a_step(started):
     ],
 )
 @pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.usefixtures("card")
 def test_a_run_goes_on(started, request, dtype, *, before, after, is_sharded):
     """Train, save, resume under another method; use all that touches the parameters.
 
