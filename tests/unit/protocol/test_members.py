@@ -1,4 +1,4 @@
-"""Membership and progress: which record wins, what a worker does about its own, how one joins."""
+"""Membership: which record wins, what a worker does about its own, how one joins."""
 
 import itertools
 
@@ -11,8 +11,6 @@ from gossipdp.protocol.members import (
     MAX_RANK,
     Member,
     Membership,
-    Progress,
-    ProgressEntry,
     Status,
     first_incarnation,
 )
@@ -194,56 +192,6 @@ def test_who_has_left_does_not_come_back():
 def test_ill_typed_members_do_not_decode(fields):
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Member)
-
-
-# --- progress ------------------------------------------------------------------------------
-
-
-def test_totals_are_over_all_processes_of_all_workers():
-    progress = Progress(0, 11)
-    progress.add(samples=32)
-    progress.add(samples=32, steps=2)
-    progress.merge_all([ProgressEntry(1, 5, 10, 1), ProgressEntry(1, 6, 20, 2)])
-    assert (progress.total_samples, progress.total_steps) == (94, 6)
-    assert progress.by_rank() == {0: (64, 3), 1: (30, 3)}
-    assert progress.others_samples == 30
-
-
-def test_of_its_own_process_a_worker_believes_nobody():
-    progress = Progress(0, 11)
-    progress.add(5)
-    assert not progress.merge_all([ProgressEntry(0, 11, 2**53, 2**53)])
-    assert progress.total_samples == 5
-
-
-def test_a_stop_is_heard_of_and_not_taken_back():
-    stopping, hearing = Progress(0, 11), Progress(1, 12)
-    stopping.add(5)
-    hearing.merge_all(stopping.news()[0])
-    stopping.add(0, 0, is_stopped=True)
-    assert hearing.merge_all(stopping.news()[0])
-    assert hearing.is_stopped
-    stopping.add(5)
-    assert hearing.merge_all([ProgressEntry(0, 11, 10, 2)])
-    assert hearing.news()[0] == stopping.news()[0] == (ProgressEntry(0, 11, 10, 2, True),)
-
-
-def test_old_news_with_something_new_in_it_takes_nothing_back():
-    hearing = Progress(1, 12)
-    hearing.merge_all([ProgressEntry(0, 11, samples=40, steps=4)])
-    hearing.merge_all([ProgressEntry(0, 11, samples=16, steps=2, is_stopped=True)])
-    assert hearing.news()[0] == (ProgressEntry(0, 11, 40, 4, is_stopped=True),)
-    assert (hearing.total_samples, hearing.total_steps) == (40, 4)
-
-
-def test_when_a_rank_stepped_last():
-    progress = Progress(0, 11)
-    assert progress.stepped_at == {}
-    progress.merge_all([ProgressEntry(1, 5, 10, 1)], 3.0)
-    progress.merge_all([ProgressEntry(1, 5, 11, 1)], 4.0)
-    assert progress.stepped_at == {1: 3.0}
-    progress.add(1, now=5.0)
-    assert progress.stepped_at[0] == 5.0
 
 
 # --- joining -------------------------------------------------------------------------------

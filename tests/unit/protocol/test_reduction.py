@@ -302,44 +302,6 @@ def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():
     assert len([e for e in inner.ticks(8, awaited=[3], heard=[]) if isinstance(e, Stalled)]) == 2
 
 
-@pytest.mark.parametrize("how", ["payload", "a chunk", "a word of what is below", "not its turn"])
-def test_a_child_that_brings_the_sum_further_is_not_named(how):
-    inner = Sum(1, 5, num_chunks=100)
-    inner.sum.receive(0, pull(0, 100))
-    for count in range(1, 50):
-        match how:
-            case "a chunk":
-                inner.sum.landed(3, count - 1)
-            case "a word of what is below":
-                inner.sum.receive(3, Progressed(EPOCH, count))
-        said = inner.ticks(
-            1, moving=[3] if how == "payload" else [], awaited=[] if how == "not its turn" else [3]
-        )
-        assert not [each for each in said if isinstance(each, Stalled)]
-
-
-def test_a_word_that_does_not_count_up_is_no_progress():
-    inner = Sum(1, 5)
-    inner.sum.receive(0, pull(0, 1))
-    said = []
-    for _ in range(STALLED_AFTER + 1):
-        inner.sum.receive(3, Progressed(EPOCH, 1))
-        said += inner.ticks(1, awaited=[3])
-    assert [each.rank for each in said if isinstance(each, Stalled)] == [3]
-
-
-def test_payload_below_is_told_to_the_parent_and_that_of_all_to_the_children():
-    inner = Sum(1, 5)
-    assert inner.ticks(1) == [], "nothing moves, nothing is said"
-    assert inner.ticks(1, moving=[3])[0] == Progressed(EPOCH, 1)
-    inner.sum.receive(0, Progressed(EPOCH, 7))
-    assert inner.ticks(1) == [Progressed(EPOCH, 7), Progressed(EPOCH, 7)], "on to both children"
-    root = Sum(0, 3)
-    root.sum.receive(1, Progressed(EPOCH, 3))
-    assert root.ticks(1) == [Progressed(EPOCH, 1), Progressed(EPOCH, 1)]
-    assert root.ticks(1) == []
-
-
 # How the root judges.
 
 
