@@ -263,30 +263,21 @@ def test_while_it_cannot_afford_more_its_own_demands_wait_too():
         assert asked is is_asked
 
 
-def test_held_for_another_reason_it_stays_closed_when_it_can_afford_more():
+def test_it_opens_once_it_is_released_and_can_afford_more_and_not_before():
     rate = rate_after(0.2)
     worker = make_worker(0, 2, exchange_rate=rate)
     worker.poll(100.0)
+    worker.hold(100.0)
+    worker.release(100.0)
     for number in range(int(BURST)):
         worker.receive(0, ask(0, number + 1), 100.0)
         worker.finished(ExchangeId(0, 0, number + 1), 100.0)
+    worker.hold(100.0)
+    worker.release(100.0)
+    assert not worker.pairing.answers, "released while it cannot afford more"
     worker.hold(100.0)
     later = 100.0 + 2 * STEP_S / (SPARE * rate.rate)
     worker.poll(later)
-    assert not worker.pairing.answers
+    assert not worker.pairing.answers, "held while it can"
     worker.release(later)
     assert worker.pairing.answers
-
-
-def test_released_while_it_cannot_afford_more_it_stays_closed():
-    rate = rate_after(0.2)
-    worker = make_worker(0, 2, exchange_rate=rate)
-    worker.poll(100.0)
-    worker.hold(100.0)
-    worker.release(100.0)
-    for number in range(int(BURST)):
-        worker.receive(0, ask(0, number + 1), 100.0)
-        worker.finished(ExchangeId(0, 0, number + 1), 100.0)
-    worker.hold(100.0)
-    worker.release(100.0)
-    assert not worker.pairing.answers

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
+from driven_worker import of_type
 
 from gossipdp.protocol import liveness
 from gossipdp.protocol.actions import Reach, Send
@@ -45,19 +46,13 @@ def found_dead(made: liveness.FailureDetector, now: float) -> list[int]:
 
 
 def asked(actions: Sequence[liveness.DetectorAction]) -> dict[int, AskLife]:
-    return {
-        action.peer: action.message
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, AskLife)
-    }
+    sent = of_type(actions, Send)
+    return {each.peer: each.message for each in sent if isinstance(each.message, AskLife)}
 
 
 def answered(actions: Sequence[liveness.DetectorAction]) -> dict[int, bool]:
-    return {
-        action.peer: action.message.is_heard
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, TellLife)
-    }
+    sent = of_type(actions, Send)
+    return {each.peer: each.message.is_heard for each in sent if isinstance(each.message, TellLife)}
 
 
 def begin_inquiry(made: liveness.FailureDetector) -> dict[int, AskLife]:
