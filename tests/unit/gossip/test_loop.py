@@ -364,9 +364,6 @@ def test_a_turn_waits_no_longer_than_what_it_flushed_allows():
     assert waits[1] < waits[0]
 
 
-# Notices of the others' lives.
-
-
 def test_a_loss_is_not_forgotten_whatever_happens_to_others():
     publisher = Worker().loop._publisher
     publisher.noticed(Notice(0, "lost", 1.0, 1))

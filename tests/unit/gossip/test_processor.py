@@ -34,14 +34,6 @@ def test_what_ran_or_waited_was_busy_and_other_cores_do_not_count(tmp_path, monk
     assert found == pytest.approx(Idle(core=0.2, thread=0.25))
 
 
-def test_one_core_at_most_is_idle(tmp_path, monkeypatch):
-    made = watch(tmp_path, monkeypatch)
-    write(tmp_path, ran_s=1.0, waited_s=0.0, idle={0: 0, 2: 0}, ticks=0)
-    made.look(0.0)
-    write(tmp_path, ran_s=1.0, waited_s=0.0, idle={0: 100, 2: 100}, ticks=100)
-    assert made.look(1.0) == Idle(core=1.0, thread=1.0)
-
-
 def test_without_these_statistics_the_threads_own_clock_counts(tmp_path, monkeypatch):
     made = watch(tmp_path, monkeypatch)
     times_s = iter([3.0, 3.5, 3.75])

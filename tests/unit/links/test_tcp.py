@@ -20,8 +20,6 @@ from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.links.sockets import PlainStream, listen
 from gossipdp.links.tcp import TcpTransport
 
-# Links that are there at once.
-
 
 def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world):
     """All of the handshake, and a message behind it, may come while one connection is taken in."""

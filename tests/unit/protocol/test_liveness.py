@@ -162,9 +162,6 @@ def test_only_the_watched_are_judged():
     assert found_dead(made, 5.0 + TIMEOUT_S) == [2, 3]
 
 
-# --- refused dials -------------------------------------------------------------------------
-
-
 def test_one_of_the_asked_that_stands_still_holds_up_a_confirmed_death_for_a_moment_only():
     made, confirmed_at = detector(1, linked=[2, 3]), 1.0 + liveness.CONFIRMED_WITHIN * TIMEOUT_S
     made.refused(1, 1.0)

@@ -20,12 +20,6 @@ def view(rank: int = 0, process_id: int = 7, incarnation: int = 1) -> Membership
     return Membership(Member(rank, incarnation, process_id, Status.ALIVE, "127.0.0.1", 4000))
 
 
-def record(table: Membership, rank: int) -> Member:
-    member = table.get(rank)
-    assert member is not None
-    return member
-
-
 class Watched(dict):
     """A dictionary that counts lookups from its end."""
 
@@ -65,7 +59,7 @@ def test_higher_incarnation_beats_process_id_beats_status():
         assert table.merge(older)
         assert table.merge(newer)
         assert not table.merge(older)
-        assert record(table, 1) == newer
+        assert table.get(1) == newer
 
 
 def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status():
@@ -73,7 +67,7 @@ def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status(
     table.set_status(Status.DONE)
     assert table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
     assert (table.own.incarnation, table.own.status) == (2, Status.DONE)
-    assert record(table, 0) == table.own
+    assert table.get(0) == table.own
     assert not table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
 
 
@@ -83,7 +77,7 @@ def test_a_worker_outbids_another_process_of_its_rank(status):
     table.merge(other)
     assert table.own.incarnation == 5
     assert table.rival == (other if status is Status.ALIVE else None)
-    assert record(table, 0) == table.own
+    assert table.get(0) == table.own
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -158,7 +152,7 @@ def test_a_joiner_is_known_but_does_not_take_part_before_it_lives():
     table.merge(Member(1, 0, 5, Status.ALIVE))
     table.merge(Member(1, 1, 6, Status.JOINING))
     assert table.live() == (0,), "the new life has begun, so the old one is over"
-    assert not record(table, 1).is_over
+    assert not table.get(1).is_over
     assert table.merge(Member(1, 1, 6, Status.ALIVE))
     assert table.live() == (0, 1)
     table.merge(Member(2, 0, 7, Status.JOINING))
@@ -172,7 +166,7 @@ def test_who_has_left_does_not_come_back():
     table.set_status(Status.LEFT)
     assert not table.set_status(Status.DONE), "a status only rises"
     table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
-    assert record(table, 0).status is Status.DEAD
+    assert table.get(0).status is Status.DEAD
     assert table.own.incarnation == 1
 
 
