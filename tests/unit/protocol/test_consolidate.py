@@ -43,25 +43,19 @@ def test_an_infinite_distance_is_the_largest_that_can_be_said():
 
 
 def test_an_inner_worker_from_begin_to_release():
+    def down(message: say.ConsolidationMessage | say.ReductionMessage) -> list[do.Send]:
+        return [do.Send(child, message) for child in (3, 4)]
+
     machine = worker(1)
     assert machine.review(view(5)) == []
     start = begin(1, 0, 1, 2, 3, 4)
-    assert machine.receive(0, start) == [
-        do.Send(3, start),
-        do.Send(4, start),
-        do.Send(0, pull_results(1, 0)),
-    ]
-    assert machine.receive(0, say.PullPartials(epoch(1), 0, 1)) == [
-        do.Send(3, say.PullPartials(epoch(1), 0, 1)),
-        do.Send(4, say.PullPartials(epoch(1), 0, 1)),
-    ]
+    assert machine.receive(0, start) == [*down(start), do.Send(0, pull_results(1, 0))]
+    first, second = (say.PullPartials(epoch(1), chunk, chunk + 1) for chunk in range(2))
+    assert machine.receive(0, first) == down(first)
     assert machine.partial_landed(4, epoch(1), 0) == []
     assert machine.partial_landed(3, epoch(1), 1) == [], "out of order"
     assert machine.partial_landed(3, epoch(1), 0) == [do.SendPartial(0, epoch(1), 0)]
-    assert machine.receive(0, say.PullPartials(epoch(1), 1, 2)) == [
-        do.Send(3, say.PullPartials(epoch(1), 1, 2)),
-        do.Send(4, say.PullPartials(epoch(1), 1, 2)),
-    ]
+    assert machine.receive(0, second) == down(second)
     machine.partial_landed(3, epoch(1), 1)
     assert machine.partial_landed(4, epoch(1), 1)[0] == do.SendPartial(0, epoch(1), 1)
 
@@ -71,30 +65,18 @@ def test_an_inner_worker_from_begin_to_release():
     assert not machine.accepts_result(0, epoch(1), 1), "out of order"
     assert not machine.accepts_result(3, epoch(1), 0), "not its parent"
     assert not machine.accepts_result(0, epoch(2), 0), "another result"
-    assert machine.result_landed(0, epoch(1), 0, 0.25) == [
-        do.Send(0, pull_results(1, 1)),
-        do.SendResult(3, epoch(1), 0),
-    ]
-    assert machine.result_landed(0, epoch(1), 1, 0.75) == [
-        do.SendResult(3, epoch(1), 1),
-        do.SendResult(4, epoch(1), 1),
-    ]
+    asks, sends = do.Send(0, pull_results(1, 1)), do.SendResult(3, epoch(1), 0)
+    assert machine.result_landed(0, epoch(1), 0, 0.25) == [asks, sends]
+    sends_both = [do.SendResult(child, epoch(1), 1) for child in (3, 4)]
+    assert machine.result_landed(0, epoch(1), 1, 0.75) == sends_both
     assert machine.receive(4, say.Distance(epoch(1), 4.0)) == []
-    assert machine.receive(3, say.Distance(epoch(1), 2.0)) == [
-        do.Send(0, say.Distance(epoch(1), 7.0))
-    ]
-    assert machine.receive(0, say.CommitEpoch(epoch(1), 0.5)) == [
-        do.Commit(epoch(1), 0.5, 5),
-        do.Send(3, say.CommitEpoch(epoch(1), 0.5)),
-        do.Send(4, say.CommitEpoch(epoch(1), 0.5)),
-    ]
+    distance = say.Distance(epoch(1), 7.0)
+    assert machine.receive(3, say.Distance(epoch(1), 2.0)) == [do.Send(0, distance)]
+    commit, release = say.CommitEpoch(epoch(1), 0.5), say.Release(epoch(1))
+    assert machine.receive(0, commit) == [do.Commit(epoch(1), 0.5, 5), *down(commit)]
     assert machine.receive(3, say.Committed(epoch(1))) == []
     assert machine.receive(4, say.Committed(epoch(1))) == [do.Send(0, say.Committed(epoch(1)))]
-    assert machine.receive(0, say.Release(epoch(1))) == [
-        do.Send(3, say.Release(epoch(1))),
-        do.Send(4, say.Release(epoch(1))),
-        do.Finished(),
-    ]
+    assert machine.receive(0, release) == [*down(release), do.Finished()]
 
 
 def test_a_lower_epoch_is_not_followed_and_its_leader_is_told():
@@ -122,13 +104,10 @@ def test_of_two_results_the_later_one_stays():
     machine.receive(0, begin(2, 0, 1, 2))
     machine.result_landed(0, epoch(2), 0, 2.0)
     old, held, newer = (say.Average(epoch(number), 3, None) for number in (1, 2, 4))
-    assert machine.receive(0, begin(3, 0, 1, 2, average=old)) == [
-        do.Send(0, say.Held(epoch(3), held))
-    ]
-    assert machine.receive(0, begin(5, 0, 1, 2, average=newer)) == [
-        do.Forget(epoch(2)),
-        do.Send(0, say.PullResults(epoch(5), epoch(4), 0, 1)),
-    ]
+    tells = do.Send(0, say.Held(epoch(3), held))
+    assert machine.receive(0, begin(3, 0, 1, 2, average=old)) == [tells]
+    asks = do.Send(0, say.PullResults(epoch(5), epoch(4), 0, 1))
+    assert machine.receive(0, begin(5, 0, 1, 2, average=newer)) == [do.Forget(epoch(2)), asks]
 
 
 def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked():
@@ -227,10 +206,9 @@ def test_a_sum_that_was_given_up_takes_nothing_more():
     assert machine.partial_landed(2, epoch(1), 0) == []
     assert machine.partial_landed(1, epoch(1), 0) == []
     assert machine.chunk_finished(epoch(1), 0, 0.0) == []
-    assert machine.partial_landed(2, epoch(2), 0) == [
-        do.FinishChunk(epoch(2), 0, 2),
-        do.Send(2, say.PullPartials(epoch(2), 1, 1)),
-    ], "divided by those that are left"
+    divides = do.FinishChunk(epoch(2), 0, 2)  # by those that are left
+    asks = do.Send(2, say.PullPartials(epoch(2), 1, 1))
+    assert machine.partial_landed(2, epoch(2), 0) == [divides, asks]
 
 
 @pytest.mark.parametrize("ranks", [[], [1, 0], [0, 0, 1], [1, 2]])
