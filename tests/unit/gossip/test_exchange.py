@@ -225,9 +225,6 @@ def race(segment: Segment, state: State, seed: int) -> None:
     assert torch.equal(segment.c.double(), -total.double())
 
 
-# Wire formats.
-
-
 def mixed_state(seed: int, scale: float = 1.0) -> State:
     """Make trained parameters of two precisions and buffers, over several chunks each."""
     generator = torch.Generator().manual_seed(seed)

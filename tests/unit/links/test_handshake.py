@@ -5,16 +5,8 @@ import struct
 import msgspec
 import pytest
 
-from gossipdp.links.handshake import (
-    AGREED_FIELDS,
-    MAX_MESSAGE_BYTES,
-    MAX_TEXT,
-    VERSION,
-    Handshake,
-    HandshakeError,
-    Identity,
-    Refusal,
-)
+from gossipdp.links import handshake
+from gossipdp.links.handshake import MAX_TEXT, VERSION, Handshake, HandshakeError, Identity, Refusal
 
 SECRET = b"a secret"
 
@@ -81,7 +73,7 @@ def test_inside_tls_the_hello_is_plain_data_and_nothing_else_is_taken_for_it():
             converse(dialler, acceptor)
 
 
-@pytest.mark.parametrize("field", AGREED_FIELDS)
+@pytest.mark.parametrize("field", handshake.AGREED_FIELDS)
 @pytest.mark.parametrize("secrets", [(SECRET, SECRET), IN_TLS], ids=["plain", "in TLS"])
 def test_a_difference_is_named_with_both_values(field, secrets):
     dialler, acceptor = pair(mine=identity(0, **{field: "mine"}), secrets=secrets)
@@ -214,7 +206,10 @@ def test_another_version_of_gossipdp_is_told_to_both(place):
     [
         (b"GET / HTTP/1.1\r\n", "starts with b'GET '"),
         (struct.pack("<4sBBH", b"GDPH", *VERSION, 0), "of 0 bytes"),
-        (struct.pack("<4sBBH", b"GDPH", *VERSION, MAX_MESSAGE_BYTES + 1), "of 4097 bytes"),
+        (
+            struct.pack("<4sBBH", b"GDPH", *VERSION, handshake.MAX_MESSAGE_BYTES + 1),
+            "of 4097 bytes",
+        ),
         (struct.pack("<4sBBH", b"GDPH", *VERSION, 3) + b"\xff\xff\xff", "malformed"),
         (struct.pack("<4sBBH", b"GDPH", *VERSION, 4) + b"\x93\x01\x02\x03", "malformed"),
     ],

@@ -39,9 +39,6 @@ def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world):
     assert node.handler.names() == ["link_up", "control"]
 
 
-# Dials that fail.
-
-
 def test_a_failed_dial_says_which_address_it_was(world):
     """The peer has come back elsewhere meanwhile, and is to be dialled there."""
     gone, node = world.tcp(1), world.tcp(0)
@@ -119,9 +116,6 @@ def test_a_connection_to_oneself_counts_as_nobody(monkeypatch):
         mirror.connect(mirror.getsockname())
         with pytest.raises(ConnectionRefusedError, match="itself"):
             sockets.is_connected(mirror)
-
-
-# Workers with a limit.
 
 
 def limited_star(world: Any, make: Any) -> tuple[Clock, Any, list[Any]]:
@@ -202,9 +196,6 @@ def test_a_link_that_ends_while_it_waits_for_the_limit_is_forgotten(world):
     assert not first.transport.limit.held
 
 
-# Listening.
-
-
 def test_no_listening_on_a_port_in_use_or_at_another_machine_s_address(world):
     node = world.tcp(0)
     with pytest.raises(RendezvousError, match=f"port {node.port} on 127.0.0.1 is in use"):
@@ -243,9 +234,6 @@ def test_ipv6_loopback(world):
         world.until(lambda: transport.poll(0.0) or (handler.links and second.handler.links))
     finally:
         transport.close()
-
-
-# Two links between the same workers.
 
 
 def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(world, caplog):
@@ -325,9 +313,6 @@ def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world):
     world.until(lambda: old.handler.of("refused"))
     assert "newer incarnation (3)" in str(old.handler.of("refused")[0][1])
     assert node.handler.names() == ["link_up"] + 2 * ["link_down", "link_up"]
-
-
-# Strangers.
 
 
 def test_a_question_for_the_run_is_no_alarm_and_a_wrong_secret_is_said(world, caplog):

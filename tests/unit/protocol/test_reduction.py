@@ -8,17 +8,10 @@ from consolidation import epoch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossipdp.protocol import reduction
 from gossipdp.protocol.actions import FinishChunk, Send, SendPartial
 from gossipdp.protocol.messages import Progressed, PullPartials, Stalled
-from gossipdp.protocol.reduction import (
-    GRACE,
-    REPEAT_AFTER,
-    STALLED_AFTER,
-    WINDOW,
-    Blame,
-    Reduction,
-    tree,
-)
+from gossipdp.protocol.reduction import GRACE, REPEAT_AFTER, STALLED_AFTER, WINDOW, Blame, Reduction
 
 EPOCH = epoch(1)
 
@@ -29,7 +22,7 @@ class Sum:
     def __init__(self, rank: int, num_members: int, num_chunks: int = 9, **options) -> None:
         self.actions = []
         self.blame = Blame(rank) if rank == 0 else None
-        parents = tree(range(num_members))
+        parents = reduction.tree(range(num_members))
         options.setdefault("divisor", num_members)
         self.sum = Reduction(
             EPOCH, rank, parents, num_chunks, self.actions, blame=self.blame, **options
@@ -53,7 +46,7 @@ def pull(start, stop):
 def test_a_tree_is_binary_flat_and_has_its_last_members_as_leaves(has_suspects):
     for num_members in range(1, 70):
         ranks = list(range(100, 100 + num_members))
-        parents = tree(ranks, has_suspects=has_suspects)
+        parents = reduction.tree(ranks, has_suspects=has_suspects)
         assert list(parents) == ranks
         assert parents[100] is None
         for rank, above in list(parents.items())[1:]:
@@ -213,8 +206,6 @@ def test_in_any_order_and_over_lost_links_each_chunk_sums_each_member_once(
             assert sums.told[member.sum.rank] == num_chunks, "it may forget its values"
 
 
-# Who gives nothing.
-
 some_peers = st.frozensets(st.integers(0, 5))
 tick_events = st.lists(
     st.one_of(
@@ -296,9 +287,6 @@ def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():
     assert (named.rank, named.is_heard) == (3, True)
     assert "worker 1 had nothing of it for 1.5 time-outs" in named.reason
     assert len([e for e in inner.ticks(8, awaited=[3], heard=[]) if isinstance(e, Stalled)]) == 2
-
-
-# How the root judges.
 
 
 def stalled(rank, is_heard=True):
