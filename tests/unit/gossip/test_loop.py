@@ -259,7 +259,6 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
     worker.loop.sums.on_end = ends.append
     worker.loop.perform(protocol.done(worker.now))
     epoch = protocol.consolidation.highest
-    assert epoch is not None
     key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, 0)
     for link in worker.links.values():
         kind = FrameType.PARTIAL_CHUNK

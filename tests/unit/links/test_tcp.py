@@ -122,7 +122,7 @@ def limited_star(world: Any, make: Any) -> tuple[Clock, Any, list[Any]]:
     """Link a worker that may send 1 MB/s to two others; its clock is the test's."""
     clock = Clock()
     first = make(0, max_bytes_per_s=1e6, clock=clock)
-    others = [world.tcp(1), world.tcp(2)] if make == world.tcp else [world.tls(1), world.tls(2)]
+    others = [make(1), make(2)]
     for other in others:
         other.handler.hooks["chunk_buffer"] = lambda *what: memoryview(bytearray(what[-1]))
         world.join(first, other)
@@ -337,12 +337,10 @@ def test_no_descriptor_for_a_guest(world, monkeypatch):
     clock = Clock()
     node, other = world.tcp(0, clock=clock), world.tcp(1)
 
-    class Exhausted(sockets.Listener):  # type: ignore[misc]
-        def accept(self) -> Any:
-            raise OSError(errno.EMFILE, "Too many open files")
+    def fail(_: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
 
-    real = type(node.transport._listener)
-    monkeypatch.setattr(real, "accept", Exhausted.accept)
+    monkeypatch.setattr(type(node.transport._listener), "accept", fail)
     other.dial(node)
     world.settle()
     assert node.handler.events == []

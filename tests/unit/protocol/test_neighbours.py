@@ -105,7 +105,6 @@ def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere():
             constants.neighbours(0), constants.worker_rate(0), constants.eta, constants.alpha_tilde
         )
     rebuilt = neighbourhood.rebuild(view, now, has_ended=False)
-    assert rebuilt is not None
     assert rebuilt.neighbours == {3, 7}
     assert (
         neighbourhood.place.alpha_tilde == results[second].alpha_tilde != results[first].alpha_tilde

@@ -50,7 +50,6 @@ def test_a_tree_is_binary_flat_and_has_its_last_members_as_leaves(has_suspects):
         assert list(parents) == ranks
         assert parents[100] is None
         for rank, above in list(parents.items())[1:]:
-            assert above is not None
             assert above < rank, "no circle"
             assert list(parents.values()).count(rank) <= 2
         depth = 0
