@@ -9,7 +9,7 @@ from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
-from gossipdp.protocol.members import ProgressEntry, Status
+from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
 from gossipdp.protocol.peers import FIRST_WAIT_S
 from gossipdp.protocol.worker import WorkerProtocol
@@ -228,24 +228,6 @@ def test_news_does_not_wait_for_the_heartbeat():
         if isinstance(action, Send) and action.peer == 2
     ]
     assert (member(3, Status.DONE),) in told
-
-
-def test_own_progress_is_told_with_each_message_that_of_others_four_times_a_second():
-    worker = make_worker(0, 2)
-    own, of_others = [], []
-    for tenth in range(1, 31):
-        now = tenth / 10
-        news = say.Envelope(say.Heartbeat(), progress=(ProgressEntry(2, 79, 5 * tenth, tenth),))
-        worker.receive(2, news, now)
-        worker.progress.add(8, now=now)  # a step would have it ask itself
-        actions = worker.receive(0, ask(0, tenth), now)
-        worker.finished(say.ExchangeId(0, 0, tenth), now)
-        told = [a.message.progress for a in actions if isinstance(a, Send) and a.peer == 0]
-        own += [entry.samples for entries in told for entry in entries if entry.rank == 1]
-        of_others += [entry.samples for entries in told for entry in entries if entry.rank == 2]
-    assert own == [8 * tenth for tenth in range(1, 31)]
-    assert 8 <= len(of_others) <= 12
-    assert of_others[-1] > 100
 
 
 def test_method_none_answers_busy_and_never_asks():
