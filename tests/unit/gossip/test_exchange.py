@@ -49,8 +49,15 @@ def pair(name: str, make=make_state, **options):
     return states, [Codec(name, state) for state in states]
 
 
+def bytes_of(values: torch.Tensor) -> memoryview:
+    return values.view(torch.uint8).numpy().data
+
+
 def deliver(link: MemoryLink, to: Exchange) -> None:
-    frame_type, key, payload = link.take()
+    land(to, *link.take())
+
+
+def land(to: Exchange, frame_type: FrameType, key: ChunkKey, payload: bytes | memoryview) -> None:
     room = to.landing(frame_type, key)
     assert room is not None, (frame_type, key)
     assert len(room) == len(payload)
@@ -130,13 +137,9 @@ def test_poison_is_not_applied():
     state = make_state(0)
     _, (exchange,) = start([state])
     exchange.pump()
-    key = ChunkKey(0, 0, 1, 0)
-    room = exchange.landing(CHUNK, key)
-    assert room is not None
-    room[:] = torch.full((64,), math.nan).view(torch.uint8).numpy().data
     before = x_and_z(state)[0]
     with pytest.raises(PoisonFound) as found:
-        exchange.landed(CHUNK, key, room)
+        land(exchange, CHUNK, ChunkKey(0, 0, 1, 0), bytes_of(torch.full((64,), math.nan)))
     assert not found.value.ours
     assert torch.equal(x_and_z(state)[0], before)
 
@@ -220,9 +223,6 @@ def race(segment: Segment, state: State, seed: int) -> None:
     x = segment.x.double() + segment.pending.double()
     assert torch.equal(x, 2.0 * num_steps - 0.5 * total.double())
     assert torch.equal(segment.c.double(), -total.double())
-
-
-# Wire formats.
 
 
 def mixed_state(seed: int, scale: float = 1.0) -> State:
@@ -390,20 +390,17 @@ def test_an_exchange_carries_the_moments_that_are_due(name, dtype):
                 segment.x.mul_(0.5 + random.random())
 
 
-def test_bytes_at_the_link():
-    sent = {}
-    for name in FORMATS:
-        for dtype in (torch.float32, torch.bfloat16):
-            states, codecs = pair(name, dtype=dtype, num_elements=60_000, chunk_bytes=1 << 17)
-            _, ends = exchange(states, codecs, Random(0))
-            # The first exchange finds out how far apart the two are.
-            assert all((end.num_repeated > 0) is (name == "lattice8") for end in ends)
-            links, ends = exchange(states, codecs, Random(0))
-            assert all(end.num_repeated == 0 for end in ends)
-            sent[name, dtype] = links[0].bytes_sent / 60_000
-    expected = {"full": (4, 2), "bfloat16": (2, 2), "lattice8": (1, 1)}
-    for (name, dtype), num_bytes in sent.items():
-        assert num_bytes == pytest.approx(expected[name][dtype is torch.bfloat16], rel=0.03)
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_at_the_link(name):
+    expected = {"full": (4, 2), "bfloat16": (2, 2), "lattice8": (1, 1)}[name]
+    for dtype, num_bytes in zip((torch.float32, torch.bfloat16), expected, strict=True):
+        states, codecs = pair(name, dtype=dtype, num_elements=60_000, chunk_bytes=1 << 17)
+        _, ends = exchange(states, codecs, Random(0))
+        # The first exchange finds out how far apart the two are.
+        assert all((end.num_repeated > 0) is (name == "lattice8") for end in ends)
+        links, ends = exchange(states, codecs, Random(0))
+        assert all(end.num_repeated == 0 for end in ends)
+        assert links[0].bytes_sent / 60_000 == pytest.approx(num_bytes, rel=0.03)
 
 
 def test_a_slot_waits_for_the_repeat_in_it_though_its_chunk_is_closed():
@@ -474,34 +471,25 @@ def test_hostile_steps_and_codes_end_in_a_repeat_or_in_nothing_applied():
     ends[0].pump()
     frame_type, key, steps = links[0].queue.popleft()
     assert frame_type is FrameType.EXCHANGE_STEPS
-    assert ends[0].landing(CHUNK, ChunkKey(0, 0, 1, 0)) is None, "steps come first"
+    first = ChunkKey(0, 0, 1, 0)
+    assert ends[0].landing(CHUNK, first) is None, "steps come first"
     for step in (-128, -10, 127):
         codec = Codec("lattice8", states[0])
-        ends[0] = Exchange(states[0], codec, links[0], ID, alpha_tilde=1.3, theta=0.0)
-        ends[0].pump()
+        end = Exchange(states[0], codec, links[0], ID, alpha_tilde=1.3, theta=0.0)
+        end.pump()
         links[0].queue.clear()
-        room = ends[0].landing(frame_type, key)
-        room[:] = torch.full((len(steps),), step, dtype=torch.int8).view(torch.uint8).numpy().data
-        ends[0].landed(frame_type, key, room)
-        ends[0].pump()
+        land(end, frame_type, key, bytes_of(torch.full((len(steps),), step, dtype=torch.int8)))
+        end.pump()
         assert [kind for kind, *_ in links[0].queue] == [CHUNK, CHUNK]
-        for kind, payload in (
-            (CHUNK, Random(0).randbytes(72)),
-            (FrameType.EXCHANGE_VERDICT, b"\x01"),
-        ):
-            chunk_key = ChunkKey(0, 0, 1, 0)
-            room = ends[0].landing(kind, chunk_key)
-            room[:] = payload
-            ends[0].landed(kind, chunk_key, room)
+        land(end, CHUNK, first, Random(0).randbytes(72))
+        land(end, FrameType.EXCHANGE_VERDICT, first, b"\x01")
         verdicts = [bytes(data) for kind, _, data in links[0].queue if len(data) == 1]
         assert verdicts == [b"\x00"], "random bytes have not the checksum of what they decode to"
         assert torch.equal(x_and_z(states[0])[0], before)
-        assert ends[0].landing(FrameType.EXCHANGE_VERDICT, ChunkKey(0, 0, 1, 0)) is None
-        infinite = torch.full((64,), math.inf, dtype=torch.bfloat16)
-        room = ends[0].landing(FrameType.EXCHANGE_REPEAT, chunk_key)
-        room[:] = infinite.view(torch.uint8).numpy().data
+        assert end.landing(FrameType.EXCHANGE_VERDICT, first) is None
+        infinite = bytes_of(torch.full((64,), math.inf, dtype=torch.bfloat16))
         with pytest.raises(PoisonFound) as found:
-            ends[0].landed(FrameType.EXCHANGE_REPEAT, chunk_key, room)
+            land(end, FrameType.EXCHANGE_REPEAT, first, infinite)
         assert not found.value.ours
         assert torch.equal(x_and_z(states[0])[0], before)
         links[0].queue.clear()

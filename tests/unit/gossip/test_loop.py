@@ -259,7 +259,6 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
     worker.loop.sums.on_end = ends.append
     worker.loop.perform(protocol.done(worker.now))
     epoch = protocol.consolidation.highest
-    assert epoch is not None
     key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, 0)
     for link in worker.links.values():
         kind = FrameType.PARTIAL_CHUNK
@@ -362,9 +361,6 @@ def test_a_turn_waits_no_longer_than_what_it_flushed_allows():
     worker.loop.transport.flush = lambda: worker.loop.link_down(worker.links[1], "lost")
     worker.loop.turn(100.0)
     assert waits[1] < waits[0]
-
-
-# Notices of the others' lives.
 
 
 def test_a_loss_is_not_forgotten_whatever_happens_to_others():

@@ -104,14 +104,9 @@ def linked(a: End, b: End) -> None:
             one.links[other.rank].queue.append((item[1],))
 
 
-def unlink(a: End, b: End) -> None:
-    for one, other in ((a, b), (b, a)):
-        link = one.links.pop(other.rank)
-        one.transfers.link_down(link)
-
-
 def relink(a: End, b: End) -> None:
-    unlink(a, b)
+    for one, other in ((a, b), (b, a)):
+        one.transfers.link_down(one.links.pop(other.rank))
     linked(a, b)
 
 

@@ -51,9 +51,6 @@ def changed(offer: bytes, **changes: Any) -> bytes:
     return OFFER.pack(*said.values())
 
 
-# The memory itself.
-
-
 def test_only_the_owner_can_write_it_and_its_size_is_fixed():
     segment = SharedSegment(3 * PAGE, 1)
     peers = mapped(segment.offer)
@@ -107,9 +104,6 @@ def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world):
     assert before == (of_others[0] + 4, of_others[1] + 2)
     assert in_child(look) == "(0, 0)"
     assert look() == before
-
-
-# How it is shared.
 
 
 def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world):
@@ -261,9 +255,6 @@ def test_a_system_without_sealed_memory_sends_bytes_and_says_so(world, monkeypat
     assert [record.message for record in caplog.records] == [
         "no memory is shared with workers of this host: [Errno 1] not here"
     ]
-
-
-# Offers of memory that is not to be read.
 
 
 def test_memory_that_its_owner_could_take_away_is_not_mapped():

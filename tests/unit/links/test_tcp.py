@@ -20,8 +20,6 @@ from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.links.sockets import PlainStream, listen
 from gossipdp.links.tcp import TcpTransport
 
-# Links that are there at once.
-
 
 def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world):
     """All of the handshake, and a message behind it, may come while one connection is taken in."""
@@ -39,9 +37,6 @@ def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world):
     quick.dial(node)
     world.until(lambda: node.handler.of("control"), node)
     assert node.handler.names() == ["link_up", "control"]
-
-
-# Dials that fail.
 
 
 def test_a_failed_dial_says_which_address_it_was(world):
@@ -123,14 +118,11 @@ def test_a_connection_to_oneself_counts_as_nobody(monkeypatch):
             sockets.is_connected(mirror)
 
 
-# Workers with a limit.
-
-
 def limited_star(world: Any, make: Any) -> tuple[Clock, Any, list[Any]]:
     """Link a worker that may send 1 MB/s to two others; its clock is the test's."""
     clock = Clock()
     first = make(0, max_bytes_per_s=1e6, clock=clock)
-    others = [world.tcp(1), world.tcp(2)] if make == world.tcp else [world.tls(1), world.tls(2)]
+    others = [make(1), make(2)]
     for other in others:
         other.handler.hooks["chunk_buffer"] = lambda *what: memoryview(bytearray(what[-1]))
         world.join(first, other)
@@ -204,9 +196,6 @@ def test_a_link_that_ends_while_it_waits_for_the_limit_is_forgotten(world):
     assert not first.transport.limit.held
 
 
-# Listening.
-
-
 def test_no_listening_on_a_port_in_use_or_at_another_machine_s_address(world):
     node = world.tcp(0)
     with pytest.raises(RendezvousError, match=f"port {node.port} on 127.0.0.1 is in use"):
@@ -245,9 +234,6 @@ def test_ipv6_loopback(world):
         world.until(lambda: transport.poll(0.0) or (handler.links and second.handler.links))
     finally:
         transport.close()
-
-
-# Two links between the same workers.
 
 
 def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(world, caplog):
@@ -329,9 +315,6 @@ def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world):
     assert node.handler.names() == ["link_up"] + 2 * ["link_down", "link_up"]
 
 
-# Strangers.
-
-
 def test_a_question_for_the_run_is_no_alarm_and_a_wrong_secret_is_said(world, caplog):
     node = world.tcp(0)
     for changes in ({"run_id": ""}, {"secret": b"b"}):
@@ -354,12 +337,10 @@ def test_no_descriptor_for_a_guest(world, monkeypatch):
     clock = Clock()
     node, other = world.tcp(0, clock=clock), world.tcp(1)
 
-    class Exhausted(sockets.Listener):  # type: ignore[misc]
-        def accept(self) -> Any:
-            raise OSError(errno.EMFILE, "Too many open files")
+    def fail(_: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
 
-    real = type(node.transport._listener)
-    monkeypatch.setattr(real, "accept", Exhausted.accept)
+    monkeypatch.setattr(type(node.transport._listener), "accept", fail)
     other.dial(node)
     world.settle()
     assert node.handler.events == []

@@ -13,8 +13,6 @@ from gossipdp.links import tls as tls_module
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.tls import Tls, TlsStream, make_tls_files
 
-# The files.
-
 
 def with_other(directory: Path, name: str, content: bytes | None, folder: Path) -> Path:
     """Return a copy of the files in which one has other content; None: it is not there."""
@@ -114,9 +112,6 @@ def test_a_chain_in_one_file_and_only_the_newest_tls(authority, tmp_path):
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
         assert context.verify_mode is ssl.CERT_REQUIRED
     assert tls._server.num_tickets == 0
-
-
-# Peers.
 
 
 def test_an_answer_that_comes_while_the_hello_is_said(world, monkeypatch):

@@ -6,16 +6,8 @@ import msgspec
 import pytest
 from consolidation import begin, epoch, ticks, view, worker
 
+from gossipdp.protocol import actions as do
 from gossipdp.protocol import messages as say
-from gossipdp.protocol.actions import (
-    Commit,
-    FinishChunk,
-    Finished,
-    Forget,
-    Send,
-    SendPartial,
-    SendResult,
-)
 from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.reduction import REPEAT_AFTER
@@ -28,11 +20,14 @@ def pull_results(number: int, start: int) -> say.PullResults:
 
 def test_alone_without_a_message():
     machine = worker(0, num_chunks=2, num_copied_chunks=1)
-    assert machine.review(view(1)) == [FinishChunk(epoch(1), 0, 1), FinishChunk(epoch(1), 1, 1)]
+    assert machine.review(view(1)) == [
+        do.FinishChunk(epoch(1), 0, 1),
+        do.FinishChunk(epoch(1), 1, 1),
+    ]
     assert machine.chunk_finished(epoch(1), 1, 0.0) == [], "out of order"
     assert machine.chunk_finished(epoch(1), 0, 0.0) == []
     assert machine.chunk_finished(epoch(2), 1, 0.0) == [], "of another sum"
-    assert machine.chunk_finished(epoch(1), 1, 0.0) == [Commit(epoch(1), 0.0, 1), Finished()]
+    assert machine.chunk_finished(epoch(1), 1, 0.0) == [do.Commit(epoch(1), 0.0, 1), do.Finished()]
     assert machine.is_finished
     assert machine.review(view(1)) == []
 
@@ -42,33 +37,27 @@ def test_an_infinite_distance_is_the_largest_that_can_be_said():
     machine = worker(0, num_chunks=1, num_copied_chunks=1)
     machine.review(view(1))
     commit, _ = machine.chunk_finished(epoch(1), 0, math.inf)
-    assert commit == Commit(epoch(1), say.MAX_DISTANCE2, 1)
+    assert commit == do.Commit(epoch(1), say.MAX_DISTANCE2, 1)
     told = say.Envelope(say.Distance(epoch(1), say.MAX_DISTANCE2))
     assert say.decode(say.encode(told)) == told
 
 
 def test_an_inner_worker_from_begin_to_release():
+    def down(message: say.ConsolidationMessage | say.ReductionMessage) -> list[do.Send]:
+        return [do.Send(child, message) for child in (3, 4)]
+
     machine = worker(1)
     assert machine.review(view(5)) == []
     start = begin(1, 0, 1, 2, 3, 4)
-    assert machine.receive(0, start) == [
-        Send(3, start),
-        Send(4, start),
-        Send(0, pull_results(1, 0)),
-    ]
-    assert machine.receive(0, say.PullPartials(epoch(1), 0, 1)) == [
-        Send(3, say.PullPartials(epoch(1), 0, 1)),
-        Send(4, say.PullPartials(epoch(1), 0, 1)),
-    ]
+    assert machine.receive(0, start) == [*down(start), do.Send(0, pull_results(1, 0))]
+    first, second = (say.PullPartials(epoch(1), chunk, chunk + 1) for chunk in range(2))
+    assert machine.receive(0, first) == down(first)
     assert machine.partial_landed(4, epoch(1), 0) == []
     assert machine.partial_landed(3, epoch(1), 1) == [], "out of order"
-    assert machine.partial_landed(3, epoch(1), 0) == [SendPartial(0, epoch(1), 0)]
-    assert machine.receive(0, say.PullPartials(epoch(1), 1, 2)) == [
-        Send(3, say.PullPartials(epoch(1), 1, 2)),
-        Send(4, say.PullPartials(epoch(1), 1, 2)),
-    ]
+    assert machine.partial_landed(3, epoch(1), 0) == [do.SendPartial(0, epoch(1), 0)]
+    assert machine.receive(0, second) == down(second)
     machine.partial_landed(3, epoch(1), 1)
-    assert machine.partial_landed(4, epoch(1), 1)[0] == SendPartial(0, epoch(1), 1)
+    assert machine.partial_landed(4, epoch(1), 1)[0] == do.SendPartial(0, epoch(1), 1)
 
     assert machine.receive(3, pull_results(1, 0)) == []
     assert machine.receive(4, pull_results(1, 1)) == []
@@ -76,35 +65,25 @@ def test_an_inner_worker_from_begin_to_release():
     assert not machine.accepts_result(0, epoch(1), 1), "out of order"
     assert not machine.accepts_result(3, epoch(1), 0), "not its parent"
     assert not machine.accepts_result(0, epoch(2), 0), "another result"
-    assert machine.result_landed(0, epoch(1), 0, 0.25) == [
-        Send(0, pull_results(1, 1)),
-        SendResult(3, epoch(1), 0),
-    ]
-    assert machine.result_landed(0, epoch(1), 1, 0.75) == [
-        SendResult(3, epoch(1), 1),
-        SendResult(4, epoch(1), 1),
-    ]
+    asks, sends = do.Send(0, pull_results(1, 1)), do.SendResult(3, epoch(1), 0)
+    assert machine.result_landed(0, epoch(1), 0, 0.25) == [asks, sends]
+    sends_both = [do.SendResult(child, epoch(1), 1) for child in (3, 4)]
+    assert machine.result_landed(0, epoch(1), 1, 0.75) == sends_both
     assert machine.receive(4, say.Distance(epoch(1), 4.0)) == []
-    assert machine.receive(3, say.Distance(epoch(1), 2.0)) == [Send(0, say.Distance(epoch(1), 7.0))]
-    assert machine.receive(0, say.CommitEpoch(epoch(1), 0.5)) == [
-        Commit(epoch(1), 0.5, 5),
-        Send(3, say.CommitEpoch(epoch(1), 0.5)),
-        Send(4, say.CommitEpoch(epoch(1), 0.5)),
-    ]
+    distance = say.Distance(epoch(1), 7.0)
+    assert machine.receive(3, say.Distance(epoch(1), 2.0)) == [do.Send(0, distance)]
+    commit, release = say.CommitEpoch(epoch(1), 0.5), say.Release(epoch(1))
+    assert machine.receive(0, commit) == [do.Commit(epoch(1), 0.5, 5), *down(commit)]
     assert machine.receive(3, say.Committed(epoch(1))) == []
-    assert machine.receive(4, say.Committed(epoch(1))) == [Send(0, say.Committed(epoch(1)))]
-    assert machine.receive(0, say.Release(epoch(1))) == [
-        Send(3, say.Release(epoch(1))),
-        Send(4, say.Release(epoch(1))),
-        Finished(),
-    ]
+    assert machine.receive(4, say.Committed(epoch(1))) == [do.Send(0, say.Committed(epoch(1)))]
+    assert machine.receive(0, release) == [*down(release), do.Finished()]
 
 
 def test_a_lower_epoch_is_not_followed_and_its_leader_is_told():
     machine = worker(2)
     machine.review(view(3))
     machine.receive(0, begin(5, 0, 1, 2))
-    assert machine.receive(0, begin(4, 0, 1, 2)) == [Send(0, say.NewerEpoch(epoch(5)))]
+    assert machine.receive(0, begin(4, 0, 1, 2)) == [do.Send(0, say.NewerEpoch(epoch(5)))]
     assert machine.receive(1, begin(6, 1, 2)) == [], "lower leader wins"
     assert machine.receive(1, say.CommitEpoch(epoch(4, 1), 0.0)) == []
 
@@ -115,7 +94,7 @@ def test_a_death_begins_a_new_epoch_under_the_next_lowest():
     machine.receive(0, begin(3, 0, 1, 2))
     start = begin(4, 1, 2)
     actions = machine.review(view(3, worker0=Status.DEAD))
-    assert actions[:2] == [Forget(epoch(3)), Send(2, start)]
+    assert actions[:2] == [do.Forget(epoch(3)), do.Send(2, start)]
     assert not machine.accepts_result(0, epoch(3), 0)
 
 
@@ -125,11 +104,10 @@ def test_of_two_results_the_later_one_stays():
     machine.receive(0, begin(2, 0, 1, 2))
     machine.result_landed(0, epoch(2), 0, 2.0)
     old, held, newer = (say.Average(epoch(number), 3, None) for number in (1, 2, 4))
-    assert machine.receive(0, begin(3, 0, 1, 2, average=old)) == [Send(0, say.Held(epoch(3), held))]
-    assert machine.receive(0, begin(5, 0, 1, 2, average=newer)) == [
-        Forget(epoch(2)),
-        Send(0, say.PullResults(epoch(5), epoch(4), 0, 1)),
-    ]
+    tells = do.Send(0, say.Held(epoch(3), held))
+    assert machine.receive(0, begin(3, 0, 1, 2, average=old)) == [tells]
+    asks = do.Send(0, say.PullResults(epoch(5), epoch(4), 0, 1))
+    assert machine.receive(0, begin(5, 0, 1, 2, average=newer)) == [do.Forget(epoch(2)), asks]
 
 
 def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked():
@@ -148,7 +126,7 @@ def test_a_child_that_joined_before_its_parent_says_once_more_what_it_wants():
     machine = Consolidation(3, 103, 1, is_linked=lambda rank: True)
     machine.review(view(4))
     start = begin(1, 0, 1, 2, 3)
-    wants = Send(1, say.PullResults(epoch(1), epoch(1), 0, 1))
+    wants = do.Send(1, say.PullResults(epoch(1), epoch(1), 0, 1))
     assert machine.receive(0, start) == [wants], "by the word of its leader"
     assert machine.receive(1, start) == [wants]
     assert machine.receive(1, start) == [], "a repetition"
@@ -159,23 +137,23 @@ def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_
     machine.review(view(2))
     machine.partial_landed(1, epoch(1), 0)
     machine.chunk_finished(epoch(1), 0, 0.0)
-    sent = [SendResult(1, epoch(1), chunk) for chunk in range(3)]
+    sent = [do.SendResult(1, epoch(1), chunk) for chunk in range(3)]
     asks = say.PullResults(epoch(1), epoch(1), 0, 2)
     assert machine.receive(1, asks)[-2:] == sent[:2]
     assert machine.receive(1, asks) == [], "they are on their way"
     assert machine.receive(1, say.PullResults(epoch(1), epoch(1), 1, 9)) == sent[2:]
     again = machine.receive(1, say.PullResults(epoch(2), epoch(1), 0, 9))
-    assert [each for each in again if isinstance(each, SendResult)] == sent
+    assert [each for each in again if isinstance(each, do.SendResult)] == sent
     machine.link_lost(1)
     again = machine.receive(1, say.PullResults(epoch(2), epoch(1), 1, 9))
-    assert [each for each in again if isinstance(each, SendResult)] == sent[1:]
+    assert [each for each in again if isinstance(each, do.SendResult)] == sent[1:]
 
 
 def test_who_has_led_stays_while_one_lives_that_was_no_member():
     """One that is lower came: it leads from now on."""
     machine = worker(1, num_chunks=0)
     machine.review(view(3, worker0=Status.DEAD))
-    assert Commit(epoch(1, 1), 0.0, 2) in machine.receive(2, say.Distance(epoch(1, 1), 0.0))
+    assert do.Commit(epoch(1, 1), 0.0, 2) in machine.receive(2, say.Distance(epoch(1, 1), 0.0))
     machine.review(view(3))
     assert machine.receive(2, say.Committed(epoch(1, 1))) == []
     assert not machine.is_finished
@@ -185,11 +163,11 @@ def test_a_member_stays_while_one_lives_that_was_no_member():
     machine = worker(1, num_chunks=0)
     machine.review(view(2))
     machine.receive(0, begin(1, 0, 1))
-    assert Send(0, say.Committed(epoch(1))) in machine.receive(0, say.CommitEpoch(epoch(1), 0.0))
+    assert do.Send(0, say.Committed(epoch(1))) in machine.receive(0, say.CommitEpoch(epoch(1), 0.0))
     machine.review(view(3))
     assert machine.receive(0, say.Release(epoch(1))) == []
     machine.review(view(3, worker2=Status.DEAD))
-    assert machine.receive(0, say.Release(epoch(1))) == [Finished()]
+    assert machine.receive(0, say.Release(epoch(1))) == [do.Finished()]
 
 
 def test_a_new_epoch_begins_with_nothing_of_the_last():
@@ -199,12 +177,12 @@ def test_a_new_epoch_begins_with_nothing_of_the_last():
         machine.partial_landed(child, epoch(1), 0)
     machine.chunk_finished(epoch(1), 0, 5.0)
     machine.review(view(3, worker2=Status.DEAD))
-    assert SendResult(1, epoch(2), 0) not in machine.receive(1, pull_results(2, 0))
+    assert do.SendResult(1, epoch(2), 0) not in machine.receive(1, pull_results(2, 0))
     for chunk in range(2):
         machine.partial_landed(1, epoch(2), chunk)
-    assert SendResult(1, epoch(2), 0) in machine.chunk_finished(epoch(2), 0, 1.0)
+    assert do.SendResult(1, epoch(2), 0) in machine.chunk_finished(epoch(2), 0, 1.0)
     machine.chunk_finished(epoch(2), 1, 1.0)
-    assert Commit(epoch(2), 2.0, 2) in machine.receive(1, say.Distance(epoch(2), 2.0))
+    assert do.Commit(epoch(2), 2.0, 2) in machine.receive(1, say.Distance(epoch(2), 2.0))
 
 
 def test_what_was_asked_in_vain_is_asked_again():
@@ -213,11 +191,11 @@ def test_what_was_asked_in_vain_is_asked_again():
     machine.receive(0, begin(1, 0, 1, 2))
     for _ in range(3):
         assert ticks(machine, REPEAT_AFTER - 1) == []
-        assert ticks(machine, 1) == [Send(0, pull_results(1, 0))]
+        assert ticks(machine, 1) == [do.Send(0, pull_results(1, 0))]
     assert ticks(machine, REPEAT_AFTER - 1) == []
     machine.result_landed(0, epoch(1), 0, 0.0)
     assert ticks(machine, REPEAT_AFTER - 1) == [], "it was not in vain"
-    assert ticks(machine, 1) == [Send(0, pull_results(1, 1))]
+    assert ticks(machine, 1) == [do.Send(0, pull_results(1, 1))]
 
 
 def test_a_sum_that_was_given_up_takes_nothing_more():
@@ -228,10 +206,9 @@ def test_a_sum_that_was_given_up_takes_nothing_more():
     assert machine.partial_landed(2, epoch(1), 0) == []
     assert machine.partial_landed(1, epoch(1), 0) == []
     assert machine.chunk_finished(epoch(1), 0, 0.0) == []
-    assert machine.partial_landed(2, epoch(2), 0) == [
-        FinishChunk(epoch(2), 0, 2),
-        Send(2, say.PullPartials(epoch(2), 1, 1)),
-    ], "divided by those that are left"
+    divides = do.FinishChunk(epoch(2), 0, 2)  # by those that are left
+    asks = do.Send(2, say.PullPartials(epoch(2), 1, 1))
+    assert machine.partial_landed(2, epoch(2), 0) == [divides, asks]
 
 
 @pytest.mark.parametrize("ranks", [[], [1, 0], [0, 0, 1], [1, 2]])

@@ -12,7 +12,6 @@ from gossipdp.protocol.exchange_rate import (
     BURST,
     CEILING,
     HYSTERESIS,
-    LAST_COSTS,
     NUM_TO_KNOW,
     SPARE,
     START_RATE,
@@ -44,35 +43,19 @@ def rate_after(
     return rate
 
 
-def test_before_it_knows_an_exchange_it_starts_at_one_a_step():
-    rate = ExchangeRate()
-    for _ in range(NUM_TO_KNOW - 1):
-        rate.exchanged(10.0)
-    assert not rate.stepped(STEP_S)
-    assert (rate.rate, rate.bound) == (START_RATE, "start")
-    rate.exchanged(10.0)
-    assert not rate.stepped(None)
-    assert rate.stepped(STEP_S)
-    assert rate.bound == "link"
-
-
 @pytest.mark.parametrize(
     ("taken", "expected", "bound"),
     [
         ({"duration_s": 0.001}, CEILING, "ceiling"),
         ({"duration_s": 0.2}, 0.25, "link"),
-        ({"duration_s": 1.0, "step_s": 4.0}, 2.0, "link"),
         # The worker's own limit, if without it the rate would be more than a quarter higher.
-        ({"duration_s": 0.2, "held_s": 0.19}, 0.25, "limit"),
         ({"duration_s": 0.2, "held_s": 0.041}, 0.25, "limit"),
         ({"duration_s": 0.2, "held_s": 0.039}, 0.25, "link"),
-        ({"duration_s": 0.001, "held_s": 0.001}, CEILING, "ceiling"),
         # What exchanges take while a core is idle is not taken from training.
         ({"duration_s": 0.001, "processor_s": 0.01, "idle": (0.0, 1.0)}, 0.5, "processor"),
         ({"duration_s": 0.001, "processor_s": 0.1, "idle": (0.9, 1.0)}, 0.5, "processor"),
         # Training pays more for the first exchange a step than for others.
         ({"duration_s": 0.001, "processor_s": 0.004, "idle": (0.0, 1.0)}, 1.0, "processor"),
-        ({"duration_s": 0.001, "processor_s": 0.001, "idle": (0.0, 1.0)}, 2.0, "processor"),
         # A step whose container lets it run for two fifths of the time is so much shorter.
         ({"duration_s": 0.001, "processor_s": 0.004, "idle": (0.0, 1.0, 0.4)}, 0.5, "processor"),
         # While training runs Python, the Python of gossip stops it, and arrays do not.
@@ -81,7 +64,6 @@ def test_before_it_knows_an_exchange_it_starts_at_one_a_step():
             0.5,
             "processor",
         ),
-        ({"duration_s": 0.001, "processor_s": 0.1, "idle": (1.0, 1.0)}, CEILING, "ceiling"),
         # Nothing is known of the processor.
         ({"duration_s": 0.001, "processor_s": 9.0}, CEILING, "ceiling"),
     ],
@@ -106,27 +88,8 @@ def test_a_rate_that_trembles_stays():
     assert rate.rate == CEILING
 
 
-@pytest.mark.parametrize(
-    "sees",
-    [
-        lambda rate: rate.took_processor(2.0, 0.0),  # as while a state was given to a joiner
-        lambda rate: rate.exchanged(4.5),  # it stood still
-        lambda rate: rate.saw_idle(1.0, 1.0),  # the machine did
-    ],
-    ids=["processor", "duration", "idle"],
-)
-def test_one_outlier_changes_nothing(sees):
-    rate = rate_after(0.001, processor_s=0.01, idle=(0.0, 1.0))
-    for _ in range(2):
-        rate.saw_idle(0.0, 1.0)
-    before = rate.rate
-    sees(rate)
-    assert not rate.stepped(STEP_S)
-    assert rate.rate == before
-
-
 def median_of_last(values: Sequence[float]) -> float:
-    last = sorted(values[-LAST_COSTS:])
+    last = sorted(values[-9:])
     return (last[(len(last) - 1) // 2] + last[len(last) // 2]) / 2
 
 
@@ -154,7 +117,7 @@ costs_s = st.floats(1e-3, 10.0)
 measured = st.one_of(
     st.tuples(st.just("exchange"), st.tuples(costs_s, shares, costs_s, shares)),
     st.tuples(st.just("look"), st.tuples(shares, shares, shares)),
-    st.tuples(st.just("step"), costs_s),
+    st.tuples(st.just("step"), st.one_of(costs_s, costs_s, st.none())),
 )
 
 
@@ -162,6 +125,7 @@ measured = st.one_of(
 def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(events, most_taken):
     """It follows them at each step, if they differ by more than a quarter or reach the ceiling."""
     rate = ExchangeRate(most_taken)
+    assert (rate.rate, rate.bound) == (START_RATE, "start")
     exchanges, looks = list[tuple[float, ...]](), list[tuple[float, ...]]()
     for kind, value in events:
         before = rate.rate, rate.bound
@@ -176,8 +140,8 @@ def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(
         else:
             has_changed = rate.stepped(value)
             assert has_changed == (rate.rate != before[0])
-            if len(exchanges) < NUM_TO_KNOW:
-                assert (rate.rate, rate.bound) == (START_RATE, "start")
+            if value is None or len(exchanges) < NUM_TO_KNOW:
+                assert (rate.rate, rate.bound) == before
                 continue
             allowed, bounds = rate_of_the_text(value, exchanges, looks, most_taken)
             ratio = max(allowed / before[0], before[0] / allowed)
@@ -223,21 +187,17 @@ def test_in_all_it_takes_part_in_no_more_than_it_saves_up(waits_s, duration_s):
 def test_a_worker_that_cannot_afford_more_says_busy_and_then_free():
     rate = rate_after(0.2)  # one exchange in 4 steps, 1.5 in all
     worker = make_worker(0, 2, exchange_rate=rate)
-    now, num_exchanges = 100.0, 0
+    now = 100.0
     worker.poll(now)
-    while True:
-        peer = 2 * (num_exchanges % 2)
-        answers = said(worker.receive(peer, ask(peer, num_exchanges + 1), now), peer)
-        if isinstance(answers[0], Busy):
-            break
-        assert isinstance(answers[0], Accept)
-        worker.finished(ExchangeId(peer, 0, num_exchanges + 1), now)
-        num_exchanges += 1
-    assert num_exchanges == BURST
+    for number in range(int(BURST)):
+        peer = 2 * (number % 2)
+        assert isinstance(said(worker.receive(peer, ask(peer, number), now), peer)[0], Accept)
+        worker.finished(ExchangeId(peer, 0, number), now)
+    assert isinstance(said(worker.receive(0, ask(0, 99), now), 0)[0], Busy)
     opens_at = worker.next_deadline(now)
     assert opens_at == pytest.approx(now + STEP_S / (SPARE * rate.rate))
     assert said(worker.poll(opens_at - 1e-3)) == []
-    assert said(worker.poll(opens_at), peer) == [Free()]
+    assert said(worker.poll(opens_at), 0) == [Free()]
 
 
 def test_while_it_cannot_afford_more_its_own_demands_wait_too():
@@ -263,30 +223,21 @@ def test_while_it_cannot_afford_more_its_own_demands_wait_too():
         assert asked is is_asked
 
 
-def test_held_for_another_reason_it_stays_closed_when_it_can_afford_more():
+def test_it_opens_once_it_is_released_and_can_afford_more_and_not_before():
     rate = rate_after(0.2)
     worker = make_worker(0, 2, exchange_rate=rate)
     worker.poll(100.0)
+    worker.hold(100.0)
+    worker.release(100.0)
     for number in range(int(BURST)):
         worker.receive(0, ask(0, number + 1), 100.0)
         worker.finished(ExchangeId(0, 0, number + 1), 100.0)
+    worker.hold(100.0)
+    worker.release(100.0)
+    assert not worker.pairing.answers, "released while it cannot afford more"
     worker.hold(100.0)
     later = 100.0 + 2 * STEP_S / (SPARE * rate.rate)
     worker.poll(later)
-    assert not worker.pairing.answers
+    assert not worker.pairing.answers, "held while it can"
     worker.release(later)
     assert worker.pairing.answers
-
-
-def test_released_while_it_cannot_afford_more_it_stays_closed():
-    rate = rate_after(0.2)
-    worker = make_worker(0, 2, exchange_rate=rate)
-    worker.poll(100.0)
-    worker.hold(100.0)
-    worker.release(100.0)
-    for number in range(int(BURST)):
-        worker.receive(0, ask(0, number + 1), 100.0)
-        worker.finished(ExchangeId(0, 0, number + 1), 100.0)
-    worker.hold(100.0)
-    worker.release(100.0)
-    assert not worker.pairing.answers

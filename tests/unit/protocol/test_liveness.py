@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
+from driven_worker import of_type
 
 from gossipdp.protocol import liveness
 from gossipdp.protocol.actions import Reach, Send
@@ -45,19 +46,13 @@ def found_dead(made: liveness.FailureDetector, now: float) -> list[int]:
 
 
 def asked(actions: Sequence[liveness.DetectorAction]) -> dict[int, AskLife]:
-    return {
-        action.peer: action.message
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, AskLife)
-    }
+    sent = of_type(actions, Send)
+    return {each.peer: each.message for each in sent if isinstance(each.message, AskLife)}
 
 
 def answered(actions: Sequence[liveness.DetectorAction]) -> dict[int, bool]:
-    return {
-        action.peer: action.message.is_heard
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, TellLife)
-    }
+    sent = of_type(actions, Send)
+    return {each.peer: each.message.is_heard for each in sent if isinstance(each.message, TellLife)}
 
 
 def begin_inquiry(made: liveness.FailureDetector) -> dict[int, AskLife]:
@@ -121,21 +116,21 @@ def test_the_asked_says_no_after_its_own_time_out():
     assert answered(late) == {7: False}, "at once: its link has been silent for long"
 
 
-@pytest.mark.parametrize("ending", ["reached", "unreachable", "gone", "deadline"])
-def test_without_a_link_the_asked_seeks_the_suspect(ending):
+@pytest.mark.parametrize(
+    ("ending", "is_reached"),
+    [
+        (lambda made: made.heard(1, 3.2), True),
+        (lambda made: made.unreachable(1, 3.2), False),
+        (lambda made: made.gone(1), False),
+        (lambda made: made.poll(3.0 + liveness.REACH_FOR * TIMEOUT_S), False),
+    ],
+    ids=["reached", "unreachable", "gone", "deadline"],
+)
+def test_without_a_link_the_asked_seeks_the_suspect(ending, is_reached):
     made = detector()
     assert made.receive(7, AskLife(1, 5), 3.0) == [REACH]
     made.receive(8, AskLife(1, 2), 3.1)
-    match ending:
-        case "reached":
-            actions = made.heard(1, 3.2)
-        case "unreachable":
-            actions = made.unreachable(1, 3.2)
-        case "gone":
-            actions = made.gone(1)
-        case _:
-            actions = made.poll(3.0 + liveness.REACH_FOR * TIMEOUT_S)
-    assert answered(actions) == {7: ending == "reached", 8: ending == "reached"}
+    assert answered(ending(made)) == {7: is_reached, 8: is_reached}
     assert made.poll(100.0) == []
 
 
@@ -165,9 +160,6 @@ def test_only_the_watched_are_judged():
     assert made.next_deadline() == ASKED_AT  # rank 2, since the beginning
     assert found_dead(made, TIMEOUT_S) == [2]
     assert found_dead(made, 5.0 + TIMEOUT_S) == [2, 3]
-
-
-# --- refused dials -------------------------------------------------------------------------
 
 
 def test_one_of_the_asked_that_stands_still_holds_up_a_confirmed_death_for_a_moment_only():

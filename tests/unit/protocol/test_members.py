@@ -1,4 +1,4 @@
-"""Membership and progress: which record wins, what a worker does about its own, how one joins."""
+"""Membership: which record wins, what a worker does about its own, how one joins."""
 
 import itertools
 
@@ -11,8 +11,6 @@ from gossipdp.protocol.members import (
     MAX_RANK,
     Member,
     Membership,
-    Progress,
-    ProgressEntry,
     Status,
     first_incarnation,
 )
@@ -20,12 +18,6 @@ from gossipdp.protocol.members import (
 
 def view(rank: int = 0, process_id: int = 7, incarnation: int = 1) -> Membership:
     return Membership(Member(rank, incarnation, process_id, Status.ALIVE, "127.0.0.1", 4000))
-
-
-def record(table: Membership, rank: int) -> Member:
-    member = table.get(rank)
-    assert member is not None
-    return member
 
 
 class Watched(dict):
@@ -67,7 +59,7 @@ def test_higher_incarnation_beats_process_id_beats_status():
         assert table.merge(older)
         assert table.merge(newer)
         assert not table.merge(older)
-        assert record(table, 1) == newer
+        assert table.get(1) == newer
 
 
 def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status():
@@ -75,7 +67,7 @@ def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status(
     table.set_status(Status.DONE)
     assert table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
     assert (table.own.incarnation, table.own.status) == (2, Status.DONE)
-    assert record(table, 0) == table.own
+    assert table.get(0) == table.own
     assert not table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
 
 
@@ -85,7 +77,7 @@ def test_a_worker_outbids_another_process_of_its_rank(status):
     table.merge(other)
     assert table.own.incarnation == 5
     assert table.rival == (other if status is Status.ALIVE else None)
-    assert record(table, 0) == table.own
+    assert table.get(0) == table.own
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -160,7 +152,7 @@ def test_a_joiner_is_known_but_does_not_take_part_before_it_lives():
     table.merge(Member(1, 0, 5, Status.ALIVE))
     table.merge(Member(1, 1, 6, Status.JOINING))
     assert table.live() == (0,), "the new life has begun, so the old one is over"
-    assert not record(table, 1).is_over
+    assert not table.get(1).is_over
     assert table.merge(Member(1, 1, 6, Status.ALIVE))
     assert table.live() == (0, 1)
     table.merge(Member(2, 0, 7, Status.JOINING))
@@ -174,7 +166,7 @@ def test_who_has_left_does_not_come_back():
     table.set_status(Status.LEFT)
     assert not table.set_status(Status.DONE), "a status only rises"
     table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
-    assert record(table, 0).status is Status.DEAD
+    assert table.get(0).status is Status.DEAD
     assert table.own.incarnation == 1
 
 
@@ -194,56 +186,6 @@ def test_who_has_left_does_not_come_back():
 def test_ill_typed_members_do_not_decode(fields):
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Member)
-
-
-# --- progress ------------------------------------------------------------------------------
-
-
-def test_totals_are_over_all_processes_of_all_workers():
-    progress = Progress(0, 11)
-    progress.add(samples=32)
-    progress.add(samples=32, steps=2)
-    progress.merge_all([ProgressEntry(1, 5, 10, 1), ProgressEntry(1, 6, 20, 2)])
-    assert (progress.total_samples, progress.total_steps) == (94, 6)
-    assert progress.by_rank() == {0: (64, 3), 1: (30, 3)}
-    assert progress.others_samples == 30
-
-
-def test_of_its_own_process_a_worker_believes_nobody():
-    progress = Progress(0, 11)
-    progress.add(5)
-    assert not progress.merge_all([ProgressEntry(0, 11, 2**53, 2**53)])
-    assert progress.total_samples == 5
-
-
-def test_a_stop_is_heard_of_and_not_taken_back():
-    stopping, hearing = Progress(0, 11), Progress(1, 12)
-    stopping.add(5)
-    hearing.merge_all(stopping.news()[0])
-    stopping.add(0, 0, is_stopped=True)
-    assert hearing.merge_all(stopping.news()[0])
-    assert hearing.is_stopped
-    stopping.add(5)
-    assert hearing.merge_all([ProgressEntry(0, 11, 10, 2)])
-    assert hearing.news()[0] == stopping.news()[0] == (ProgressEntry(0, 11, 10, 2, True),)
-
-
-def test_old_news_with_something_new_in_it_takes_nothing_back():
-    hearing = Progress(1, 12)
-    hearing.merge_all([ProgressEntry(0, 11, samples=40, steps=4)])
-    hearing.merge_all([ProgressEntry(0, 11, samples=16, steps=2, is_stopped=True)])
-    assert hearing.news()[0] == (ProgressEntry(0, 11, 40, 4, is_stopped=True),)
-    assert (hearing.total_samples, hearing.total_steps) == (40, 4)
-
-
-def test_when_a_rank_stepped_last():
-    progress = Progress(0, 11)
-    assert progress.stepped_at == {}
-    progress.merge_all([ProgressEntry(1, 5, 10, 1)], 3.0)
-    progress.merge_all([ProgressEntry(1, 5, 11, 1)], 4.0)
-    assert progress.stepped_at == {1: 3.0}
-    progress.add(1, now=5.0)
-    assert progress.stepped_at[0] == 5.0
 
 
 # --- joining -------------------------------------------------------------------------------

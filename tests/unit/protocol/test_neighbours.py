@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,8 @@ def test_fresh_counts_among_those_that_can_exchange_now():
 RING = Constants.of(build_graph("ring", 8), 2.0)
 
 
-def make(rank: int = 0, *, has_momentum: bool = True) -> Neighbourhood:
-    return Neighbourhood(rank, LiveGraph(RING), has_momentum=has_momentum)
+def make(**options: Any) -> Neighbourhood:
+    return Neighbourhood(0, LiveGraph(RING), has_momentum=True, **options)
 
 
 def members(**statuses: Status) -> list[Member]:
@@ -83,14 +84,13 @@ def test_a_burst_of_deaths_is_followed_once_an_interval():
 def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere():
     """Meanwhile another worker dies: what comes of the first set is not taken for the second."""
     results: dict[Hashable, Place] = {}
-    asked: list[Hashable] = []
+    asked: list[tuple[Hashable, Callable[[], Place]]] = []
 
     def later(key: Hashable, function: Callable[[], Place]) -> Place | None:
-        asked.append(key)
+        asked.append((key, function))
         return results.get(key)
 
-    neighbourhood = Neighbourhood(0, LiveGraph(RING), has_momentum=True, work_out=later)
-    now = 5.0
+    neighbourhood, now = make(work_out=later), 5.0
     for view in (members(r1=Status.DEAD), members(r1=Status.DEAD, r2=Status.DEAD)):
         neighbourhood.review(view)
         assert neighbourhood.next_deadline() <= now
@@ -98,18 +98,13 @@ def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere():
         assert neighbourhood.place.rates == RING.neighbours(0)
         assert now < neighbourhood.next_deadline() <= now + REBUILD_INTERVAL_S
         now += 1.0
-    first, second = asked
-    for key, live in ((first, {0, 2, 3, 4, 5, 6, 7}), (second, {0, 3, 4, 5, 6, 7})):
-        constants = LiveGraph(RING).constants(live)
-        results[key] = Place(
-            constants.neighbours(0), constants.worker_rate(0), constants.eta, constants.alpha_tilde
-        )
+    assert len(asked) == 2
+    results.update({key: function() for key, function in asked})
+    first, second = results.values()
     rebuilt = neighbourhood.rebuild(view, now, has_ended=False)
-    assert rebuilt is not None
     assert rebuilt.neighbours == {3, 7}
-    assert (
-        neighbourhood.place.alpha_tilde == results[second].alpha_tilde != results[first].alpha_tilde
-    )
+    assert neighbourhood.place == second
+    assert second.alpha_tilde != first.alpha_tilde
     assert neighbourhood.next_deadline() == math.inf
 
 

@@ -7,18 +7,8 @@ from random import Random
 
 import pytest
 
+from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Send, Stop, Withdrawn
-from gossipdp.protocol.messages import (
-    Abort,
-    Accept,
-    Busy,
-    Cancel,
-    ExchangeId,
-    Free,
-    Pass,
-    Propose,
-    ProtocolError,
-)
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, MomentsDue, Pairing, Proposing
 
@@ -35,41 +25,66 @@ class InRankOrder(NeighbourPolicy):
     def exchanged(self, peer: int, *, initiated: bool) -> None: ...
 
 
-def make_pairing(
-    rank: int = 5, neighbours: tuple[int, ...] = (2, 8), policy: NeighbourPolicy | None = None
-) -> Pairing:
+def make_pairing(*neighbours: int, policy: NeighbourPolicy | None = None) -> Pairing:
     policy = policy or InRankOrder()
-    pairing = Pairing(rank=rank, incarnation=3, policy=policy, alpha_tilde=0.9)
-    assert pairing.set_available(dict.fromkeys(neighbours, 0.5)) == []
+    pairing = Pairing(rank=5, incarnation=3, policy=policy, alpha_tilde=0.9)
+    assert pairing.set_available(dict.fromkeys(neighbours or (2, 8), 0.5)) == []
     return pairing
 
 
-def proposing() -> Pairing:
-    """Return one that has asked worker 2."""
+def own(counter: int) -> say.ExchangeId:
+    return say.ExchangeId(5, 3, counter)
+
+
+def proposes(peer: int, counter: int) -> Send[say.Propose]:
+    return Send(peer, say.Propose(own(counter), 0.9))
+
+
+def ask(peer: int, counter: int = 1, alpha_tilde: float = 0.7) -> say.Propose:
+    return say.Propose(say.ExchangeId(peer, 0, counter), alpha_tilde)
+
+
+def busy(peer: int, *, is_closed: bool = False) -> Send[say.Busy]:
+    """Refuse what ``peer`` has asked."""
+    return Send(peer, say.Busy(ask(peer).id, is_closed=is_closed))
+
+
+def accepted(peer: int, alpha_tilde: float = 0.7) -> list[Send[say.Accept] | Begin]:
+    """Accept what ``peer`` has asked."""
+    id = ask(peer).id
+    return [Send(peer, say.Accept(id, alpha_tilde)), Begin(peer, id, alpha_tilde)]
+
+
+def proposing(*parked: int) -> Pairing:
+    """Return one that has asked worker 2, while these have asked it."""
     pairing = make_pairing()
     pairing.tick()
+    for peer in parked:
+        assert pairing.receive(peer, ask(peer)) == []
     return pairing
 
 
-def own(counter: int) -> ExchangeId:
-    return ExchangeId(5, 3, counter)
+def answering(*refused: int) -> Pairing:
+    """Return one in the exchange that worker 2 has asked for, while these have asked in vain."""
+    pairing = make_pairing()
+    assert pairing.receive(2, ask(2)) == accepted(2)
+    for peer in refused:
+        assert pairing.receive(peer, ask(peer)) == [busy(peer)]
+    return pairing
 
 
-def ask(peer: int, counter: int = 1, alpha_tilde: float = 0.7) -> Propose:
-    return Propose(ExchangeId(peer, 0, counter), alpha_tilde)
-
-
-def answered(pairing: Pairing, peer: int, counter: int = 1) -> ExchangeId:
-    """Make ``peer`` ask an idle pairing, and return the exchange that began."""
-    id = ExchangeId(peer, 0, counter)
-    assert Begin(peer, id, 0.7) in pairing.receive(peer, ask(peer, counter))
-    return id
+def asking() -> Pairing:
+    """Return one in the exchange for which it has asked worker 2."""
+    pairing = proposing()
+    assert pairing.receive(2, say.Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6)]
+    assert pairing.is_initiating
+    return pairing
 
 
 def test_tick_proposes_to_the_first_of_the_policy():
     pairing = make_pairing()
-    assert pairing.tick() == [Send(2, Propose(own(1), 0.9))]
-    assert pairing.state == Proposing(2, Propose(own(1), 0.9), (8,))
+    assert pairing.tick() == [proposes(2, 1)]
+    assert pairing.state == Proposing(2, say.Propose(own(1), 0.9), (8,))
 
 
 @pytest.mark.parametrize(
@@ -83,30 +98,32 @@ def test_tick_proposes_to_the_first_of_the_policy():
 )
 def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event):
     pairing = proposing()
-    assert event(pairing) == [Send(8, Propose(own(2), 0.9))]
+    assert event(pairing) == [proposes(8, 2)]
     assert pairing.lost(8) == []
     assert (pairing.state, pairing.backlog) == (Idle(), 1)
     pairing.set_available({})
-    assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(3), 0.9))]
+    assert pairing.set_available({8: 0.5}) == [proposes(8, 3)]
 
 
 @pytest.mark.parametrize(
-    ("event", "reason"),
+    ("event", "actions"),
     [
-        (lambda pairing, id: pairing.lost(2), "the link was lost"),
-        (lambda pairing, id: pairing.abort("NaN"), "NaN"),
-        (lambda pairing, id: pairing.failed(id), None),
+        (lambda pairing: pairing.lost(2), [Stop(2, own(1), "the link was lost")]),
+        (
+            lambda pairing: pairing.abort("NaN"),
+            [Send(2, say.Abort(own(1), "NaN")), Stop(2, own(1), "NaN")],
+        ),
+        (
+            lambda pairing: pairing.receive(2, say.Abort(own(1), "NaN")),
+            [Stop(2, own(1), "the peer aborted: NaN")],
+        ),
+        (lambda pairing: pairing.failed(own(1)), []),
     ],
-    ids=["lost", "own abort", "failed"],
+    ids=["lost", "own abort", "the peer's", "failed"],
 )
-def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(event, reason):
-    pairing = proposing()
-    assert pairing.receive(2, Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6)]
-    assert pairing.is_initiating
-    actions = event(pairing, own(1))
-    stops = [] if reason is None else [Stop(2, own(1), reason)]
-    aborts = [Send(2, Abort(own(1), "NaN"))] if reason == "NaN" else []
-    assert actions == [*aborts, *stops, Send(8, Propose(own(2), 0.9))]
+def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(event, actions):
+    pairing = asking()
+    assert event(pairing) == [*actions, proposes(8, 2)]
     assert pairing.backlog == 1
 
 
@@ -120,217 +137,167 @@ def test_backlog_is_capped():
 def test_idle_accepts_with_the_smaller_gain():
     for theirs, agreed in ((0.7, 0.7), (1.5, 0.9)):
         pairing = make_pairing()
-        id = ExchangeId(9, 0, 1)
-        assert pairing.receive(9, Propose(id, theirs)) == [
-            Send(9, Accept(id, agreed)),
-            Begin(9, id, agreed),
-        ]
-        assert pairing.state == Exchanging(9, id)
+        assert pairing.receive(9, ask(9, alpha_tilde=theirs)) == accepted(9, agreed)
+        assert pairing.state == Exchanging(9, ask(9).id)
 
 
-def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only():
-    pairing = make_pairing()
-    id = answered(pairing, 2)
-    assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
-    assert pairing.receive(1, ask(1)) == [Send(1, Busy(ask(1).id))]
-    assert pairing.finished(id) == [Send(8, Free())]
+@pytest.mark.parametrize(
+    "gives_up",
+    [
+        lambda pairing: pairing.receive(8, say.Pass()),
+        lambda pairing: pairing.lost(8),
+        lambda pairing: pairing.unanswered(8),
+    ],
+    ids=["pass", "lost", "unanswered"],
+)
+def test_the_oldest_waiter_is_freed_and_the_next_only_once_that_one_gives_up(gives_up):
+    pairing = answering(8, 1)
+    assert pairing.finished(ask(2).id) == [Send(8, say.Free())]
     assert pairing.state == Idle()
-    assert pairing.receive(8, Pass()) == [Send(1, Free())]
-    assert pairing.receive(1, Pass()) == []
-    assert pairing.receive(1, Pass()) == []
-
-
-def test_loss_of_the_freed_waiter_frees_the_next():
-    for is_lost in (True, False):
-        pairing = make_pairing()
-        id = answered(pairing, 2)
-        pairing.receive(8, ask(8))
-        pairing.receive(1, ask(1))
-        pairing.finished(id)
-        assert (pairing.lost(8) if is_lost else pairing.unanswered(8)) == [Send(1, Free())]
+    assert gives_up(pairing) == [Send(1, say.Free())]
+    assert pairing.receive(1, say.Pass()) == []
+    assert pairing.receive(1, say.Pass()) == []
 
 
 def test_while_one_free_is_unanswered_nobody_else_is_freed():
     """Between FREE and its answer another worker asks, and its exchange ends."""
-    pairing = make_pairing()
-    id = answered(pairing, 2)
-    for peer in (8, 1):
-        pairing.receive(peer, ask(peer))
-    assert pairing.finished(id) == [Send(8, Free())]
-    assert pairing.finished(answered(pairing, 2, counter=2)) == []
-    assert pairing.receive(8, Pass()) == [Send(1, Free())]
+    pairing = answering(8, 1)
+    assert pairing.finished(ask(2).id) == [Send(8, say.Free())]
+    assert pairing.receive(2, ask(2)) == accepted(2)
+    assert pairing.finished(ask(2).id) == []
+    assert pairing.receive(8, say.Pass()) == [Send(1, say.Free())]
 
 
 def test_backlog_is_served_before_waiters():
-    pairing = make_pairing()
-    id = answered(pairing, 2)
-    pairing.receive(8, ask(8))
+    pairing = answering(8)
     pairing.tick()
-    assert pairing.finished(id) == [Send(2, Propose(own(1), 0.9))]
-    assert pairing.receive(2, Busy(own(1))) == [Send(8, Propose(own(2), 0.9))]
-    assert pairing.receive(8, Busy(own(2))) == [Send(8, Free())]
+    assert pairing.finished(ask(2).id) == [proposes(2, 1)]
+    assert pairing.receive(2, say.Busy(own(1))) == [proposes(8, 2)]
+    assert pairing.receive(8, say.Busy(own(2))) == [Send(8, say.Free())]
     assert pairing.backlog == 1
 
 
 def test_proposing_parks_lower_and_refuses_higher_ranks():
-    pairing = proposing()
-    assert pairing.receive(4, ask(4)) == []
-    assert pairing.receive(6, ask(6)) == [Send(6, Busy(ask(6).id))]
+    assert proposing(4).receive(6, ask(6)) == [busy(6)]
 
 
 def test_accepted_proposal_refuses_the_parked():
-    pairing = proposing()
-    pairing.receive(4, ask(4))
-    pairing.receive(3, ask(3))
-    assert pairing.receive(2, Accept(own(1), 0.9)) == [
-        Begin(2, own(1), 0.9),
-        Send(4, Busy(ask(4).id)),
-        Send(3, Busy(ask(3).id)),
-    ]
-    assert pairing.finished(own(1)) == [Send(4, Free())]
+    pairing = proposing(4, 3)
+    actions = pairing.receive(2, say.Accept(own(1), 0.9))
+    assert actions == [Begin(2, own(1), 0.9), busy(4), busy(3)]
+    assert pairing.finished(own(1)) == [Send(4, say.Free())]
 
 
 def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others():
-    pairing = proposing()
-    pairing.receive(4, ask(4))
-    pairing.receive(3, ask(3))
-    assert pairing.receive(2, Busy(own(1))) == [
-        Send(4, Accept(ask(4).id, 0.7)),
-        Begin(4, ask(4).id, 0.7),
-        Send(3, Busy(ask(3).id)),
-    ]
+    pairing = proposing(4, 3)
+    assert pairing.receive(2, say.Busy(own(1))) == [*accepted(4), busy(3)]
     assert pairing.backlog == 1
 
 
 def test_crossing_proposals_merge_into_that_of_the_lower_rank():
-    higher = make_pairing(rank=5, neighbours=(2,))
-    higher.tick()
-    higher.receive(4, ask(4))
-    assert higher.receive(2, ask(2)) == [
-        Send(2, Accept(ask(2).id, 0.7)),
-        Begin(2, ask(2).id, 0.7),
-        Send(4, Busy(ask(4).id)),
-    ]
+    higher = proposing(4)
+    assert higher.receive(2, ask(2)) == [*accepted(2), busy(4)]
     assert higher.backlog == 1
 
-    lower = make_pairing(rank=5, neighbours=(8,))
+    lower = make_pairing(8)
     lower.tick()
     assert lower.receive(8, ask(8)) == []
-    assert lower.receive(8, Accept(own(1), 0.9)) == [Begin(8, own(1), 0.9)]
+    assert lower.receive(8, say.Accept(own(1), 0.9)) == [Begin(8, own(1), 0.9)]
 
 
 def test_free_is_answered_by_propose_only_with_a_demand():
     pairing = make_pairing()
-    assert pairing.receive(8, Free()) == [Send(8, Pass())]
+    assert pairing.receive(8, say.Free()) == [Send(8, say.Pass())]
     pairing.tick()
-    assert pairing.receive(8, Free()) == [Send(8, Pass())]
-    pairing.receive(2, Busy(own(1)))
-    pairing.receive(8, Busy(own(2)))
-    assert pairing.receive(7, Free()) == [Send(7, Pass())]
-    assert pairing.receive(8, Free()) == [Send(8, Propose(own(3), 0.9))]
+    assert pairing.receive(8, say.Free()) == [Send(8, say.Pass())]
+    pairing.receive(2, say.Busy(own(1)))
+    pairing.receive(8, say.Busy(own(2)))
+    assert pairing.receive(7, say.Free()) == [Send(7, say.Pass())]
+    assert pairing.receive(8, say.Free()) == [proposes(8, 3)]
 
 
 def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed():
-    fresh = Fresh(Random(0))
-    pairing = Pairing(rank=5, incarnation=3, policy=fresh, alpha_tilde=0.9)
-    pairing.set_available({2: 0.5, 8: 0.5})
-    pairing.finished(answered(pairing, 8))
+    pairing = make_pairing(policy=Fresh(Random(0)))
+    assert pairing.receive(8, ask(8)) == accepted(8)
+    pairing.finished(ask(8).id)
     pairing.tick()
-    pairing.receive(2, Busy(own(1)))
-    assert pairing.receive(8, Free()) == [Send(8, Pass())]
-    assert pairing.receive(2, Free()) == [Send(2, Propose(own(2), 0.9))]
+    pairing.receive(2, say.Busy(own(1)))
+    assert pairing.receive(8, say.Free()) == [Send(8, say.Pass())]
+    assert pairing.receive(2, say.Free()) == [proposes(2, 2)]
 
 
 def test_a_waiter_that_was_served_waits_behind_the_others():
-    pairing = make_pairing()
-    id = answered(pairing, 2)
-    for peer in (8, 1):
-        pairing.receive(peer, ask(peer))
+    pairing = answering(8, 1)
     pairing.set_available({8: 0.5})
     pairing.tick()
-    assert pairing.finished(id) == [Send(8, Propose(own(1), 0.9))]
-    pairing.receive(8, Accept(own(1), 0.9))
+    assert pairing.finished(ask(2).id) == [proposes(8, 1)]
+    pairing.receive(8, say.Accept(own(1), 0.9))
     pairing.receive(8, ask(8, 2))
-    assert pairing.finished(own(1)) == [Send(1, Free())]
+    assert pairing.finished(own(1)) == [Send(1, say.Free())]
 
 
 def test_unexpected_accept_is_cancelled():
     pairing = make_pairing()
-    assert pairing.receive(2, Accept(own(7), 0.9)) == [Send(2, Cancel(own(7)))]
+    assert pairing.receive(2, say.Accept(own(7), 0.9)) == [Send(2, say.Cancel(own(7)))]
     pairing.tick()
-    assert pairing.receive(8, Accept(own(1), 0.9)) == [Send(8, Cancel(own(1)))]
-    assert pairing.state == Proposing(2, Propose(own(1), 0.9), (8,))
+    assert pairing.receive(8, say.Accept(own(1), 0.9)) == [Send(8, say.Cancel(own(1)))]
+    assert pairing.state == Proposing(2, say.Propose(own(1), 0.9), (8,))
 
 
 def test_cancel_withdraws_the_answered_exchange_only():
-    pairing = make_pairing()
-    id = answered(pairing, 2)
-    assert pairing.receive(2, Cancel(ExchangeId(2, 0, 9))) == []
-    assert pairing.receive(8, Cancel(id)) == []
-    assert pairing.receive(2, Cancel(id)) == [Withdrawn(2, id)]
+    pairing, id = answering(), ask(2).id
+    assert pairing.receive(2, say.Cancel(say.ExchangeId(2, 0, 9))) == []
+    assert pairing.receive(8, say.Cancel(id)) == []
+    assert pairing.receive(2, say.Cancel(id)) == [Withdrawn(2, id)]
     assert pairing.state == Idle()
     assert 2 in pairing.available, "its link stays"
 
-    pairing = proposing()
-    pairing.receive(2, Accept(own(1), 0.9))
-    assert pairing.receive(2, Cancel(own(1))) == []
+    pairing = asking()
+    assert pairing.receive(2, say.Cancel(own(1))) == []
     assert isinstance(pairing.state, Exchanging)
-
-
-def test_abort_stops_the_exchange_at_either_end():
-    pairing = proposing()
-    pairing.receive(2, Accept(own(1), 0.9))
-    stop, propose = pairing.receive(2, Abort(own(1), "NaN"))
-    assert isinstance(stop, Stop)
-    assert "NaN" in stop.reason
-    assert propose == Send(8, Propose(own(2), 0.9))  # the demand lives on, the peer is left out
 
 
 def test_foreign_ids_are_dropped():
     pairing = proposing()
-    assert pairing.receive(2, Busy(own(9))) == []
-    assert pairing.receive(8, Busy(own(1))) == []
+    assert pairing.receive(2, say.Busy(own(9))) == []
+    assert pairing.receive(8, say.Busy(own(1))) == []
     assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
     assert pairing.finished(own(1)) == []
     assert pairing.failed(own(1)) == []
-    assert pairing.state == Proposing(2, Propose(own(1), 0.9), (8,))
+    assert pairing.state == Proposing(2, say.Propose(own(1), 0.9), (8,))
 
 
 def test_closed_answers_busy_withdraws_and_opens_again():
-    pairing = proposing()
-    pairing.receive(4, ask(4))
-    assert pairing.close() == [Send(4, Busy(ask(4).id, is_closed=True))]
-    assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
-    assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id, is_closed=True))]
-    assert pairing.receive(8, Free()) == [Send(8, Pass())]
+    pairing = proposing(4)
+    assert pairing.close() == [busy(4, is_closed=True)]
+    assert pairing.receive(2, say.Accept(own(1), 0.9)) == [Send(2, say.Cancel(own(1)))]
+    assert pairing.receive(8, ask(8)) == [busy(8, is_closed=True)]
+    assert pairing.receive(8, say.Free()) == [Send(8, say.Pass())]
     assert pairing.tick() == []
-    assert pairing.open() == [Send(2, Propose(own(2), 0.9))]
-    assert pairing.receive(2, Busy(own(2))) == [Send(8, Propose(own(3), 0.9))]
-    assert pairing.receive(8, Busy(own(3))) == [Send(4, Free())]
+    assert pairing.open() == [proposes(2, 2)]
+    assert pairing.receive(2, say.Busy(own(2))) == [proposes(8, 3)]
+    assert pairing.receive(8, say.Busy(own(3))) == [Send(4, say.Free())]
 
 
 def test_running_exchange_outlives_close():
-    pairing = make_pairing()
-    id = answered(pairing, 2)
-    pairing.receive(8, ask(8))
+    pairing = answering(8)
     assert pairing.close() == []
-    assert pairing.finished(id) == []
-    assert pairing.open() == [Send(8, Free())]
+    assert pairing.finished(ask(2).id) == []
+    assert pairing.open() == [Send(8, say.Free())]
 
 
 def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal():
     pairing = proposing()
     pairing.alpha_tilde = 0.6  # on a new graph
-    actions = pairing.receive(2, Accept(own(1), 0.8))
-    assert actions == [Begin(2, own(1), 0.8)]
+    assert pairing.receive(2, say.Accept(own(1), 0.8)) == [Begin(2, own(1), 0.8)]
 
 
 def test_an_accept_with_more_than_was_proposed_is_refused():
     pairing = proposing()
-    with pytest.raises(ProtocolError, match=r"gain of 0\.91"):
-        pairing.receive(2, Accept(own(1), 0.91))
+    with pytest.raises(say.ProtocolError, match=r"gain of 0\.91"):
+        pairing.receive(2, say.Accept(own(1), 0.91))
     pairing.lost(2)
-    assert pairing.state == Proposing(8, Propose(own(2), 0.9), ())
+    assert pairing.state == Proposing(8, say.Propose(own(2), 0.9), ())
 
 
 @pytest.mark.parametrize(

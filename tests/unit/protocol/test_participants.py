@@ -98,20 +98,15 @@ def test_a_worker_that_cannot_give_says_so_and_is_left_out():
     assert again.left_out == (say.LeftOut(process(2), "its parameters hold NaN or infinity"),)
 
 
-def test_who_holds_the_result_and_does_not_send_it_is_left_out():
+@pytest.mark.parametrize(("useless_of", "left_out"), [(None, {2}), (1, {2}), (2, set())])
+def test_who_holds_the_result_and_sends_nothing_or_useless_values_is_left_out(useless_of, left_out):
     machine = worker(1, num_chunks=1)
     machine.review(view(3, worker0=Status.DEAD))
     machine.receive(2, say.Held(epoch(1, 1), say.Average(epoch(1), 3, 0.25)))
-    ticks(machine, STALLED_AFTER)
-    assert set(machine.left_out) == {2}
-
-
-@pytest.mark.parametrize(("origin", "left_out"), [(1, {2}), (2, set())])
-def test_who_holds_the_result_and_sends_useless_values_is_left_out(origin, left_out):
-    machine = worker(1, num_chunks=1)
-    machine.review(view(3, worker0=Status.DEAD))
-    machine.receive(2, say.Held(epoch(1, 1), say.Average(epoch(1), 3, 0.25)))
-    machine.cannot_give(epoch(origin), 2, "its result holds NaN")
+    if useless_of is None:
+        ticks(machine, STALLED_AFTER)
+    else:
+        machine.cannot_give(epoch(useless_of), 2, "its result holds NaN")
     assert set(machine.left_out) == left_out
 
 

@@ -7,22 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossipdp.protocol import peers as limits
 from gossipdp.protocol.actions import Send
 from gossipdp.protocol.members import Member, Membership, Progress, ProgressEntry
 from gossipdp.protocol.messages import Envelope, ExchangeId, Heartbeat
-from gossipdp.protocol.peers import (
-    FIRST_WAIT_S,
-    HEARTBEATS_PER_TIMEOUT,
-    LEFT_OUT_WAITS,
-    LONGEST_WAIT,
-    NEWS_INTERVAL_S,
-    PROGRESS_INTERVAL_S,
-    SHORTEST_GAP_S,
-    SHORTEST_WAIT_S,
-    USUAL_ANSWERS,
-    USUAL_GAPS,
-    Peers,
-)
+from gossipdp.protocol.peers import Peers
 
 TIMEOUT_S = 5.0
 
@@ -51,11 +40,11 @@ def exchange(peers: Peers, peer: int, now: float = 1.0, **measured: float) -> No
 @pytest.mark.parametrize(
     ("answers_s", "wait_s"),
     [
-        ([], FIRST_WAIT_S),
-        ([0.001] * 9, SHORTEST_WAIT_S),
-        ([0.3], USUAL_ANSWERS * 0.3),
-        ([0.001] * 5 + [0.1, 0.2, 0.3, 0.4], SHORTEST_WAIT_S),
-        ([9.0], LONGEST_WAIT * TIMEOUT_S),
+        ([], limits.FIRST_WAIT_S),
+        ([0.001] * 9, limits.SHORTEST_WAIT_S),
+        ([0.3], limits.USUAL_ANSWERS * 0.3),
+        ([0.001] * 5 + [0.1, 0.2, 0.3, 0.4], limits.SHORTEST_WAIT_S),
+        ([9.0], limits.LONGEST_WAIT * TIMEOUT_S),
     ],
 )
 def test_a_wait_is_a_few_times_the_median_answer(answers_s, wait_s):
@@ -64,24 +53,24 @@ def test_a_wait_is_a_few_times_the_median_answer(answers_s, wait_s):
     assert peers.wait_s(1) == pytest.approx(wait_s)
     assert peers.wait_s(2) == pytest.approx(wait_s), "at first as others"
     answer(peers, 2, 0.2)
-    assert peers.wait_s(2) == pytest.approx(USUAL_ANSWERS * 0.2)
+    assert peers.wait_s(2) == pytest.approx(limits.USUAL_ANSWERS * 0.2)
 
 
 def test_each_withdrawal_doubles_the_wait_until_an_answer_in_time():
     """So a peer 300 ms away is reached, although its first answers come too late."""
     peers = make_peers(1)
     for count in (1, 2, 4):
-        assert peers.wait_s(1) == pytest.approx(count * FIRST_WAIT_S)
+        assert peers.wait_s(1) == pytest.approx(count * limits.FIRST_WAIT_S)
         peers.unanswered(1, 1.0)
     for _ in range(10):
         peers.unanswered(1, 1.0)
-    assert peers.wait_s(1) == LONGEST_WAIT * TIMEOUT_S
+    assert peers.wait_s(1) == limits.LONGEST_WAIT * TIMEOUT_S
     peers = make_peers(1)
     peers.unanswered(1, 1.0)
     answer(peers, 1, 0.3, in_time=False)
-    assert peers.wait_s(1) == pytest.approx(2 * USUAL_ANSWERS * 0.3)
+    assert peers.wait_s(1) == pytest.approx(2 * limits.USUAL_ANSWERS * 0.3)
     answer(peers, 1, 0.3)
-    assert peers.wait_s(1) == pytest.approx(USUAL_ANSWERS * 0.3)
+    assert peers.wait_s(1) == pytest.approx(limits.USUAL_ANSWERS * 0.3)
 
 
 def test_the_answer_to_a_withdrawn_proposal_counts_from_that_proposal():
@@ -90,7 +79,7 @@ def test_the_answer_to_a_withdrawn_proposal_counts_from_that_proposal():
         peers.proposed(1, ExchangeId(0, 0, number), sent)
     peers.answered(1, ExchangeId(0, 0, 1), 1.5, in_time=False)
     peers.answered(1, ExchangeId(0, 0, 0), 1.5, in_time=False)  # older than one that was answered
-    assert peers.wait_s(1) == pytest.approx(USUAL_ANSWERS * 0.3)
+    assert peers.wait_s(1) == pytest.approx(limits.USUAL_ANSWERS * 0.3)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +90,7 @@ def test_who_does_not_answer_is_left_out_until_an_answer_or_a_sign_of_life_some_
     peers.has_changed = False
     peers.unanswered(1, 1.0)
     assert peers.has_changed
-    back = 1.0 + LEFT_OUT_WAITS * FIRST_WAIT_S
+    back = 1.0 + limits.LEFT_OUT_WAITS * limits.FIRST_WAIT_S
     peers.heard(1, back - 0.01)
     assert peers.can_exchange([1, 2], back) == [2]
     peers.heard(1, back)
@@ -116,18 +105,18 @@ def test_an_exchange_may_stand_still_for_a_few_of_the_longest_gaps_but_one():
     assert peers.patience_s(1) == TIMEOUT_S, "nothing is known yet"
     exchange(peers, 1, gap_s=0.001)
     exchange(peers, 1, gap_s=3.0)
-    assert peers.patience_s(1) == SHORTEST_GAP_S
-    assert peers.patience_s(2) == SHORTEST_GAP_S, "as with others"
+    assert peers.patience_s(1) == limits.SHORTEST_GAP_S
+    assert peers.patience_s(2) == limits.SHORTEST_GAP_S, "as with others"
     for _ in range(2):
         exchange(peers, 2, gap_s=0.5)
-    assert peers.patience_s(2) == USUAL_GAPS * 0.5
-    assert peers.patience_s(1) == SHORTEST_GAP_S
+    assert peers.patience_s(2) == limits.USUAL_GAPS * 0.5
+    assert peers.patience_s(1) == limits.SHORTEST_GAP_S
 
 
 def test_who_stands_still_rests_twice_as_long_each_time_until_an_exchange_succeeds():
     peers = make_peers(1, 2)
     exchange(peers, 1)
-    rest_s = SHORTEST_GAP_S
+    rest_s = limits.SHORTEST_GAP_S
     for now in (10.0, 20.0, 30.0):
         peers.stood_still(1, now)
         assert peers.can_exchange([1, 2], now + rest_s - 0.01) == [2]
@@ -136,7 +125,7 @@ def test_who_stands_still_rests_twice_as_long_each_time_until_an_exchange_succee
         rest_s *= 2
     exchange(peers, 1, 40.0)
     peers.stood_still(1, 50.0)
-    assert peers.can_exchange([1, 2], 50.0 + SHORTEST_GAP_S) == [1, 2]
+    assert peers.can_exchange([1, 2], 50.0 + limits.SHORTEST_GAP_S) == [1, 2]
     for now in range(100, 1000, 100):
         peers.stood_still(1, now)
     assert peers.can_exchange([1, 2], 900.0 + 16 * TIMEOUT_S) == [1, 2]
@@ -181,12 +170,12 @@ link_events = st.lists(
     st.tuples(
         st.one_of(
             st.sampled_from(
-                ["up", "drop", "heard", "slept", "stood", "step", "send", "news", "urgent"]
+                ["up", "drop", "heard", "slept", "stood", "step", "work", "send", "news", "urgent"]
             ),
             st.just("poll"),
         ),
         st.sampled_from([1, 2, 9]),
-        st.sampled_from([0.0, 0.01, NEWS_INTERVAL_S, 0.3, 0.5, 2.0, TIMEOUT_S]),
+        st.sampled_from([0.0, 0.01, limits.NEWS_INTERVAL_S, 0.3, 0.5, 2.0, TIMEOUT_S]),
     ),
     min_size=30,
     max_size=80,
@@ -217,9 +206,9 @@ def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_eve
     urgent = 0
 
     def beat_at(peer: int) -> float:
-        interval = TIMEOUT_S / HEARTBEATS_PER_TIMEOUT
+        interval = TIMEOUT_S / limits.HEARTBEATS_PER_TIMEOUT
         if links[peer].members < membership.version:
-            interval = 0.0 if links[peer].members < urgent else NEWS_INTERVAL_S
+            interval = 0.0 if links[peer].members < urgent else limits.NEWS_INTERVAL_S
         return links[peer].sent + interval
 
     def falls_at(peer: int) -> float:
@@ -228,7 +217,7 @@ def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_eve
     def check_sent(sent: Send[Envelope]) -> None:
         link, members = links[sent.peer], membership.news(links[sent.peer].members)[0]
         told: tuple[ProgressEntry, ...] = ()
-        if members or now >= link.progress_sent + PROGRESS_INTERVAL_S:
+        if members or now >= link.progress_sent + 0.25:
             told, link.progress_sent = progress.news(link.progress)[0], now
             link.progress = progress.version
         elif progress.own != link.own and progress.own is not None:
@@ -280,6 +269,8 @@ def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_eve
                 progress.add(1)
                 for each in links:
                     check_sent(peers.wrap(each, Heartbeat(), now))
+            case "work":
+                progress.merge_all([ProgressEntry(2, 72, number, number)])
             case "news":
                 membership.merge(Member(1, number, 70))
             case "urgent":

@@ -100,11 +100,7 @@ class Watcher:
             self.presence.heard(peer, heard_s)
         self.presence.look(now)
         self.membership.merge(record)
-        return [
-            each
-            for each in self.presence.review(now, has_changed=True, has_ended=False)
-            if isinstance(each, Notice)
-        ]
+        return of_type(self.presence.review(now, has_changed=True, has_ended=False), Notice)
 
 
 def one(
@@ -256,42 +252,37 @@ def test_a_new_process_does_not_inherit_the_rest_of_the_former_one():
 
 # --- one that stood still, and finds nobody ------------------------------------------------
 
-OTHERS = {True: Status.LEFT, False: Status.DEAD}
 
-
-def after_a_sleep(*, heard_s: float | None, have_left: bool, died_s: float = 9.0) -> list[object]:
+def after_a_sleep(
+    ending: Status, *, heard_s: float | None = None, died_s: float = 9.0
+) -> list[LeftBehind]:
     """Let worker 0 sleep from 2 to 6 s, and both others end at ``died_s``, seen there or at 9 s."""
     watcher = Watcher()
     for rank in (1, 2):
-        watcher.look(Member(rank, 0, 100 + rank, Status.ALIVE), 1.0, 1.0)
-    if died_s < 2.0:
-        for rank in (1, 2):
-            watcher.look(Member(rank, 0, 100 + rank, OTHERS[have_left]), None, died_s)
+        watcher.look(Member(rank, 0, 100 + rank), 1.0, 1.0)
+    ended = [Member(rank, 0, 100 + rank, ending) for rank in (1, 2)]
+    for each in ended if died_s < 2.0 else ():
+        watcher.look(each, None, died_s)
     watcher.presence.slept(2.0, 6.0)
     if heard_s is not None:
         watcher.presence.heard(2, heard_s)
-    for rank in (1, 2):
-        watcher.membership.merge(Member(rank, 0, 100 + rank, OTHERS[have_left]))
+    watcher.membership.merge_all(ended)
     actions = watcher.presence.review(9.0, has_changed=True, has_ended=True)
     actions += watcher.presence.review(9.1, has_changed=False, has_ended=True)
-    return [each for each in actions if isinstance(each, LeftBehind)]
+    return of_type(actions, LeftBehind)
 
 
-@pytest.mark.parametrize("have_left", OTHERS)
-def test_one_that_stood_still_and_finds_nobody_is_left_behind(have_left):
-    assert after_a_sleep(heard_s=None, have_left=have_left) == [LeftBehind(4.0)]
+@pytest.mark.parametrize("ending", [Status.LEFT, Status.DEAD])
+def test_one_that_stood_still_is_left_behind_unless_it_was_among_others_again(ending):
+    assert after_a_sleep(ending) == [LeftBehind(4.0)]
     # What it reads at once may have been sent long ago.
     in_buffers_s = 6.0 + 0.1 * TIMEOUT_S
-    assert after_a_sleep(heard_s=in_buffers_s, have_left=have_left) == [LeftBehind(4.0)]
-
-
-@pytest.mark.parametrize("have_left", OTHERS)
-def test_one_that_was_among_others_again_is_not(have_left):
-    assert after_a_sleep(heard_s=6.1 + 0.1 * TIMEOUT_S, have_left=have_left) == []
+    assert after_a_sleep(ending, heard_s=in_buffers_s) == [LeftBehind(4.0)]
+    assert after_a_sleep(ending, heard_s=in_buffers_s + 0.1) == []
 
 
 def test_a_last_survivor_goes_on_even_if_it_sleeps():
-    assert after_a_sleep(heard_s=None, have_left=False, died_s=1.5) == []
+    assert after_a_sleep(Status.DEAD, died_s=1.5) == []
 
 
 def test_one_that_has_left_itself_is_not_left_behind():
@@ -299,14 +290,9 @@ def test_one_that_has_left_itself_is_not_left_behind():
     watcher.look(one(), 1.0, 1.0)
     watcher.presence.slept(2.0, 6.0)
     watcher.membership.set_status(Status.LEFT)
-    assert not [
-        each
-        for each in [
-            *watcher.look(one(status=Status.LEFT), None, 7.0),
-            *watcher.presence.review(7.0, has_changed=True, has_ended=True),
-        ]
-        if isinstance(each, LeftBehind)
-    ]
+    watcher.membership.merge(one(status=Status.LEFT))
+    actions = watcher.presence.review(7.0, has_changed=True, has_ended=True)
+    assert of_type(actions, LeftBehind) == []
 
 
 # --- rivals and joiners --------------------------------------------------------------------

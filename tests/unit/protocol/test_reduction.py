@@ -8,17 +8,10 @@ from consolidation import epoch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossipdp.protocol import reduction
 from gossipdp.protocol.actions import FinishChunk, Send, SendPartial
 from gossipdp.protocol.messages import Progressed, PullPartials, Stalled
-from gossipdp.protocol.reduction import (
-    GRACE,
-    REPEAT_AFTER,
-    STALLED_AFTER,
-    WINDOW,
-    Blame,
-    Reduction,
-    tree,
-)
+from gossipdp.protocol.reduction import GRACE, REPEAT_AFTER, STALLED_AFTER, WINDOW, Blame, Reduction
 
 EPOCH = epoch(1)
 
@@ -29,7 +22,7 @@ class Sum:
     def __init__(self, rank: int, num_members: int, num_chunks: int = 9, **options) -> None:
         self.actions = []
         self.blame = Blame(rank) if rank == 0 else None
-        parents = tree(range(num_members))
+        parents = reduction.tree(range(num_members))
         options.setdefault("divisor", num_members)
         self.sum = Reduction(
             EPOCH, rank, parents, num_chunks, self.actions, blame=self.blame, **options
@@ -39,9 +32,9 @@ class Sum:
         asked, self.actions[:] = list(self.actions), []
         return asked
 
-    def ticks(self, number, moving=(), awaited=(), heard=(0, 1, 2, 3, 4)):
+    def ticks(self, number, awaited, heard=(0, 1, 2, 3, 4)):
         for _ in range(number):
-            self.sum.tick(moving, awaited, heard)
+            self.sum.tick((), awaited, heard)
         return [each.message for each in self.asked() if isinstance(each, Send)]
 
 
@@ -52,24 +45,19 @@ def pull(start, stop):
 @pytest.mark.parametrize("has_suspects", [False, True])
 def test_a_tree_is_binary_flat_and_has_its_last_members_as_leaves(has_suspects):
     for num_members in range(1, 70):
-        check_tree(num_members, has_suspects)
-
-
-def check_tree(num_members, has_suspects):
-    ranks = list(range(100, 100 + num_members))
-    parents = tree(ranks, has_suspects=has_suspects)
-    assert list(parents) == ranks
-    assert parents[100] is None
-    for rank, above in list(parents.items())[1:]:
-        assert above is not None
-        assert above < rank, "no circle"
-        assert list(parents.values()).count(rank) <= 2
-    depth = 0
-    rank = ranks[-1]
-    while (rank := parents[rank]) is not None:
-        depth += 1
-    assert depth <= num_members.bit_length() + has_suspects - 1
-    assert list(parents.values()).count(100) <= (1 if has_suspects else 2)
+        ranks = list(range(100, 100 + num_members))
+        parents = reduction.tree(ranks, has_suspects=has_suspects)
+        assert list(parents) == ranks
+        assert parents[100] is None
+        for rank, above in list(parents.items())[1:]:
+            assert above < rank, "no circle"
+            assert list(parents.values()).count(rank) <= 2
+        depth = 0
+        rank = ranks[-1]
+        while (rank := parents[rank]) is not None:
+            depth += 1
+        assert depth <= num_members.bit_length() + has_suspects - 1
+        assert list(parents.values()).count(100) <= (1 if has_suspects else 2)
 
 
 def test_a_root_divides_only_once_it_knows_by_what():
@@ -217,8 +205,6 @@ def test_in_any_order_and_over_lost_links_each_chunk_sums_each_member_once(
             assert sums.told[member.sum.rank] == num_chunks, "it may forget its values"
 
 
-# Who gives nothing.
-
 some_peers = st.frozensets(st.integers(0, 5))
 tick_events = st.lists(
     st.one_of(
@@ -300,47 +286,6 @@ def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():
     assert (named.rank, named.is_heard) == (3, True)
     assert "worker 1 had nothing of it for 1.5 time-outs" in named.reason
     assert len([e for e in inner.ticks(8, awaited=[3], heard=[]) if isinstance(e, Stalled)]) == 2
-
-
-@pytest.mark.parametrize("how", ["payload", "a chunk", "a word of what is below", "not its turn"])
-def test_a_child_that_brings_the_sum_further_is_not_named(how):
-    inner = Sum(1, 5, num_chunks=100)
-    inner.sum.receive(0, pull(0, 100))
-    for count in range(1, 50):
-        match how:
-            case "a chunk":
-                inner.sum.landed(3, count - 1)
-            case "a word of what is below":
-                inner.sum.receive(3, Progressed(EPOCH, count))
-        said = inner.ticks(
-            1, moving=[3] if how == "payload" else [], awaited=[] if how == "not its turn" else [3]
-        )
-        assert not [each for each in said if isinstance(each, Stalled)]
-
-
-def test_a_word_that_does_not_count_up_is_no_progress():
-    inner = Sum(1, 5)
-    inner.sum.receive(0, pull(0, 1))
-    said = []
-    for _ in range(STALLED_AFTER + 1):
-        inner.sum.receive(3, Progressed(EPOCH, 1))
-        said += inner.ticks(1, awaited=[3])
-    assert [each.rank for each in said if isinstance(each, Stalled)] == [3]
-
-
-def test_payload_below_is_told_to_the_parent_and_that_of_all_to_the_children():
-    inner = Sum(1, 5)
-    assert inner.ticks(1) == [], "nothing moves, nothing is said"
-    assert inner.ticks(1, moving=[3])[0] == Progressed(EPOCH, 1)
-    inner.sum.receive(0, Progressed(EPOCH, 7))
-    assert inner.ticks(1) == [Progressed(EPOCH, 7), Progressed(EPOCH, 7)], "on to both children"
-    root = Sum(0, 3)
-    root.sum.receive(1, Progressed(EPOCH, 3))
-    assert root.ticks(1) == [Progressed(EPOCH, 1), Progressed(EPOCH, 1)]
-    assert root.ticks(1) == []
-
-
-# How the root judges.
 
 
 def stalled(rank, is_heard=True):

@@ -1,7 +1,7 @@
 """WorkerProtocol beyond its parts: links, silence, news, the end of training."""
 
 import pytest
-from driven_worker import TIMEOUT_S, ask, make_worker, member, run, said
+from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +9,7 @@ from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
-from gossipdp.protocol.members import ProgressEntry, Status
+from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
 from gossipdp.protocol.peers import FIRST_WAIT_S
 from gossipdp.protocol.worker import WorkerProtocol
@@ -35,7 +35,7 @@ def test_gain_follows_the_method():
     assert make_worker(method="gossip").pairing.alpha_tilde == 0.5
 
 
-def test_only_linked_neighbours_are_available():
+def test_only_linked_neighbours_are_available_and_others_are_answered_too():
     worker = make_worker()
     assert worker.pairing.available == {}
     worker.link_up(0, 0.0)
@@ -44,12 +44,7 @@ def test_only_linked_neighbours_are_available():
     assert worker.peers.live == {0, 3}
     worker.link_down(0, 1.0)
     assert worker.pairing.available == {}
-
-
-def test_who_is_no_neighbour_is_answered_too():
-    worker = make_worker(0, 2)
-    worker.link_up(3, 0.0)
-    actions = worker.receive(3, ask(3), 0.1)
+    actions = worker.receive(3, ask(3), 1.0)
     assert isinstance(said(actions, 3)[0], say.Accept)
     assert any(isinstance(action, Begin) for action in actions)
 
@@ -65,7 +60,7 @@ def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_
     assert worker.exchanges_failed == 1
     assert worker.pairing.available.keys() == {0}
     actions = worker.receive(2, ask(2, 2), 0.5)
-    assert 2 not in [action.peer for action in actions if isinstance(action, Send)]
+    assert 2 not in [action.peer for action in of_type(actions, Send)]
     assert worker.pairing.state == Idle(), "nothing from an old link is acted on"
     worker.link_down(2, 0.6)
     worker.link_up(2, 0.7)
@@ -85,8 +80,7 @@ def test_heartbeats_on_every_quiet_link():
     assert worker.next_deadline(0.0) <= TIMEOUT_S / 10
     worker.poll(0.1)
     due = worker.next_deadline(0.1)
-    beats = worker.poll(due)
-    assert {action.peer for action in beats if isinstance(action, Send)} == {0, 2}
+    assert {beat.peer for beat in of_type(worker.poll(due), Send)} == {0, 2}
     assert worker.poll(due + 0.01) == []
     assert worker.next_deadline(due) == due + TIMEOUT_S / 10
 
@@ -148,7 +142,7 @@ def test_a_peer_that_breaks_the_rules_loses_its_link():
     state = ask_others(worker, 0.1)
     accept = say.Accept(state.id, 2.0 * state.proposal.alpha_tilde)
     actions = worker.receive(state.peer, say.Envelope(accept), 0.2)
-    (unlink,) = [each for each in actions if isinstance(each, Unlink)]
+    (unlink,) = of_type(actions, Unlink)
     assert unlink.peer == state.peer
     assert "gain" in unlink.reason
     assert worker.pairing.available.keys() == {2 - state.peer}
@@ -209,64 +203,31 @@ def test_who_is_asked_less_than_its_half_asks_more():
 
 
 def test_the_dead_and_departed_are_not_available_but_the_done_are():
-    for status, is_available in [
-        (Status.ALIVE, True),
-        (Status.DONE, True),
-        (Status.LEFT, False),
-        (Status.DEAD, False),
-    ]:
+    for status in (Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD):
         worker = make_worker(0, 2)
-        worker.receive(2, say.Envelope(say.Heartbeat(), (member(0, status),)), 0.1)
-        assert (0 in worker.pairing.available) is is_available
+        worker.receive(2, tell(member(0, status)), 0.1)
+        assert (0 in worker.pairing.available) is (status in (Status.ALIVE, Status.DONE))
 
 
 def test_news_is_told_once_a_link_and_anew_on_a_new_one():
     worker = make_worker()
-    (hello,) = worker.link_up(0, 0.0)
-    assert isinstance(hello, Send)
-    assert [known.rank for known in hello.message.members] == list(range(6))
-    news = [a for a in worker.poll(1.1) if isinstance(a, Send)]
-    assert all(action.message.members == () for action in news)
-    (hello,) = worker.link_up(2, 1.2)
-    assert isinstance(hello, Send)
-    assert [known.rank for known in hello.message.members] == list(range(6))
-
-
-def test_for_whom_there_is_no_link_no_news_is_gathered():
-    """The leader of an average of n says the same to all of them, before it is linked to any."""
-    worker = make_worker()
-    worker.receive(0, say.Envelope(say.Heartbeat(), (member(3),)), 1.0)
-    assert worker.peers.wrap(5, say.Heartbeat(), 1.0) == Send(5, say.Envelope(say.Heartbeat()))
+    for peer, now in ((0, 0.0), (2, 1.2)):
+        (hello,) = worker.link_up(peer, now)
+        assert [known.rank for known in hello.message.members] == list(range(6))
+        news = of_type(worker.poll(now + 1.1), Send)
+        assert all(action.message.members == () for action in news)
 
 
 def test_news_does_not_wait_for_the_heartbeat():
     worker = make_worker(0, 2)
     run(worker, 0.0, 1.0, {0, 2})
-    actions = worker.receive(0, say.Envelope(say.Heartbeat(), (member(3, Status.DONE),)), 1.0)
+    actions = worker.receive(0, tell(member(3, Status.DONE)), 1.0)
     told = [
         action.message.members
         for action in actions + run(worker, 1.0, 1.06, {0, 2})
         if isinstance(action, Send) and action.peer == 2
     ]
     assert (member(3, Status.DONE),) in told
-
-
-def test_own_progress_is_told_with_each_message_that_of_others_four_times_a_second():
-    worker = make_worker(0, 2)
-    own, of_others = [], []
-    for tenth in range(1, 31):
-        now = tenth / 10
-        news = say.Envelope(say.Heartbeat(), progress=(ProgressEntry(2, 79, 5 * tenth, tenth),))
-        worker.receive(2, news, now)
-        worker.progress.add(8, now=now)  # a step would have it ask itself
-        actions = worker.receive(0, ask(0, tenth), now)
-        worker.finished(say.ExchangeId(0, 0, tenth), now)
-        told = [a.message.progress for a in actions if isinstance(a, Send) and a.peer == 0]
-        own += [entry.samples for entries in told for entry in entries if entry.rank == 1]
-        of_others += [entry.samples for entries in told for entry in entries if entry.rank == 2]
-    assert own == [8 * tenth for tenth in range(1, 31)]
-    assert 8 <= len(of_others) <= 12
-    assert of_others[-1] > 100
 
 
 def test_method_none_answers_busy_and_never_asks():
@@ -297,7 +258,7 @@ def test_hold_and_release():
 
 def test_done_asks_no_more_but_answers():
     worker = make_worker(0, 2)
-    worker.receive(0, say.Envelope(say.Heartbeat(), (member(0),)), 0.1)
+    worker.receive(0, tell(member(0)), 0.1)
     worker.done(0.1)
     assert worker.membership.own.status is Status.DONE
     assert worker.pairing.tick() == []
@@ -308,9 +269,7 @@ def test_done_asks_no_more_but_answers():
 
 def test_done_is_announced_once_its_own_proposal_is_settled():
     worker = make_worker(0, 2)
-    worker.receive(
-        0, say.Envelope(say.Heartbeat(), (member(0),)), 0.1
-    )  # who trains, and is waited for
+    worker.receive(0, tell(member(0)), 0.1)  # who trains, and is waited for
     state = ask_others(worker, 0.1)
     worker.done(0.2)
     assert worker.membership.own.status is Status.ALIVE

@@ -10,8 +10,6 @@ from gossipdp.protocol.actions import Notice, Send, Stop, Unlink
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.worker import WorkerProtocol
 
-# --- exchanges that stand still, and what breaks the rules --------------------------------
-
 
 def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives():
     """A peer that accepts and then sends only heartbeats once held both ends for ever."""
@@ -32,9 +30,6 @@ def test_an_epoch_out_of_all_order_closes_the_link():
     epoch = say.Epoch(2**40, 0, 7)
     actions = worker.receive(2, say.Envelope(say.NewerEpoch(epoch)), 0.2)
     assert [action.peer for action in of_type(actions, Unlink)] == [2]
-
-
-# --- its own stalls ------------------------------------------------------------------------
 
 
 INPUTS = [
@@ -112,9 +107,6 @@ def test_poison_answers_busy_and_gives_nothing():
     assert not worker.can_donate
     worker.release(0.6)
     assert isinstance(said(worker.receive(2, ask(2), 0.7), 2)[0], say.Busy)
-
-
-# --- a training loop that hangs ------------------------------------------------------------
 
 
 def test_the_average_goes_on_without_one_whose_training_hangs():
