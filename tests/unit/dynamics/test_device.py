@@ -716,31 +716,3 @@ def test_large_memory_is_zeros_on_page_ends_of_its_own():
         values[:5].fill_(1.0)
         assert not others.any()
     assert zeros(5, torch.float32, cpu).tolist() == [0.0] * 5
-
-
-def test_the_order_is_entered_and_left_while_the_lock_is_held():
-    """The next holder may be there as soon as it is free."""
-    (chunk,) = State([Segment(torch.ones(4), Role.TRAINED)]).chunks
-    seen: list[bool] = []
-
-    @contextmanager
-    def order() -> Iterator[None]:
-        seen.append(chunk.lock.locked())
-        yield
-        seen.append(chunk.lock.locked())
-
-    out, peers = torch.empty(4), torch.zeros(4)
-    for use in (
-        lambda: chunk.boundary(0.1),
-        lambda: chunk.flow(0.2),
-        lambda: chunk.snapshot(0.3, out),
-        lambda: chunk.exchange(0.3, out, peers, 1.5),
-        lambda: chunk.read(out),
-        lambda: chunk.read_z(out),
-        lambda: chunk.read(out, out),
-        lambda: chunk.replace(peers),
-    ):
-        chunk.order = order()
-        use()
-        assert seen == [True, True]
-        seen.clear()
