@@ -17,26 +17,15 @@ class Scene:
     """Workers without processes, a clock, and the signals that were sent: (seconds, rank, one)."""
 
     def __init__(
-        self,
-        text: str,
-        num_workers: int = 3,
-        here: int | None = None,
-        first: int = 0,
-        **options: Any,
+        self, text: str, num_workers: int = 3, ranks: range | None = None, **options: Any
     ) -> None:
         self.now = self.began_s = 100.0
         self.lines: list[str] = []
         self.sent: list[tuple[float, int, int]] = []
-        self.injector = FaultInjector(
-            FaultPlan.parse(text),
-            num_workers,
-            say=self.lines.append,
-            clock=lambda: self.now,
-            **options,
-        )
-        self.ranks = range(first, first + (here or num_workers))
-        self.running = set(self.ranks)
-        self.training = set(self.ranks)
+        options |= {"say": self.lines.append, "clock": lambda: self.now}
+        self.injector = FaultInjector(FaultPlan.parse(text), num_workers, **options)
+        self.ranks = ranks or range(num_workers)
+        self.running, self.training = set(self.ranks), set(self.ranks)
 
     def look(self) -> None:
         self.injector.step([Life(self, rank) for rank in self.ranks])
@@ -263,7 +252,7 @@ def test_events_of_a_time_in_which_the_launcher_stood_still_are_missed():
 def test_each_host_does_what_befalls_its_own_workers():
     text, done = "slow 2x every 10s for 1s; stop 1s 3 at 5s; stop 1s 0 at 6s", []
     for first in (0, 2):
-        scene = Scene(text, 4, 2, first)
+        scene = Scene(text, 4, range(first, first + 2))
         scene.look()
         scene.until(55)
         scene.injector.close()
@@ -276,7 +265,7 @@ def test_each_host_does_what_befalls_its_own_workers():
 
 def test_the_log_has_a_line_for_each_fault(tmp_path):
     (tmp_path / "faults-2.jsonl").write_text("an earlier run's\n")
-    scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, 2, 2, directory=tmp_path)
+    scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, range(2, 4), directory=tmp_path)
     scene.at(0, 1.25)
     scene.die(2)
     scene.injector.close()

@@ -272,13 +272,20 @@ def test_who_is_back_when_the_run_is_complete_is_ended(make):
     assert setting.sentences[-1] == "worker 0 is ended: the run is complete without it"
 
 
-def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart(make):
-    for max_restarts, missed, failed in ((5, [MISSED], []), (0, [], [0])):
-        setting = make(begun=True, max_restarts=max_restarts)
-        end_well(setting, 1, 2)
-        setting.crash(0)
-        assert not setting.step(1)
-        assert (setting.sentences, setting.failed, setting.restarted) == (missed, failed, [])
+@pytest.mark.parametrize(
+    ("max_restarts", "has_the_average", "missed", "failed"),
+    [(5, False, [MISSED], []), (0, False, [], [0]), (5, True, [], [0])],
+)
+def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart_to_get_it(
+    make, max_restarts, has_the_average, missed, failed
+):
+    setting = make(begun=True, max_restarts=max_restarts)
+    end_well(setting, 1, 2)
+    setting.workers[0].report(consolidated=has_the_average)
+    setting.step(0.5)
+    setting.crash(0)
+    assert not setting.step(1)
+    assert (setting.sentences, setting.failed, setting.restarted) == (missed, failed, [])
 
 
 @pytest.mark.parametrize("some_end_well", [True, False])
@@ -305,16 +312,6 @@ def test_a_stopped_worker_goes_on_before_it_is_ended(make):
     assert setting.workers[1].signals == [signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM]
     setting.step(1.5)
     assert setting.workers[1].signals[3:] == []
-
-
-def test_an_error_after_the_average_is_a_failure_without_a_restart(make):
-    setting = make(begun=True, max_restarts=5)
-    end_well(setting, 1, 2)
-    setting.workers[0].report(consolidated=True)
-    setting.step(0.5)
-    setting.crash(0)
-    assert not setting.step(1)
-    assert (setting.sentences, setting.failed, setting.restarted) == ([], [0], [])
 
 
 def test_an_early_end_by_itself_does_not_complete_the_run(make):
@@ -368,16 +365,13 @@ def test_a_process_that_cannot_be_killed_is_given_up(make):
     assert not setting.step(PATIENCE_S + 1 + UNKILLABLE_S)
 
 
-def test_the_first_life_is_described_first():
+def test_identical_failures_are_described_once_and_the_first_life_first():
     lost = Ending("ended with exit code 1", "RendezvousError: no worker to join")
     assert describe([Failure(1, (KILLED, lost))]) == (
         "worker 1 died of signal 9 (SIGKILL); started again, it ended with exit code 1:\n"
         "RendezvousError: no worker to join"
     )
     assert describe([Failure(1, (CRASH, KILLED, lost))]).endswith("\nValueError: no")
-
-
-def test_identical_failures_are_described_once():
     text = describe([Failure(2, (CRASH,)), Failure(0, (KILLED,)), Failure(1, (CRASH,))])
     assert text == (
         "workers 1, 2 ended with exit code 1:\nValueError: no\n\n"
@@ -617,39 +611,23 @@ def test_each_process_of_a_replica_has_its_shard_and_its_replica(make):
         assert (each.store_host, each.store_port, each.hosts_store) == ("127.0.0.1", 9, False)
 
 
-def test_the_death_of_one_process_ends_the_others(make):
+@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("signals", [[], [signal.SIGSTOP, signal.SIGCONT], [signal.SIGTERM]])
+def test_the_death_of_one_process_ends_the_others_unless_they_were_asked_to_end(
+    make, signals, dead
+):
+    """Who is asked to end has the time to save; who was stopped for a while was not asked."""
     setting = replicas(make)
-    replica, first, second = setting.supervisor.workers[1], setting.workers[2], setting.workers[3]
-    second.how = KILLED
-    assert replica.poll() is None
-    assert first.is_killed
-    first.how = Ending("was killed")
-    assert replica.poll() == Ending("lost its process 1, which died of signal 9 (SIGKILL)")
-
-
-def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(make):
-    setting = replicas(make)
-    replica, first, second = setting.supervisor.workers[1], setting.workers[2], setting.workers[3]
-    for number in (signal.SIGSTOP, signal.SIGCONT):
+    replica, processes = setting.supervisor.workers[1], [setting.workers[n] for n in (2, 3)]
+    for number in signals:
         replica.send(number)
-    assert first.signals == second.signals == [signal.SIGSTOP, signal.SIGCONT]
-    second.how = KILLED
+    assert [process.signals for process in processes] == [signals] * 2
+    processes[dead].how = CRASH
     assert replica.poll() is None
-    assert first.is_killed
-
-
-def test_who_was_asked_to_end_is_not_killed_for_it(make):
-    """The first to end leaves the others the time to save."""
-    setting = replicas(make)
-    replica, first, second = setting.supervisor.workers[0], setting.workers[0], setting.workers[1]
-    replica.send(15)
-    first.how = CRASH
-    assert replica.poll() is None
-    assert not second.is_killed
-    second.how = CRASH
-    ending = replica.poll()
-    assert ending is not None
-    assert ending.reason == "lost its process 0, which ended with exit code 1"
+    assert processes[1 - dead].is_killed == (signal.SIGTERM not in signals)
+    processes[1 - dead].how = KILLED
+    reason = f"lost its process {dead}, which ended with exit code 1"
+    assert replica.poll() == Ending(reason, CRASH.details)
 
 
 def test_a_replica_begins_when_all_of_its_processes_do(make):
