@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from gossipdp.observe.board import JobStatus, JobWorker, Speeds, StatusBoard
 from gossipdp.observe.status import MemberStatus, WorkerStatus
@@ -21,34 +21,16 @@ def address_of(rank: int) -> str:
 
 
 def member(rank: int, state: str = "training", **facts: Any) -> MemberStatus:
-    return MemberStatus(
-        **{"rank": rank, "incarnation": 0, "state": state, "status_address": address_of(rank)}
-        | facts
-    )
+    return replace(MemberStatus(rank, 0, state, status_address=address_of(rank)), **facts)
 
 
 def status(rank: int, num_workers: int = 4, /, **facts: Any) -> WorkerStatus:
-    usual: dict[str, Any] = {
-        "rank": rank,
-        "incarnation": 0,
-        "world_size": num_workers,
-        "at_s": NOW_S,
-        "run_id": "7f",
-        "method": "a2cid2",
-        "graph": "ring",
-        "comm_rate": 1.0,
-        "host": f"node{rank}",
-        "process_id": 100 + rank,
-        "state": "training",
-        "gradient_steps": 10,
-        "samples": 100,
-        "run_samples": 100 * num_workers,
-        "step_seconds": 0.1,
-        "since_step_s": 0.05,
-        "logged": {"loss": 1.0 + rank},
-        "members": tuple(member(each, samples=90) for each in range(num_workers)),
-    }
-    return WorkerStatus(**usual | facts)
+    about = "7f", "a2cid2", "ring", 1.0, f"node{rank}", 100 + rank, "training", 100 * num_workers
+    usual = WorkerStatus(0, *about, rank=rank, world_size=num_workers, at_s=NOW_S)
+    counts = {"gradient_steps": 10, "samples": 100, "step_seconds": 0.1, "since_step_s": 0.05}
+    members = tuple(member(each, samples=90) for each in range(num_workers))
+    known = {"logged": {"loss": 1.0 + rank}, "members": members}
+    return replace(usual, **counts | known | facts)
 
 
 class Job:
@@ -94,7 +76,7 @@ def test_workers_without_a_status_port_are_shown_by_what_others_know():
     seen = job.look({0: status(0, 3, members=known)})
     assert worker(seen, 2).state == "training"
     assert (worker(seen, 2).samples, worker(seen, 2).gradient_steps) == (100, 5)
-    known = tuple(msgspec.structs.replace(each, samples=each.samples + 30) for each in known)
+    known = tuple(replace(each, samples=each.samples + 30) for each in known)
     seen = job.look({0: status(0, 3, members=known, samples=180)}, after_s=2.0)
     assert worker(seen, 2).samples_per_second == 15.0
     assert worker(seen, 0).samples_per_second == 40.0
