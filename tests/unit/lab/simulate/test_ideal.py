@@ -152,15 +152,9 @@ def run(method: str, **settings: object) -> Trace:
     ],
 )
 def test_decay_rates(graph, num_workers, num_steps, gossip, a2cid2):
+    settings = {"graph": graph, "num_workers": num_workers, "num_steps": num_steps}
     for method, expected in (("gossip", gossip), ("a2cid2", a2cid2)):
-        trace = run(
-            method,
-            graph=graph,
-            num_workers=num_workers,
-            num_steps=num_steps,
-            num_records=200,
-            stop_below=1e-22,
-        )
+        trace = run(method, num_records=200, stop_below=1e-22, **settings)
         assert trace.decay_per_exchange() == pytest.approx(expected, rel=0.1)
         assert trace.records[-1].drift < 1e-13
         assert trace.achieved_comm_rate == pytest.approx(1.0, abs=0.08)
@@ -175,12 +169,8 @@ def test_the_decay_per_exchange_does_not_depend_on_the_comm_rate():
 
 
 def test_the_same_seed_gives_the_same_trace():
-    settings = {
-        "num_steps": 20,
-        "keep_timeline": True,
-        "compute_time": SlowedTime(ConstantTime(), {1: 4.0}),
-        "objective": Consensus(8),
-    }
+    settings = {"num_steps": 20, "keep_timeline": True, "objective": Consensus(8)}
+    settings |= {"compute_time": SlowedTime(ConstantTime(), {1: 4.0})}
     first, again, other = (run("a2cid2", seed=seed, **settings) for seed in (5, 5, 6))
     assert first.digest() == again.digest() != other.digest()
     assert first.worker_steps[1] in (4, 5, 6)
