@@ -32,11 +32,8 @@ class World:
     """Workers that train 100 samples a second until they end, and a clock that sleeping moves."""
 
     def __init__(self, ends_s: float = 1e9, begins_s: float = 0.0, **facts: Any) -> None:
-        self.now_s = 0.0
-        self.begins_s = begins_s
-        self.ends_s = ends_s
-        self.facts = facts
-        self.output = io.StringIO()
+        self.begins_s, self.ends_s, self.now_s = begins_s, ends_s, 0.0
+        self.facts, self.output = facts, io.StringIO()
 
     def ask(self, addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
         if not self.begins_s <= self.now_s < self.ends_s:
@@ -52,14 +49,8 @@ class World:
     def top(self, *, is_terminal: bool = False, **options: Any) -> int:
         console = Console(file=self.output, force_terminal=is_terminal, width=130, height=30)
         arguments = dataclasses.replace(TopArguments(ADDRESS), **options)
-        return Top(
-            arguments,
-            StatusBoard([ADDRESS]),
-            self.ask,
-            console=console,
-            clock=lambda: self.now_s,
-            sleep=self.sleep,
-        ).run()
+        times = {"clock": lambda: self.now_s, "sleep": self.sleep}
+        return Top(arguments, StatusBoard([ADDRESS]), self.ask, console=console, **times).run()
 
 
 def test_once_prints_one_table_with_all_workers():

@@ -155,12 +155,8 @@ class World:
         generator = torch.Generator().manual_seed(1)
         num_chunks = 6 if num_helpers else 2
         moment = Moment("exp_avg_sq", 1, 0.5, steps=1) if role is Role.MOMENT else None
-        segment = Segment(
-            torch.rand(8 * num_chunks, generator=generator).to(dtype),
-            role,
-            moment=moment,
-            chunk_bytes=8 * dtype.itemsize,
-        )
+        values = torch.rand(8 * num_chunks, generator=generator).to(dtype)
+        segment = Segment(values, role, moment=moment, chunk_bytes=8 * dtype.itemsize)
         self.device = AtOnce() if is_ordered else None
         segments = [[segment], []]
         trained, moments = segments if moment is None else segments[::-1]

@@ -68,29 +68,22 @@ class Setting:
         self,
         *,
         begun: bool = False,
-        max_restarts: int = 0,
         plan: LaunchPlan | None = None,
-        faults: str | None = None,
+        faults: str = "",
+        **options: Any,
     ) -> None:
         self.now = 0.0
+        options |= {"clock": lambda: self.now}
+        if faults:
+            options["faults"] = FaultInjector(FaultPlan.parse(faults), 3, clock=options["clock"])
         self.injected: list[int] = []
-        self.faults = None
-        if faults is not None:
-            self.faults = FaultInjector(FaultPlan.parse(faults), 3, clock=lambda: self.now)
         self.failures: list[tuple[int, bool]] = []
         self.restarted: list[tuple[int, float]] = []
         self.sentences: list[str] = []
         self.num_start_failures = 0
         self.plan = plan or plan_of(3)
-        self.supervisor = Supervisor(
-            self.plan,
-            self.start,
-            max_restarts=max_restarts,
-            faults=self.faults,
-            on_failure=self.note_failure,
-            on_sentence=self.sentences.append,
-            clock=lambda: self.now,
-        )
+        options |= {"on_failure": self.note_failure, "on_sentence": self.sentences.append}
+        self.supervisor = Supervisor(self.plan, self.start, **options)
         self.workers: dict[int, Scripted] = {}
         self.made: list[Scripted] = []
         self.supervisor.start()

@@ -129,17 +129,10 @@ def test_all_that_notice_an_event_are_one_event():
 
 def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard():
     job = Job(0, 1)
+    others = member(0, heard_ago_s=0.1), member(1)
     answers = {
-        rank: status(
-            rank,
-            3,
-            members=(
-                member(0, heard_ago_s=0.1),
-                member(1),
-                member(2, is_silent=True, heard_ago_s=heard_ago_s),
-            ),
-        )
-        for rank, heard_ago_s in enumerate((7.0, 6.0))
+        rank: status(rank, 3, members=(*others, member(2, is_silent=True, heard_ago_s=ago_s)))
+        for rank, ago_s in enumerate((7.0, 6.0))
     }
     seen = job.look(answers)
     assert (worker(seen, 2).state, worker(seen, 2).silent_s) == ("silent", 6.0)

@@ -56,8 +56,5 @@ def test_an_event_has_the_earliest_silence_and_the_last_notice():
 
 def test_workers_and_kinds_are_told_apart_and_the_earliest_comes_first():
     told = record(0, 2.0, 9, "silent"), record(0, 2.0, 8, "silent"), record(0, 1.0, 9, "lost")
-    assert [(each.rank, each.kind) for each in events_of(told)] == [
-        (9, "lost"),
-        (8, "silent"),
-        (9, "silent"),
-    ]
+    found = [(each.rank, each.kind) for each in events_of(told)]
+    assert found == [(9, "lost"), (8, "silent"), (9, "silent")]

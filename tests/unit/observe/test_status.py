@@ -71,11 +71,8 @@ def test_what_is_no_status_is_refused(data):
 
 def test_prometheus_reads_all_of_it():
     families = list(text_string_to_metric_families(metrics_text(STATUS).decode()))
-    values = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in families
-        for sample in family.samples
-    }
+    samples = [sample for family in families for sample in family.samples]
+    values = {(each.name, *sorted(each.labels.items())): each.value for each in samples}
     rank = ("rank", "1")
     assert values["gossipdp_gradient_steps_total", rank] == 10
     assert values["gossipdp_step_seconds", rank] == 0.25
