@@ -257,25 +257,18 @@ def test_numba_rounds_to_bfloat16_as_torch_does(bits):
 # In a chunk.
 
 
-def test_a_chunk_that_took_nothing_has_not_flowed_either(computes):
-    chunk = random_chunk(MOST, 5, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_pending", [True, False])
+def test_a_chunk_that_took_nothing_flows_at_the_boundary(computes, dtype, has_pending):
+    chunk = random_chunk(MOST, 5, dtype)
     chunk.is_compiled = computes.options["compiled"]
+    if not has_pending:
+        chunk.pending.zero_()
     chunk.restored()
+    assert chunk.has_pending is has_pending
     mine, peers = torch.zeros(MOST), torch.full((MOST,), math.nan)
     assert not math.isfinite(chunk.exchange(0.3, mine, peers, ALPHA_TILDE))
     assert chunk.theta == 0.0
-    expected = flowed(reference_of(chunk), math.exp(-0.6))
-    chunk.boundary(0.3)
-    assert_close(chunk, expected, left=math.exp(-0.6))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_boundary_with_nothing_pending_flows_into_the_parameters(computes, dtype):
-    chunk = random_chunk(MOST, 5, dtype)
-    chunk.is_compiled = computes.options["compiled"]
-    chunk.pending.zero_()
-    chunk.restored()
-    assert not chunk.has_pending
     expected = flowed(reference_of(chunk), math.exp(-0.6))
     chunk.boundary(0.3)
     assert_close(chunk, expected, left=math.exp(-0.6))

@@ -209,15 +209,16 @@ def test_one_worker_alone_has_nobody_to_join_after_a_restart(others_elsewhere):
 @pytest.mark.parametrize("end", ["consolidated", "ended"])
 def test_no_restart_comes_at_the_end(make, end):
     setting = make(begun=True, max_restarts=2)
-    setting.report(trains=True)
+    setting.crash(0)
     setting.step(1)
     assert setting.supervisor.may_restart
     if end == "consolidated":
         setting.workers[1].report(consolidated=True)
-        setting.step(2)
     else:
         setting.supervisor.end()
+    assert setting.step(1.05, 2), "the others go on, or save"
     assert not setting.supervisor.may_restart
+    assert setting.restarted == []
 
 
 def test_after_the_run_began_the_others_go_on(make):
@@ -413,15 +414,6 @@ def test_a_joiner_keeps_the_rank_that_it_was_given(make):
     assert setting.failures == [(8, True)]
     again = setting.workers[1].environment
     assert (again.rank, again.join) == (8, (("10.0.0.1", 4),))
-
-
-def test_who_waits_for_a_restart_when_all_end_stays_away(make):
-    setting = make(begun=True, max_restarts=6)
-    setting.crash(0)
-    setting.step(10)
-    setting.supervisor.end()
-    assert setting.step(10.5), "the others save"
-    assert setting.restarted == []
 
 
 def test_a_worker_that_cannot_be_started_again_ends_no_other(make):
