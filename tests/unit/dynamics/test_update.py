@@ -1,6 +1,5 @@
 """One suite for everything that computes exchanges, against the float64 reference."""
 
-import itertools
 import math
 
 import pytest
@@ -28,24 +27,8 @@ POISON = (math.nan, math.inf, -math.inf)
 DECAYS = (1.0, 0.7, 0.0)
 
 each_precision = pytest.mark.parametrize(("dtype", "wire"), PRECISIONS)
-# Every pair of values of two of these, and not every triple.
-each_exchange = pytest.mark.parametrize(
-    ("dtype", "wire", "momentum", "decay"),
-    [
-        (*precision, (i + j) % 2 == 0, decay)
-        for i, precision in enumerate(PRECISIONS)
-        for j, decay in enumerate(DECAYS)
-    ],
-)
-each_boundary = pytest.mark.parametrize(
-    ("dtype", "momentum", "decay"),
-    [
-        (dtype, momentum, decay)
-        for i, dtype in enumerate((torch.float32, torch.bfloat16))
-        for j, (momentum, decay) in enumerate(itertools.product((True, False), DECAYS))
-        if (i + j) % 2 == 0 or momentum
-    ],
-)
+each_momentum = pytest.mark.parametrize("momentum", [True, False])
+each_decay = pytest.mark.parametrize("decay", DECAYS)
 
 
 class Computes:
@@ -128,7 +111,9 @@ def flowed(state: MomentumState, decay: float) -> MomentumState:
 # Against the reference.
 
 
-@each_exchange
+@each_precision
+@each_momentum
+@each_decay
 def test_an_exchange_is_the_reference_s(computes, dtype, wire, momentum, decay):
     for length in LENGTHS:
         chunk = random_chunk(length, length, dtype, momentum)
@@ -147,7 +132,9 @@ def test_an_exchange_is_the_reference_s(computes, dtype, wire, momentum, decay):
         assert torch.equal(chunk.x, before.x)
 
 
-@each_boundary
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_momentum
+@each_decay
 def test_a_boundary_moves_everything_and_keeps_the_remainder(computes, dtype, momentum, decay):
     for length in LENGTHS:
         chunk = random_chunk(length, length, dtype, momentum)
