@@ -165,12 +165,6 @@ def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
     return seen
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return one == other
-
-
 @pytest.mark.parametrize(
     ("dtype", "wire"),
     [
@@ -183,10 +177,9 @@ def test_all_is_in_order_and_the_bits_are_those_of_host_memory(dtype, wire):
         # No flow: it comes at other times where values have two inboxes.
         host = World(Device(), dtype, 0.0, has_moment=True)
         device = World(ClockedDevice(), dtype, 0.0, has_moment=True)
-        for one, other in zip(
-            run_script(host, seed, wire), run_script(device, seed, wire), strict=True
-        ):
-            assert same(one, other), seed
+        seen = [run_script(world, seed, wire) for world in (host, device)]
+        for one, other in zip(*seen, strict=True):
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, seed
         held = device.held()
         for name, values in host.held().items():
             assert torch.equal(values, held[name]), (seed, name)

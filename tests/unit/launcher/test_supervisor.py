@@ -403,19 +403,6 @@ def test_with_workers_elsewhere_the_last_one_here_joins_them(make):
     assert (again.rank, again.run_id, again.is_joining) == (3, "theirs", True)
 
 
-def test_a_joiner_keeps_the_rank_that_it_was_given(make):
-    plan = LaunchPlan(3, secret="s" * 16, join_infos=[JoinInfo("run", join=(("10.0.0.1", 4),))])
-    setting = make(max_restarts=6, plan=plan)
-    assert setting.workers[0].environment.needs_rank
-    for rank, worker in setting.workers.items():
-        worker.report(begins=True, rank=7 + rank)
-    setting.crash(1)
-    setting.step(10, 10.2)
-    assert setting.failures == [(8, True)]
-    again = setting.workers[1].environment
-    assert (again.rank, again.join) == (8, (("10.0.0.1", 4),))
-
-
 def test_a_worker_that_cannot_be_started_again_ends_no_other(make):
     setting = make(begun=True, max_restarts=3)
     setting.num_start_failures = 2
@@ -678,6 +665,7 @@ def test_a_new_replica_joins_the_networks_that_its_user_names(make):
         process.report(begins=True, rank=4 + number // 2)
     setting.step(1)
     again = start_again(setting)[1]  # it comes back under the rank that it was given
+    assert setting.failures == [(5, True)]
     assert (again.rank, again.num_restarts, again.join) == (5, 1, (("10.0.0.1", 101),))
 
 
