@@ -670,9 +670,6 @@ def test_host_memory_gets_and_gives_copies():
     assert torch.equal(world.state.segments[0].x, x + 1.0)
 
 
-# Where a state lives.
-
-
 def test_other_devices_and_several_are_refused():
     known = r"on meta\. Exchanges know the CPU and CUDA, ROCm and XPU devices: move the module"
     with pytest.raises(ValueError, match=known):

@@ -108,9 +108,6 @@ def flowed(state: MomentumState, decay: float) -> MomentumState:
     return state.flow(1.0, math.inf if decay == 0.0 else -0.5 * math.log(decay))
 
 
-# Against the reference.
-
-
 @each_precision
 @each_momentum
 @each_decay
@@ -148,9 +145,6 @@ def test_a_boundary_moves_everything_and_keeps_the_remainder(computes, dtype, mo
             assert torch.equal(total.bfloat16(), chunk.x)
 
 
-# The two ends of an exchange.
-
-
 @each_precision
 @pytest.mark.parametrize("names", [("numba", "numba"), ("numba", "torch")])  # torch follows
 @settings(deadline=None, max_examples=8)
@@ -170,9 +164,6 @@ def test_both_ends_apply_exact_negatives(names, dtype, wire, seed, alpha_tilde):
     for ours, theirs in zip(tensors(chunks[0])[1:], tensors(chunks[1])[1:], strict=True):
         assert ours.any()
         assert torch.equal(ours, -theirs)
-
-
-# Poison.
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -223,9 +214,6 @@ def test_large_values_are_no_poison_until_their_difference_is(computes):
             assert norm == pytest.approx(MOST * 4 * size**2, rel=1e-6)
 
 
-# bfloat16.
-
-
 @settings(deadline=None, max_examples=30)
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
 def test_numba_rounds_to_bfloat16_as_torch_does(bits):
@@ -239,9 +227,6 @@ def test_numba_rounds_to_bfloat16_as_torch_does(bits):
     nans = [torch.isnan(out) for out in outs]
     assert torch.equal(*nans)
     assert torch.equal(*(out[~nans[0]].view(torch.uint16) for out in outs))
-
-
-# In a chunk.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -285,9 +270,6 @@ def test_momentum_of_long_ago_is_none(dtype):
     chunk.read(values, c)
     assert torch.equal(c, (ALPHA_TILDE - 0.5) * mine)
     assert torch.equal(values, x + 0.5 * mine)
-
-
-# The choice.
 
 
 def state_of(*dtypes: torch.dtype) -> State:

@@ -80,9 +80,6 @@ def test_a_notice_belongs_to_the_last_fault_of_its_worker(tmp_path):
     assert (kill["detected_s"], kill["rejoined_s"]) == ({"1": 0.25, "2": None}, 2.0)
 
 
-# The view.
-
-
 def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
     for rank in range(2):
         writer = RunLogWriter(worker_file(directory, rank), clock=clock, run_id="7f")
