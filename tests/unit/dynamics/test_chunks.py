@@ -146,15 +146,6 @@ def buffers(values: Tensor) -> Chunk:
     return chunk
 
 
-def meet(one: Chunk, other: Chunk) -> None:
-    """Make one exchange of whole snapshots."""
-    mine, theirs = torch.empty(one.num_elements), torch.empty(one.num_elements)
-    assert one.snapshot(0.0, mine)
-    assert other.snapshot(0.0, theirs)
-    one.exchange(0.0, mine, theirs, 0.5)
-    other.exchange(0.0, theirs, mine, 0.5)
-
-
 @pytest.mark.parametrize("num_exchanges", [1, 2, 4])
 def test_what_forward_passes_change_in_buffers_counts_whole(num_exchanges):
     """Four workers' buffers are those of averaging at once, however forward passes fall.
@@ -244,7 +235,11 @@ def test_second_moments_are_averaged_as_their_optimizers_correct_them(ages):
     torch.manual_seed(0)
     squares, masses = torch.rand(2, 1000), [1 - 0.999**age for age in ages]
     ends = [moment(squares[end] * masses[end], steps=ages[end]) for end in range(2)]
-    meet(*ends)
+    out = torch.empty(2, 1000)
+    for end, snapshot in zip(ends, out, strict=True):
+        assert end.snapshot(0.0, snapshot)
+    for end, mine, theirs in zip(ends, out, out.flip(0), strict=True):
+        end.exchange(0.0, mine, theirs, 0.5)
     for end, mass in zip(ends, masses, strict=True):
         assert end.boundary(0.0)
         torch.testing.assert_close(end.x / mass, squares.mean(dim=0))

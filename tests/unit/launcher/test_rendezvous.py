@@ -93,9 +93,7 @@ def test_the_networks_of_all_shards_are_of_one_run():
         ("store", {"tls": TLS}, False),
     ],
 )
-def test_all_learn_the_same_and_are_warned_of_a_secret_that_strangers_may_read(
-    host, given, warns, caplog
-):
+def test_all_learn_the_same_and_of_a_secret_that_strangers_may_read(host, given, warns, caplog):
     store = HashStore()
     environments = [replace(environment(rank, **given), store_host=host) for rank in range(3)]
     with caplog.at_level(logging.WARNING, "gossipdp"):

@@ -267,15 +267,13 @@ def test_who_is_back_when_the_run_is_complete_is_ended(make):
 
 
 @pytest.mark.parametrize(
-    ("max_restarts", "has_the_average", "missed", "failed"),
+    ("left", "has_it", "missed", "failed"),
     [(5, False, [MISSED], []), (0, False, [], [0]), (5, True, [], [0])],
 )
-def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart_to_get_it(
-    make, max_restarts, has_the_average, missed, failed
-):
-    setting = make(begun=True, max_restarts=max_restarts)
+def test_who_misses_the_end_is_no_failure_if_it_could_restart(make, left, has_it, missed, failed):
+    setting = make(begun=True, max_restarts=left)
     end_well(setting, 1, 2)
-    setting.workers[0].report(consolidated=has_the_average)
+    setting.workers[0].report(consolidated=has_it)
     setting.step(0.5)
     setting.crash(0)
     assert not setting.step(1)
@@ -585,9 +583,7 @@ def test_each_process_of_a_replica_has_its_shard_and_its_replica(make):
 
 @pytest.mark.parametrize("dead", [0, 1])
 @pytest.mark.parametrize("signals", [[], [signal.SIGSTOP, signal.SIGCONT], [signal.SIGTERM]])
-def test_the_death_of_one_process_ends_the_others_unless_they_were_asked_to_end(
-    make, signals, dead
-):
+def test_the_death_of_one_process_ends_the_others_unless_all_were_to_end(make, signals, dead):
     """Who is asked to end has the time to save; who was stopped for a while was not asked."""
     setting = replicas(make)
     replica, processes = setting.supervisor.workers[1], [setting.workers[n] for n in (2, 3)]

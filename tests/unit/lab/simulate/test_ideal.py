@@ -19,10 +19,7 @@ NUM_WORKERS, DIMENSION, NUM_TRAINED = 8, 5, 4
 
 
 def edges_of(
-    population: Population,
-    constants: Constants,
-    edges_type: type[PoissonEdges] = PoissonEdges,
-    **changes: Any,
+    population: Population, constants: Constants, edges_type: type = PoissonEdges, **changes: Any
 ) -> PoissonEdges:
     """Make edges under which rows are averaged, unless changed."""
     options = {"eta": 0.0, "alpha_tilde": 0.5, "is_released": False, "unit_s": 0.5, "seed": 3}
