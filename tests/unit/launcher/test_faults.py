@@ -39,8 +39,9 @@ class Scene:
         return self.sent[before:]
 
     def until(self, seconds: float) -> None:
-        """Look when the injector wants it, and three milliseconds later than that."""
+        """Look now, when the injector wants it, and three milliseconds later than that."""
         end_s = self.began_s + seconds
+        self.look()
         while self.now < end_s:
             self.now = min(self.now + self.injector.wait_s() + 0.003, end_s)
             self.look()
@@ -126,7 +127,6 @@ def test_workers_run_on_when_the_run_ends():
 @pytest.mark.parametrize("factor", [1.5, 4, 50])
 def test_a_slow_worker_runs_its_share_of_the_time_in_short_turns(factor):
     scene = Scene(f"slow {factor:g}x 1")
-    scene.look()
     scene.until(20)
     assert [rank for _, rank, _ in scene.sent] == [1] * len(scene.sent)
     assert all(one[2] != other[2] for one, other in pairwise(scene.sent))
@@ -148,7 +148,6 @@ def test_a_late_turn_is_made_up_for_but_not_at_once():
 
 def test_a_slow_worker_is_fast_again_after_its_time():
     scene = Scene("slow 4x 1 for 2s")
-    scene.look()
     scene.until(2.01)
     assert scene.sent[-1][2] == CONT
     assert scene.injector.wait_s() == float("inf")
@@ -158,7 +157,6 @@ def test_a_slow_worker_is_fast_again_after_its_time():
 
 def test_a_slow_machine_stays_slow_after_a_restart():
     scene = Scene("slow 4x 1")
-    scene.look()
     scene.until(1)
     scene.die(1, "ended with exit code 1")
     scene.until(2)
@@ -253,7 +251,6 @@ def test_each_host_does_what_befalls_its_own_workers():
     text, done = "slow 2x every 10s for 1s; stop 1s 3 at 5s; stop 1s 0 at 6s", []
     for first in (0, 2):
         scene = Scene(text, 4, range(first, first + 2))
-        scene.look()
         scene.until(55)
         scene.injector.close()
         assert not any(record.missed for record in scene.injector.records)
