@@ -8,6 +8,7 @@ import re
 import select
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -45,23 +46,18 @@ def serve() -> Iterator[Serve]:
 def get(
     server: StatusServer, path: str = "/status", method: str = "GET"
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    connection = http.client.HTTPConnection(*server.address, timeout=LONGEST_S)
-    try:
+    with closing(http.client.HTTPConnection(*server.address, timeout=LONGEST_S)) as connection:
         connection.request(method, path)
         response = connection.getresponse()
         return response, response.read()
-    finally:
-        connection.close()
 
 
 def say(server: StatusServer, data: bytes) -> bytes:
     """Return all that comes back, to the end of the connection."""
     with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         connection.sendall(data)
-        answer = b""
-        while more := connection.recv(4096):
-            answer += more
-    return answer
+        with connection.makefile("rb") as answer:
+            return answer.read()
 
 
 def test_a_page_is_shown_with_its_type_and_others_are_named(serve):
